@@ -1,0 +1,116 @@
+"""What a backend must promise.
+
+A backend moves tensors for one comm. The comm has checked every argument, numbered the operation and made its Work; the
+backend runs it and settles it.
+
+A backend promises:
+
+- ``submit`` returns without waiting for peers. It is called under the comm's lock, so in sequence order, from any
+  thread. An exception out of it means that nothing of the batch was handed on.
+- Collectives take effect in the order of submission on every rank. Point-to-point operations are ordered per pair and
+  tag, and never hold up a collective, nor each other across pairs or tags.
+- Each submission is settled exactly once when the operation is over, from any thread, and references to its tensors
+  are kept until then, also when the Work failed early because the comm broke.
+- A transport error goes to ``context.on_error``; the comm decides what it means and fails what is pending.
+- all_reduce is bitwise the same on all ranks; half types accumulate in fp32; inputs are untouched unless they are
+  outputs too; a world of one rank works and still applies AVG and PREMUL_SUM.
+- ``abort`` waits for nobody, ends everything in flight here and makes the peers' operations fail, if it can.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self, final
+
+import torch
+from torch import Tensor
+
+from asynccomm.errors import BrokenError
+from asynccomm.mailbox import Mailbox
+from asynccomm.ops import Call, Group, Op
+from asynccomm.store.base import Store
+from asynccomm.work import Work
+
+__all__ = ["Backend", "BackendContext", "Member", "Submission"]
+
+
+@final
+class Submission:
+    """One operation in the hands of a backend: what to do, with which tensors, and whom to tell.
+
+    It owns the tensors until the backend lets go of it.
+    """
+
+    __slots__ = ("inputs", "op", "outputs", "work")
+
+    def __init__(self, call: Call, work: Work[Any]) -> None:
+        self.op: Op = call.op
+        self.inputs: tuple[Tensor, ...] = call.inputs
+        self.outputs: tuple[Tensor, ...] = call.outputs
+        self.work = work
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Member:
+    """What a rank told the others when it joined."""
+
+    rank: int
+    host: str
+    pid: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class BackendContext:
+    """What a backend gets to build itself from."""
+
+    group: Group
+    members: Sequence[Member]  #: in rank order
+    store: Store  #: keys here are this comm's alone
+    mailbox: Mailbox
+    timeout: float  #: seconds allowed for connecting
+    on_error: Callable[[BrokenError], object]  #: tell it that the transport failed; from any thread
+    hints: Mapping[str, str] = field(default_factory=dict)  #: only keys of ``Backend.hints``
+
+
+class Backend(abc.ABC):
+    """Moves tensors for one comm; see the module's docstring for what it promises."""
+
+    name: ClassVar[str]
+    devices: ClassVar[frozenset[str]]  #: device types whose tensors it takes
+    hints: ClassVar[Mapping[str, str]] = {}  #: hints it understands, with what they mean
+
+    @classmethod
+    @abc.abstractmethod
+    async def connect(cls, context: BackendContext) -> Self:
+        """Meet the other ranks. Collective; cancelling it cleans up.
+
+        Raises: ValueError for a hint's value, BackendError.
+        """
+
+    @classmethod
+    def check_hints(cls, hints: Mapping[str, str]) -> None:  # noqa: B027 - optional: a backend may have none
+        """Raise ``ValueError`` naming the hint whose value is no good. Called before anybody is met."""
+
+    @abc.abstractmethod
+    def submit(self, batch: Sequence[Submission]) -> None:
+        """Start the operations of ``batch``, which belong together, in order."""
+
+    @abc.abstractmethod
+    async def aclose(self) -> None:
+        """Free everything. Nothing is in flight any more."""
+
+    @abc.abstractmethod
+    def abort(self) -> None:
+        """End everything in flight at once; from any thread, more than once."""
+
+
+def device_of(value: str | torch.device) -> torch.device:
+    """``value`` as a device. Raises ``ValueError`` naming it."""
+    try:
+        return torch.device(value)
+    except (RuntimeError, TypeError) as exc:
+        raise ValueError(f"device must name a torch device such as 'cpu' or 'cuda:0', got {value!r}") from exc

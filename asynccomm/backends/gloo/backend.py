@@ -1,0 +1,129 @@
+"""CPU collectives by torch's gloo, over TCP between any machines.
+
+An operation is started on the thread that calls (gloo only queues it) and waited for on a lane
+(``lanes.py``), which also finishes it: divides, converts, copies back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Self, final
+
+import anyio.to_thread
+import torch
+
+from asynccomm.backends.base import Backend, BackendContext, Submission
+from asynccomm.backends.gloo.lanes import Lanes
+from asynccomm.backends.gloo.lowering import start
+from asynccomm.backends.gloo.p2p import PointToPoint
+from asynccomm.backends.gloo.torch_gloo import Gloo
+from asynccomm.errors import BackendError, BrokenError
+from asynccomm.store.torch_store import AsTorchStore
+
+__all__ = ["GlooBackend"]
+
+GLOO_THREADS = 1  # see torch_gloo.py
+P2P_THREADS = 64  # point-to-point lanes that can wait at the same time
+CLOSE_SECONDS = 5.0  # for lanes to see the end of an aborted group; they are daemons, so a miss costs a thread
+
+_HINTS = {
+    "hostname": "address of the network interface to use (default: loopback if all ranks are on one host)",
+    "interface": "name of the network interface to use",
+    "gloo_threads": f"gloo threads that run collectives (default {GLOO_THREADS})",
+    "p2p_threads": f"pairs, tags and directions that may have messages pending at once (default {P2P_THREADS})",
+}
+
+
+@final
+class GlooBackend(Backend):
+    """One rank of a gloo group."""
+
+    name = "gloo"
+    devices = frozenset({"cpu"})
+    hints: Mapping[str, str] = _HINTS
+
+    def __init__(self, context: BackendContext, gloo: Gloo) -> None:
+        group = context.group
+        self._gloo: Gloo | None = gloo
+        self._size = group.size
+        self._on_error = context.on_error
+        self._lanes = Lanes(f"asynccomm-gloo-{group.name}", 1 + int(context.hints.get("p2p_threads", P2P_THREADS)))
+        self._p2p = PointToPoint(group.rank, self._lanes, self._complete, context.on_error)
+        self._ending = threading.Lock()
+        self._poisoned = False
+
+    @classmethod
+    def check_hints(cls, hints: Mapping[str, str]) -> None:
+        for key in ("gloo_threads", "p2p_threads"):
+            value = hints.get(key, "1")
+            if not value.isdecimal() or int(value) < 1:
+                raise ValueError(f"hint {key!r} must be a positive integer, got {value!r}")
+        if "hostname" in hints and "interface" in hints:
+            raise ValueError("hints 'hostname' and 'interface' exclude each other; give one")
+
+    @classmethod
+    async def connect(cls, context: BackendContext) -> Self:
+        group, hints = context.group, context.hints
+        one_host = len({member.host for member in context.members}) == 1
+        hostname = hints.get("hostname", "127.0.0.1" if one_host and "interface" not in hints else None)
+        store = AsTorchStore(context.store.prefix("gloo"), asyncio.get_running_loop(), context.timeout)
+        make = partial(
+            Gloo,
+            store,
+            group.rank,
+            group.size,
+            hostname=hostname,
+            interface=hints.get("interface"),
+            threads=int(hints.get("gloo_threads", GLOO_THREADS)),
+        )
+        try:
+            gloo = await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
+        except RuntimeError as exc:
+            raise BackendError(f"gloo could not connect rank {group.rank} of comm {group.name!r}: {exc}") from exc
+        return cls(context, gloo)
+
+    @torch.no_grad()
+    def submit(self, batch: Sequence[Submission]) -> None:
+        gloo = self._gloo
+        assert gloo is not None, "submitted to a closed backend"
+        for submission in batch:
+            if submission.op.p2p:
+                self._p2p.submit(gloo, submission)
+            else:
+                work, finish = start(gloo, submission, self._size)
+                self._lanes.put("collectives", partial(self._complete, submission, [work.wait], finish))
+
+    def _complete(
+        self, submission: Submission, steps: Sequence[Callable[[], object]], finish: Callable[[], None] | None
+    ) -> None:
+        try:
+            for step in steps:
+                step()
+            if finish is not None:
+                finish()
+        except BrokenError as exc:
+            self._on_error(exc)
+        except Exception as exc:
+            error = BackendError(f"gloo failed in {submission.op}: {str(exc).strip()}")
+            error.__cause__ = exc
+            self._on_error(error)
+        else:
+            submission.work.settle()
+
+    async def aclose(self) -> None:
+        await anyio.to_thread.run_sync(self._close)
+
+    def _close(self) -> None:
+        self._lanes.join(CLOSE_SECONDS)
+        self._p2p.drop()
+        self._gloo = None  # the last reference ends gloo's threads
+
+    def abort(self) -> None:
+        with self._ending:
+            if self._poisoned or self._gloo is None:
+                return
+            self._poisoned = True
+            self._gloo.poison()

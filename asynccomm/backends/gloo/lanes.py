@@ -1,0 +1,101 @@
+"""Threads that wait for gloo, so that nobody else has to.
+
+Work that finishes in order shares a lane: all collectives one, point-to-point one per direction, peer and tag, since
+a receive that waits for its sender must not hold up anything else. A lane has a thread only while it has jobs.
+gloo's works offer no other way: point-to-point completes inside ``wait()`` alone, and for collectives a waiting thread
+is quicker than the future's callback.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import final
+
+import torch
+
+__all__ = ["Lanes"]
+
+IDLE_SECONDS = 10.0  # a thread without a job ends after this
+
+
+@final
+class _Threads:
+    """Daemon threads that run functions, kept a while for the next one."""
+
+    def __init__(self, name: str, limit: int) -> None:
+        self._name = name
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._alive = 0
+        self._spoken_for = 0  # functions handed over and not finished
+
+    def run(self, function: Callable[[], None]) -> None:
+        with self._lock:
+            self._spoken_for += 1
+            start = self._spoken_for > self._alive and self._alive < self._limit
+            self._alive += start
+        self._jobs.put(function)
+        if start:
+            threading.Thread(target=self._main, name=self._name, daemon=True).start()
+
+    def _main(self) -> None:
+        torch.set_grad_enabled(False)  # per thread: what we copy and divide here is not for autograd
+        while True:
+            try:
+                function = self._jobs.get(timeout=IDLE_SECONDS)
+            except queue.Empty:
+                with self._lock:
+                    if self._jobs.empty():
+                        self._alive -= 1
+                        return
+                continue
+            function()
+            del function
+            with self._lock:
+                self._spoken_for -= 1
+
+
+@final
+class Lanes:
+    """Runs jobs: in order within a lane, side by side across lanes.
+
+    Args:
+        name: of the threads.
+        limit: threads at most; with more busy lanes than that the newest wait for a thread.
+    """
+
+    def __init__(self, name: str, limit: int) -> None:
+        self._threads = _Threads(name, limit)
+        self._lock = threading.Lock()
+        self._lanes: dict[Hashable, deque[Callable[[], None]]] = {}
+        self._idle = threading.Condition(self._lock)
+
+    def put(self, lane: Hashable, job: Callable[[], None]) -> None:
+        """Queue ``job``, which must not raise. From any thread; does not block."""
+        with self._lock:
+            jobs = self._lanes.get(lane)
+            if jobs is not None:
+                jobs.append(job)
+                return
+            self._lanes[lane] = deque([job])
+        self._threads.run(lambda: self._work_off(lane))
+
+    def _work_off(self, lane: Hashable) -> None:
+        jobs = self._lanes[lane]
+        while True:
+            jobs[0]()
+            with self._lock:
+                jobs.popleft()
+                if not jobs:
+                    del self._lanes[lane]
+                    self._idle.notify_all()
+                    return
+
+    def join(self, timeout: float) -> bool:
+        """Block until no job is left; False if that took longer than ``timeout`` seconds."""
+        with self._lock:
+            return self._idle.wait_for(lambda: not self._lanes, timeout)

@@ -1,0 +1,239 @@
+"""All ranks in one process and one event loop: for tests of programs, and of everything above the backends.
+
+The ranks meet in a :class:`Hub`, one per comm, which is found through the ``MemoryStore`` they share::
+
+    store = MemoryStore()
+    comms = await asyncio.gather(*(new_comm("loopback", name="t", store=store, rank=r, size=3) for r in range(3)))
+
+An operation runs when its last rank arrives, in that call. For tests a hub can be told to hold operations back,
+to release them, and to fail.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Self, final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from asynccomm.backends import arithmetic
+from asynccomm.backends.base import Backend, BackendContext, Submission
+from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
+from asynccomm.ops import (
+    AllGather,
+    AllGatherSingle,
+    AllReduce,
+    AllToAllSingle,
+    Barrier,
+    Broadcast,
+    Gather,
+    Recv,
+    Reduce,
+    ReduceScatter,
+    ReduceScatterSingle,
+    Scatter,
+    Send,
+)
+from asynccomm.store.base import PrefixStore, Store
+from asynccomm.store.memory import MemoryStore
+
+__all__ = ["Hub", "LoopbackBackend"]
+
+_hubs: WeakKeyDictionary[MemoryStore, dict[str, Hub]] = WeakKeyDictionary()
+
+
+@final
+class Hub:
+    """Where the ranks of one comm meet."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._lock = threading.RLock()
+        self._contexts: dict[int, BackendContext] = {}
+        self._next = [0] * size  # collectives submitted so far, by rank
+        self._arrived: defaultdict[int, dict[int, Submission]] = defaultdict(dict)
+        self._sends: defaultdict[tuple[int, int, int], deque[Submission]] = defaultdict(deque)  # by (src, dst, tag)
+        self._recvs: defaultdict[tuple[int, int, int], deque[Submission]] = defaultdict(deque)
+        self._held: deque[Callable[[], None]] | None = None
+
+    def join(self, context: BackendContext) -> None:
+        self._contexts[context.group.rank] = context
+
+    def hold(self) -> None:
+        """Keep back what becomes complete from now on."""
+        with self._lock:
+            if self._held is None:
+                self._held = deque()
+
+    def release(self, count: int | None = None) -> None:
+        """Run ``count`` of the operations that were held, oldest first; None: all, and hold no longer."""
+        with self._lock:
+            held = self._held if self._held is not None else deque()
+            for _ in range(len(held) if count is None else min(count, len(held))):
+                held.popleft()()
+            if count is None:
+                self._held = None
+
+    def fail(self, detail: str) -> None:
+        """Report a transport error to every rank."""
+        self._report(BackendError(f"loopback: {detail}"))
+
+    def submit(self, rank: int, submission: Submission) -> None:
+        with self._lock:
+            if isinstance(submission.op, Send):
+                self._meet(submission, self._sends, (rank, submission.op.peer, submission.op.tag))
+            elif isinstance(submission.op, Recv):
+                self._meet(submission, self._recvs, (submission.op.peer, rank, submission.op.tag))
+            else:
+                number = self._next[rank]
+                self._next[rank] += 1
+                arrived = self._arrived[number]
+                arrived[rank] = submission
+                if len(arrived) == self._size:
+                    del self._arrived[number]
+                    self._run_or_hold(lambda: self._collective(number, [arrived[r] for r in range(self._size)]))
+
+    def drop(self, rank: int) -> None:
+        """Let go of everything that ``rank`` has submitted."""
+        with self._lock:
+            for arrived in self._arrived.values():
+                arrived.pop(rank, None)
+            for mine, place in ((self._sends, 0), (self._recvs, 1)):
+                for key in [key for key in mine if key[place] == rank]:
+                    del mine[key]
+            if self._held is not None:
+                self._held.clear()
+
+    def _meet(
+        self, submission: Submission, mine: dict[tuple[int, int, int], deque[Submission]], key: tuple[int, int, int]
+    ) -> None:
+        mine[key].append(submission)
+        if self._sends[key] and self._recvs[key]:
+            send, recv = self._sends[key].popleft(), self._recvs[key].popleft()
+            self._run_or_hold(lambda: self._transfer(send, recv, key))
+
+    def _run_or_hold(self, run: Callable[[], None]) -> None:
+        if self._held is None:
+            run()
+        else:
+            self._held.append(run)
+
+    def _transfer(self, send: Submission, recv: Submission, key: tuple[int, int, int]) -> None:
+        assert isinstance(send.op, Send)
+        assert isinstance(recv.op, Recv)
+        if not recv.op.takes(send.op):
+            self._report(CollectiveMismatchError(send.work.seq, key[0], str(send.op), key[1], str(recv.op)))
+            return
+        with torch.no_grad():
+            _put(recv.outputs[0], send.inputs[0])
+        send.work.settle()
+        recv.work.settle()
+
+    def _collective(self, number: int, ranks: Sequence[Submission]) -> None:
+        for other, submission in enumerate(ranks):
+            if not ranks[0].op.fits(submission.op):
+                self._report(CollectiveMismatchError(number, 0, str(ranks[0].op), other, str(submission.op)))
+                return
+        with torch.no_grad():
+            _perform(ranks)
+        for submission in ranks:
+            submission.work.settle()
+
+    def _report(self, error: BrokenError) -> None:
+        for context in list(self._contexts.values()):
+            context.on_error(error)
+
+
+def _perform(ranks: Sequence[Submission]) -> None:
+    size = len(ranks)
+    op = ranks[0].op
+    match op:
+        case AllReduce() | Reduce():
+            rows = torch.stack([arithmetic.widen(s.inputs[0], _reduction(s)) for s in ranks])
+            total = arithmetic.combine(rows, op.reduction, bools=op.dtype == torch.bool)
+            for s in ranks:
+                for output in s.outputs:
+                    arithmetic.narrow(total.clone(), output, op.reduction, size)
+        case ReduceScatter() | ReduceScatterSingle():
+            rows = torch.stack([torch.cat([arithmetic.widen(t, _reduction(s)) for t in s.inputs]) for s in ranks])
+            total = arithmetic.combine(rows, op.reduction, bools=op.dtype == torch.bool)
+            for s, chunk in zip(ranks, total.view(size, -1), strict=True):
+                arithmetic.narrow(chunk.clone(), s.outputs[0], op.reduction, size)
+        case Broadcast():
+            source = ranks[op.root].inputs[0]
+            for s in ranks:
+                for output in s.outputs:
+                    _put(output, source)
+        case AllGather() | Gather():
+            inputs = [arithmetic.resolved(s.inputs[0]).clone() for s in ranks]
+            for s in ranks:
+                for output, source in zip(s.outputs, inputs, strict=False):
+                    _put(output, source)
+        case AllGatherSingle():
+            everything = torch.cat([arithmetic.resolved(s.inputs[0]) for s in ranks])
+            for s in ranks:
+                _put(s.outputs[0], everything)
+        case Scatter():
+            chunks = [arithmetic.resolved(t).clone() for t in ranks[op.root].inputs]
+            for s, chunk in zip(ranks, chunks, strict=True):
+                _put(s.outputs[0], chunk)
+        case AllToAllSingle():
+            sources = torch.stack([arithmetic.resolved(s.inputs[0]) for s in ranks]).view(size, size, -1)
+            for r, s in enumerate(ranks):
+                _put(s.outputs[0], sources[:, r])
+        case Barrier():
+            pass
+        case _:
+            raise AssertionError(f"no such collective: {op}")
+
+
+def _reduction(submission: Submission) -> arithmetic.ReduceOp:
+    op = submission.op
+    assert isinstance(op, (AllReduce, Reduce, ReduceScatter, ReduceScatterSingle))
+    return op.reduction  # each rank's own: factors differ
+
+
+def _put(output: Tensor, source: Tensor) -> None:
+    output.detach().copy_(source.detach().reshape(output.shape))
+
+
+@final
+class LoopbackBackend(Backend):
+    """One rank of a loopback comm; ``hub`` is what it shares with the others."""
+
+    name = "loopback"
+    devices = frozenset({"cpu"})
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        self.hub = hub
+        self._rank = rank
+
+    @classmethod
+    async def connect(cls, context: BackendContext) -> Self:
+        root: Store = context.store
+        prefix = []
+        while isinstance(root, PrefixStore):
+            prefix.append(root.name)
+            root = root.underlying
+        if not isinstance(root, MemoryStore):
+            raise ValueError(
+                f"backend 'loopback' needs store=MemoryStore(), shared by all its ranks, got {type(root).__name__}"
+            )
+        hubs = _hubs.setdefault(root, {})
+        hub = hubs.setdefault("/".join(prefix), Hub(context.group.size))
+        hub.join(context)
+        return cls(hub, context.group.rank)
+
+    def submit(self, batch: Sequence[Submission]) -> None:
+        for submission in batch:
+            self.hub.submit(self._rank, submission)
+
+    async def aclose(self) -> None:
+        self.hub.drop(self._rank)
+
+    def abort(self) -> None:
+        self.hub.drop(self._rank)

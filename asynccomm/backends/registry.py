@@ -1,0 +1,57 @@
+"""Backends by name, imported on first use: ``import asynccomm`` touches no transport.
+
+A package of yours adds one with an entry point::
+
+    [project.entry-points."asynccomm.backends"]
+    mine = "my_package.backend:MyBackend"
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import entry_points
+
+import torch
+
+from asynccomm.backends.base import Backend
+
+__all__ = ["ENTRY_POINT_GROUP", "backend_names", "load_backend", "resolve"]
+
+ENTRY_POINT_GROUP = "asynccomm.backends"
+_BUILTIN = {
+    "gloo": ("asynccomm.backends.gloo.backend", "GlooBackend"),
+    "loopback": ("asynccomm.backends.loopback", "LoopbackBackend"),
+}
+
+
+def backend_names() -> list[str]:
+    """All names that ``load_backend`` takes: the built-in ones and those of installed packages."""
+    return sorted({*_BUILTIN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+
+
+def resolve(name: str, device: torch.device) -> str:
+    """The backend that ``"auto"`` means on ``device``; any other name stays as it is."""
+    if not isinstance(name, str):
+        raise TypeError(f"backend must be a name, got {name!r}")
+    if name != "auto":
+        return name
+    if device.type == "cpu":
+        return "gloo"
+    raise ValueError(f"backend 'auto' has no choice for device {device}: only 'cpu' is supported so far")
+
+
+def load_backend(name: str, device: torch.device) -> type[Backend]:
+    """The class behind ``name``. Raises ``ValueError`` when there is none or it does not take ``device``."""
+    if name in _BUILTIN:
+        module, attribute = _BUILTIN[name]
+        backend = getattr(import_module(module), attribute)
+    else:
+        found = [point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name == name]
+        if not found:
+            raise ValueError(f"backend {name!r} is unknown; choose from {', '.join(['auto', *backend_names()])}")
+        backend = found[0].load()
+    if not (isinstance(backend, type) and issubclass(backend, Backend)):
+        raise TypeError(f"backend {name!r} is {backend!r}, not a subclass of asynccomm.backends.base.Backend")
+    if device.type not in backend.devices:
+        raise ValueError(f"backend {name!r} takes tensors on {sorted(backend.devices)}, not on device {device}")
+    return backend

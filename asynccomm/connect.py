@@ -1,0 +1,175 @@
+"""Making a comm: check the arguments, meet the other ranks, connect the backend."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Generator, Mapping
+from contextlib import AsyncExitStack
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, SupportsIndex, final
+from weakref import WeakValueDictionary
+
+import torch
+from torch import distributed as dist
+
+from asynccomm.backends.base import Backend, BackendContext, device_of
+from asynccomm.backends.registry import load_backend, resolve
+from asynccomm.comm import Comm
+from asynccomm.errors import AsyncCommError
+from asynccomm.join import join
+from asynccomm.mailbox import Mailbox
+from asynccomm.ops import Group
+from asynccomm.options import DEFAULT_TIMEOUT, MAX_BYTES, MAX_OPS, CommOptions, check_hints, seconds
+from asynccomm.store.base import Store, within
+from asynccomm.store.rendezvous import Meeting, Place, find_place, meet
+
+__all__ = ["Connecting", "new_comm"]
+
+LEAVE_SECONDS = 10.0  # the rank that hosts the store stays for the others this long after it has closed its comm
+
+_log = logging.getLogger("asynccomm")
+_names: WeakValueDictionary[tuple[object, int, str], Connecting] = WeakValueDictionary()  # in use, by world and rank
+
+
+def new_comm(
+    backend: str = "auto",
+    device: str | torch.device = "cpu",
+    *,
+    name: str = "main",
+    timeout: float | timedelta | None = None,
+    store: Store | dist.Store | str | None = None,
+    rank: SupportsIndex | None = None,
+    size: SupportsIndex | None = None,
+    hints: Mapping[str, str] | None = None,
+    abort_process_on_timeout_or_error: bool = False,
+    high_priority_stream: bool = False,
+    max_ops: int = MAX_OPS,
+    max_bytes: int = MAX_BYTES,
+) -> Connecting:
+    """Make a comm of all ranks; ``await`` it, or better ``async with`` it. Collective: all ranks do so.
+
+    ::
+
+        async with asynccomm.new_comm(name="main") as comm:
+            await comm.all_reduce(tensor)
+
+    Args:
+        backend: ``"auto"``, or a name from :func:`asynccomm.backend_names`.
+        device: where the tensors live.
+        name: the same on all ranks, and unique among the open comms of this process.
+        timeout: seconds or a timedelta (default 600), for connecting and then for each operation that brings no own.
+        store: where to meet: None for the environment that launchers set (``env://``), ``tcp://host:port``,
+            ``file:///path``, one of our stores, or any ``torch.distributed.Store``.
+        rank, size: who this is; None: from the store's URL, or RANK and WORLD_SIZE.
+        hints: strings for the backend; unknown ones are logged and ignored.
+        abort_process_on_timeout_or_error: end the process (SIGABRT) when the comm breaks, instead of only raising.
+        high_priority_stream: CUDA only: communicate on a stream of high priority.
+        max_ops, max_bytes: what may be in flight before ``await comm.ready()`` waits.
+
+    Raises:
+        ValueError, TypeError: at the call, naming the argument or environment variable.
+        RendezvousError: from awaiting: nobody there, port in use, or ranks that do not fit together.
+        BackendError: from awaiting: the transport could not connect.
+
+    Cancelling the await is safe, also by ``asyncio.timeout``.
+    """
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"name must be a non-empty str, got {name!r}")
+    where = device_of(device)
+    backend_name = resolve(backend, where)
+    backend_class = load_backend(backend_name, where)
+    checked = check_hints(hints, backend_class.hints, backend_name)
+    backend_class.check_hints(checked)
+    options = CommOptions(
+        timeout=seconds("timeout", timeout, DEFAULT_TIMEOUT),
+        hints=checked,
+        abort_process_on_timeout_or_error=abort_process_on_timeout_or_error,
+        high_priority_stream=high_priority_stream,
+        max_ops=max_ops,
+        max_bytes=max_bytes,
+    )
+    place = find_place(store, rank, size)
+    return Connecting(place, Group(name, place.rank, place.size, where), backend_name, backend_class, options)
+
+
+@final
+class Connecting:
+    """A comm to be: ``await`` it, or enter it with ``async with``."""
+
+    def __init__(
+        self, place: Place, group: Group, backend_name: str, backend_class: type[Backend], options: CommOptions
+    ) -> None:
+        self._place = place
+        self._group = group
+        self._backend_name = backend_name
+        self._backend_class = backend_class
+        self._options = options
+        self._comm: Comm | None = None
+
+    def __await__(self) -> Generator[Any, None, Comm]:
+        return self._connect().__await__()
+
+    async def __aenter__(self) -> Comm:
+        self._comm = await self._connect()
+        return self._comm
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._comm is not None
+        await self._comm.__aexit__(kind, exc, traceback)
+
+    async def _connect(self) -> Comm:
+        group, place, options = self._group, self._place, self._options
+        key = (place.world, group.rank, group.name)
+        if key in _names:
+            raise ValueError(f"name {group.name!r} is in use by an open comm of this process; choose another or close it")
+        _names[key] = self
+        deadline = time.monotonic() + options.timeout
+        async with AsyncExitStack() as resources:
+            resources.callback(_names.pop, key, None)
+            meeting = await meet(place, options.timeout)
+            resources.push_async_callback(meeting.aclose)
+            epoch, members = await join(
+                meeting.store.prefix(place.scope),
+                group.name,
+                group.rank,
+                group.size,
+                self._backend_name,
+                max(0.0, deadline - time.monotonic()),
+            )
+            room = meeting.store.prefix(place.scope).prefix(group.name).prefix(epoch)
+            resources.push_async_callback(_leave, room, group, meeting)
+            mailbox = Mailbox(asyncio.get_running_loop())
+            comm = Comm(group, self._backend_name, options, mailbox, room, resources.pop_all())
+            await comm.connect(
+                self._backend_class,
+                BackendContext(
+                    group=group,
+                    members=members,
+                    store=room,
+                    mailbox=mailbox,
+                    timeout=max(0.1, deadline - time.monotonic()),
+                    on_error=comm.transport_failed,
+                    hints=options.hints,
+                ),
+            )
+            return comm
+
+
+async def _leave(room: Store, group: Group, meeting: Meeting) -> None:
+    """Say that this rank is done; the host of the store waits for the others, who may still need it."""
+    try:
+        async with within(LEAVE_SECONDS):
+            gone = await room.add("gone", 1)
+            if meeting.hosted is not None:
+                while gone < group.size:
+                    await asyncio.sleep(0.01)
+                    gone = await room.add("gone", 0)
+    except TimeoutError:
+        _log.warning("comm %r: not all ranks have closed within %g s; the store ends now", group.name, LEAVE_SECONDS)
+    except AsyncCommError as exc:
+        _log.debug("comm %r: the store was gone before this rank left: %s", group.name, exc)

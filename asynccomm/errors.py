@@ -1,0 +1,154 @@
+"""Every exception that is ours.
+
+AsyncCommError
+ ├─ ClosedError               you closed the comm (or the store) and used it again
+ ├─ WouldBlockError           a blocking call on a thread whose event loop is running
+ ├─ StoreError                the key-value store that ranks meet on
+ │   ├─ StoreProtocolError    the server (or something else on that port) spoke nonsense
+ │   ├─ StoreTimeoutError     a key did not appear in time
+ │   └─ RendezvousError       the ranks could not find or accept each other
+ └─ BrokenError               the comm is beyond repair; every pending Work fails with it
+     ├─ PeerLostError         a rank died
+     ├─ CollectiveTimeoutError  an operation passed its deadline
+     ├─ CollectiveMismatchError ranks issued different operations
+     ├─ AbortedError          somebody called abort(), or left ``async with`` by an exception
+     └─ BackendError          the transport below failed
+
+A mistake in an argument is a ``TypeError`` or ``ValueError`` instead, raised by the call itself before anything is
+sent. Errors carry data, render it in ``__str__`` and survive pickle: ``args`` are exactly the constructor's arguments.
+"""
+
+from __future__ import annotations
+
+from asynccomm.ops import Op
+
+__all__ = [
+    "AsyncCommError",
+    "ClosedError",
+    "WouldBlockError",
+    "StoreError",
+    "StoreProtocolError",
+    "StoreTimeoutError",
+    "RendezvousError",
+    "BrokenError",
+    "PeerLostError",
+    "CollectiveTimeoutError",
+    "CollectiveMismatchError",
+    "AbortedError",
+    "BackendError",
+]
+
+
+class AsyncCommError(Exception):
+    """Root of all errors of this package."""
+
+    observed = False  # set once somebody has seen it through a Work: what nobody saw is reported
+
+
+class ClosedError(AsyncCommError):
+    """The comm or store was closed by its owner before this call."""
+
+
+class WouldBlockError(AsyncCommError):
+    """A blocking wait was asked for on a thread with a running event loop; use ``await`` there."""
+
+
+class StoreError(AsyncCommError):
+    """The store failed: connection refused, lost, or a request it cannot take."""
+
+
+class StoreProtocolError(StoreError):
+    """Bytes arrived that are no answer to what was asked; the connection is dropped."""
+
+
+class StoreTimeoutError(StoreError, TimeoutError):
+    """A key did not appear within its timeout."""
+
+
+class RendezvousError(StoreError):
+    """The ranks could not find each other, or do not fit together."""
+
+
+class BrokenError(AsyncCommError):
+    """The comm cannot be used any more; later calls raise this at once."""
+
+
+class PeerLostError(BrokenError):
+    """A rank went away while others needed it.
+
+    Args:
+        rank: the rank that was lost.
+        detail: what was seen of it.
+    """
+
+    def __init__(self, rank: int, detail: str) -> None:
+        super().__init__(rank, detail)
+        self.rank, self.detail = rank, detail
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} was lost: {self.detail}"
+
+
+class CollectiveTimeoutError(BrokenError, TimeoutError):
+    """An operation did not finish before its deadline.
+
+    Args:
+        op: the operation.
+        seq: its number on the comm (collectives and point-to-point are numbered apart).
+        comm: name of the comm.
+        rank: the rank that reports.
+        elapsed: seconds since the call.
+        timeout: seconds that were allowed.
+        missing: ranks known not to have arrived; empty when the backend cannot tell.
+    """
+
+    def __init__(
+        self, op: Op, seq: int, comm: str, rank: int, elapsed: float, timeout: float, missing: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(op, seq, comm, rank, elapsed, timeout, missing)
+        self.op, self.seq, self.comm, self.rank = op, seq, comm, rank
+        self.elapsed, self.timeout, self.missing = elapsed, timeout, missing
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.op} #{self.seq} on comm {self.comm!r}, rank {self.rank}: "
+            f"not finished after {self.elapsed:.1f} s (timeout {self.timeout:g} s)"
+        )
+        return text + (f"; not arrived: ranks {list(self.missing)}" if self.missing else "")
+
+
+class CollectiveMismatchError(BrokenError):
+    """Two ranks issued operations that do not belong together.
+
+    Args:
+        seq: number of the operation on the comm.
+        rank, op: one side.
+        other_rank, other_op: the other side.
+    """
+
+    def __init__(self, seq: int, rank: int, op: str, other_rank: int, other_op: str) -> None:
+        super().__init__(seq, rank, op, other_rank, other_op)
+        self.seq, self.rank, self.op, self.other_rank, self.other_op = seq, rank, op, other_rank, other_op
+
+    def __str__(self) -> str:
+        return f"operation #{self.seq} differs: rank {self.rank} has {self.op}, rank {self.other_rank} has {self.other_op}"
+
+
+class AbortedError(BrokenError):
+    """The comm was aborted.
+
+    Args:
+        rank: the rank that aborted.
+        reason: what it gave as the reason.
+    """
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(rank, reason)
+        self.rank, self.reason = rank, reason
+
+    def __str__(self) -> str:
+        return f"aborted by rank {self.rank}: {self.reason}"
+
+
+class BackendError(BrokenError):
+    """The transport failed underneath; its own error is the cause."""

@@ -1,0 +1,67 @@
+"""What a comm can be told when it is made."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import final
+
+__all__ = ["CommOptions", "check_hints", "seconds"]
+
+DEFAULT_TIMEOUT = 600.0  # seconds; what torchcomms allows for set-up and for one operation
+MAX_OPS = 4096  # operations in flight at which ready() begins to hold back
+MAX_BYTES = 1 << 30  # bytes in flight at which ready() begins to hold back
+
+_log = logging.getLogger("asynccomm")
+
+
+def seconds(name: str, value: float | timedelta | None, default: float) -> float:
+    """``value`` as seconds; None means ``default``; ``math.inf`` is allowed.
+
+    Raises: TypeError, ValueError naming ``name``.
+    """
+    if value is None:
+        return default
+    if isinstance(value, timedelta):
+        value = value.total_seconds()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be seconds or a timedelta, got {value!r}")
+    if math.isnan(value) or value <= 0:
+        raise ValueError(f"{name} must be positive, got {value!r}")
+    return float(value)
+
+
+def check_hints(hints: Mapping[str, str] | None, known: Mapping[str, str], backend: str) -> dict[str, str]:
+    """``hints`` as a dict of strings; a key that ``backend`` does not know is logged and left out."""
+    if hints is None:
+        return {}
+    if not isinstance(hints, Mapping):
+        raise TypeError(f"hints must be a mapping of strings to strings, got {hints!r}")
+    for key, value in hints.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise TypeError(f"hints must map strings to strings, got {key!r}: {value!r}")
+    for key in sorted(hints.keys() - known.keys()):
+        _log.warning("hint %r is unknown to backend %r and ignored; it knows %s", key, backend, sorted(known))
+    return {key: value for key, value in hints.items() if key in known}
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommOptions:
+    """The options of one comm, as ``comm.options`` shows them."""
+
+    timeout: float = DEFAULT_TIMEOUT  #: seconds for set-up and, by default, for each operation
+    hints: Mapping[str, str] = field(default_factory=dict)  #: what the backend was told, checked
+    abort_process_on_timeout_or_error: bool = False  #: end the process when the comm breaks, instead of raising
+    high_priority_stream: bool = False  #: CUDA only: run on a stream of high priority
+    max_ops: int = MAX_OPS  #: operations in flight at which ``await comm.ready()`` waits
+    max_bytes: int = MAX_BYTES  #: bytes in flight at which ``await comm.ready()`` waits
+
+    def __post_init__(self) -> None:
+        for name in ("max_ops", "max_bytes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")

@@ -1,0 +1,155 @@
+"""How tensors are combined: eight plain reductions and PREMUL_SUM(factor).
+
+Which dtype may be reduced how is decided here and nowhere else:
+
+| dtype        | SUM AVG | PRODUCT MIN MAX | BAND BOR BXOR | PREMUL_SUM |
+|--------------|---------|-----------------|---------------|------------|
+| float, half  | yes     | yes             | no            | yes        |
+| int          | yes     | yes             | yes           | int factor |
+| uint64       | SUM     | PRODUCT         | yes           | int factor |
+| bool         | SUM     | yes             | yes           | no         |
+| complex      | yes     | no              | no            | yes        |
+| float8       | no      | no              | no            | no         |
+
+AVG of integers truncates towards zero. SUM of bools is a logical or, as ``torch.add`` has it. Complex numbers have no
+order, and a product of their real views would be garbage. float8 travels (broadcast, gather, ...) but torch has no
+arithmetic for it.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final, final
+
+import torch
+from torch import Tensor
+
+__all__ = ["RedOpType", "ReduceOp"]
+
+
+class RedOpType(enum.Enum):
+    """The kind of a reduction. Compare by name with other systems: their numbers differ."""
+
+    SUM = "SUM"
+    AVG = "AVG"
+    PRODUCT = "PRODUCT"
+    MIN = "MIN"
+    MAX = "MAX"
+    BAND = "BAND"
+    BOR = "BOR"
+    BXOR = "BXOR"
+    PREMUL_SUM = "PREMUL_SUM"
+
+
+_BITWISE: Final = frozenset({RedOpType.BAND, RedOpType.BOR, RedOpType.BXOR})
+_LINEAR: Final = frozenset({RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM})
+
+
+@final
+class ReduceOp:
+    """One way to combine the ranks' tensors; immutable. Use the class attributes or :meth:`PREMUL_SUM`.
+
+    Args:
+        type: which reduction. ``RedOpType.PREMUL_SUM`` needs a factor and is made by ``ReduceOp.PREMUL_SUM``.
+    """
+
+    __slots__ = ("_factor", "_type")
+
+    SUM: ReduceOp
+    AVG: ReduceOp
+    PRODUCT: ReduceOp
+    MIN: ReduceOp
+    MAX: ReduceOp
+    BAND: ReduceOp
+    BOR: ReduceOp
+    BXOR: ReduceOp
+
+    def __init__(self, type: RedOpType) -> None:
+        if type is RedOpType.PREMUL_SUM:
+            raise ValueError("type PREMUL_SUM needs a factor: use ReduceOp.PREMUL_SUM(factor)")
+        self._type = RedOpType(type)
+        self._factor: float | complex | Tensor | None = None
+
+    @staticmethod
+    def PREMUL_SUM(factor: float | complex | Tensor) -> ReduceOp:
+        """Sum after each rank has multiplied its own input by its own ``factor``.
+
+        Args:
+            factor: a number, or a tensor with one element (any device; read when the operation is called).
+        """
+        if isinstance(factor, Tensor):
+            if factor.numel() != 1:
+                raise ValueError(f"factor must have one element, got shape {tuple(factor.shape)}")
+        elif isinstance(factor, bool) or not isinstance(factor, (int, float, complex)):
+            raise TypeError(f"factor must be a number or a tensor with one element, got {factor!r}")
+        op = ReduceOp(RedOpType.SUM)
+        op._type, op._factor = RedOpType.PREMUL_SUM, factor
+        return op
+
+    @classmethod
+    def of(cls, op: object) -> ReduceOp:
+        """``op`` itself, or the reduction of the same name when it comes from ``torch.distributed``."""
+        if type(op) is cls:
+            return op
+        name = getattr(op, "name", None)
+        module = type(op).__module__
+        if isinstance(name, str) and module.startswith("torch") and name in RedOpType.__members__:
+            return cls(RedOpType[name])
+        names = ", ".join(f"ReduceOp.{t.name}" for t in RedOpType)
+        raise TypeError(f"op must be one of {names}; got {op!r}")
+
+    @property
+    def type(self) -> RedOpType:
+        """Which reduction this is."""
+        return self._type
+
+    @property
+    def factor(self) -> float | complex | Tensor | None:
+        """The factor of PREMUL_SUM, else None."""
+        return self._factor
+
+    def check(self, dtype: torch.dtype) -> None:
+        """Raise ``ValueError`` when tensors of ``dtype`` cannot be reduced this way."""
+        kind = self._type
+        if dtype.is_complex:
+            legal = kind in _LINEAR
+        elif dtype.is_floating_point:
+            legal = kind not in _BITWISE and dtype.itemsize > 1
+        elif dtype == torch.bool:
+            legal = kind not in (RedOpType.AVG, RedOpType.PREMUL_SUM)
+        elif dtype == torch.uint64:  # reduced as int64: what depends on the sign would be wrong
+            legal = kind not in (RedOpType.AVG, RedOpType.MIN, RedOpType.MAX)
+        else:
+            legal = True
+        if not legal:
+            raise ValueError(f"op {self} cannot reduce {dtype}")
+        factor = self._factor
+        if factor is None:
+            return
+        factor_is_complex = factor.is_complex() if isinstance(factor, Tensor) else isinstance(factor, complex)
+        if factor_is_complex and not dtype.is_complex:
+            raise ValueError(f"factor {factor!r} of PREMUL_SUM is complex, but the tensor is {dtype}")
+        factor_is_float = factor.is_floating_point() if isinstance(factor, Tensor) else isinstance(factor, float)
+        if factor_is_float and not (dtype.is_floating_point or dtype.is_complex):
+            raise ValueError(f"factor {factor!r} of PREMUL_SUM must be an integer for {dtype}")
+
+    def __repr__(self) -> str:
+        return self._type.name if self._factor is None else f"PREMUL_SUM({self._factor!r})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ReduceOp):
+            return NotImplemented
+        return self._type is other._type and (self._factor is other._factor or bool(self._factor == other._factor))
+
+    def __hash__(self) -> int:
+        return hash(self._type)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        if self._factor is None:
+            return ReduceOp, (self._type,)
+        return ReduceOp.PREMUL_SUM, (self._factor,)
+
+
+for _type in RedOpType:
+    if _type is not RedOpType.PREMUL_SUM:
+        setattr(ReduceOp, _type.name, ReduceOp(_type))

@@ -1,0 +1,144 @@
+"""The key-value store that ranks meet on: the interface, and the view of it under a prefix.
+
+Every store here has the semantics of torch's: ``get`` waits until the key exists, ``add`` keeps a decimal number,
+values are bytes. All methods are coroutines that are safe to cancel; a cancelled request may still have been carried
+out. ``set`` and ``append`` return once the request is on its way, in order with the same client's later requests.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from typing import final
+
+__all__ = ["DEFAULT_TIMEOUT", "PrefixStore", "Store", "to_bytes", "within"]
+
+DEFAULT_TIMEOUT = 300.0  # seconds that get() and wait() allow for a key to appear; torch's default
+
+
+class Store(abc.ABC):
+    """Bytes under string keys, shared by all ranks."""
+
+    @abc.abstractmethod
+    async def set(self, key: str, value: bytes | str) -> None:
+        """Store ``value`` (a str as UTF-8) under ``key``."""
+
+    @abc.abstractmethod
+    async def get(self, key: str, timeout: float | None = None) -> bytes:
+        """The value of ``key``, waiting up to ``timeout`` seconds for it (None: the store's default).
+
+        Raises: StoreTimeoutError naming the key.
+        """
+
+    @abc.abstractmethod
+    async def add(self, key: str, amount: int) -> int:
+        """Add ``amount`` to the number under ``key`` (a missing key counts as 0) and return the sum.
+
+        ``add(key, 0)`` reads, and creates a missing key, as torch's does.
+        """
+
+    @abc.abstractmethod
+    async def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        """Store ``desired`` if the value is ``expected`` (empty: or the key is missing); returns the value afterwards.
+
+        As torch has it: a missing key with a non-empty ``expected`` stores nothing and returns ``expected``. Never
+        ``wait`` on a key that is written this way: torch's servers wake such waiters too often, or never.
+        """
+
+    @abc.abstractmethod
+    async def check(self, keys: Sequence[str]) -> bool:
+        """Whether all ``keys`` exist."""
+
+    @abc.abstractmethod
+    async def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
+        """Return once all ``keys`` exist. Raises: StoreTimeoutError naming the keys."""
+
+    @abc.abstractmethod
+    async def delete(self, key: str) -> bool:
+        """Remove ``key``; returns whether it was there."""
+
+    @abc.abstractmethod
+    async def append(self, key: str, value: bytes | str) -> None:
+        """Add ``value`` to the end of the value of ``key``."""
+
+    @abc.abstractmethod
+    async def num_keys(self) -> int:
+        """How many keys the whole store holds, those outside of a prefix included."""
+
+    async def multi_get(self, keys: Sequence[str], timeout: float | None = None) -> list[bytes]:
+        """The values of ``keys``, waiting for all of them to exist. Not atomic."""
+        await self.wait(keys, timeout)
+        return [await self.get(key, timeout) for key in keys]
+
+    async def multi_set(self, items: Mapping[str, bytes | str]) -> None:
+        """Store all ``items``. Not atomic."""
+        for key, value in items.items():
+            await self.set(key, value)
+
+    async def aclose(self) -> None:  # noqa: B027 - optional: an in-memory store has nothing to close
+        """Release connections. The store's contents stay with its server."""
+
+    def prefix(self, prefix: str) -> PrefixStore:
+        """A view of this store in which every key is ``prefix + "/" + key``, as torch's PrefixStore names it."""
+        return PrefixStore(prefix, self)
+
+
+@final
+class PrefixStore(Store):
+    """Another store, seen under a prefix. Closing it leaves the other store open."""
+
+    def __init__(self, prefix: str, store: Store) -> None:
+        self.name = prefix
+        self.underlying = store
+
+    def _key(self, key: str) -> str:
+        return f"{self.name}/{key}"
+
+    async def set(self, key: str, value: bytes | str) -> None:
+        await self.underlying.set(self._key(key), value)
+
+    async def get(self, key: str, timeout: float | None = None) -> bytes:
+        return await self.underlying.get(self._key(key), timeout)
+
+    async def add(self, key: str, amount: int) -> int:
+        return await self.underlying.add(self._key(key), amount)
+
+    async def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        return await self.underlying.compare_set(self._key(key), expected, desired)
+
+    async def check(self, keys: Sequence[str]) -> bool:
+        return await self.underlying.check([self._key(key) for key in keys])
+
+    async def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
+        await self.underlying.wait([self._key(key) for key in keys], timeout)
+
+    async def delete(self, key: str) -> bool:
+        return await self.underlying.delete(self._key(key))
+
+    async def append(self, key: str, value: bytes | str) -> None:
+        await self.underlying.append(self._key(key), value)
+
+    async def num_keys(self) -> int:
+        return await self.underlying.num_keys()
+
+    async def multi_get(self, keys: Sequence[str], timeout: float | None = None) -> list[bytes]:
+        return await self.underlying.multi_get([self._key(key) for key in keys], timeout)
+
+    async def multi_set(self, items: Mapping[str, bytes | str]) -> None:
+        await self.underlying.multi_set({self._key(key): value for key, value in items.items()})
+
+
+def to_bytes(name: str, value: bytes | str) -> bytes:
+    """``value`` as bytes. Raises ``TypeError`` naming the argument."""
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value)
+    raise TypeError(f"{name} must be bytes or str, got {value!r}")
+
+
+def within(limit: float) -> asyncio.Timeout:
+    """``asyncio.timeout`` that takes ``math.inf``."""
+    return asyncio.timeout(None if limit == math.inf else limit)

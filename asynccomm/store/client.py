@@ -1,0 +1,331 @@
+"""The asyncio client of torch's TCPStore: a thin shell around the codec.
+
+Two connections. On the command line requests are pipelined and those of one loop turn leave in one write. A WAIT that
+has to wait would confuse the replies there, so waits have a line of their own (``wait_line``).
+
+A cancelled request leaves its place in the queue, so the replies keep their order. An error or a lost connection fails
+everything pending, for good: a lost reply to ADD cannot be asked for again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import secrets
+import socket
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Self, cast, final
+
+from asynccomm.errors import ClosedError, RendezvousError, StoreError, StoreProtocolError
+from asynccomm.store.base import DEFAULT_TIMEOUT, Store
+from asynccomm.store.codec import MULTI_SET_BYTES, Codec
+from asynccomm.store.wait_line import WaitLine
+
+__all__ = ["StoreClient"]
+
+FIRST_RETRY = 0.02  # seconds before the second attempt to connect; doubles up to LAST_RETRY, with jitter
+LAST_RETRY = 1.0
+_LARGE = 64 << 10  # bytes not yet taken by the kernel above which set() waits
+
+
+@final
+class _Line(asyncio.Protocol):
+    """One connection: requests in, futures of their replies out."""
+
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
+        self._loop = asyncio.get_running_loop()
+        self._codec = Codec()
+        self._pending: deque[asyncio.Future[Any]] = deque()
+        self._transport: asyncio.Transport | None = None
+        self._flushing = False
+        self._error: StoreError | None = None
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self.lost: asyncio.Future[None] = self._loop.create_future()  #: done when the connection is gone
+
+    # -- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one without being a subclass
+        self._transport.set_write_buffer_limits(high=_LARGE)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            replies = self._codec.receive_data(data)
+        except StoreProtocolError as exc:
+            self._fail(StoreProtocolError(f"store at {self._peer}: {exc}"))
+            return
+        pending = self._pending
+        for reply in replies:
+            future = pending.popleft()
+            if not future.done():  # cancelled ones keep their place only
+                future.set_result(reply)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        reason = f": {exc}" if exc else ""
+        self._fail(StoreError(f"the connection to the store at {self._peer} was lost{reason}"))
+        if not self.lost.done():
+            self.lost.set_result(None)
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    # -- for the client
+
+    @property
+    def codec(self) -> Codec:
+        """Where to put requests; raises the line's error once there is one."""
+        if self._error is not None:
+            raise self._error
+        return self._codec
+
+    def reply(self) -> asyncio.Future[Any]:
+        """Send what was put into the codec; the future of its (last) reply."""
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._pending.append(future)
+        if len(self._pending) == 1:
+            self.flush()  # nobody to share a write with: do not wait for the end of the turn
+        else:
+            self._flush_soon()
+        return future
+
+    async def no_reply(self) -> None:
+        """Send what was put into the codec; waits only while much is unsent."""
+        self._flush_soon()
+        if not self._writable.is_set():
+            await self._writable.wait()
+
+    def _flush_soon(self) -> None:
+        if not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self.flush)
+
+    def flush(self) -> None:
+        self._flushing = False
+        data = self._codec.data_to_send()
+        if data and self._transport is not None and self._error is None:
+            self._transport.write(data)
+
+    def _fail(self, error: StoreError) -> None:
+        if self._error is None:
+            self._error = error
+        self._writable.set()
+        if self._transport is not None:
+            self._transport.abort()
+        while self._pending:
+            future = self._pending.popleft()
+            if not future.done():
+                future.set_exception(self._error)
+                future.exception()  # whoever awaits it sees it; whoever went away need not be told
+
+    async def close(self, error: StoreError | ClosedError) -> None:
+        if self._error is None:
+            self.flush()
+            self._error = error  # type: ignore[assignment]
+            for future in self._pending:
+                if not future.done():
+                    future.set_exception(error)
+                    future.exception()
+        if self._transport is not None:
+            self._transport.close()
+            # what was written is flushed first; a server that takes nothing must not hold us up
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await asyncio.shield(self.lost)
+            self._transport.abort()
+
+
+@final
+class StoreClient(Store):
+    """A connection to a TCPStore server; make it with :meth:`connect`."""
+
+    def __init__(self, host: str, port: int, command: _Line, wait: WaitLine, *, libuv: bool, timeout: float) -> None:
+        self.host = host
+        self.port = port
+        self._timeout = timeout
+        self._command = command
+        self._wait_line = wait
+        self._libuv = libuv
+        self._closed = False
+
+    @classmethod
+    async def connect(
+        cls, host: str, port: int, *, timeout: float = DEFAULT_TIMEOUT, connect_timeout: float | None = None
+    ) -> Self:
+        """Connect, trying again with back-off until the server is up.
+
+        Args:
+            host, port: where the server listens.
+            timeout: seconds that ``get`` and ``wait`` allow by default.
+            connect_timeout: seconds to try for; None: ``timeout``.
+
+        Raises: RendezvousError when nobody answered in time; StoreProtocolError when something else is on that port.
+        """
+        limit = timeout if connect_timeout is None else connect_timeout
+        deadline = time.monotonic() + limit
+        command = await _open(host, port, deadline, limit)
+        try:
+            second, libuv = await _open_wait(host, port, deadline, limit)
+        except BaseException:
+            await command.close(ClosedError("the client was never connected"))
+            raise
+
+        async def present(keys: Sequence[str]) -> bool:
+            command.codec.check(keys)
+            return bool(await command.reply())
+
+        return cls(host, port, command, WaitLine(second, present), libuv=libuv, timeout=timeout)
+
+    def _line(self) -> _Line:
+        if self._closed:
+            raise ClosedError(f"the client of the store at {self.host}:{self.port} is closed")
+        return self._command
+
+    async def set(self, key: str, value: bytes | str) -> None:
+        line = self._line()
+        line.codec.set(key, value)
+        await line.no_reply()
+
+    async def get(self, key: str, timeout: float | None = None) -> bytes:
+        line = self._line()
+        line.codec.check([key])
+        if self._libuv:  # one round trip; a legacy server would drop us for asking for a missing key
+            there = line.reply()
+            line.codec.get(key)
+            value = line.reply()
+            if await there:
+                return await value  # type: ignore[no-any-return]
+        elif await line.reply():
+            return await self._get_present(key)
+        await self._wait_line.wait([key], self._timeout if timeout is None else timeout)
+        return await self._get_present(key)
+
+    async def _get_present(self, key: str) -> bytes:
+        line = self._line()
+        line.codec.get(key)
+        return await line.reply()  # type: ignore[no-any-return]
+
+    async def add(self, key: str, amount: int) -> int:
+        line = self._line()
+        line.codec.add(key, amount)
+        return await line.reply()  # type: ignore[no-any-return]
+
+    async def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        line = self._line()
+        line.codec.compare_set(key, expected, desired)
+        return await line.reply()  # type: ignore[no-any-return]
+
+    async def check(self, keys: Sequence[str]) -> bool:
+        line = self._line()
+        line.codec.check(keys)
+        return await line.reply()  # type: ignore[no-any-return]
+
+    async def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
+        if not await self.check(keys):
+            await self._wait_line.wait(keys, self._timeout if timeout is None else timeout)
+
+    async def delete(self, key: str) -> bool:
+        line = self._line()
+        line.codec.delete(key)
+        return await line.reply()  # type: ignore[no-any-return]
+
+    async def append(self, key: str, value: bytes | str) -> None:
+        line = self._line()
+        line.codec.append(key, value)
+        await line.no_reply()
+
+    async def num_keys(self) -> int:
+        line = self._line()
+        line.codec.num_keys()
+        return await line.reply()  # type: ignore[no-any-return]
+
+    async def multi_get(self, keys: Sequence[str], timeout: float | None = None) -> list[bytes]:
+        await self.wait(keys, timeout)
+        line = self._line()
+        line.codec.multi_get(keys)
+        return await line.reply()  # type: ignore[no-any-return]
+
+    async def multi_set(self, items: Mapping[str, bytes | str]) -> None:
+        line = self._line()
+        if sum(len(key) + len(value) + 17 for key, value in items.items()) < MULTI_SET_BYTES // 4:
+            line.codec.multi_set(items)
+        else:
+            for key, value in items.items():
+                line.codec.set(key, value)
+        await line.no_reply()
+
+    async def list_keys(self) -> list[str]:
+        """All keys on the server. Needs a server of torch 2.10 or newer: an older one drops the connection."""
+        line = self._line()
+        line.codec.list_keys()
+        return await line.reply()  # type: ignore[no-any-return]
+
+    async def ping(self) -> None:
+        """One round trip: everything this client sent before has been carried out when it returns."""
+        line = self._line()
+        line.codec.ping(secrets.randbits(32))
+        await line.reply()
+
+    def flush(self) -> None:
+        """Hand pending writes to the transport now instead of at the end of the loop's turn."""
+        self._command.flush()
+
+    async def aclose(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        error = ClosedError(f"the client of the store at {self.host}:{self.port} was closed")
+        await self._wait_line.aclose(error)
+        await self._command.close(error)
+
+
+async def _open(host: str, port: int, deadline: float, limit: float) -> _Line:
+    """A connected, greeted line. Raises RendezvousError at the deadline."""
+    loop = asyncio.get_running_loop()
+    peer = f"{host}:{port}"
+    pause = FIRST_RETRY
+    while True:
+        line: _Line | None = None
+        try:
+            async with asyncio.timeout_at(loop.time() + max(0.0, deadline - time.monotonic())):
+                transport, line = await loop.create_connection(lambda: _Line(peer), host, port)
+                sock = transport.get_extra_info("socket")
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                line.codec.hello(secrets.randbits(32))
+                await line.reply()
+                return line
+        except StoreProtocolError:
+            raise
+        except TimeoutError:
+            problem = "nobody answered" if line is None else "the server does not greet back; is it a TCPStore?"
+            raise RendezvousError(f"no store at {peer} within {limit:g} s: {problem}") from None
+        except (OSError, StoreError) as exc:
+            if time.monotonic() + pause >= deadline:
+                raise RendezvousError(f"no store at {peer} within {limit:g} s: {exc}") from exc
+        except BaseException:
+            if line is not None:
+                line.data_received = lambda data: None  # type: ignore[method-assign]
+                await line.close(StoreError("cancelled"))
+            raise
+        # ranks start together: spread their attempts
+        await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+        pause = min(2 * pause, LAST_RETRY)
+
+
+async def _open_wait(host: str, port: int, deadline: float, limit: float) -> tuple[_Line, bool]:
+    """The second line, and whether libuv's server is behind it: that one answers a GET for a missing key."""
+    line = await _open(host, port, deadline, limit)
+    try:
+        line.codec.get(f"asynccomm/no such key/{secrets.token_hex(8)}")
+        await line.reply()
+    except StoreError:
+        return await _open(host, port, deadline, limit), False
+    return line, True

@@ -1,0 +1,276 @@
+"""The TCPStore protocol, without I/O: requests to bytes, bytes to replies. No socket, no await, no clock.
+
+One connection carries requests one after another, without ids or framing; replies come in the same order. That holds
+for everything except a WAIT or BARRIER that has to wait: later replies overtake its answer, which is a bare byte. So a
+connection with a WAIT outstanding must carry nothing else but its CANCEL_WAIT; keeping to that is the caller's part.
+
+Protocol (native-endian; one opcode byte first; str and blob are a u64 length and bytes):
+
+    0  VALIDATE     u32 magic            -> nothing      10 MULTI_GET    u64 n, n str          -> n blob
+    1  SET          str, blob            -> nothing      11 MULTI_SET    u64 n, n (str, blob)  -> nothing
+    2  COMPARE_SET  str, blob, blob      -> blob         12 CANCEL_WAIT                        -> u8 1
+    3  GET          str                  -> blob         13 PING         u32                   -> u32
+    4  ADD          str, i64             -> i64          17 LIST_KEYS                          -> i64 n, n str
+    5  CHECK        u64 n, n str         -> u8 0 | 1     18 BARRIER      str, i64              -> u8 0
+    6  WAIT         u64 n, n str         -> u8 0          7 GETNUMKEYS                         -> i64
+    8  DELETE_KEY   str                  -> i64 0 | 1     9 APPEND       str, blob             -> nothing
+
+14 to 16 (queues) are not used here. 17 exists since torch 2.10, 18 since 2.12; an older server answers an opcode it
+does not know by closing the connection. The source of all this is torch's TCPStore servers (libuv and legacy).
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+from asynccomm.errors import StoreError, StoreProtocolError
+from asynccomm.store.base import to_bytes
+
+__all__ = ["MAX_KEY", "MAX_KEYS", "MAX_VALUE", "Codec", "Status"]
+
+MAX_KEY = 8191  # bytes; libuv's server takes 8192 with the "/" and drops the connection above
+MAX_VALUE = 8 << 20  # bytes in one request; libuv's server drops the connection above
+MAX_KEYS = 131072  # keys in one request; likewise
+MAX_REPLY = 1 << 30  # bytes; APPEND can grow a value beyond MAX_VALUE, but not to what a corrupt length would ask for
+MULTI_SET_BYTES = 256 << 10  # above this libuv's server gets slow (it parses again from the start every 4 KiB)
+
+_MAGIC = 0x3C85F7CE
+_U32 = struct.Struct("=I")
+_I64 = struct.Struct("=q")
+_U64 = struct.Struct("=Q")
+
+Parser = Generator[None, None, Any]
+
+
+class Status(enum.IntEnum):
+    """The bytes that answer WAIT, BARRIER, CANCEL_WAIT (and, as READY and NOT_READY, CHECK)."""
+
+    STOP_WAITING = 0
+    WAIT_CANCELED = 1
+
+
+class Codec:
+    """One connection's protocol: call a request method, send ``data_to_send()``, feed ``receive_data``.
+
+    Each request method returns how many replies it will bring (0 or 1). ``receive_data`` returns the replies that
+    became complete, in request order, as Python values. After it raised, the connection is of no more use.
+
+    User keys get the leading ``/`` that torch's client puts there, so both see the same keys.
+    """
+
+    def __init__(self) -> None:
+        self._out: list[bytes] = []
+        self._in = bytearray()
+        self._at = 0  # how far ``_in`` has been consumed
+        self._expected: deque[Parser] = deque()
+        self._current: Parser | None = None
+        self._cancelling = False
+        self._failed = False
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def hello(self, nonce: int) -> int:
+        """The handshake and a PING, which must leave in one write; the reply is ``nonce``."""
+        self._out.append(b"\x00" + _U32.pack(_MAGIC))
+        return self.ping(nonce)
+
+    def ping(self, nonce: int) -> int:
+        return self._request(b"\x0d" + _U32.pack(nonce), self._pong(nonce))
+
+    def set(self, key: str, value: bytes | str) -> int:
+        return self._request(b"\x01" + _key(key) + _blob("value", value))
+
+    def append(self, key: str, value: bytes | str) -> int:
+        return self._request(b"\x09" + _key(key) + _blob("value", value))
+
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> int:
+        body = _key(key) + _blob("expected", expected) + _blob("desired", desired)
+        return self._request(b"\x02" + body, self._blob())
+
+    def get(self, key: str) -> int:
+        """A missing key answers b"" (libuv) or closes the connection (legacy): CHECK first."""
+        return self._request(b"\x03" + _key(key), self._blob())
+
+    def add(self, key: str, amount: int) -> int:
+        if isinstance(amount, bool) or not isinstance(amount, int) or not -(2**63) <= amount < 2**63:
+            raise ValueError(f"amount must be a 64-bit integer, got {amount!r}")
+        return self._request(b"\x04" + _key(key) + _I64.pack(amount), self._number())
+
+    def check(self, keys: Sequence[str]) -> int:
+        return self._request(b"\x05" + _keys(keys), self._flag())
+
+    def wait(self, keys: Sequence[str]) -> int:
+        """Only one may be outstanding on a connection, and nothing else beside it but ``cancel_wait``."""
+        return self._request(b"\x06" + _keys(keys), self._wait_status())
+
+    def cancel_wait(self) -> int:
+        """End the outstanding WAIT, whose reply becomes WAIT_CANCELED, or STOP_WAITING if that was on its way."""
+        assert self.outstanding, "nothing is waiting on this connection"
+        self._cancelling = True
+        return self._request(b"\x0c")
+
+    def num_keys(self) -> int:
+        return self._request(b"\x07", self._number())
+
+    def delete(self, key: str) -> int:
+        return self._request(b"\x08" + _key(key), self._deleted())
+
+    def multi_get(self, keys: Sequence[str]) -> int:
+        return self._request(b"\x0a" + _keys(keys), self._blobs(len(keys)))
+
+    def multi_set(self, items: Mapping[str, bytes | str]) -> int:
+        body = b"".join(_key(key) + _blob(f"value of {key!r}", value) for key, value in items.items())
+        if len(items) > MAX_KEYS or len(body) > MULTI_SET_BYTES:
+            raise StoreError(f"{len(items)} keys in {len(body)} bytes are too much for one multi_set; send single sets")
+        return self._request(b"\x0b" + _U64.pack(len(items)) + body)
+
+    def list_keys(self) -> int:
+        return self._request(b"\x11", self._key_list())
+
+    def barrier(self, key: str, world_size: int) -> int:
+        """Like WAIT: nothing else may be under way on the connection. A key serves once."""
+        return self._request(b"\x12" + _key(key) + _I64.pack(world_size), self._status())
+
+    def _request(self, data: bytes, reply: Parser | None = None) -> int:
+        self._out.append(data)
+        if reply is None:
+            return 0
+        self._expected.append(reply)
+        return 1
+
+    def data_to_send(self) -> bytes:
+        """Everything requested since the last call, in one piece."""
+        data = b"".join(self._out)
+        self._out.clear()
+        return data
+
+    # -- replies ------------------------------------------------------------------------------------------------------
+
+    @property
+    def outstanding(self) -> int:
+        """Replies still to come."""
+        return len(self._expected) + (self._current is not None)
+
+    def receive_data(self, data: bytes) -> list[Any]:
+        """Take bytes as they come, in any pieces; returns the replies completed by them.
+
+        Raises: StoreProtocolError, from then on always.
+        """
+        if self._failed:
+            raise StoreProtocolError("the connection failed before")
+        self._in += data
+        replies: list[Any] = []
+        try:
+            while self._current is not None or self._expected:
+                parser = self._current or self._expected.popleft()
+                self._current = parser
+                try:
+                    next(parser)
+                except StopIteration as stop:
+                    self._current = None
+                    replies.append(stop.value)
+                else:
+                    break  # it wants more bytes
+            if self._current is None and self._at < len(self._in):
+                raise StoreProtocolError(f"{len(self._in) - self._at} bytes arrived that answer no request")
+        except StoreProtocolError:
+            self._failed = True
+            raise
+        del self._in[: self._at]
+        self._at = 0
+        return replies
+
+    def _take(self, n: int) -> Generator[None, None, bytes]:
+        while len(self._in) - self._at < n:
+            yield
+        end = self._at + n
+        data = bytes(self._in[self._at : end])
+        self._at = end
+        return data
+
+    def _number(self) -> Generator[None, None, int]:
+        (value,) = _I64.unpack((yield from self._take(8)))
+        return int(value)
+
+    def _blob(self) -> Generator[None, None, bytes]:
+        (length,) = _U64.unpack((yield from self._take(8)))
+        if length > MAX_REPLY:
+            raise StoreProtocolError(f"a value of {length} bytes was announced; the limit is {MAX_REPLY}")
+        return (yield from self._take(length))
+
+    def _blobs(self, count: int) -> Generator[None, None, list[bytes]]:
+        values: list[bytes] = []
+        for _ in range(count):
+            values.append((yield from self._blob()))
+        return values
+
+    def _byte(self) -> Generator[None, None, int]:
+        value = (yield from self._take(1))[0]
+        if value > 1:
+            raise StoreProtocolError(f"a status byte must be 0 or 1, got {value}")
+        return value
+
+    def _flag(self) -> Generator[None, None, bool]:
+        return (yield from self._byte()) == 0
+
+    def _status(self) -> Generator[None, None, Status]:
+        return Status((yield from self._byte()))
+
+    def _wait_status(self) -> Generator[None, None, Status]:
+        status = yield from self._status()
+        if self._cancelling:
+            self._cancelling = False
+            # the server answers a CANCEL_WAIT in any case: alone, or behind the answer to the WAIT
+            if status is Status.STOP_WAITING and (yield from self._byte()) != Status.WAIT_CANCELED:
+                raise StoreProtocolError("a CANCEL_WAIT was answered by another STOP_WAITING")
+        elif status is not Status.STOP_WAITING:
+            raise StoreProtocolError("a WAIT that nobody cancelled was answered as cancelled")
+        return status
+
+    def _deleted(self) -> Generator[None, None, bool]:
+        count = yield from self._number()
+        if count not in (0, 1):
+            raise StoreProtocolError(f"a delete must answer 0 or 1, got {count}")
+        return count == 1
+
+    def _pong(self, nonce: int) -> Generator[None, None, int]:
+        (value,) = _U32.unpack((yield from self._take(4)))
+        if value != nonce:
+            raise StoreProtocolError(f"the server answered a ping of {nonce:#x} with {value:#x}: no TCPStore?")
+        return int(value)
+
+    def _key_list(self) -> Generator[None, None, list[str]]:
+        count = yield from self._number()
+        if not 0 <= count <= MAX_REPLY // 8:
+            raise StoreProtocolError(f"a list of {count} keys was announced")
+        keys = yield from self._blobs(count)
+        # keys without the "/" belong to torch itself
+        return [key[1:].decode(errors="surrogateescape") for key in keys if key.startswith(b"/")]
+
+
+def _key(key: str) -> bytes:
+    if not isinstance(key, str):
+        raise TypeError(f"key must be a str, got {key!r}")
+    data = key.encode(errors="surrogateescape")
+    if len(data) > MAX_KEY:
+        raise StoreError(f"key of {len(data)} bytes is over the limit of {MAX_KEY}: {key[:40]!r}...")
+    return _U64.pack(len(data) + 1) + b"/" + data
+
+
+def _keys(keys: Sequence[str]) -> bytes:
+    if isinstance(keys, str):
+        raise TypeError(f"keys must be a list of keys, got the str {keys!r}")
+    if len(keys) > MAX_KEYS:
+        raise StoreError(f"{len(keys)} keys in one request are over the limit of {MAX_KEYS}")
+    return _U64.pack(len(keys)) + b"".join(_key(key) for key in keys)
+
+
+def _blob(name: str, value: bytes | str) -> bytes:
+    data = to_bytes(name, value)
+    if len(data) > MAX_VALUE:
+        raise StoreError(f"{name} of {len(data)} bytes is over the limit of {MAX_VALUE}")
+    return _U64.pack(len(data)) + data

@@ -1,0 +1,96 @@
+"""Hosting a store: torch's own TCPStore server, which every torch process can talk to as well."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import final
+
+import anyio.to_thread
+from torch import distributed as dist
+
+from asynccomm.errors import RendezvousError
+
+__all__ = ["HostedStore", "host_store", "listen"]
+
+
+@final
+class HostedStore:
+    """A server in this process, for as many users as have acquired it; it ends with the last, or with the process."""
+
+    def __init__(self, server: dist.TCPStore, host: str) -> None:
+        self._server: dist.TCPStore | None = server
+        self._users = 1
+        self.host = host
+        self.port: int = server.port
+
+    def acquire(self) -> bool:
+        """Become one more user; False if the server has ended."""
+        if self._server is None:
+            return False
+        self._users += 1
+        return True
+
+    def release(self) -> None:
+        """Use it no longer."""
+        self._users -= 1
+        if self._users == 0:
+            self._server = None
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket at ``host:port`` (0: any free port; host "": all interfaces), for :func:`host_store`.
+
+    Clients may connect before the server takes over; they are answered then.
+
+    Raises: RendezvousError naming the address.
+    """
+    dual = not host and socket.has_dualstack_ipv6()
+    try:
+        name = "::" if dual else host or "0.0.0.0"
+        family, _, _, _, address = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as exc:
+        raise RendezvousError(f"cannot resolve {host!r}: {exc}") from exc
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if dual:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.bind(address)
+        sock.listen(512)
+    except OSError as exc:
+        sock.close()
+        raise RendezvousError(f"cannot listen at {host or '*'}:{port}: {exc.strerror or exc}") from exc
+    return sock
+
+
+def serve(host: str, listening: socket.socket) -> HostedStore:
+    """Start a server on ``listening`` (see :func:`listen`), which it takes over; blocks for some milliseconds.
+
+    Args:
+        host: the address under which the server is reachable from here; torch connects to it once.
+
+    Raises: RendezvousError.
+    """
+    port = listening.getsockname()[1]
+    try:
+        server = dist.TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+            timeout=timedelta(seconds=30),
+        )
+    except RuntimeError as exc:
+        raise RendezvousError(f"cannot host the store at {host}:{port}: {str(exc).splitlines()[0]}") from exc
+    return HostedStore(server, host)
+
+
+async def host_store(host: str, port: int, listening: socket.socket | None = None) -> HostedStore:
+    """Start a server at ``host:port`` (port 0: any free one), or on ``listening``. Cancelling is safe.
+
+    Raises: RendezvousError, for example when the port is in use.
+    """
+    sock = listen(host, port) if listening is None else listening
+    return await anyio.to_thread.run_sync(serve, host, sock, abandon_on_cancel=True)

@@ -1,0 +1,82 @@
+"""A store in this process's memory: for loopback worlds and tests. One event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import final
+
+from asynccomm.errors import StoreError, StoreTimeoutError
+from asynccomm.store.base import DEFAULT_TIMEOUT, Store, to_bytes, within
+
+__all__ = ["MemoryStore"]
+
+
+@final
+class MemoryStore(Store):
+    """A dict with the semantics of torch's stores.
+
+    Args:
+        timeout: seconds that ``get`` and ``wait`` allow by default.
+    """
+
+    def __init__(self, timeout: float = DEFAULT_TIMEOUT) -> None:
+        self._timeout = timeout
+        self._values: dict[str, bytes] = {}
+        self._waiters: list[tuple[frozenset[str], asyncio.Future[None]]] = []
+
+    def _put(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+        for keys, waiter in self._waiters:
+            if not waiter.done() and all(k in self._values for k in keys):
+                waiter.set_result(None)
+
+    async def set(self, key: str, value: bytes | str) -> None:
+        self._put(key, to_bytes("value", value))
+
+    async def get(self, key: str, timeout: float | None = None) -> bytes:
+        await self.wait([key], timeout)
+        return self._values[key]
+
+    async def add(self, key: str, amount: int) -> int:
+        try:
+            total = int(self._values.get(key, b"0")) + amount
+        except ValueError as exc:
+            raise StoreError(f"key {key!r} does not hold a number but {self._values[key]!r}") from exc
+        self._put(key, str(total).encode())
+        return total
+
+    async def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        want = to_bytes("expected", expected)
+        if key not in self._values and want:
+            return want
+        if self._values.get(key, b"") == want:
+            self._put(key, to_bytes("desired", desired))
+        return self._values[key]
+
+    async def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    async def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
+        if all(key in self._values for key in keys):
+            return
+        entry = (frozenset(keys), asyncio.get_running_loop().create_future())
+        self._waiters.append(entry)
+        limit = self._timeout if timeout is None else timeout
+        try:
+            async with within(limit):
+                await entry[1]
+        except TimeoutError:
+            missing = [key for key in keys if key not in self._values]
+            raise StoreTimeoutError(f"keys {missing} did not appear within {limit:g} s") from None
+        finally:
+            self._waiters.remove(entry)
+
+    async def delete(self, key: str) -> bool:
+        return self._values.pop(key, None) is not None
+
+    async def append(self, key: str, value: bytes | str) -> None:
+        self._put(key, self._values.get(key, b"") + to_bytes("value", value))
+
+    async def num_keys(self) -> int:
+        return len(self._values)

@@ -1,0 +1,121 @@
+"""Between our stores and torch's: a torch Store seen as ours, and ours seen as a torch Store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TypeVar, final
+
+import anyio.to_thread
+from torch import distributed as dist
+
+from asynccomm.errors import StoreError, StoreTimeoutError
+from asynccomm.store.base import DEFAULT_TIMEOUT, Store, to_bytes, within
+
+__all__ = ["AsTorchStore", "TorchStore"]
+
+T = TypeVar("T")
+FIRST_POLL = 1e-3  # seconds; waits look again after this, and back off from there
+LAST_POLL = 50e-3
+
+
+@final
+class TorchStore(Store):
+    """Any ``torch.distributed.Store``, used from threads so that the loop never blocks.
+
+    torch's clients hold a lock while they wait, which would keep everybody else from the store. So a wait here asks
+    ``check`` again and again, at most 20 times a second.
+
+    Args:
+        store: TCPStore, FileStore, HashStore, PrefixStore, ...
+        timeout: seconds that ``get`` and ``wait`` allow by default.
+    """
+
+    def __init__(self, store: dist.Store, timeout: float = DEFAULT_TIMEOUT) -> None:
+        self._store = store
+        self._timeout = timeout
+
+    async def _call(self, call: Callable[[], T]) -> T:
+        try:
+            return await anyio.to_thread.run_sync(call, abandon_on_cancel=True)
+        except RuntimeError as exc:  # torch's DistError family
+            raise StoreError(f"{type(self._store).__name__}: {exc}") from exc
+
+    async def set(self, key: str, value: bytes | str) -> None:
+        data = to_bytes("value", value)
+        await self._call(lambda: self._store.set(key, data))  # type: ignore[arg-type]  # bytes work, the stub says str
+
+    async def get(self, key: str, timeout: float | None = None) -> bytes:
+        await self.wait([key], timeout)
+        return await self._call(lambda: self._store.get(key))
+
+    async def add(self, key: str, amount: int) -> int:
+        return await self._call(lambda: self._store.add(key, amount))
+
+    async def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        want, new = to_bytes("expected", expected), to_bytes("desired", desired)
+        return await self._call(lambda: self._store.compare_set(key, want, new))  # type: ignore[arg-type]
+
+    async def check(self, keys: Sequence[str]) -> bool:
+        names = list(keys)
+        return await self._call(lambda: self._store.check(names))
+
+    async def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
+        limit = self._timeout if timeout is None else timeout
+        pause = FIRST_POLL
+        try:
+            async with within(limit):
+                while not await self.check(keys):
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, LAST_POLL)
+        except TimeoutError:
+            raise StoreTimeoutError(f"keys {list(keys)} did not all appear within {limit:g} s") from None
+
+    async def delete(self, key: str) -> bool:
+        return await self._call(lambda: self._store.delete_key(key))
+
+    async def append(self, key: str, value: bytes | str) -> None:
+        data = to_bytes("value", value)
+        await self._call(lambda: self._store.append(key, data))  # type: ignore[arg-type]
+
+    async def num_keys(self) -> int:
+        return await self._call(self._store.num_keys)
+
+
+@final
+class AsTorchStore(dist.Store):
+    """One of our stores, for torch code that runs in another thread while the loop is alive.
+
+    Args:
+        store: whose keys to use.
+        loop: the running loop that the store belongs to.
+        timeout: seconds that ``get`` and ``wait`` allow by default.
+    """
+
+    def __init__(self, store: Store, loop: asyncio.AbstractEventLoop, timeout: float) -> None:
+        super().__init__()
+        self._ours = store
+        self._loop = loop
+        self._seconds = timeout
+
+    def _run(self, coroutine: object) -> object:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()  # type: ignore[arg-type]
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._run(self._ours.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        return self._run(self._ours.get(key, self._seconds))  # type: ignore[return-value]
+
+    def add(self, key: str, amount: int) -> int:
+        return self._run(self._ours.add(key, amount))  # type: ignore[return-value]
+
+    def check(self, keys: list[str]) -> bool:
+        return self._run(self._ours.check(keys))  # type: ignore[return-value]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._run(self._ours.wait(keys, self._seconds if timeout is None else timeout.total_seconds()))
+
+    def delete_key(self, key: str) -> bool:
+        return self._run(self._ours.delete(key))  # type: ignore[return-value]

@@ -1,0 +1,132 @@
+"""Waiting for keys, however many tasks do so, over one connection with at most one WAIT outstanding.
+
+The server can tell one connection about one set of keys at a time. So the newest waiter owns the WAIT and is woken by
+the server; while there are others, ``present`` is asked for them, less and less often. When the owner is done or goes
+away, CANCEL_WAIT frees the line for the next. One waiter alone, the usual case, costs nothing while it waits.
+
+An answer is believed only after a CHECK: libuv's server also wakes waiters when a COMPARE_SET stored nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol, final
+
+from asynccomm.errors import ClosedError, StoreError, StoreTimeoutError
+from asynccomm.store.base import within
+from asynccomm.store.codec import Codec, Status
+
+__all__ = ["Line", "WaitLine"]
+
+FIRST_POLL = 2e-3  # seconds between CHECKs for those who do not own the WAIT; grows to LAST_POLL
+LAST_POLL = 50e-3
+
+
+class Line(Protocol):
+    """The connection that is needed."""
+
+    @property
+    def codec(self) -> Codec: ...
+
+    def reply(self) -> asyncio.Future[Any]: ...
+
+    def flush(self) -> None: ...
+
+    async def close(self, error: StoreError | ClosedError) -> None: ...
+
+
+@final
+class _Waiter:
+    def __init__(self, keys: Sequence[str]) -> None:
+        self.keys = list(keys)
+        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+@final
+class WaitLine:
+    """Waits for keys.
+
+    Args:
+        line: a connection for nothing but this.
+        present: whether keys exist, asked elsewhere.
+    """
+
+    def __init__(self, line: Line, present: Callable[[Sequence[str]], Awaitable[bool]]) -> None:
+        self._line = line
+        self._present = present
+        self._waiters: list[_Waiter] = []
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def wait(self, keys: Sequence[str], timeout: float) -> None:
+        """Return once all ``keys`` exist. Cancelling is safe. Raises: StoreTimeoutError, StoreError."""
+        waiter = _Waiter(keys)
+        self._waiters.append(waiter)
+        self._changed.set()
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._serve(), name="asynccomm store waits")
+        try:
+            async with within(timeout):
+                await waiter.future
+        except TimeoutError:
+            raise StoreTimeoutError(f"keys {list(keys)} did not all appear within {timeout:g} s") from None
+        finally:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+                self._changed.set()
+
+    async def aclose(self, error: ClosedError) -> None:
+        """Fail all waiters with ``error`` and close the connection."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        self._fail(error)
+        await self._line.close(error)
+
+    def _fail(self, error: BaseException) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.future.done():
+                waiter.future.set_exception(error)
+
+    async def _serve(self) -> None:
+        try:
+            while self._waiters:
+                await self._serve_newest()
+        except StoreError as exc:
+            self._fail(exc)
+
+    async def _serve_newest(self) -> None:
+        """Let the newest waiter own the WAIT until it is answered or the set of waiters changes."""
+        self._changed.clear()
+        owner = self._waiters[-1]
+        self._line.codec.wait(owner.keys)
+        answer = self._line.reply()
+        change = asyncio.ensure_future(self._changed.wait())
+        pause = FIRST_POLL
+        try:
+            while not (answer.done() or change.done()):
+                others = self._waiters[:-1]
+                await asyncio.wait(
+                    {answer, change}, timeout=pause if others else None, return_when=asyncio.FIRST_COMPLETED
+                )
+                if others and not (answer.done() or change.done()):
+                    pause = min(1.5 * pause, LAST_POLL)
+                    for waiter in others:
+                        await self._settle_if_present(waiter)
+        finally:
+            change.cancel()
+        if not answer.done():
+            self._line.codec.cancel_wait()
+            self._line.flush()
+        if await answer is Status.STOP_WAITING:
+            await self._settle_if_present(owner)
+
+    async def _settle_if_present(self, waiter: _Waiter) -> None:
+        if await self._present(waiter.keys) and not waiter.future.done():
+            waiter.future.set_result(None)
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)

@@ -1,0 +1,240 @@
+"""The handle to one operation in flight.
+
+States: pending, then done, with a value or with an error, once and for good. Whoever runs the operation settles it,
+from whichever thread it was seen to finish on.
+
+There is no cancel(). The peers have entered the operation, and one rank backing out would hang them. Cancelling a task
+that awaits a Work abandons that wait and nothing else; ``comm.abort()`` is what stops operations.
+
+Settling and waiting race without a lock, by the order of two steps on each side. A waiter first leaves word (appends a
+future, a callback, an event), then looks at ``_done``; the settler first sets ``_done``, then looks for word left. One
+of the two sees the other. Futures and callbacks belong to the loop, so the settler only posts "wake" to the mailbox,
+and only if there is somebody to wake.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import threading
+import time
+from collections.abc import Callable, Generator
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Generic, TypeVar, final
+
+import torch
+
+from asynccomm.errors import AsyncCommError, WouldBlockError
+from asynccomm.mailbox import Mailbox
+from asynccomm.ops import Op
+from asynccomm.options import seconds
+
+__all__ = ["Work"]
+
+T = TypeVar("T")
+_deciding = threading.Lock()  # held for two assignments; one for all Works, because a lock each would cost more
+
+
+@final
+class Work(Generic[T]):
+    """One submitted operation; ``await`` it for its output.
+
+    Awaiting returns once the host may read the output. Any number of tasks may await, any number of times; all get
+    the same value or the same error. A finished Work does not suspend, except that after 64 of them in a row, or
+    1 ms, one lets the loop turn. Cancelling an await is always safe and leaves the operation running.
+
+    A Work may be dropped: the operation runs on, and the comm keeps its tensors alive until it has really finished. An
+    error that nobody looked at is then reported once, to the loop's exception handler.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_callbacks",
+        "_done",
+        "_error",
+        "_events",
+        "_mailbox",
+        "_on_settled",
+        "_traceback",
+        "_value",
+        "_waiters",
+        "finished",
+        "op",
+        "seq",
+        "started",
+        "timeout",
+    )
+
+    def __init__(
+        self,
+        op: Op,
+        seq: int,
+        mailbox: Mailbox,
+        *,
+        value: Any,
+        timeout: float,
+        on_settled: Callable[[Work[Any]], object],
+    ) -> None:
+        self.op = op  #: what was submitted; holds no tensors
+        self.seq = seq  #: its number on the comm: collectives count from 0, point-to-point apart
+        self.timeout = timeout  #: seconds from the call until the comm counts as broken
+        self.started = time.monotonic()  #: when it was called, on the ``time.monotonic`` clock
+        self.finished: float | None = None  #: when it settled, same clock; None while pending
+        self._mailbox = mailbox
+        self._value = value
+        self._error: AsyncCommError | None = None
+        self._traceback: TracebackType | None = None
+        self._done = False
+        self._events: list[threading.Event] = []
+        self._waiters: list[asyncio.Future[None]] = []
+        self._callbacks: list[tuple[Callable[[Work[T]], object], contextvars.Context]] = []
+        self._on_settled: Callable[[Work[Any]], object] | None = on_settled  # dropped once called: it holds the comm
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    def done(self) -> bool:
+        """Whether the outcome is known, good or bad."""
+        return self._done
+
+    def is_completed(self) -> bool:
+        """The same as :meth:`done`, under the name torch uses."""
+        return self._done
+
+    def result(self) -> T:
+        """The output, without waiting. Raises the operation's error, or ``asyncio.InvalidStateError`` while pending."""
+        if not self._done:
+            raise asyncio.InvalidStateError(f"{self!r} is not done")
+        return self._outcome()
+
+    def exception(self) -> BaseException | None:
+        """The operation's error or None, without waiting. Raises ``asyncio.InvalidStateError`` while pending."""
+        if not self._done:
+            raise asyncio.InvalidStateError(f"{self!r} is not done")
+        if self._error is not None:
+            self._error.observed = True
+        return self._error
+
+    @property
+    def duration(self) -> float | None:
+        """Seconds from the call to completion; None while pending."""
+        return None if self.finished is None else self.finished - self.started
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+
+    def __await__(self) -> Generator[Any, None, T]:
+        mailbox = self._mailbox
+        loop = asyncio.get_running_loop()
+        if loop is not mailbox.loop:
+            raise RuntimeError(f"{self!r} belongs to the event loop its comm was made on, not to the running one")
+        if self._done:
+            if mailbox.must_yield():
+                yield
+            return self._outcome()
+        waiter: asyncio.Future[None] = loop.create_future()
+        self._waiters.append(waiter)
+        if not self._done:
+            mailbox.suspended()
+            try:
+                yield from waiter
+            finally:
+                if not self._done:  # cancelled: nobody will ask this future any more
+                    self._waiters.remove(waiter)
+        return self._outcome()
+
+    def wait(self, timeout: float | timedelta | None = None) -> T:
+        """Block the calling thread until the operation is done, and return its output.
+
+        On a thread with a running event loop this raises ``WouldBlockError``, finished or not: use ``await`` there.
+
+        Args:
+            timeout: seconds to wait at most, None for no limit of its own. Passing it raises the builtin
+                ``TimeoutError`` and abandons only this wait; the operation's own deadline is another matter.
+        """
+        if asyncio._get_running_loop() is not None:
+            raise WouldBlockError(f"wait() would block the event loop of this thread: use `await` on {self!r}")
+        limit = None if timeout is None else seconds("timeout", timeout, 0.0)
+        event = threading.Event()
+        self._events.append(event)
+        if not self._done and not event.wait(limit) and not self._done:
+            raise TimeoutError(f"{self!r} was not done within {limit:g} s; it goes on")
+        return self._outcome()
+
+    def wait_stream(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Order ``stream`` (default: the current one) after the operation, without waiting on the host. CUDA only."""
+        raise RuntimeError(f"wait_stream() orders CUDA streams, but {self!r} runs on the CPU: use `await` or wait()")
+
+    def add_done_callback(self, fn: Callable[[Work[T]], object], *, context: contextvars.Context | None = None) -> None:
+        """Have the loop call ``fn(work)`` once the operation is done; soon, if it is already. From any thread."""
+        self._callbacks.append((fn, context or contextvars.copy_context()))
+        if self._done:
+            self._mailbox.post(self._wake)
+
+    def remove_done_callback(self, fn: Callable[[Work[T]], object]) -> int:
+        """Forget all callbacks equal to ``fn``; returns how many there were."""
+        kept = [entry for entry in self._callbacks if entry[0] != fn]
+        removed = len(self._callbacks) - len(kept)
+        self._callbacks[:] = kept
+        return removed
+
+    # -- for whoever runs the operation -------------------------------------------------------------------------------
+
+    def settle(self, error: AsyncCommError | None = None) -> bool:
+        """Make the operation done, well or with ``error``; from any thread. For backends.
+
+        Returns whether this call decided the outcome: an operation fails early when its comm breaks, and its backend
+        learns of the end later.
+        """
+        with _deciding:
+            if self._done:
+                return False
+            self._error = error
+            if error is not None:
+                self._value = None
+                self._traceback = error.__traceback__
+            self.finished = time.monotonic()
+            self._done = True
+        for event in self._events:
+            event.set()
+        on_settled, self._on_settled = self._on_settled, None
+        assert on_settled is not None
+        on_settled(self)
+        if self._waiters or self._callbacks:
+            self._mailbox.post(self._wake)
+        return True
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        callbacks, self._callbacks = self._callbacks, []
+        for fn, context in callbacks:
+            self._mailbox.loop.call_soon(fn, self, context=context)
+
+    def _outcome(self) -> T:
+        if self._error is not None:
+            self._error.observed = True
+            # the traceback as it was when the operation failed: each raise would otherwise grow it for all waiters
+            raise self._error.with_traceback(self._traceback)
+        return self._value  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        if not self._done:
+            state = "pending"
+        elif self._error is None:
+            state = "done"
+        else:
+            state = f"failed: {type(self._error).__name__}"
+        return f"<Work #{self.seq} {self.op} {state}>"
+
+    def __del__(self) -> None:
+        error = getattr(self, "_error", None)
+        if error is None or error.observed:
+            return
+        error.observed = True  # a broken comm fails all its Works with one error: say it once
+        report = {"message": f"{self!r}: the error was never retrieved", "exception": error}
+        loop = self._mailbox.loop
+        with contextlib.suppress(RuntimeError):  # the loop may be closed by now: nobody left to tell
+            loop.call_soon_threadsafe(loop.call_exception_handler, report)
