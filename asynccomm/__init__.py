@@ -1,33 +1,83 @@
 """Collective communication for PyTorch tensors that you can await.
 
 ``new_comm`` makes a Comm, its methods return Works, ``run`` runs a program. See the README for the contract.
+
+Names are loaded when first used: importing torch takes seconds, which neither the launcher nor a pytest run that
+merely has the plugin installed should spend.
 """
 
-from asynccomm.backends.registry import backend_names as backend_names
-from asynccomm.comm import Comm as Comm
-from asynccomm.comm import CommStatistics as CommStatistics
-from asynccomm.connect import new_comm as new_comm
-from asynccomm.errors import AbortedError as AbortedError
-from asynccomm.errors import AsyncCommError as AsyncCommError
-from asynccomm.errors import BackendError as BackendError
-from asynccomm.errors import BrokenError as BrokenError
-from asynccomm.errors import ClosedError as ClosedError
-from asynccomm.errors import CollectiveMismatchError as CollectiveMismatchError
-from asynccomm.errors import CollectiveTimeoutError as CollectiveTimeoutError
-from asynccomm.errors import PeerLostError as PeerLostError
-from asynccomm.errors import RendezvousError as RendezvousError
-from asynccomm.errors import StoreError as StoreError
-from asynccomm.errors import StoreProtocolError as StoreProtocolError
-from asynccomm.errors import StoreTimeoutError as StoreTimeoutError
-from asynccomm.errors import WouldBlockError as WouldBlockError
-from asynccomm.options import CommOptions as CommOptions
-from asynccomm.reduce_op import RedOpType as RedOpType
-from asynccomm.reduce_op import ReduceOp as ReduceOp
-from asynccomm.runner import run as run
-from asynccomm.store.base import PrefixStore as PrefixStore
-from asynccomm.store.base import Store as Store
-from asynccomm.store.client import StoreClient as StoreClient
-from asynccomm.store.memory import MemoryStore as MemoryStore
-from asynccomm.store.torch_store import TorchStore as TorchStore
-from asynccomm.version import __version__ as __version__
-from asynccomm.work import Work as Work
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asynccomm.backends.registry import backend_names as backend_names
+    from asynccomm.comm import Comm as Comm
+    from asynccomm.comm import CommStatistics as CommStatistics
+    from asynccomm.connect import new_comm as new_comm
+    from asynccomm.errors import AbortedError as AbortedError
+    from asynccomm.errors import AsyncCommError as AsyncCommError
+    from asynccomm.errors import BackendError as BackendError
+    from asynccomm.errors import BrokenError as BrokenError
+    from asynccomm.errors import ClosedError as ClosedError
+    from asynccomm.errors import CollectiveMismatchError as CollectiveMismatchError
+    from asynccomm.errors import CollectiveTimeoutError as CollectiveTimeoutError
+    from asynccomm.errors import PeerLostError as PeerLostError
+    from asynccomm.errors import RendezvousError as RendezvousError
+    from asynccomm.errors import StoreError as StoreError
+    from asynccomm.errors import StoreProtocolError as StoreProtocolError
+    from asynccomm.errors import StoreTimeoutError as StoreTimeoutError
+    from asynccomm.errors import WouldBlockError as WouldBlockError
+    from asynccomm.options import CommOptions as CommOptions
+    from asynccomm.reduce_op import RedOpType as RedOpType
+    from asynccomm.reduce_op import ReduceOp as ReduceOp
+    from asynccomm.runner import run as run
+    from asynccomm.store.base import PrefixStore as PrefixStore
+    from asynccomm.store.base import Store as Store
+    from asynccomm.store.client import StoreClient as StoreClient
+    from asynccomm.store.memory import MemoryStore as MemoryStore
+    from asynccomm.store.torch_store import TorchStore as TorchStore
+    from asynccomm.version import __version__ as __version__
+    from asynccomm.work import Work as Work
+
+_HOMES = {
+    "backend_names": "asynccomm.backends.registry",
+    "Comm": "asynccomm.comm",
+    "CommStatistics": "asynccomm.comm",
+    "new_comm": "asynccomm.connect",
+    "AbortedError": "asynccomm.errors",
+    "AsyncCommError": "asynccomm.errors",
+    "BackendError": "asynccomm.errors",
+    "BrokenError": "asynccomm.errors",
+    "ClosedError": "asynccomm.errors",
+    "CollectiveMismatchError": "asynccomm.errors",
+    "CollectiveTimeoutError": "asynccomm.errors",
+    "PeerLostError": "asynccomm.errors",
+    "RendezvousError": "asynccomm.errors",
+    "StoreError": "asynccomm.errors",
+    "StoreProtocolError": "asynccomm.errors",
+    "StoreTimeoutError": "asynccomm.errors",
+    "WouldBlockError": "asynccomm.errors",
+    "CommOptions": "asynccomm.options",
+    "RedOpType": "asynccomm.reduce_op",
+    "ReduceOp": "asynccomm.reduce_op",
+    "run": "asynccomm.runner",
+    "PrefixStore": "asynccomm.store.base",
+    "Store": "asynccomm.store.base",
+    "StoreClient": "asynccomm.store.client",
+    "MemoryStore": "asynccomm.store.memory",
+    "TorchStore": "asynccomm.store.torch_store",
+    "__version__": "asynccomm.version",
+    "Work": "asynccomm.work",
+}
+__all__ = list(_HOMES)  # noqa: PLE0605 - a list of str, made of the keys
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

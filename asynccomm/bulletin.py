@@ -57,7 +57,7 @@ class Bulletin:
 
     async def look(self) -> list[dict[str, Any]]:
         """What has been posted and not yet been seen, without waiting."""
-        items = []
+        items: list[dict[str, Any]] = []
         while await self._store.check([str(self._read + len(items))]):
             items.append(json.loads(await self._store.get(str(self._read + len(items)))))
         return [item for item in items if item["rank"] != self._rank]

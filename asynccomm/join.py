@@ -4,7 +4,7 @@ A store can outlive its users: the launcher's survives restarts of the workers, 
 nothing found there is believed until it has answered something new:
 
 1. Rank 0 publishes a random epoch under the comm's name.
-2. Each rank reads the epoch, claims its rank within it, and posts a hello with a random nonce.
+2. Each rank reads the epoch and posts a hello with a random nonce there, numbered as they come.
 3. Rank 0 checks all hellos and answers each nonce, with the list of members or with what does not fit.
 
 A rank that read an old epoch is never answered, looks again, and finds the new one. All further keys of the comm lie
@@ -14,11 +14,13 @@ under its epoch.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import secrets
 import socket
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 from asynccomm.backends.base import Member
@@ -30,6 +32,7 @@ __all__ = ["join"]
 
 FIRST_LOOK = 0.05  # seconds until a rank that got no answer looks for a newer epoch; doubles up to LAST_LOOK
 LAST_LOOK = 1.0
+FAREWELL = 2.0  # seconds that rank 0, which may host the store, gives the others to read that they were rejected
 
 
 async def join(store: Store, name: str, rank: int, size: int, backend: str, timeout: float) -> tuple[str, list[Member]]:
@@ -59,36 +62,61 @@ async def _welcome(
     epoch = secrets.token_hex(8)
     room = place.prefix(epoch)
     await place.set("epoch", epoch)
-    hellos = [mine]
-    for rank in range(1, size):
-        try:
-            hellos.append(json.loads(await room.get(f"hello/{rank}", max(0.0, deadline - time.monotonic()))))
-        except StoreTimeoutError:
-            present = [await room.check([f"hello/{r}"]) for r in range(1, size)]
-            missing = [r for r in range(1, size) if not present[r - 1]]
-            raise await _reject(
-                room, hellos, f"comm {name!r}: ranks {missing} of {size} did not come within {timeout:g} s"
-            ) from None
-    for theirs in hellos[1:]:
-        for key in ("size", "backend", "version"):
-            if theirs[key] != mine[key]:
-                raise await _reject(
-                    room,
-                    hellos,
-                    f"comm {name!r}: {key} differs: rank 0 has {mine[key]!r}, rank {theirs['rank']} has {theirs[key]!r}",
-                )
-    members = [{"rank": h["rank"], "host": h["host"], "pid": h["pid"]} for h in hellos]
+    hellos: dict[int, dict[str, Any]] = {0: mine}
+    others: list[dict[str, Any]] = []  # all who said hello, whether or not they fit
+    problem = ""
+    async for theirs in _arrivals(room, deadline):
+        others.append(theirs)
+        problem = _misfit(mine, theirs, hellos)
+        hellos.setdefault(theirs["rank"], theirs)
+        if problem or len(hellos) == size:
+            break
+    if not problem and len(hellos) < size:
+        missing = [rank for rank in range(size) if rank not in hellos]
+        problem = f"ranks {missing} of {size} did not come within {timeout:g} s"
+    if problem:
+        raise await _reject(room, others, f"comm {name!r}: {problem}")
+    members = [{key: hellos[rank][key] for key in ("rank", "host", "pid")} for rank in range(size)]
     answer = json.dumps({"members": members})
-    await room.multi_set({f"answer/{h['nonce']}": answer for h in hellos[1:]})
+    await room.multi_set({f"answer/{theirs['nonce']}": answer for theirs in others})
     return epoch, [Member(**m) for m in members]
 
 
-async def _reject(room: Store, hellos: list[dict[str, Any]], reason: str) -> RendezvousError:
-    answer = json.dumps({"error": reason})
-    await room.set("rejected", answer)  # for those who are still to come
-    for hello in hellos[1:]:
-        await room.set(f"answer/{hello['nonce']}", answer)
-    await room.check(["rejected"])  # a reply: the server has it all before anybody closes the connection
+async def _arrivals(room: Store, deadline: float) -> AsyncIterator[dict[str, Any]]:
+    """The hellos, as they come, until the deadline."""
+    seen: set[int] = set()
+    while True:
+        count = await room.add("arrivals", 0)
+        # a rank that went away in the middle leaves a gap in the numbers
+        fresh = [number for number in range(1, count + 1) if number not in seen]
+        there = await asyncio.gather(*(room.check([f"hello/{number}"]) for number in fresh))
+        new = [number for number, is_there in zip(fresh, there, strict=True) if is_there]
+        seen.update(new)
+        for text in await room.multi_get([f"hello/{number}" for number in new]):
+            yield json.loads(text)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return
+        with contextlib.suppress(StoreTimeoutError):
+            await room.wait([f"hello/{count + 1}"], min(LAST_LOOK, left))
+
+
+def _misfit(mine: dict[str, Any], theirs: dict[str, Any], hellos: dict[int, dict[str, Any]]) -> str:
+    """Why a rank cannot be taken in; empty if it can."""
+    rank = theirs["rank"]
+    for key in ("size", "backend", "version"):
+        if theirs[key] != mine[key]:
+            return f"{key} differs: rank 0 has {mine[key]!r}, rank {rank} has {theirs[key]!r}"
+    if rank in hellos:
+        first, second = (f"process {h['pid']} on {h['host']}" for h in (hellos[rank], theirs))
+        return f"rank {rank} is taken twice, by {first} and {second}; each needs its own RANK"
+    return ""
+
+
+async def _reject(room: Store, others: list[dict[str, Any]], reason: str) -> RendezvousError:
+    await room.multi_set({f"answer/{theirs['nonce']}": json.dumps({"error": reason}) for theirs in others})
+    with contextlib.suppress(StoreTimeoutError):
+        await room.wait([f"heard/{theirs['nonce']}" for theirs in others], FAREWELL)
     return RendezvousError(reason)
 
 
@@ -110,22 +138,17 @@ async def _ask(
             raise late("rank 0 did not come") from None
         room = place.prefix(epoch)
         if epoch != greeted:
-            if await room.add(f"claim/{mine['rank']}", 1) > 1 and left() > 0:
-                raise RendezvousError(
-                    f"comm {name!r}: rank {mine['rank']} is taken by another process; each needs its own RANK"
-                )
-            await room.set(f"hello/{mine['rank']}", json.dumps(mine))
-            greeted = epoch
-        if await room.check(["rejected"]):
-            raise RendezvousError(json.loads(await room.get("rejected"))["error"])
+            await room.set(f"hello/{await room.add('arrivals', 1)}", json.dumps(mine))
+            greeted, look = epoch, FIRST_LOOK
         try:
             answer = json.loads(await room.get(f"answer/{mine['nonce']}", min(look, left())))
         except StoreTimeoutError:
             if left() <= 0:
-                raise late("rank 0 did not answer; others may be missing") from None
+                raise late("rank 0 did not answer: it or others are missing, or the world is full") from None
             look = min(2 * look, LAST_LOOK)
-            await asyncio.sleep(0)
             continue
         if "error" in answer:
+            await room.set(f"heard/{mine['nonce']}", b"")
+            await room.check([])  # a reply: the server has it before the connection closes
             raise RendezvousError(answer["error"])
         return epoch, [Member(**m) for m in answer["members"]]

@@ -1,1 +1,33 @@
-"""The ``asynccomm`` command."""
+"""The ``asynccomm`` command.
+
+Nothing below this package's ``cli`` is imported here except what needs no torch: a command must start, and refuse bad
+input, at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from asynccomm.cli import run
+from asynccomm.version import __version__
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code; bad input exits with 2, naming the argument and its value."""
+    parser = argparse.ArgumentParser(
+        prog="asynccomm", description="Collective communication for PyTorch tensors that you can await.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"asynccomm {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    run.add_command(commands)
+    arguments = parser.parse_args(argv)
+    code: int = arguments.command(arguments)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import final
 
-__all__ = ["DEFAULT_TIMEOUT", "PrefixStore", "Store", "to_bytes", "within"]
+__all__ = ["DEFAULT_TIMEOUT", "PrefixStore", "Store", "to_amount", "to_bytes", "to_keys", "within"]
 
 DEFAULT_TIMEOUT = 300.0  # seconds that get() and wait() allow for a key to appear; torch's default
 
@@ -109,10 +109,10 @@ class PrefixStore(Store):
         return await self.underlying.compare_set(self._key(key), expected, desired)
 
     async def check(self, keys: Sequence[str]) -> bool:
-        return await self.underlying.check([self._key(key) for key in keys])
+        return await self.underlying.check([self._key(key) for key in to_keys(keys)])
 
     async def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
-        await self.underlying.wait([self._key(key) for key in keys], timeout)
+        await self.underlying.wait([self._key(key) for key in to_keys(keys)], timeout)
 
     async def delete(self, key: str) -> bool:
         return await self.underlying.delete(self._key(key))
@@ -124,7 +124,7 @@ class PrefixStore(Store):
         return await self.underlying.num_keys()
 
     async def multi_get(self, keys: Sequence[str], timeout: float | None = None) -> list[bytes]:
-        return await self.underlying.multi_get([self._key(key) for key in keys], timeout)
+        return await self.underlying.multi_get([self._key(key) for key in to_keys(keys)], timeout)
 
     async def multi_set(self, items: Mapping[str, bytes | str]) -> None:
         await self.underlying.multi_set({self._key(key): value for key, value in items.items()})
@@ -137,6 +137,20 @@ def to_bytes(name: str, value: bytes | str) -> bytes:
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value)
     raise TypeError(f"{name} must be bytes or str, got {value!r}")
+
+
+def to_keys(keys: Sequence[str]) -> list[str]:
+    """``keys`` as a list. Raises ``TypeError`` for a single str, which would pass for its letters."""
+    if isinstance(keys, str):
+        raise TypeError(f"keys must be a list of keys, got the str {keys!r}")
+    return list(keys)
+
+
+def to_amount(amount: int) -> int:
+    """``amount`` if a store can add it. Raises: ValueError."""
+    if isinstance(amount, bool) or not isinstance(amount, int) or not -(2**63) <= amount < 2**63:
+        raise ValueError(f"amount must be a 64-bit integer, got {amount!r}")
+    return amount
 
 
 def within(limit: float) -> asyncio.Timeout:

@@ -19,8 +19,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Self, cast, final
 
-from asynccomm.errors import ClosedError, RendezvousError, StoreError, StoreProtocolError
-from asynccomm.store.base import DEFAULT_TIMEOUT, Store
+from asynccomm.errors import ClosedError, RendezvousError, StoreError, StoreProtocolError, StoreTimeoutError
+from asynccomm.store.base import DEFAULT_TIMEOUT, Store, to_bytes, within
 from asynccomm.store.codec import MULTI_SET_BYTES, Codec
 from asynccomm.store.wait_line import WaitLine
 
@@ -87,25 +87,35 @@ class _Line(asyncio.Protocol):
         return self._codec
 
     def reply(self) -> asyncio.Future[Any]:
-        """Send what was put into the codec; the future of its (last) reply."""
+        """Send what was put into the codec; the future of its reply."""
+        alone = not self._pending
         future: asyncio.Future[Any] = self._loop.create_future()
         self._pending.append(future)
-        if len(self._pending) == 1:
-            self.flush()  # nobody to share a write with: do not wait for the end of the turn
-        else:
-            self._flush_soon()
+        self._send(alone)
         return future
+
+    def replies(self) -> tuple[asyncio.Future[Any], asyncio.Future[Any]]:
+        """Like ``reply``, for two requests that leave in one write."""
+        alone = not self._pending
+        first, second = self._loop.create_future(), self._loop.create_future()
+        self._pending += (first, second)
+        self._send(alone)
+        return first, second
+
+    def _send(self, alone: bool) -> None:
+        if alone:  # nobody to share a write with: do not wait for the end of the turn
+            self.flush()
+        elif not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self.flush)
 
     async def no_reply(self) -> None:
         """Send what was put into the codec; waits only while much is unsent."""
-        self._flush_soon()
+        self._send(self._codec.unsent > _LARGE)
         if not self._writable.is_set():
             await self._writable.wait()
-
-    def _flush_soon(self) -> None:
-        if not self._flushing:
-            self._flushing = True
-            self._loop.call_soon(self.flush)
+            if self._error is not None:
+                raise self._error
 
     def flush(self) -> None:
         self._flushing = False
@@ -124,6 +134,15 @@ class _Line(asyncio.Protocol):
             if not future.done():
                 future.set_exception(self._error)
                 future.exception()  # whoever awaits it sees it; whoever went away need not be told
+
+    @property
+    def connected(self) -> bool:
+        """Whether there was a connection, if only for a moment."""
+        return self._transport is not None
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
 
     async def close(self, error: StoreError | ClosedError) -> None:
         if self._error is None:
@@ -177,9 +196,9 @@ class StoreClient(Store):
             await command.close(ClosedError("the client was never connected"))
             raise
 
-        async def present(keys: Sequence[str]) -> bool:
+        def present(keys: Sequence[str]) -> asyncio.Future[bool]:
             command.codec.check(keys)
-            return bool(await command.reply())
+            return command.reply()
 
         return cls(host, port, command, WaitLine(second, present), libuv=libuv, timeout=timeout)
 
@@ -194,21 +213,24 @@ class StoreClient(Store):
         await line.no_reply()
 
     async def get(self, key: str, timeout: float | None = None) -> bytes:
+        limit = self._timeout if timeout is None else timeout
+        deadline = time.monotonic() + limit
+        while (value := await self._get_if_present(key)) is None:  # it may be deleted again after the wait
+            try:
+                await self._wait_line.wait([key], max(0.0, deadline - time.monotonic()))
+            except StoreTimeoutError:
+                raise StoreTimeoutError(f"keys {[key]} did not all appear within {limit:g} s") from None
+        return value
+
+    async def _get_if_present(self, key: str) -> bytes | None:
         line = self._line()
         line.codec.check([key])
         if self._libuv:  # one round trip; a legacy server would drop us for asking for a missing key
-            there = line.reply()
             line.codec.get(key)
-            value = line.reply()
-            if await there:
-                return await value  # type: ignore[no-any-return]
-        elif await line.reply():
-            return await self._get_present(key)
-        await self._wait_line.wait([key], self._timeout if timeout is None else timeout)
-        return await self._get_present(key)
-
-    async def _get_present(self, key: str) -> bytes:
-        line = self._line()
+            there, value = line.replies()
+            return await value if await there else None
+        if not await line.reply():
+            return None
         line.codec.get(key)
         return await line.reply()  # type: ignore[no-any-return]
 
@@ -248,18 +270,21 @@ class StoreClient(Store):
 
     async def multi_get(self, keys: Sequence[str], timeout: float | None = None) -> list[bytes]:
         await self.wait(keys, timeout)
+        if not keys:
+            return []
         line = self._line()
         line.codec.multi_get(keys)
         return await line.reply()  # type: ignore[no-any-return]
 
     async def multi_set(self, items: Mapping[str, bytes | str]) -> None:
         line = self._line()
-        if sum(len(key) + len(value) + 17 for key, value in items.items()) < MULTI_SET_BYTES // 4:
-            line.codec.multi_set(items)
+        values = {key: to_bytes(f"value of {key!r}", value) for key, value in items.items()}
+        if sum(4 * len(key) + len(value) + 17 for key, value in values.items()) < MULTI_SET_BYTES:
+            line.codec.multi_set(values)
+            await line.no_reply()
         else:
-            for key, value in items.items():
-                line.codec.set(key, value)
-        await line.no_reply()
+            for key, value in values.items():
+                await self.set(key, value)
 
     async def list_keys(self) -> list[str]:
         """All keys on the server. Needs a server of torch 2.10 or newer: an older one drops the connection."""
@@ -288,44 +313,55 @@ class StoreClient(Store):
 
 async def _open(host: str, port: int, deadline: float, limit: float) -> _Line:
     """A connected, greeted line. Raises RendezvousError at the deadline."""
-    loop = asyncio.get_running_loop()
     peer = f"{host}:{port}"
     pause = FIRST_RETRY
     while True:
-        line: _Line | None = None
+        line = _Line(peer)
         try:
-            async with asyncio.timeout_at(loop.time() + max(0.0, deadline - time.monotonic())):
-                transport, line = await loop.create_connection(lambda: _Line(peer), host, port)
-                sock = transport.get_extra_info("socket")
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                line.codec.hello(secrets.randbits(32))
-                await line.reply()
+            async with within(max(0.0, deadline - time.monotonic())) as scope:
+                await _greet(line, host, port)
                 return line
         except StoreProtocolError:
             raise
-        except TimeoutError:
-            problem = "nobody answered" if line is None else "the server does not greet back; is it a TCPStore?"
-            raise RendezvousError(f"no store at {peer} within {limit:g} s: {problem}") from None
-        except (OSError, StoreError) as exc:
+        except (OSError, StoreError) as exc:  # a TimeoutError is an OSError
+            if scope.expired():
+                problem = "the server does not greet back; is it a TCPStore?" if line.connected else "nobody answered"
+                raise RendezvousError(f"no store at {peer} within {limit:g} s: {problem}") from None
             if time.monotonic() + pause >= deadline:
                 raise RendezvousError(f"no store at {peer} within {limit:g} s: {exc}") from exc
-        except BaseException:
-            if line is not None:
-                line.data_received = lambda data: None  # type: ignore[method-assign]
-                await line.close(StoreError("cancelled"))
-            raise
         # ranks start together: spread their attempts
         await asyncio.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, LAST_RETRY)
+
+
+async def _greet(line: _Line, host: str, port: int) -> None:
+    transport, _ = await asyncio.get_running_loop().create_connection(lambda: line, host, port)
+    try:
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        line.codec.hello(secrets.randbits(32))
+        await line.reply()
+    except BaseException:
+        transport.abort()
+        raise
 
 
 async def _open_wait(host: str, port: int, deadline: float, limit: float) -> tuple[_Line, bool]:
     """The second line, and whether libuv's server is behind it: that one answers a GET for a missing key."""
     line = await _open(host, port, deadline, limit)
     try:
-        line.codec.get(f"asynccomm/no such key/{secrets.token_hex(8)}")
-        await line.reply()
+        async with within(max(0.0, deadline - time.monotonic())):
+            line.codec.get(f"asynccomm/no such key/{secrets.token_hex(8)}")
+            await line.reply()
+    except TimeoutError:
+        line.abort()
+        raise RendezvousError(f"no store at {host}:{port} within {limit:g} s: the server stopped answering") from None
+    except StoreProtocolError:
+        raise
     except StoreError:
         return await _open(host, port, deadline, limit), False
+    except BaseException:
+        line.abort()
+        raise
     return line, True

@@ -28,7 +28,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from asynccomm.errors import StoreError, StoreProtocolError
-from asynccomm.store.base import to_bytes
+from asynccomm.store.base import to_amount, to_bytes, to_keys
 
 __all__ = ["MAX_KEY", "MAX_KEYS", "MAX_VALUE", "Codec", "Status"]
 
@@ -64,6 +64,7 @@ class Codec:
 
     def __init__(self) -> None:
         self._out: list[bytes] = []
+        self.unsent = 0  #: bytes that ``data_to_send`` would return
         self._in = bytearray()
         self._at = 0  # how far ``_in`` has been consumed
         self._expected: deque[Parser] = deque()
@@ -75,8 +76,7 @@ class Codec:
 
     def hello(self, nonce: int) -> int:
         """The handshake and a PING, which must leave in one write; the reply is ``nonce``."""
-        self._out.append(b"\x00" + _U32.pack(_MAGIC))
-        return self.ping(nonce)
+        return self._request(b"\x00" + _U32.pack(_MAGIC)) + self.ping(nonce)
 
     def ping(self, nonce: int) -> int:
         return self._request(b"\x0d" + _U32.pack(nonce), self._pong(nonce))
@@ -96,9 +96,7 @@ class Codec:
         return self._request(b"\x03" + _key(key), self._blob())
 
     def add(self, key: str, amount: int) -> int:
-        if isinstance(amount, bool) or not isinstance(amount, int) or not -(2**63) <= amount < 2**63:
-            raise ValueError(f"amount must be a 64-bit integer, got {amount!r}")
-        return self._request(b"\x04" + _key(key) + _I64.pack(amount), self._number())
+        return self._request(b"\x04" + _key(key) + _I64.pack(to_amount(amount)), self._number())
 
     def check(self, keys: Sequence[str]) -> int:
         return self._request(b"\x05" + _keys(keys), self._flag())
@@ -120,7 +118,8 @@ class Codec:
         return self._request(b"\x08" + _key(key), self._deleted())
 
     def multi_get(self, keys: Sequence[str]) -> int:
-        return self._request(b"\x0a" + _keys(keys), self._blobs(len(keys)))
+        """Without keys there is nothing to answer, and no reply to expect."""
+        return self._request(b"\x0a" + _keys(keys), self._blobs(len(keys)) if keys else None)
 
     def multi_set(self, items: Mapping[str, bytes | str]) -> int:
         body = b"".join(_key(key) + _blob(f"value of {key!r}", value) for key, value in items.items())
@@ -137,6 +136,7 @@ class Codec:
 
     def _request(self, data: bytes, reply: Parser | None = None) -> int:
         self._out.append(data)
+        self.unsent += len(data)
         if reply is None:
             return 0
         self._expected.append(reply)
@@ -146,6 +146,7 @@ class Codec:
         """Everything requested since the last call, in one piece."""
         data = b"".join(self._out)
         self._out.clear()
+        self.unsent = 0
         return data
 
     # -- replies ------------------------------------------------------------------------------------------------------
@@ -262,11 +263,10 @@ def _key(key: str) -> bytes:
 
 
 def _keys(keys: Sequence[str]) -> bytes:
-    if isinstance(keys, str):
-        raise TypeError(f"keys must be a list of keys, got the str {keys!r}")
-    if len(keys) > MAX_KEYS:
-        raise StoreError(f"{len(keys)} keys in one request are over the limit of {MAX_KEYS}")
-    return _U64.pack(len(keys)) + b"".join(_key(key) for key in keys)
+    names = to_keys(keys)
+    if len(names) > MAX_KEYS:
+        raise StoreError(f"{len(names)} keys in one request are over the limit of {MAX_KEYS}")
+    return _U64.pack(len(names)) + b"".join([_key(key) for key in names])
 
 
 def _blob(name: str, value: bytes | str) -> bytes:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import socket
+import threading
 from datetime import timedelta
 from typing import final
 
-import anyio.to_thread
 from torch import distributed as dist
 
 from asynccomm.errors import RendezvousError
 
-__all__ = ["HostedStore", "host_store", "listen"]
+__all__ = ["HostedStore", "listen", "serve"]
 
 
 @final
@@ -21,25 +21,28 @@ class HostedStore:
     def __init__(self, server: dist.TCPStore, host: str) -> None:
         self._server: dist.TCPStore | None = server
         self._users = 1
+        self._lock = threading.Lock()
         self.host = host
         self.port: int = server.port
 
     def acquire(self) -> bool:
         """Become one more user; False if the server has ended."""
-        if self._server is None:
-            return False
-        self._users += 1
-        return True
+        with self._lock:
+            if self._server is None:
+                return False
+            self._users += 1
+            return True
 
     def release(self) -> None:
         """Use it no longer."""
-        self._users -= 1
-        if self._users == 0:
-            self._server = None
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._server = None
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket at ``host:port`` (0: any free port; host "": all interfaces), for :func:`host_store`.
+    """A listening socket at ``host:port`` (0: any free port; host "": all interfaces), for :func:`serve`.
 
     Clients may connect before the server takes over; they are answered then.
 
@@ -51,7 +54,7 @@ def listen(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
     except OSError as exc:
-        raise RendezvousError(f"cannot resolve {host!r}: {exc}") from exc
+        raise RendezvousError(f"cannot resolve {host!r} to listen at {host}:{port}: {exc}") from exc
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if dual:
@@ -85,12 +88,3 @@ def serve(host: str, listening: socket.socket) -> HostedStore:
     except RuntimeError as exc:
         raise RendezvousError(f"cannot host the store at {host}:{port}: {str(exc).splitlines()[0]}") from exc
     return HostedStore(server, host)
-
-
-async def host_store(host: str, port: int, listening: socket.socket | None = None) -> HostedStore:
-    """Start a server at ``host:port`` (port 0: any free one), or on ``listening``. Cancelling is safe.
-
-    Raises: RendezvousError, for example when the port is in use.
-    """
-    sock = listen(host, port) if listening is None else listening
-    return await anyio.to_thread.run_sync(serve, host, sock, abandon_on_cancel=True)

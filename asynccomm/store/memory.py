@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import final
 
 from asynccomm.errors import StoreError, StoreTimeoutError
-from asynccomm.store.base import DEFAULT_TIMEOUT, Store, to_bytes, within
+from asynccomm.store.base import DEFAULT_TIMEOUT, Store, to_amount, to_bytes, to_keys, within
 
 __all__ = ["MemoryStore"]
 
@@ -35,12 +36,19 @@ class MemoryStore(Store):
         self._put(key, to_bytes("value", value))
 
     async def get(self, key: str, timeout: float | None = None) -> bytes:
-        await self.wait([key], timeout)
+        limit = self._timeout if timeout is None else timeout
+        deadline = time.monotonic() + limit
+        try:
+            while key not in self._values:  # it may have been deleted again before its waiter ran
+                await self.wait([key], max(0.0, deadline - time.monotonic()))
+        except StoreTimeoutError:
+            raise StoreTimeoutError(f"keys {[key]} did not appear within {limit:g} s") from None
         return self._values[key]
 
     async def add(self, key: str, amount: int) -> int:
+        number = to_amount(amount)
         try:
-            total = int(self._values.get(key, b"0")) + amount
+            total = int(self._values.get(key, b"0")) + number
         except ValueError as exc:
             raise StoreError(f"key {key!r} does not hold a number but {self._values[key]!r}") from exc
         self._put(key, str(total).encode())
@@ -55,19 +63,20 @@ class MemoryStore(Store):
         return self._values[key]
 
     async def check(self, keys: Sequence[str]) -> bool:
-        return all(key in self._values for key in keys)
+        return all(key in self._values for key in to_keys(keys))
 
     async def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
-        if all(key in self._values for key in keys):
+        names = to_keys(keys)
+        if all(key in self._values for key in names):
             return
-        entry = (frozenset(keys), asyncio.get_running_loop().create_future())
+        entry = (frozenset(names), asyncio.get_running_loop().create_future())
         self._waiters.append(entry)
         limit = self._timeout if timeout is None else timeout
         try:
             async with within(limit):
                 await entry[1]
         except TimeoutError:
-            missing = [key for key in keys if key not in self._values]
+            missing = [key for key in names if key not in self._values]
             raise StoreTimeoutError(f"keys {missing} did not appear within {limit:g} s") from None
         finally:
             self._waiters.remove(entry)

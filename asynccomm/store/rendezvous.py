@@ -12,24 +12,27 @@ from __future__ import annotations
 
 import operator
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import SupportsIndex, final
 from urllib.parse import SplitResult, parse_qs, urlsplit
 from weakref import WeakValueDictionary
 
+import anyio.to_thread
 from torch import distributed as dist
 
 from asynccomm.errors import RendezvousError
 from asynccomm.store.base import Store
 from asynccomm.store.client import StoreClient
-from asynccomm.store.host import HostedStore, host_store, listen
+from asynccomm.store.host import HostedStore, listen, serve
 from asynccomm.store.torch_store import TorchStore
 
 __all__ = ["Meeting", "Place", "find_place", "meet"]
 
 # A port can be served once per process, however many comms meet there. Not state of any comm: the kernel's.
 _hosted: WeakValueDictionary[tuple[str, int], HostedStore] = WeakValueDictionary()
+_hosting = threading.Lock()
 
 
 @final
@@ -64,11 +67,13 @@ class Meeting:
     hosted: HostedStore | None = None
 
     async def aclose(self) -> None:
-        if self.owned:
-            await self.store.aclose()
-        if self.hosted is not None:
-            hosted, self.hosted = self.hosted, None
-            hosted.release()
+        try:
+            if self.owned:
+                await self.store.aclose()
+        finally:
+            if self.hosted is not None:
+                hosted, self.hosted = self.hosted, None
+                hosted.release()
 
 
 def find_place(
@@ -89,7 +94,9 @@ def find_place(
     if store is not None and not isinstance(store, str):
         raise TypeError(f"store must be a Store, a torch.distributed.Store or an URL, got {store!r}")
     url = urlsplit("env://" if store is None else store)
-    query = {key: values[-1] for key, values in parse_qs(url.query).items()}
+    query = {key: values[-1] for key, values in parse_qs(url.query, keep_blank_values=True).items()}
+    if unknown := query.keys() - {"rank", "world_size"}:
+        raise ValueError(f"store {store!r} may say rank and world_size, not {', '.join(sorted(unknown))}")
     where = _rank_and_size(rank, size, query, env)
     if url.scheme == "env":
         host = _required(env, "MASTER_ADDR")
@@ -115,11 +122,9 @@ async def meet(place: Place, timeout: float) -> Meeting:
     if place.store is not None:
         return Meeting(place.store, owned=False)
     if place.path is not None:
-        try:
-            return Meeting(TorchStore(dist.FileStore(place.path, place.size), timeout), owned=True)
-        except RuntimeError as exc:
-            raise RendezvousError(f"cannot use the file {place.path}: {exc}") from exc
-    hosted = await _host(place) if place.hosting else None
+        file = await anyio.to_thread.run_sync(_file_store, place.path, place.size, abandon_on_cancel=True)
+        return Meeting(TorchStore(file, timeout), owned=True)
+    hosted = await anyio.to_thread.run_sync(_host, place, abandon_on_cancel=True) if place.hosting else None
     try:
         client = await StoreClient.connect(place.host, place.port, timeout=timeout)
     except BaseException:
@@ -129,15 +134,26 @@ async def meet(place: Place, timeout: float) -> Meeting:
     return Meeting(client, owned=True, hosted=hosted)
 
 
-async def _host(place: Place) -> HostedStore:
+def _file_store(path: str, size: int) -> dist.FileStore:
+    folder = os.path.dirname(path)
+    if not os.path.isdir(folder):  # torch would keep trying for minutes
+        raise RendezvousError(f"cannot use the file {path}: there is no folder {folder}")
+    try:
+        return dist.FileStore(path, size)
+    except RuntimeError as exc:
+        raise RendezvousError(f"cannot use the file {path}: {exc}") from exc
+
+
+def _host(place: Place) -> HostedStore:
+    """The server of this process at the place's address; blocks for some milliseconds."""
     address = (place.host, place.port)
-    hosted = _hosted.get(address)
-    if hosted is None or not hosted.acquire():
-        local = place.host == "localhost" or place.host.startswith("127.") or place.host == "::1"
-        # the name may mean another interface to the other hosts than to this one: listen on all, unless it is loopback
-        sock = listen(place.host if local else "", place.port)
-        hosted = await host_store(place.host, place.port, sock)
-        _hosted[address] = hosted
+    with _hosting:  # two comms may come at once, also from two loops
+        hosted = _hosted.get(address)
+        if hosted is None or not hosted.acquire():
+            local = place.host == "localhost" or place.host.startswith("127.") or place.host == "::1"
+            # the name may mean another interface to other hosts than to this one: listen on all, unless it is loopback
+            hosted = serve(place.host, listen(place.host if local else "", place.port))
+            _hosted[address] = hosted
     return hosted
 
 
@@ -164,16 +180,17 @@ def _number(
         given = operator.index(value)
     if key in query:
         text, source = query[key], f"{key} in the store's URL"
-        if given is not None and str(given) != text:
-            raise ValueError(f"{argument}={given} contradicts {source}: {text}")
     elif given is not None:
         return given, argument
     else:
         text, source = _required(env, name), f"environment variable {name}"
     try:
-        return int(text), source
+        number = int(text)
     except ValueError:
         raise ValueError(f"{source} must be an integer, got {text!r}") from None
+    if given is not None and given != number:
+        raise ValueError(f"{argument}={given} contradicts {source}: {text}")
+    return number, source
 
 
 def _required(env: Mapping[str, str], name: str) -> str:

@@ -11,7 +11,7 @@ import anyio.to_thread
 from torch import distributed as dist
 
 from asynccomm.errors import StoreError, StoreTimeoutError
-from asynccomm.store.base import DEFAULT_TIMEOUT, Store, to_bytes, within
+from asynccomm.store.base import DEFAULT_TIMEOUT, Store, to_amount, to_bytes, to_keys, within
 
 __all__ = ["AsTorchStore", "TorchStore"]
 
@@ -39,7 +39,7 @@ class TorchStore(Store):
     async def _call(self, call: Callable[[], T]) -> T:
         try:
             return await anyio.to_thread.run_sync(call, abandon_on_cancel=True)
-        except RuntimeError as exc:  # torch's DistError family
+        except (RuntimeError, ValueError) as exc:  # torch's DistError family; adding to what is no number
             raise StoreError(f"{type(self._store).__name__}: {exc}") from exc
 
     async def set(self, key: str, value: bytes | str) -> None:
@@ -51,23 +51,28 @@ class TorchStore(Store):
         return await self._call(lambda: self._store.get(key))
 
     async def add(self, key: str, amount: int) -> int:
-        return await self._call(lambda: self._store.add(key, amount))
+        number = to_amount(amount)
+        return await self._call(lambda: self._store.add(key, number))
 
     async def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
         want, new = to_bytes("expected", expected), to_bytes("desired", desired)
         return await self._call(lambda: self._store.compare_set(key, want, new))  # type: ignore[arg-type]
 
     async def check(self, keys: Sequence[str]) -> bool:
-        names = list(keys)
+        names = to_keys(keys)
         return await self._call(lambda: self._store.check(names))
 
     async def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
         limit = self._timeout if timeout is None else timeout
         pause = FIRST_POLL
+        if await self.check(keys):  # whatever the timeout: what is there is found
+            return
         try:
             async with within(limit):
-                while not await self.check(keys):
+                while True:
                     await asyncio.sleep(pause)
+                    if await self.check(keys):
+                        return
                     pause = min(2 * pause, LAST_POLL)
         except TimeoutError:
             raise StoreTimeoutError(f"keys {list(keys)} did not all appear within {limit:g} s") from None

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, final
 
 from asynccomm.errors import ClosedError, StoreError, StoreTimeoutError
@@ -50,21 +51,28 @@ class WaitLine:
 
     Args:
         line: a connection for nothing but this.
-        present: whether keys exist, asked elsewhere.
+        present: asks elsewhere whether keys exist; the future of the answer.
     """
 
-    def __init__(self, line: Line, present: Callable[[Sequence[str]], Awaitable[bool]]) -> None:
+    def __init__(self, line: Line, present: Callable[[Sequence[str]], asyncio.Future[bool]]) -> None:
         self._line = line
         self._present = present
         self._waiters: list[_Waiter] = []
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._closed: ClosedError | None = None
+        self._pause = FIRST_POLL
+        self._poll_at = 0.0  # outlives the owners: newcomers must not keep putting off the poll of the others
 
     async def wait(self, keys: Sequence[str], timeout: float) -> None:
         """Return once all ``keys`` exist. Cancelling is safe. Raises: StoreTimeoutError, StoreError."""
+        if self._closed is not None:
+            raise self._closed
         waiter = _Waiter(keys)
         self._waiters.append(waiter)
         self._changed.set()
+        self._pause = FIRST_POLL
+        self._poll_at = min(self._poll_at, time.monotonic() + FIRST_POLL)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._serve(), name="asynccomm store waits")
         try:
@@ -79,6 +87,7 @@ class WaitLine:
 
     async def aclose(self, error: ClosedError) -> None:
         """Fail all waiters with ``error`` and close the connection."""
+        self._closed = error
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -96,7 +105,7 @@ class WaitLine:
         try:
             while self._waiters:
                 await self._serve_newest()
-        except StoreError as exc:
+        except (StoreError, ClosedError) as exc:
             self._fail(exc)
 
     async def _serve_newest(self) -> None:
@@ -105,28 +114,28 @@ class WaitLine:
         owner = self._waiters[-1]
         self._line.codec.wait(owner.keys)
         answer = self._line.reply()
-        change = asyncio.ensure_future(self._changed.wait())
-        pause = FIRST_POLL
+        change = asyncio.create_task(self._changed.wait(), name="asynccomm store change")
         try:
             while not (answer.done() or change.done()):
                 others = self._waiters[:-1]
-                await asyncio.wait(
-                    {answer, change}, timeout=pause if others else None, return_when=asyncio.FIRST_COMPLETED
-                )
-                if others and not (answer.done() or change.done()):
-                    pause = min(1.5 * pause, LAST_POLL)
-                    for waiter in others:
-                        await self._settle_if_present(waiter)
+                left = max(0.0, self._poll_at - time.monotonic()) if others else None
+                await asyncio.wait({answer, change}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                if others and time.monotonic() >= self._poll_at:
+                    await self._settle_present(others)
+                    self._pause = min(1.5 * self._pause, LAST_POLL)
+                    self._poll_at = time.monotonic() + self._pause
         finally:
             change.cancel()
         if not answer.done():
             self._line.codec.cancel_wait()
             self._line.flush()
         if await answer is Status.STOP_WAITING:
-            await self._settle_if_present(owner)
+            await self._settle_present([owner])
 
-    async def _settle_if_present(self, waiter: _Waiter) -> None:
-        if await self._present(waiter.keys) and not waiter.future.done():
-            waiter.future.set_result(None)
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
+    async def _settle_present(self, waiters: list[_Waiter]) -> None:
+        answers = [self._present(waiter.keys) for waiter in waiters]  # all asked before the first is awaited
+        for waiter, answer in zip(waiters, answers, strict=True):
+            if await answer and not waiter.future.done():
+                waiter.future.set_result(None)
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)

@@ -1,0 +1,50 @@
+"""What a rank is told by its environment: the variables that torchrun sets, and how many threads to use. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+__all__ = ["cpu_sets", "rank_environment"]
+
+
+def rank_environment(
+    base: Mapping[str, str], rank: int, size: int, port: int, run_id: str, threads: int
+) -> dict[str, str]:
+    """The environment of one rank: ``base`` and the variables that torchrun sets for a job on one host.
+
+    Args:
+        base: the launcher's own environment.
+        port: where the store listens, on 127.0.0.1.
+        run_id: tells this run from others that use the same store.
+        threads: OMP_NUM_THREADS.
+    """
+    return dict(base) | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": str(threads),
+    }
+
+
+def cpu_sets(cpus: Collection[int], size: int, per_rank: int) -> list[frozenset[int]]:
+    """``per_rank`` CPUs for each of ``size`` ranks, none given twice; neighbours in number stay together.
+
+    Raises: ValueError saying how many CPUs there are, if they are too few.
+    """
+    if size * per_rank > len(cpus):
+        raise ValueError(f"{size} ranks need {size * per_rank} CPUs of their own, {len(cpus)} are available")
+    ordered = sorted(cpus)
+    return [frozenset(ordered[rank * per_rank : (rank + 1) * per_rank]) for rank in range(size)]

@@ -1,0 +1,251 @@
+"""Start the ranks of a run, pass on what they print, and end them together.
+
+The run ends when all ranks have ended. It is ended early by
+
+    a rank that fails      the others have ``grace`` seconds to end by themselves (they usually get an error that names
+                           the culprit), then SIGTERM and ``grace`` seconds more, then SIGKILL
+    a signal to us         it is passed on, ranks have ``grace`` seconds, then SIGKILL; a second one: SIGKILL at once
+    a lost store           as a rank that fails
+
+and nothing of it is left afterwards: each rank's whole process group goes with it. This process has one thread, never
+imports torch and never waits for anything but its event loop, so a signal is always answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import asynccomm.cli
+from asynccomm.cli.environment import rank_environment
+from asynccomm.cli.processes import Child, spawn
+from asynccomm.cli.rank_output import LogFile, RankOutput, Terminal
+from asynccomm.cli.report import culprit, excerpt, exit_code, how
+
+__all__ = ["LaunchOptions", "launch"]
+
+DRAIN_SECONDS = 0.5  # after a signal: what a slow terminal gets to take the last lines
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions:
+    """What to start, checked already."""
+
+    size: int  #: number of ranks
+    command: tuple[str, ...]  #: of each rank
+    run_id: str
+    threads: int  #: OMP_NUM_THREADS of each rank
+    cpus: tuple[frozenset[int], ...] = ()  #: by rank; empty: ranks are not pinned
+    prefix: bool = True
+    log_dir: Path | None = None  #: exists
+    tee: bool = False  #: print what is logged as well
+    grace: float = 1.0  #: seconds
+
+
+async def launch(options: LaunchOptions, listening: socket.socket) -> int:
+    """Run all ranks, with their store on ``listening``; return the exit code for the shell.
+
+    Call on the main thread, and with no other thread running: see ``processes``.
+
+    Raises: OSError when a process or log file cannot be made; nothing is left running then.
+    """
+    return await Launch(options, Terminal()).run(listening)
+
+
+@final
+@dataclass(slots=True)
+class Rank:
+    """One rank: its process, what it printed, and its exit code if it failed by itself."""
+
+    number: int
+    child: Child
+    output: RankOutput
+    failure: int = 0
+
+
+@final
+class Launch:
+    """One run. ``run`` may be called once."""
+
+    def __init__(self, options: LaunchOptions, terminal: Terminal) -> None:
+        self._options = options
+        self._terminal = terminal
+        self._ranks: list[Rank] = []
+        self._store: Rank | None = None
+        self._first: Rank | None = None  # to fail
+        self._signal: signal.Signals | None = None
+        self._ended_by_us = False  # from now on exit codes are our own doing
+        self._ending = asyncio.Event()
+        self._hurry = asyncio.Event()  # no more grace
+
+    async def run(self, listening: socket.socket) -> int:
+        with self._handling_signals():
+            try:
+                with listening:
+                    self._spawn(listening)
+                ranks = asyncio.gather(*map(self._watch, self._ranks))
+                store = asyncio.create_task(self._watch_store())
+                await _first_of(ranks, self._ending.wait())
+                if self._ending.is_set():
+                    await self._end(ranks)
+                await ranks
+                store.cancel()
+            finally:
+                self._kill()
+            code = self._report()
+            timeout = None if self._signal is None else DRAIN_SECONDS
+            await _first_of(self._terminal.drain(), self._hurry.wait(), timeout=timeout)
+            return code
+
+    # -- starting
+
+    def _spawn(self, listening: socket.socket) -> None:
+        options, terminal = self._options, self._terminal
+        port = listening.getsockname()[1]
+        for number in range(options.size):
+            environment = rank_environment(
+                os.environ, number, options.size, port, options.run_id, options.threads
+            )
+            log = None if options.log_dir is None else LogFile(options.log_dir / f"rank{number}.log", terminal)
+            prefix = f"[{number}] ".encode() if options.prefix else b""
+            child = spawn(
+                options.command,
+                environment,
+                stdin=None if number == 0 else subprocess.DEVNULL,  # as mpirun does: one reader, so that nothing is torn
+                cpus=options.cpus[number] if options.cpus else frozenset(),
+            )
+            rank = Rank(number, child, RankOutput(terminal, prefix, log, options.tee or log is None))
+            self._ranks.append(rank)
+            rank.output.attach(child.stdout, child.stderr)
+        self._store = self._spawn_store(listening.fileno())
+
+    def _spawn_store(self, listening: int) -> Rank:
+        groups = [str(rank.child.pid) for rank in self._ranks]
+        package = str(Path(asynccomm.cli.__file__).parents[2])
+        path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), package)))
+        child = spawn(
+            # -P: a module of the user's in the current directory must not shadow one that the store needs
+            [sys.executable, "-P", "-m", "asynccomm.cli.store_process", str(listening), *groups],
+            os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            keep=(listening,),
+            die_with_parent=False,
+        )
+        output = RankOutput(self._terminal, b"[store] ")
+        output.attach(child.stdout, child.stderr)
+        return Rank(-1, child, output)
+
+    # -- running
+
+    async def _watch(self, rank: Rank) -> None:
+        code = await rank.child.exited
+        if code != 0 and not self._ended_by_us:
+            rank.failure = code
+            self._first = self._first or rank
+            self._ending.set()
+        await rank.child.clear_group()
+        rank.output.close()
+        if self._store is not None and self._store.child.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._store.child.stdin.write(b"%d\n" % rank.child.pid)
+
+    async def _watch_store(self) -> None:
+        assert self._store is not None
+        code = await self._store.child.exited
+        self._store.output.close()
+        if not self._ending.is_set():
+            self._store.failure = code or 1
+            self._terminal.say(f"the process that hosts the store {how(code)}")
+            self._ending.set()
+
+    def _poll_children(self) -> None:
+        for rank in (*self._ranks, *([] if self._store is None else [self._store])):
+            rank.child.poll()
+
+    @contextlib.contextmanager
+    def _handling_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        # what is ignored stays ignored: nohup, or a shell that runs us in the background
+        numbers = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        for number in numbers:
+            loop.add_signal_handler(number, self._on_signal, number)
+        loop.add_signal_handler(signal.SIGCHLD, self._poll_children)
+        try:
+            yield
+        finally:
+            for number in (*numbers, signal.SIGCHLD):
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._ending.is_set():
+            self._hurry.set()
+        self._signal = self._signal or number
+        self._send(number)
+        self._ending.set()
+
+    # -- ending
+
+    async def _end(self, ranks: asyncio.Future[list[None]]) -> None:
+        grace = self._options.grace
+        alive = sum(rank.child.alive for rank in self._ranks)
+        if self._signal is not None:
+            self._terminal.say(f"{self._signal.name}; the ranks have {grace:g} s to end")
+        elif self._first is not None and alive:
+            self._terminal.say(
+                f"rank {self._first.number} {how(self._first.failure)}; the others have {grace:g} s to end"
+            )
+        await _first_of(ranks, self._hurry.wait(), timeout=grace)
+        if self._signal is None and not ranks.done():
+            self._send(signal.SIGTERM)
+            await _first_of(ranks, self._hurry.wait(), timeout=grace)
+        self._ended_by_us = True
+        for rank in self._ranks:
+            rank.child.send(signal.SIGKILL, group=False)  # its group follows, after a moment to clean up
+
+    def _send(self, number: signal.Signals) -> None:
+        """Pass ``number`` on, in the way the terminal or kill would: SIGTERM is the rank's to hand to its helpers."""
+        self._ended_by_us = True
+        for rank in self._ranks:
+            rank.child.send(number, group=number is not signal.SIGTERM)
+
+    def _kill(self) -> None:
+        for rank in (*self._ranks, *([] if self._store is None else [self._store])):
+            rank.child.send(signal.SIGKILL, group=True)
+            rank.output.close()
+
+    def _report(self) -> int:
+        """Say what happened, if it was no success; return the exit code."""
+        failed = {rank.number: rank.output.tail.lines() for rank in self._ranks if rank.failure}
+        if self._first is not None:
+            self._report_failure(self._ranks[culprit(self._first.number, failed)], len(failed))
+        if self._signal is not None:
+            return 128 + self._signal
+        if self._first is not None:
+            return exit_code(self._ranks[culprit(self._first.number, failed)].failure)
+        return 1 if self._store is not None and self._store.failure else 0
+
+    def _report_failure(self, rank: Rank, failed: int) -> None:
+        others = f" ({failed - 1} other{'s' * (failed > 2)} failed after it)" if failed > 1 else ""
+        log = self._options.log_dir
+        where = "" if log is None else f"; all of its output is in {log / f'rank{rank.number}.log'}"
+        lines = excerpt(rank.output.tail.lines())
+        end = "; the end of its stderr:" if lines else "; it wrote nothing to stderr"
+        self._terminal.say(f"rank {rank.number} failed first: it {how(rank.failure)}{others}{where}{end}")
+        self._terminal.err.write(b"".join(b"[%d] %s\n" % (rank.number, line) for line in lines))
+
+
+async def _first_of(*awaitables: object, timeout: float | None = None) -> None:
+    """Wait until one is done, or for ``timeout`` seconds; coroutines that are not are cancelled."""
+    raise NotImplementedError

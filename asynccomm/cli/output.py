@@ -1,0 +1,207 @@
+"""From the pipes of many processes to one terminal: whole lines, at once, in bounded memory.
+
+A line ends with a line feed or with a carriage return, so that progress bars move; the ending is passed on as it came.
+Bytes are never decoded. A line longer than ``LINE_BYTES`` is broken, because holding it would need memory without
+limit, and letting its pieces through unbroken would mix them with the lines of others.
+
+Nothing here blocks the event loop: what the terminal does not take yet is queued, and beyond ``QUEUE_BYTES`` the pipes
+are not read until it does. The processes then wait, as they would in front of a slow terminal of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import select
+from collections import deque
+from collections.abc import Callable
+from typing import IO, final
+
+__all__ = ["LineSplitter", "PipeReader", "Prefixer", "Sink", "Tail"]
+
+LINE_BYTES = 1 << 20  # bytes; longer lines are broken. Two of these per rank is the most that is held
+QUEUE_BYTES = 1 << 20  # bytes waiting for one output before the pipes rest
+READ_BYTES = 1 << 16  # bytes per read: what a pipe holds
+WRITE_BYTES = 4096  # bytes per write: PIPE_BUF, which a writable pipe takes without blocking
+TAIL_LINES = 200  # lines of stderr kept for the report; chained tracebacks are long
+TAIL_LINE_BYTES = 2048  # bytes kept of each
+
+_END = re.compile(rb"\r\n|\r|\n")
+
+
+@final
+class LineSplitter:
+    """Cuts a stream of bytes into lines that keep their endings."""
+
+    def __init__(self) -> None:
+        self._partial = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The lines that ``data`` completes."""
+        lines: list[bytes] = []
+        start = 0
+        for end in _END.finditer(data):
+            lines.append(bytes(self._partial) + data[start : end.end()])
+            self._partial.clear()
+            start = end.end()
+        self._partial += data[start:]
+        if len(self._partial) >= LINE_BYTES:
+            lines += self.finish()
+        return lines
+
+    def finish(self) -> list[bytes]:
+        """What is left without an ending, ended; or nothing."""
+        rest = bytes(self._partial)
+        self._partial.clear()
+        return [rest + b"\n"] if rest else []
+
+
+@final
+class Prefixer:
+    """Puts a prefix before each line of a stream."""
+
+    def __init__(self, prefix: bytes) -> None:
+        self._prefix = prefix
+        self._after_return = False
+
+    def join(self, lines: list[bytes]) -> bytes:
+        """``lines`` as one piece. A line feed that follows a carriage return belongs to the line before it."""
+        pieces: list[bytes] = []
+        for line in lines:
+            continues = line == b"\r" or (line == b"\n" and self._after_return)
+            self._after_return = line.endswith(b"\r")
+            pieces.append(line if continues else self._prefix + line)
+        return b"".join(pieces)
+
+
+@final
+class Tail:
+    """The last lines of a stream."""
+
+    def __init__(self) -> None:
+        self._lines: deque[bytes] = deque(maxlen=TAIL_LINES)
+
+    def add(self, lines: list[bytes]) -> None:
+        self._lines.extend(line[:TAIL_LINE_BYTES].rstrip(b"\r\n") for line in lines)
+
+    def lines(self) -> list[bytes]:
+        return list(self._lines)
+
+
+@final
+class Sink:
+    """One of the launcher's own outputs: takes everything at once, writes what the other side takes.
+
+    A reader that has gone away costs its output, not the run. The descriptor's flags stay as they are: they are
+    shared with the shell and everybody else on that terminal.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._queue = bytearray()
+        self._open = True
+        self._waiting = False
+        self._drained = asyncio.Event()
+        self._drained.set()
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLOUT)
+
+    @property
+    def full(self) -> bool:
+        return len(self._queue) > QUEUE_BYTES
+
+    def write(self, data: bytes) -> None:
+        """Write ``data`` after what was written before; never blocks, never raises."""
+        if self._open:
+            self._queue += data
+            if not self._waiting:
+                self._flush()
+
+    async def drain(self) -> None:
+        """Wait until everything is written. Cancelling is safe."""
+        await self._drained.wait()
+
+    def _flush(self) -> None:
+        try:
+            while self._queue and self._poll.poll(0):
+                del self._queue[: os.write(self._fd, self._queue[:WRITE_BYTES])]
+        except OSError:
+            self._open = False
+            self._queue.clear()
+        if bool(self._queue) != self._waiting:
+            self._wait(bool(self._queue))
+
+    def _wait(self, waiting: bool) -> None:
+        self._waiting = waiting
+        loop = asyncio.get_running_loop()
+        if waiting:
+            self._drained.clear()
+            loop.add_writer(self._fd, self._flush)
+        else:
+            loop.remove_writer(self._fd)
+            self._drained.set()
+
+
+@final
+class PipeReader:
+    """Reads one pipe of a process and hands its lines on, until its end or ``close``.
+
+    Args:
+        pipe: the read end, unbuffered; closed in the end.
+        on_lines: receives complete lines, at least one.
+        sink: where they end up; while it is full the pipe rests.
+    """
+
+    def __init__(self, pipe: IO[bytes], on_lines: Callable[[list[bytes]], None], sink: Sink) -> None:
+        self._pipe = pipe
+        self._fd = pipe.fileno()
+        os.set_blocking(self._fd, False)
+        self._on_lines = on_lines
+        self._sink = sink
+        self._splitter = LineSplitter()
+        self._resume: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._fd, self._readable)
+
+    def close(self) -> None:
+        """Hand on what is in the pipe now, and the line without an end. Other holders of the pipe are not waited for."""
+        reads = 0
+        while reads < 2 * LINE_BYTES // READ_BYTES and self._read():  # bounded: somebody may still be writing
+            reads += 1
+        self._end()
+
+    def _readable(self) -> None:
+        self._read()
+        if self._fd >= 0 and self._sink.full:
+            self._loop.remove_reader(self._fd)
+            self._resume = self._loop.create_task(self._rest())
+
+    async def _rest(self) -> None:
+        await self._sink.drain()
+        if self._fd >= 0:
+            self._loop.add_reader(self._fd, self._readable)
+
+    def _read(self) -> bool:
+        if self._fd < 0:
+            return False
+        try:
+            data = os.read(self._fd, READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._end()
+            return False
+        self._hand_on(self._splitter.feed(data))
+        return True
+
+    def _hand_on(self, lines: list[bytes]) -> None:
+        if lines:
+            self._on_lines(lines)
+
+    def _end(self) -> None:
+        if self._fd >= 0:
+            self._hand_on(self._splitter.finish())
+            self._loop.remove_reader(self._fd)
+            self._pipe.close()
+            self._fd = -1

@@ -1,0 +1,134 @@
+"""Child processes that end when their parent does, each the leader of a group of its own.
+
+Guarantees: a child is killed by the kernel when this process dies, however it dies (PR_SET_PDEATHSIG; the signal is
+bound to the thread that forks, so spawn from the main thread). Signals from the terminal do not reach the children: each
+has a session of its own. What a child leaves behind in its group is killed soon after it ended.
+
+Spawn before starting threads: code runs between fork and exec.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, final
+
+__all__ = ["Child", "group_exists", "kill_group", "spawn"]
+
+PR_SET_PDEATHSIG = 1
+GROUP_SECONDS = 0.3  # what a dead child's own helpers get to clean up: multiprocessing's tracker unlinks shared memory
+GROUP_POLL_SECONDS = 0.01
+
+_libc = ctypes.CDLL(None, use_errno=True)  # loaded before the fork: nothing may be loaded after it
+
+
+@final
+class Child:
+    """One child process. ``exited`` holds its exit code, negative for a signal, once ``poll`` has seen it end."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.pid = process.pid
+        self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        return self._process.stdout
+
+    @property
+    def stderr(self) -> IO[bytes] | None:
+        return self._process.stderr
+
+    @property
+    def stdin(self) -> IO[bytes] | None:
+        return self._process.stdin
+
+    @property
+    def alive(self) -> bool:
+        return self._process.returncode is None
+
+    def poll(self) -> None:
+        """Look whether it has ended; to be called at each SIGCHLD."""
+        code = self._process.poll()
+        if code is not None and not self.exited.done():
+            self.exited.set_result(code)
+
+    def send(self, number: signal.Signals, *, group: bool) -> None:
+        """Signal the child, or its whole group as a terminal does; nothing happens if it has ended."""
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                (os.killpg if group else os.kill)(self.pid, number)
+
+    async def clear_group(self) -> None:
+        """Give what is left of its group a moment to end, then kill it. Call after the child has ended."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + GROUP_SECONDS
+        while group_exists(self.pid) and loop.time() < deadline:
+            await asyncio.sleep(GROUP_POLL_SECONDS)
+        kill_group(self.pid)
+
+
+def group_exists(group: int) -> bool:
+    """Whether any process is in ``group``; True also for zombies that nobody reaps."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def kill_group(group: int) -> None:
+    """SIGKILL all of ``group``, if there is anybody."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def spawn(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    stdin: int | None = subprocess.DEVNULL,
+    cpus: frozenset[int] = frozenset(),
+    keep: Sequence[int] = (),
+    die_with_parent: bool = True,
+) -> Child:
+    """Start ``command`` with pipes for its output.
+
+    Args:
+        stdin: as for subprocess; None: ours.
+        cpus: where it may run; empty: anywhere.
+        keep: descriptors that it inherits.
+        die_with_parent: False for the one that cleans up after us.
+
+    Raises: OSError.
+    """
+    return Child(
+        subprocess.Popen(
+            command,
+            env=dict(environment),
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            pass_fds=keep,
+            start_new_session=True,
+            preexec_fn=_in_child(os.getpid(), cpus, die_with_parent),
+        )
+    )
+
+
+def _in_child(parent: int, cpus: frozenset[int], die_with_parent: bool) -> Callable[[], None]:
+    def prepare() -> None:
+        if die_with_parent:
+            _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != parent:  # it died before we asked
+                os.kill(os.getpid(), signal.SIGKILL)
+        if cpus:
+            os.sched_setaffinity(0, cpus)
+
+    return prepare

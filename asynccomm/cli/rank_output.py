@@ -1,0 +1,108 @@
+"""What one rank prints: to the terminal behind its prefix, to its log file, and the end of it for the report."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import IO, final
+
+from asynccomm.cli.output import PipeReader, Prefixer, Sink, Tail
+
+__all__ = ["LogFile", "RankOutput", "Terminal"]
+
+
+@final
+class Terminal:
+    """The launcher's stdout and stderr. Where they are one file, they are one queue: no line is cut by the other's."""
+
+    def __init__(self) -> None:
+        self.out = Sink(1)
+        try:
+            same = os.path.samestat(os.fstat(1), os.fstat(2))
+        except OSError:  # one of them is closed
+            same = False
+        self.err = self.out if same else Sink(2)
+
+    def say(self, text: str) -> None:
+        """Tell the user something, on stderr."""
+        self.err.write(f"asynccomm: {text}\n".encode(errors="replace"))
+
+    async def drain(self) -> None:
+        """Wait until everything is written. Cancelling is safe."""
+        await self.out.drain()
+        await self.err.drain()
+
+
+@final
+class LogFile:
+    """A rank's own file, written at each line. A full disk costs the log, not the run.
+
+    Raises: OSError when it cannot be created.
+    """
+
+    def __init__(self, path: Path, terminal: Terminal) -> None:
+        self._path = path
+        self._terminal = terminal
+        self._file: IO[bytes] | None = path.open("wb", buffering=0)
+
+    def write(self, lines: list[bytes]) -> None:
+        if self._file is not None:
+            try:
+                self._file.write(b"".join(lines))
+            except OSError as exc:
+                self._terminal.say(f"{self._path} is not written any more: {exc.strerror}")
+                self.close()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+@final
+class RankOutput:
+    """Passes on both pipes of a process, line by line.
+
+    Args:
+        prefix: put before each line on the terminal.
+        log: where lines go as well, if anywhere.
+        shown: whether they go to the terminal.
+    """
+
+    def __init__(self, terminal: Terminal, prefix: bytes, log: LogFile | None = None, shown: bool = True) -> None:
+        self.tail = Tail()  #: of stderr
+        self._terminal = terminal
+        self._log = log
+        self._shown = shown
+        self._out_prefix = Prefixer(prefix)
+        self._err_prefix = Prefixer(prefix)
+        self._readers: list[PipeReader] = []
+
+    def attach(self, stdout: IO[bytes] | None, stderr: IO[bytes] | None) -> None:
+        """Start reading these pipes."""
+        assert stdout is not None, "the process was spawned without pipes"
+        assert stderr is not None, "the process was spawned without pipes"
+        self._readers = [
+            PipeReader(stdout, self._on_stdout, self._terminal.out),
+            PipeReader(stderr, self._on_stderr, self._terminal.err),
+        ]
+
+    def close(self) -> None:
+        """Pass on what has arrived, and end; whoever else holds the pipes is not waited for."""
+        for reader in self._readers:
+            reader.close()
+        if self._log is not None:
+            self._log.close()
+
+    def _on_stdout(self, lines: list[bytes]) -> None:
+        self._pass_on(lines, self._out_prefix, self._terminal.out)
+
+    def _on_stderr(self, lines: list[bytes]) -> None:
+        self.tail.add(lines)
+        self._pass_on(lines, self._err_prefix, self._terminal.err)
+
+    def _pass_on(self, lines: list[bytes], prefix: Prefixer, sink: Sink) -> None:
+        if self._log is not None:
+            self._log.write(lines)
+        if self._shown:
+            sink.write(prefix.join(lines))

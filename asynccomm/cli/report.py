@@ -1,0 +1,53 @@
+"""What went wrong, in words: which rank failed first, how, and what it said. Pure."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+
+__all__ = ["culprit", "excerpt", "exit_code", "how"]
+
+EXCERPT_LINES = 20  # lines of stderr shown when there is no traceback in it
+
+_TRACEBACK = b"Traceback (most recent call last)"
+_BLAME = re.compile(rb"(?:AbortedError: aborted by rank|PeerLostError: rank) (\d+)")
+
+
+def how(code: int) -> str:
+    """How a process ended, from its exit code as subprocess gives it."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def exit_code(code: int) -> int:
+    """The exit code that tells a shell the same."""
+    return code if code >= 0 else 128 - code
+
+
+def culprit(first: int, failed: Mapping[int, Sequence[bytes]]) -> int:
+    """The rank to blame: ``first``, or the one that its last error names, if that one failed too.
+
+    A rank that aborts tells the others before it has ended itself, so a victim is often the first to be gone.
+
+    Args:
+        first: the rank that ended first.
+        failed: the last lines of stderr of all ranks that failed by themselves.
+    """
+    seen = set[int]()
+    while first not in seen:
+        seen.add(first)
+        named = next((m for line in reversed(failed[first][-EXCERPT_LINES:]) if (m := _BLAME.search(line))), None)
+        if named is not None and int(named[1]) in failed:
+            first = int(named[1])
+    return first
+
+
+def excerpt(tail: Sequence[bytes]) -> Sequence[bytes]:
+    """What to show of the end of a stderr: from its first traceback on, or the last lines."""
+    start = next((i for i, line in enumerate(tail) if line.startswith(_TRACEBACK)), None)
+    return tail[-EXCERPT_LINES:] if start is None else tail[start:]

@@ -1,0 +1,44 @@
+"""The process that hosts the store of a run: ``python -m asynccomm.cli.store_process FD GROUP...``
+
+It is a process of its own so that the launcher never imports torch: ranks start at once, and a Ctrl-C is never
+waiting for an import. It also is the last to go if the launcher is killed: ranks are then killed by the kernel, but what
+they had started is not, so this one kills their groups.
+
+FD is the listening socket. GROUPs are the ranks' process groups; the launcher writes the ones that are gone to our stdin,
+a line each, and its end is the launcher's.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+
+from asynccomm.cli.processes import GROUP_SECONDS, kill_group
+from asynccomm.errors import RendezvousError
+from asynccomm.store.host import serve
+
+__all__ = ["main"]
+
+
+def main() -> int:
+    """Serve until the launcher is gone."""
+    listening, *numbers = map(int, sys.argv[1:])
+    groups = set(numbers)
+    try:
+        hosted = serve("127.0.0.1", socket.socket(fileno=listening))
+    except RendezvousError as exc:
+        print(f"asynccomm: {exc}", file=sys.stderr)
+        return 1
+    for line in sys.stdin:
+        groups.discard(int(line))
+    if groups:
+        time.sleep(GROUP_SECONDS)
+        for group in groups:
+            kill_group(group)
+    hosted.release()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

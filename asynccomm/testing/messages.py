@@ -1,0 +1,85 @@
+"""What the pytest process and its rank processes say to each other, by pickle over a socket pair of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+__all__ = ["Died", "Failed", "Job", "Passed", "Report", "Setup", "ShowStacks", "Skipped", "Stacks", "Stuck", "World"]
+
+
+class World(NamedTuple):
+    """What ``@pytest.mark.ranks`` asks for, one combination of it."""
+
+    size: int
+    backend: str
+    device: str
+    timeout: float  #: seconds for the whole test
+    hints: Mapping[str, str]
+
+
+class Setup(NamedTuple):
+    """Once, to a new process: how pytest was started, so that modules are imported the same way."""
+
+    sys_path: list[str]
+    cwd: str
+    pytest_args: list[str]
+
+
+class Job(NamedTuple):
+    """One test on one rank."""
+
+    path: str  #: of the test's file
+    qualname: str  #: of the test function in it
+    arguments: bytes  #: pickled dict
+    wants_comm: bool
+    world: World
+    rank: int
+    env: Mapping[str, str]
+    warning_filters: list[str]
+
+
+class ShowStacks(NamedTuple):
+    """Asks a busy process where it is."""
+
+
+class Stacks(NamedTuple):
+    """The answer: what the main thread and the tasks of its loop are doing."""
+
+    text: str
+
+
+class Passed(NamedTuple):
+    """The test returned on this rank."""
+
+    seconds: float
+
+
+class Skipped(NamedTuple):
+    """The test called ``pytest.skip`` on this rank."""
+
+    reason: str
+
+
+class Failed(NamedTuple):
+    """The test raised on this rank."""
+
+    summary: str  #: the exception in one line
+    traceback: str
+    aborted_by: int | None  #: the rank whose failure ended this one, if that is all that happened here
+
+
+class Died(NamedTuple):
+    """The process ended without a report. Made by the parent."""
+
+    how: str
+
+
+class Stuck(NamedTuple):
+    """The process was still busy when it had to stop. Made by the parent."""
+
+    stacks: str
+
+
+Report = Passed | Skipped | Failed | Died | Stuck
+Message = Any

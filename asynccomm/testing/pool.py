@@ -1,0 +1,188 @@
+"""Warm rank processes: importing torch costs seconds, running a test on processes that have it costs milliseconds.
+
+The pool starts processes when a test needs more than there are, keeps them for the next, and replaces what died or had
+to be killed. Every wait has an end: a deadline for the test, and a short grace once a rank has failed, because the
+others can then only be waiting for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any, final
+
+from asynccomm.store.host import HostedStore, listen, serve
+from asynccomm.testing.messages import Died, Failed, Job, Passed, Report, Setup, ShowStacks, Skipped, Stacks, Stuck
+
+__all__ = ["Rank", "RankPool"]
+
+START_SECONDS = 120.0  # for a process to import torch; on a busy machine several do so at once
+GRACE_SECONDS = 5.0  # for the other ranks to end once one has failed
+STACKS_SECONDS = 2.0  # for a stuck process to say where it is
+
+
+@final
+class Rank:
+    """One process, seen from the parent."""
+
+    def __init__(self, setup: Setup) -> None:
+        ours, theirs = socket.socketpair()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "asynccomm.testing.worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a Ctrl-C is for pytest, which then ends us
+                env=env,
+            )
+        finally:
+            theirs.close()
+        self.channel = Connection(ours.detach())
+        self.channel.send(setup)
+        self._seen = 0
+        self.ready = False
+
+    def receive(self) -> Any:
+        """The next message, or Died."""
+        try:
+            return self.channel.recv()
+        except (EOFError, OSError):
+            return Died(self._how_it_died())
+
+    def _how_it_died(self) -> str:
+        try:
+            code = self.process.wait(START_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "closed its channel"
+        if code < 0:
+            return f"was killed by signal {-code} ({signal.Signals(-code).name})"
+        return f"exited with code {code}"
+
+    def new_output(self) -> str:
+        """What was printed since the last call."""
+        self._output.seek(self._seen)
+        data = self._output.read()
+        self._seen += len(data)
+        return data.decode(errors="replace")
+
+    def kill(self) -> None:
+        """End the process and everything it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.channel.close()
+        self._output.close()
+
+
+@final
+class RankPool:
+    """Processes for tests.
+
+    Args:
+        setup: given to each new process.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._ranks: list[Rank] = []
+        self._store: HostedStore | None = None
+
+    @property
+    def store(self) -> HostedStore:
+        """Where the ranks meet; started when first asked for."""
+        if self._store is None:
+            self._store = serve("127.0.0.1", listen("127.0.0.1", 0))
+        return self._store
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes there are."""
+        return [rank.process.pid for rank in self._ranks]
+
+    def run(self, jobs: Sequence[Job], timeout: float) -> tuple[list[Report], list[str]]:
+        """Run one job per rank; returns the reports and what was printed, in rank order.
+
+        An exception in here (Ctrl-C, a test time-out) ends the processes that are busy.
+        """
+        ranks = self._take(len(jobs))
+        reports: dict[int, Report] = {}
+        try:
+            for rank, job in zip(ranks, jobs, strict=True):
+                rank.channel.send(job)
+            self._collect(ranks, reports, timeout)
+        finally:
+            output = [rank.new_output() for rank in ranks]
+            for number, rank in enumerate(ranks):
+                if not isinstance(reports.get(number), (Passed, Skipped, Failed)):
+                    self._ranks.remove(rank)
+                    rank.kill()
+        return [reports[number] for number in range(len(ranks))], output
+
+    def close(self) -> None:
+        """End all processes and the store."""
+        while self._ranks:
+            self._ranks.pop().kill()
+        if self._store is not None:
+            self._store.release()
+            self._store = None
+
+    def _take(self, count: int) -> list[Rank]:
+        for rank in [rank for rank in self._ranks if rank.process.poll() is not None]:
+            self._ranks.remove(rank)
+            rank.kill()
+        while len(self._ranks) < count:
+            self._ranks.append(Rank(self._setup))
+        ranks = self._ranks[:count]
+        for rank in ranks:
+            if not rank.ready:
+                message = rank.receive() if rank.channel.poll(START_SECONDS) else Died("did not start")
+                if message != "ready":
+                    text = rank.new_output()
+                    self._ranks.remove(rank)
+                    rank.kill()
+                    raise RuntimeError(f"a rank process could not start: it {message.how}\n{text}")
+                rank.ready = True
+        return ranks
+
+    def _collect(self, ranks: Sequence[Rank], reports: dict[int, Report], timeout: float) -> None:
+        busy = {rank.channel: number for number, rank in enumerate(ranks)}
+        deadline = time.monotonic() + timeout
+        while busy:
+            ready = wait(list(busy), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                for channel, number in busy.items():
+                    reports[number] = Stuck(_stacks(ranks[number]))
+                    del channel
+                return
+            for channel in ready:
+                assert isinstance(channel, Connection)
+                number = busy.pop(channel)
+                reports[number] = ranks[number].receive()
+                if isinstance(reports[number], (Failed, Died)):
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+
+
+def _stacks(rank: Rank) -> str:
+    """Where a busy process is, as far as it can still tell."""
+    with contextlib.suppress(OSError):
+        rank.channel.send(ShowStacks())
+        deadline = time.monotonic() + STACKS_SECONDS
+        while rank.channel.poll(max(0.0, deadline - time.monotonic())):
+            message = rank.receive()
+            if isinstance(message, Stacks):
+                return message.text
+            if isinstance(message, Died):
+                return f"(the process {message.how})"
+    return "(the process does not answer: it holds the interpreter lock or is stopped)"

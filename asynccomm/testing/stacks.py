@@ -1,0 +1,58 @@
+"""Where a process is: the stack of a thread, and for each task of its event loop the chain of awaits down to the Work."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import traceback
+from types import FrameType
+from typing import Any
+
+from asynccomm.work import Work
+
+__all__ = ["describe"]
+
+
+def describe(thread_id: int, loop: asyncio.AbstractEventLoop | None) -> str:
+    """The stack of the thread, and of the loop's tasks if it runs there. From any thread."""
+    parts = []
+    frame = sys._current_frames().get(thread_id)
+    if frame is not None and not frame.f_code.co_filename.endswith("selectors.py"):  # else the loop is idle
+        parts.append("main thread:\n" + "".join(traceback.format_stack(frame)[-8:]))
+    for task in _tasks(loop):
+        frames, work = _awaits(task.get_coro())
+        if frames:
+            waiting = f"waiting for {work!r}\n" if work is not None else ""
+            lines = traceback.format_list([_summary(frame) for frame in frames])
+            parts.append(f"task {task.get_name()!r}:\n" + "".join(lines) + waiting)
+    return "\n".join(parts)
+
+
+def _tasks(loop: asyncio.AbstractEventLoop | None) -> list[asyncio.Task[Any]]:
+    if loop is None:
+        return []
+    for _ in range(3):
+        try:
+            return [task for task in asyncio.all_tasks(loop) if not task.get_name().startswith("asynccomm ")]
+        except RuntimeError:  # the set changed while another thread iterates over it: look again
+            continue
+    return []
+
+
+def _awaits(awaitable: Any) -> tuple[list[FrameType], Work[Any] | None]:
+    frames: list[FrameType] = []
+    work: Work[Any] | None = None
+    while awaitable is not None:
+        frame = getattr(awaitable, "cr_frame", None) or getattr(awaitable, "gi_frame", None)
+        if frame is not None and not frame.f_code.co_filename.endswith("selectors.py"):  # else the loop is idle
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, Work):
+                work = owner
+            else:
+                frames.append(frame)
+        awaitable = getattr(awaitable, "cr_await", None) or getattr(awaitable, "gi_yieldfrom", None)
+    return frames, work
+
+
+def _summary(frame: FrameType) -> traceback.FrameSummary:
+    return traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
