@@ -531,6 +531,8 @@ class Comm:
     ) -> None:
         if exc is not None:
             self.abort(f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__)
+            if self._error is not None:
+                self._error.observed = True  # ``exc`` is on its way to the user; pending Works need not report as well
         await self.aclose()
 
     def _fail(self, error: BrokenError, *, tell: bool) -> bool:

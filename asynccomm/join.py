@@ -62,6 +62,8 @@ async def _welcome(
     epoch = secrets.token_hex(8)
     room = place.prefix(epoch)
     await place.set("epoch", epoch)
+    if size == 1:
+        return epoch, [Member(0, mine["host"], mine["pid"])]
     hellos: dict[int, dict[str, Any]] = {0: mine}
     others: list[dict[str, Any]] = []  # all who said hello, whether or not they fit
     problem = ""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asynccomm.reduce_op import RedOpType, ReduceOp
 
-__all__ = ["combine", "is_plain", "narrow", "resolved", "widen"]
+__all__ = ["combine", "flat", "is_plain", "narrow", "resolved", "widen"]
 
 _REAL: Final = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 _ACCUMULATOR: Final = {
@@ -46,29 +46,34 @@ def is_plain(tensor: Tensor) -> bool:
 
 def resolved(tensor: Tensor) -> Tensor:
     """``tensor`` as a flat plain tensor without autograd; a view if it is plain already."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    return flat(tensor.detach().resolve_conj().resolve_neg().contiguous())
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's elements as a vector of stride 1; ``view(-1)`` keeps odd strides of single elements."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def widen(tensor: Tensor, reduction: ReduceOp) -> Tensor:
     """What this rank brings: flat, real, in the accumulator's dtype. Shares memory with ``tensor`` when it can."""
     target = accumulator(tensor.dtype, reduction.type)
-    flat = resolved(tensor)
+    values = resolved(tensor)
     factor = reduction.factor
     if factor is not None:
         if isinstance(factor, Tensor):
-            factor = factor.detach().to(flat.device).reshape(())
-        if flat.dtype in (torch.float16, torch.bfloat16):
-            flat = flat.to(torch.float32)
-        elif flat.dtype == torch.complex32:
-            flat = flat.to(torch.complex64)
-        flat = (flat * factor).to(flat.dtype)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    if flat.dtype == torch.bool:
-        return flat.view(torch.uint8)
-    if flat.dtype == torch.uint64:
-        return flat.view(torch.int64)
-    return flat.to(target)
+            factor = factor.detach().to(values.device).reshape(())
+        if values.dtype in (torch.float16, torch.bfloat16):
+            values = values.to(torch.float32)
+        elif values.dtype == torch.complex32:
+            values = values.to(torch.complex64)
+        values = (values * factor).to(values.dtype)
+    if values.is_complex():
+        values = torch.view_as_real(values).reshape(-1)
+    if values.dtype == torch.bool:
+        return values.view(torch.uint8)
+    if values.dtype == torch.uint64:
+        return values.view(torch.int64)
+    return values.to(target)
 
 
 def combine(rows: Tensor, reduction: ReduceOp, *, bools: bool = False) -> Tensor:

@@ -8,7 +8,7 @@ __all__ = ["cpu_sets", "rank_environment"]
 
 
 def rank_environment(
-    base: Mapping[str, str], rank: int, size: int, port: int, run_id: str, threads: int
+    base: Mapping[str, str], rank: int, size: int, port: int, run_id: str, threads: str
 ) -> dict[str, str]:
     """The environment of one rank: ``base`` and the variables that torchrun sets for a job on one host.
 
@@ -35,7 +35,7 @@ def rank_environment(
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": threads,
     }
 
 

@@ -7,8 +7,8 @@ The run ends when all ranks have ended. It is ended early by
     a signal to us         it is passed on, ranks have ``grace`` seconds, then SIGKILL; a second one: SIGKILL at once
     a lost store           as a rank that fails
 
-and nothing of it is left afterwards: each rank's whole process group goes with it. This process has one thread, never
-imports torch and never waits for anything but its event loop, so a signal is always answered.
+and nothing of it is left afterwards: each rank's whole process group goes with it. This process has one thread, no use
+for torch, and waits for nothing but its event loop, so a signal is always answered.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
-import asynccomm.cli
 from asynccomm.cli.environment import rank_environment
 from asynccomm.cli.processes import Child, spawn
 from asynccomm.cli.rank_output import LogFile, RankOutput, Terminal
@@ -46,7 +45,7 @@ class LaunchOptions:
     size: int  #: number of ranks
     command: tuple[str, ...]  #: of each rank
     run_id: str
-    threads: int  #: OMP_NUM_THREADS of each rank
+    threads: str  #: OMP_NUM_THREADS of each rank
     cpus: tuple[frozenset[int], ...] = ()  #: by rank; empty: ranks are not pinned
     prefix: bool = True
     log_dir: Path | None = None  #: exists
@@ -97,7 +96,7 @@ class Launch:
                     self._spawn(listening)
                 ranks = asyncio.gather(*map(self._watch, self._ranks))
                 store = asyncio.create_task(self._watch_store())
-                await _first_of(ranks, self._ending.wait())
+                await _either(ranks, self._ending)
                 if self._ending.is_set():
                     await self._end(ranks)
                 await ranks
@@ -106,7 +105,7 @@ class Launch:
                 self._kill()
             code = self._report()
             timeout = None if self._signal is None else DRAIN_SECONDS
-            await _first_of(self._terminal.drain(), self._hurry.wait(), timeout=timeout)
+            await _either(asyncio.create_task(self._terminal.drain()), self._hurry, timeout)
             return code
 
     # -- starting
@@ -115,15 +114,15 @@ class Launch:
         options, terminal = self._options, self._terminal
         port = listening.getsockname()[1]
         for number in range(options.size):
-            environment = rank_environment(
-                os.environ, number, options.size, port, options.run_id, options.threads
-            )
+            environment = rank_environment(os.environ, number, options.size, port, options.run_id, options.threads)
             log = None if options.log_dir is None else LogFile(options.log_dir / f"rank{number}.log", terminal)
             prefix = f"[{number}] ".encode() if options.prefix else b""
             child = spawn(
                 options.command,
                 environment,
-                stdin=None if number == 0 else subprocess.DEVNULL,  # as mpirun does: one reader, so that nothing is torn
+                stdin=None
+                if number == 0
+                else subprocess.DEVNULL,  # as mpirun does: one reader, so that nothing is torn
                 cpus=options.cpus[number] if options.cpus else frozenset(),
             )
             rank = Rank(number, child, RankOutput(terminal, prefix, log, options.tee or log is None))
@@ -133,7 +132,7 @@ class Launch:
 
     def _spawn_store(self, listening: int) -> Rank:
         groups = [str(rank.child.pid) for rank in self._ranks]
-        package = str(Path(asynccomm.cli.__file__).parents[2])
+        package = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), package)))
         child = spawn(
             # -P: a module of the user's in the current directory must not shadow one that the store needs
@@ -157,9 +156,8 @@ class Launch:
             self._ending.set()
         await rank.child.clear_group()
         rank.output.close()
-        if self._store is not None and self._store.child.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._store.child.stdin.write(b"%d\n" % rank.child.pid)
+        if self._store is not None:
+            self._store.child.tell(b"%d\n" % rank.child.pid)
 
     async def _watch_store(self) -> None:
         assert self._store is not None
@@ -171,8 +169,11 @@ class Launch:
             self._ending.set()
 
     def _poll_children(self) -> None:
-        for rank in (*self._ranks, *([] if self._store is None else [self._store])):
-            rank.child.poll()
+        for process in self._processes():
+            process.child.poll()
+
+    def _processes(self) -> list[Rank]:
+        return [*self._ranks, self._store] if self._store is not None else self._ranks
 
     @contextlib.contextmanager
     def _handling_signals(self) -> Iterator[None]:
@@ -206,10 +207,10 @@ class Launch:
             self._terminal.say(
                 f"rank {self._first.number} {how(self._first.failure)}; the others have {grace:g} s to end"
             )
-        await _first_of(ranks, self._hurry.wait(), timeout=grace)
+        await _either(ranks, self._hurry, grace)
         if self._signal is None and not ranks.done():
             self._send(signal.SIGTERM)
-            await _first_of(ranks, self._hurry.wait(), timeout=grace)
+            await _either(ranks, self._hurry, grace)
         self._ended_by_us = True
         for rank in self._ranks:
             rank.child.send(signal.SIGKILL, group=False)  # its group follows, after a moment to clean up
@@ -221,9 +222,10 @@ class Launch:
             rank.child.send(number, group=number is not signal.SIGTERM)
 
     def _kill(self) -> None:
-        for rank in (*self._ranks, *([] if self._store is None else [self._store])):
-            rank.child.send(signal.SIGKILL, group=True)
-            rank.output.close()
+        """Leave nothing running, whatever happened. Ranks have ended before, unless starting them failed."""
+        for process in self._processes():
+            process.child.kill()
+            process.output.close()
 
     def _report(self) -> int:
         """Say what happened, if it was no success; return the exit code."""
@@ -246,6 +248,8 @@ class Launch:
         self._terminal.err.write(b"".join(b"[%d] %s\n" % (rank.number, line) for line in lines))
 
 
-async def _first_of(*awaitables: object, timeout: float | None = None) -> None:
-    """Wait until one is done, or for ``timeout`` seconds; coroutines that are not are cancelled."""
-    raise NotImplementedError
+async def _either(future: asyncio.Future[Any], event: asyncio.Event, timeout: float | None = None) -> None:
+    """Wait until ``future`` is done or ``event`` is set, for ``timeout`` seconds at most; looks at neither's result."""
+    waiter = asyncio.create_task(event.wait())
+    await asyncio.wait({future, waiter}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    waiter.cancel()

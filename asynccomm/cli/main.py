@@ -19,7 +19,9 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code; bad input exits with 2, naming the argument and its value."""
     parser = argparse.ArgumentParser(
-        prog="asynccomm", description="Collective communication for PyTorch tensors that you can await.", allow_abbrev=False
+        prog="asynccomm",
+        description="Collective communication for PyTorch tensors that you can await.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"asynccomm {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

@@ -165,7 +165,7 @@ class PipeReader:
         self._loop.add_reader(self._fd, self._readable)
 
     def close(self) -> None:
-        """Hand on what is in the pipe now, and the line without an end. Other holders of the pipe are not waited for."""
+        """Hand on what is in the pipe now, also a line without an end. Other holders of it are not waited for."""
         reads = 0
         while reads < 2 * LINE_BYTES // READ_BYTES and self._read():  # bounded: somebody may still be writing
             reads += 1

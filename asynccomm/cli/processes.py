@@ -1,8 +1,8 @@
 """Child processes that end when their parent does, each the leader of a group of its own.
 
 Guarantees: a child is killed by the kernel when this process dies, however it dies (PR_SET_PDEATHSIG; the signal is
-bound to the thread that forks, so spawn from the main thread). Signals from the terminal do not reach the children: each
-has a session of its own. What a child leaves behind in its group is killed soon after it ended.
+bound to the thread that forks, so spawn from the main thread). Signals from the terminal do not reach the children,
+because each has a session of its own. What a child leaves behind in its group is killed soon after it ended.
 
 Spawn before starting threads: code runs between fork and exec.
 """
@@ -45,10 +45,6 @@ class Child:
         return self._process.stderr
 
     @property
-    def stdin(self) -> IO[bytes] | None:
-        return self._process.stdin
-
-    @property
     def alive(self) -> bool:
         return self._process.returncode is None
 
@@ -64,11 +60,24 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 (os.killpg if group else os.kill)(self.pid, number)
 
+    def tell(self, line: bytes) -> None:
+        """Write ``line``, a short one, to its stdin, if it still listens."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.write(line)
+
+    def kill(self) -> None:
+        """End it and its group now, if it has not ended."""
+        self.send(signal.SIGKILL, group=True)
+        self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
     async def clear_group(self) -> None:
         """Give what is left of its group a moment to end, then kill it. Call after the child has ended."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + GROUP_SECONDS
-        while group_exists(self.pid) and loop.time() < deadline:
+        while group_exists(self.pid) and loop.time() < deadline:  # noqa: ASYNC110 - the kernel tells nobody
             await asyncio.sleep(GROUP_POLL_SECONDS)
         kill_group(self.pid)
 

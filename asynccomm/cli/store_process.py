@@ -1,11 +1,11 @@
 """The process that hosts the store of a run: ``python -m asynccomm.cli.store_process FD GROUP...``
 
-It is a process of its own so that the launcher never imports torch: ranks start at once, and a Ctrl-C is never
-waiting for an import. It also is the last to go if the launcher is killed: ranks are then killed by the kernel, but what
-they had started is not, so this one kills their groups.
+It is a process of its own so that the launcher needs no torch: ranks start at once, and a Ctrl-C never waits for an
+import. It also is the last to go if the launcher is killed: the kernel kills the ranks then, but not what they had
+started, so this one kills their groups.
 
-FD is the listening socket. GROUPs are the ranks' process groups; the launcher writes the ones that are gone to our stdin,
-a line each, and its end is the launcher's.
+FD is the listening socket. GROUPs are the ranks' process groups; the launcher writes the ones that are gone to our
+stdin, a line each. The end of stdin is the end of the launcher.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import secrets
 import socket
@@ -328,7 +329,10 @@ async def _open(host: str, port: int, deadline: float, limit: float) -> _Line:
                 problem = "the server does not greet back; is it a TCPStore?" if line.connected else "nobody answered"
                 raise RendezvousError(f"no store at {peer} within {limit:g} s: {problem}") from None
             if time.monotonic() + pause >= deadline:
-                raise RendezvousError(f"no store at {peer} within {limit:g} s: {exc}") from exc
+                # asyncio's text says "Connect call failed" where the system's says why
+                known = isinstance(exc, OSError) and (exc.errno or 0) > 0
+                problem = os.strerror(exc.errno) if known else str(exc)  # type: ignore[union-attr,arg-type]
+                raise RendezvousError(f"no store at {peer} within {limit:g} s: {problem}") from exc
         # ranks start together: spread their attempts
         await asyncio.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, LAST_RETRY)

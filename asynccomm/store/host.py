@@ -71,14 +71,16 @@ def serve(host: str, listening: socket.socket) -> HostedStore:
     """Start a server on ``listening`` (see :func:`listen`), which it takes over; blocks for some milliseconds.
 
     Args:
-        host: the address under which the server is reachable from here; torch connects to it once.
+        host: the name under which the others reach the server.
 
     Raises: RendezvousError.
     """
-    port = listening.getsockname()[1]
+    address, port = listening.getsockname()[:2]
+    # torch connects to its own server once, and blocks for long if it cannot: not by a name that may be wrong
+    here = "127.0.0.1" if address in ("::", "0.0.0.0") else address
     try:
         server = dist.TCPStore(
-            host,
+            here,
             port,
             is_master=True,
             wait_for_workers=False,

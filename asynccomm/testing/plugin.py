@@ -123,7 +123,7 @@ def _pool(config: pytest.Config) -> RankPool:
     pool = config.stash.get(_pool_key, None)
     if pool is None:
         import_mode = config.getoption("importmode")
-        args = [f"--rootdir={config.rootpath}", f"--import-mode={import_mode}"]
+        args = [f"--rootdir={config.rootpath}", f"--import-mode={import_mode}", "-Wignore"]
         if config.inipath is not None:
             args += ["-c", str(config.inipath)]
         # imported late: it needs torch, which other pytest runs with this plugin installed need not wait for

@@ -54,7 +54,9 @@ class Worker:
     def _set_up(self, setup: Setup) -> Config:
         os.chdir(setup.cwd)
         sys.path[:] = setup.sys_path
-        config = _prepareconfig(setup.pytest_args)  # installs the import hook that rewrites assertions
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # this package is imported already, and need not be rewritten
+            config = _prepareconfig(setup.pytest_args)  # installs the import hook that rewrites assertions
 
         def explain(op: str, left: object, right: object) -> str | None:
             for lines in config.hook.pytest_assertrepr_compare(config=config, op=op, left=left, right=right):

@@ -47,13 +47,13 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def target(output: Tensor) -> tuple[Tensor, Finish | None]:
     """Flat bytes to receive ``output`` into, and what then brings them there, if they are not its own memory."""
     if arithmetic.is_plain(output):
-        return output.detach().view(-1).view(torch.uint8), None
+        return arithmetic.flat(output.detach()).view(torch.uint8), None
     stage = torch.empty(output.shape, dtype=output.dtype)
 
     def copy_back() -> None:
         output.detach().copy_(stage)
 
-    return stage.view(-1).view(torch.uint8), copy_back
+    return arithmetic.flat(stage).view(torch.uint8), copy_back
 
 
 def start(gloo: Gloo, submission: Submission, size: int) -> tuple[Any, Finish | None]:
@@ -76,14 +76,14 @@ def start(gloo: Gloo, submission: Submission, size: int) -> tuple[Any, Finish | 
             data, finish = target(outputs[0])
             return gloo.broadcast(data, root), finish
         case AllGather():
-            data, finish = _targets(outputs)
-            return gloo.all_gather(data, as_bytes(inputs[0])), finish
+            chunks, finish = _targets(outputs)
+            return gloo.all_gather(chunks, as_bytes(inputs[0])), finish
         case AllGatherSingle():
             single, finish = target(outputs[0])
             return gloo.all_gather_single(single, as_bytes(inputs[0])), finish
         case Gather(root=root):
-            data, finish = _targets(outputs)
-            return gloo.gather(data, as_bytes(inputs[0]), root), finish
+            chunks, finish = _targets(outputs)
+            return gloo.gather(chunks, as_bytes(inputs[0]), root), finish
         case Scatter(root=root):
             single, finish = target(outputs[0])
             return gloo.scatter(single, [as_bytes(t) for t in inputs], root), finish

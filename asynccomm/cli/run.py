@@ -1,0 +1,164 @@
+"""``asynccomm run``: start a script on N ranks of this host."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from asynccomm.cli.environment import cpu_sets
+from asynccomm.cli.launch import LaunchOptions, launch
+
+__all__ = ["add_command"]
+
+_DESCRIPTION = """\
+Run a script on N ranks of this host, with the environment that torchrun would give it.
+
+    asynccomm run -n 4 train.py --lr 0.1
+    asynccomm run -n 4 -m package.train --lr 0.1
+
+Each line that a rank prints is passed on with its rank in front. The first rank that fails ends the run: its error is
+printed once more at the end, and its exit code is the launcher's (128 + number when a signal killed it). Ctrl-C,
+SIGTERM and SIGHUP are passed on to the ranks; a second Ctrl-C kills them. Rank 0 reads the launcher's stdin, the others
+read nothing.
+"""
+
+
+class Commands(Protocol):
+    """What argparse calls subparsers."""
+
+    def add_parser(
+        self,
+        name: str,
+        *,
+        help: str,
+        description: str,
+        formatter_class: type[argparse.HelpFormatter],
+        allow_abbrev: bool,
+        usage: str,
+    ) -> argparse.ArgumentParser: ...
+
+
+def add_command(commands: Commands) -> None:
+    """Make ``run`` known to the command line."""
+    parser = commands.add_parser(
+        "run",
+        help="run a script on N ranks of this host",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        usage="asynccomm run -n N [options] [-m] SCRIPT [ARGUMENT ...]",
+    )
+    _add_arguments(parser)
+    parser.set_defaults(command=lambda arguments: _run(parser, arguments))
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("-n", "--ranks", type=_at_least_one, required=True, metavar="N", help="number of ranks")
+    add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m")
+    add("--master-port", type=_port, default=0, metavar="PORT", help="where the store listens (default: any free port)")
+    add("--run-id", metavar="ID", help="name of the run, TORCHELASTIC_RUN_ID (default: random)")
+    add("--cpus-per-rank", type=_at_least_one, metavar="K", help="pin each rank to K CPUs of its own, with K threads")
+    add("--log-dir", type=Path, metavar="DIR", help="write what ranks print to DIR/rank0.log, ... instead")
+    add("--tee", action="store_true", help="with --log-dir: print it as well")
+    add("--no-prefix", action="store_true", help="pass lines on without their rank in front")
+    grace = "time that ranks get to end after a failure or signal (default: 1)"
+    add("--grace", type=_seconds, default=1.0, metavar="SECONDS", help=grace)
+    add("script", metavar="SCRIPT", help="a Python script, or a module with -m")
+    add("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="given to the script as they are")
+
+
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    options = _options(parser, arguments)
+    try:
+        listening = _listen(arguments.master_port)
+    except OSError as exc:
+        parser.error(f"argument --master-port: cannot listen at 127.0.0.1:{arguments.master_port}: {exc.strerror}")
+    try:
+        return asyncio.run(launch(options, listening))
+    except OSError as exc:
+        return _fail(parser, f"cannot start the ranks: {exc}")
+
+
+def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> LaunchOptions:
+    """Check what argparse cannot, and make ready what a run needs."""
+    size, per_rank, log_dir = arguments.ranks, arguments.cpus_per_rank, arguments.log_dir
+    if not arguments.module and not os.path.exists(arguments.script):
+        parser.error(f"argument SCRIPT: {arguments.script!r} does not exist")
+    if arguments.tee and log_dir is None:
+        parser.error("argument --tee: needs --log-dir")
+    cpus = os.sched_getaffinity(0)
+    try:
+        sets = cpu_sets(cpus, size, per_rank) if per_rank else []
+    except ValueError as exc:
+        parser.error(f"argument --cpus-per-rank: {per_rank}: {exc}")
+    if log_dir is not None:
+        try:
+            log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            parser.error(f"argument --log-dir: cannot make {str(log_dir)!r}: {exc.strerror}")
+    return LaunchOptions(
+        size=size,
+        command=(sys.executable, *(["-m"] if arguments.module else []), arguments.script, *arguments.arguments),
+        run_id=arguments.run_id or secrets.token_hex(8),
+        threads=str(per_rank) if per_rank else _threads(os.environ, len(cpus), size),
+        cpus=tuple(sets),
+        prefix=not arguments.no_prefix,
+        log_dir=log_dir,
+        tee=arguments.tee,
+        grace=arguments.grace,
+    )
+
+
+def _listen(port: int) -> socket.socket:
+    """Claim the port before anything runs; ranks that connect before the store takes over wait in the backlog.
+
+    Not ``store.host.listen``, because that module imports torch.
+    """
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("127.0.0.1", port))
+        sock.listen(512)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _threads(environ: Mapping[str, str], cpus: int, size: int) -> str:
+    return environ.get("OMP_NUM_THREADS") or str(max(1, cpus // size))
+
+
+def _fail(parser: argparse.ArgumentParser, message: str) -> int:
+    print(f"{parser.prog}: error: {message}", file=sys.stderr)
+    return 1
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, got {text!r}")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise argparse.ArgumentTypeError(f"must be a port from 1 to 65535, got {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be seconds, at least 0, got {text!r}")
+    return seconds

@@ -1,0 +1,126 @@
+"""Test data that every rank can compute for every rank, references, and layouts that are hard on a transport."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from asynccomm.reduce_op import RedOpType, ReduceOp
+
+__all__ = ["DTYPES", "REDUCTIONS", "SHAPES", "expect_equal", "layouts", "reduced", "sample", "sentinel"]
+
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+INTS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
+COMPLEX = [torch.complex64, torch.complex128]
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+DTYPES = [*FLOATS, *INTS, *COMPLEX, torch.complex32, torch.bool, *FLOAT8]
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch says once per process that its support of complex32 is incomplete
+    torch.empty(1, dtype=torch.complex32)
+
+REDUCTIONS = [ReduceOp(kind) for kind in RedOpType if kind is not RedOpType.PREMUL_SUM]
+SHAPES = [(), (1,), (0,), (5,), (3, 4), (2, 0, 3), (1031,)]
+
+
+def sample(rank: int, shape: Sequence[int], dtype: torch.dtype = torch.float32, salt: int = 0) -> Tensor:
+    """Rank's data: small whole numbers that depend on rank and position, exact in every dtype and sum."""
+    count = 1
+    for extent in shape:
+        count *= extent
+    index = torch.arange(count, dtype=torch.int64)
+    values = (index * 5 + index // 7 + rank * 3 + salt * 11) % 6 + 1
+    shape = torch.Size(shape)
+    if dtype == torch.bool:
+        return (values % 2 == 0).view(shape)
+    if dtype.is_complex:
+        return values.to(torch.complex64).mul(1 - 2j).to(dtype).view(shape)
+    return values.to(dtype).view(shape)
+
+
+def sentinel(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """An output that no result equals."""
+    if dtype == torch.bool:
+        return torch.zeros(tuple(shape), dtype=dtype)
+    return torch.full(tuple(shape), 99, dtype=torch.float32).to(dtype)
+
+
+def reduced(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
+    """What reducing one tensor per rank must give, in the tensors' dtype, computed exactly."""
+    dtype = tensors[0].dtype
+    if dtype.is_complex:
+        rows = torch.stack([t.to(torch.complex128) for t in tensors])
+    elif dtype.is_floating_point:
+        rows = torch.stack([t.to(torch.float64) for t in tensors])
+    else:
+        rows = torch.stack([t.to(torch.int64) for t in tensors])
+    kind, size = op.type, len(tensors)
+    if kind is RedOpType.SUM:
+        result = rows.sum(0)
+    elif kind is RedOpType.AVG:
+        result = rows.sum(0) / size if rows.dtype != torch.int64 else rows.sum(0).div(size, rounding_mode="trunc")
+    elif kind is RedOpType.PRODUCT:
+        result = rows.prod(0)
+    elif kind is RedOpType.MIN:
+        result = rows.amin(0)
+    elif kind is RedOpType.MAX:
+        result = rows.amax(0)
+    else:
+        result = rows[0]
+        for row in rows[1:]:
+            result = {
+                RedOpType.BAND: torch.bitwise_and,
+                RedOpType.BOR: torch.bitwise_or,
+                RedOpType.BXOR: torch.bitwise_xor,
+            }[kind](result, row)
+    return (result != 0) if dtype == torch.bool else result.to(dtype)
+
+
+def layouts(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The same values in memory laid out in other ways; each a tensor of its own."""
+    yield "contiguous", tensor.clone()
+    if tensor.dim() == 2:
+        yield "transposed", tensor.t().clone(memory_format=torch.contiguous_format).t()
+    if tensor.dim() >= 1:
+        wide = torch.zeros(*tensor.shape, 2, dtype=tensor.dtype)
+        wide[..., 1] = tensor
+        yield "strided", wide[..., 1]
+        padded = torch.cat([torch.zeros(1, *tensor.shape[1:], dtype=tensor.dtype), tensor])
+        yield "offset", padded[1:]
+    if tensor.is_complex():
+        yield "conjugated", tensor.conj().resolve_conj().conj()
+
+
+def expect_equal(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Compare bit for bit except that float comparison allows one rounding of the reference."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        raise AssertionError(
+            f"{what}: got {actual.dtype}{list(actual.shape)}, expected {expected.dtype}{list(expected.shape)}"
+        )
+    wide = torch.complex128 if actual.is_complex() else torch.float64 if actual.is_floating_point() else None
+    a, b = (actual, expected) if wide is None else (actual.to(wide), expected.to(wide))
+    if wide is None:
+        same = torch.equal(_signed(a), _signed(b))
+    else:
+        tolerance = torch.finfo(actual.dtype).eps
+        same = bool(torch.isclose(a, b, rtol=tolerance, atol=0, equal_nan=True).all())
+    if not same:
+        raise AssertionError(f"{what}:\n got      {actual.flatten()[:16].tolist()}\n expected {b.flatten()[:16].tolist()}")
+
+
+def _signed(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.int64) if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64) else tensor
+
+
+def combinations(dtypes: Sequence[torch.dtype] = DTYPES) -> Iterator[tuple[torch.dtype, ReduceOp]]:
+    """Every dtype with every reduction that is legal for it."""
+    for dtype, op in itertools.product(dtypes, REDUCTIONS):
+        try:
+            op.check(dtype)
+        except ValueError:
+            continue
+        yield dtype, op

@@ -1,0 +1,152 @@
+"""Checks of how a comm ends. Each gets a comm of its own and breaks it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import torch
+
+from asynccomm.comm import Comm
+from asynccomm.errors import (
+    AbortedError,
+    AsyncCommError,
+    BrokenError,
+    ClosedError,
+    CollectiveTimeoutError,
+)
+from asynccomm.work import Work
+
+
+async def bad_arguments_send_nothing(comm: Comm) -> None:
+    before = comm.statistics()
+    good = torch.ones(4)
+    calls: list[tuple[str, Any]] = [
+        ("tensor", lambda: comm.all_reduce([1.0])),  # type: ignore[arg-type]
+        ("op", lambda: comm.all_reduce(good, "sum")),
+        ("root", lambda: comm.broadcast(good, comm.size)),
+        ("root", lambda: comm.broadcast(good, -1)),
+        ("root", lambda: comm.broadcast(good, True)),
+        ("output", lambda: comm.all_gather_single(torch.ones(4 * comm.size + 1), good)),
+        ("output", lambda: comm.all_gather_single(torch.ones(4 * comm.size, dtype=torch.int32), good)),
+        ("tensor_list", lambda: comm.all_gather([good] * (comm.size + 1), good)),
+        ("tensor_list", lambda: comm.all_gather(good, good)),  # type: ignore[arg-type]
+        ("dst", lambda: comm.send(good, comm.size)),
+        ("tag", lambda: comm.send(good, 0, -1)),
+        ("timeout", lambda: comm.barrier(timeout=0)),
+        ("tensor", lambda: comm.all_reduce(torch.ones(1).expand(4))),
+        ("tensor", lambda: comm.all_reduce(torch.ones(4, device="meta"))),
+    ]
+    for name, call in calls:
+        try:
+            call()
+        except (TypeError, ValueError) as exc:
+            assert name in str(exc), f"the error must name {name!r}: {exc}"
+        else:
+            raise AssertionError(f"a bad {name} was accepted")
+    assert comm.statistics() == before, "a refused call was sent"
+    await comm.all_reduce(good)  # and nothing is out of step
+    assert good[0] == comm.size
+
+
+async def _all_are_past_the_barrier(comm: Comm, informed: int) -> None:
+    """A barrier after which rank ``informed`` may break the comm without catching another rank still inside of it."""
+    await comm.barrier()
+    if comm.rank == informed:
+        for rank in range(comm.size):
+            if rank != informed:
+                await comm.recv(torch.empty(1), rank, 99)
+    else:
+        comm.send(torch.ones(1), informed, 99)
+
+
+async def abort_ends_everybody(comm: Comm) -> None:
+    await _all_are_past_the_barrier(comm, 0)
+    if comm.size == 1:
+        comm.abort("enough")
+    elif comm.rank == 0:
+        reduces = [comm.all_reduce(torch.ones(1 << 16)) for _ in range(3)]  # some may come to an end before
+        pending = [comm.recv(torch.ones(3), 1, 9), comm.recv(torch.ones(3), 1, 10)]
+        comm.abort("enough")
+        assert all(work.done() for work in reduces), "abort must fail pending Works before it returns"
+        assert all(work.done() for work in pending), "abort must fail pending Works before it returns"
+        await _fails(pending, AbortedError, 0, "enough")
+    else:
+        reduces = [comm.all_reduce(torch.ones(1 << 16)) for _ in range(4)]  # the aborting rank has called three
+        await _fails([comm.recv(torch.ones(3), 0, 8), reduces[3]], AbortedError, 0, "enough")
+    try:
+        comm.all_reduce(torch.ones(1))
+    except BrokenError as exc:
+        assert "enough" in str(exc)
+    else:
+        raise AssertionError("a call on an aborted comm was accepted")
+    comm.abort("again")  # does nothing
+
+
+async def _fails(works: list[Work[Any]], kind: type[BrokenError], rank: int, text: str) -> None:
+    for work in works:
+        try:
+            await work
+        except kind as exc:
+            assert text in str(exc)
+            assert exc.rank == rank  # type: ignore[attr-defined]
+            assert isinstance(work.exception(), kind)
+        else:
+            raise AssertionError(f"{work!r} did not fail")
+
+
+async def deadlines_name_who_is_missing(comm: Comm) -> None:
+    await comm.barrier()
+    if comm.size == 1:
+        return
+    absent = comm.size - 1
+    if comm.rank == absent:
+        # stays away until the others have given up, and hears of it
+        while True:
+            try:
+                comm.statistics()
+                comm._check_open()
+                await asyncio.sleep(0.01)
+            except BrokenError as exc:
+                assert "all_reduce" in str(exc)
+                return
+    try:
+        await comm.all_reduce(torch.ones(3), timeout=0.2)
+    except CollectiveTimeoutError as exc:
+        assert exc.missing == (absent,), f"missing must be ({absent},), got {exc.missing}"
+        assert exc.elapsed >= 0.2
+        assert "all_reduce(float32[3]" in str(exc)
+    except AbortedError as exc:  # another rank's deadline was first
+        assert "not arrived" in str(exc)
+    else:
+        raise AssertionError("an operation without its peer finished")
+
+
+async def leaving_by_an_exception_aborts(comm: Comm) -> None:
+    await _all_are_past_the_barrier(comm, comm.size - 1)
+    try:
+        if comm.rank == comm.size - 1:
+            await comm.__aexit__(ValueError, ValueError("my own problem"), None)
+        else:
+            await comm.all_reduce(torch.ones(2))
+            raise AssertionError("an operation finished without its peer")
+    except AbortedError as exc:
+        assert exc.rank == comm.size - 1
+        assert "ValueError: my own problem" in str(exc)
+
+
+async def closed_comms_refuse(comm: Comm) -> None:
+    tensor = torch.ones(3)
+    work = comm.all_reduce(tensor)
+    await comm.aclose()
+    assert work.done(), "aclose must wait for what is in flight"
+    assert tensor[0] == comm.size
+    await comm.aclose()
+    try:
+        comm.barrier()
+    except ClosedError as exc:
+        assert comm.name in str(exc)
+    except AsyncCommError as exc:
+        raise AssertionError(f"a closed comm must raise ClosedError, got {exc!r}") from exc
+    else:
+        raise AssertionError("a closed comm accepted a call")

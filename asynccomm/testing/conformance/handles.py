@@ -1,0 +1,216 @@
+"""Checks of Works, of many operations at once, and of point-to-point."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+
+import torch
+
+from asynccomm.comm import Comm
+from asynccomm.errors import WouldBlockError
+from asynccomm.reduce_op import ReduceOp
+from asynccomm.testing.conformance.data import DTYPES, SHAPES, expect_equal, layouts, reduced, sample, sentinel
+
+
+async def hundred_operations_in_flight(comm: Comm) -> None:
+    tensors = [sample(comm.rank, (1 + 17 * i,), salt=i) for i in range(100)]
+    works = [comm.all_reduce(tensor) for tensor in tensors]
+    assert [work.seq for work in works] == list(range(works[0].seq, works[0].seq + 100))
+    for work in reversed(works):  # any order of awaiting
+        await work
+    for i, tensor in enumerate(tensors):
+        expected = reduced([sample(r, (1 + 17 * i,), salt=i) for r in range(comm.size)], ReduceOp.SUM)
+        expect_equal(tensor, expected, f"operation {i} of 100 in flight")
+
+
+async def mixed_operations_in_flight(comm: Comm) -> None:
+    size, rank = comm.size, comm.rank
+    total = sample(rank, (11,))
+    copy = sample(rank, (7,))
+    works = [
+        comm.all_reduce(total),
+        comm.broadcast(copy, size - 1),
+        comm.all_gather_single(None, sample(rank, (3,))),
+        comm.reduce_scatter_single(None, sample(rank, (2 * size,))),
+        comm.all_to_all_single(None, sample(rank, (size,))),
+        comm.barrier(),
+    ]
+    results = await asyncio.gather(*works)
+    expect_equal(total, reduced([sample(r, (11,)) for r in range(size)], ReduceOp.SUM), "mixed: all_reduce")
+    expect_equal(copy, sample(size - 1, (7,)), "mixed: broadcast")
+    expect_equal(results[2], torch.cat([sample(r, (3,)) for r in range(size)]), "mixed: all_gather_single")
+    chunk = reduced([sample(r, (2 * size,)) for r in range(size)], ReduceOp.SUM).view(size, 2)[rank]
+    expect_equal(results[3], chunk, "mixed: reduce_scatter_single")
+    expect_equal(results[4], torch.stack([sample(r, (size,))[rank] for r in range(size)]), "mixed: all_to_all_single")
+
+
+async def works_can_be_awaited_by_many(comm: Comm) -> None:
+    tensor = sample(comm.rank, (5,))
+    work = comm.all_reduce(tensor)
+    assert all(result is tensor for result in await asyncio.gather(work, work, _again(work), _again(work)))
+    assert await work is tensor
+    assert work.done()
+    assert work.is_completed()
+    assert work.result() is tensor
+    assert work.exception() is None
+    assert work.duration is not None
+    assert work.duration >= 0
+    called: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+    work.add_done_callback(called.set_result)
+    assert await called is work
+
+
+async def _again(work: object) -> object:
+    return await work  # type: ignore[misc]
+
+
+async def cancelling_an_await_leaves_the_operation(comm: Comm) -> None:
+    tensor = sample(comm.rank, (9,))
+    if comm.rank == 0:
+        work = comm.all_reduce(tensor)
+        waiter = asyncio.ensure_future(_again(work))
+        await asyncio.sleep(0)
+        waiter.cancel()
+        await asyncio.wait([waiter])
+        try:
+            async with asyncio.timeout(0):
+                await work
+        except TimeoutError:
+            pass
+        await work
+    else:
+        await comm.all_reduce(tensor)
+    expect_equal(
+        tensor, reduced([sample(r, (9,)) for r in range(comm.size)], ReduceOp.SUM), "all_reduce after a cancelled await"
+    )
+
+
+async def dropped_works_run_on(comm: Comm) -> None:
+    tensors = [sample(comm.rank, (1000,), salt=i) for i in range(10)]
+    for tensor in tensors:
+        comm.all_reduce(tensor)
+    comm.all_reduce(torch.ones(1000))  # nobody holds this tensor, nor its Work
+    gc.collect()
+    await comm.barrier()
+    for i, tensor in enumerate(tensors):
+        expected = reduced([sample(r, (1000,), salt=i) for r in range(comm.size)], ReduceOp.SUM)
+        expect_equal(tensor, expected, "all_reduce whose Work was dropped")
+
+
+async def works_let_go_of_tensors(comm: Comm) -> None:
+    tensor = sample(comm.rank, (64,))
+    reference = weakref.ref(tensor)
+    out = await comm.all_gather_single(None, tensor)
+    await comm.barrier()
+    del tensor
+    for _ in range(200):  # the thread that saw the end may still be on its way out of the call
+        if reference() is None:
+            break
+        gc.collect()
+        await asyncio.sleep(0.005)
+    assert reference() is None, "a finished operation still holds its input"
+    assert out.numel() == 64 * comm.size
+
+
+async def wait_blocks_threads_but_never_the_loop(comm: Comm) -> None:
+    tensor = sample(comm.rank, (5,))
+    work = comm.all_reduce(tensor)
+    try:
+        work.wait()
+    except WouldBlockError:
+        pass
+    else:
+        raise AssertionError("wait() on the loop's thread must raise WouldBlockError")
+    assert await asyncio.to_thread(work.wait) is tensor
+    assert await asyncio.to_thread(work.wait, 1.0) is tensor
+
+
+async def calls_from_another_thread(comm: Comm) -> None:
+    tensors = [sample(comm.rank, (33,), salt=i) for i in range(20)]
+
+    def call_all() -> None:
+        for tensor in tensors:
+            comm.all_reduce(tensor).wait(30.0)
+
+    done = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def run() -> None:
+        call_all()
+        loop.call_soon_threadsafe(done.set)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    await done.wait()
+    thread.join()
+    for i, tensor in enumerate(tensors):
+        expected = reduced([sample(r, (33,), salt=i) for r in range(comm.size)], ReduceOp.SUM)
+        expect_equal(tensor, expected, "all_reduce from a thread")
+
+
+async def send_and_recv_in_a_ring(comm: Comm) -> None:
+    following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for dtype in DTYPES:
+        received = sentinel((3, 4), dtype)
+        recv = comm.recv(received, previous)
+        send = comm.send(sample(comm.rank, (3, 4), dtype), following)
+        assert await recv is received
+        await send
+        expect_equal(received, sample(previous, (3, 4), dtype), f"ring {dtype}")
+    for shape in (*SHAPES, (1 << 20,)):
+        for layout, received in layouts(sentinel(shape)):
+            recv = comm.recv(received, previous)
+            source = next(t for name, t in layouts(sample(comm.rank, shape)) if name == layout)
+            await comm.send(source, following)
+            await recv
+            expect_equal(received, sample(previous, shape), f"ring {shape} {layout}")
+
+
+async def messages_keep_their_order_and_tags(comm: Comm) -> None:
+    following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    tags = [3, 0, 7]
+    sends = [
+        comm.send(sample(comm.rank, (4,), salt=100 * tag + i), following, tag) for tag in tags for i in range(5)
+    ]
+    for tag in sorted(tags):  # in another order than they were sent
+        for i in range(5):
+            received = sentinel((4,))
+            await comm.recv(received, previous, tag)
+            expect_equal(received, sample(previous, (4,), salt=100 * tag + i), f"message {i} under tag {tag}")
+    await asyncio.gather(*sends)
+
+
+async def messages_do_not_disturb_collectives(comm: Comm) -> None:
+    received = sentinel((4,))
+    # posted long before anybody sends; only one pair takes part
+    recv = comm.recv(received, comm.size - 1, 5) if comm.rank == 0 else None
+    for i in range(5):
+        tensor = sample(comm.rank, (8,), salt=i)
+        await comm.all_reduce(tensor)
+        expected = reduced([sample(r, (8,), salt=i) for r in range(comm.size)], ReduceOp.SUM)
+        expect_equal(tensor, expected, "all_reduce beside a pending receive")
+    if comm.rank == comm.size - 1:
+        await comm.send(sample(comm.rank, (4,)), 0, 5)
+    if recv is not None:
+        await recv
+        expect_equal(received, sample(comm.size - 1, (4,)), "a receive that waited long")
+
+
+async def messages_to_oneself(comm: Comm) -> None:
+    received = sentinel((2, 3))
+    recv = comm.recv(received, comm.rank, 1)
+    await comm.send(sample(comm.rank, (2, 3)), comm.rank, 1)
+    await recv
+    expect_equal(received, sample(comm.rank, (2, 3)), "message to oneself")
+
+
+async def ready_lets_pass_when_little_is_in_flight(comm: Comm) -> None:
+    await comm.ready()
+    for _ in range(10):
+        comm.all_reduce(torch.ones(4))
+        await comm.ready()
+    await comm.barrier()
+    assert comm.statistics().submitted >= 11

@@ -1,0 +1,61 @@
+"""The list of checks, and running them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from inspect import getmembers, iscoroutinefunction
+from types import ModuleType
+
+from asynccomm.comm import Comm
+from asynccomm.testing.conformance import collectives, failures, handles
+
+__all__ = ["CHECKS", "Check", "check_backend"]
+
+Check = Callable[[Comm], Awaitable[None]]
+
+
+def _checks(module: ModuleType) -> list[Check]:
+    return [
+        function
+        for name, function in getmembers(module, iscoroutinefunction)
+        if not name.startswith("_") and function.__module__ == module.__name__
+    ]
+
+
+_HARMLESS = [*_checks(collectives), *_checks(handles)]
+_BREAKING = _checks(failures)
+CHECKS: dict[str, Check] = {check.__name__: check for check in [*_HARMLESS, *_BREAKING]}  # type: ignore[attr-defined]
+
+
+async def check_backend(
+    make: Callable[[str], AbstractAsyncContextManager[Comm]], *, only: Sequence[str] | None = None
+) -> None:
+    """Run the suite on this rank, while every other rank does the same.
+
+    Args:
+        make: opens a comm of all ranks under the given name, each time a new one.
+        only: names of checks to run (see ``CHECKS``); None: all.
+
+    Raises: AssertionError, or whatever the backend raised, with a note that names the check.
+    """
+    chosen = list(CHECKS) if only is None else list(only)
+    for name in chosen:
+        if name not in CHECKS:
+            raise ValueError(f"only: there is no check {name!r}; choose from {', '.join(CHECKS)}")
+    async with make("conformance") as comm:
+        for check in _HARMLESS:
+            if check.__name__ in chosen:  # type: ignore[attr-defined]
+                await _run(check, comm)
+    for check in _BREAKING:
+        if check.__name__ in chosen:  # type: ignore[attr-defined]
+            async with make(f"conformance-{check.__name__}") as comm:  # type: ignore[attr-defined]
+                await _run(check, comm)
+
+
+async def _run(check: Check, comm: Comm) -> None:
+    try:
+        await check(comm)
+    except Exception as exc:
+        exc.add_note(f"in check {check.__name__!r} on rank {comm.rank} of {comm.size}, {comm.backend}")  # type: ignore[attr-defined]
+        raise

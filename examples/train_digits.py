@@ -1,0 +1,242 @@
+"""Train a network on handwritten digits, data-parallel over any number of ranks, with collectives that are awaited.
+
+    asynccomm run -n 2 examples/train_digits.py
+
+Three things happen at once in every step: backward computes gradients in a thread, those that are complete already
+travel (``GradientBuckets``), and another thread prepares the next batch (``prefetch``). The event loop only
+coordinates, so it stays free for whatever else your program does.
+
+N ranks train the same weights as one rank does: each takes an equal slice of every global batch, and the average of
+the slices' mean gradients is the mean gradient of the whole. Only rounding differs. (BatchNorm and dropout would break
+this: their result depends on how the batch is cut.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm import tqdm
+
+import asynccomm
+from asynccomm import Comm, ReduceOp, Work
+
+TEST_SAMPLES = 360  # of 1797
+BUCKET_BYTES = 64 << 10  # small, as the model is: so its 600 KiB of gradients leave in three parts
+
+
+class Samples(NamedTuple):
+    images: Tensor  #: float32 ``(n, 1, 8, 8)``, from -0.5 to 0.5
+    labels: Tensor  #: int64 ``(n,)``
+
+
+def load() -> tuple[Samples, Samples]:
+    """The digits that come with scikit-learn, as training set and test set; the same ones in every run."""
+    pixels, digits = load_digits(return_X_y=True)
+    images = torch.from_numpy(pixels).float().reshape(-1, 1, 8, 8) / 16 - 0.5
+    labels = torch.from_numpy(digits)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    test, train = order[:TEST_SAMPLES], order[TEST_SAMPLES:]
+    return Samples(images[train], labels[train]), Samples(images[test], labels[test])
+
+
+def make_model() -> nn.Module:
+    """A small convolutional network: 150,000 parameters."""
+    convolutions = nn.Sequential(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU())
+    head = nn.Sequential(nn.Linear(64 * 4 * 4, 128), nn.ReLU(), nn.Linear(128, 10))
+    return nn.Sequential(convolutions, nn.MaxPool2d(2), nn.Flatten(), head)
+
+
+def batches(samples: Samples, epochs: int, batch_size: int, seed: int, rank: int, size: int) -> Iterator[Samples]:
+    """This rank's slice of every global batch, shuffled and augmented anew in each epoch.
+
+    All ranks draw the same random numbers, for the whole epoch, and then take their own part: what becomes of a sample
+    must not depend on how many ranks there are. The last, incomplete batch of an epoch is dropped.
+    """
+    random = torch.Generator().manual_seed(seed)
+    share = batch_size // size
+    for _ in range(epochs):
+        order = torch.randperm(len(samples.labels), generator=random)
+        offsets = torch.randint(3, (len(order), 2), generator=random)
+        for first in range(0, len(order) - batch_size + 1, batch_size):
+            mine = slice(first + rank * share, first + (rank + 1) * share)
+            yield Samples(shifted(samples.images[order[mine]], offsets[mine]), samples.labels[order[mine]])
+
+
+def shifted(images: Tensor, offsets: Tensor) -> Tensor:
+    """Each image moved by up to one pixel; ``offsets`` is ``(n, 2)``, and 1 leaves an image in place."""
+    padded = F.pad(images[:, 0], (1, 1, 1, 1), value=-0.5)
+    rows, columns = (offsets.T[:, :, None] + torch.arange(8)).unbind()  # (n, 8) each
+    which = torch.arange(len(images))[:, None, None]
+    return padded[which, rows[:, :, None], columns[:, None, :]][:, None]
+
+
+async def prefetch(samples: Iterator[Samples]) -> AsyncIterator[Samples]:
+    """The same items, each prepared in a thread while the one before is in use."""
+    upcoming = asyncio.create_task(asyncio.to_thread(next, samples, None))
+    while (batch := await upcoming) is not None:
+        upcoming = asyncio.create_task(asyncio.to_thread(next, samples, None))
+        yield batch
+
+
+@dataclass
+class Bucket:
+    """Some parameters' gradients, side by side in one tensor."""
+
+    gradients: Tensor
+    parameters: int
+    missing: int = 0  #: how many of the parameters backward has not reached yet
+
+
+class GradientBuckets:
+    """Averages the gradients over the ranks, bucket by bucket, while backward still computes the rest.
+
+    Every ``parameter.grad`` is a view into its bucket. Backward adds to it in place and all_reduce works in place, so
+    nothing is copied. Backward goes from the last layer to the first, and so do the buckets. It reaches the parameters
+    in the same order on all ranks, because they compute the same graph: that is why the collectives match.
+    """
+
+    def __init__(self, comm: Comm, model: nn.Module) -> None:
+        self._comm = comm
+        self._works: list[Work[Tensor]] = []
+        self._buckets: list[Bucket] = []
+        for group in grouped(reversed(list(model.parameters())), BUCKET_BYTES):
+            sizes = [parameter.numel() for parameter in group]
+            bucket = Bucket(torch.zeros(sum(sizes)), len(group))
+            self._buckets.append(bucket)
+            for parameter, gradient in zip(group, torch.split(bucket.gradients, sizes), strict=True):
+                parameter.grad = gradient.view_as(parameter)
+                hook = partial(self._arrived, bucket)
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def backward(self, loss: Tensor) -> list[Work[Tensor]]:
+        """Compute the gradients; they are averages once the Works are done. Blocks, so call it in a thread."""
+        self._works = []
+        for bucket in self._buckets:
+            bucket.gradients.zero_()  # and never zero_grad(): that would replace the views
+            bucket.missing = bucket.parameters
+        torch.autograd.backward(loss)
+        assert not any(bucket.missing for bucket in self._buckets), "the loss does not depend on all parameters"
+        return self._works
+
+    def _arrived(self, bucket: Bucket, parameter: Tensor) -> None:
+        bucket.missing -= 1
+        if bucket.missing == 0:  # sent right here, from the thread of backward; awaited on the event loop
+            self._works.append(self._comm.all_reduce(bucket.gradients, ReduceOp.AVG))
+
+
+def grouped(parameters: Iterable[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:
+    """The parameters in order, in groups of at least ``limit`` bytes; the last may be smaller."""
+    group: list[nn.Parameter] = []
+    for parameter in parameters:
+        group.append(parameter)
+        if sum(member.nbytes for member in group) >= limit:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+@dataclass
+class Overlap:
+    """How much of the communication was hidden behind backward.
+
+    ``total`` is the time during which a gradient was on its way, from call to completion; that includes waiting for
+    slower ranks and for a processor. ``exposed`` is what it cost: how long the coroutine waited for Works after
+    backward had ended. The rest passed while there was something else to do.
+    """
+
+    total: float = 0.0  #: seconds
+    exposed: float = 0.0  #: seconds
+
+    async def wait(self, works: Iterable[Work[Tensor]]) -> None:
+        """Await the Works of one step, given in the order they were sent, and take the times."""
+        began = time.monotonic()
+        for work in works:
+            await work
+        self.exposed += time.monotonic() - began
+        covered = 0.0  # until when; two Works at a time count once
+        for work in works:
+            assert work.finished is not None
+            self.total += max(0.0, work.finished - max(work.started, covered))
+            covered = max(work.finished, covered)
+
+    @property
+    def hidden(self) -> float:
+        """The share of ``total`` that was not exposed."""
+        return 1 - self.exposed / self.total if self.total else 1.0
+
+
+async def train(comm: Comm, model: nn.Module, samples: Samples, options: argparse.Namespace) -> Overlap:
+    """Run all epochs. Rank 0 shows the progress."""
+    gradients = GradientBuckets(comm, model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, nesterov=True)
+    overlap = Overlap()
+
+    def forward_backward(batch: Samples) -> tuple[float, list[Work[Tensor]]]:
+        loss = F.cross_entropy(model(batch.images), batch.labels)
+        return loss.item(), gradients.backward(loss)
+
+    steps = options.epochs * (len(samples.labels) // options.batch_size)
+    mine = batches(samples, options.epochs, options.batch_size, options.seed, comm.rank, comm.size)
+    with tqdm(total=steps, desc="training", unit="step", disable=comm.rank != 0) as progress:
+        async for batch in prefetch(mine):
+            loss, works = await asyncio.to_thread(forward_backward, batch)
+            await overlap.wait(works)
+            optimizer.step()
+            progress.set_postfix(loss=f"{loss:.3f}", refresh=False)
+            progress.update()
+    return overlap
+
+
+async def accuracy(comm: Comm, model: nn.Module, samples: Samples) -> float:
+    """Share of the samples that the model gets right; each rank looks at every ``size``-th of them."""
+    images, labels = (tensor[comm.rank :: comm.size] for tensor in samples)
+    with torch.no_grad():
+        right = (model(images).argmax(dim=1) == labels).sum()
+    return (await comm.all_reduce(right)).item() / len(samples.labels)
+
+
+async def main(options: argparse.Namespace) -> None:
+    train_samples, test_samples = load()
+    async with asynccomm.new_comm(options.backend) as comm:
+        if options.batch_size % comm.size:
+            raise ValueError(f"--batch-size {options.batch_size} does not divide evenly among {comm.size} ranks")
+        torch.manual_seed(options.seed)
+        model = make_model()
+        # the seed has made them equal already; weights from a file or another kind of machine might not be
+        await asyncio.gather(*[comm.broadcast(parameter.detach(), root=0) for parameter in model.parameters()])
+
+        began = time.monotonic()
+        overlap = await train(comm, model, train_samples, options)
+        seconds = time.monotonic() - began
+        share = await accuracy(comm, model, test_samples)
+
+        if comm.rank == 0:
+            trained = options.epochs * (len(train_samples.labels) // options.batch_size) * options.batch_size
+            print(f"test accuracy: {share:.4f}")
+            print(f"speed: {trained / seconds:.0f} samples/s (ranks: {comm.size}, backend: {comm.backend})")
+            print(f"communication: {overlap.total:.2f} s of {seconds:.2f} s, {overlap.hidden:.0%} of it hidden")
+            if options.save:
+                torch.save(model.state_dict(), options.save)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Train on handwritten digits, data-parallel.")
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--batch-size", type=int, default=48, help="of all ranks together (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=0.03, help="learning rate (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, order and augmentation")
+    parser.add_argument("--backend", default="auto", help=f"auto, {', '.join(asynccomm.backend_names())}")
+    parser.add_argument("--save", type=Path, metavar="PATH", help="where rank 0 writes the trained weights")
+    asynccomm.run(main(parser.parse_args()))

@@ -1,0 +1,11 @@
+"""gloo on real processes: the conformance suite, and what is gloo's own."""
+
+import pytest
+
+from asynccomm import new_comm
+from asynccomm.testing.conformance import check_backend
+
+
+@pytest.mark.ranks([1, 2, 3, 4], backend="gloo")
+async def test_conformance() -> None:
+    await check_backend(lambda name: new_comm("gloo", name=name, timeout=50))

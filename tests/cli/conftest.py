@@ -1,0 +1,138 @@
+"""The launcher as its users meet it: a process of its own, started on small scripts that need no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+DEADLINE = 30.0  # seconds until a condition counts as never met
+
+VARIABLES = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, f"never came: {what}"
+        time.sleep(0.01)
+
+
+def running(pid: int) -> bool:
+    """Whether ``pid`` still runs; a zombie that nobody reaps does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+class Running:
+    """A launcher in the background, its output collected as it comes."""
+
+    def __init__(self, command: list[str], directory: Path, environment: dict[str, str]) -> None:
+        self.process = subprocess.Popen(
+            command,
+            cwd=directory,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+        )
+        self.out, self.err = bytearray(), bytearray()
+        self._threads = [
+            threading.Thread(target=self._collect, args=(self.process.stdout, self.out)),
+            threading.Thread(target=self._collect, args=(self.process.stderr, self.err)),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @staticmethod
+    def _collect(pipe, into: bytearray) -> None:
+        while data := os.read(pipe.fileno(), 1 << 16):
+            into += data
+
+    def sees(self, text: str | bytes, times: int = 1) -> None:
+        """Wait until ``text`` was printed on stdout."""
+        wanted = text.encode() if isinstance(text, str) else text
+        wait_until(lambda: self.out.count(wanted) >= times, f"{wanted!r} in {bytes(self.out)!r} {bytes(self.err)!r}")
+
+    def words_after(self, word: str) -> list[int]:
+        """The numbers printed behind ``word`` so far."""
+        words = bytes(self.out).decode().split()
+        return [int(value) for name, value in zip(words, words[1:], strict=False) if name == word]
+
+    def finish(self) -> int:
+        code = self.process.wait(DEADLINE)
+        for thread in self._threads:
+            thread.join(DEADLINE)
+        return code
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.finish()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            pipe.close()
+
+
+class Launcher:
+    """Starts the launcher in ``directory``; scripts are given as source."""
+
+    def __init__(self, directory: Path, resources: contextlib.ExitStack) -> None:
+        self.directory = directory
+        self._resources = resources
+
+    def script(self, source: str, name: str = "script.py") -> str:
+        (self.directory / name).write_text(textwrap.dedent(source))
+        return name
+
+    def start(self, *arguments: str, environment: Mapping[str, str] | None = None) -> Running:
+        clean = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+        command = [sys.executable, "-m", "asynccomm.cli.main", *arguments]
+        started = Running(command, self.directory, clean | dict(environment or {}))
+        self._resources.callback(started.close)
+        return started
+
+    def run(self, *arguments: str, environment: Mapping[str, str] | None = None) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr of a run that ends by itself."""
+        started = self.start(*arguments, environment=environment)
+        code = started.finish()
+        return code, started.out.decode(errors="replace"), started.err.decode(errors="replace")
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    with contextlib.ExitStack() as resources:
+        yield Launcher(tmp_path, resources)
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], bool], str], None]:
+    return wait_until
+
+
+@pytest.fixture
+def is_running() -> Callable[[int], bool]:
+    return running
+
+
+@pytest.fixture
+def leftovers() -> Iterator[list[int]]:
+    """Pids to kill after the test, should it fail to."""
+    pids: list[int] = []
+    yield pids
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,442 @@
+"""A run: what is passed on, and how it ends, for good or bad."""
+
+import contextlib
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ENDLESS = """
+    import os, signal, time
+    print("pid", os.getpid(), flush=True)
+    while True:
+        time.sleep(60)
+"""
+
+STUBBORN = """
+    import os, signal, time
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: print("got", signal.Signals(number).name, flush=True))
+    print("pid", os.getpid(), flush=True)
+    while True:
+        time.sleep(60)
+"""
+
+# -- output
+
+
+def test_lines_arrive_at_once_behind_their_rank(launcher) -> None:
+    script = launcher.script(
+        """
+        import os, sys
+        if os.environ["RANK"] == "0":
+            print("out")
+            print("err", file=sys.stderr)
+            sys.stdin.readline()
+        """
+    )
+    started = launcher.start("run", "-n", "2", script)
+    started.sees("[0] out\n")  # the rank runs still
+    started.process.stdin.write(b"go on\n")
+    assert started.finish() == 0
+    assert started.err == b"[0] err\n"
+
+
+def test_no_prefix(launcher) -> None:
+    assert launcher.run("run", "-n", "1", "--no-prefix", launcher.script("print('plain')"))[1] == "plain\n"
+
+
+def test_lines_stay_whole_between_many_ranks(launcher) -> None:
+    script = launcher.script(
+        """
+        import os
+        for i in range(200):
+            line = b"%d" % i + os.environ["RANK"].encode() * 3000 + b"\\n"
+            for start in range(0, len(line), 1000):
+                os.write(1, line[start:start + 1000])
+        """
+    )
+    started = launcher.start("run", "-n", "8", script)
+    assert started.finish() == 0
+    lines = bytes(started.out).splitlines()
+    expected = [b"[%d] %d" % (rank, i) + b"%d" % rank * 3000 for rank in range(8) for i in range(200)]
+    assert sorted(lines) == sorted(expected)
+
+
+def test_progress_bars_move(launcher) -> None:
+    script = launcher.script(
+        """
+        import sys
+        sys.stdout.write("10%\\r"); sys.stdout.flush()
+        sys.stdin.readline()
+        sys.stdout.write("20%\\r100%\\n")
+        """
+    )
+    started = launcher.start("run", "-n", "1", script)
+    started.sees("[0] 10%\r")
+    started.process.stdin.write(b"\n")
+    started.finish()
+    assert started.out == b"[0] 10%\r[0] 20%\r[0] 100%\n"
+
+
+def test_bytes_that_are_no_text_pass(launcher) -> None:
+    script = launcher.script("import os; os.write(1, bytes(set(range(256)) - {10, 13}) + b'end')")
+    started = launcher.start("run", "-n", "1", script)
+    assert started.finish() == 0
+    assert started.out == b"[0] " + bytes(sorted(set(range(256)) - {10, 13})) + b"end\n"
+
+
+def test_a_line_of_100_megabytes_is_not_held(launcher) -> None:
+    script = launcher.script(
+        """
+        import os
+        for _ in range(1600):
+            os.write(1, b"x" * 65536)
+        peak = [line for line in open(f"/proc/{os.getppid()}/status") if line.startswith("VmHWM")][0].split()[1]
+        os.write(1, b"\\npeak " + peak.encode() + b"\\n")
+        """
+    )
+    started = launcher.start("run", "-n", "1", script)
+    assert started.finish() == 0
+    assert started.out.count(b"x") == 1600 * 65536
+    assert started.words_after("peak")[0] < 64 * 1024  # KiB
+
+
+def test_a_reader_that_went_away_does_not_stop_the_run(launcher) -> None:
+    script = launcher.script(
+        """
+        for _ in range(10_000):
+            print("to somebody or nobody" * 10)
+        open("finished", "w")
+        """
+    )
+    source = f"""
+        import subprocess, sys
+        command = [sys.executable, "-m", "asynccomm.cli.main", "run", "-n", "1", "{script}"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as launcher:
+            launcher.stdout.readline()
+            launcher.stdout.close()
+        print("code", launcher.returncode)
+    """
+    started = launcher.start("run", "-n", "1", launcher.script(source, "head.py"))
+    assert started.finish() == 0
+    assert started.words_after("code") == [0]
+    assert (launcher.directory / "finished").exists()
+
+
+def test_a_rank_may_close_its_output(launcher) -> None:
+    script = launcher.script("import os; os.close(1); os.close(2); open('finished', 'w'); os._exit(5)")
+    assert launcher.run("run", "-n", "1", script)[0] == 5
+    assert (launcher.directory / "finished").exists()
+
+
+def test_log_files_instead_of_output(launcher) -> None:
+    script = launcher.script("import os, sys; print('out', os.environ['RANK']); print('err', file=sys.stderr)")
+    code, out, err = launcher.run("run", "-n", "2", "--log-dir", "some/logs", script)
+    assert (code, out, err) == (0, "", "")
+    logs = {path.name: sorted(path.read_text().splitlines()) for path in (launcher.directory / "some/logs").iterdir()}
+    assert logs == {"rank0.log": ["err", "out 0"], "rank1.log": ["err", "out 1"]}
+
+
+def test_log_files_and_output(launcher) -> None:
+    code, out, _ = launcher.run("run", "-n", "1", "--log-dir", "logs", "--tee", launcher.script("print('both')"))
+    assert (code, out) == (0, "[0] both\n")
+    assert (launcher.directory / "logs/rank0.log").read_text() == "both\n"
+
+
+# -- failure
+
+
+def test_success_is_silent(launcher) -> None:
+    assert launcher.run("run", "-n", "2", launcher.script("")) == (0, "", "")
+
+
+def test_first_failure_ends_the_others_and_is_told_again(launcher, is_running) -> None:
+    script = launcher.script(
+        """
+        import os, sys, time
+        print("pid", os.getpid(), flush=True)
+        if os.environ["RANK"] == "1":
+            while not os.path.exists("go"):
+                time.sleep(0.01)
+            raise SystemExit(sys.stdin.readline() or 1 / 0)
+        time.sleep(60)
+        """
+    )
+    started = launcher.start("run", "-n", "3", script)
+    started.sees("pid", times=3)
+    began = time.monotonic()
+    (launcher.directory / "go").touch()
+    assert started.finish() == 1
+    assert time.monotonic() - began < 5
+    err = started.err.decode()
+    assert "asynccomm: rank 1 ended with exit code 1; the others have 1 s to end\n" in err
+    report = err[err.index("asynccomm: rank 1 failed first: it ended with exit code 1; the end of its stderr:") :]
+    assert report.splitlines()[1] == "[1] Traceback (most recent call last):"
+    assert report.splitlines()[-1] == "[1] ZeroDivisionError: division by zero"
+    assert not any(map(is_running, started.words_after("pid")))
+
+
+def test_exit_code_is_the_rank_s(launcher) -> None:
+    code, _, err = launcher.run("run", "-n", "2", launcher.script("import os, sys; sys.exit(int(os.environ['RANK']) * 42)"))
+    assert code == 42
+    assert "rank 1 failed first: it ended with exit code 42; it wrote nothing to stderr" in err
+
+
+def test_a_killed_rank_is_reported_as_such(launcher) -> None:
+    started = launcher.start("run", "-n", "1", launcher.script(ENDLESS))
+    started.sees("pid")
+    os.kill(started.words_after("pid")[0], signal.SIGKILL)
+    assert started.finish() == 137
+    assert b"rank 0 failed first: it was killed by SIGKILL" in started.err
+
+
+def test_others_get_a_moment_to_end_by_themselves(launcher) -> None:
+    script = launcher.script(
+        """
+        import os, sys, time
+        if os.environ["RANK"] == "0":
+            sys.exit(3)
+        time.sleep(0.3)
+        print("asynccomm.errors.AbortedError: aborted by rank 0: SystemExit", file=sys.stderr)
+        sys.exit(4)
+        """
+    )
+    code, _, err = launcher.run("run", "-n", "2", script)
+    assert code == 3
+    assert "[1] asynccomm.errors.AbortedError" in err
+    assert "rank 0 failed first: it ended with exit code 3 (1 other failed after it)" in err
+
+
+def test_who_ignores_sigterm_is_killed(launcher, is_running) -> None:
+    script = launcher.script(
+        """
+        import os, signal, time
+        if os.environ["RANK"] == "0":
+            while not os.path.exists("deaf"):
+                time.sleep(0.01)
+            os._exit(9)
+        signal.signal(signal.SIGTERM, lambda *_: print("not me", flush=True))
+        print("pid", os.getpid(), flush=True)
+        open("deaf", "w")
+        while True:
+            time.sleep(60)
+        """
+    )
+    started = launcher.start("run", "-n", "2", "--grace", "0.2", script)
+    assert started.finish() == 9
+    assert b"[1] not me\n" in started.out
+    assert not is_running(started.words_after("pid")[0])
+
+
+def test_log_file_is_named_in_the_report(launcher) -> None:
+    code, _, err = launcher.run("run", "-n", "1", "--log-dir", "logs", launcher.script("raise KeyError(7)"))
+    assert code == 1
+    assert "all of its output is in logs/rank0.log" in err
+    assert "[0] KeyError: 7\n" in err
+
+
+ABORT = """
+    import asynccomm, torch
+
+    async def main():
+        async with asynccomm.new_comm(timeout=60) as comm:
+            if comm.rank == 1:
+                raise ValueError("the culprit")
+            await comm.all_reduce(torch.ones(4))
+
+    asynccomm.run(main())
+"""
+
+
+def test_the_rank_that_aborted_is_blamed(launcher) -> None:
+    code, _, err = launcher.run("run", "-n", "2", launcher.script(ABORT))
+    assert code == 1
+    assert "[0] asynccomm.errors.AbortedError: aborted by rank 1: ValueError: the culprit" in err
+    assert "asynccomm: rank 1 failed first" in err
+    assert err.rstrip().endswith("[1] ValueError: the culprit")
+
+
+def test_store_that_is_lost_ends_the_run(launcher, until) -> None:
+    started = launcher.start("run", "-n", "1", launcher.script(ENDLESS))
+    started.sees("pid")
+    os.kill(store_of(started.process.pid, until), signal.SIGKILL)
+    assert started.finish() == 1
+    assert b"the process that hosts the store was killed by SIGKILL" in started.err
+
+
+def store_of(launcher_pid: int, until) -> int:
+    found: list[int] = []
+
+    def find() -> bool:
+        children = Path(f"/proc/{launcher_pid}/task/{launcher_pid}/children").read_text().split()
+        found.extend(int(pid) for pid in children if b"store_process" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        return bool(found)
+
+    until(find, "a process that hosts the store")
+    return found[0]
+
+
+# -- signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_are_passed_on_and_end_everything(launcher, is_running, number: signal.Signals) -> None:
+    started = launcher.start("run", "-n", "2", launcher.script(STUBBORN))
+    started.sees("pid", times=2)
+    began = time.monotonic()
+    started.process.send_signal(number)
+    assert started.finish() == 128 + number
+    assert time.monotonic() - began < 2
+    assert started.out.count(b"got " + number.name.encode()) == 2
+    assert not any(map(is_running, started.words_after("pid")))
+
+
+def test_ranks_that_obey_are_not_waited_for(launcher) -> None:
+    started = launcher.start("run", "-n", "2", "--grace", "25", launcher.script(ENDLESS))
+    started.sees("pid", times=2)
+    began = time.monotonic()
+    started.process.send_signal(signal.SIGINT)
+    assert started.finish() == 130
+    assert time.monotonic() - began < 5
+    assert b"failed" not in started.err
+
+
+def test_second_interrupt_kills_at_once(launcher, is_running) -> None:
+    started = launcher.start("run", "-n", "2", "--grace", "25", launcher.script(STUBBORN))
+    started.sees("pid", times=2)
+    started.process.send_signal(signal.SIGINT)
+    started.sees("got SIGINT", times=2)
+    began = time.monotonic()
+    started.process.send_signal(signal.SIGINT)
+    assert started.finish() == 130
+    assert time.monotonic() - began < 2
+    assert not any(map(is_running, started.words_after("pid")))
+
+
+def test_control_c_in_a_terminal_reaches_each_rank_once(launcher, is_running) -> None:
+    script = launcher.script(STUBBORN)
+    take_terminal = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-c", take_terminal, sys.executable, "-m", "asynccomm.cli.main", "run", "-n", "2", script]
+    master, slave = pty.openpty()
+    with subprocess.Popen(
+        command, cwd=launcher.directory, stdin=slave, stdout=slave, stderr=slave, start_new_session=True
+    ) as process:
+        os.close(slave)
+        out = bytearray()
+        while out.count(b"pid") < 2:
+            out += os.read(master, 4096)
+        os.write(master, b"\x03")
+        with contextlib.suppress(OSError):  # EIO: the other end is closed
+            while data := os.read(master, 4096):
+                out += data
+    os.close(master)
+    assert process.returncode == 130
+    assert out.count(b"got SIGINT") == 2
+    assert not any(is_running(int(pid)) for pid in re.findall(rb"pid (\d+)", out))
+
+
+def test_what_is_ignored_stays_ignored(launcher) -> None:
+    script = launcher.script(ENDLESS)
+    source = f"""
+        import os, signal, sys
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+        command = [sys.executable, "-m", "asynccomm.cli.main", "run", "-n", "1", "{script}"]
+        print("launcher", os.getpid(), flush=True)
+        os.execv(sys.executable, command)
+    """
+    started = launcher.start("run", "-n", "1", launcher.script(source, "nohup.py"))
+    started.sees("pid")
+    os.kill(started.words_after("launcher")[0], signal.SIGHUP)
+    os.kill(started.words_after("launcher")[0], signal.SIGTERM)
+    started.finish()
+    assert b"SIGTERM; the ranks have" in started.err
+    assert b"SIGHUP" not in started.err
+
+
+def test_a_terminal_that_takes_nothing_does_not_stop_an_interrupt(launcher, is_running, until, leftovers) -> None:
+    script = launcher.script(
+        """
+        import os
+        open(f"pid{os.environ['RANK']}", "w").write(str(os.getpid()))
+        while True:
+            os.write(1, b"x" * 1000 + b"\\n")
+        """
+    )
+    source = f"""
+        import os, signal, subprocess, sys, time
+        command = [sys.executable, "-m", "asynccomm.cli.main", "run", "-n", "2", "{script}"]
+        launcher = subprocess.Popen(command, stdout=subprocess.PIPE)  # nobody reads
+        while not (os.path.exists("pid0") and os.path.exists("pid1")):
+            time.sleep(0.01)
+        time.sleep(0.3)  # for the queue to fill; too early would only make this test easier
+        launcher.send_signal(signal.SIGINT)
+        print("code", launcher.wait(), flush=True)
+        os._exit(0)
+    """
+    started = launcher.start("run", "-n", "1", launcher.script(source, "outer.py"))
+    assert started.finish() == 0
+    assert started.words_after("code") == [130]
+    assert not any(is_running(int((launcher.directory / f"pid{rank}").read_text())) for rank in (0, 1))
+
+
+# -- what ranks leave behind
+
+PARENT = """
+    import os, subprocess, sys, time
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])  # holds our pipes
+    print("child", child.pid, flush=True)
+    print("pid", os.getpid(), flush=True)
+    {then}
+"""
+
+
+def test_grandchildren_do_not_hold_up_the_end(launcher, is_running) -> None:
+    started = launcher.start("run", "-n", "1", launcher.script(PARENT.format(then="os._exit(0)")))
+    began = time.monotonic()
+    assert started.finish() == 0
+    assert time.monotonic() - began < 20
+    assert not is_running(started.words_after("child")[0])
+
+
+def test_grandchildren_go_with_an_interrupt(launcher, is_running) -> None:
+    started = launcher.start("run", "-n", "2", launcher.script(PARENT.format(then="child.wait()")))
+    started.sees("pid", times=2)
+    started.process.send_signal(signal.SIGINT)
+    assert started.finish() == 130
+    assert not any(map(is_running, started.words_after("child") + started.words_after("pid")))
+
+
+def test_everything_dies_with_the_launcher(launcher, is_running, until, leftovers) -> None:
+    started = launcher.start("run", "-n", "2", launcher.script(PARENT.format(then="child.wait()")))
+    started.sees("pid", times=2)
+    pids = started.words_after("child") + started.words_after("pid")
+    leftovers.extend(pids)
+    store = store_of(started.process.pid, until)
+    before = set(os.listdir("/dev/shm"))
+    started.process.kill()
+    assert started.process.wait() == -signal.SIGKILL
+    until(lambda: not any(map(is_running, [*pids, store])), "the end of all processes")
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_shared_memory_of_killed_ranks_is_unlinked(launcher, until) -> None:
+    script = launcher.script(
+        """
+        import os
+        from multiprocessing.shared_memory import SharedMemory
+        segment = SharedMemory(create=True, size=4096)
+        print("segment", segment.name, flush=True)
+        os.kill(os.getpid(), 9)
+        """
+    )
+    started = launcher.start("run", "-n", "1", script)
+    assert started.finish() == 137
+    name = bytes(started.out).decode().split("segment ")[1].strip().lstrip("/")
+    assert not os.path.exists(f"/dev/shm/{name}")

@@ -1,0 +1,157 @@
+"""The command line: what it accepts, what it refuses, and what ranks are told."""
+
+import ast
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+SHOW = "import os, sys; print([dict(os.environ), sys.argv[1:], sorted(os.sched_getaffinity(0))], flush=True)"
+
+TORCHRUN = {
+    "LOCAL_WORLD_SIZE": "2",
+    "WORLD_SIZE": "2",
+    "GROUP_RANK": "0",
+    "GROUP_WORLD_SIZE": "1",
+    "ROLE_NAME": "default",
+    "ROLE_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_MAX_RESTARTS": "0",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+def shown(out: str) -> dict[int, list]:
+    """What SHOW printed, by rank."""
+    return {int(line[1]): ast.literal_eval(line[4:]) for line in out.splitlines()}
+
+
+def test_variables(launcher) -> None:
+    script = launcher.script(SHOW)
+    code, out, _ = launcher.run("run", "-n", "2", "--run-id", "mine", script, environment={"OWN": "kept"})
+    assert code == 0
+    ranks = shown(out)
+    assert sorted(ranks) == [0, 1]
+    for rank, (environment, _, _) in ranks.items():
+        own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
+        expected = TORCHRUN | own | {"TORCHELASTIC_RUN_ID": "mine", "OWN": "kept"}
+        assert {name: environment.get(name) for name in expected} == expected
+    assert len({environment["MASTER_PORT"] for environment, _, _ in ranks.values()}) == 1
+
+
+def test_run_ids_differ(launcher) -> None:
+    script = launcher.script("import os; print(os.environ['TORCHELASTIC_RUN_ID'])")
+    assert launcher.run("run", "-n", "1", script)[1] != launcher.run("run", "-n", "1", script)[1]
+
+
+def test_script_arguments_are_left_alone(launcher) -> None:
+    given = ["-n", "7", "--tee", "--", "-x", "a b", ""]
+    ranks = shown(launcher.run("run", "-n", "1", launcher.script(SHOW), *given)[1])
+    assert ranks[0][1] == given
+
+
+def test_module(launcher) -> None:
+    (launcher.directory / "package").mkdir()
+    launcher.script("", "package/__init__.py")
+    launcher.script("import sys; print(__name__, __package__, sys.argv[1:])", "package/train.py")
+    code, out, _ = launcher.run("run", "-n", "1", "-m", "package.train", "--lr", "1")
+    assert (code, out) == (0, "[0] __main__ package ['--lr', '1']\n")
+
+
+def test_threads_share_the_cpus(launcher) -> None:
+    cpus = len(os.sched_getaffinity(0))
+    for size in (1, cpus + 1):
+        ranks = shown(launcher.run("run", "-n", str(size), launcher.script(SHOW))[1])
+        assert {environment["OMP_NUM_THREADS"] for environment, _, _ in ranks.values()} == {str(max(1, cpus // size))}
+
+
+def test_threads_that_the_user_set_are_kept(launcher) -> None:
+    out = launcher.run("run", "-n", "1", launcher.script(SHOW), environment={"OMP_NUM_THREADS": "5"})[1]
+    assert shown(out)[0][0]["OMP_NUM_THREADS"] == "5"
+
+
+def test_cpus_per_rank(launcher) -> None:
+    size = min(2, len(os.sched_getaffinity(0)))
+    arguments = ("run", "-n", str(size), "--cpus-per-rank", "1", launcher.script(SHOW))
+    ranks = shown(launcher.run(*arguments, environment={"OMP_NUM_THREADS": "5"})[1])
+    assert sorted(cpu for _, _, cpus in ranks.values() for cpu in cpus) == sorted(os.sched_getaffinity(0))[:size]
+    assert {environment["OMP_NUM_THREADS"] for environment, _, _ in ranks.values()} == {"1"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-n", "0", "script.py"], "argument -n/--ranks: must be a whole number, at least 1, got '0'"),
+        (["-n", "two", "script.py"], "argument -n/--ranks: must be a whole number, at least 1, got 'two'"),
+        (["script.py"], "arguments are required: -n/--ranks"),
+        (["-n", "1"], "arguments are required: SCRIPT"),
+        (["-n", "1", "--bogus", "script.py"], "unrecognized arguments: --bogus"),
+        (["-n", "1", "missing.py"], "argument SCRIPT: 'missing.py' does not exist"),
+        (["-n", "1", "--master-port", "70000", "script.py"], "argument --master-port: must be a port"),
+        (["-n", "1", "--grace", "soon", "script.py"], "argument --grace: must be seconds, at least 0, got 'soon'"),
+        (["-n", "1", "--tee", "script.py"], "argument --tee: needs --log-dir"),
+        (["-n", "1", "--log-dir", "/dev/null/logs", "script.py"], "argument --log-dir: cannot make '/dev/null/logs'"),
+        (["-n", "1", "--cpus-per-rank", "4096", "script.py"], "argument --cpus-per-rank: 4096: 1 ranks need 4096 CPUs"),
+    ],
+)
+def test_bad_input_is_named_and_starts_nothing(launcher, arguments: list[str], message: str) -> None:
+    launcher.script("open('started', 'w')")
+    code, _, err = launcher.run("run", *arguments)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+    assert not (launcher.directory / "started").exists()
+
+
+def test_port_in_use_is_named(launcher) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, _, err = launcher.run("run", "-n", "1", "--master-port", str(port), launcher.script(SHOW))
+    assert code == 2
+    assert f"argument --master-port: cannot listen at 127.0.0.1:{port}: Address already in use" in err
+
+
+def test_master_port_is_claimed_before_ranks_start(launcher) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = launcher.script(
+        """
+        import os, socket
+        with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))):
+            print("at", os.environ["MASTER_PORT"])
+        """
+    )
+    assert launcher.run("run", "-n", "1", "--master-port", str(port), script)[:2] == (0, f"[0] at {port}\n")
+
+
+COLLECTIVE = """
+    import os
+    import asynccomm, torch
+
+    async def main():
+        async with asynccomm.new_comm(timeout=60) as comm:
+            tensor = torch.full((4,), comm.rank + 1.0)
+            await comm.all_reduce(tensor)
+            print("rank", os.environ["RANK"], "has", tensor.tolist())
+
+    asynccomm.run(main())
+"""
+
+
+def test_the_same_script_runs_here_and_under_torchrun(launcher) -> None:
+    script = launcher.script(COLLECTIVE)
+    code, out, err = launcher.run("run", "-n", "2", "--no-prefix", script)
+    assert code == 0, err
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    theirs = subprocess.run(command, cwd=launcher.directory, capture_output=True, text=True, timeout=100)
+    assert theirs.returncode == 0, theirs.stderr
+    expected = ["rank 0 has [3.0, 3.0, 3.0, 3.0]", "rank 1 has [3.0, 3.0, 3.0, 3.0]"]
+    assert sorted(out.splitlines()) == expected
+    assert all(line in theirs.stdout for line in expected)

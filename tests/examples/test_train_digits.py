@@ -1,0 +1,95 @@
+"""examples/train_digits.py, started as its user would, and the parts that make N ranks equal to one."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = "examples/train_digits.py"
+
+
+def launch(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "asynccomm.cli.main", "run", "-n", str(ranks), SCRIPT, *arguments]
+    # bytes, decoded here: text mode would turn the carriage returns of the progress bar into line feeds
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=100)
+    return subprocess.CompletedProcess(command, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_digits", ROOT / SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def test_two_ranks_learn_the_digits() -> None:
+    done = launch(2)
+    assert done.returncode == 0, done.stderr
+
+    (accuracy,) = re.findall(r"test accuracy: ([\d.]+)", done.stdout)
+    assert float(accuracy) > 0.95
+    (speed,) = re.findall(r"speed: (\d+) samples/s \(ranks: 2, backend: \w+\)", done.stdout)
+    assert int(speed) > 0
+    ((communication, total, hidden),) = re.findall(
+        r"communication: ([\d.]+) s of ([\d.]+) s, (-?\d+)% of it hidden", done.stdout
+    )
+    assert 0 < float(communication) < float(total)
+    assert 0 < int(hidden) <= 100
+    assert all(line.startswith("[0]") for line in done.stdout.splitlines())
+
+    bars = [line for line in re.split(r"[\r\n]+", done.stderr) if "training:" in line]
+    assert any("580/580" in line for line in bars)
+    assert [line for line in bars if not line.startswith("[0]")] == []
+
+
+def test_two_ranks_train_the_same_weights_as_one(tmp_path: Path) -> None:
+    weights = {}
+    for ranks in (1, 2):
+        saved = tmp_path / f"{ranks}.pt"
+        done = launch(ranks, "--epochs", "3", "--lr", "0.01", "--save", str(saved))
+        assert done.returncode == 0, done.stderr
+        weights[ranks] = torch.load(saved, weights_only=True)
+    # The sums of float32 are taken in another order: a few units of 6e-8 relative to weights below 1, growing with each
+    # of the 87 steps. A small learning rate keeps the training from amplifying them; a gradient that is missing,
+    # doubled, or of other samples moves the weights by 1e-3 and more.
+    torch.testing.assert_close(weights[2], weights[1], rtol=0, atol=1e-5)
+
+
+def test_the_slices_of_all_ranks_are_the_global_batches(example: ModuleType) -> None:
+    train, _ = example.load()
+    whole = list(example.batches(train, epochs=2, batch_size=48, seed=3, rank=0, size=1))
+    slices = [list(example.batches(train, epochs=2, batch_size=48, seed=3, rank=rank, size=3)) for rank in range(3)]
+    assert len(whole) == 2 * (len(train.labels) // 48)
+    for batch, *parts in zip(whole, *slices, strict=True):
+        assert [len(part.labels) for part in parts] == [16, 16, 16]
+        assert torch.equal(batch.images, torch.cat([part.images for part in parts]))
+        assert torch.equal(batch.labels, torch.cat([part.labels for part in parts]))
+    assert not torch.equal(whole[0].labels, whole[len(whole) // 2].labels), "each epoch has an order of its own"
+
+
+def test_training_and_test_set_are_disjoint_and_complete(example: ModuleType) -> None:
+    train, test = example.load()
+    assert (len(train.labels), len(test.labels)) == (1437, 360)
+    everything = torch.cat([train.images, test.images]).flatten(1)
+    assert len(everything.unique(dim=0)) == 1797  # no two of the digits are the same image
+
+
+def test_images_are_shifted_by_a_pixel(example: ModuleType) -> None:
+    images = torch.randn(3, 1, 8, 8)
+    moved = example.shifted(images, torch.tensor([[1, 1], [0, 1], [1, 2]]))
+    assert torch.equal(moved[0], images[0])
+    assert torch.equal(moved[1, 0, 1:], images[1, 0, :-1])
+    assert torch.equal(moved[2, 0, :, :-1], images[2, 0, :, 1:])
+    assert bool((moved[1, 0, 0] == -0.5).all())
+    assert bool((moved[2, 0, :, 7] == -0.5).all())

@@ -1,0 +1,461 @@
+"""The client against torch's two servers, against torch's own client, and against servers that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from torch import distributed as dist
+
+from asynccomm.errors import ClosedError, RendezvousError, StoreError, StoreProtocolError, StoreTimeoutError
+from asynccomm.store.client import StoreClient
+from asynccomm.store.codec import MAX_KEY, MAX_VALUE
+from asynccomm.store.host import HostedStore, listen, serve
+
+StartFake = Callable[[Callable[..., Awaitable[None]]], Awaitable[Any]]
+
+
+async def hello(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Greet back as a TCPStore does."""
+    greeting = await reader.readexactly(10)
+    assert greeting[:6] == b"\x00" + struct.pack("=I", 0x3C85F7CE) + b"\x0d"
+    writer.write(greeting[6:])
+
+
+async def greet_then_hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await hello(reader, writer)
+    await reader.read()
+
+
+async def listen_only(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read()
+
+
+def store_that(
+    commands: Callable[..., Awaitable[None]], waits: Callable[..., Awaitable[None]] = listen_only
+) -> Callable[..., Awaitable[None]]:
+    """A fake server that lets a client connect, and then does this on its two connections."""
+    count = 0
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal count
+        count += 1
+        first = count == 1
+        await hello(reader, writer)
+        if not first:
+            await reader.readexactly(1)  # the probe: a GET for a missing key
+            (length,) = struct.unpack("=Q", await reader.readexactly(8))
+            await reader.readexactly(length)
+            writer.write(bytes(8))
+        await (commands if first else waits)(reader, writer)
+
+    return handler
+
+
+# -- torch's servers and clients ---------------------------------------------------------------------------------------
+
+
+async def test_every_request(client: StoreClient) -> None:
+    await client.ping()
+    await client.set("k", b"v")
+    await client.append("k", b"w")
+    assert await client.get("k") == b"vw"
+    assert await client.add("n", 2) == 2
+    assert await client.compare_set("c", b"", b"x") == b"x"
+    assert await client.check(["k", "n", "c"])
+    assert await client.num_keys() >= 3
+    await client.multi_set({"m1": b"1", "m2": b"2"})
+    assert await client.multi_get(["m1", "m2"]) == [b"1", b"2"]
+    assert set(await client.list_keys()) >= {"k", "n", "c", "m1", "m2"}
+    assert await client.delete("k")
+    await client.wait(["m1"])
+    with pytest.raises(StoreTimeoutError, match="'k'"):
+        await client.get("k", 0.01)
+
+
+async def test_torchs_client_and_ours_see_the_same(client: StoreClient, server: dist.TCPStore) -> None:
+    def theirs() -> None:
+        server.set("set", "1")
+        server.append("append", "x")
+        assert server.add("n", 5) == 5
+        server.multi_set(["m1", "m2"], ["a", "b"])
+        dist.PrefixStore("in", dist.PrefixStore("out/", server)).set("k", "v")
+
+    await asyncio.to_thread(theirs)
+    assert await client.multi_get(["set", "append", "m1", "m2"]) == [b"1", b"x", b"a", b"b"]
+    assert await client.add("n", 1) == 6
+    assert await client.prefix("out/").prefix("in").get("k") == b"v"
+    await client.append("append", b"y")
+    await client.prefix("p").set("q", b"ours")
+    assert await client.compare_set("c", b"", b"z") == b"z"
+    await client.ping()
+
+    def check() -> None:
+        assert server.get("append") == b"xy"
+        assert server.add("n", 1) == 7
+        assert dist.PrefixStore("p", server).get("q") == b"ours"
+        assert server.compare_set("c", "z", "y") == b"y"
+        assert server.delete_key("c")
+
+    await asyncio.to_thread(check)
+    assert not await client.check(["c"])
+
+
+async def test_torchs_waiter_is_woken_by_us(client: StoreClient, server: dist.TCPStore) -> None:
+    thread = asyncio.create_task(asyncio.to_thread(server.get, "late"))
+    await client.ping()
+    await client.set("late", b"v")
+    assert await thread == b"v"
+
+
+async def test_a_thousand_adds_at_once(client: StoreClient) -> None:
+    assert await asyncio.gather(*(client.add("n", 1) for _ in range(1000))) == list(range(1, 1001))
+
+
+async def test_all_kinds_of_requests_at_once_keep_their_replies(client: StoreClient) -> None:
+    async def one(i: int) -> None:
+        await client.set(f"k{i}", str(i))
+        assert await client.get(f"k{i}") == str(i).encode()
+        assert await client.add(f"n{i}", i) == i
+        assert await client.check([f"k{i}", f"n{i}"])
+        assert await client.delete(f"k{i}")
+        assert await client.multi_get([f"n{i}"]) == [str(i).encode()]
+
+    await asyncio.gather(*(one(i) for i in range(100)))
+
+
+async def test_requests_of_one_turn_leave_in_one_write(proxy: Any, use_libuv: bool) -> None:
+    client = await StoreClient.connect("127.0.0.1", proxy.port, timeout=20)
+    writes: list[bytes] = []
+    transport = client._command._transport
+    assert transport is not None
+    actual = transport.write
+
+    class Counting:
+        def write(self, data: bytes) -> None:
+            writes.append(data)
+            actual(data)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(transport, name)
+
+    client._command._transport = Counting()  # type: ignore[assignment]
+    await asyncio.gather(*(client.add("n", 1) for _ in range(1000)))
+    assert len(writes) == 2  # the first finds the line idle and goes at once
+    assert len(writes[0]) * 999 == len(writes[1])
+    writes.clear()
+    assert await client.get("n") == b"1000"
+    assert len(writes) == (1 if use_libuv else 2)
+    writes.clear()
+    await asyncio.gather(*(client.set(f"k{i}", b"v") for i in range(100)))
+    await client.ping()
+    assert len(writes) <= 2
+    await client.aclose()
+
+
+async def test_a_lone_get_of_what_is_there_is_one_round_trip(proxy: Any, use_libuv: bool) -> None:
+    client = await StoreClient.connect("127.0.0.1", proxy.port, timeout=20)
+    await client.set("k", b"v")
+    await client.ping()
+    proxy.chunks.clear()
+    assert await client.get("k") == b"v"
+    assert len(proxy.chunks) == (1 if use_libuv else 2)
+    await client.aclose()
+
+
+async def test_cancelled_requests_keep_their_place(client: StoreClient) -> None:
+    tasks = [asyncio.create_task(client.add("n", 1)) for _ in range(50)]
+    await asyncio.sleep(0)
+    for task in tasks[::2]:
+        task.cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert results[1::2] == list(range(2, 51, 2))
+    assert all(isinstance(result, asyncio.CancelledError) for result in results[::2])
+    assert await client.get("n") == b"50"
+
+
+async def test_cancelling_a_get_anywhere_leaves_the_client_usable(client: StoreClient) -> None:
+    await client.set("k", b"v")
+    for turns in range(12):
+        task = asyncio.create_task(client.get("k"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert await client.get("k") == b"v"
+
+
+async def test_large_values_and_many_sets_do_not_pile_up(client: StoreClient) -> None:
+    value = bytes(1 << 20)
+    most = 0
+    for i in range(16):
+        await client.set(f"k{i % 2}", value)
+        transport = client._command._transport
+        assert transport is not None
+        most = max(most, client._command._codec.unsent + transport.get_write_buffer_size())
+    assert most < 4 << 20
+    assert await client.get("k0") == value
+
+
+async def test_the_largest_key_and_value_pass(client: StoreClient) -> None:
+    await client.set("k" * MAX_KEY, b"v")
+    assert await client.get("k" * MAX_KEY) == b"v"
+    await client.set("large", bytes(MAX_VALUE))
+    assert len(await client.get("large")) == MAX_VALUE
+
+
+async def test_what_is_too_large_is_refused_before_it_is_sent(client: StoreClient) -> None:
+    with pytest.raises(StoreError, match=f"limit of {MAX_VALUE}"):
+        await client.set("k", bytes(MAX_VALUE + 1))
+    with pytest.raises(StoreError, match=f"limit of {MAX_KEY}"):
+        await client.get("k" * (MAX_KEY + 1))
+    with pytest.raises(TypeError, match="value of 'k'"):
+        await client.multi_set({"k": 3})  # type: ignore[dict-item]
+    await client.ping()
+
+
+async def test_use_after_close(client: StoreClient) -> None:
+    waiting = asyncio.create_task(client.get("never"))
+    await client.ping()
+    pending = asyncio.create_task(client.add("n", 1))
+    await asyncio.sleep(0)
+    await client.aclose()
+    await client.aclose()
+    with pytest.raises(ClosedError, match="was closed"):
+        await waiting
+    assert isinstance((await asyncio.gather(pending, return_exceptions=True))[0], (int, ClosedError))
+    for call in (client.get("k"), client.set("k", b""), client.ping(), client.wait(["k"]), client.multi_get(["k"])):
+        with pytest.raises(ClosedError, match=r"store at 127\.0\.0\.1:\d+ is closed"):
+            await call
+
+
+async def test_what_was_set_before_the_close_arrives(client: StoreClient, server: dist.TCPStore) -> None:
+    await client.set("last", b"words")
+    await client.aclose()
+    assert await asyncio.to_thread(server.get, "last") == b"words"
+
+
+# -- servers that die or misbehave -------------------------------------------------------------------------------------
+
+
+async def test_a_lost_connection_fails_all_that_is_pending(fake: StartFake) -> None:
+    async def drop(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(1)
+        writer.transport.abort()
+
+    server = await fake(store_that(drop))
+    client = await StoreClient.connect("127.0.0.1", server.port, timeout=20)
+    results = await asyncio.gather(*(client.add("n", 1) for _ in range(100)), return_exceptions=True)
+    assert all(isinstance(result, StoreError) and "was lost" in str(result) for result in results)
+    with pytest.raises(StoreError, match="was lost"):  # no reconnect: a lost reply to ADD cannot be asked for again
+        await client.add("n", 1)
+    assert server.connections == 2
+    await client.aclose()
+
+
+async def test_garbage_fails_all_that_is_pending(fake: StartFake) -> None:
+    async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(1)
+        writer.write(b"\xff" * 8)
+        await reader.read()
+
+    server = await fake(store_that(babble))
+    client = await StoreClient.connect("127.0.0.1", server.port, timeout=20)
+    results = await asyncio.gather(*(client.check(["k"]) for _ in range(10)), return_exceptions=True)
+    assert all(isinstance(result, StoreProtocolError) for result in results)
+    with pytest.raises(StoreProtocolError, match=f"127.0.0.1:{server.port}: a status byte"):
+        await client.check(["k"])
+    await client.aclose()
+
+
+async def test_a_wait_line_that_babbles(fake: StartFake) -> None:
+    async def missing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1000)  # one CHECK and GET
+        writer.write(b"\x01" + bytes(8))
+        await reader.read()
+
+    async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(1)
+        writer.write(b"\x01")  # cancelled, which nobody asked for
+        await reader.read()
+
+    server = await fake(store_that(missing, babble))
+    client = await StoreClient.connect("127.0.0.1", server.port, timeout=20)
+    with pytest.raises(StoreProtocolError, match="nobody cancelled"):
+        await client.get("k")
+    await client.aclose()
+
+
+async def test_a_proxy_cuts_the_connection(proxy: Any) -> None:
+    client = await StoreClient.connect("127.0.0.1", proxy.port, timeout=20)
+    await client.ping()
+    proxy.cut()
+    with pytest.raises(StoreError, match="was lost"):
+        while True:
+            await client.ping()
+    with pytest.raises(StoreError, match="was lost"):
+        await client.set("k", b"v")
+    assert proxy.connections == 3 if not client._libuv else 2
+    await client.aclose()
+
+
+async def test_a_set_held_up_by_a_full_line_learns_of_its_end(fake: StartFake) -> None:
+    async def never_read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.pause_reading()
+        await cut.wait()
+        writer.transport.abort()
+
+    cut = asyncio.Event()
+    server = await fake(store_that(never_read))
+    client = await StoreClient.connect("127.0.0.1", server.port, timeout=20)
+
+    async def fill() -> None:
+        while True:
+            await client.set("k", bytes(MAX_VALUE))
+
+    task = asyncio.create_task(fill())
+    while client._command._writable.is_set():
+        await asyncio.sleep(0)
+    cut.set()
+    with pytest.raises(StoreError, match="was lost"):
+        await task
+    await client.aclose()
+
+
+# -- connecting --------------------------------------------------------------------------------------------------------
+
+
+async def test_connecting_tries_again_until_the_server_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    sock = listen("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+    sock.close()
+    loop = asyncio.get_running_loop()
+    attempts = 0
+    enough = asyncio.Event()
+    actual = loop.create_connection
+
+    async def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal attempts
+        attempts += 1
+        if attempts > 2:
+            enough.set()
+        return await actual(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "create_connection", counted)
+    connecting = asyncio.create_task(StoreClient.connect("127.0.0.1", port, timeout=20))
+    await enough.wait()
+    assert not connecting.done()
+    hosted: HostedStore = await asyncio.to_thread(serve, "127.0.0.1", listen("127.0.0.1", port))
+    client = await connecting
+    assert await client.add("n", 1) == 1
+    await client.aclose()
+    hosted.release()
+
+
+async def test_nobody_there() -> None:
+    sock = listen("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+    sock.close()
+    async with asyncio.timeout(10):
+        with pytest.raises(RendezvousError, match=rf"no store at 127\.0\.0\.1:{port} within 0\.1 s: .*refused"):
+            await StoreClient.connect("127.0.0.1", port, connect_timeout=0.1)
+
+
+async def test_an_unknown_host() -> None:
+    with pytest.raises(RendezvousError, match=r"no store at no\.such\.host\.invalid:1 within 0\.1 s"):
+        await StoreClient.connect("no.such.host.invalid", 1, connect_timeout=0.1)
+
+
+async def test_a_silent_server_is_not_waited_for_beyond_the_limit(fake: StartFake) -> None:
+    server = await fake(listen_only)
+    with pytest.raises(RendezvousError, match=rf"127\.0\.0\.1:{server.port} within 0\.1 s: .*is it a TCPStore"):
+        await StoreClient.connect("127.0.0.1", server.port, connect_timeout=0.1)
+
+
+async def test_a_server_that_stops_after_the_greeting(fake: StartFake) -> None:
+    server = await fake(greet_then_hang)
+    with pytest.raises(RendezvousError, match=r"within 0\.1 s: the server stopped answering"):
+        await StoreClient.connect("127.0.0.1", server.port, connect_timeout=0.1)
+
+
+async def test_something_else_is_on_that_port(fake: StartFake) -> None:
+    async def http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(10)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    server = await fake(http)
+    with pytest.raises(StoreProtocolError, match=rf"127\.0\.0\.1:{server.port}: .*no TCPStore\?"):
+        await StoreClient.connect("127.0.0.1", server.port)
+
+
+async def test_something_that_hangs_up_is_tried_until_the_limit(fake: StartFake) -> None:
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        return
+
+    server = await fake(hang_up)
+    with pytest.raises(RendezvousError, match=r"within 0\.2 s: .*was lost"):
+        await StoreClient.connect("127.0.0.1", server.port, connect_timeout=0.2)
+    assert server.connections > 1
+
+
+async def test_connecting_can_be_cancelled_anywhere(server: dist.TCPStore) -> None:
+    finished = False
+    turns = 0
+    while not finished:  # one turn of the loop later each time, until it gets through
+        task = asyncio.create_task(StoreClient.connect("127.0.0.1", server.port, timeout=20))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        turns += 1 + turns // 8
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            client = await task
+            finished = True
+            await client.aclose()
+
+
+async def test_connecting_obeys_a_timeout_from_outside(fake: StartFake) -> None:
+    server = await fake(greet_then_hang)
+    with pytest.raises(TimeoutError) as caught:
+        async with asyncio.timeout(0.05):
+            await StoreClient.connect("127.0.0.1", server.port, connect_timeout=math.inf)
+    assert not isinstance(caught.value, StoreError)
+
+
+async def test_cancelling_between_attempts() -> None:
+    sock = listen("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+    sock.close()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await StoreClient.connect("127.0.0.1", port)
+
+
+async def test_nothing_stays_open(server: dist.TCPStore) -> None:
+    def sockets() -> int:
+        links = (os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd"))
+        return sum(os.path.islink(link) and os.readlink(link).startswith("socket:") for link in links)
+
+    first = await StoreClient.connect("127.0.0.1", server.port)
+    await first.aclose()
+    before = sockets()
+    clients = [await StoreClient.connect("127.0.0.1", server.port) for _ in range(5)]
+    assert sockets() >= before + 10
+    for client in clients:
+        await client.aclose()
+    while sockets() > before:  # the server's ends close a little later
+        await asyncio.sleep(0)
+
+
+async def test_options_of_the_sockets(client: StoreClient) -> None:
+    transport = client._command._transport
+    assert transport is not None
+    sock = transport.get_extra_info("socket")
+    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

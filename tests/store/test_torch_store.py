@@ -1,0 +1,89 @@
+"""torch's stores as ours, and ours as torch's; the shared behaviour is in test_base.py."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+from torch import distributed as dist
+
+from asynccomm.errors import StoreError, StoreTimeoutError
+from asynccomm.store.client import StoreClient
+from asynccomm.store.memory import MemoryStore
+from asynccomm.store.torch_store import AsTorchStore, TorchStore
+
+
+class Lost(dist.Store):
+    """A torch store whose server has gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def check(self, keys: list[str]) -> bool:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+
+async def test_torchs_errors_become_ours() -> None:
+    with pytest.raises(StoreError, match="Lost: Connection reset") as caught:
+        await TorchStore(Lost()).check(["k"])
+    assert isinstance(caught.value.__cause__, dist.DistNetworkError)
+
+
+async def test_a_waiter_does_not_keep_others_from_the_store(server: dist.TCPStore) -> None:
+    store = TorchStore(server)
+    waiting = asyncio.create_task(store.get("late"))
+    assert [await store.add("n", 1) for _ in range(20)] == list(range(1, 21))
+    assert not waiting.done()
+    await store.set("late", b"v")
+    assert await waiting == b"v"
+
+
+def use_from_torch(store: AsTorchStore) -> None:
+    store.set("bytes", b"\x00\xff")
+    store.set("text", "é")
+    assert store.get("bytes") == b"\x00\xff"
+    assert store.get("text") == "é".encode()
+    assert store.add("n", 3) == 3
+    assert store.check(["bytes", "n"])
+    assert not store.check(["missing"])
+    store.wait(["n"])
+    store.wait(["n"], timedelta(seconds=1))
+    with pytest.raises(StoreTimeoutError, match="missing"):
+        store.wait(["missing"], timedelta(milliseconds=10))
+    with pytest.raises(StoreTimeoutError, match="missing"):
+        store.get("missing")
+    assert store.delete_key("n")
+    assert not store.delete_key("n")
+    prefixed = dist.PrefixStore("p", store)  # C++ calls the Python methods
+    prefixed.set("k", "v")
+    assert prefixed.get("k") == b"v"
+    assert store.get("p/k") == b"v"
+    assert prefixed.add("n", 2) == 2
+    assert prefixed.check(["k"])
+    prefixed.wait(["k"], timedelta(seconds=5))
+
+
+async def test_ours_serves_torch_code_in_another_thread() -> None:
+    store = MemoryStore()
+    view = AsTorchStore(store, asyncio.get_running_loop(), timeout=0.05)
+    await asyncio.to_thread(use_from_torch, view)
+    assert await store.get("p/k") == b"v"
+
+
+async def test_our_client_serves_torch_code_in_another_thread(client: StoreClient) -> None:
+    view = AsTorchStore(client, asyncio.get_running_loop(), timeout=0.05)
+    await asyncio.to_thread(use_from_torch, view)
+    assert await client.get("p/k") == b"v"
+
+
+async def test_a_thread_waits_while_the_loop_goes_on() -> None:
+    store = MemoryStore()
+    view = AsTorchStore(store, asyncio.get_running_loop(), timeout=10)
+    blocked: Callable[[], bytes] = lambda: view.get("late")  # noqa: E731
+    thread = asyncio.create_task(asyncio.to_thread(blocked))
+    while not store._waiters:
+        await asyncio.sleep(0)
+    await store.set("late", b"v")
+    assert await thread == b"v"
