@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from asynccomm.backends.registry import backend_names as backend_names
     from asynccomm.comm import Comm as Comm
-    from asynccomm.comm import CommStatistics as CommStatistics
+    from asynccomm.session import CommStatistics as CommStatistics
     from asynccomm.connect import new_comm as new_comm
     from asynccomm.errors import AbortedError as AbortedError
     from asynccomm.errors import AsyncCommError as AsyncCommError
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "backend_names": "asynccomm.backends.registry",
     "Comm": "asynccomm.comm",
-    "CommStatistics": "asynccomm.comm",
+    "CommStatistics": "asynccomm.session",
     "new_comm": "asynccomm.connect",
     "AbortedError": "asynccomm.errors",
     "AsyncCommError": "asynccomm.errors",

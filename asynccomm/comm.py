@@ -1,67 +1,30 @@
 """The communicator: every collective as a plain method that sends now and returns a Work.
 
-A call checks its arguments, takes a number, and hands the operation to the backend, all under one lock: so calls may
-come from any thread, and the order of numbers is the order on the wire. What follows happens elsewhere: the backend
-settles the Work, ``deadlines`` notices if it does not, ``bulletin`` tells the other ranks.
-
-A comm is open, then closed or broken, for good. Broken means: what was pending has failed with one error, the peers
-have been told why, and later calls raise that error again. What breaks a comm: an operation past its deadline, a
-transport error, ``abort()`` here or on another rank, leaving ``async with`` by an exception.
+Here are the methods and what they promise; ``ops`` checks their arguments, ``session`` does what they say.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-import os
-import threading
-import time
 import warnings
-import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, NamedTuple, Self, SupportsIndex, final
+from typing import Any, Self, SupportsIndex, final
 
 import torch
 from torch import Tensor
 
 from asynccomm import ops
-from asynccomm.backends.base import Backend, BackendContext, Submission
-from asynccomm.bulletin import Bulletin
-from asynccomm.deadlines import Deadlines
-from asynccomm.errors import (
-    AbortedError,
-    AsyncCommError,
-    BackendError,
-    BrokenError,
-    ClosedError,
-    CollectiveTimeoutError,
-)
-from asynccomm.mailbox import Mailbox
-from asynccomm.ops import Call, Group
-from asynccomm.options import CommOptions, seconds
+from asynccomm.backends.base import Backend
+from asynccomm.errors import ClosedError
+from asynccomm.ops import Call
+from asynccomm.options import CommOptions
 from asynccomm.reduce_op import ReduceOp
-from asynccomm.store.base import Store
+from asynccomm.session import CommStatistics, Session
 from asynccomm.work import Work
 
-__all__ = ["Comm", "CommStatistics"]
-
-TELL_SECONDS = 2.0  # for the store to take the news of an abort; the peers learn from the transport otherwise
-ROLL_CALL_SECONDS = 0.5  # for peers to say what they have issued, once an operation is past its deadline
-
-_log = logging.getLogger("asynccomm")
-_alive: weakref.WeakSet[Comm] = weakref.WeakSet()  # only to disown them in a forked child
-
-
-class CommStatistics(NamedTuple):
-    """A snapshot of one comm's traffic."""
-
-    submitted: int  #: operations called so far
-    in_flight: int  #: operations not settled yet
-    bytes_in_flight: int  #: bytes of the larger side (inputs or outputs) of those
+__all__ = ["Comm"]
 
 
 @final
@@ -80,52 +43,11 @@ class Comm:
     - May be called from any thread, but on a thread with a running event loop only from the comm's own.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        backend_name: str,
-        options: CommOptions,
-        mailbox: Mailbox,
-        store: Store,
-        resources: AsyncExitStack,
-    ) -> None:
-        """Not for users: see ``asynccomm.new_comm``. ``connect`` follows."""
-        self._group = group
-        self._options = options
+    def __init__(self, session: Session, backend_name: str) -> None:
+        """Not for users: see ``asynccomm.new_comm``."""
+        self._session = session
+        self._group = session.group
         self._backend_name = backend_name
-        self._mailbox = mailbox
-        self._resources = resources
-        self._backend: Backend | None = None
-        self._lock = threading.RLock()  # a backend may settle inside submit()
-        self._error: AsyncCommError | None = None  # why there are no more calls
-        self._pending: dict[Work[Any], int] = {}  # bytes by operation
-        self._bytes = 0
-        self._collectives = 0
-        self._p2p = 0
-        self._changed: list[asyncio.Future[None]] = []  # who waits for something to settle
-        self._ending: set[asyncio.Task[None]] = set()
-        self._closing: asyncio.Future[None] | None = None
-        # the loop holds these for long; they must not keep a forgotten comm alive
-        self._deadlines = Deadlines(mailbox, _weakly(self._expired))
-        self._bulletin = Bulletin(store, group.rank, _weakly(self._heard))
-        _alive.add(self)
-
-    async def connect(self, backend: type[Backend], context: BackendContext) -> None:
-        """Connect the backend and begin to take calls; a failure closes the comm. For ``new_comm``."""
-        try:
-            async with asyncio.timeout(context.timeout):
-                self._backend = await backend.connect(context)
-        except BaseException as exc:
-            # the others are still connecting: what they wait for will not come
-            self._fail(AbortedError(self.rank, f"could not connect: {type(exc).__name__}: {exc}"), tell=True)
-            await self.aclose()
-            if isinstance(exc, TimeoutError) and not isinstance(exc, AsyncCommError):
-                raise BackendError(
-                    f"{self._backend_name} did not connect rank {self.rank} of comm {self.name!r} "
-                    f"within {self._options.timeout:g} s"
-                ) from exc
-            raise
-        self._resources.push_async_callback(self._backend.aclose)
 
     # -- what it is ---------------------------------------------------------------------------------------------------
 
@@ -157,28 +79,29 @@ class Comm:
     @property
     def options(self) -> CommOptions:
         """What it was made with."""
-        return self._options
+        return self._session.options
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The event loop that its Works are awaited on."""
-        return self._mailbox.loop
+        return self._session.mailbox.loop
 
     def unsafe_get_backend(self) -> Backend:
         """The backend itself: an escape hatch, without promises of compatibility."""
-        assert self._backend is not None
-        return self._backend
+        self._session.check_open()
+        assert self._session.backend is not None
+        return self._session.backend
 
     def statistics(self) -> CommStatistics:
         """How much is going on."""
-        with self._lock:
-            return CommStatistics(self._collectives + self._p2p, len(self._pending), self._bytes)
+        return self._session.statistics()
 
     def __repr__(self) -> str:
-        state = "open" if self._error is None else "closed" if isinstance(self._error, ClosedError) else "broken"
+        error = self._session.error
+        state = "open" if error is None else "closed" if isinstance(error, ClosedError) else "broken"
         return (
             f"<Comm {self.name!r} rank {self.rank} of {self.size}, {self._backend_name} on {self.device}, {state}, "
-            f"{len(self._pending)} in flight>"
+            f"{self.statistics().in_flight} in flight>"
         )
 
     # -- collectives --------------------------------------------------------------------------------------------------
@@ -402,7 +325,7 @@ class Comm:
         """
         return self._submit(ops.Recv.of(self._group, tensor, src, tag), timeout, hints)
 
-    # -- flow ---------------------------------------------------------------------------------------------------------
+    # -- flow and ending ----------------------------------------------------------------------------------------------
 
     async def ready(self) -> None:
         """Wait until less is in flight than ``options.max_ops`` and ``options.max_bytes``.
@@ -410,79 +333,10 @@ class Comm:
         Calls are never refused for being too many; await this between them in a producer that could run far ahead.
         Cancelling is safe. Raises: ClosedError, BrokenError.
         """
-        self._check_loop()
-        while True:
-            self._check_open()
-            if len(self._pending) < self._options.max_ops and self._bytes < self._options.max_bytes:
-                return
-            await self._something_settled()
+        await self._session.ready()
 
-    async def _something_settled(self) -> None:
-        waiter: asyncio.Future[None] = self._mailbox.loop.create_future()
-        self._changed.append(waiter)
-        if self._pending:  # looked at after leaving word: see Work
-            await waiter
-
-    def _check_loop(self) -> None:
-        running = asyncio._get_running_loop()
-        if running is not None and running is not self._mailbox.loop:
-            raise RuntimeError(
-                f"comm {self.name!r} belongs to another event loop than the running one; a comm is used on the loop it "
-                f"was made on, and from threads that run none"
-            )
-
-    def _check_open(self) -> None:
-        error = self._error
-        if error is not None:
-            again = type(error)(*error.args)  # a fresh one: the first is what the pending Works raise
-            raise again from error
-
-    def _submit(
-        self, call: Call, timeout: float | timedelta | None, hints: Mapping[str, str] | None
-    ) -> Work[Any]:
-        limit = seconds("timeout", timeout, self._options.timeout)
-        if hints is not None and not isinstance(hints, Mapping):
-            raise TypeError(f"hints must be a mapping of strings to strings, got {hints!r}")
-        self._check_loop()
-        op = call.op
-        with self._lock:
-            self._check_open()
-            backend = self._backend
-            assert backend is not None
-            seq = self._p2p if op.p2p else self._collectives
-            work: Work[Any] = Work(
-                op, seq, self._mailbox, value=call.result, timeout=limit, on_settled=self._settled
-            )
-            nbytes = max(sum(t.nbytes for t in call.inputs), sum(t.nbytes for t in call.outputs))
-            self._pending[work] = nbytes
-            self._bytes += nbytes
-            try:
-                backend.submit((Submission(call, work),))
-            except BaseException:
-                if self._pending.pop(work, None) is not None:
-                    self._bytes -= nbytes
-                raise
-            if op.p2p:
-                self._p2p += 1
-            else:
-                self._collectives += 1
-        if not work.done():
-            self._deadlines.add(work)
-        return work
-
-    def _settled(self, work: Work[Any]) -> None:
-        with self._lock:
-            self._bytes -= self._pending.pop(work, 0)
-        if self._changed:
-            self._mailbox.post(self._wake)
-
-    def _wake(self) -> None:
-        changed, self._changed = self._changed, []
-        for waiter in changed:
-            if not waiter.done():
-                waiter.set_result(None)
-
-    # -- ending -------------------------------------------------------------------------------------------------------
+    def _submit(self, call: Call, timeout: float | timedelta | None, hints: Mapping[str, str] | None) -> Work[Any]:
+        return self._session.submit(call, timeout, hints)
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Stop everything at once, here and on the other ranks; waits for nobody. From any thread.
@@ -490,38 +344,14 @@ class Comm:
         What is pending here fails with ``AbortedError(rank, reason)`` before this returns, on the other ranks as soon
         as they hear of it. Aborting a comm that is closed or broken already does nothing. ``aclose`` is still due.
         """
-        self._fail(AbortedError(self.rank, reason), tell=True)
+        self._session.abort(reason)
 
     async def aclose(self) -> None:
         """Take no more calls, wait for what is in flight, and free everything. Idempotent.
 
         Not collective: each rank closes when it is done. Cancelling it aborts the comm.
         """
-        self._check_loop()
-        if self._closing is not None:
-            await asyncio.shield(self._closing)
-            return
-        self._closing = self._mailbox.loop.create_future()
-        closed = ClosedError(f"comm {self.name!r} is closed")
-        with self._lock:
-            self._error = self._error or closed
-        try:
-            while self._pending:
-                await self._something_settled()
-        except BaseException as exc:
-            self._fail(AbortedError(self.rank, f"closing was interrupted by {type(exc).__name__}"), tell=True)
-            raise
-        finally:
-            await self._finish_ending()
-            self._error = closed
-            self._closing.set_result(None)
-
-    async def _finish_ending(self) -> None:
-        while self._ending:
-            await asyncio.wait(set(self._ending))
-        self._deadlines.close()
-        await self._bulletin.aclose()
-        await self._resources.aclose()
+        await self._session.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -529,127 +359,16 @@ class Comm:
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        session = self._session
         if exc is not None:
-            self.abort(f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__)
-            if self._error is not None:
-                self._error.observed = True  # ``exc`` is on its way to the user; pending Works need not report as well
-        await self.aclose()
-
-    def _fail(self, error: BrokenError, *, tell: bool) -> bool:
-        """Become broken by ``error``, unless it has ended otherwise; from any thread."""
-        with self._lock:
-            draining = isinstance(self._error, ClosedError) and self._pending
-            if self._error is not None and not draining:
-                return False
-            self._error = error
-            pending = list(self._pending)
-        for work in pending:
-            work.settle(error)
-        if self._mailbox.loop.is_closed():
-            self._abort_backend()
-        else:
-            self._mailbox.post(lambda: self._begin(self._end(error, tell=tell)))
-        return True
-
-    def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = self._mailbox.loop.create_task(coroutine)
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
-
-    async def _end(self, error: BrokenError, *, tell: bool) -> None:
-        """Tell the peers why before the transport goes, so that they hear of the cause and not of a lost connection."""
-        try:
-            if tell:
-                reason = error.reason if isinstance(error, AbortedError) else f"{type(error).__name__}: {error}"
-                with contextlib.suppress(TimeoutError, AsyncCommError):
-                    async with asyncio.timeout(TELL_SECONDS):
-                        await self._bulletin.post(kind="abort", reason=reason)
-        finally:
-            self._abort_backend()
-        if self._options.abort_process_on_timeout_or_error and not isinstance(error, AbortedError):
-            _log.critical("ending the process: %s", error)
-            os.abort()
-
-    def _abort_backend(self) -> None:
-        if self._backend is not None:
-            self._backend.abort()
-
-    # -- what others tell us ------------------------------------------------------------------------------------------
-
-    def transport_failed(self, error: BrokenError) -> None:
-        """Hear of a transport error; from any thread. For the backend."""
-        self._mailbox.post(lambda: self._begin(self._explain(error)))
-
-    async def _explain(self, error: BrokenError) -> None:
-        """Find out whether the transport failed because a rank gave up, and break with what is behind it."""
-        if isinstance(error, BackendError):
-            with contextlib.suppress(TimeoutError, AsyncCommError):
-                async with asyncio.timeout(TELL_SECONDS):
-                    for item in await self._bulletin.look():
-                        self._heard(item)
-        self._fail(error, tell=True)
-
-    def _heard(self, item: dict[str, Any]) -> None:
-        if item["kind"] == "abort":
-            self._fail(AbortedError(item["rank"], item["reason"]), tell=False)
-        elif item["kind"] == "roll call":
-            self._begin(self._answer(item["number"]))
-
-    async def _answer(self, number: int) -> None:
-        with contextlib.suppress(AsyncCommError):
-            await self._bulletin.reply(number, collectives=self._collectives)
-
-    def _expired(self, work: Work[Any]) -> None:
-        self._begin(self._expire(work))
-
-    async def _expire(self, work: Work[Any]) -> None:
-        missing: list[int] = []
-        if work.op.p2p:
-            missing = [work.op.peer]  # type: ignore[attr-defined]
-        elif self.size > 1:
-            others = [rank for rank in range(self.size) if rank != self.rank]
-            with contextlib.suppress(AsyncCommError):
-                number = await self._bulletin.post(kind="roll call")
-                said = await self._bulletin.replies(number, others, ROLL_CALL_SECONDS)
-                missing = [r for r in others if r not in said or said[r]["collectives"] <= work.seq]
-        if work.done():
-            return  # it came in during the roll call
-        elapsed = time.monotonic() - work.started
-        self._fail(
-            CollectiveTimeoutError(
-                work.op, work.seq, self.name, self.rank, elapsed, work.timeout, tuple(missing)
-            ),
-            tell=True,
-        )
+            session.abort(f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__)
+            if session.error is not None:
+                session.error.observed = True  # ``exc`` is on its way to the user; pending Works need not report too
+        await session.aclose()
 
     def __del__(self) -> None:
-        if getattr(self, "_closing", None) is not None or getattr(self, "_backend", None) is None:
+        session = getattr(self, "_session", None)
+        if session is None or session.closed or session.backend is None:
             return
         warnings.warn(f"{self!r} was never closed: use `async with` or `await comm.aclose()`", ResourceWarning, 1, self)
-        self._abort_backend()
-        with contextlib.suppress(RuntimeError):  # the loop may be closed
-            self._mailbox.loop.call_soon_threadsafe(self._bulletin.cancel)
-
-    def _disown(self) -> None:
-        self._error = ClosedError(f"comm {self.name!r} was made before this process was forked; make a new one")
-        self._backend = None
-
-
-def _weakly(method: Callable[[Any], object]) -> Callable[[Any], None]:
-    """``method``, without keeping its object alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(argument: Any) -> None:
-        target = reference()
-        if target is not None:
-            target(argument)
-
-    return call
-
-
-def _disown_all() -> None:
-    for comm in list(_alive):
-        comm._disown()
-
-
-os.register_at_fork(after_in_child=_disown_all)
+        session.forget()

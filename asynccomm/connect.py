@@ -23,6 +23,7 @@ from asynccomm.join import join
 from asynccomm.mailbox import Mailbox
 from asynccomm.ops import Group
 from asynccomm.options import DEFAULT_TIMEOUT, MAX_BYTES, MAX_OPS, CommOptions, check_hints, seconds
+from asynccomm.session import Session
 from asynccomm.store.base import Store, within
 from asynccomm.store.rendezvous import Meeting, Place, find_place, meet
 
@@ -31,7 +32,7 @@ __all__ = ["Connecting", "new_comm"]
 LEAVE_SECONDS = 10.0  # the rank that hosts the store stays for the others this long after it has closed its comm
 
 _log = logging.getLogger("asynccomm")
-_names: WeakValueDictionary[tuple[object, int, str], Connecting] = WeakValueDictionary()  # in use, by world and rank
+_names: WeakValueDictionary[tuple[object, int, str], object] = WeakValueDictionary()  # in use, by world and rank
 
 
 def new_comm(
@@ -126,9 +127,9 @@ class Connecting:
         group, place, options = self._group, self._place, self._options
         key = (place.world, group.rank, group.name)
         if key in _names:
-            raise ValueError(f"name {group.name!r} is in use by an open comm of this process; choose another or close it")
+            raise ValueError(f"name {group.name!r} is in use by an open comm of this process: take another or close it")
         _names[key] = self
-        deadline = time.monotonic() + options.timeout
+        start = time.monotonic()
         async with AsyncExitStack() as resources:
             resources.callback(_names.pop, key, None)
             meeting = await meet(place, options.timeout)
@@ -139,24 +140,27 @@ class Connecting:
                 group.rank,
                 group.size,
                 self._backend_name,
-                max(0.0, deadline - time.monotonic()),
+                options.timeout,
+                spent=time.monotonic() - start,
             )
             room = meeting.store.prefix(place.scope).prefix(group.name).prefix(epoch)
             resources.push_async_callback(_leave, room, group, meeting)
             mailbox = Mailbox(asyncio.get_running_loop())
-            comm = Comm(group, self._backend_name, options, mailbox, room, resources.pop_all())
-            await comm.connect(
+            session = Session(group, options, mailbox, room, resources.pop_all())
+            await session.connect(
                 self._backend_class,
                 BackendContext(
                     group=group,
                     members=members,
                     store=room,
                     mailbox=mailbox,
-                    timeout=max(0.1, deadline - time.monotonic()),
-                    on_error=comm.transport_failed,
+                    timeout=max(0.1, start + options.timeout - time.monotonic()),
+                    on_error=session.transport_failed,
                     hints=options.hints,
                 ),
             )
+            comm = Comm(session, self._backend_name)
+            _names[key] = comm
             return comm
 
 

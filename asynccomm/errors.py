@@ -131,7 +131,9 @@ class CollectiveMismatchError(BrokenError):
         self.seq, self.rank, self.op, self.other_rank, self.other_op = seq, rank, op, other_rank, other_op
 
     def __str__(self) -> str:
-        return f"operation #{self.seq} differs: rank {self.rank} has {self.op}, rank {self.other_rank} has {self.other_op}"
+        return (
+            f"operation #{self.seq} differs: rank {self.rank} has {self.op}, rank {self.other_rank} has {self.other_op}"
+        )
 
 
 class AbortedError(BrokenError):

@@ -20,7 +20,6 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 from asynccomm.backends.base import Member
@@ -32,11 +31,18 @@ __all__ = ["join"]
 
 FIRST_LOOK = 0.05  # seconds until a rank that got no answer looks for a newer epoch; doubles up to LAST_LOOK
 LAST_LOOK = 1.0
+GRACE = 1.0  # seconds that rank 0, once it knows that the ranks do not fit, gives others to come and be told too
 FAREWELL = 2.0  # seconds that rank 0, which may host the store, gives the others to read that they were rejected
 
 
-async def join(store: Store, name: str, rank: int, size: int, backend: str, timeout: float) -> tuple[str, list[Member]]:
+async def join(
+    store: Store, name: str, rank: int, size: int, backend: str, timeout: float, *, spent: float = 0.0
+) -> tuple[str, list[Member]]:
     """Meet the others of comm ``name``; returns its epoch and its members in rank order. Cancelling is safe.
+
+    Args:
+        timeout: seconds allowed for becoming a comm.
+        spent: how many of them are gone already.
 
     Raises: RendezvousError naming who is missing or what differs, on all ranks that have come so far.
     """
@@ -49,7 +55,7 @@ async def join(store: Store, name: str, rank: int, size: int, backend: str, time
         "pid": os.getpid(),
         "nonce": secrets.token_hex(8),
     }
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + timeout - spent
     place = store.prefix(name)
     if rank == 0:
         return await _welcome(place, name, hello, size, deadline, timeout)
@@ -66,13 +72,14 @@ async def _welcome(
         return epoch, [Member(0, mine["host"], mine["pid"])]
     hellos: dict[int, dict[str, Any]] = {0: mine}
     others: list[dict[str, Any]] = []  # all who said hello, whether or not they fit
+    seen: set[int] = set()
     problem = ""
-    async for theirs in _arrivals(room, deadline):
-        others.append(theirs)
-        problem = _misfit(mine, theirs, hellos)
-        hellos.setdefault(theirs["rank"], theirs)
-        if problem or len(hellos) == size:
-            break
+    while len(others) < size - 1 and time.monotonic() < deadline:
+        for theirs in await _arrivals(room, seen, deadline):
+            others.append(theirs)
+            if not problem and (problem := _misfit(mine, theirs, hellos)):
+                deadline = min(deadline, time.monotonic() + GRACE)
+            hellos.setdefault(theirs["rank"], theirs)
     if not problem and len(hellos) < size:
         missing = [rank for rank in range(size) if rank not in hellos]
         problem = f"ranks {missing} of {size} did not come within {timeout:g} s"
@@ -84,23 +91,19 @@ async def _welcome(
     return epoch, [Member(**m) for m in members]
 
 
-async def _arrivals(room: Store, deadline: float) -> AsyncIterator[dict[str, Any]]:
-    """The hellos, as they come, until the deadline."""
-    seen: set[int] = set()
-    while True:
-        count = await room.add("arrivals", 0)
-        # a rank that went away in the middle leaves a gap in the numbers
-        fresh = [number for number in range(1, count + 1) if number not in seen]
-        there = await asyncio.gather(*(room.check([f"hello/{number}"]) for number in fresh))
-        new = [number for number, is_there in zip(fresh, there, strict=True) if is_there]
+async def _arrivals(room: Store, seen: set[int], deadline: float) -> list[dict[str, Any]]:
+    """The next hellos, some or none; ``seen`` has the numbers of all so far."""
+    count = await room.add("arrivals", 0)
+    # a rank that went away in the middle leaves a gap in the numbers
+    fresh = [number for number in range(1, count + 1) if number not in seen]
+    there = await asyncio.gather(*(room.check([f"hello/{number}"]) for number in fresh))
+    new = [number for number, is_there in zip(fresh, there, strict=True) if is_there]
+    if new:
         seen.update(new)
-        for text in await room.multi_get([f"hello/{number}" for number in new]):
-            yield json.loads(text)
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return
-        with contextlib.suppress(StoreTimeoutError):
-            await room.wait([f"hello/{count + 1}"], min(LAST_LOOK, left))
+        return [json.loads(text) for text in await room.multi_get([f"hello/{number}" for number in new])]
+    with contextlib.suppress(StoreTimeoutError):
+        await room.wait([f"hello/{count + 1}"], max(0.0, min(LAST_LOOK, deadline - time.monotonic())))
+    return []
 
 
 def _misfit(mine: dict[str, Any], theirs: dict[str, Any], hellos: dict[int, dict[str, Any]]) -> str:

@@ -190,7 +190,9 @@ class AllGatherSingle(Op):
         else:
             _check_tensor(group, "output", output, written=True)
             _check_dtype("output", output, "input", input)
-            _check_numel("output", output, group.size * input.numel(), f"{group.size} (ranks) x {input.numel()} (input)")
+            _check_numel(
+                "output", output, group.size * input.numel(), f"{group.size} (ranks) x {input.numel()} (input)"
+            )
         return Call(cls(input.dtype, input.numel()), (input,), (output,), output)
 
     def __str__(self) -> str:
@@ -244,7 +246,9 @@ class ReduceScatterSingle(Op):
         else:
             _check_tensor(group, "output", output, written=True)
             _check_dtype("output", output, "input", input)
-            _check_numel("input", input, group.size * output.numel(), f"{group.size} (ranks) x {output.numel()} (output)")
+            _check_numel(
+                "input", input, group.size * output.numel(), f"{group.size} (ranks) x {output.numel()} (output)"
+            )
         reduction = _check_reduction(op, input.dtype)
         return Call(cls(input.dtype, output.numel(), reduction), (input,), (output,), output)
 
@@ -296,9 +300,7 @@ class Gather(Op):
     root: int
 
     @classmethod
-    def of(
-        cls, group: Group, output_list: Sequence[Tensor] | None, input: Tensor, root: SupportsIndex
-    ) -> Call:
+    def of(cls, group: Group, output_list: Sequence[Tensor] | None, input: Tensor, root: SupportsIndex) -> Call:
         rank = _check_rank(group, "root", root)
         _check_tensor(group, "input", input)
         outputs: Sequence[Tensor] | None = None
@@ -419,9 +421,7 @@ def _elements(op: Any) -> str:
 
 def _reductions_fit(mine: Any, other: Any) -> bool:
     # each rank has its own factor, so only the kind of the reduction must agree
-    return bool(
-        mine.dtype == other.dtype and mine.numel == other.numel and mine.reduction.type is other.reduction.type
-    )
+    return bool(mine.dtype == other.dtype and mine.numel == other.numel and mine.reduction.type is other.reduction.type)
 
 
 def _check_tensor(group: Group, name: str, tensor: object, *, written: bool = False) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -159,7 +159,7 @@ class Overlap:
     total: float = 0.0  #: seconds
     exposed: float = 0.0  #: seconds
 
-    async def wait(self, works: Iterable[Work[Tensor]]) -> None:
+    async def wait(self, works: Sequence[Work[Tensor]]) -> None:
         """Await the Works of one step, given in the order they were sent, and take the times."""
         began = time.monotonic()
         for work in works:
@@ -177,10 +177,11 @@ class Overlap:
         return 1 - self.exposed / self.total if self.total else 1.0
 
 
-async def train(comm: Comm, model: nn.Module, samples: Samples, options: argparse.Namespace) -> Overlap:
+async def train(
+    comm: Comm, model: nn.Module, optimizer: torch.optim.Optimizer, samples: Samples, options: argparse.Namespace
+) -> Overlap:
     """Run all epochs. Rank 0 shows the progress."""
     gradients = GradientBuckets(comm, model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, nesterov=True)
     overlap = Overlap()
 
     def forward_backward(batch: Samples) -> tuple[float, list[Work[Tensor]]]:
@@ -214,11 +215,12 @@ async def main(options: argparse.Namespace) -> None:
             raise ValueError(f"--batch-size {options.batch_size} does not divide evenly among {comm.size} ranks")
         torch.manual_seed(options.seed)
         model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, nesterov=True)
         # the seed has made them equal already; weights from a file or another kind of machine might not be
         await asyncio.gather(*[comm.broadcast(parameter.detach(), root=0) for parameter in model.parameters()])
 
         began = time.monotonic()
-        overlap = await train(comm, model, train_samples, options)
+        overlap = await train(comm, model, optimizer, train_samples, options)
         seconds = time.monotonic() - began
         share = await accuracy(comm, model, test_samples)
 
@@ -233,7 +235,7 @@ async def main(options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train on handwritten digits, data-parallel.")
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--batch-size", type=int, default=48, help="of all ranks together (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.03, help="learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, order and augmentation")

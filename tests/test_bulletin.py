@@ -53,7 +53,10 @@ async def test_all_others_hear_what_is_posted_in_order(readers: list[Reader]) ->
     zero, one, two = readers
     assert await zero.bulletin.post(kind="a", value=1) == 0
     assert await one.bulletin.post(kind="b") == 1
-    assert await two.until(2) == [{"rank": 0, "number": 0, "kind": "a", "value": 1}, {"rank": 1, "number": 1, "kind": "b"}]
+    assert await two.until(2) == [
+        {"rank": 0, "number": 0, "kind": "a", "value": 1},
+        {"rank": 1, "number": 1, "kind": "b"},
+    ]
     assert await zero.until(1) == [{"rank": 1, "number": 1, "kind": "b"}]
     assert await one.until(1) == [{"rank": 0, "number": 0, "kind": "a", "value": 1}]
 

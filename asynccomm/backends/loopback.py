@@ -38,6 +38,7 @@ from asynccomm.ops import (
     Scatter,
     Send,
 )
+from asynccomm.reduce_op import ReduceOp
 from asynccomm.store.base import PrefixStore, Store
 from asynccomm.store.memory import MemoryStore
 
@@ -191,7 +192,7 @@ def _perform(ranks: Sequence[Submission]) -> None:
             raise AssertionError(f"no such collective: {op}")
 
 
-def _reduction(submission: Submission) -> arithmetic.ReduceOp:
+def _reduction(submission: Submission) -> ReduceOp:
     op = submission.op
     assert isinstance(op, (AllReduce, Reduce, ReduceScatter, ReduceScatterSingle))
     return op.reduction  # each rank's own: factors differ

@@ -104,6 +104,7 @@ class Launch:
             finally:
                 self._kill()
             code = self._report()
+            self._ending.set()  # a signal that comes now gives up on the terminal
             timeout = None if self._signal is None else DRAIN_SECONDS
             await _either(asyncio.create_task(self._terminal.drain()), self._hurry, timeout)
             return code
@@ -120,9 +121,7 @@ class Launch:
             child = spawn(
                 options.command,
                 environment,
-                stdin=None
-                if number == 0
-                else subprocess.DEVNULL,  # as mpirun does: one reader, so that nothing is torn
+                stdin=None if number == 0 else subprocess.DEVNULL,  # one reader, as with mpirun: nothing is torn
                 cpus=options.cpus[number] if options.cpus else frozenset(),
             )
             rank = Rank(number, child, RankOutput(terminal, prefix, log, options.tee or log is None))

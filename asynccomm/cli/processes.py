@@ -57,7 +57,7 @@ class Child:
     def send(self, number: signal.Signals, *, group: bool) -> None:
         """Signal the child, or its whole group as a terminal does; nothing happens if it has ended."""
         if self.alive:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # gone, or somebody else now
                 (os.killpg if group else os.kill)(self.pid, number)
 
     def tell(self, line: bytes) -> None:
@@ -83,17 +83,17 @@ class Child:
 
 
 def group_exists(group: int) -> bool:
-    """Whether any process is in ``group``; True also for zombies that nobody reaps."""
+    """Whether any process that we may signal is in ``group``; True also for zombies that nobody reaps."""
     try:
         os.killpg(group, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):
         return False
     return True
 
 
 def kill_group(group: int) -> None:
     """SIGKILL all of ``group``, if there is anybody."""
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
 
 
@@ -114,7 +114,7 @@ def spawn(
         keep: descriptors that it inherits.
         die_with_parent: False for the one that cleans up after us.
 
-    Raises: OSError.
+    Raises: OSError, SubprocessError.
     """
     return Child(
         subprocess.Popen(

@@ -7,6 +7,7 @@ import asyncio
 import os
 import secrets
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -83,7 +84,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         parser.error(f"argument --master-port: cannot listen at 127.0.0.1:{arguments.master_port}: {exc.strerror}")
     try:
         return asyncio.run(launch(options, listening))
-    except OSError as exc:
+    except (OSError, subprocess.SubprocessError) as exc:
         return _fail(parser, f"cannot start the ranks: {exc}")
 
 

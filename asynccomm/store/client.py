@@ -89,22 +89,13 @@ class _Line(asyncio.Protocol):
 
     def reply(self) -> asyncio.Future[Any]:
         """Send what was put into the codec; the future of its reply."""
-        alone = not self._pending
         future: asyncio.Future[Any] = self._loop.create_future()
+        self._send(now=not self._pending)  # nobody to share a write with: do not wait for the end of the turn
         self._pending.append(future)
-        self._send(alone)
         return future
 
-    def replies(self) -> tuple[asyncio.Future[Any], asyncio.Future[Any]]:
-        """Like ``reply``, for two requests that leave in one write."""
-        alone = not self._pending
-        first, second = self._loop.create_future(), self._loop.create_future()
-        self._pending += (first, second)
-        self._send(alone)
-        return first, second
-
-    def _send(self, alone: bool) -> None:
-        if alone:  # nobody to share a write with: do not wait for the end of the turn
+    def _send(self, *, now: bool) -> None:
+        if now:
             self.flush()
         elif not self._flushing:
             self._flushing = True
@@ -112,7 +103,7 @@ class _Line(asyncio.Protocol):
 
     async def no_reply(self) -> None:
         """Send what was put into the codec; waits only while much is unsent."""
-        self._send(self._codec.unsent > _LARGE)
+        self._send(now=self._codec.unsent > _LARGE)
         if not self._writable.is_set():
             await self._writable.wait()
             if self._error is not None:
@@ -216,7 +207,7 @@ class StoreClient(Store):
     async def get(self, key: str, timeout: float | None = None) -> bytes:
         limit = self._timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
-        while (value := await self._get_if_present(key)) is None:  # it may be deleted again after the wait
+        while (value := await self._get_if_present(key)) is None:  # again after the wait: it may have been deleted
             try:
                 await self._wait_line.wait([key], max(0.0, deadline - time.monotonic()))
             except StoreTimeoutError:
@@ -225,11 +216,10 @@ class StoreClient(Store):
 
     async def _get_if_present(self, key: str) -> bytes | None:
         line = self._line()
-        line.codec.check([key])
-        if self._libuv:  # one round trip; a legacy server would drop us for asking for a missing key
-            line.codec.get(key)
-            there, value = line.replies()
-            return await value if await there else None
+        if self._libuv:
+            line.codec.get_if_present(key)
+            return await line.reply()  # type: ignore[no-any-return]
+        line.codec.check([key])  # a legacy server drops who gets a missing key
         if not await line.reply():
             return None
         line.codec.get(key)

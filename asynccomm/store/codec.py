@@ -95,6 +95,11 @@ class Codec:
         """A missing key answers b"" (libuv) or closes the connection (legacy): CHECK first."""
         return self._request(b"\x03" + _key(key), self._blob())
 
+    def get_if_present(self, key: str) -> int:
+        """CHECK and GET in one: the reply is the value, or None. Not for a legacy server, see ``get``."""
+        name = _key(key)
+        return self._request(b"\x05" + _U64.pack(1) + name + b"\x03" + name, self._flag_and_blob())
+
     def add(self, key: str, amount: int) -> int:
         return self._request(b"\x04" + _key(key) + _I64.pack(to_amount(amount)), self._number())
 
@@ -202,6 +207,11 @@ class Codec:
         if length > MAX_REPLY:
             raise StoreProtocolError(f"a value of {length} bytes was announced; the limit is {MAX_REPLY}")
         return (yield from self._take(length))
+
+    def _flag_and_blob(self) -> Generator[None, None, bytes | None]:
+        present = yield from self._flag()
+        value = yield from self._blob()
+        return value if present else None
 
     def _blobs(self, count: int) -> Generator[None, None, list[bytes]]:
         values: list[bytes] = []

@@ -82,7 +82,7 @@ class TorchStore(Store):
 
     async def append(self, key: str, value: bytes | str) -> None:
         data = to_bytes("value", value)
-        await self._call(lambda: self._store.append(key, data))  # type: ignore[arg-type]
+        await self._call(lambda: self._store.append(key, data))  # type: ignore[attr-defined]
 
     async def num_keys(self) -> int:
         return await self._call(self._store.num_keys)

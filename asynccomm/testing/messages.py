@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-__all__ = ["Died", "Failed", "Job", "Passed", "Report", "Setup", "ShowStacks", "Skipped", "Stacks", "Stuck", "World"]
+__all__ = [
+    "Died",
+    "Failed",
+    "Filters",
+    "Job",
+    "Passed",
+    "Report",
+    "Setup",
+    "ShowStacks",
+    "Skipped",
+    "Stacks",
+    "Stuck",
+    "World",
+]
 
 
 class World(NamedTuple):
@@ -26,6 +39,14 @@ class Setup(NamedTuple):
     pytest_args: list[str]
 
 
+class Filters(NamedTuple):
+    """Warning filters as pytest would apply them, later ones first in precedence."""
+
+    ini: list[str]
+    command_line: list[str]  #: literal text, not regular expressions
+    markers: list[str]
+
+
 class Job(NamedTuple):
     """One test on one rank."""
 
@@ -36,7 +57,7 @@ class Job(NamedTuple):
     world: World
     rank: int
     env: Mapping[str, str]
-    warning_filters: list[str]
+    filters: Filters
 
 
 class ShowStacks(NamedTuple):
@@ -67,6 +88,7 @@ class Failed(NamedTuple):
     summary: str  #: the exception in one line
     traceback: str
     aborted_by: int | None  #: the rank whose failure ended this one, if that is all that happened here
+    waited_for: str | None  #: the operation that was awaited then
 
 
 class Died(NamedTuple):
@@ -82,4 +104,3 @@ class Stuck(NamedTuple):
 
 
 Report = Passed | Skipped | Failed | Died | Stuck
-Message = Any

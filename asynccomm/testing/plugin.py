@@ -23,13 +23,13 @@ import inspect
 import itertools
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from asynccomm.testing.messages import Died, Failed, Job, Passed, Report, Setup, Skipped, Stuck, World
+from asynccomm.testing.messages import Died, Failed, Filters, Job, Passed, Report, Setup, Skipped, Stuck, World
 
 if TYPE_CHECKING:
     from asynccomm.testing.pool import RankPool
@@ -58,7 +58,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def comm(request: pytest.FixtureRequest) -> None:
     """The comm of a test marked ``ranks``; it exists in the rank processes only."""
     if request.node.get_closest_marker("ranks") is None:
-        raise pytest.UsageError(f"{request.node.nodeid} uses the fixture `comm` without @pytest.mark.ranks(size)")
+        pytest.fail(f"{request.node.nodeid} uses the fixture `comm` without @pytest.mark.ranks(size)", pytrace=False)
 
 
 @pytest.fixture
@@ -80,30 +80,36 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _worlds(marker: pytest.Mark) -> tuple[list[World], list[str]]:
     """All combinations that the marker asks for, and how to call them in test ids."""
     try:
-        sizes, options = _arguments(*marker.args, **marker.kwargs)
-    except TypeError as exc:
-        raise pytest.UsageError(f"@pytest.mark.ranks: {exc}") from None
-    backend = options["backend"]
-    backends = [backend] if isinstance(backend, str) else list(backend)
-    worlds, ids = [], []
-    for size, name in itertools.product(sizes, backends):
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise pytest.UsageError(f"@pytest.mark.ranks: size must be a positive integer, got {size!r}")
-        worlds.append(World(size, name, options["device"], float(options["timeout"]), dict(options["hints"] or {})))
-        ids.append(f"{size}ranks" + (f"-{name}" if not isinstance(backend, str) else ""))
-    return worlds, ids
+        sizes, backends, world = _arguments(*marker.args, **marker.kwargs)
+    except (TypeError, ValueError) as exc:
+        message = str(exc).removeprefix("_arguments() ")
+        raise pytest.fail.Exception(f"@pytest.mark.ranks: {message}", pytrace=False) from None
+    several = not isinstance(marker.kwargs.get("backend", ""), str)
+    pairs = list(itertools.product(sizes, backends))
+    ids = [f"{size}ranks-{backend}" if several else f"{size}ranks" for size, backend in pairs]
+    return [world._replace(size=size, backend=backend) for size, backend in pairs], ids
 
 
 def _arguments(
-    size: int | Sequence[int],
+    size: Any,
     *,
-    backend: str | Sequence[str] = "auto",
+    backend: Any = "auto",
     device: str = "cpu",
-    timeout: float = DEFAULT_TIMEOUT,
-    hints: dict[str, str] | None = None,
-) -> tuple[list[int], dict[str, Any]]:
-    sizes = [size] if isinstance(size, int) else list(size)
-    return sizes, {"backend": backend, "device": device, "timeout": timeout, "hints": hints}
+    timeout: Any = DEFAULT_TIMEOUT,
+    hints: Any = None,
+) -> tuple[list[int], list[str], World]:
+    """The marker's arguments, checked; the world has all but size and backend."""
+    sizes = list(size) if isinstance(size, (list, tuple, range)) else [size]
+    backends = list(backend) if isinstance(backend, (list, tuple)) else [backend]
+    if not sizes or any(isinstance(one, bool) or not isinstance(one, int) or one < 1 for one in sizes):
+        raise ValueError(f"size must be a positive integer or a list of such, got {size!r}")
+    if not backends or not all(isinstance(one, str) for one in backends):
+        raise ValueError(f"backend must be a name or a list of names, got {backend!r}")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
+    if hints is not None and not isinstance(hints, Mapping):
+        raise ValueError(f"hints must be a dict, got {hints!r}")
+    return sizes, backends, World(0, "", str(device), float(timeout), dict(hints or {}))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -127,7 +133,9 @@ def _pool(config: pytest.Config) -> RankPool:
         if config.inipath is not None:
             args += ["-c", str(config.inipath)]
         # imported late: it needs torch, which other pytest runs with this plugin installed need not wait for
-        pool = import_module("asynccomm.testing.pool").RankPool(Setup(list(sys.path), str(config.invocation_params.dir), args))
+        pool = import_module("asynccomm.testing.pool").RankPool(
+            Setup(list(sys.path), str(config.invocation_params.dir), args)
+        )
         config.stash[_pool_key] = pool
     return pool
 
@@ -135,13 +143,12 @@ def _pool(config: pytest.Config) -> RankPool:
 def _jobs(item: pytest.Function, world: World) -> list[Job]:
     function = getattr(item.cls or item.module, item.originalname)
     if not inspect.iscoroutinefunction(function):
-        raise pytest.UsageError(f"{item.nodeid}: a test marked `ranks` must be an async function")
-    names = [name for name in inspect.signature(function).parameters if name != "self"]
+        pytest.fail(f"{item.nodeid}: a test marked `ranks` must be an async function", pytrace=False)
+    names = [name for name in inspect.signature(function).parameters if name in item.funcargs]
     arguments = {name: item.funcargs[name] for name in names if name != "comm"}
     prefix = f"{item.cls.__qualname__}." if item.cls is not None else ""
     store = _pool(item.config).store
     run = next(_run_numbers)
-    filters = [*item.config.getini("filterwarnings"), *_marked_filters(item)]
     return [
         Job(
             path=str(item.path),
@@ -151,24 +158,27 @@ def _jobs(item: pytest.Function, world: World) -> list[Job]:
             world=world,
             rank=rank,
             env=_environment(rank, world.size, store.host, store.port, run),
-            warning_filters=filters,
+            filters=_filters(item),
         )
         for rank in range(world.size)
     ]
 
 
-def _marked_filters(item: pytest.Item) -> list[str]:
-    return [text for marker in item.iter_markers("filterwarnings") for text in marker.args]
+def _filters(item: pytest.Item) -> Filters:
+    return Filters(
+        ini=item.config.getini("filterwarnings"),
+        command_line=item.config.known_args_namespace.pythonwarnings or [],
+        markers=[text for marker in item.iter_markers("filterwarnings") for text in marker.args],
+    )
 
 
-def _pickled(arguments: dict[str, Any]) -> bytes:
+def _pickled(arguments: Mapping[str, Any]) -> bytes:
     for name, value in arguments.items():
         try:
             pickle.dumps(value)
-        except Exception as exc:
-            raise pytest.UsageError(
-                f"argument {name!r} cannot be sent to the rank processes: {exc}; make it inside of the test"
-            ) from exc
+        except Exception as exc:  # whatever __reduce__ raises
+            message = f"argument {name!r} cannot be sent to the rank processes: {exc}; make it inside of the test"
+            raise pytest.fail.Exception(message, pytrace=False) from None
     return pickle.dumps(arguments)
 
 
@@ -196,28 +206,31 @@ def _raise(reports: Sequence[Report], world: World) -> None:
     # the cause first: ranks that were only ended by another's failure come last
     order = sorted(range(len(reports)), key=lambda rank: _weight(reports[rank]))
     parts = [text for rank in order if (text := _describe(rank, reports[rank], world))]
-    if skipped and len(parts) == len(skipped):
-        parts.append(f"{len(skipped)} of {world.size} ranks skipped the test, the others passed it")
+    if skipped:
+        parts.insert(0, f"only {len(skipped)} of {world.size} ranks skipped the test; all have to, or none")
     pytest.fail("\n\n".join(parts), pytrace=False)
 
 
 def _weight(report: Report) -> int:
     if isinstance(report, Failed):
-        return 1 if report.aborted_by is None else 3
-    return {Died: 0, Stuck: 2}.get(type(report), 4)
+        return 2 if report.aborted_by is None else 4
+    return {Died: 0, Skipped: 1, Stuck: 3}.get(type(report), 5)
 
 
 def _describe(rank: int, report: Report, world: World) -> str:
+    """What happened to one rank; empty if all is well."""
+    who = f"rank {rank} of {world.size}"
     match report:
         case Failed(summary, traceback, None):
-            return f"rank {rank} of {world.size} failed: {summary}\n{traceback}"
-        case Failed(_, traceback, by):
-            return f"rank {rank} of {world.size} was waiting when rank {by} failed, here:\n{traceback}"
+            return f"{who} failed: {summary}\n{traceback}"
+        case Failed(_, traceback, by, awaited):
+            what = f"waiting for {awaited}" if awaited else "still at it"
+            return f"{who} was {what} when rank {by} left the test, here:\n{traceback}"
         case Died(how):
-            return f"rank {rank} of {world.size} {how}"
+            return f"{who} {how}"
         case Stuck(stacks):
-            return f"rank {rank} of {world.size} was still waiting and had to be ended, here:\n{stacks}"
+            return f"{who} was still waiting and had to be ended, here:\n{stacks}"
         case Skipped(reason):
-            return f"rank {rank} of {world.size} skipped: {reason}"
+            return f"{who} skipped: {reason}"
         case _:
             return ""

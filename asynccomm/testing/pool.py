@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, final
 
@@ -25,8 +25,10 @@ from asynccomm.testing.messages import Died, Failed, Job, Passed, Report, Setup,
 __all__ = ["Rank", "RankPool"]
 
 START_SECONDS = 120.0  # for a process to import torch; on a busy machine several do so at once
+EXIT_SECONDS = 5.0  # from closing its channel to having ended
 GRACE_SECONDS = 5.0  # for the other ranks to end once one has failed
 STACKS_SECONDS = 2.0  # for a stuck process to say where it is
+SILENT = "(it does not answer: it holds the interpreter lock or is stopped; its output may have the stacks)"
 
 
 @final
@@ -52,7 +54,8 @@ class Rank:
         self.channel = Connection(ours.detach())
         self.channel.send(setup)
         self._seen = 0
-        self.ready = False
+        self.ready = False  #: it has imported everything
+        self.usable = True  #: for one more test
 
     def receive(self) -> Any:
         """The next message, or Died."""
@@ -63,18 +66,43 @@ class Rank:
 
     def _how_it_died(self) -> str:
         try:
-            code = self.process.wait(START_SECONDS)
+            code = self.process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             return "closed its channel"
         if code < 0:
-            return f"was killed by signal {-code} ({signal.Signals(-code).name})"
+            return f"was killed by signal {-code} ({_signal_name(-code)})"
         return f"exited with code {code}"
+
+    def ask_where(self) -> None:
+        """Have the process say where it is; it cannot be used for another test then."""
+        self.usable = False  # an answer that comes late would be taken for the next test's
+        with contextlib.suppress(OSError):
+            self.channel.send(ShowStacks())
+
+    def answer(self, deadline: float) -> Report:
+        """What it says until ``deadline``; perhaps it has just ended the test after all."""
+        if not self.channel.poll(max(0.0, deadline - time.monotonic())):
+            self._abort()
+            return Stuck(SILENT)
+        message = self.receive()
+        if isinstance(message, Stacks):
+            return Stuck(message.text)
+        assert isinstance(message, (Passed, Skipped, Failed, Died))
+        return message
+
+    def _abort(self) -> None:
+        """Have the process print its stacks: faulthandler needs no interpreter lock for that."""
+        self.process.send_signal(signal.SIGABRT)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it is stopped, or waits for a device
+            self.process.wait(STACKS_SECONDS)
 
     def new_output(self) -> str:
         """What was printed since the last call."""
-        self._output.seek(self._seen)
-        data = self._output.read()
-        self._seen += len(data)
+        data = b""
+        # not read(): the process shares our position in the file, and must not start to write somewhere else
+        while chunk := os.pread(self._output.fileno(), 1 << 20, self._seen):
+            data += chunk
+            self._seen += len(chunk)
         return data.decode(errors="replace")
 
     def kill(self) -> None:
@@ -120,12 +148,13 @@ class RankPool:
         reports: dict[int, Report] = {}
         try:
             for rank, job in zip(ranks, jobs, strict=True):
-                rank.channel.send(job)
+                with contextlib.suppress(OSError):  # it died a moment ago: receive() will say how
+                    rank.channel.send(job)
             self._collect(ranks, reports, timeout)
         finally:
             output = [rank.new_output() for rank in ranks]
             for number, rank in enumerate(ranks):
-                if not isinstance(reports.get(number), (Passed, Skipped, Failed)):
+                if not rank.usable or not isinstance(reports.get(number), (Passed, Skipped, Failed)):
                     self._ranks.remove(rank)
                     rank.kill()
         return [reports[number] for number in range(len(ranks))], output
@@ -162,9 +191,7 @@ class RankPool:
         while busy:
             ready = wait(list(busy), max(0.0, deadline - time.monotonic()))
             if not ready:
-                for channel, number in busy.items():
-                    reports[number] = Stuck(_stacks(ranks[number]))
-                    del channel
+                reports.update(_ask({number: ranks[number] for number in busy.values()}))
                 return
             for channel in ready:
                 assert isinstance(channel, Connection)
@@ -174,15 +201,16 @@ class RankPool:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
 
 
-def _stacks(rank: Rank) -> str:
-    """Where a busy process is, as far as it can still tell."""
-    with contextlib.suppress(OSError):
-        rank.channel.send(ShowStacks())
-        deadline = time.monotonic() + STACKS_SECONDS
-        while rank.channel.poll(max(0.0, deadline - time.monotonic())):
-            message = rank.receive()
-            if isinstance(message, Stacks):
-                return message.text
-            if isinstance(message, Died):
-                return f"(the process {message.how})"
-    return "(the process does not answer: it holds the interpreter lock or is stopped)"
+def _ask(ranks: Mapping[int, Rank]) -> dict[int, Report]:
+    """Where busy processes are, as far as they can still tell; all are asked at once."""
+    for rank in ranks.values():
+        rank.ask_where()
+    deadline = time.monotonic() + STACKS_SECONDS
+    return {number: rank.answer(deadline) for number, rank in ranks.items()}
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "no standard signal"

@@ -1,10 +1,11 @@
-"""Where a process is: the stack of a thread, and for each task of its event loop the chain of awaits down to the Work."""
+"""Where a process is: a thread's stack, and for each task of its event loop the chain of awaits down to the Work."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import traceback
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -12,13 +13,17 @@ from asynccomm.work import Work
 
 __all__ = ["describe"]
 
+DEPTH = 8  # calls shown of a thread; enough to lead back to the test from most libraries
+
+WORKER = str(Path(__file__).with_name("worker.py"))  # calls every test: says nothing about where this one is
+
 
 def describe(thread_id: int, loop: asyncio.AbstractEventLoop | None) -> str:
     """The stack of the thread, and of the loop's tasks if it runs there. From any thread."""
     parts = []
     frame = sys._current_frames().get(thread_id)
     if frame is not None and not frame.f_code.co_filename.endswith("selectors.py"):  # else the loop is idle
-        parts.append("main thread:\n" + "".join(traceback.format_stack(frame)[-8:]))
+        parts.append("main thread:\n" + "".join(_tail(frame)))
     for task in _tasks(loop):
         frames, work = _awaits(task.get_coro())
         if frames:
@@ -28,12 +33,21 @@ def describe(thread_id: int, loop: asyncio.AbstractEventLoop | None) -> str:
     return "\n".join(parts)
 
 
+def _tail(frame: FrameType) -> list[str]:
+    """The innermost calls, without those that lead from our worker to the test."""
+    summaries = traceback.extract_stack(frame)
+    ours = [number for number, summary in enumerate(summaries) if summary.filename == WORKER]
+    start = ours[-1] + 1 if ours else 0
+    return traceback.format_list(summaries[start:][-DEPTH:] or summaries[-DEPTH:])
+
+
 def _tasks(loop: asyncio.AbstractEventLoop | None) -> list[asyncio.Task[Any]]:
     if loop is None:
         return []
     for _ in range(3):
         try:
-            return [task for task in asyncio.all_tasks(loop) if not task.get_name().startswith("asynccomm ")]
+            tasks = [task for task in asyncio.all_tasks(loop) if not task.get_name().startswith("asynccomm ")]
+            return sorted(tasks, key=lambda task: (len(task.get_name()), task.get_name()))  # Task-2 before Task-10
         except RuntimeError:  # the set changed while another thread iterates over it: look again
             continue
     return []
@@ -44,7 +58,7 @@ def _awaits(awaitable: Any) -> tuple[list[FrameType], Work[Any] | None]:
     work: Work[Any] | None = None
     while awaitable is not None:
         frame = getattr(awaitable, "cr_frame", None) or getattr(awaitable, "gi_frame", None)
-        if frame is not None and not frame.f_code.co_filename.endswith("selectors.py"):  # else the loop is idle
+        if frame is not None and frame.f_code.co_filename != WORKER:
             owner = frame.f_locals.get("self")
             if isinstance(owner, Work):
                 work = owner

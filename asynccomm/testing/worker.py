@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import faulthandler
 import inspect
 import os
 import pickle
@@ -22,7 +23,8 @@ from contextlib import AsyncExitStack
 from functools import reduce
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from traceback import walk_tb
+from types import TracebackType
 
 import pytest
 from _pytest.assertion import util as assertion_util
@@ -33,6 +35,7 @@ from asynccomm.connect import new_comm
 from asynccomm.errors import AbortedError
 from asynccomm.testing.messages import Failed, Job, Passed, Setup, ShowStacks, Skipped, Stacks
 from asynccomm.testing.stacks import describe
+from asynccomm.work import Work
 
 PR_SET_PDEATHSIG = 1
 PACKAGE = str(Path(__file__).parent.parent) + os.sep
@@ -94,18 +97,19 @@ class Worker:
                 self._jobs.put(message)
 
     def _run(self, job: Job) -> Passed | Skipped | Failed:
-        os.environ.update(job.env)
         start = time.monotonic()
+        os.environ.update(job.env)
         try:
             with warnings.catch_warnings():
-                apply_warning_filters(job.warning_filters, [])
+                apply_warning_filters(job.filters.ini, job.filters.command_line)
+                apply_warning_filters(job.filters.markers, [])
                 function = self._find(job)
                 with asyncio.Runner() as runner:
                     self._loop = runner.get_loop()
                     runner.run(self._call(function, job))
         except pytest.skip.Exception as exc:
             return Skipped(str(exc))
-        except (KeyboardInterrupt, Exception, pytest.fail.Exception, SystemExit) as exc:
+        except BaseException as exc:  # a test may raise anything: CancelledError, SystemExit, pytest.fail
             return self._failed(exc, job)
         finally:
             self._loop = None
@@ -114,13 +118,12 @@ class Worker:
         return Passed(time.monotonic() - start)
 
     def _find(self, job: Job) -> Callable[..., Awaitable[object]]:
-        config = self._config
-        module = import_path(
-            Path(job.path),
-            mode=ImportMode(config.getoption("importmode")),
-            root=config.rootpath,
-            consider_namespace_packages=config.getini("consider_namespace_packages"),
-        )
+        config, path = self._config, Path(job.path)
+        mode = ImportMode(config.getoption("importmode"))
+        namespaces = config.getini("consider_namespace_packages")
+        # those next to the test may define what its arguments are made of, or explain its assertions
+        config.pluginmanager._loadconftestmodules(path, mode, config.rootpath, consider_namespace_packages=namespaces)
+        module = import_path(path, mode=mode, root=config.rootpath, consider_namespace_packages=namespaces)
         *classes, name = job.qualname.split(".")
         owner = reduce(getattr, classes, module)
         if inspect.isclass(owner):
@@ -143,7 +146,18 @@ class Worker:
         info.traceback = theirs if len(theirs) else info.traceback
         by_peer = isinstance(exc, AbortedError) and exc.rank != job.rank
         text = str(info.getrepr(style="short" if by_peer else "long", chain=not by_peer))
-        return Failed(info.exconly(tryshort=True), text, exc.rank if isinstance(exc, AbortedError) and by_peer else None)
+        aborted_by = exc.rank if isinstance(exc, AbortedError) and by_peer else None
+        return Failed(info.exconly(tryshort=True), text, aborted_by, _awaited(exc.__traceback__))
+
+
+def _awaited(traceback: TracebackType | None) -> str | None:
+    """The operation whose Work the exception came out of."""
+    work = None
+    for frame, _ in walk_tb(traceback):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Work):
+            work = owner
+    return None if work is None else f"#{work.seq} {work.op}"
 
 
 def _is_ours(path: str) -> bool:
@@ -153,7 +167,10 @@ def _is_ours(path: str) -> bool:
 def main() -> None:
     """Serve the descriptor given on the command line."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    worker = Worker(Connection(int(sys.argv[1])))
+    faulthandler.enable()  # crashes, and the SIGABRT that the pool sends to who does not answer, show a stack
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)  # a child that outlives us would keep the channel open
+    worker = Worker(Connection(descriptor))
     worker.serve()
 
 

@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,7 @@ class Running:
     def words_after(self, word: str) -> list[int]:
         """The numbers printed behind ``word`` so far."""
         words = bytes(self.out).decode().split()
-        return [int(value) for name, value in zip(words, words[1:], strict=False) if name == word]
+        return [int(value) for name, value in pairwise(words) if name == word]
 
     def finish(self) -> int:
         code = self.process.wait(DEADLINE)

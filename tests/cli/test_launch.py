@@ -1,4 +1,4 @@
-"""A run: what is passed on, and how it ends, for good or bad."""
+"""A run and its end, for good or bad; what ranks print is in test_rank_output.py."""
 
 import contextlib
 import os
@@ -27,128 +27,6 @@ STUBBORN = """
     while True:
         time.sleep(60)
 """
-
-# -- output
-
-
-def test_lines_arrive_at_once_behind_their_rank(launcher) -> None:
-    script = launcher.script(
-        """
-        import os, sys
-        if os.environ["RANK"] == "0":
-            print("out")
-            print("err", file=sys.stderr)
-            sys.stdin.readline()
-        """
-    )
-    started = launcher.start("run", "-n", "2", script)
-    started.sees("[0] out\n")  # the rank runs still
-    started.process.stdin.write(b"go on\n")
-    assert started.finish() == 0
-    assert started.err == b"[0] err\n"
-
-
-def test_no_prefix(launcher) -> None:
-    assert launcher.run("run", "-n", "1", "--no-prefix", launcher.script("print('plain')"))[1] == "plain\n"
-
-
-def test_lines_stay_whole_between_many_ranks(launcher) -> None:
-    script = launcher.script(
-        """
-        import os
-        for i in range(200):
-            line = b"%d" % i + os.environ["RANK"].encode() * 3000 + b"\\n"
-            for start in range(0, len(line), 1000):
-                os.write(1, line[start:start + 1000])
-        """
-    )
-    started = launcher.start("run", "-n", "8", script)
-    assert started.finish() == 0
-    lines = bytes(started.out).splitlines()
-    expected = [b"[%d] %d" % (rank, i) + b"%d" % rank * 3000 for rank in range(8) for i in range(200)]
-    assert sorted(lines) == sorted(expected)
-
-
-def test_progress_bars_move(launcher) -> None:
-    script = launcher.script(
-        """
-        import sys
-        sys.stdout.write("10%\\r"); sys.stdout.flush()
-        sys.stdin.readline()
-        sys.stdout.write("20%\\r100%\\n")
-        """
-    )
-    started = launcher.start("run", "-n", "1", script)
-    started.sees("[0] 10%\r")
-    started.process.stdin.write(b"\n")
-    started.finish()
-    assert started.out == b"[0] 10%\r[0] 20%\r[0] 100%\n"
-
-
-def test_bytes_that_are_no_text_pass(launcher) -> None:
-    script = launcher.script("import os; os.write(1, bytes(set(range(256)) - {10, 13}) + b'end')")
-    started = launcher.start("run", "-n", "1", script)
-    assert started.finish() == 0
-    assert started.out == b"[0] " + bytes(sorted(set(range(256)) - {10, 13})) + b"end\n"
-
-
-def test_a_line_of_100_megabytes_is_not_held(launcher) -> None:
-    script = launcher.script(
-        """
-        import os
-        for _ in range(1600):
-            os.write(1, b"x" * 65536)
-        peak = [line for line in open(f"/proc/{os.getppid()}/status") if line.startswith("VmHWM")][0].split()[1]
-        os.write(1, b"\\npeak " + peak.encode() + b"\\n")
-        """
-    )
-    started = launcher.start("run", "-n", "1", script)
-    assert started.finish() == 0
-    assert started.out.count(b"x") == 1600 * 65536
-    assert started.words_after("peak")[0] < 64 * 1024  # KiB
-
-
-def test_a_reader_that_went_away_does_not_stop_the_run(launcher) -> None:
-    script = launcher.script(
-        """
-        for _ in range(10_000):
-            print("to somebody or nobody" * 10)
-        open("finished", "w")
-        """
-    )
-    source = f"""
-        import subprocess, sys
-        command = [sys.executable, "-m", "asynccomm.cli.main", "run", "-n", "1", "{script}"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as launcher:
-            launcher.stdout.readline()
-            launcher.stdout.close()
-        print("code", launcher.returncode)
-    """
-    started = launcher.start("run", "-n", "1", launcher.script(source, "head.py"))
-    assert started.finish() == 0
-    assert started.words_after("code") == [0]
-    assert (launcher.directory / "finished").exists()
-
-
-def test_a_rank_may_close_its_output(launcher) -> None:
-    script = launcher.script("import os; os.close(1); os.close(2); open('finished', 'w'); os._exit(5)")
-    assert launcher.run("run", "-n", "1", script)[0] == 5
-    assert (launcher.directory / "finished").exists()
-
-
-def test_log_files_instead_of_output(launcher) -> None:
-    script = launcher.script("import os, sys; print('out', os.environ['RANK']); print('err', file=sys.stderr)")
-    code, out, err = launcher.run("run", "-n", "2", "--log-dir", "some/logs", script)
-    assert (code, out, err) == (0, "", "")
-    logs = {path.name: sorted(path.read_text().splitlines()) for path in (launcher.directory / "some/logs").iterdir()}
-    assert logs == {"rank0.log": ["err", "out 0"], "rank1.log": ["err", "out 1"]}
-
-
-def test_log_files_and_output(launcher) -> None:
-    code, out, _ = launcher.run("run", "-n", "1", "--log-dir", "logs", "--tee", launcher.script("print('both')"))
-    assert (code, out) == (0, "[0] both\n")
-    assert (launcher.directory / "logs/rank0.log").read_text() == "both\n"
-
 
 # -- failure
 
@@ -184,7 +62,9 @@ def test_first_failure_ends_the_others_and_is_told_again(launcher, is_running) -
 
 
 def test_exit_code_is_the_rank_s(launcher) -> None:
-    code, _, err = launcher.run("run", "-n", "2", launcher.script("import os, sys; sys.exit(int(os.environ['RANK']) * 42)"))
+    code, _, err = launcher.run(
+        "run", "-n", "2", launcher.script("import os, sys; sys.exit(int(os.environ['RANK']) * 42)")
+    )
     assert code == 42
     assert "rank 1 failed first: it ended with exit code 42; it wrote nothing to stderr" in err
 
@@ -256,7 +136,9 @@ ABORT = """
 
 
 def test_the_rank_that_aborted_is_blamed(launcher) -> None:
-    code, _, err = launcher.run("run", "-n", "2", launcher.script(ABORT))
+    (launcher.directory / "scripts").mkdir()
+    launcher.script("raise SystemExit('found in the current directory')", "anyio.py")  # must not reach the store
+    code, _, err = launcher.run("run", "-n", "2", launcher.script(ABORT, "scripts/train.py"))
     assert code == 1
     assert "[0] asynccomm.errors.AbortedError: aborted by rank 1: ValueError: the culprit" in err
     assert "asynccomm: rank 1 failed first" in err
@@ -322,8 +204,21 @@ def test_second_interrupt_kills_at_once(launcher, is_running) -> None:
 
 def test_control_c_in_a_terminal_reaches_each_rank_once(launcher, is_running) -> None:
     script = launcher.script(STUBBORN)
-    take_terminal = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
-    command = [sys.executable, "-c", take_terminal, sys.executable, "-m", "asynccomm.cli.main", "run", "-n", "2", script]
+    take_terminal = (
+        "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        take_terminal,
+        sys.executable,
+        "-m",
+        "asynccomm.cli.main",
+        "run",
+        "-n",
+        "2",
+        script,
+    ]
     master, slave = pty.openpty()
     with subprocess.Popen(
         command, cwd=launcher.directory, stdin=slave, stdout=slave, stderr=slave, start_new_session=True
@@ -343,21 +238,42 @@ def test_control_c_in_a_terminal_reaches_each_rank_once(launcher, is_running) ->
 
 
 def test_what_is_ignored_stays_ignored(launcher) -> None:
-    script = launcher.script(ENDLESS)
+    script = launcher.script("import os; print('pid', os.getpid(), flush=True); input()")
     source = f"""
         import os, signal, sys
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-        command = [sys.executable, "-m", "asynccomm.cli.main", "run", "-n", "1", "{script}"]
         print("launcher", os.getpid(), flush=True)
-        os.execv(sys.executable, command)
+        os.execv(sys.executable, [sys.executable, "-m", "asynccomm.cli.main", "run", "-n", "1", "{script}"])
     """
     started = launcher.start("run", "-n", "1", launcher.script(source, "nohup.py"))
     started.sees("pid")
     os.kill(started.words_after("launcher")[0], signal.SIGHUP)
-    os.kill(started.words_after("launcher")[0], signal.SIGTERM)
-    started.finish()
-    assert b"SIGTERM; the ranks have" in started.err
-    assert b"SIGHUP" not in started.err
+    started.process.stdin.write(b"\n")
+    assert started.finish() == 0
+
+
+def test_sigterm_is_the_rank_s_to_hand_to_its_helpers(launcher) -> None:
+    script = launcher.script(
+        """
+        import os, signal, subprocess, sys
+
+        def leave(*_):
+            helper.stdin.close()
+            print("helper", helper.wait(), flush=True)
+            sys.exit(0)
+
+        helper = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+        signal.signal(signal.SIGTERM, leave)
+        print("pid", os.getpid(), flush=True)
+        while True:
+            signal.pause()
+        """
+    )
+    started = launcher.start("run", "-n", "1", script)
+    started.sees("pid")
+    started.process.send_signal(signal.SIGTERM)
+    assert started.finish() == 128 + signal.SIGTERM
+    assert started.words_after("helper") == [0]
 
 
 def test_a_terminal_that_takes_nothing_does_not_stop_an_interrupt(launcher, is_running, until, leftovers) -> None:

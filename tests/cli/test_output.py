@@ -88,18 +88,18 @@ async def test_pipe_rests_while_the_sink_is_full() -> None:
     sink_read, sink_write = os.pipe()
     sink = Sink(sink_write)
     got: list[bytes] = []
-    done = asyncio.Event()
+    first, done = asyncio.Event(), asyncio.Event()
 
     def on_lines(lines: list[bytes]) -> None:
         got.extend(lines)
+        first.set()
         if b"last\n" in lines:
             done.set()
 
     sink.write(b"x" * (QUEUE_BYTES + 200_000))
     reader = PipeReader(os.fdopen(source_read, "rb", buffering=0), on_lines, sink)
     os.write(source_write, b"first\n")
-    while not got:
-        await asyncio.sleep(0)
+    await first.wait()
     os.write(source_write, b"last\n")
     for _ in range(100):
         await asyncio.sleep(0)

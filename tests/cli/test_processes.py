@@ -1,6 +1,7 @@
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -36,16 +37,14 @@ async def test_cpus(cpu: int) -> None:
     await ended(child)
 
 
-async def test_kill_takes_the_group() -> None:
+async def test_kill_takes_the_group(until, is_running) -> None:
     source = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
     child = spawn([sys.executable, "-c", source], os.environ)
     assert child.stdout is not None
     grandchild = int(child.stdout.readline())
     child.kill()
     assert await ended(child) == -signal.SIGKILL
-    stat = Path(f"/proc/{grandchild}/stat")
-    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX":
-        await asyncio.sleep(0.01)
+    until(lambda: not is_running(grandchild), "the end of the grandchild")
 
 
 async def test_clear_group_lets_helpers_finish_first(tmp_path: Path) -> None:
@@ -68,3 +67,17 @@ def test_missing_program_is_an_os_error() -> None:
             spawn(["/nonexistent/program"], os.environ)
 
     asyncio.run(main())
+
+
+def test_a_child_dies_with_its_parent(until, is_running) -> None:
+    source = """if True:
+        import asyncio, os, signal
+        from asynccomm.cli.processes import spawn
+        async def main():
+            print(spawn(["sleep", "60"], os.environ).pid, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        asyncio.run(main())
+    """
+    parent = subprocess.run([sys.executable, "-c", source], capture_output=True, timeout=30)
+    assert parent.returncode == -signal.SIGKILL
+    until(lambda: not is_running(int(parent.stdout)), "the end of the child")

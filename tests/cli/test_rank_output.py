@@ -45,3 +45,126 @@ async def test_full_disk_costs_the_log_only(capfd: pytest.CaptureFixture[str]) -
     log.write([b"line\n"])
     await asyncio.wait_for(terminal.drain(), 10)
     assert capfd.readouterr().err == "asynccomm: /dev/full is not written any more: No space left on device\n"
+
+
+# -- as seen from outside
+
+
+def test_lines_arrive_at_once_behind_their_rank(launcher) -> None:
+    script = launcher.script(
+        """
+        import os, sys
+        if os.environ["RANK"] == "0":
+            print("out")
+            print("err", file=sys.stderr)
+            assert sys.stdin.readline() == 'go on\\n'
+        """
+    )
+    started = launcher.start("run", "-n", "2", script)
+    started.sees("[0] out\n")  # the rank runs still
+    started.process.stdin.write(b"go on\n")
+    assert started.finish() == 0
+    assert started.err == b"[0] err\n"
+
+
+def test_no_prefix(launcher) -> None:
+    assert launcher.run("run", "-n", "1", "--no-prefix", launcher.script("print('plain')"))[1] == "plain\n"
+
+
+def test_lines_stay_whole_between_many_ranks(launcher) -> None:
+    script = launcher.script(
+        """
+        import os
+        for i in range(200):
+            line = b"%d" % i + os.environ["RANK"].encode() * 3000 + b"\\n"
+            for start in range(0, len(line), 1000):
+                os.write(1, line[start:start + 1000])
+        """
+    )
+    started = launcher.start("run", "-n", "8", script)
+    assert started.finish() == 0
+    lines = bytes(started.out).splitlines()
+    expected = [b"[%d] %d" % (rank, i) + b"%d" % rank * 3000 for rank in range(8) for i in range(200)]
+    assert sorted(lines) == sorted(expected)
+
+
+def test_progress_bars_move(launcher) -> None:
+    script = launcher.script(
+        """
+        import sys
+        sys.stdout.write("10%\\r"); sys.stdout.flush()
+        sys.stdin.readline()
+        sys.stdout.write("20%\\r100%\\n")
+        """
+    )
+    started = launcher.start("run", "-n", "1", script)
+    started.sees("[0] 10%\r")
+    started.process.stdin.write(b"\n")
+    started.finish()
+    assert started.out == b"[0] 10%\r[0] 20%\r[0] 100%\n"
+
+
+def test_bytes_that_are_no_text_pass(launcher) -> None:
+    script = launcher.script("import os; os.write(1, bytes(set(range(256)) - {10, 13}) + b'end')")
+    started = launcher.start("run", "-n", "1", script)
+    assert started.finish() == 0
+    assert started.out == b"[0] " + bytes(sorted(set(range(256)) - {10, 13})) + b"end\n"
+
+
+def test_a_line_of_50_megabytes_is_not_held(launcher) -> None:
+    script = launcher.script(
+        """
+        import os
+        for _ in range(800):
+            os.write(1, b"x" * 65536)
+        peak = [line for line in open(f"/proc/{os.getppid()}/status") if line.startswith("VmHWM")][0].split()[1]
+        os.write(1, b"\\npeak " + peak.encode() + b"\\n")
+        """
+    )
+    started = launcher.start("run", "-n", "1", script)
+    assert started.finish() == 0
+    assert started.out.count(b"x") == 800 * 65536
+    assert started.words_after("peak")[0] < 48 * 1024  # KiB
+
+
+def test_a_reader_that_went_away_does_not_stop_the_run(launcher) -> None:
+    script = launcher.script(
+        """
+        for _ in range(10_000):
+            print("to somebody or nobody" * 10)
+        open("finished", "w")
+        """
+    )
+    source = f"""
+        import subprocess, sys
+        command = [sys.executable, "-m", "asynccomm.cli.main", "run", "-n", "1", "{script}"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as launcher:
+            launcher.stdout.readline()
+            launcher.stdout.close()
+        print("code", launcher.returncode)
+    """
+    started = launcher.start("run", "-n", "1", launcher.script(source, "head.py"))
+    assert started.finish() == 0
+    assert started.words_after("code") == [0]
+    assert started.err == b""
+    assert (launcher.directory / "finished").exists()
+
+
+def test_a_rank_may_close_its_output(launcher) -> None:
+    script = launcher.script("import os; os.close(1); os.close(2); open('finished', 'w'); os._exit(5)")
+    assert launcher.run("run", "-n", "1", script)[0] == 5
+    assert (launcher.directory / "finished").exists()
+
+
+def test_log_files_instead_of_output(launcher) -> None:
+    script = launcher.script("import os, sys; print('out', os.environ['RANK']); print('err', file=sys.stderr)")
+    code, out, err = launcher.run("run", "-n", "2", "--log-dir", "some/logs", script)
+    assert (code, out, err) == (0, "", "")
+    logs = {path.name: sorted(path.read_text().splitlines()) for path in (launcher.directory / "some/logs").iterdir()}
+    assert logs == {"rank0.log": ["err", "out 0"], "rank1.log": ["err", "out 1"]}
+
+
+def test_log_files_and_output(launcher) -> None:
+    code, out, _ = launcher.run("run", "-n", "1", "--log-dir", "logs", "--tee", launcher.script("print('both')"))
+    assert (code, out) == (0, "[0] both\n")
+    assert (launcher.directory / "logs/rank0.log").read_text() == "both\n"

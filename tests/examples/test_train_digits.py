@@ -1,14 +1,19 @@
 """examples/train_digits.py, started as its user would, and the parts that make N ranks equal to one."""
 
+import asyncio
 import importlib.util
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+
+import asynccomm
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = "examples/train_digits.py"
@@ -21,8 +26,17 @@ def launch(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(command, done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
+@dataclass
+class FinishedWork:
+    started: float
+    finished: float
+
+    def __await__(self) -> Iterator[None]:
+        return iter(())
+
+
 @pytest.fixture(scope="module")
-def example() -> ModuleType:
+def example() -> Iterator[ModuleType]:
     spec = importlib.util.spec_from_file_location("train_digits", ROOT / SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -45,11 +59,11 @@ def test_two_ranks_learn_the_digits() -> None:
         r"communication: ([\d.]+) s of ([\d.]+) s, (-?\d+)% of it hidden", done.stdout
     )
     assert 0 < float(communication) < float(total)
-    assert 0 < int(hidden) <= 100
+    assert int(hidden) <= 100  # how much it is depends on the machine; see test_gradients_leave_during_backward
     assert all(line.startswith("[0]") for line in done.stdout.splitlines())
 
     bars = [line for line in re.split(r"[\r\n]+", done.stderr) if "training:" in line]
-    assert any("580/580" in line for line in bars)
+    assert any("435/435" in line for line in bars)
     assert [line for line in bars if not line.startswith("[0]")] == []
 
 
@@ -57,13 +71,44 @@ def test_two_ranks_train_the_same_weights_as_one(tmp_path: Path) -> None:
     weights = {}
     for ranks in (1, 2):
         saved = tmp_path / f"{ranks}.pt"
-        done = launch(ranks, "--epochs", "3", "--lr", "0.01", "--save", str(saved))
+        done = launch(ranks, "--epochs", "2", "--lr", "0.01", "--save", str(saved))
         assert done.returncode == 0, done.stderr
         weights[ranks] = torch.load(saved, weights_only=True)
-    # The sums of float32 are taken in another order: a few units of 6e-8 relative to weights below 1, growing with each
-    # of the 87 steps. A small learning rate keeps the training from amplifying them; a gradient that is missing,
-    # doubled, or of other samples moves the weights by 1e-3 and more.
+    # The gradients are the same sums, added in another order: float32 rounds them differently by some 1e-7 of their
+    # value, so weights (below 1 here) end up a few units in the last place apart, 6e-8 each. The small learning rate
+    # keeps training from amplifying that. A gradient that is missing, doubled or of other samples makes 1e-3 and more.
     torch.testing.assert_close(weights[2], weights[1], rtol=0, atol=1e-5)
+
+
+def test_gradients_leave_during_backward(example: ModuleType) -> None:
+    events: list[str] = []
+
+    class Comm:
+        def all_reduce(self, tensor: torch.Tensor, op: asynccomm.ReduceOp) -> None:
+            events.append(f"sent {tensor.numel()} for {op}")
+
+    model = example.make_model()
+    gradients = example.GradientBuckets(Comm(), model)
+    first = next(model.parameters())
+    first.register_post_accumulate_grad_hook(lambda _: events.append("backward has reached the first layer"))
+    works = gradients.backward(model(torch.randn(2, 1, 8, 8)).sum())
+
+    assert len(works) == 3
+    assert [event for event in events if event.startswith("sent")] == [
+        "sent 132490 for AVG",  # 1024 x 128 and 128 x 10 weights, 138 biases
+        "sent 18496 for AVG",
+        "sent 320 for AVG",
+    ]
+    assert events.index("backward has reached the first layer") >= 2
+
+
+def test_time_under_way_counts_once(example: ModuleType) -> None:
+    overlap = example.Overlap()
+    works = [FinishedWork(1.0, 3.0), FinishedWork(2.0, 4.0), FinishedWork(2.5, 3.5), FinishedWork(6.0, 7.0)]
+    asyncio.run(overlap.wait(works))
+    assert overlap.total == 4.0
+    assert 0 <= overlap.exposed < overlap.total
+    assert overlap.hidden == 1 - overlap.exposed / 4.0
 
 
 def test_the_slices_of_all_ranks_are_the_global_batches(example: ModuleType) -> None:

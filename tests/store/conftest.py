@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 from torch import distributed as dist
@@ -22,6 +22,7 @@ class Fake:
         self.handler = handler
         self.connections = 0
         self.port = 0
+        self.chunks: list[bytes] = []  # what clients wrote, if ``handler`` keeps it
         self.errors: list[BaseException] = []
         self._writers: list[asyncio.StreamWriter] = []
 
@@ -49,12 +50,12 @@ def use_libuv(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-def server(use_libuv: bool) -> Iterator[dist.TCPStore]:
+def server(use_libuv: bool) -> dist.TCPStore:
     """torch's own server, and its client in this process."""
     # an IPv4 socket: on torch's own the server looks up the names of its peers, which may take the resolver seconds
     listening = listen("127.0.0.1", 0)
     port = listening.getsockname()[1]
-    yield dist.TCPStore(
+    return dist.TCPStore(
         "127.0.0.1",
         port,
         is_master=True,
@@ -100,6 +101,8 @@ async def proxy(server: dist.TCPStore, fake: Callable[[Handler], Awaitable[Fake]
         with contextlib.suppress(ConnectionError, asyncio.CancelledError):
             while data := await reader.read(1 << 20):
                 log.append(data)
+                if writer.is_closing():
+                    break
                 writer.write(data)
                 await writer.drain()
         writer.close()
@@ -111,3 +114,14 @@ async def proxy(server: dist.TCPStore, fake: Callable[[Handler], Awaitable[Fake]
     double = await fake(handler)
     double.chunks = chunks
     return double
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], object]], Awaitable[None]]:
+    """``await until(condition)``, for what nothing can be awaited for: other threads, the kernel's sockets."""
+
+    async def turn_until(condition: Callable[[], object]) -> None:
+        while not condition():
+            await asyncio.sleep(0)
+
+    return turn_until

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,8 @@ exchanges: st.SearchStrategy[Exchange] = st.one_of(
     st.dictionaries(keys, blobs, max_size=3).map(lambda a: (lambda c: c.multi_set(a), b"", [])),
     st.just((lambda c: c.multi_get([]), b"", [])),
     blobs.map(lambda v: (lambda c: c.get("k"), blob(v), [v])),
+    blobs.map(lambda v: (lambda c: c.get_if_present("k"), b"\x00" + blob(v), [v])),
+    st.just((lambda c: c.get_if_present("k"), b"\x01" + blob(b""), [None])),
     blobs.map(lambda v: (lambda c: c.compare_set("k", b"a", b"b"), blob(v), [v])),
     i64.map(lambda v: (lambda c: c.add("k", 1), number(v), [v])),
     i64.map(lambda v: (lambda c: c.num_keys(), number(v), [v])),
@@ -52,7 +55,7 @@ exchanges: st.SearchStrategy[Exchange] = st.one_of(
 
 def cut(data: bytes, places: list[int]) -> list[bytes]:
     bounds = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
-    return [data[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [data[a:b] for a, b in itertools.pairwise(bounds)]
 
 
 @settings(deadline=None, max_examples=200)
@@ -126,6 +129,7 @@ def test_requests_have_the_bytes_that_torch_sends() -> None:
     assert sent(lambda c: c.set("k", "é")) == b"\x01" + key + blob("é".encode())
     assert sent(lambda c: c.compare_set("k", b"a", b"")) == b"\x02" + key + blob(b"a") + blob(b"")
     assert sent(lambda c: c.get("k")) == b"\x03" + key
+    assert sent(lambda c: c.get_if_present("k")) == b"\x05" + struct.pack("=Q", 1) + key + b"\x03" + key
     assert sent(lambda c: c.add("k", -1)) == b"\x04" + key + number(-1)
     assert sent(lambda c: c.check(["k", "l"])) == b"\x05" + two
     assert sent(lambda c: c.wait(["k", "l"])) == b"\x06" + two

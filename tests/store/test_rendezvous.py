@@ -142,7 +142,7 @@ def test_the_url_and_an_equal_argument_agree() -> None:
 
 @pytest.mark.parametrize(("store", "rank"), [(3, 0), (b"env://", 0), ("tcp://h:1", 1.0), ("tcp://h:1", True)])
 def test_wrong_types_are_named(store: object, rank: object) -> None:
-    with pytest.raises(TypeError, match="store must be a Store|rank must be an integer"):
+    with pytest.raises(TypeError, match=r"store must be a Store|rank must be an integer"):
         find_place(store, rank, 2, {})  # type: ignore[arg-type]
 
 
@@ -173,9 +173,7 @@ async def test_ranks_meet_by_the_environment() -> None:
 async def test_with_the_launchers_store_all_are_clients() -> None:
     sock = listen("127.0.0.1", 0)
     port = sock.getsockname()[1]
-    agent = dist.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach()
-    )
+    agent = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach())
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "1", "RANK": "0"}
     meeting = await meet(find_place(None, None, None, env | {"TORCHELASTIC_USE_AGENT_STORE": "True"}), 20)
     assert meeting.hosted is None

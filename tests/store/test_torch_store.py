@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
 
 import pytest
@@ -78,12 +78,10 @@ async def test_our_client_serves_torch_code_in_another_thread(client: StoreClien
     assert await client.get("p/k") == b"v"
 
 
-async def test_a_thread_waits_while_the_loop_goes_on() -> None:
+async def test_a_thread_waits_while_the_loop_goes_on(until: Callable[..., Awaitable[None]]) -> None:
     store = MemoryStore()
     view = AsTorchStore(store, asyncio.get_running_loop(), timeout=10)
-    blocked: Callable[[], bytes] = lambda: view.get("late")  # noqa: E731
-    thread = asyncio.create_task(asyncio.to_thread(blocked))
-    while not store._waiters:
-        await asyncio.sleep(0)
+    thread = asyncio.create_task(asyncio.to_thread(view.get, "late"))
+    await until(lambda: store._waiters)
     await store.set("late", b"v")
     assert await thread == b"v"

@@ -124,7 +124,7 @@ async def test_a_lost_line_fails_all_waiters() -> None:
     await line.aclose(ClosedError("end"))
 
 
-# -- against torch's servers --------------------------------------------------------------------------------------------
+# -- against torch's servers ------------------------------------------------------------------------------------------
 
 
 async def test_many_waiters_on_many_keys(client: StoreClient) -> None:

@@ -29,7 +29,7 @@ GLOO_THREADS = 1  # see torch_gloo.py
 P2P_THREADS = 64  # point-to-point lanes that can wait at the same time
 CLOSE_SECONDS = 5.0  # for lanes to see the end of an aborted group; they are daemons, so a miss costs a thread
 
-_HINTS = {
+_HINTS: Mapping[str, str] = {
     "hostname": "address of the network interface to use (default: loopback if all ranks are on one host)",
     "interface": "name of the network interface to use",
     "gloo_threads": f"gloo threads that run collectives (default {GLOO_THREADS})",
@@ -43,7 +43,7 @@ class GlooBackend(Backend):
 
     name = "gloo"
     devices = frozenset({"cpu"})
-    hints: Mapping[str, str] = _HINTS
+    hints = _HINTS
 
     def __init__(self, context: BackendContext, gloo: Gloo) -> None:
         group = context.group

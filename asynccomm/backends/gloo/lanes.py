@@ -38,7 +38,7 @@ class _Threads:
             self._spoken_for += 1
             start = self._spoken_for > self._alive and self._alive < self._limit
             self._alive += start
-        self._jobs.put(function)
+            self._jobs.put(function)  # under the lock: a thread about to end looks once more for jobs under it
         if start:
             threading.Thread(target=self._main, name=self._name, daemon=True).start()
 

@@ -113,7 +113,9 @@ def _reduce_scatter(
         reduction = ReduceOp.SUM
         widened = True
     else:
-        rows = torch.cat([arithmetic.resolved(t) for t in inputs]) if len(inputs) > 1 else arithmetic.resolved(inputs[0])
+        rows = (
+            torch.cat([arithmetic.resolved(t) for t in inputs]) if len(inputs) > 1 else arithmetic.resolved(inputs[0])
+        )
         widened = False
     received = torch.empty_like(rows)
     work = gloo.all_to_all_single(received.view(torch.uint8), rows.view(torch.uint8))

@@ -119,9 +119,7 @@ class PointToPoint:
         assert isinstance(send.op, Send)
         assert isinstance(recv.op, Recv)
         if not recv.op.takes(send.op):
-            self._on_error(
-                CollectiveMismatchError(send.work.seq, self._rank, str(send.op), self._rank, str(recv.op))
-            )
+            self._on_error(CollectiveMismatchError(send.work.seq, self._rank, str(send.op), self._rank, str(recv.op)))
             return
         with torch.no_grad():
             data, copy_back = target(recv.outputs[0])

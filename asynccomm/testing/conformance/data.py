@@ -33,7 +33,7 @@ def sample(rank: int, shape: Sequence[int], dtype: torch.dtype = torch.float32, 
     for extent in shape:
         count *= extent
     index = torch.arange(count, dtype=torch.int64)
-    values = (index * 5 + index // 7 + rank * 3 + salt * 11) % 6 + 1
+    values = (index * 5 + index // 7 + rank * 3 + salt * 11) % 7 + 1  # 7 is prime: ranks 0 to 6 all differ
     shape = torch.Size(shape)
     if dtype == torch.bool:
         return (values % 2 == 0).view(shape)
@@ -109,7 +109,9 @@ def expect_equal(actual: Tensor, expected: Tensor, what: str) -> None:
         tolerance = torch.finfo(actual.dtype).eps
         same = bool(torch.isclose(a, b, rtol=tolerance, atol=0, equal_nan=True).all())
     if not same:
-        raise AssertionError(f"{what}:\n got      {actual.flatten()[:16].tolist()}\n expected {b.flatten()[:16].tolist()}")
+        raise AssertionError(
+            f"{what}:\n got      {actual.flatten()[:16].tolist()}\n expected {b.flatten()[:16].tolist()}"
+        )
 
 
 def _signed(tensor: Tensor) -> Tensor:

@@ -104,8 +104,7 @@ async def deadlines_name_who_is_missing(comm: Comm) -> None:
         # stays away until the others have given up, and hears of it
         while True:
             try:
-                comm.statistics()
-                comm._check_open()
+                await comm.ready()
                 await asyncio.sleep(0.01)
             except BrokenError as exc:
                 assert "all_reduce" in str(exc)

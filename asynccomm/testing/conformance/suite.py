@@ -25,7 +25,7 @@ def _checks(module: ModuleType) -> list[Check]:
 
 _HARMLESS = [*_checks(collectives), *_checks(handles)]
 _BREAKING = _checks(failures)
-CHECKS: dict[str, Check] = {check.__name__: check for check in [*_HARMLESS, *_BREAKING]}  # type: ignore[attr-defined]
+CHECKS: dict[str, Check] = {check.__name__: check for check in [*_HARMLESS, *_BREAKING]}
 
 
 async def check_backend(
@@ -45,11 +45,11 @@ async def check_backend(
             raise ValueError(f"only: there is no check {name!r}; choose from {', '.join(CHECKS)}")
     async with make("conformance") as comm:
         for check in _HARMLESS:
-            if check.__name__ in chosen:  # type: ignore[attr-defined]
+            if check.__name__ in chosen:
                 await _run(check, comm)
     for check in _BREAKING:
-        if check.__name__ in chosen:  # type: ignore[attr-defined]
-            async with make(f"conformance-{check.__name__}") as comm:  # type: ignore[attr-defined]
+        if check.__name__ in chosen:
+            async with make(f"conformance-{check.__name__}") as comm:
                 await _run(check, comm)
 
 
@@ -57,5 +57,5 @@ async def _run(check: Check, comm: Comm) -> None:
     try:
         await check(comm)
     except Exception as exc:
-        exc.add_note(f"in check {check.__name__!r} on rank {comm.rank} of {comm.size}, {comm.backend}")  # type: ignore[attr-defined]
+        exc.add_note(f"in check {check.__name__!r} on rank {comm.rank} of {comm.size}, {comm.backend}")
         raise

@@ -1,0 +1,344 @@
+"""One rank's part in a comm: what it has submitted, and how it ends. The engine room of :class:`asynccomm.Comm`.
+
+Submitting happens under one lock: so calls may come from any thread, and the order of numbers is the order on the wire.
+What follows happens elsewhere: the backend settles the Work, ``deadlines`` notices if it does not, ``bulletin`` tells
+the other ranks.
+
+States: open, then closed or broken, for good. Broken means: what was pending has failed with one error, the peers have
+been told why, and later calls raise that error again. What breaks a session: an operation past its deadline, a
+transport error, ``abort`` here or on another rank.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack
+from datetime import timedelta
+from typing import Any, NamedTuple, final
+
+from asynccomm.backends.base import Backend, BackendContext, Submission
+from asynccomm.bulletin import Bulletin
+from asynccomm.deadlines import Deadlines
+from asynccomm.errors import (
+    AbortedError,
+    AsyncCommError,
+    BackendError,
+    BrokenError,
+    ClosedError,
+    CollectiveTimeoutError,
+)
+from asynccomm.mailbox import Mailbox
+from asynccomm.ops import Call, Group, Recv, Send
+from asynccomm.options import CommOptions, seconds
+from asynccomm.store.base import Store
+from asynccomm.work import Work
+
+__all__ = ["CommStatistics", "Session"]
+
+TELL_SECONDS = 2.0  # for the store to take the news of an abort; the peers learn from the transport otherwise
+ROLL_CALL_SECONDS = 0.5  # for peers to say what they have issued, once an operation is past its deadline
+
+_log = logging.getLogger("asynccomm")
+_alive: weakref.WeakSet[Session] = weakref.WeakSet()  # only to disown them in a forked child
+
+
+class CommStatistics(NamedTuple):
+    """A snapshot of one comm's traffic."""
+
+    submitted: int  #: operations called so far
+    in_flight: int  #: operations not settled yet
+    bytes_in_flight: int  #: bytes of the larger side (inputs or outputs) of those
+
+
+@final
+class Session:
+    """Submits, watches, and ends.
+
+    Args:
+        group, options: as the comm shows them.
+        mailbox: of the comm's loop.
+        store: keys of this comm alone.
+        resources: closed when the session has ended.
+    """
+
+    def __init__(
+        self, group: Group, options: CommOptions, mailbox: Mailbox, store: Store, resources: AsyncExitStack
+    ) -> None:
+        self.group = group
+        self.options = options
+        self.mailbox = mailbox
+        self.backend: Backend | None = None  #: None until connected, and in a forked child
+        self.error: AsyncCommError | None = None  #: why there are no more calls
+        self._resources = resources
+        self._lock = threading.RLock()  # a backend may settle inside submit()
+        self._pending: dict[Work[Any], int] = {}  # bytes by operation
+        self._bytes = 0
+        self._collectives = 0
+        self._p2p = 0
+        self._changed: list[asyncio.Future[None]] = []  # who waits for something to settle
+        self._ending: set[asyncio.Task[None]] = set()
+        self._closing: asyncio.Future[None] | None = None
+        # others hold these for long; they must not keep a forgotten comm alive
+        self.transport_failed = _weakly(self._transport_failed)  #: for the backend: hears of transport errors
+        self._deadlines = Deadlines(mailbox, _weakly(self._expired))
+        self._bulletin = Bulletin(store, group.rank, _weakly(self._heard))
+        _alive.add(self)
+
+    async def connect(self, backend: type[Backend], context: BackendContext) -> None:
+        """Connect the backend and begin to take calls; a failure ends the session."""
+        try:
+            async with asyncio.timeout(context.timeout):
+                self.backend = await backend.connect(context)
+        except BaseException as exc:
+            # the others are still connecting: what they wait for will not come
+            self.abort(f"could not connect: {type(exc).__name__}: {exc}")
+            await self.aclose()
+            if isinstance(exc, TimeoutError) and not isinstance(exc, AsyncCommError):
+                raise BackendError(
+                    f"{backend.name} did not connect rank {self.group.rank} of comm {self.group.name!r} "
+                    f"within {self.options.timeout:g} s"
+                ) from exc
+            raise
+        self._resources.push_async_callback(self.backend.aclose)
+
+    def statistics(self) -> CommStatistics:
+        """How much is going on."""
+        with self._lock:
+            return CommStatistics(self._collectives + self._p2p, len(self._pending), self._bytes)
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``aclose`` was called."""
+        return self._closing is not None
+
+    # -- submitting ---------------------------------------------------------------------------------------------------
+
+    def submit(self, call: Call, timeout: float | timedelta | None, hints: Mapping[str, str] | None) -> Work[Any]:
+        limit = seconds("timeout", timeout, self.options.timeout)
+        if hints is not None and not isinstance(hints, Mapping):
+            raise TypeError(f"hints must be a mapping of strings to strings, got {hints!r}")
+        self.check_loop()
+        op = call.op
+        with self._lock:
+            self.check_open()
+            backend = self.backend
+            assert backend is not None
+            seq = self._p2p if op.p2p else self._collectives
+            work: Work[Any] = Work(op, seq, self.mailbox, value=call.result, timeout=limit, on_settled=self._settled)
+            nbytes = max(sum(t.nbytes for t in call.inputs), sum(t.nbytes for t in call.outputs))
+            self._pending[work] = nbytes
+            self._bytes += nbytes
+            try:
+                backend.submit((Submission(call, work),))
+            except BaseException:
+                if self._pending.pop(work, None) is not None:
+                    self._bytes -= nbytes
+                raise
+            if op.p2p:
+                self._p2p += 1
+            else:
+                self._collectives += 1
+        if not work.done():
+            self._deadlines.add(work)
+        return work
+
+    def _settled(self, work: Work[Any]) -> None:
+        with self._lock:
+            self._bytes -= self._pending.pop(work, 0)
+        if self._changed:
+            self.mailbox.post(self._wake)
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, []
+        for waiter in changed:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def ready(self) -> None:
+        """Wait until less is in flight than the options allow. Raises: ClosedError, BrokenError."""
+        self.check_loop()
+        while True:
+            self.check_open()
+            if len(self._pending) < self.options.max_ops and self._bytes < self.options.max_bytes:
+                return
+            await self._something_settled()
+
+    async def _something_settled(self) -> None:
+        waiter: asyncio.Future[None] = self.mailbox.loop.create_future()
+        self._changed.append(waiter)
+        if self._pending:  # looked at after leaving word: see Work
+            await waiter
+
+    def check_loop(self) -> None:
+        running = asyncio._get_running_loop()
+        if running is not None and running is not self.mailbox.loop:
+            raise RuntimeError(
+                f"comm {self.group.name!r} belongs to another event loop than the running one; a comm is used on the "
+                f"loop it was made on, and from threads that run none"
+            )
+
+    def check_open(self) -> None:
+        error = self.error
+        if error is not None:
+            again = type(error)(*error.args)  # a fresh one: the first is what the pending Works raise
+            raise again from error
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    def abort(self, reason: str) -> None:
+        """Break, and tell the peers; does nothing once broken or closed. From any thread."""
+        self._fail(AbortedError(self.group.rank, reason), tell=True)
+
+    async def aclose(self) -> None:
+        """Take no more calls, wait for what is in flight, free everything. Idempotent. Cancelling it aborts."""
+        self.check_loop()
+        if self._closing is not None:
+            await asyncio.shield(self._closing)
+            return
+        self._closing = self.mailbox.loop.create_future()
+        closed = ClosedError(f"comm {self.group.name!r} is closed")
+        with self._lock:
+            self.error = self.error or closed
+        try:
+            while self._pending:
+                await self._something_settled()
+        except BaseException as exc:
+            self.abort(f"closing was interrupted by {type(exc).__name__}")
+            raise
+        finally:
+            await self._finish_ending()
+            self.error = closed
+            self._closing.set_result(None)
+
+    async def _finish_ending(self) -> None:
+        while self._ending:
+            await asyncio.wait(set(self._ending))
+        self._deadlines.close()
+        await self._bulletin.aclose()
+        await self._resources.aclose()
+
+    def forget(self) -> None:
+        """End without telling or waiting: the comm was dropped unclosed. From any thread, at any time."""
+        self._abort_backend()
+        with contextlib.suppress(RuntimeError):  # the loop may be closed
+            self.mailbox.loop.call_soon_threadsafe(self._bulletin.cancel)
+
+    def disown(self) -> None:
+        """Refuse everything: this is a forked child, where neither threads nor connections are ours."""
+        self.error = ClosedError(f"comm {self.group.name!r} was made before this process was forked; make a new one")
+        self.backend = None
+
+    def _fail(self, error: BrokenError, *, tell: bool) -> bool:
+        """Become broken by ``error``, unless it has ended otherwise; from any thread."""
+        with self._lock:
+            draining = isinstance(self.error, ClosedError) and self._pending
+            if self.error is not None and not draining:
+                return False
+            self.error = error
+            pending = list(self._pending)
+        for work in pending:
+            work.settle(error)
+        if self.mailbox.loop.is_closed():
+            self._abort_backend()
+        else:
+            self.mailbox.post(lambda: self._begin(self._end(error, tell=tell)))
+        return True
+
+    def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self.mailbox.loop.create_task(coroutine)
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def _end(self, error: BrokenError, *, tell: bool) -> None:
+        """Tell the peers why before the transport goes, so that they hear of the cause and not of a lost connection."""
+        self._deadlines.close()
+        try:
+            if tell:
+                reason = error.reason if isinstance(error, AbortedError) else f"{type(error).__name__}: {error}"
+                with contextlib.suppress(TimeoutError, AsyncCommError):
+                    async with asyncio.timeout(TELL_SECONDS):
+                        await self._bulletin.post(kind="abort", reason=reason)
+        finally:
+            self._abort_backend()
+        if self.options.abort_process_on_timeout_or_error and not isinstance(error, AbortedError):
+            _log.critical("ending the process: %s", error)
+            os.abort()
+
+    def _abort_backend(self) -> None:
+        if self.backend is not None:
+            self.backend.abort()
+
+    # -- what others tell us ------------------------------------------------------------------------------------------
+
+    def _transport_failed(self, error: BrokenError) -> None:
+        """From any thread."""
+        self.mailbox.post(lambda: self._begin(self._explain(error)))
+
+    async def _explain(self, error: BrokenError) -> None:
+        """Find out whether the transport failed because a rank gave up, and break with what is behind it."""
+        if isinstance(error, BackendError):
+            with contextlib.suppress(TimeoutError, AsyncCommError):
+                async with asyncio.timeout(TELL_SECONDS):
+                    for item in await self._bulletin.look():
+                        self._heard(item)
+        self._fail(error, tell=True)
+
+    def _heard(self, item: dict[str, Any]) -> None:
+        if item["kind"] == "abort":
+            self._fail(AbortedError(item["rank"], item["reason"]), tell=False)
+        elif item["kind"] == "roll call":
+            self._begin(self._answer(item["number"]))
+
+    async def _answer(self, number: int) -> None:
+        with contextlib.suppress(AsyncCommError):
+            await self._bulletin.reply(number, collectives=self._collectives)
+
+    def _expired(self, work: Work[Any]) -> None:
+        self._begin(self._expire(work))
+
+    async def _expire(self, work: Work[Any]) -> None:
+        missing: list[int] = []
+        if isinstance(work.op, (Send, Recv)):
+            missing = [work.op.peer]
+        elif self.group.size > 1:
+            others = [rank for rank in range(self.group.size) if rank != self.group.rank]
+            with contextlib.suppress(AsyncCommError):
+                number = await self._bulletin.post(kind="roll call")
+                said = await self._bulletin.replies(number, others, ROLL_CALL_SECONDS)
+                missing = [r for r in others if r not in said or said[r]["collectives"] <= work.seq]
+        if work.done():
+            return  # it came in during the roll call
+        elapsed = time.monotonic() - work.started
+        self._fail(
+            CollectiveTimeoutError(
+                work.op, work.seq, self.group.name, self.group.rank, elapsed, work.timeout, tuple(missing)
+            ),
+            tell=True,
+        )
+
+
+def _weakly(method: Callable[[Any], object]) -> Callable[[Any], None]:
+    """``method``, without keeping its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(argument: Any) -> None:
+        target = reference()
+        if target is not None:
+            target(argument)
+
+    return call
+
+
+def _disown_all() -> None:
+    for session in list(_alive):
+        session.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)

@@ -1,0 +1,57 @@
+"""A whole world of ranks in one process and one event loop, for tests of programs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from datetime import timedelta
+
+from asynccomm.comm import Comm
+from asynccomm.connect import new_comm
+from asynccomm.options import MAX_BYTES, MAX_OPS
+from asynccomm.store.memory import MemoryStore
+
+__all__ = ["loopback_world"]
+
+
+@asynccontextmanager
+async def loopback_world(
+    size: int,
+    *,
+    name: str = "test",
+    timeout: float | timedelta | None = None,
+    hints: Mapping[str, str] | None = None,
+    max_ops: int = MAX_OPS,
+    max_bytes: int = MAX_BYTES,
+) -> AsyncIterator[list[Comm]]:
+    """The comms of all ranks, in rank order; closed at the end, however it came.
+
+    Run one task per rank on them, or call them by turns: an operation runs when its last rank arrives. What the
+    transport does can be steered by ``comm.unsafe_get_backend().hub``: see ``asynccomm.backends.loopback.Hub``.
+    """
+    store = MemoryStore()
+    comms = await asyncio.gather(
+        *(
+            new_comm(
+                "loopback",
+                name=name,
+                store=store,
+                rank=rank,
+                size=size,
+                timeout=timeout,
+                hints=hints,
+                max_ops=max_ops,
+                max_bytes=max_bytes,
+            )
+            for rank in range(size)
+        )
+    )
+    try:
+        yield list(comms)
+    except BaseException as exc:
+        for comm in comms:
+            comm.abort(f"{type(exc).__name__}: {exc}")
+        raise
+    finally:
+        await asyncio.gather(*(comm.aclose() for comm in comms))

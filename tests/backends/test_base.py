@@ -1,0 +1,89 @@
+"""What is common to all backends."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Self
+
+import pytest
+import torch
+
+from asynccomm.backends.base import Backend, BackendContext, Member, Submission, device_of
+from asynccomm.mailbox import Mailbox
+from asynccomm.ops import AllGather, Group
+from asynccomm.store.memory import MemoryStore
+from asynccomm.work import Work
+
+
+class Least(Backend):
+    """As little as a backend can be."""
+
+    name = "least"
+    devices = frozenset({"cpu"})
+
+    @classmethod
+    async def connect(cls, context: BackendContext) -> Self:
+        return cls()
+
+    def submit(self, batch: Sequence[Submission]) -> None:
+        for submission in batch:
+            submission.work.settle()
+
+    async def aclose(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+
+async def test_the_least_backend() -> None:
+    mailbox = Mailbox(asyncio.get_running_loop())
+    group = Group("g", 0, 1, torch.device("cpu"))
+    context = BackendContext(group, [Member(0, "host", 1)], MemoryStore(), mailbox, 1.0, lambda error: None)
+    assert context.hints == {}
+    backend = await Least.connect(context)
+    Least.check_hints({})
+    call = AllGather.of(group, None, torch.ones(2))
+    work: Work[Any] = Work(call.op, 0, mailbox, value=call.result, timeout=1.0, on_settled=lambda work: None)
+    submission = Submission(call, work)
+    assert (submission.op, submission.inputs, submission.outputs, submission.work) == (
+        call.op,
+        call.inputs,
+        call.outputs,
+        work,
+    )
+    backend.submit([submission])
+    assert await work is call.result
+    backend.abort()
+    await backend.aclose()
+
+
+@pytest.mark.parametrize("missing", ["connect", "submit", "aclose", "abort"])
+def test_a_backend_must_have_everything(missing: str) -> None:
+    incomplete: Any = type("Incomplete", (Least,), {missing: getattr(Backend, missing)})
+    with pytest.raises(TypeError, match=missing):
+        incomplete()
+
+
+def test_members_are_frozen() -> None:
+    member = Member(0, "host", 1)
+    assert member == Member(rank=0, host="host", pid=1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        member.rank = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("cpu", torch.device("cpu")), ("cuda:1", torch.device("cuda", 1)), (torch.device("meta"), torch.device("meta"))],
+)
+def test_devices(value: Any, expected: torch.device) -> None:
+    assert device_of(value) == expected
+
+
+@pytest.mark.parametrize("value", ["gpu", "", "cpu:x", None, 1.5, ["cpu"]])
+def test_what_is_no_device(value: Any) -> None:
+    with pytest.raises(ValueError, match="device must name a torch device") as caught:
+        device_of(value)
+    assert repr(value) in str(caught.value)

@@ -1,0 +1,194 @@
+"""Making a comm: every argument checked at the call, every mismatch among ranks named on all of them."""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+
+from asynccomm import BackendError, Comm, MemoryStore, RendezvousError, StoreClient, new_comm
+from asynccomm.backends.base import Backend, BackendContext
+from asynccomm.backends.loopback import LoopbackBackend
+
+
+@pytest.fixture
+def port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@pytest.fixture
+def environ(monkeypatch: pytest.MonkeyPatch, port: int) -> Iterator[pytest.MonkeyPatch]:
+    for name in [name for name in os.environ if name.startswith("TORCHELASTIC")]:
+        monkeypatch.delenv(name)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    yield monkeypatch
+
+
+BAD_CALLS: list[tuple[dict[str, object], str]] = [
+    ({"backend": "mpi"}, "backend 'mpi' is unknown; choose from auto, gloo, loopback"),
+    ({"backend": 3}, "backend must be a name, got 3"),
+    ({"device": "toaster"}, "device must name a torch device .* got 'toaster'"),
+    ({"backend": "gloo", "device": "cuda:0"}, "'gloo' takes tensors on .*, not on device cuda:0"),
+    ({"device": "cuda"}, "'auto' has no choice for device cuda"),
+    ({"name": ""}, "name must be a non-empty str, got ''"),
+    ({"timeout": 0}, "timeout must be positive, got 0"),
+    ({"timeout": "1"}, "timeout must be seconds or a timedelta, got '1'"),
+    ({"hints": [1]}, "hints must be a mapping"),
+    ({"hints": {"gloo_threads": 2}}, "hints must map strings to strings, got 'gloo_threads': 2"),
+    ({"hints": {"gloo_threads": "many"}}, "hint 'gloo_threads' must be a positive integer, got 'many'"),
+    ({"hints": {"p2p_threads": "0"}}, "hint 'p2p_threads' must be a positive integer, got '0'"),
+    ({"hints": {"hostname": "a", "interface": "b"}}, "hints 'hostname' and 'interface' exclude each other"),
+    ({"max_ops": 0}, "max_ops must be a positive integer, got 0"),
+    ({"max_bytes": 1.5}, "max_bytes must be a positive integer, got 1.5"),
+    ({"rank": 2, "size": 2}, r"rank must be in \[0, 2\), got 2"),
+    ({"size": 0}, "size must be at least 1, got 0"),
+    ({"rank": True}, "rank must be an integer, got True"),
+    ({"store": 5}, "store must be a Store"),
+    ({"store": "http://x"}, "store 'http://x' must be"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_CALLS, ids=lambda value: str(value)[:30])
+def test_bad_arguments_raise_at_the_call(
+    environ: pytest.MonkeyPatch, arguments: dict[str, object], message: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        new_comm(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_missing_variable_is_named(environ: pytest.MonkeyPatch, name: str) -> None:
+    environ.delenv(name)
+    with pytest.raises(ValueError, match=f"environment variable {name} is not set"):
+        new_comm()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("RANK", "one"), ("RANK", "1"), ("RANK", "-1"), ("WORLD_SIZE", "0"), ("MASTER_PORT", "70000")]
+)
+def test_a_wrong_variable_is_named_with_its_value(environ: pytest.MonkeyPatch, name: str, value: str) -> None:
+    environ.setenv(name, value)
+    with pytest.raises(ValueError, match=rf"{name}.*{value}"):
+        new_comm()
+
+
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
+async def test_one_rank_alone(environ: pytest.MonkeyPatch, backend: str) -> None:
+    async with new_comm(backend, timeout=timedelta(seconds=20)) as comm:
+        tensor = torch.ones(3)
+        assert await comm.all_reduce(tensor) is tensor
+        assert tensor.tolist() == [1, 1, 1]
+        assert comm.options.timeout == 20
+
+
+async def test_unknown_hints_are_logged_and_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "asynccomm"):
+        async with new_comm("loopback", store=MemoryStore(), rank=0, size=1, hints={"speed": "ludicrous"}) as comm:
+            assert comm.options.hints == {}
+    assert "hint 'speed' is unknown to backend 'loopback'" in caplog.text
+
+
+async def test_the_port_is_in_use(environ: pytest.MonkeyPatch, port: int) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", port))
+        sock.listen()
+        with pytest.raises(RendezvousError, match=rf"cannot listen at 127.0.0.1:{port}: Address already in use"):
+            await new_comm(timeout=5)
+
+
+async def test_no_server(environ: pytest.MonkeyPatch, port: int) -> None:
+    environ.setenv("RANK", "1")
+    environ.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RendezvousError, match=f"no store at 127.0.0.1:{port} within 0.3 s"):
+        await new_comm(timeout=0.3)
+
+
+async def test_ranks_that_do_not_come_are_named(environ: pytest.MonkeyPatch) -> None:
+    environ.setenv("WORLD_SIZE", "3")
+    with pytest.raises(RendezvousError, match=r"ranks \[1, 2\] of 3 did not come within 0.5 s"):
+        await new_comm(timeout=0.5)
+
+
+async def test_another_world_size_is_named_on_both_sides() -> None:
+    store = MemoryStore()
+    results = await asyncio.gather(
+        *(new_comm("loopback", store=store, rank=rank, size=2 + rank, timeout=10)._connect() for rank in range(2)),
+        return_exceptions=True,
+    )
+    for error in results:
+        assert isinstance(error, RendezvousError)
+        assert "size differs: rank 0 has 2, rank 1 has 3" in str(error)
+
+
+async def test_cancelling_cleans_up_and_frees_the_name() -> None:
+    store = MemoryStore()
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await new_comm("loopback", store=store, rank=0, size=2)
+    async with new_comm("loopback", store=store, rank=0, size=1) as comm:
+        await comm.barrier()
+
+
+async def test_loopback_needs_a_memory_store(environ: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"'loopback' needs store=MemoryStore\(\).* got StoreClient"):
+        await new_comm("loopback")
+
+
+async def test_a_backend_that_cannot_connect_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = LoopbackBackend.connect.__func__  # type: ignore[attr-defined]
+
+    async def half_broken(cls: type[Backend], context: BackendContext) -> Backend:
+        if context.group.rank == 1:
+            raise BackendError("rank 1 has no network")
+        return await connect(cls, context)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(LoopbackBackend, "connect", classmethod(half_broken))
+    store = MemoryStore()
+
+    async def rank_0() -> None:
+        async with new_comm("loopback", store=store, rank=0, size=2) as comm:
+            await comm.barrier()
+
+    async def rank_1() -> None:
+        await new_comm("loopback", store=store, rank=1, size=2)
+
+    first, second = await asyncio.gather(rank_0(), rank_1(), return_exceptions=True)
+    assert isinstance(second, BackendError)
+    assert "aborted by rank 1: could not connect: BackendError: rank 1 has no network" in str(first)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+async def test_names_can_be_used_again_and_comms_live_side_by_side() -> None:
+    for _ in range(3):
+        async with new_comm("gloo", name="again") as comm:
+            await comm.barrier()
+    async with new_comm("gloo", name="left") as left, new_comm("gloo", name="right") as right:
+        tensors = [torch.ones(100) for _ in range(20)]
+        works = [(left if i % 2 else right).all_reduce(t) for i, t in enumerate(tensors)]
+        await asyncio.gather(*works)
+        assert all(t[0] == 2 for t in tensors)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+async def test_two_comms_on_one_given_store() -> None:
+    client = await StoreClient.connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=20)
+    comms: list[Comm] = []
+    for name in ("left", "right"):
+        comms.append(await new_comm("gloo", name=name, store=client))
+    for comm in comms:
+        tensor = torch.ones(4)
+        await comm.all_reduce(tensor)
+        assert tensor[0] == 2
+    for comm in comms:
+        await comm.aclose()
+    assert await client.check([]) is True  # a store that was given stays open
+    await client.aclose()

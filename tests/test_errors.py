@@ -1,0 +1,135 @@
+"""The tree of errors: each carries data, says it, and survives pickle."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from asynccomm import errors
+from asynccomm.errors import (
+    AbortedError,
+    AsyncCommError,
+    BackendError,
+    BrokenError,
+    ClosedError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    PeerLostError,
+    RendezvousError,
+    StoreError,
+    StoreProtocolError,
+    StoreTimeoutError,
+    WouldBlockError,
+)
+from asynccomm.ops import AllReduce
+from asynccomm.reduce_op import ReduceOp
+
+OP = AllReduce(torch.float32, 7, ReduceOp.PREMUL_SUM(0.5))
+EXAMPLES: list[tuple[AsyncCommError, list[str]]] = [
+    (AsyncCommError("something"), ["something"]),
+    (ClosedError("comm 'a' is closed"), ["comm 'a' is closed"]),
+    (WouldBlockError("use await"), ["use await"]),
+    (StoreError("refused"), ["refused"]),
+    (StoreProtocolError("got b'HTTP'"), ["got b'HTTP'"]),
+    (StoreTimeoutError("key 'k' after 3 s"), ["key 'k' after 3 s"]),
+    (RendezvousError("rank 3 twice"), ["rank 3 twice"]),
+    (BrokenError("broken"), ["broken"]),
+    (PeerLostError(3, "connection reset"), ["rank 3", "connection reset"]),
+    (
+        CollectiveTimeoutError(OP, 12, "grads", 1, 30.04, 30.0, (2, 5)),
+        ["all_reduce", "float32[7]", "PREMUL_SUM(0.5)", "#12", "'grads'", "rank 1", "30.0 s", "timeout 30 s", "[2, 5]"],
+    ),
+    (CollectiveTimeoutError(OP, 12, "grads", 1, 0.26, 0.25), ["0.3 s", "timeout 0.25 s"]),
+    (
+        CollectiveMismatchError(4, 0, "barrier()", 6, "broadcast(int8[1], root=0)"),
+        ["#4", "rank 0", "barrier()", "rank 6", "broadcast(int8[1], root=0)"],
+    ),
+    (AbortedError(2, "ValueError: no"), ["rank 2", "ValueError: no"]),
+    (BackendError("gloo: pair closed"), ["gloo: pair closed"]),
+]
+examples = pytest.mark.parametrize(("error", "words"), EXAMPLES, ids=[type(e).__name__ for e, _ in EXAMPLES])
+
+
+def test_examples_cover_every_error() -> None:
+    assert {type(e).__name__ for e, _ in EXAMPLES} == set(errors.__all__)
+
+
+@examples
+def test_text_names_everything(error: AsyncCommError, words: list[str]) -> None:
+    for word in words:
+        assert word in str(error)
+
+
+@examples
+def test_args_are_the_constructors(error: AsyncCommError, words: list[str]) -> None:
+    again = type(error)(*error.args)
+    assert str(again) == str(error)
+    assert again.args == error.args
+    assert vars(again) == vars(error)
+
+
+@examples
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_survives_pickle(error: AsyncCommError, words: list[str], protocol: int) -> None:
+    again = pickle.loads(pickle.dumps(error, protocol))
+    assert type(again) is type(error)
+    assert again.args == error.args
+    assert vars(again) == vars(error)
+    assert str(again) == str(error)
+
+
+@examples
+def test_survives_copy(error: AsyncCommError, words: list[str]) -> None:
+    for again in (copy.copy(error), copy.deepcopy(error)):
+        assert type(again) is type(error)
+        assert str(again) == str(error)
+
+
+def test_keywords_make_the_same_error() -> None:
+    by_name = CollectiveTimeoutError(op=OP, seq=12, comm="g", rank=1, elapsed=2.0, timeout=1.0, missing=(3,))
+    assert by_name.args == (OP, 12, "g", 1, 2.0, 1.0, (3,))
+    assert (by_name.op, by_name.seq, by_name.comm, by_name.rank) == (OP, 12, "g", 1)
+    assert (by_name.elapsed, by_name.timeout, by_name.missing) == (2.0, 1.0, (3,))
+    lost = PeerLostError(rank=1, detail="gone")
+    assert (lost.rank, lost.detail) == (1, "gone")
+    aborted = AbortedError(rank=1, reason="enough")
+    assert (aborted.rank, aborted.reason) == (1, "enough")
+    differs = CollectiveMismatchError(seq=1, rank=0, op="a", other_rank=2, other_op="b")
+    assert (differs.seq, differs.rank, differs.op, differs.other_rank, differs.other_op) == (1, 0, "a", 2, "b")
+
+
+@pytest.mark.parametrize(
+    ("child", "parents"),
+    [
+        (AsyncCommError, (Exception,)),
+        (ClosedError, (AsyncCommError,)),
+        (WouldBlockError, (AsyncCommError,)),
+        (StoreError, (AsyncCommError,)),
+        (StoreProtocolError, (StoreError,)),
+        (StoreTimeoutError, (StoreError, TimeoutError)),
+        (RendezvousError, (StoreError,)),
+        (BrokenError, (AsyncCommError,)),
+        (PeerLostError, (BrokenError,)),
+        (CollectiveTimeoutError, (BrokenError, TimeoutError)),
+        (CollectiveMismatchError, (BrokenError,)),
+        (AbortedError, (BrokenError,)),
+        (BackendError, (BrokenError,)),
+    ],
+)
+def test_tree(child: type[Exception], parents: tuple[type[Exception], ...]) -> None:
+    assert child.__bases__ == parents
+    assert child.__name__ in (errors.__doc__ or "")
+
+
+def test_timeout_without_missing_ranks_does_not_speak_of_them() -> None:
+    assert "arrived" not in str(CollectiveTimeoutError(OP, 0, "g", 0, 1.0, 1.0))
+
+
+def test_observed_belongs_to_one_error() -> None:
+    seen, other = BackendError("a"), BackendError("b")
+    seen.observed = True
+    assert not other.observed
+    assert not BackendError.observed

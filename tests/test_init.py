@@ -1,0 +1,69 @@
+"""The package's face: lazy, complete, and free of torch until something is used."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import asynccomm
+
+
+def declared() -> dict[str, str]:
+    """Names that the TYPE_CHECKING imports give to type checkers, and the modules they come from."""
+    tree = ast.parse(Path(asynccomm.__file__).read_text())
+    (block,) = (n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    names: dict[str, str] = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom)
+        assert node.module is not None
+        for alias in node.names:
+            assert alias.asname == alias.name, f"{alias.name} is not re-exported explicitly"
+            assert alias.name not in names, f"{alias.name} is imported twice"
+            names[alias.name] = node.module
+    return names
+
+
+def python(code: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
+    ).stdout.strip()
+
+
+def test_all_is_what_type_checkers_see() -> None:
+    assert set(asynccomm.__all__) == set(declared())
+    assert len(asynccomm.__all__) == len(set(asynccomm.__all__))
+
+
+@pytest.mark.parametrize("name", asynccomm.__all__)
+def test_every_name_resolves(name: str) -> None:
+    home = import_module(declared()[name])
+    assert getattr(asynccomm, name) is getattr(home, name)
+    assert name in dir(asynccomm)
+
+
+@pytest.mark.parametrize("name", asynccomm.__all__)
+def test_homes_export_them(name: str) -> None:
+    home = import_module(declared()[name])
+    if name != "__version__":
+        assert name in home.__all__
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(AttributeError, match="module 'asynccomm' has no attribute 'new_com'"):
+        asynccomm.new_com  # noqa: B018
+    assert not hasattr(asynccomm, "__wrapped__")
+
+
+def test_import_brings_no_torch() -> None:
+    heavy = "[m for m in ('torch', 'numpy', 'uvloop') if m in sys.modules]"
+    assert python(f"import sys, asynccomm; asynccomm.__version__; asynccomm.__all__; print({heavy})") == "[]"
+
+
+def test_star_import_gives_all() -> None:
+    code = "from asynccomm import *; import asynccomm; print(all(n in globals() for n in asynccomm.__all__))"
+    assert python(code) == "True"

@@ -1,0 +1,376 @@
+"""How a session ends: every way there is. On loopback where one process is enough, else on gloo."""
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from asynccomm import (
+    AbortedError,
+    BackendError,
+    BrokenError,
+    ClosedError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    Comm,
+    MemoryStore,
+    ReduceOp,
+    new_comm,
+)
+from asynccomm.backends.loopback import Hub, LoopbackBackend
+
+
+def hub_of(comm: Comm) -> Hub:
+    backend = comm.unsafe_get_backend()
+    assert isinstance(backend, LoopbackBackend)
+    return backend.hub
+
+
+@asynccontextmanager
+async def world(size: int, **options: object) -> AsyncIterator[list[Comm]]:
+    """All ranks of a loopback comm, closed at the end however it ended."""
+    store = MemoryStore()
+    comms = await asyncio.gather(
+        *(new_comm("loopback", name="t", store=store, rank=r, size=size, **options) for r in range(size))  # type: ignore[arg-type]
+    )
+    try:
+        yield list(comms)
+    finally:
+        await asyncio.gather(*(comm.aclose() for comm in comms))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_mismatched_collectives_fail_everywhere_with_both_descriptions() -> None:
+    async with world(3) as comms:
+        works = [
+            comms[0].all_reduce(torch.ones(3)),
+            comms[1].all_reduce(torch.ones(4)),
+            comms[2].all_reduce(torch.ones(3)),
+        ]
+        for work in works:
+            with pytest.raises(CollectiveMismatchError) as caught:
+                await work
+            assert "all_reduce(float32[3], SUM)" in str(caught.value)
+            assert "rank 1 has all_reduce(float32[4], SUM)" in str(caught.value)
+
+
+async def test_premul_factors_may_differ_but_ops_may_not() -> None:
+    async with world(2) as (a, b):
+        tensor = torch.ones(1)
+        works = [a.all_reduce(tensor, ReduceOp.PREMUL_SUM(2)), b.all_reduce(torch.ones(1), ReduceOp.PREMUL_SUM(5))]
+        await asyncio.gather(*works)
+        assert tensor.item() == 7
+        bad = [a.all_reduce(tensor, ReduceOp.MAX), b.all_reduce(torch.ones(1), ReduceOp.MIN)]
+        for work in bad:
+            with pytest.raises(CollectiveMismatchError):
+                await work
+
+
+async def test_message_of_another_size_fails_with_both_descriptions() -> None:
+    async with world(2) as (a, b):
+        works = [a.send(torch.ones(4), 1), b.recv(torch.ones(3), 0)]
+        for work in works:
+            with pytest.raises(CollectiveMismatchError, match=r"send\(float32\[4\].*recv\(float32\[3\]"):
+                await work
+
+
+async def test_transport_errors_break_the_comm() -> None:
+    async with world(2) as (a, b):
+        work = a.barrier()
+        hub_of(a).fail("the cable was cut")
+        with pytest.raises(BackendError, match="cable"):
+            await work
+        await until(lambda: "broken" in repr(b))
+        with pytest.raises(BrokenError, match="cable"):
+            b.barrier()
+
+
+async def test_deadline_names_the_ranks_that_did_not_come() -> None:
+    async with world(4) as comms:
+        works = [comms[r].all_reduce(torch.ones(2), timeout=0.05 if r == 0 else None) for r in (0, 2)]
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            await works[0]
+        assert caught.value.missing == (1, 3)
+        assert caught.value.seq == 0
+        assert caught.value.timeout == 0.05
+        with pytest.raises(AbortedError, match=r"CollectiveTimeoutError.*not arrived: ranks \[1, 3\]"):
+            await works[1]
+        with pytest.raises(CollectiveTimeoutError):
+            comms[0].barrier()
+
+
+async def test_deadline_of_a_message_names_the_peer() -> None:
+    async with world(3) as comms:
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            await comms[0].recv(torch.ones(1), 2, timeout=0.05)
+        assert caught.value.missing == (2,)
+
+
+async def test_an_operation_that_comes_in_during_the_roll_call_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(2) as (a, b):
+        asked = asyncio.Event()
+        answer = b._session._answer
+
+        async def late_answer(number: int) -> None:
+            asked.set()
+            await answer(number)
+
+        monkeypatch.setattr(b._session, "_answer", late_answer)
+        hub_of(a).hold()
+        work = a.barrier(timeout=0.05)
+        b.barrier()
+        await asked.wait()
+        hub_of(a).release()
+        await work
+        await a.aclose()
+        assert work.exception() is None
+
+
+async def test_abort_is_immediate_here_and_heard_there() -> None:
+    async with world(3) as comms:
+        works = [comm.barrier() for comm in comms[:2]]
+        comms[1].abort("I have seen enough")
+        assert works[1].done()
+        with pytest.raises(AbortedError, match="aborted by rank 1: I have seen enough"):
+            await works[0]
+        await until(lambda: "broken" in repr(comms[2]))
+
+
+async def test_abort_from_another_thread() -> None:
+    async with world(2) as (a, b):
+        work = a.barrier()
+        await asyncio.to_thread(a.abort, "from a thread")
+        assert work.done()
+        await until(lambda: "broken" in repr(b))
+
+
+async def test_one_failure_among_tasks_ends_the_others() -> None:
+    store = MemoryStore()
+
+    async def rank(r: int) -> None:
+        async with new_comm("loopback", name="t", store=store, rank=r, size=3) as comm:
+            await comm.barrier()
+            if r == 1:
+                raise ZeroDivisionError("rank 1 cannot divide")
+            await comm.barrier()
+
+    results = await asyncio.gather(*(rank(r) for r in range(3)), return_exceptions=True)
+    assert isinstance(results[1], ZeroDivisionError)
+    for r in (0, 2):
+        assert isinstance(results[r], AbortedError)
+        assert str(results[r]) == "aborted by rank 1: ZeroDivisionError: rank 1 cannot divide"
+
+
+async def test_errors_nobody_saw_are_reported_once() -> None:
+    reports: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: reports.append(context))
+    async with world(2) as (a, b):
+        for _ in range(5):
+            a.barrier()
+        b.abort("nobody listens")
+        await until(lambda: "broken" in repr(a))
+        gc.collect()
+        await until(lambda: len(reports) > 0)
+    gc.collect()
+    await asyncio.sleep(0)
+    assert len(reports) == 1
+    assert "nobody listens" in str(reports[0]["exception"])
+
+
+async def test_aclose_waits_for_what_is_in_flight_and_refuses_more() -> None:
+    async with world(2) as (a, b):
+        work = a.barrier()
+        closing = asyncio.ensure_future(a.aclose())
+        await asyncio.sleep(0)
+        assert not closing.done()
+        with pytest.raises(ClosedError, match="'t' is closed"):
+            a.barrier()
+        b.barrier()
+        await closing
+        assert work.exception() is None
+        await a.aclose()
+
+
+async def test_a_deadline_also_ends_aclose() -> None:
+    async with world(2) as (a, _):
+        work = a.barrier(timeout=0.05)
+        await a.aclose()
+        assert isinstance(work.exception(), CollectiveTimeoutError)
+
+
+async def test_cancelling_aclose_aborts() -> None:
+    async with world(2) as (a, b):
+        work = a.barrier()
+        closing = asyncio.ensure_future(a.aclose())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert isinstance(work.exception(), AbortedError)
+        await until(lambda: "broken" in repr(b))
+
+
+async def test_forgetting_to_close_warns() -> None:
+    store = MemoryStore()
+    comm = await new_comm("loopback", name="t", store=store, rank=0, size=1)
+    with pytest.warns(ResourceWarning, match="never closed"):
+        del comm
+        gc.collect()
+    async with new_comm("loopback", name="t", store=store, rank=0, size=1) as again:  # and the name is free again
+        await again.barrier()
+
+
+async def test_a_forked_child_is_told() -> None:
+    async with world(1) as (comm,):
+        read, write = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads is what is tested
+            pid = os.fork()
+        if pid == 0:
+            try:
+                comm.barrier()
+            except ClosedError as exc:
+                os.write(write, str(exc).encode())
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert b"before this process was forked" in os.read(read, 1000)
+        os.close(read)
+        os.close(write)
+        await comm.barrier()
+
+
+# -- on processes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(3, backend="gloo")
+async def test_a_rank_that_raises_ends_the_others_with_its_reason() -> None:
+    rank = int(os.environ["RANK"])
+    with pytest.raises(ZeroDivisionError if rank == 1 else AbortedError) as caught:
+        async with new_comm("gloo", name="inner") as comm:
+            if rank == 1:
+                raise ZeroDivisionError("rank 1 cannot divide")
+            await comm.all_reduce(torch.ones(1 << 20))
+    if rank != 1:
+        assert str(caught.value) == "aborted by rank 1: ZeroDivisionError: rank 1 cannot divide"
+
+
+@pytest.mark.ranks(3, backend="gloo")
+async def test_a_deadline_on_processes_names_the_absent_rank(comm: Comm) -> None:
+    if comm.rank == 2:
+        while True:  # never comes, and hears that the others have given up
+            try:
+                await comm.ready()
+                await asyncio.sleep(0.01)
+            except BrokenError as exc:
+                assert "all_reduce" in str(exc)
+                return
+    with pytest.raises((CollectiveTimeoutError, AbortedError), match=r"not arrived: ranks \[2\]"):
+        await comm.all_reduce(torch.ones(4), timeout=0.3)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+async def test_a_stopped_rank_is_the_deadlines_business(comm: Comm) -> None:
+    """SIGSTOP: the connection stays, nothing answers."""
+    pids = await comm.all_gather(None, torch.tensor(os.getpid()))
+    if comm.rank == 1:
+        with pytest.raises(BrokenError):
+            while True:
+                await comm.barrier()
+        return
+    os.kill(int(pids[1]), signal.SIGSTOP)
+    try:
+        start = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            await comm.barrier(timeout=0.3)
+        assert caught.value.missing == (1,)
+        assert time.monotonic() - start < 10
+    finally:
+        os.kill(int(pids[1]), signal.SIGCONT)
+
+
+@pytest.mark.ranks(3, backend="gloo")
+async def test_a_killed_rank_fails_the_pending_operations_of_the_others() -> None:
+    rank = int(os.environ["RANK"])
+    comm = await new_comm("gloo", name="inner")
+    pids = await comm.all_gather(None, torch.tensor(os.getpid()))
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) if rank == 0 else None
+    del pids, child
+    if rank == 2:
+        comm.unsafe_get_backend().abort()  # what the kernel does to a killed process: its connections close
+        with pytest.raises(BrokenError):
+            await comm.barrier()
+    else:
+        with pytest.raises(BrokenError):
+            await comm.all_reduce(torch.ones(1 << 20))
+    await comm.aclose()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+async def test_thousand_operations_leak_nothing(comm: Comm) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    for _ in range(50):
+        await comm.all_reduce(torch.ones(16))
+    before = descriptors(), threading.active_count()
+    for _ in range(1000):
+        await comm.all_reduce(torch.ones(16))
+    assert (descriptors(), threading.active_count()) == before
+    assert comm.statistics().in_flight == 0
+
+
+EXITS_IN_FLIGHT = """
+import asyncio, asynccomm, torch, sys
+async def main():
+    comm = await asynccomm.new_comm("gloo", name="t", timeout=30)
+    await comm.barrier()
+    if comm.rank == 0:
+        comm.all_reduce(torch.ones(1 << 20))  # nobody joins in, nobody awaits, nobody closes
+        print("leaving", flush=True)
+        return
+    try:
+        await comm.recv(torch.ones(1), 0)
+    except asynccomm.BrokenError as exc:
+        print("heard", flush=True)
+    await comm.aclose()
+asyncio.run(main())
+"""
+
+
+def test_a_process_that_leaves_with_operations_in_flight_exits_cleanly(tmp_path: Path) -> None:
+    """gloo's own threads would end the process by std::terminate."""
+    script = tmp_path / "script.py"
+    script.write_text(EXITS_IN_FLIGHT)
+    store = f"file://{tmp_path}/store"
+    code = EXITS_IN_FLIGHT.replace('name="t"', f'name="t", store="{store}"')
+    script.write_text(code)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert "leaving" in outputs[0][0]
+    assert "heard" in outputs[1][0]

@@ -1,0 +1,79 @@
+"""The source itself: lint, types, the order of layers, and one test file per module."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "asynccomm"
+
+# Every module, lowest first; an import may only point to a line above. Packages' __init__ stand where they may be used.
+ORDER = """
+    version reduce_op ops errors options mailbox work deadlines
+    store store.base store.codec store.wait_line store.client store.memory store.torch_store store.host store.rendezvous
+    backends backends.base backends.arithmetic backends.loopback
+    backends.gloo backends.gloo.torch_gloo backends.gloo.lanes backends.gloo.lowering backends.gloo.p2p
+    backends.gloo.backend
+    backends.registry
+    bulletin join session comm connect runner
+    cli cli.environment cli.output cli.processes cli.store_process cli.launch cli.run cli.main
+    testing testing.messages testing.stacks testing.worker testing.pool testing.plugin
+    testing.conformance.data testing.conformance.collectives testing.conformance.handles testing.conformance.failures
+    testing.conformance.suite testing.conformance
+""".split()
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(part for part in parts if part != "__init__")
+        if name:
+            found[name] = path
+    return found
+
+
+def imports_of(path: Path) -> set[str]:
+    """Our modules that a file imports anywhere in it, also for type checking only."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            base = node.module or ""
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                found.add(inner if inner.removeprefix("asynccomm.") in ORDER else base)
+    return {name for name in found if name.split(".")[0] == "asynccomm"}
+
+
+def test_order_lists_every_module() -> None:
+    assert sorted(ORDER) == sorted(modules())
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_imports_only_point_down(module: str) -> None:
+    for target in imports_of(modules()[module]):
+        assert target != "asynccomm", f"{module} imports the package root"
+        name = target.removeprefix("asynccomm.")
+        assert ORDER.index(name) < ORDER.index(module), f"{module} imports upwards: {name}"
+
+
+def test_every_module_has_its_tests() -> None:
+    packages = {name for name, path in modules().items() if path.name == "__init__.py"}
+    # the conformance suite is itself a test, run by every backend and against broken ones in test_suite.py
+    exempt = {*packages, "version", *(name for name in ORDER if name.startswith("testing.conformance."))}
+    for name in sorted(set(ORDER) - exempt):
+        *folders, last = name.split(".")
+        path = ROOT / "tests" / Path(*folders) / f"test_{last}.py"
+        assert path.exists(), f"{name} has no {path.relative_to(ROOT)}"
+
+
+@pytest.mark.parametrize("command", [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]], ids=" ".join)
+def test_clean(command: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,231 @@
+"""The pool with processes that only play their part: they need no torch, and misbehave as they are told.
+
+The real ones are behind every test of the plugin.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asynccomm.testing import pool as module
+from asynccomm.testing.messages import Died, Failed, Filters, Job, Passed, Setup, Skipped, Stuck, World
+from asynccomm.testing.pool import SILENT, RankPool
+
+from .conftest import running, wait_until
+
+PLAYER = """
+import os, signal, subprocess, sys, time
+from multiprocessing.connection import Connection
+from asynccomm.testing.messages import *
+
+channel = Connection(int(sys.argv[1]))
+setup = channel.recv()
+if setup.pytest_args == ["refuse"]:
+    print("no good reason")
+    sys.exit(4)
+channel.send("ready")
+while True:
+    job = channel.recv()
+    print(f"rank {job.rank} plays {job.qualname}")
+    match job.qualname.split():
+        case ["pass"]:
+            channel.send(Passed(0.5))
+        case ["skip"]:
+            channel.send(Skipped("why not"))
+        case ["fail"]:
+            channel.send(Failed("summary", "traceback", None, None))
+        case ["exit"]:
+            os._exit(3)
+        case ["signal", number]:
+            os.kill(os.getpid(), int(number))
+            time.sleep(1000)
+        case ["hang"]:
+            channel.recv()
+            channel.send(Stacks("here"))
+            time.sleep(1000)
+        case ["late"]:
+            channel.recv()
+            channel.send(Passed(0.5))
+            channel.send(Stacks("too late"))
+        case ["die", "late"]:
+            channel.recv()
+            os._exit(5)
+        case ["child"]:
+            child = subprocess.Popen(["sleep", "1000"])
+            print("child", child.pid)
+            channel.send(Passed(0.5))
+        case ["hang", "up"]:
+            channel.close()
+            time.sleep(1000)
+"""
+
+
+def jobs(*parts: str) -> list[Job]:
+    world = World(len(parts), "auto", "cpu", 60.0, {})
+    return [Job("", part, b"", False, world, rank, {}, Filters([], [], [])) for rank, part in enumerate(parts)]
+
+
+@pytest.fixture
+def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setup:
+    player = tmp_path / "player.py"
+    player.write_text(PLAYER)
+    real = subprocess.Popen
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        assert command[1:3] == ["-m", "asynccomm.testing.worker"]
+        return real([sys.executable, str(player), *command[3:]], **options)
+
+    monkeypatch.setattr(module.subprocess, "Popen", start)
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(module, "STACKS_SECONDS", 20.0)
+    return Setup(list(sys.path), str(tmp_path), [])
+
+
+@pytest.fixture
+def pool(setup: Setup) -> Iterator[RankPool]:
+    pool = RankPool(setup)
+    yield pool
+    pool.close()
+
+
+def test_reports_and_output_in_rank_order(pool: RankPool) -> None:
+    assert pool.run(jobs("pass", "skip", "fail"), 60) == (
+        [Passed(0.5), Skipped("why not"), Failed("summary", "traceback", None, None)],
+        ["rank 0 plays pass\n", "rank 1 plays skip\n", "rank 2 plays fail\n"],
+    )
+    assert pool.run(jobs("pass"), 60) == ([Passed(0.5)], ["rank 0 plays pass\n"])
+
+
+def test_processes_are_kept_and_added(pool: RankPool) -> None:
+    assert pool.pids == []
+    pool.run(jobs("pass", "fail"), 60)
+    first = pool.pids
+    pool.run(jobs("pass"), 60)
+    assert pool.pids == first
+    pool.run(jobs("pass", "pass", "pass"), 60)
+    assert pool.pids[:2] == first
+    assert len(set(pool.pids)) == 3
+
+
+@pytest.mark.parametrize(
+    ("part", "how"),
+    [
+        ("exit", "exited with code 3"),
+        ("signal 9", "was killed by signal 9 (SIGKILL)"),
+        (f"signal {signal.SIGRTMIN + 3}", f"was killed by signal {signal.SIGRTMIN + 3} (no standard signal)"),
+    ],
+)
+def test_death_is_reported_and_replaced(pool: RankPool, part: str, how: str) -> None:
+    reports, _ = pool.run(jobs("pass", part), 60)
+    assert reports == [Passed(0.5), Died(how)]
+    (kept,) = pool.pids
+    assert pool.run(jobs("pass", "pass"), 60)[0] == [Passed(0.5), Passed(0.5)]
+    assert pool.pids[0] == kept
+
+
+def test_death_between_tests(pool: RankPool) -> None:
+    pool.run(jobs("pass", "pass"), 60)
+    dead, kept = pool.pids
+    os.kill(dead, signal.SIGKILL)
+    wait_until(lambda: not running(dead), "its end")
+    assert pool.run(jobs("pass", "pass"), 60)[0] == [Passed(0.5), Passed(0.5)]
+    assert pool.pids[0] == kept
+    assert dead not in pool.pids
+
+
+def test_death_just_before_the_job(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool.run(jobs("pass"), 60)
+    (pid,) = pool.pids
+    take = pool._take
+
+    def take_and_kill(count: int) -> Any:
+        ranks = take(count)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not running(pid), "its end")
+        return ranks
+
+    monkeypatch.setattr(pool, "_take", take_and_kill)
+    assert pool.run(jobs("pass"), 60)[0] == [Died("was killed by signal 9 (SIGKILL)")]
+
+
+def test_a_closed_channel_is_the_end(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "EXIT_SECONDS", 0.1)
+    assert pool.run(jobs("hang up"), 60)[0] == [Died("closed its channel")]
+    assert pool.pids == []
+
+
+def test_time_out(pool: RankPool) -> None:
+    pool.run(jobs("pass", "pass"), 60)
+    kept = pool.pids[1]
+    reports, output = pool.run(jobs("hang", "pass"), 1.0)
+    assert reports == [Stuck("here"), Passed(0.5)]
+    assert output[0] == "rank 0 plays hang\n"
+    assert pool.pids == [kept]
+
+
+def test_the_others_end_soon_after_a_failure(pool: RankPool) -> None:
+    reports, _ = pool.run(jobs("fail", "hang"), 1000)
+    assert reports == [Failed("summary", "traceback", None, None), Stuck("here")]
+
+
+def test_late_answers(pool: RankPool) -> None:
+    reports, _ = pool.run(jobs("late", "die late"), 0.3)
+    assert reports == [Passed(0.5), Died("exited with code 5")]
+    assert pool.pids == [], "what comes after a late report must not meet the next test"
+    assert pool.run(jobs("pass"), 60)[0] == [Passed(0.5)]
+
+
+def test_silence(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STACKS_SECONDS", 0.1)
+    assert pool.run(jobs(f"signal {signal.SIGSTOP}"), 0.3)[0] == [Stuck(SILENT)]
+    assert pool.pids == []
+
+
+def test_interrupt_ends_the_busy_only(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool.run(jobs("pass", "pass"), 60)
+    busy, idle = pool.pids
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(jobs("hang"), 60)
+    assert pool.pids == [idle]
+    assert not running(busy)
+
+
+def test_no_start(setup: Setup) -> None:
+    pool = RankPool(setup._replace(pytest_args=["refuse"]))
+    with pytest.raises(RuntimeError, match=r"could not start: it exited with code 4\nno good reason"):
+        pool.run(jobs("pass", "pass"), 60)
+    pool.close()
+    assert pool.pids == []
+
+
+def test_close_ends_children_too(setup: Setup) -> None:
+    pool = RankPool(setup)
+    _, (output,) = pool.run(jobs("child"), 60)
+    pids = [*pool.pids, int(output.split()[-1])]
+    assert all(running(pid) for pid in pids)
+    pool.close()
+    wait_until(lambda: not any(running(pid) for pid in pids), "the end of all")
+    with pytest.raises(ChildProcessError):  # reaped: no zombie
+        os.waitpid(pids[0], os.WNOHANG)
+    pool.close()
+
+
+def test_one_store(pool: RankPool) -> None:
+    store = pool.store
+    assert pool.store is store
+    assert store.host == "127.0.0.1"
+    assert store.port > 0

@@ -1,0 +1,135 @@
+"""A real rank process, spoken to as the pool does."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asynccomm.testing.messages import Failed, Filters, Job, Passed, Setup, ShowStacks, Skipped, Stacks, World
+
+NONE = Filters([], [], [])
+DEADLINE = 60.0  # seconds; it has to import torch
+
+TESTS = """
+    import asyncio, os, sys, warnings
+    import pytest
+
+    async def skips():
+        pytest.skip("no need")
+
+    async def fails():
+        assert "ONLY_NOW" in os.environ, "as it was before"
+
+    async def warns():
+        warnings.warn("a [literal] dot.")
+
+    class Group:
+        class Inner:
+            async def method(self):
+                raise asyncio.CancelledError
+
+    async def waits():
+        await asyncio.get_running_loop().create_future()  # for ever
+"""
+
+
+class Process:
+    """The worker and our end of its channel."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "test_inner.py"
+        self.path.write_text(textwrap.dedent(TESTS))
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "asynccomm.testing.worker", str(theirs.fileno())]
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        self.channel = Connection(ours.detach())
+        arguments = [f"--rootdir={directory}", "--import-mode=importlib", "-Wignore", "-c", "/dev/null"]
+        self.channel.send(Setup(list(sys.path), str(directory), arguments))
+
+    def receive(self) -> Any:
+        assert self.channel.poll(DEADLINE)
+        return self.channel.recv()
+
+    def start(self, name: str, filters: Filters = NONE, **env: str) -> None:
+        world = World(1, "auto", "cpu", 60.0, {})
+        self.channel.send(Job(str(self.path), name, pickle.dumps({}), False, world, 0, env, filters))
+
+    def run(self, name: str, filters: Filters = NONE, **env: str) -> Any:
+        self.start(name, filters, **env)
+        return self.receive()
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    worker = Process(tmp_path_factory.mktemp("worker"))
+    try:
+        assert worker.receive() == "ready"
+        yield worker
+    finally:
+        worker.channel.close()
+        worker.process.kill()
+        worker.process.wait()
+
+
+def test_environment_is_for_one_job(worker: Process) -> None:
+    report = worker.run("fails", ONLY_NOW="yes")
+    assert isinstance(report, Passed)
+    assert report.seconds >= 0
+    report = worker.run("fails")
+    assert isinstance(report, Failed)
+    assert report.summary.startswith("AssertionError: as it was before\nassert 'ONLY_NOW' in environ")
+    assert (report.aborted_by, report.waited_for) == (None, None)
+
+
+def test_skip(worker: Process) -> None:
+    assert worker.run("skips") == Skipped("no need")
+
+
+def test_nested_classes_and_base_exceptions(worker: Process) -> None:
+    report = worker.run("Group.Inner.method")
+    assert isinstance(report, Failed)
+    assert "CancelledError" in report.summary
+    assert "raise asyncio.CancelledError" in report.traceback
+
+
+@pytest.mark.parametrize(
+    ("filters", "kind"),
+    [
+        (Filters(["error"], [], []), Failed),
+        (Filters([], ["error:a [literal] dot."], []), Failed),
+        (Filters(["error:a [literal] dot."], [], []), Passed),  # a regular expression here: "a l dot?"
+        (Filters(["error"], ["ignore"], []), Passed),
+        (Filters(["ignore"], [], ["error"]), Failed),
+    ],
+)
+def test_warning_filters(worker: Process, filters: Filters, kind: type[object]) -> None:
+    assert type(worker.run("warns", filters)) is kind
+
+
+def test_a_function_that_is_not_there(worker: Process) -> None:
+    report = worker.run("absent")
+    assert isinstance(report, Failed)
+    assert "absent" in report.summary
+
+
+def test_tells_where_it_is_and_ends_with_its_parent(worker: Process) -> None:
+    worker.start("waits")
+    text = ""
+    while "# for ever" not in text:  # it may be asked before it is there
+        worker.channel.send(ShowStacks())
+        answer = worker.receive()
+        assert isinstance(answer, Stacks)
+        text = answer.text
+    assert "test_inner.py" in text
+    worker.channel.close()
+    assert worker.process.wait(DEADLINE) == 0
