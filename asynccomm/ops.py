@@ -412,7 +412,7 @@ class Recv(Op):
         return f"recv({_elements(self)}, src={self.peer}, tag={self.tag})"
 
 
-MAX_TAG = 2**31 - 2  # what every transport can carry, less one that gloo needs for itself
+MAX_TAG = 2**30 - 2  # what every transport can carry: gloo has 31 bits and needs one of them, and one tag, for itself
 
 
 def _elements(op: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
@@ -115,11 +116,19 @@ LISTS: list[tuple[str, str, Use]] = [
 ]
 lists = pytest.mark.parametrize(("name", "use"), [use[1:] for use in LISTS], ids=[use[0] for use in LISTS])
 
+
+def is_rank(value: Any) -> bool:
+    try:
+        return operator.index(value) == RANK
+    except TypeError:
+        return False
+
+
 # Each way to name a rank.
 RANKS: list[tuple[str, str, Use]] = [
     ("broadcast", "root", lambda r: Broadcast.of(GROUP, t(4), r)),
     ("reduce", "root", lambda r: Reduce.of(GROUP, t(4), r, SUM)),
-    ("scatter", "root", lambda r: Scatter.of(GROUP, t(4), several() if r == RANK else None, r)),
+    ("scatter", "root", lambda r: Scatter.of(GROUP, t(4), several() if is_rank(r) else None, r)),
     ("gather", "root", lambda r: Gather.of(GROUP, None, t(4), r)),
     ("send", "dst", lambda r: Send.of(GROUP, t(4), r, 0)),
     ("recv", "src", lambda r: Recv.of(GROUP, t(4), r, 0)),
@@ -141,7 +150,7 @@ def fails(error: type[Exception], use: Callable[..., object], *args: Any) -> str
     return str(caught.value)
 
 
-# -- tensors ------------------------------------------------------------------------------------------------------------
+# -- tensors
 
 
 @tensors
@@ -161,7 +170,9 @@ def test_the_wrong_device(name: str, written: bool, use: Use) -> None:
 
 @tensors
 def test_not_dense(name: str, written: bool, use: Use) -> None:
-    sparse = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([1.0]), (12,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch speaks of checks that it does not make
+        sparse = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([1.0]), (12,))
     assert fails(ValueError, use, sparse) == f"{name} must be a dense tensor, got torch.sparse_coo"
 
 
@@ -181,26 +192,23 @@ def test_nested_is_not_dense() -> None:
     assert "tensor must be a dense tensor" in fails(ValueError, Broadcast.of, GROUP, nested, RANK)
 
 
+def takes(use: Use, tensor: Tensor) -> bool:
+    try:
+        use(tensor)
+    except ValueError:
+        return False
+    return True
+
+
 @tensors
 def test_overlapping_tensors_are_read_but_not_written(name: str, written: bool, use: Use) -> None:
-    numel = {"all_gather_single: output": 12}.get(f"{name}", 4)
-    for numel in (4, 6, 12):
-        overlapping = torch.zeros(1).expand(numel)
-        if written:
-            text = fails(ValueError, use, overlapping)
-            assert text.startswith(f"{name} overlaps itself")
-            assert f"({numel},)" in text
-            assert "(0,)" in text
-            break
+    numel = next(n for n in (4, 6, 12) if takes(use, t(n)))
+    overlapping = torch.zeros(1).expand(numel)
+    if written:
+        text = fails(ValueError, use, overlapping)
+        assert text.startswith(f"{name} overlaps itself (shape ({numel},), strides (0,))")
     else:
-        accepted = 0
-        for numel in (4, 6, 12):
-            try:
-                use(torch.zeros(1).expand(numel))
-                accepted += 1
-            except ValueError as exc:
-                assert "overlaps" not in str(exc)  # noqa: PT017 - a wrong number of elements, for some of them
-        assert accepted
+        use(overlapping)
 
 
 def test_other_overlaps() -> None:
@@ -270,7 +278,7 @@ def test_views_do_not_overlap(data: st.DataObject) -> None:
     assert not ops._overlaps_itself(tensor)
 
 
-# -- one dtype, and the right number of elements ------------------------------------------------------------------------
+# -- one dtype, and the right number of elements
 
 D = torch.float64
 DTYPES: list[tuple[str, str, Callable[[], Call]]] = [
@@ -329,7 +337,7 @@ def test_allocated_reduce_scatter_blames_an_input(odd: Tensor, word: str, place:
     assert "output" not in text, "no output was given"
 
 
-# -- lists --------------------------------------------------------------------------------------------------------------
+# -- lists
 
 
 @lists
@@ -381,7 +389,7 @@ def test_scatter_needs_an_output() -> None:
     assert fails(TypeError, Scatter.of, GROUP, None, None, 0).startswith("output must be a torch.Tensor, got None")
 
 
-# -- ranks and tags -----------------------------------------------------------------------------------------------------
+# -- ranks and tags
 
 
 @ranks
@@ -404,17 +412,7 @@ def test_ranks_out_of_range(name: str, use: Use, value: Any) -> None:
     "value", [True, False, np.True_, 1.0, "1", None, int, torch.tensor(1.0), np.array([0, 1])], ids=repr
 )
 def test_what_is_no_rank(name: str, use: Use, value: Any) -> None:
-    check = {"dst": Send, "src": Recv}.get(name)
-    text = (
-        fails(TypeError, use if check is None or check else use, value)
-        if not _ambiguous(value)
-        else fails(TypeError, Broadcast.of, GROUP, t(4), value).replace("root", name)
-    )
-    assert text == f"{name} must be a rank (an integer), got {value!r}"
-
-
-def _ambiguous(value: Any) -> bool:
-    return isinstance(value, np.ndarray)  # cannot be compared with RANK
+    assert fails(TypeError, use, value) == f"{name} must be a rank (an integer), got {value!r}"
 
 
 P2P: list[tuple[type[Any], Use]] = [
@@ -444,7 +442,7 @@ def test_what_is_no_tag(use: Use, value: Any) -> None:
     assert fails(TypeError, use, value) == f"tag must be an integer, got {value!r}"
 
 
-# -- reductions ---------------------------------------------------------------------------------------------------------
+# -- reductions
 
 
 @reductions
@@ -461,7 +459,7 @@ def test_torch_reductions_are_taken(use: Callable[[Any, torch.dtype], Call]) -> 
     assert op.reduction == ReduceOp.MAX
 
 
-# -- what comes out -----------------------------------------------------------------------------------------------------
+# -- what comes out
 
 
 def test_in_place() -> None:
@@ -542,16 +540,13 @@ def test_barrier() -> None:
     assert Barrier.of(GROUP) == Call(Barrier(), (), (), None)
 
 
-def test_a_device_without_a_number_takes_all_of_its_type() -> None:
+def test_tensors_may_be_on_any_device_that_the_comm_is_on() -> None:
     group = Group("g", 0, 1, torch.device("meta"))
-    assert AllReduce.of(group, torch.zeros(2, device="meta:0"), SUM).outputs
-    exact = Group("g", 0, 1, torch.device("meta", 1))
-    assert "is on meta:0, but comm 'g' is on meta:1" in fails(
-        ValueError, AllReduce.of, exact, torch.zeros(2, device="meta:0"), SUM
-    )
+    assert AllReduce.of(group, torch.zeros(2, device="meta"), SUM).outputs
+    assert fails(ValueError, AllReduce.of, group, t(2), SUM) == "tensor is on cpu, but comm 'g' is on meta"
 
 
-# -- ops as values ------------------------------------------------------------------------------------------------------
+# -- ops as values
 
 F = torch.float32
 PREMUL = ReduceOp.PREMUL_SUM
@@ -575,8 +570,7 @@ values = pytest.mark.parametrize(("op", "text"), OPS, ids=[text for _, text in O
 
 
 def test_every_op_is_among_them() -> None:
-    assert {type(op) for op, _ in OPS} == set(Op.__subclasses__())
-    assert all(kind.__name__ in ops.__all__ for kind in Op.__subclasses__())
+    assert {type(op).__name__ for op, _ in OPS} == set(ops.__all__) - {"Call", "Group", "Op"}
 
 
 @values

@@ -74,7 +74,7 @@ def test_premul_sum(factor: Any) -> None:
     assert repr(factor) in repr(op)
     assert op == ReduceOp.PREMUL_SUM(factor)
     assert op != ReduceOp.SUM
-    assert ReduceOp.SUM != op
+    assert op != ReduceOp.SUM
 
 
 @pytest.mark.parametrize("factor", ["2", None, True, [2.0], object()])
@@ -121,7 +121,7 @@ class Impostor:
 
 @pytest.mark.parametrize("op", ["SUM", None, 0, RedOpType.SUM, Impostor(), torch.float32])
 def test_of_refuses_everything_else(op: object) -> None:
-    with pytest.raises(TypeError, match="op must be one of ReduceOp.SUM, .*ReduceOp.PREMUL_SUM") as caught:
+    with pytest.raises(TypeError, match=r"op must be one of ReduceOp\.SUM, .*ReduceOp\.PREMUL_SUM") as caught:
         ReduceOp.of(op)
     assert repr(op) in str(caught.value)
 

@@ -1,8 +1,10 @@
 """The key-value store that ranks meet on: the interface, and the view of it under a prefix.
 
 Every store here has the semantics of torch's: ``get`` waits until the key exists, ``add`` keeps a decimal number,
-values are bytes. All methods are coroutines that are safe to cancel; a cancelled request may still have been carried
+values are bytes. Every method is to be awaited, and safe to cancel; a cancelled request may still have been carried
 out. ``set`` and ``append`` return once the request is on its way, in order with the same client's later requests.
+What answers with one reply is typed as an awaitable, because a client over a connection returns the reply's future
+itself: the request is then sent by the call, and many at once need no task each.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import final
 
 __all__ = ["DEFAULT_TIMEOUT", "PrefixStore", "Store", "to_amount", "to_bytes", "to_keys", "within"]
@@ -33,14 +35,14 @@ class Store(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def add(self, key: str, amount: int) -> int:
+    def add(self, key: str, amount: int) -> Awaitable[int]:
         """Add ``amount`` to the number under ``key`` (a missing key counts as 0) and return the sum.
 
         ``add(key, 0)`` reads, and creates a missing key, as torch's does.
         """
 
     @abc.abstractmethod
-    async def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> Awaitable[bytes]:
         """Store ``desired`` if the value is ``expected`` (empty: or the key is missing); returns the value afterwards.
 
         As torch has it: a missing key with a non-empty ``expected`` stores nothing and returns ``expected``. Never
@@ -48,7 +50,7 @@ class Store(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def check(self, keys: Sequence[str]) -> bool:
+    def check(self, keys: Sequence[str]) -> Awaitable[bool]:
         """Whether all ``keys`` exist."""
 
     @abc.abstractmethod
@@ -56,7 +58,7 @@ class Store(abc.ABC):
         """Return once all ``keys`` exist. Raises: StoreTimeoutError naming the keys."""
 
     @abc.abstractmethod
-    async def delete(self, key: str) -> bool:
+    def delete(self, key: str) -> Awaitable[bool]:
         """Remove ``key``; returns whether it was there."""
 
     @abc.abstractmethod
@@ -64,7 +66,7 @@ class Store(abc.ABC):
         """Add ``value`` to the end of the value of ``key``."""
 
     @abc.abstractmethod
-    async def num_keys(self) -> int:
+    def num_keys(self) -> Awaitable[int]:
         """How many keys the whole store holds, those outside of a prefix included."""
 
     async def multi_get(self, keys: Sequence[str], timeout: float | None = None) -> list[bytes]:
@@ -102,26 +104,26 @@ class PrefixStore(Store):
     async def get(self, key: str, timeout: float | None = None) -> bytes:
         return await self.underlying.get(self._key(key), timeout)
 
-    async def add(self, key: str, amount: int) -> int:
-        return await self.underlying.add(self._key(key), amount)
+    def add(self, key: str, amount: int) -> Awaitable[int]:
+        return self.underlying.add(self._key(key), amount)
 
-    async def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        return await self.underlying.compare_set(self._key(key), expected, desired)
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> Awaitable[bytes]:
+        return self.underlying.compare_set(self._key(key), expected, desired)
 
-    async def check(self, keys: Sequence[str]) -> bool:
-        return await self.underlying.check([self._key(key) for key in to_keys(keys)])
+    def check(self, keys: Sequence[str]) -> Awaitable[bool]:
+        return self.underlying.check([self._key(key) for key in to_keys(keys)])
 
     async def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
         await self.underlying.wait([self._key(key) for key in to_keys(keys)], timeout)
 
-    async def delete(self, key: str) -> bool:
-        return await self.underlying.delete(self._key(key))
+    def delete(self, key: str) -> Awaitable[bool]:
+        return self.underlying.delete(self._key(key))
 
     async def append(self, key: str, value: bytes | str) -> None:
         await self.underlying.append(self._key(key), value)
 
-    async def num_keys(self) -> int:
-        return await self.underlying.num_keys()
+    def num_keys(self) -> Awaitable[int]:
+        return self.underlying.num_keys()
 
     async def multi_get(self, keys: Sequence[str], timeout: float | None = None) -> list[bytes]:
         return await self.underlying.multi_get([self._key(key) for key in to_keys(keys)], timeout)

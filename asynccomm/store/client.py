@@ -225,39 +225,39 @@ class StoreClient(Store):
         line.codec.get(key)
         return await line.reply()  # type: ignore[no-any-return]
 
-    async def add(self, key: str, amount: int) -> int:
+    def add(self, key: str, amount: int) -> asyncio.Future[int]:
         line = self._line()
         line.codec.add(key, amount)
-        return await line.reply()  # type: ignore[no-any-return]
+        return line.reply()
 
-    async def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> asyncio.Future[bytes]:
         line = self._line()
         line.codec.compare_set(key, expected, desired)
-        return await line.reply()  # type: ignore[no-any-return]
+        return line.reply()
 
-    async def check(self, keys: Sequence[str]) -> bool:
+    def check(self, keys: Sequence[str]) -> asyncio.Future[bool]:
         line = self._line()
         line.codec.check(keys)
-        return await line.reply()  # type: ignore[no-any-return]
+        return line.reply()
 
     async def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
         if not await self.check(keys):
             await self._wait_line.wait(keys, self._timeout if timeout is None else timeout)
 
-    async def delete(self, key: str) -> bool:
+    def delete(self, key: str) -> asyncio.Future[bool]:
         line = self._line()
         line.codec.delete(key)
-        return await line.reply()  # type: ignore[no-any-return]
+        return line.reply()
 
     async def append(self, key: str, value: bytes | str) -> None:
         line = self._line()
         line.codec.append(key, value)
         await line.no_reply()
 
-    async def num_keys(self) -> int:
+    def num_keys(self) -> asyncio.Future[int]:
         line = self._line()
         line.codec.num_keys()
-        return await line.reply()  # type: ignore[no-any-return]
+        return line.reply()
 
     async def multi_get(self, keys: Sequence[str], timeout: float | None = None) -> list[bytes]:
         await self.wait(keys, timeout)
@@ -277,11 +277,11 @@ class StoreClient(Store):
             for key, value in values.items():
                 await self.set(key, value)
 
-    async def list_keys(self) -> list[str]:
+    def list_keys(self) -> asyncio.Future[list[str]]:
         """All keys on the server. Needs a server of torch 2.10 or newer: an older one drops the connection."""
         line = self._line()
         line.codec.list_keys()
-        return await line.reply()  # type: ignore[no-any-return]
+        return line.reply()
 
     async def ping(self) -> None:
         """One round trip: everything this client sent before has been carried out when it returns."""

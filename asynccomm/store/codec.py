@@ -44,6 +44,7 @@ _I64 = struct.Struct("=q")
 _U64 = struct.Struct("=Q")
 
 Parser = Generator[None, None, Any]
+NUMBER: Parser = iter(())  # type: ignore[assignment]  # never run: stands for "an i64 follows"
 
 
 class Status(enum.IntEnum):
@@ -101,7 +102,7 @@ class Codec:
         return self._request(b"\x05" + _U64.pack(1) + name + b"\x03" + name, self._flag_and_blob())
 
     def add(self, key: str, amount: int) -> int:
-        return self._request(b"\x04" + _key(key) + _I64.pack(to_amount(amount)), self._number())
+        return self._request(b"\x04" + _key(key) + _I64.pack(to_amount(amount)), NUMBER)
 
     def check(self, keys: Sequence[str]) -> int:
         return self._request(b"\x05" + _keys(keys), self._flag())
@@ -117,7 +118,7 @@ class Codec:
         return self._request(b"\x0c")
 
     def num_keys(self) -> int:
-        return self._request(b"\x07", self._number())
+        return self._request(b"\x07", NUMBER)
 
     def delete(self, key: str) -> int:
         return self._request(b"\x08" + _key(key), self._deleted())
@@ -174,6 +175,13 @@ class Codec:
             while self._current is not None or self._expected:
                 parser = self._current or self._expected.popleft()
                 self._current = parser
+                if parser is NUMBER:  # counters by the thousand: a generator each would be a third of their cost
+                    if len(self._in) - self._at < 8:
+                        break
+                    replies.append(_I64.unpack_from(self._in, self._at)[0])
+                    self._at += 8
+                    self._current = None
+                    continue
                 try:
                     next(parser)
                 except StopIteration as stop:

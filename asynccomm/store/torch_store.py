@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 import anyio.to_thread
 from torch import distributed as dist
@@ -104,23 +104,26 @@ class AsTorchStore(dist.Store):
         self._loop = loop
         self._seconds = timeout
 
-    def _run(self, coroutine: object) -> object:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()  # type: ignore[arg-type]
+    def _run(self, method: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+        async def call() -> T:  # on the loop: the method itself may send
+            return await method(*arguments)
+
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._run(self._ours.set(key, value))
+        self._run(self._ours.set, key, value)
 
     def get(self, key: str) -> bytes:
-        return self._run(self._ours.get(key, self._seconds))  # type: ignore[return-value]
+        return self._run(self._ours.get, key, self._seconds)
 
     def add(self, key: str, amount: int) -> int:
-        return self._run(self._ours.add(key, amount))  # type: ignore[return-value]
+        return self._run(self._ours.add, key, amount)
 
     def check(self, keys: list[str]) -> bool:
-        return self._run(self._ours.check(keys))  # type: ignore[return-value]
+        return self._run(self._ours.check, keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._run(self._ours.wait(keys, self._seconds if timeout is None else timeout.total_seconds()))
+        self._run(self._ours.wait, keys, self._seconds if timeout is None else timeout.total_seconds())
 
     def delete_key(self, key: str) -> bool:
-        return self._run(self._ours.delete(key))  # type: ignore[return-value]
+        return self._run(self._ours.delete, key)

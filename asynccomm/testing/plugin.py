@@ -117,6 +117,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if pyfuncitem.get_closest_marker("ranks") is None:
         return None
     world = pyfuncitem.callspec.params["_asynccomm_world"]
+    assert isinstance(world, World)
     reports, output = _pool(pyfuncitem.config).run(_jobs(pyfuncitem, world), world.timeout)
     for rank, text in enumerate(output):
         if text:
@@ -212,9 +213,17 @@ def _raise(reports: Sequence[Report], world: World) -> None:
 
 
 def _weight(report: Report) -> int:
-    if isinstance(report, Failed):
-        return 2 if report.aborted_by is None else 4
-    return {Died: 0, Skipped: 1, Stuck: 3}.get(type(report), 5)
+    match report:
+        case Died():
+            return 0
+        case Skipped():
+            return 1
+        case Failed(aborted_by=None):
+            return 2
+        case Stuck():
+            return 3
+        case _:
+            return 4
 
 
 def _describe(rank: int, report: Report, world: World) -> str:

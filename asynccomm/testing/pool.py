@@ -82,19 +82,12 @@ class Rank:
     def answer(self, deadline: float) -> Report:
         """What it says until ``deadline``; perhaps it has just ended the test after all."""
         if not self.channel.poll(max(0.0, deadline - time.monotonic())):
-            self._abort()
             return Stuck(SILENT)
         message = self.receive()
         if isinstance(message, Stacks):
             return Stuck(message.text)
         assert isinstance(message, (Passed, Skipped, Failed, Died))
         return message
-
-    def _abort(self) -> None:
-        """Have the process print its stacks: faulthandler needs no interpreter lock for that."""
-        self.process.send_signal(signal.SIGABRT)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it is stopped, or waits for a device
-            self.process.wait(STACKS_SECONDS)
 
     def new_output(self) -> str:
         """What was printed since the last call."""
@@ -206,7 +199,19 @@ def _ask(ranks: Mapping[int, Rank]) -> dict[int, Report]:
     for rank in ranks.values():
         rank.ask_where()
     deadline = time.monotonic() + STACKS_SECONDS
-    return {number: rank.answer(deadline) for number, rank in ranks.items()}
+    answers = {number: rank.answer(deadline) for number, rank in ranks.items()}
+    _abort([ranks[number] for number, answer in answers.items() if answer == Stuck(SILENT)])
+    return answers
+
+
+def _abort(ranks: Sequence[Rank]) -> None:
+    """Have processes that do not answer print their stacks: faulthandler needs no interpreter lock for that."""
+    for rank in ranks:
+        rank.process.send_signal(signal.SIGABRT)
+    deadline = time.monotonic() + STACKS_SECONDS
+    for rank in ranks:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it is stopped, or waits for a device
+            rank.process.wait(max(0.0, deadline - time.monotonic()))
 
 
 def _signal_name(number: int) -> str:

@@ -172,7 +172,7 @@ async def test_a_lone_get_of_what_is_there_is_one_round_trip(proxy: Any, use_lib
 
 
 async def test_cancelled_requests_keep_their_place(client: StoreClient) -> None:
-    tasks = [asyncio.create_task(client.add("n", 1)) for _ in range(50)]
+    tasks = [client.add("n", 1) for _ in range(50)]
     await asyncio.sleep(0)
     for task in tasks[::2]:
         task.cancel()
@@ -225,7 +225,7 @@ async def test_what_is_too_large_is_refused_before_it_is_sent(client: StoreClien
 async def test_use_after_close(client: StoreClient) -> None:
     waiting = asyncio.create_task(client.get("never"))
     await client.ping()
-    pending = asyncio.create_task(client.add("n", 1))
+    pending = client.add("n", 1)
     await asyncio.sleep(0)
     await client.aclose()
     await client.aclose()

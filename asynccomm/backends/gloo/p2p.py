@@ -1,8 +1,9 @@
 """Send and receive over gloo.
 
 gloo matches messages by peer and tag, in order, but trusts both sides to know the size: a shorter message fills half
-of the tensor in silence, a longer one breaks the connection. So each message is preceded by a header that says how many
-elements of which dtype follow, and a receive that does not fit fails with both descriptions.
+of the tensor in silence, a longer one ends the process. So each message has a header, under a tag of its own, that says
+how many elements of which dtype follow; a receive takes the payload only if it fits, and else fails with both
+descriptions.
 
 Messages to oneself never reach gloo, which has no connection to itself.
 """
@@ -82,9 +83,9 @@ class PointToPoint:
     def _send(self, gloo: Gloo, op: Send, submission: Submission) -> None:
         header = _header(op)
         data = as_bytes(submission.inputs[0])
-        steps = [gloo.send(header, op.peer, op.tag).wait]
+        steps = [gloo.send(header, op.peer, 2 * op.tag).wait]
         if op.numel:
-            steps.append(gloo.send(data, op.peer, op.tag).wait)
+            steps.append(gloo.send(data, op.peer, 2 * op.tag + 1).wait)
 
         def job() -> None:
             self._complete(submission, steps, None)
@@ -95,20 +96,21 @@ class PointToPoint:
 
     def _recv(self, gloo: Gloo, op: Recv, submission: Submission) -> None:
         header = torch.empty(2, dtype=torch.int64)
-        data, copy_back = target(submission.outputs[0])
-        announced = gloo.recv(header, op.peer, op.tag)
-        payload = gloo.recv(data, op.peer, op.tag) if op.numel else None
+        announced = gloo.recv(header, op.peer, 2 * op.tag)
 
-        def check_header() -> None:
+        def payload() -> None:
             numel, code = header.tolist()
             sent = Send(_DTYPES.get(code, torch.uint8), numel, self._rank, op.tag)
             if not op.takes(sent):
                 raise CollectiveMismatchError(submission.work.seq, op.peer, str(sent), self._rank, str(op))
-
-        steps = [announced.wait, check_header, *([payload.wait] if payload is not None else [])]
+            if numel:
+                data, copy_back = target(submission.outputs[0])
+                gloo.recv(data, op.peer, 2 * op.tag + 1).wait()
+                if copy_back is not None:
+                    copy_back()
 
         def job() -> None:
-            self._complete(submission, steps, copy_back)
+            self._complete(submission, [announced.wait, payload], None)
 
         self._lanes.put(("recv", op.peer, op.tag), job)
 

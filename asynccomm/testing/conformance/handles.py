@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from asynccomm.comm import Comm
 from asynccomm.errors import WouldBlockError
 from asynccomm.reduce_op import ReduceOp
 from asynccomm.testing.conformance.data import DTYPES, SHAPES, expect_equal, layouts, reduced, sample, sentinel
+from asynccomm.work import Work
 
 
 async def hundred_operations_in_flight(comm: Comm) -> None:
@@ -30,7 +32,7 @@ async def mixed_operations_in_flight(comm: Comm) -> None:
     size, rank = comm.size, comm.rank
     total = sample(rank, (11,))
     copy = sample(rank, (7,))
-    works = [
+    works: list[Work[Any]] = [
         comm.all_reduce(total),
         comm.broadcast(copy, size - 1),
         comm.all_gather_single(None, sample(rank, (3,))),
@@ -66,8 +68,8 @@ async def works_can_be_awaited_by_many(comm: Comm) -> None:
     assert await called is work
 
 
-async def _again(work: object) -> object:
-    return await work  # type: ignore[misc]
+async def _again(work: Work[Any]) -> Any:
+    return await work
 
 
 async def cancelling_an_await_leaves_the_operation(comm: Comm) -> None:

@@ -85,7 +85,7 @@ def test_one_job_of_a_lane_at_a_time() -> None:
 
     def put() -> None:
         for i in range(500):
-            lanes.put("lane", lambda: job(i))
+            lanes.put("lane", lambda i=i: job(i))
 
     threads = [threading.Thread(target=put) for _ in range(3)]
     for thread in threads:
