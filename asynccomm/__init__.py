@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from asynccomm.backends.registry import backend_names as backend_names
     from asynccomm.comm import Comm as Comm
-    from asynccomm.session import CommStatistics as CommStatistics
     from asynccomm.connect import new_comm as new_comm
     from asynccomm.errors import AbortedError as AbortedError
     from asynccomm.errors import AsyncCommError as AsyncCommError
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from asynccomm.reduce_op import RedOpType as RedOpType
     from asynccomm.reduce_op import ReduceOp as ReduceOp
     from asynccomm.runner import run as run
+    from asynccomm.session import CommStatistics as CommStatistics
     from asynccomm.store.base import PrefixStore as PrefixStore
     from asynccomm.store.base import Store as Store
     from asynccomm.store.client import StoreClient as StoreClient
@@ -69,7 +69,7 @@ _HOMES = {
     "__version__": "asynccomm.version",
     "Work": "asynccomm.work",
 }
-__all__ = list(_HOMES)  # noqa: PLE0605 - a list of str, made of the keys
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -17,11 +17,11 @@ from torch import distributed as dist
 
 from asynccomm.backends.base import Backend, BackendContext, device_of
 from asynccomm.backends.registry import load_backend, resolve
+from asynccomm.checks import Group
 from asynccomm.comm import Comm
 from asynccomm.errors import AsyncCommError
 from asynccomm.join import join
 from asynccomm.mailbox import Mailbox
-from asynccomm.ops import Group
 from asynccomm.options import DEFAULT_TIMEOUT, MAX_BYTES, MAX_OPS, CommOptions, check_hints, seconds
 from asynccomm.session import Session
 from asynccomm.store.base import Store, within

@@ -52,6 +52,7 @@ class Mailbox:
                     raise
                 _log.debug("the event loop is closed; %d completions dropped", len(self._inbox))
                 self._inbox.clear()
+                self._rung = False
 
     def _drain(self) -> None:
         self._rung = False

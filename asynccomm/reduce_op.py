@@ -65,9 +65,9 @@ class ReduceOp:
     BXOR: ReduceOp
 
     def __init__(self, type: RedOpType) -> None:
-        if type is RedOpType.PREMUL_SUM:
-            raise ValueError("type PREMUL_SUM needs a factor: use ReduceOp.PREMUL_SUM(factor)")
         self._type = RedOpType(type)
+        if self._type is RedOpType.PREMUL_SUM:
+            raise ValueError("type PREMUL_SUM needs a factor: use ReduceOp.PREMUL_SUM(factor)")
         self._factor: float | complex | Tensor | None = None
 
     @staticmethod
@@ -107,6 +107,11 @@ class ReduceOp:
     def factor(self) -> float | complex | Tensor | None:
         """The factor of PREMUL_SUM, else None."""
         return self._factor
+
+    def snapshot(self) -> ReduceOp:
+        """The same with a factor of its own, if that is a tensor: nobody can change it after the call."""
+        factor = self._factor
+        return ReduceOp.PREMUL_SUM(factor.detach().clone()) if isinstance(factor, Tensor) else self
 
     def check(self, dtype: torch.dtype) -> None:
         """Raise ``ValueError`` when tensors of ``dtype`` cannot be reduced this way."""

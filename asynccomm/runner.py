@@ -21,6 +21,8 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None, use_uvloop: 
         debug: asyncio's debug mode.
         use_uvloop: whether to use uvloop; None: if it is installed.
     """
+    if asyncio._get_running_loop() is not None:
+        raise RuntimeError("run() cannot be called from a running event loop: use `await` there")
     if use_uvloop is None:
         use_uvloop = find_spec("uvloop") is not None
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, final
 
 from asynccomm.backends.base import Backend, BackendContext, Submission
 from asynccomm.bulletin import Bulletin
+from asynccomm.checks import Group
 from asynccomm.deadlines import Deadlines
 from asynccomm.errors import (
     AbortedError,
@@ -35,7 +36,7 @@ from asynccomm.errors import (
     CollectiveTimeoutError,
 )
 from asynccomm.mailbox import Mailbox
-from asynccomm.ops import Call, Group, Recv, Send
+from asynccomm.ops import Call, Recv, Send
 from asynccomm.options import CommOptions, seconds
 from asynccomm.store.base import Store
 from asynccomm.work import Work

@@ -155,10 +155,15 @@ class Work(Generic[T]):
         if asyncio._get_running_loop() is not None:
             raise WouldBlockError(f"wait() would block the event loop of this thread: use `await` on {self!r}")
         limit = None if timeout is None else seconds("timeout", timeout, 0.0)
+        if limit is not None and limit > threading.TIMEOUT_MAX:
+            limit = None
         event = threading.Event()
         self._events.append(event)
         if not self._done and not event.wait(limit) and not self._done:
-            raise TimeoutError(f"{self!r} was not done within {limit:g} s; it goes on")
+            with _deciding:
+                if not self._done:  # else the settler may be going through the list
+                    self._events.remove(event)
+                    raise TimeoutError(f"{self!r} was not done within {limit:g} s; it goes on")
         return self._outcome()
 
     def wait_stream(self, stream: torch.cuda.Stream | None = None) -> None:
@@ -167,16 +172,16 @@ class Work(Generic[T]):
 
     def add_done_callback(self, fn: Callable[[Work[T]], object], *, context: contextvars.Context | None = None) -> None:
         """Have the loop call ``fn(work)`` once the operation is done; soon, if it is already. From any thread."""
-        self._callbacks.append((fn, context or contextvars.copy_context()))
+        self._callbacks.append((fn, contextvars.copy_context() if context is None else context))
         if self._done:
             self._mailbox.post(self._wake)
 
     def remove_done_callback(self, fn: Callable[[Work[T]], object]) -> int:
         """Forget all callbacks equal to ``fn``; returns how many there were."""
-        kept = [entry for entry in self._callbacks if entry[0] != fn]
-        removed = len(self._callbacks) - len(kept)
-        self._callbacks[:] = kept
-        return removed
+        found = [entry for entry in self._callbacks if entry[0] == fn]
+        for entry in found:  # one by one: another thread may be about to append
+            self._callbacks.remove(entry)
+        return len(found)
 
     # -- for whoever runs the operation -------------------------------------------------------------------------------
 
@@ -209,8 +214,8 @@ class Work(Generic[T]):
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
-        callbacks, self._callbacks = self._callbacks, []
-        for fn, context in callbacks:
+        while self._callbacks:  # one list for good: another thread may be about to append to it
+            fn, context = self._callbacks.pop(0)
             self._mailbox.loop.call_soon(fn, self, context=context)
 
     def _outcome(self) -> T:

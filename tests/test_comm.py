@@ -13,6 +13,7 @@ from asynccomm import (
     AbortedError,
     Comm,
     MemoryStore,
+    ReduceOp,
     new_comm,
 )
 from asynccomm.backends.loopback import Hub, LoopbackBackend
@@ -137,6 +138,15 @@ async def test_threads_may_call_and_order_is_kept() -> None:
             thread.start()
         await asyncio.to_thread(lambda: [thread.join() for thread in threads])
         assert sorted(seen) == list(range(800))
+
+
+async def test_a_factor_is_read_when_the_operation_is_called() -> None:
+    async with world(2) as (a, b):
+        factor, tensor = torch.tensor(2.0), torch.ones(1)
+        work = a.all_reduce(tensor, ReduceOp.PREMUL_SUM(factor))
+        factor.fill_(100)
+        b.all_reduce(torch.ones(1), ReduceOp.PREMUL_SUM(1))
+        assert (await work).item() == 3
 
 
 async def test_names_are_unique_among_open_comms() -> None:

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
@@ -24,12 +23,12 @@ def port() -> int:
 
 
 @pytest.fixture
-def environ(monkeypatch: pytest.MonkeyPatch, port: int) -> Iterator[pytest.MonkeyPatch]:
+def environ(monkeypatch: pytest.MonkeyPatch, port: int) -> pytest.MonkeyPatch:
     for name in [name for name in os.environ if name.startswith("TORCHELASTIC")]:
         monkeypatch.delenv(name)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
-    yield monkeypatch
+    return monkeypatch
 
 
 BAD_CALLS: list[tuple[dict[str, object], str]] = [

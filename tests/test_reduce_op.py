@@ -162,3 +162,11 @@ def test_survives_pickle_and_copy(op: ReduceOp) -> None:
         assert again == op
         assert hash(again) == hash(op)
         assert repr(again) == repr(op)
+
+
+def test_a_snapshot_does_not_see_later_changes_of_the_factor() -> None:
+    factor = torch.tensor(2.0)
+    taken = ReduceOp.PREMUL_SUM(factor).snapshot()
+    factor.fill_(100)
+    assert taken.factor == torch.tensor(2.0)
+    assert ReduceOp.SUM.snapshot() is ReduceOp.SUM

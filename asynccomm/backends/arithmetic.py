@@ -83,13 +83,13 @@ def combine(rows: Tensor, reduction: ReduceOp, *, bools: bool = False) -> Tensor
         return rows.amax(dim=0)
     if kind is RedOpType.MIN:
         return rows.amin(dim=0)
-    if kind is RedOpType.PRODUCT:
-        return rows.prod(dim=0, dtype=rows.dtype)
-    if kind in (RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM):
-        return rows.sum(dim=0, dtype=rows.dtype)
     result = rows[0].clone()
     for row in rows[1:]:
-        if kind is RedOpType.BAND:
+        if kind in (RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM):
+            result += row  # not sum(): its order of additions depends on where an element stands
+        elif kind is RedOpType.PRODUCT:
+            result *= row
+        elif kind is RedOpType.BAND:
             result &= row
         elif kind is RedOpType.BOR:
             result |= row

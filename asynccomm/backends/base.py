@@ -27,9 +27,10 @@ from typing import Any, ClassVar, Self, final
 import torch
 from torch import Tensor
 
+from asynccomm.checks import Group
 from asynccomm.errors import BrokenError
 from asynccomm.mailbox import Mailbox
-from asynccomm.ops import Call, Group, Op
+from asynccomm.ops import Call, Op
 from asynccomm.store.base import Store
 from asynccomm.work import Work
 
@@ -92,7 +93,7 @@ class Backend(abc.ABC):
         """
 
     @classmethod
-    def check_hints(cls, hints: Mapping[str, str]) -> None:  # noqa: B027 - optional: a backend may have none
+    def check_hints(cls, hints: Mapping[str, str]) -> None:
         """Raise ``ValueError`` naming the hint whose value is no good. Called before anybody is met."""
 
     @abc.abstractmethod
@@ -111,6 +112,7 @@ class Backend(abc.ABC):
 def device_of(value: str | torch.device) -> torch.device:
     """``value`` as a device. Raises ``ValueError`` naming it."""
     try:
-        return torch.device(value)
+        device = torch.device(value)
     except (RuntimeError, TypeError) as exc:
         raise ValueError(f"device must name a torch device such as 'cpu' or 'cuda:0', got {value!r}") from exc
+    return torch.device("cpu") if device.type == "cpu" else device  # tensors are on "cpu", never on "cpu:0"

@@ -79,7 +79,7 @@ class Store(abc.ABC):
         for key, value in items.items():
             await self.set(key, value)
 
-    async def aclose(self) -> None:  # noqa: B027 - optional: an in-memory store has nothing to close
+    async def aclose(self) -> None:
         """Release connections. The store's contents stay with its server."""
 
     def prefix(self, prefix: str) -> PrefixStore:

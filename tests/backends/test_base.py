@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from asynccomm.backends.base import Backend, BackendContext, Member, Submission, device_of
+from asynccomm.checks import Group
 from asynccomm.mailbox import Mailbox
-from asynccomm.ops import AllGather, Group
+from asynccomm.ops import AllGather
 from asynccomm.store.memory import MemoryStore
 from asynccomm.work import Work
 

@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-import asynccomm
 from asynccomm import MemoryStore, new_comm
 from asynccomm.testing.conformance import check_backend
 

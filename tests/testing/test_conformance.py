@@ -140,7 +140,7 @@ def loses_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def runs_what_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asynccomm.ops._check_numel", lambda *args: None)
+    monkeypatch.setattr("asynccomm.ops.check_numel", lambda *args: None)
 
 
 BROKEN: dict[str, Patch] = {

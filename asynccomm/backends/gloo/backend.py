@@ -1,7 +1,8 @@
 """CPU collectives by torch's gloo, over TCP between any machines.
 
-An operation is started on the thread that calls (gloo only queues it) and waited for on a lane
-(``lanes.py``), which also finishes it: divides, converts, copies back.
+An operation is started on the thread that calls; gloo only queues it. Collectives come back through gloo's future, on
+gloo's thread, which also does what is left: divide, convert, copy back. Point-to-point works have no future: a thread
+waits for each of their lanes (``lanes.py``).
 """
 
 from __future__ import annotations
@@ -90,20 +91,30 @@ class GlooBackend(Backend):
         gloo = self._gloo
         assert gloo is not None, "submitted to a closed backend"
         for submission in batch:
-            if submission.op.p2p:
-                self._p2p.submit(gloo, submission)
-            else:
-                work, finish = start(gloo, submission, self._size)
-                self._lanes.put("collectives", partial(self._complete, submission, [work.wait], finish))
+            try:
+                self._start(gloo, submission)
+            except RuntimeError as exc:  # the group died, and this call is the first to see it
+                error = BackendError(f"gloo could not start {submission.op}: {str(exc).strip()}")
+                self._on_error(error)
+                raise error from exc
 
-    def _complete(
-        self, submission: Submission, steps: Sequence[Callable[[], object]], finish: Callable[[], None] | None
-    ) -> None:
+    def _start(self, gloo: Gloo, submission: Submission) -> None:
+        if submission.op.p2p:
+            self._p2p.submit(gloo, submission)
+        else:
+            work, finish = start(gloo, submission, self._size)
+
+            def done(future: torch.futures.Future[object]) -> None:
+                self._complete(submission, [future.value] if finish is None else [future.value, finish])
+
+            work.get_future().add_done_callback(done)
+
+    def _complete(self, submission: Submission, steps: Sequence[Callable[[], object]]) -> None:
+        """Take the last steps of an operation, which raise if it failed, and settle it. On any thread."""
         try:
-            for step in steps:
-                step()
-            if finish is not None:
-                finish()
+            with torch.no_grad():  # a setting of the thread, and this one is gloo's
+                for step in steps:
+                    step()
         except BrokenError as exc:
             self._on_error(exc)
         except Exception as exc:

@@ -1,9 +1,7 @@
-"""Threads that wait for gloo, so that nobody else has to.
+"""Threads that wait for gloo's point-to-point works, which complete inside ``wait()`` and nowhere else.
 
-Work that finishes in order shares a lane: all collectives one, point-to-point one per direction, peer and tag, since
-a receive that waits for its sender must not hold up anything else. A lane has a thread only while it has jobs.
-gloo's works offer no other way: point-to-point completes inside ``wait()`` alone, and for collectives a waiting thread
-is quicker than the future's callback.
+Works that finish in order share a lane: one per direction, peer and tag, since a receive that waits for its sender must
+not hold up anything else. A lane has a thread only while it has jobs.
 """
 
 from __future__ import annotations
@@ -13,8 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable
 from typing import final
-
-import torch
 
 __all__ = ["Lanes"]
 
@@ -43,7 +39,6 @@ class _Threads:
             threading.Thread(target=self._main, name=self._name, daemon=True).start()
 
     def _main(self) -> None:
-        torch.set_grad_enabled(False)  # per thread: what we copy and divide here is not for autograd
         while True:
             try:
                 function = self._jobs.get(timeout=IDLE_SECONDS)

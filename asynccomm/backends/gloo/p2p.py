@@ -1,9 +1,9 @@
 """Send and receive over gloo.
 
 gloo matches messages by peer and tag, in order, but trusts both sides to know the size: a shorter message fills half
-of the tensor in silence, a longer one ends the process. So each message has a header, under a tag of its own, that says
-how many elements of which dtype follow; a receive takes the payload only if it fits, and else fails with both
-descriptions.
+of the tensor in silence, a longer one ends the process. So each message has a header that says how many elements of
+which dtype it brings. A short payload comes with it; a long one follows under a tag of its own, and is received only if
+it fits. What does not fit fails with both descriptions.
 
 Messages to oneself never reach gloo, which has no connection to itself.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import final
 
 import torch
@@ -30,8 +31,14 @@ __all__ = ["PointToPoint"]
 _DTYPES = {zlib.crc32(str(d).encode()): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
 
-def _header(op: Send) -> Tensor:
-    return torch.tensor([op.numel, zlib.crc32(str(op.dtype).encode())], dtype=torch.int64)
+HEADER = 16  # bytes: how many elements, of which dtype
+SHORT = 4096  # bytes of payload that travel in the header's message, which saves a round trip
+
+
+def _message(op: Send, data: Tensor) -> Tensor:
+    """The header, and behind it the payload if that is short."""
+    header = torch.tensor([op.numel, zlib.crc32(str(op.dtype).encode())]).view(torch.uint8)
+    return torch.cat([header, data]) if data.numel() <= SHORT else header
 
 
 @final
@@ -39,8 +46,7 @@ class PointToPoint:
     """Sends and receives of one rank.
 
     Args:
-        complete: runs steps that wait for gloo, finishes and settles the submission, and reports what goes wrong;
-            called on a lane.
+        complete: runs the steps that end an operation, settles it, and reports what goes wrong; called on a lane.
         on_error: where a mismatch goes.
     """
 
@@ -48,7 +54,7 @@ class PointToPoint:
         self,
         rank: int,
         lanes: Lanes,
-        complete: Callable[[Submission, Sequence[Callable[[], object]], Callable[[], None] | None], None],
+        complete: Callable[[Submission, Sequence[Callable[[], object]]], None],
         on_error: Callable[[BrokenError], object],
     ) -> None:
         self._rank = rank
@@ -81,38 +87,37 @@ class PointToPoint:
         self._own_recvs.clear()
 
     def _send(self, gloo: Gloo, op: Send, submission: Submission) -> None:
-        header = _header(op)
         data = as_bytes(submission.inputs[0])
-        steps = [gloo.send(header, op.peer, 2 * op.tag).wait]
-        if op.numel:
+        message = _message(op, data)
+        steps = [gloo.send(message, op.peer, 2 * op.tag).wait]
+        if data.numel() > SHORT:
             steps.append(gloo.send(data, op.peer, 2 * op.tag + 1).wait)
 
         def job() -> None:
-            self._complete(submission, steps, None)
+            self._complete(submission, steps)
             staged.clear()
 
-        staged = [header, data]  # gloo reads them until then
+        staged = [message, data]  # gloo reads them until then
         self._lanes.put(("send", op.peer, op.tag), job)
 
     def _recv(self, gloo: Gloo, op: Recv, submission: Submission) -> None:
-        header = torch.empty(2, dtype=torch.int64)
-        announced = gloo.recv(header, op.peer, 2 * op.tag)
+        message = torch.empty(HEADER + SHORT, dtype=torch.uint8)
+        arrival = gloo.recv(message, op.peer, 2 * op.tag)
 
-        def payload() -> None:
-            numel, code = header.tolist()
+        def take_payload() -> None:
+            numel, code = message[:HEADER].view(torch.int64).tolist()
             sent = Send(_DTYPES.get(code, torch.uint8), numel, self._rank, op.tag)
             if not op.takes(sent):
                 raise CollectiveMismatchError(submission.work.seq, op.peer, str(sent), self._rank, str(op))
-            if numel:
-                data, copy_back = target(submission.outputs[0])
+            data, copy_back = target(submission.outputs[0])
+            if data.numel() <= SHORT:
+                data.copy_(message[HEADER : HEADER + data.numel()])
+            else:
                 gloo.recv(data, op.peer, 2 * op.tag + 1).wait()
-                if copy_back is not None:
-                    copy_back()
+            if copy_back is not None:
+                copy_back()
 
-        def job() -> None:
-            self._complete(submission, [announced.wait, payload], None)
-
-        self._lanes.put(("recv", op.peer, op.tag), job)
+        self._lanes.put(("recv", op.peer, op.tag), partial(self._complete, submission, [arrival.wait, take_payload]))
 
     def _meet(self, tag: int) -> None:
         if not (self._own_sends[tag] and self._own_recvs[tag]):

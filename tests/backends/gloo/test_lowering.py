@@ -9,7 +9,8 @@ from torch import Tensor
 from asynccomm import ReduceOp
 from asynccomm.backends.base import Submission
 from asynccomm.backends.gloo.lowering import as_bytes, start, target
-from asynccomm.ops import AllReduce, AllToAllSingle, Broadcast, Call, Group, Reduce, ReduceScatterSingle
+from asynccomm.checks import Group
+from asynccomm.ops import AllReduce, AllToAllSingle, Broadcast, Call, Reduce, ReduceScatterSingle
 
 GROUP = Group("test", 0, 2, torch.device("cpu"))
 

@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 from asynccomm import ReduceOp, StoreClient
 from asynccomm.backends.gloo.torch_gloo import POISON_TAG, Gloo
-from asynccomm.ops import MAX_TAG
+from asynccomm.checks import MAX_TAG
 from asynccomm.store.torch_store import AsTorchStore
 
 
@@ -20,9 +20,7 @@ async def connect(size: int) -> tuple[Gloo, int, StoreClient]:
     rank = int(os.environ["RANK"])
     client = await StoreClient.connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=20)
     store = AsTorchStore(client.prefix(os.environ["TORCHELASTIC_RUN_ID"]), asyncio.get_running_loop(), 20)
-    gloo = await asyncio.to_thread(
-        Gloo, store, rank, size, hostname="127.0.0.1", interface=None, threads=1
-    )
+    gloo = await asyncio.to_thread(Gloo, store, rank, size, hostname="127.0.0.1", interface=None, threads=1)
     return gloo, rank, client
 
 
