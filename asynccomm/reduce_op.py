@@ -40,6 +40,8 @@ class RedOpType(enum.Enum):
     BXOR = "BXOR"
     PREMUL_SUM = "PREMUL_SUM"
 
+    __hash__ = object.__hash__  # members are single; Enum's own hash is a Python function, run several times per call
+
 
 _BITWISE: Final = frozenset({RedOpType.BAND, RedOpType.BOR, RedOpType.BXOR})
 _LINEAR: Final = frozenset({RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM})

@@ -23,6 +23,8 @@ from contextlib import AsyncExitStack
 from datetime import timedelta
 from typing import Any, NamedTuple, final
 
+from torch import Tensor
+
 from asynccomm.backends.base import Backend, BackendContext, Submission
 from asynccomm.bulletin import Bulletin
 from asynccomm.checks import Group
@@ -122,7 +124,7 @@ class Session:
     # -- submitting ---------------------------------------------------------------------------------------------------
 
     def submit(self, call: Call, timeout: float | timedelta | None, hints: Mapping[str, str] | None) -> Work[Any]:
-        limit = seconds("timeout", timeout, self.options.timeout)
+        limit = self.options.timeout if timeout is None else seconds("timeout", timeout, 0.0)
         if hints is not None and not isinstance(hints, Mapping):
             raise TypeError(f"hints must be a mapping of strings to strings, got {hints!r}")
         self.check_loop()
@@ -133,7 +135,7 @@ class Session:
             assert backend is not None
             seq = self._p2p if op.p2p else self._collectives
             work: Work[Any] = Work(op, seq, self.mailbox, value=call.result, timeout=limit, on_settled=self._settled)
-            nbytes = max(sum(t.nbytes for t in call.inputs), sum(t.nbytes for t in call.outputs))
+            nbytes = max(_nbytes(call.inputs), _nbytes(call.outputs))
             self._pending[work] = nbytes
             self._bytes += nbytes
             try:
@@ -323,6 +325,13 @@ class Session:
             ),
             tell=True,
         )
+
+
+def _nbytes(tensors: tuple[Tensor, ...]) -> int:
+    total = 0
+    for tensor in tensors:
+        total += tensor.nbytes
+    return total
 
 
 def _weakly(method: Callable[[Any], object]) -> Callable[[Any], None]:

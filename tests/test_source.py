@@ -13,15 +13,18 @@ PACKAGE = ROOT / "asynccomm"
 # Every module, lowest first; an import may only point to a line above. Packages' __init__ stand where they may be used.
 LAYERS = [
     "version reduce_op checks ops errors options mailbox work deadlines",
-    "store store.base store.codec store.wait_line store.client store.memory store.torch_store store.host store.rendezvous",
+    "store store.base store.codec store.wait_line store.client store.memory store.torch_store store.host",
+    "store.rendezvous",
     "backends backends.base backends.arithmetic backends.loopback",
-    "backends.gloo backends.gloo.torch_gloo backends.gloo.lanes backends.gloo.lowering backends.gloo.p2p backends.gloo.backend",
+    "backends.gloo backends.gloo.torch_gloo backends.gloo.lanes backends.gloo.lowering backends.gloo.p2p",
+    "backends.gloo.backend",
     "backends.registry",
     "bulletin join session comm connect runner",
-    "cli cli.environment cli.output cli.report cli.rank_output cli.processes cli.store_process cli.launch cli.run cli.main",
+    "cli cli.environment cli.output cli.report cli.rank_output cli.processes cli.store_process cli.launch",
+    "cli.run cli.main",
     "testing testing.local testing.messages testing.stacks testing.worker testing.pool testing.plugin",
-    "testing.conformance.data testing.conformance.collectives testing.conformance.handles testing.conformance.failures",
-    "testing.conformance.suite testing.conformance",
+    "testing.conformance.data testing.conformance.collectives testing.conformance.handles",
+    "testing.conformance.failures testing.conformance.suite testing.conformance",
 ]
 ORDER = [module for layer in LAYERS for module in layer.split()]
 

@@ -3,7 +3,7 @@
 Three moves: ``widen`` what a rank brings into a flat tensor of the accumulator's dtype (this applies PREMUL_SUM's
 factor), ``combine`` the ranks' rows in rank order, ``narrow`` the result into the caller's tensor (this divides for
 AVG). Half types accumulate in fp32, complex numbers as pairs of reals, small integers wide enough that AVG cannot wrap;
-bools as 0 and 1.
+bools as 0 and 1. Everything works on detached tensors: autograd sees nothing of it.
 """
 
 from __future__ import annotations

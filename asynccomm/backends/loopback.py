@@ -129,8 +129,7 @@ class Hub:
         if not recv.op.takes(send.op):
             self._report(CollectiveMismatchError(send.work.seq, key[0], str(send.op), key[1], str(recv.op)))
             return
-        with torch.no_grad():
-            _put(recv.outputs[0], send.inputs[0])
+        _put(recv.outputs[0], send.inputs[0])
         send.work.settle()
         recv.work.settle()
 
@@ -139,8 +138,7 @@ class Hub:
             if not ranks[0].op.fits(submission.op):
                 self._report(CollectiveMismatchError(number, 0, str(ranks[0].op), other, str(submission.op)))
                 return
-        with torch.no_grad():
-            _perform(ranks)
+        _perform(ranks)
         for submission in ranks:
             submission.work.settle()
 

@@ -86,7 +86,6 @@ class GlooBackend(Backend):
             raise BackendError(f"gloo could not connect rank {group.rank} of comm {group.name!r}: {exc}") from exc
         return cls(context, gloo)
 
-    @torch.no_grad()
     def submit(self, batch: Sequence[Submission]) -> None:
         gloo = self._gloo
         assert gloo is not None, "submitted to a closed backend"
@@ -112,9 +111,8 @@ class GlooBackend(Backend):
     def _complete(self, submission: Submission, steps: Sequence[Callable[[], object]]) -> None:
         """Take the last steps of an operation, which raise if it failed, and settle it. On any thread."""
         try:
-            with torch.no_grad():  # a setting of the thread, and this one is gloo's
-                for step in steps:
-                    step()
+            for step in steps:
+                step()
         except BrokenError as exc:
             self._on_error(exc)
         except Exception as exc:

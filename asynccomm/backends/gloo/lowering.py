@@ -32,11 +32,14 @@ from asynccomm.ops import (
     ReduceScatterSingle,
     Scatter,
 )
-from asynccomm.reduce_op import ReduceOp
+from asynccomm.reduce_op import RedOpType, ReduceOp
 
 __all__ = ["Finish", "as_bytes", "start", "target"]
 
 Finish = Callable[[], None]
+
+_AS_IT_IS = frozenset({torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64})  # by gloo
+_UNCHANGED = frozenset(RedOpType) - {RedOpType.AVG, RedOpType.PREMUL_SUM}  # nothing to do before or after
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -100,6 +103,9 @@ def start(gloo: Gloo, submission: Submission, size: int) -> tuple[Any, Finish | 
 
 
 def _all_reduce(gloo: Gloo, tensor: Tensor, reduction: ReduceOp, size: int) -> tuple[Any, Finish | None]:
+    if tensor.dtype in _AS_IT_IS and reduction.type in _UNCHANGED and arithmetic.is_plain(tensor):
+        # the usual case, with as little Python as can be: after a large operation none of it is in the caches
+        return gloo.all_reduce(tensor, reduction), None
     wide = arithmetic.widen(tensor, reduction)
     work = gloo.all_reduce(wide, reduction, bools=tensor.dtype == torch.bool)
     return work, _narrowing(wide, tensor, reduction, size)

@@ -128,10 +128,9 @@ class PointToPoint:
         if not recv.op.takes(send.op):
             self._on_error(CollectiveMismatchError(send.work.seq, self._rank, str(send.op), self._rank, str(recv.op)))
             return
-        with torch.no_grad():
-            data, copy_back = target(recv.outputs[0])
-            data.copy_(as_bytes(send.inputs[0]))
-            if copy_back is not None:
-                copy_back()
+        data, copy_back = target(recv.outputs[0])
+        data.copy_(as_bytes(send.inputs[0]))
+        if copy_back is not None:
+            copy_back()
         send.work.settle()
         recv.work.settle()

@@ -35,8 +35,7 @@ class Notes:
 
 def begin(call: Call) -> tuple[Notes, Any]:
     notes = Notes()
-    with torch.no_grad():
-        _, finish = start(notes, Submission(call, None), 2)  # type: ignore[arg-type]
+    _, finish = start(notes, Submission(call, None), 2)  # type: ignore[arg-type]
     return notes, finish
 
 
