@@ -17,7 +17,7 @@ import secrets
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Self, cast, final
 
 from asynccomm.errors import ClosedError, RendezvousError, StoreError, StoreProtocolError, StoreTimeoutError
@@ -205,20 +205,28 @@ class StoreClient(Store):
         await line.no_reply()
 
     async def get(self, key: str, timeout: float | None = None) -> bytes:
+        value = await self._get_if_present(key)
+        if value is not None:
+            return value
         limit = self._timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
-        while (value := await self._get_if_present(key)) is None:  # again after the wait: it may have been deleted
+        while value is None:  # again after the wait: it may have been deleted
             try:
                 await self._wait_line.wait([key], max(0.0, deadline - time.monotonic()))
             except StoreTimeoutError:
                 raise StoreTimeoutError(f"keys {[key]} did not all appear within {limit:g} s") from None
+            value = await self._get_if_present(key)
         return value
 
-    async def _get_if_present(self, key: str) -> bytes | None:
+    def _get_if_present(self, key: str) -> Awaitable[bytes | None]:
+        if not self._libuv:
+            return self._get_from_legacy(key)
         line = self._line()
-        if self._libuv:
-            line.codec.get_if_present(key)
-            return await line.reply()  # type: ignore[no-any-return]
+        line.codec.get_if_present(key)
+        return line.reply()
+
+    async def _get_from_legacy(self, key: str) -> bytes | None:
+        line = self._line()
         line.codec.check([key])  # a legacy server drops who gets a missing key
         if not await line.reply():
             return None
