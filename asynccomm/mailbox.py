@@ -1,7 +1,7 @@
 """The one door from any thread to the event loop.
 
 Threads (transports, completion pollers) ``post`` callables; the loop runs them in order. However many are posted
-before the loop gets to them, the loop is woken once.
+before the loop gets to them, the loop is woken once. What is posted on the loop's own thread runs at once.
 
 The order of the two steps on each side makes it lossless without a lock: ``post`` appends first and looks at ``_rung``
 second; ``_drain`` clears ``_rung`` first and empties the deque second. Either ``_drain`` still sees the item or
@@ -41,7 +41,13 @@ class Mailbox:
         self._since = 0.0
 
     def post(self, call: Callable[[], object]) -> None:
-        """Have ``call`` run on the loop soon. From any thread. A closed loop has nobody left to tell: dropped."""
+        """Have ``call`` run on the loop: now if this is the loop's thread, soon otherwise.
+
+        From any thread. A closed loop has nobody left to tell: dropped.
+        """
+        if asyncio._get_running_loop() is self.loop:
+            self._run(call)
+            return
         self._inbox.append(call)
         if not self._rung:
             self._rung = True
@@ -58,12 +64,15 @@ class Mailbox:
         self._rung = False
         inbox = self._inbox
         for _ in range(len(inbox)):  # what arrives meanwhile has rung again: other callbacks get their turn first
-            try:
-                inbox.popleft()()
-            except (SystemExit, KeyboardInterrupt):
-                raise
-            except BaseException as exc:
-                self.loop.call_exception_handler({"message": "error in a completion callback", "exception": exc})
+            self._run(inbox.popleft())
+
+    def _run(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as exc:
+            self.loop.call_exception_handler({"message": "error in a completion callback", "exception": exc})
 
     def must_yield(self) -> bool:
         """Count one await that did not suspend; True when it is time to let other tasks run."""

@@ -57,6 +57,7 @@ __all__ = [
     "ReduceScatterSingle",
     "Scatter",
     "Send",
+    "TensorOp",
 ]
 
 
@@ -67,9 +68,29 @@ class Op:
     kind: ClassVar[str]
     p2p: ClassVar[bool] = False  # point-to-point operations stand outside the sequence of collectives
 
+    @property
+    def nbytes(self) -> int:
+        """Size of one rank's share, the same on all ranks."""
+        return 0
+
     def fits(self, other: Op) -> bool:
         """Whether ``other``, issued by another rank at the same place, is the same collective."""
         return self == other
+
+
+@dataclass(frozen=True, slots=True)
+class TensorOp(Op):
+    """An operation on tensors of one dtype.
+
+    ``numel`` are the elements of one rank's tensor: its input, or with reduce_scatter and scatter its output.
+    """
+
+    dtype: torch.dtype
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
 
 class Call(NamedTuple):
@@ -83,12 +104,10 @@ class Call(NamedTuple):
 
 @final
 @dataclass(frozen=True, slots=True)
-class AllReduce(Op):
+class AllReduce(TensorOp):
     """In place, on all ranks; bitwise the same everywhere."""
 
     kind = "all_reduce"
-    dtype: torch.dtype
-    numel: int
     reduction: ReduceOp
 
     @classmethod
@@ -106,12 +125,10 @@ class AllReduce(Op):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Broadcast(Op):
+class Broadcast(TensorOp):
     """In place: read on the root, written elsewhere."""
 
     kind = "broadcast"
-    dtype: torch.dtype
-    numel: int
     root: int
 
     @classmethod
@@ -128,12 +145,10 @@ class Broadcast(Op):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Reduce(Op):
+class Reduce(TensorOp):
     """In place on the root; the other ranks' tensors stay as they were."""
 
     kind = "reduce"
-    dtype: torch.dtype
-    numel: int
     root: int
     reduction: ReduceOp
 
@@ -155,12 +170,10 @@ class Reduce(Op):
 
 @final
 @dataclass(frozen=True, slots=True)
-class AllGather(Op):
+class AllGather(TensorOp):
     """``outputs[r]`` becomes rank r's tensor."""
 
     kind = "all_gather"
-    dtype: torch.dtype
-    numel: int  # elements of each rank's tensor
 
     @classmethod
     def of(cls, group: Group, tensor_list: Sequence[Tensor] | None, tensor: Tensor) -> Call:
@@ -177,12 +190,10 @@ class AllGather(Op):
 
 @final
 @dataclass(frozen=True, slots=True)
-class AllGatherSingle(Op):
+class AllGatherSingle(TensorOp):
     """All ranks' tensors, in rank order, in one output of ``size`` times as many elements."""
 
     kind = "all_gather_single"
-    dtype: torch.dtype
-    numel: int  # elements of each rank's input
 
     @classmethod
     def of(cls, group: Group, output: Tensor | None, input: Tensor) -> Call:
@@ -201,12 +212,10 @@ class AllGatherSingle(Op):
 
 @final
 @dataclass(frozen=True, slots=True)
-class ReduceScatter(Op):
+class ReduceScatter(TensorOp):
     """``output`` becomes the reduction over all ranks of ``input_list[rank]``."""
 
     kind = "reduce_scatter"
-    dtype: torch.dtype
-    numel: int  # elements of the output
     reduction: ReduceOp
 
     @classmethod
@@ -233,12 +242,10 @@ class ReduceScatter(Op):
 
 @final
 @dataclass(frozen=True, slots=True)
-class ReduceScatterSingle(Op):
+class ReduceScatterSingle(TensorOp):
     """``output`` becomes chunk ``rank`` of the reduction of all inputs, each of ``size`` times as many elements."""
 
     kind = "reduce_scatter_single"
-    dtype: torch.dtype
-    numel: int  # elements of the output
     reduction: ReduceOp
 
     @classmethod
@@ -264,12 +271,10 @@ class ReduceScatterSingle(Op):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Scatter(Op):
+class Scatter(TensorOp):
     """``output`` becomes the root's ``input_list[rank]``."""
 
     kind = "scatter"
-    dtype: torch.dtype
-    numel: int
     root: int
 
     @classmethod
@@ -294,12 +299,10 @@ class Scatter(Op):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Gather(Op):
+class Gather(TensorOp):
     """On the root ``outputs[r]`` becomes rank r's tensor."""
 
     kind = "gather"
-    dtype: torch.dtype
-    numel: int
     root: int
 
     @classmethod
@@ -325,12 +328,10 @@ class Gather(Op):
 
 @final
 @dataclass(frozen=True, slots=True)
-class AllToAllSingle(Op):
+class AllToAllSingle(TensorOp):
     """Chunk ``r`` of the input goes to rank r; chunk ``s`` of the output came from rank s; all chunks are equal."""
 
     kind = "all_to_all_single"
-    dtype: torch.dtype
-    numel: int  # elements of the whole input
 
     @classmethod
     def of(cls, group: Group, output: Tensor | None, input: Tensor) -> Call:
@@ -369,13 +370,11 @@ class Barrier(Op):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Send(Op):
+class Send(TensorOp):
     """To ``peer`` under ``tag``."""
 
     kind = "send"
     p2p = True
-    dtype: torch.dtype
-    numel: int
     peer: int
     tag: int
 
@@ -391,13 +390,11 @@ class Send(Op):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Recv(Op):
+class Recv(TensorOp):
     """From ``peer`` under ``tag``."""
 
     kind = "recv"
     p2p = True
-    dtype: torch.dtype
-    numel: int
     peer: int
     tag: int
 
@@ -415,7 +412,7 @@ class Recv(Op):
         return f"recv({_elements(self)}, src={self.peer}, tag={self.tag})"
 
 
-def _elements(op: Any) -> str:
+def _elements(op: TensorOp) -> str:
     return f"{str(op.dtype).removeprefix('torch.')}[{op.numel}]"
 
 

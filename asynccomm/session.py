@@ -124,6 +124,7 @@ class Session:
     # -- submitting ---------------------------------------------------------------------------------------------------
 
     def submit(self, call: Call, timeout: float | timedelta | None, hints: Mapping[str, str] | None) -> Work[Any]:
+        """Number ``call`` and hand it on. From any thread."""
         limit = self.options.timeout if timeout is None else seconds("timeout", timeout, 0.0)
         if hints is not None and not isinstance(hints, Mapping):
             raise TypeError(f"hints must be a mapping of strings to strings, got {hints!r}")
@@ -221,6 +222,7 @@ class Session:
             self._closing.set_result(None)
 
     async def _finish_ending(self) -> None:
+        await asyncio.sleep(0)  # an abort from another thread may just be on its way through the mailbox
         while self._ending:
             await asyncio.wait(set(self._ending))
         self._deadlines.close()
@@ -235,6 +237,7 @@ class Session:
 
     def disown(self) -> None:
         """Refuse everything: this is a forked child, where neither threads nor connections are ours."""
+        self._lock = threading.RLock()  # a thread that is not in the child may have held the old one
         self.error = ClosedError(f"comm {self.group.name!r} was made before this process was forked; make a new one")
         self.backend = None
 

@@ -335,6 +335,16 @@ async def test_thousand_operations_leak_nothing(comm: Comm) -> None:
     assert comm.statistics().in_flight == 0
 
 
+async def test_by_option_a_broken_comm_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[bool] = []
+    monkeypatch.setattr(os, "abort", lambda: ended.append(True))
+    async with world(2, abort_process_on_timeout_or_error=True) as (a, b):
+        with pytest.raises(CollectiveTimeoutError):
+            await a.barrier(timeout=0.05)
+        await until(lambda: "broken" in repr(b))
+    assert ended == [True], "the rank whose operation failed ends, not those that only hear of it"
+
+
 EXITS_IN_FLIGHT = """
 import asyncio, asynccomm, torch, sys
 async def main():

@@ -5,8 +5,6 @@
 - ``ProcessGroupGloo.abort()`` does not wake an operation that waits. What does is a receive that times out: it makes
   gloo close every connection of the group ("Application timeout caused pair closure"), here and so on the peers.
 - A point-to-point work's ``is_completed`` turns true only inside ``wait()``, so there is no polling it.
-- One gloo thread runs 8-byte operations in 0.6 of the time that torch's default of two needs (2 ranks on 2 cores),
-  and runs them strictly in order.
 """
 
 from __future__ import annotations
