@@ -46,7 +46,9 @@ def is_plain(tensor: Tensor) -> bool:
 
 def resolved(tensor: Tensor) -> Tensor:
     """``tensor`` as a flat plain tensor without autograd; a view if it is plain already."""
-    return flat(tensor.detach().resolve_conj().resolve_neg().contiguous())
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return flat(tensor if is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous())
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """From our operations to gloo's: which call, on which memory, and what is left to do when it has finished.
 
-gloo knows float, double, half, bfloat16, int8, uint8, int32, int64 in plain memory. So what is only moved travels as
-bytes, and what is reduced is widened first (``backends/arithmetic.py``). Memory that gloo cannot use as it is (strides,
-other dtypes, tensors that must not be clobbered) is staged: copied before the call or after it.
+gloo knows some dtypes, in plain memory. So what is only moved travels as bytes if need be, and what is reduced is
+widened first (``backends/arithmetic.py``). Memory that gloo cannot use as it is (strides, other dtypes, tensors that
+must not be clobbered) is staged: copied before the call or after it.
 
 reduce_scatter is an all_to_all and a sum of our own: half the traffic of gloo's, which reduces everything everywhere,
 in rank order, with fp32 accumulation.
@@ -34,7 +34,7 @@ from asynccomm.ops import (
 )
 from asynccomm.reduce_op import RedOpType, ReduceOp
 
-__all__ = ["Finish", "as_bytes", "start", "target"]
+__all__ = ["Finish", "movable", "place", "start"]
 
 Finish = Callable[[], None]
 
@@ -42,21 +42,33 @@ _AS_IT_IS = frozenset({torch.float32, torch.float64, torch.int8, torch.uint8, to
 _UNCHANGED = frozenset(RedOpType) - {RedOpType.AVG, RedOpType.PREMUL_SUM}  # nothing to do before or after
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The elements of ``tensor`` in row-major order, as flat bytes; shares memory with a plain tensor."""
-    return arithmetic.resolved(tensor).view(torch.uint8)
+def movable(tensor: Tensor) -> Tensor:
+    """The elements of ``tensor`` as a flat tensor of a dtype that gloo can move."""
+    values = arithmetic.resolved(tensor)
+    return values if values.dtype in _AS_IT_IS else values.view(torch.uint8)
 
 
-def target(output: Tensor) -> tuple[Tensor, Finish | None]:
-    """Flat bytes to receive ``output`` into, and what then brings them there, if they are not its own memory."""
+def place(output: Tensor) -> tuple[Tensor, Finish | None]:
+    """Where gloo may put what ``output`` is to hold, and what then brings it there, if that is not its own memory."""
     if arithmetic.is_plain(output):
-        return arithmetic.flat(output.detach()).view(torch.uint8), None
+        return movable(output), None
     stage = torch.empty(output.shape, dtype=output.dtype)
 
     def copy_back() -> None:
         output.detach().copy_(stage)
 
-    return arithmetic.flat(stage).view(torch.uint8), copy_back
+    return movable(stage), copy_back
+
+
+def _places(outputs: Sequence[Tensor]) -> tuple[list[Tensor], Finish | None]:
+    pairs = [place(output) for output in outputs]
+    after = [finish for _, finish in pairs if finish is not None]
+
+    def finish_all() -> None:
+        for finish in after:
+            finish()
+
+    return [data for data, _ in pairs], finish_all if after else None
 
 
 def start(gloo: Gloo, submission: Submission, size: int) -> tuple[Any, Finish | None]:
@@ -75,24 +87,24 @@ def start(gloo: Gloo, submission: Submission, size: int) -> tuple[Any, Finish | 
             return _reduce_scatter(gloo, inputs, outputs[0], reduction, size)
         case Broadcast(root=root):
             if inputs:
-                return gloo.broadcast(as_bytes(inputs[0]), root), None
-            data, finish = target(outputs[0])
+                return gloo.broadcast(movable(inputs[0]), root), None
+            data, finish = place(outputs[0])
             return gloo.broadcast(data, root), finish
         case AllGather():
-            chunks, finish = _targets(outputs)
-            return gloo.all_gather(chunks, as_bytes(inputs[0])), finish
+            chunks, finish = _places(outputs)
+            return gloo.all_gather(chunks, movable(inputs[0])), finish
         case AllGatherSingle():
-            single, finish = target(outputs[0])
-            return gloo.all_gather_single(single, as_bytes(inputs[0])), finish
+            single, finish = place(outputs[0])
+            return gloo.all_gather_single(single, movable(inputs[0])), finish
         case Gather(root=root):
-            chunks, finish = _targets(outputs)
-            return gloo.gather(chunks, as_bytes(inputs[0]), root), finish
+            chunks, finish = _places(outputs)
+            return gloo.gather(chunks, movable(inputs[0]), root), finish
         case Scatter(root=root):
-            single, finish = target(outputs[0])
-            return gloo.scatter(single, [as_bytes(t) for t in inputs], root), finish
+            single, finish = place(outputs[0])
+            return gloo.scatter(single, [movable(t) for t in inputs], root), finish
         case AllToAllSingle():
-            single, finish = target(outputs[0])
-            source = as_bytes(inputs[0])
+            single, finish = place(outputs[0])
+            source = movable(inputs[0])
             if source.untyped_storage().data_ptr() == single.untyped_storage().data_ptr():
                 source = source.clone()  # in place: chunks would be overwritten before they are sent
             return gloo.all_to_all_single(single, source), finish
@@ -124,7 +136,7 @@ def _reduce_scatter(
         )
         widened = False
     received = torch.empty_like(rows)
-    work = gloo.all_to_all_single(received.view(torch.uint8), rows.view(torch.uint8))
+    work = gloo.all_to_all_single(movable(received), movable(rows))
 
     def finish() -> None:
         wide = received if widened else arithmetic.widen(received, reduction)
@@ -136,14 +148,3 @@ def _reduce_scatter(
 
 def _narrowing(wide: Tensor, output: Tensor, reduction: ReduceOp, size: int) -> Finish:
     return lambda: arithmetic.narrow(wide, output, reduction, size)
-
-
-def _targets(outputs: Sequence[Tensor]) -> tuple[list[Tensor], Finish | None]:
-    pairs = [target(output) for output in outputs]
-    after = [finish for _, finish in pairs if finish is not None]
-
-    def finish_all() -> None:
-        for finish in after:
-            finish()
-
-    return [data for data, _ in pairs], finish_all if after else None

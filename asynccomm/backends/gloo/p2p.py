@@ -19,9 +19,10 @@ from typing import final
 import torch
 from torch import Tensor
 
+from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
 from asynccomm.backends.gloo.lanes import Lanes
-from asynccomm.backends.gloo.lowering import as_bytes, target
+from asynccomm.backends.gloo.lowering import place
 from asynccomm.backends.gloo.torch_gloo import Gloo
 from asynccomm.errors import BrokenError, CollectiveMismatchError
 from asynccomm.ops import Recv, Send
@@ -87,7 +88,7 @@ class PointToPoint:
         self._own_recvs.clear()
 
     def _send(self, gloo: Gloo, op: Send, submission: Submission) -> None:
-        data = as_bytes(submission.inputs[0])
+        data = arithmetic.resolved(submission.inputs[0]).view(torch.uint8)
         message = _message(op, data)
         steps = [gloo.send(message, op.peer, 2 * op.tag).wait]
         if data.numel() > SHORT:
@@ -109,7 +110,8 @@ class PointToPoint:
             sent = Send(_DTYPES.get(code, torch.uint8), numel, self._rank, op.tag)
             if not op.takes(sent):
                 raise CollectiveMismatchError(submission.work.seq, op.peer, str(sent), self._rank, str(op))
-            data, copy_back = target(submission.outputs[0])
+            values, copy_back = place(submission.outputs[0])
+            data = values.view(torch.uint8)
             if data.numel() <= SHORT:
                 data.copy_(message[HEADER : HEADER + data.numel()])
             else:
@@ -128,9 +130,6 @@ class PointToPoint:
         if not recv.op.takes(send.op):
             self._on_error(CollectiveMismatchError(send.work.seq, self._rank, str(send.op), self._rank, str(recv.op)))
             return
-        data, copy_back = target(recv.outputs[0])
-        data.copy_(as_bytes(send.inputs[0]))
-        if copy_back is not None:
-            copy_back()
+        recv.outputs[0].detach().copy_(send.inputs[0].detach().reshape(recv.outputs[0].shape))
         send.work.settle()
         recv.work.settle()

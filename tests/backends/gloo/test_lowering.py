@@ -8,7 +8,7 @@ from torch import Tensor
 
 from asynccomm import ReduceOp
 from asynccomm.backends.base import Submission
-from asynccomm.backends.gloo.lowering import as_bytes, start, target
+from asynccomm.backends.gloo.lowering import movable, place, start
 from asynccomm.checks import Group
 from asynccomm.ops import AllReduce, AllToAllSingle, Broadcast, Call, Reduce, ReduceScatterSingle
 
@@ -133,14 +133,15 @@ def test_exchange_in_place_sends_a_copy() -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 3)])
 def test_bytes_of_any_shape(shape: tuple[int, ...]) -> None:
     tensor = torch.ones(shape)
-    assert as_bytes(tensor).shape == (tensor.numel() * 4,)
-    data, finish = target(tensor)
-    assert data.shape == (tensor.numel() * 4,)
+    assert movable(tensor).shape == (tensor.numel(),)
+    assert movable(tensor.bool()).dtype == torch.uint8
+    data, finish = place(tensor)
+    assert data.shape == (tensor.numel(),)
     assert finish is None
 
 
 def test_single_elements_with_odd_strides() -> None:
     tensor = torch.ones(1, 4)[:, 1:2].expand(1, 1)
-    assert as_bytes(tensor).shape == (4,)
-    data, _ = target(torch.ones(1, 4)[:, 1:2])
-    assert data.shape == (4,)
+    assert movable(tensor.half()).shape == (2,)
+    data, _ = place(torch.ones(1, 4)[:, 1:2].half())
+    assert data.shape == (2,)
