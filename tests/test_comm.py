@@ -3,8 +3,8 @@
 import asyncio
 import gc
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 
 import pytest
 import torch
@@ -17,25 +17,13 @@ from asynccomm import (
     new_comm,
 )
 from asynccomm.backends.loopback import Hub, LoopbackBackend
+from asynccomm.testing.local import loopback_world
 
 
 def hub_of(comm: Comm) -> Hub:
     backend = comm.unsafe_get_backend()
     assert isinstance(backend, LoopbackBackend)
     return backend.hub
-
-
-@asynccontextmanager
-async def world(size: int, **options: object) -> AsyncIterator[list[Comm]]:
-    """All ranks of a loopback comm, closed at the end however it ended."""
-    store = MemoryStore()
-    comms = await asyncio.gather(
-        *(new_comm("loopback", name="t", store=store, rank=r, size=size, **options) for r in range(size))  # type: ignore[arg-type]
-    )
-    try:
-        yield list(comms)
-    finally:
-        await asyncio.gather(*(comm.aclose() for comm in comms))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -45,9 +33,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def test_what_it_is() -> None:
-    async with world(3, timeout=7.5, max_ops=5, max_bytes=1000) as comms:
+    async with loopback_world(3, timeout=7.5, max_ops=5, max_bytes=1000) as comms:
         for rank, comm in enumerate(comms):
-            assert (comm.rank, comm.size, comm.name, comm.backend) == (rank, 3, "t", "loopback")
+            assert (comm.rank, comm.size, comm.name, comm.backend) == (rank, 3, "test", "loopback")
             assert comm.device == torch.device("cpu")
             assert comm.options.timeout == 7.5
             assert comm.options.max_ops == 5
@@ -56,7 +44,7 @@ async def test_what_it_is() -> None:
 
 
 async def test_a_call_sends_before_anybody_awaits() -> None:
-    async with world(2) as (a, b):
+    async with loopback_world(2) as (a, b):
         tensor = torch.ones(3)
         work = a.all_reduce(tensor)
         b.all_reduce(torch.ones(3))
@@ -65,7 +53,7 @@ async def test_a_call_sends_before_anybody_awaits() -> None:
 
 
 async def test_collectives_and_messages_are_numbered_apart() -> None:
-    async with world(1) as (comm,):
+    async with loopback_world(1) as (comm,):
         assert [comm.barrier().seq, comm.barrier().seq] == [0, 1]
         assert comm.recv(torch.ones(1), 0).seq == 0
         assert comm.send(torch.ones(1), 0).seq == 1
@@ -73,7 +61,7 @@ async def test_collectives_and_messages_are_numbered_apart() -> None:
 
 
 async def test_a_refused_call_takes_no_number() -> None:
-    async with world(1) as (comm,):
+    async with loopback_world(1) as (comm,):
         with pytest.raises(ValueError, match="root must be in"):
             comm.broadcast(torch.ones(1), 1)
         with pytest.raises(TypeError, match="hints must be a mapping"):
@@ -82,7 +70,7 @@ async def test_a_refused_call_takes_no_number() -> None:
 
 
 async def test_ready_holds_back_above_the_limits() -> None:
-    async with world(2, max_ops=3, max_bytes=1000) as (a, b):
+    async with loopback_world(2, max_ops=3, max_bytes=1000) as (a, b):
         for _ in range(3):
             a.barrier()
         waiting = asyncio.ensure_future(a.ready())
@@ -107,7 +95,7 @@ async def test_ready_holds_back_above_the_limits() -> None:
 
 
 async def test_ready_raises_when_the_comm_breaks() -> None:
-    async with world(2, max_ops=1) as (a, b):
+    async with loopback_world(2, max_ops=1) as (a, b):
         a.barrier()
         waiting = asyncio.ensure_future(a.ready())
         await asyncio.sleep(0)
@@ -117,7 +105,7 @@ async def test_ready_raises_when_the_comm_breaks() -> None:
 
 
 async def test_a_foreign_loop_is_refused() -> None:
-    async with world(1) as (comm,):
+    async with loopback_world(1) as (comm,):
 
         async def elsewhere() -> None:
             comm.barrier()
@@ -127,7 +115,7 @@ async def test_a_foreign_loop_is_refused() -> None:
 
 
 async def test_threads_may_call_and_order_is_kept() -> None:
-    async with world(1) as (comm,):
+    async with loopback_world(1) as (comm,):
         seen: list[int] = []
 
         def calls() -> None:
@@ -141,7 +129,7 @@ async def test_threads_may_call_and_order_is_kept() -> None:
 
 
 async def test_a_factor_is_read_when_the_operation_is_called() -> None:
-    async with world(2) as (a, b):
+    async with loopback_world(2) as (a, b):
         factor, tensor = torch.tensor(2.0), torch.ones(1)
         work = a.all_reduce(tensor, ReduceOp.PREMUL_SUM(factor))
         factor.fill_(100)
@@ -174,7 +162,7 @@ async def test_two_comms_share_a_loop() -> None:
 def test_two_loops_in_two_threads() -> None:
     def own_world() -> None:
         async def main() -> None:
-            async with world(2) as (a, b):
+            async with loopback_world(2) as (a, b):
                 await asyncio.gather(a.barrier(), b.barrier())
 
         asyncio.run(main())

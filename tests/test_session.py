@@ -9,8 +9,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,25 +28,13 @@ from asynccomm import (
     new_comm,
 )
 from asynccomm.backends.loopback import Hub, LoopbackBackend
+from asynccomm.testing.local import loopback_world
 
 
 def hub_of(comm: Comm) -> Hub:
     backend = comm.unsafe_get_backend()
     assert isinstance(backend, LoopbackBackend)
     return backend.hub
-
-
-@asynccontextmanager
-async def world(size: int, **options: object) -> AsyncIterator[list[Comm]]:
-    """All ranks of a loopback comm, closed at the end however it ended."""
-    store = MemoryStore()
-    comms = await asyncio.gather(
-        *(new_comm("loopback", name="t", store=store, rank=r, size=size, **options) for r in range(size))  # type: ignore[arg-type]
-    )
-    try:
-        yield list(comms)
-    finally:
-        await asyncio.gather(*(comm.aclose() for comm in comms))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -57,7 +44,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def test_mismatched_collectives_fail_everywhere_with_both_descriptions() -> None:
-    async with world(3) as comms:
+    async with loopback_world(3) as comms:
         works = [
             comms[0].all_reduce(torch.ones(3)),
             comms[1].all_reduce(torch.ones(4)),
@@ -71,7 +58,7 @@ async def test_mismatched_collectives_fail_everywhere_with_both_descriptions() -
 
 
 async def test_premul_factors_may_differ_but_ops_may_not() -> None:
-    async with world(2) as (a, b):
+    async with loopback_world(2) as (a, b):
         tensor = torch.ones(1)
         works = [a.all_reduce(tensor, ReduceOp.PREMUL_SUM(2)), b.all_reduce(torch.ones(1), ReduceOp.PREMUL_SUM(5))]
         await asyncio.gather(*works)
@@ -83,7 +70,7 @@ async def test_premul_factors_may_differ_but_ops_may_not() -> None:
 
 
 async def test_message_of_another_size_fails_with_both_descriptions() -> None:
-    async with world(2) as (a, b):
+    async with loopback_world(2) as (a, b):
         works = [a.send(torch.ones(4), 1), b.recv(torch.ones(3), 0)]
         for work in works:
             with pytest.raises(CollectiveMismatchError, match=r"send\(float32\[4\].*recv\(float32\[3\]"):
@@ -91,7 +78,7 @@ async def test_message_of_another_size_fails_with_both_descriptions() -> None:
 
 
 async def test_transport_errors_break_the_comm() -> None:
-    async with world(2) as (a, b):
+    async with loopback_world(2) as (a, b):
         work = a.barrier()
         hub_of(a).fail("the cable was cut")
         with pytest.raises(BackendError, match="cable"):
@@ -102,7 +89,7 @@ async def test_transport_errors_break_the_comm() -> None:
 
 
 async def test_deadline_names_the_ranks_that_did_not_come() -> None:
-    async with world(4) as comms:
+    async with loopback_world(4) as comms:
         works = [comms[r].all_reduce(torch.ones(2), timeout=0.05 if r == 0 else None) for r in (0, 2)]
         with pytest.raises(CollectiveTimeoutError) as caught:
             await works[0]
@@ -116,14 +103,14 @@ async def test_deadline_names_the_ranks_that_did_not_come() -> None:
 
 
 async def test_deadline_of_a_message_names_the_peer() -> None:
-    async with world(3) as comms:
+    async with loopback_world(3) as comms:
         with pytest.raises(CollectiveTimeoutError) as caught:
             await comms[0].recv(torch.ones(1), 2, timeout=0.05)
         assert caught.value.missing == (2,)
 
 
 async def test_an_operation_that_comes_in_during_the_roll_call_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with world(2) as (a, b):
+    async with loopback_world(2) as (a, b):
         asked = asyncio.Event()
         answer = b._session._answer
 
@@ -143,7 +130,7 @@ async def test_an_operation_that_comes_in_during_the_roll_call_is_no_failure(mon
 
 
 async def test_abort_is_immediate_here_and_heard_there() -> None:
-    async with world(3) as comms:
+    async with loopback_world(3) as comms:
         works = [comm.barrier() for comm in comms[:2]]
         comms[1].abort("I have seen enough")
         assert works[1].done()
@@ -153,7 +140,7 @@ async def test_abort_is_immediate_here_and_heard_there() -> None:
 
 
 async def test_abort_from_another_thread() -> None:
-    async with world(2) as (a, b):
+    async with loopback_world(2) as (a, b):
         work = a.barrier()
         await asyncio.to_thread(a.abort, "from a thread")
         assert work.done()
@@ -180,7 +167,7 @@ async def test_one_failure_among_tasks_ends_the_others() -> None:
 async def test_errors_nobody_saw_are_reported_once() -> None:
     reports: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: reports.append(context))
-    async with world(2) as (a, b):
+    async with loopback_world(2) as (a, b):
         for _ in range(5):
             a.barrier()
         b.abort("nobody listens")
@@ -194,12 +181,12 @@ async def test_errors_nobody_saw_are_reported_once() -> None:
 
 
 async def test_aclose_waits_for_what_is_in_flight_and_refuses_more() -> None:
-    async with world(2) as (a, b):
+    async with loopback_world(2) as (a, b):
         work = a.barrier()
         closing = asyncio.ensure_future(a.aclose())
         await asyncio.sleep(0)
         assert not closing.done()
-        with pytest.raises(ClosedError, match="'t' is closed"):
+        with pytest.raises(ClosedError, match="'test' is closed"):
             a.barrier()
         b.barrier()
         await closing
@@ -208,14 +195,14 @@ async def test_aclose_waits_for_what_is_in_flight_and_refuses_more() -> None:
 
 
 async def test_a_deadline_also_ends_aclose() -> None:
-    async with world(2) as (a, _):
+    async with loopback_world(2) as (a, _):
         work = a.barrier(timeout=0.05)
         await a.aclose()
         assert isinstance(work.exception(), CollectiveTimeoutError)
 
 
 async def test_cancelling_aclose_aborts() -> None:
-    async with world(2) as (a, b):
+    async with loopback_world(2) as (a, b):
         work = a.barrier()
         closing = asyncio.ensure_future(a.aclose())
         await asyncio.sleep(0)
@@ -237,7 +224,7 @@ async def test_forgetting_to_close_warns() -> None:
 
 
 async def test_a_forked_child_is_told() -> None:
-    async with world(1) as (comm,):
+    async with loopback_world(1) as (comm,):
         read, write = os.pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads is what is tested
@@ -338,7 +325,7 @@ async def test_thousand_operations_leak_nothing(comm: Comm) -> None:
 async def test_by_option_a_broken_comm_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[bool] = []
     monkeypatch.setattr(os, "abort", lambda: ended.append(True))
-    async with world(2, abort_process_on_timeout_or_error=True) as (a, b):
+    async with loopback_world(2, abort_process_on_timeout_or_error=True) as (a, b):
         with pytest.raises(CollectiveTimeoutError):
             await a.barrier(timeout=0.05)
         await until(lambda: "broken" in repr(b))

@@ -22,6 +22,7 @@ async def loopback_world(
     name: str = "test",
     timeout: float | timedelta | None = None,
     hints: Mapping[str, str] | None = None,
+    abort_process_on_timeout_or_error: bool = False,
     max_ops: int = MAX_OPS,
     max_bytes: int = MAX_BYTES,
 ) -> AsyncIterator[list[Comm]]:
@@ -41,6 +42,7 @@ async def loopback_world(
                 size=size,
                 timeout=timeout,
                 hints=hints,
+                abort_process_on_timeout_or_error=abort_process_on_timeout_or_error,
                 max_ops=max_ops,
                 max_bytes=max_bytes,
             )
