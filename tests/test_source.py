@@ -22,9 +22,9 @@ LAYERS = [
     "bulletin join session comm connect runner",
     "cli cli.environment cli.output cli.report cli.rank_output cli.processes cli.store_process cli.launch",
     "cli.run cli.main",
-    "testing testing.local testing.messages testing.stacks testing.worker testing.pool testing.plugin",
+    "testing.local testing.messages testing.stacks testing.worker testing.pool testing.plugin",
     "testing.conformance.data testing.conformance.collectives testing.conformance.handles",
-    "testing.conformance.failures testing.conformance.suite testing.conformance",
+    "testing.conformance.failures testing.conformance.suite testing.conformance testing",
 ]
 ORDER = [module for layer in LAYERS for module in layer.split()]
 

@@ -1,1 +1,23 @@
-"""Testing programs that use asynccomm: the pytest plugin and the conformance suite for backends."""
+"""Testing programs that use asynccomm: the pytest plugin, worlds in one loop, the conformance suite for backends.
+
+Names are loaded when first used: pytest imports this package with the plugin, and need not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asynccomm.testing.conformance.suite import check_backend as check_backend
+    from asynccomm.testing.local import loopback_world as loopback_world
+
+_HOMES = {
+    "check_backend": "asynccomm.testing.conformance.suite",
+    "loopback_world": "asynccomm.testing.local",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value

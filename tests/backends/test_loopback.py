@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from asynccomm import MemoryStore, new_comm
-from asynccomm.testing.conformance import check_backend
+from asynccomm.testing import check_backend
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])

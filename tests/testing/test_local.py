@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from asynccomm import AbortedError, ClosedError
-from asynccomm.testing.local import loopback_world
+from asynccomm.testing import loopback_world
 
 
 async def test_ranks_in_order_and_closed_afterwards() -> None:
@@ -25,3 +25,11 @@ async def test_an_exception_does_not_wait_for_what_is_in_flight() -> None:
             work = comms[0].barrier()
             raise ZeroDivisionError("enough")
     assert isinstance(work.exception(), AbortedError)
+
+
+def test_the_package_offers_what_it_says() -> None:
+    import asynccomm.testing
+
+    assert asynccomm.testing.check_backend.__module__ == "asynccomm.testing.conformance.suite"
+    with pytest.raises(AttributeError, match="nonsense"):
+        asynccomm.testing.nonsense  # noqa: B018

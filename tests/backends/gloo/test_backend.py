@@ -3,7 +3,7 @@
 import pytest
 
 from asynccomm import new_comm
-from asynccomm.testing.conformance import check_backend
+from asynccomm.testing import check_backend
 
 
 @pytest.mark.ranks([1, 2, 3, 4], backend="gloo")
