@@ -38,6 +38,7 @@ class Comm:
       None: the comm's. ``hints``: strings for the backend; what it does not know is ignored.
     - Raises at the call, before anything is sent: TypeError and ValueError naming the argument, ClosedError,
       BrokenError. The rest is raised by awaiting.
+    - Autograd is not involved: a tensor that requires grad is read and written as plain data.
     - Tensors must not be changed, and outputs not be read, before the Work is done. They need not be kept.
     - Cancelling an await is safe: it abandons the wait, the operation goes on.
     - May be called from any thread, but on a thread with a running event loop only from the comm's own.

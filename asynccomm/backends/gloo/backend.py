@@ -55,7 +55,7 @@ class GlooBackend(Backend):
         self._gloos: tuple[Gloo, Gloo] | None = small, large
         self._size = group.size
         self._on_error = context.on_error
-        self._lanes = Lanes(f"asynccomm-gloo-{group.name}", 1 + int(context.hints.get("p2p_threads", P2P_THREADS)))
+        self._lanes = Lanes(f"asynccomm-gloo-{group.name}", int(context.hints.get("p2p_threads", P2P_THREADS)))
         self._p2p = PointToPoint(group.rank, self._lanes, self._complete, context.on_error)
         self._ending = threading.Lock()
         self._poisoned = False
