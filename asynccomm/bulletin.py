@@ -58,8 +58,10 @@ class Bulletin:
     async def look(self) -> list[dict[str, Any]]:
         """What has been posted and not yet been seen, without waiting."""
         items: list[dict[str, Any]] = []
-        while await self._store.check([str(self._read + len(items))]):
-            items.append(json.loads(await self._store.get(str(self._read + len(items)))))
+        number = self._read  # which moves on meanwhile
+        while await self._store.check([str(number)]):
+            items.append(json.loads(await self._store.get(str(number))))
+            number += 1
         return [item for item in items if item["rank"] != self._rank]
 
     async def reply(self, number: int, **answer: Any) -> None:

@@ -15,11 +15,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import distributed as dist
 
-from asynccomm.backends.base import Backend, BackendContext, device_of
+from asynccomm.backends.base import Backend, BackendContext, Member, device_of
 from asynccomm.backends.registry import load_backend, resolve
 from asynccomm.checks import Group
 from asynccomm.comm import Comm
-from asynccomm.errors import AsyncCommError
+from asynccomm.errors import AsyncCommError, StoreError
 from asynccomm.join import join
 from asynccomm.mailbox import Mailbox
 from asynccomm.options import DEFAULT_TIMEOUT, MAX_BYTES, MAX_OPS, CommOptions, check_hints, seconds
@@ -29,6 +29,7 @@ from asynccomm.store.rendezvous import Meeting, Place, find_place, meet
 
 __all__ = ["Connecting", "new_comm"]
 
+RETRY_SECONDS = 0.05  # until a rank whose store went away under it looks for the new one
 LEAVE_SECONDS = 10.0  # the rank that hosts the store stays for the others this long after it has closed its comm
 
 _log = logging.getLogger("asynccomm")
@@ -132,17 +133,8 @@ class Connecting:
         start = time.monotonic()
         async with AsyncExitStack() as resources:
             resources.callback(_names.pop, key, None)
-            meeting = await meet(place, options.timeout)
+            meeting, epoch, members = await self._join(start)
             resources.push_async_callback(meeting.aclose)
-            epoch, members = await join(
-                meeting.store.prefix(place.scope),
-                group.name,
-                group.rank,
-                group.size,
-                self._backend_name,
-                options.timeout,
-                spent=time.monotonic() - start,
-            )
             room = meeting.store.prefix(place.scope).prefix(group.name).prefix(epoch)
             resources.push_async_callback(_leave, room, group, meeting)
             mailbox = Mailbox(asyncio.get_running_loop())
@@ -162,6 +154,27 @@ class Connecting:
             comm = Comm(session, self._backend_name)
             _names[key] = comm
             return comm
+
+    async def _join(self, start: float) -> tuple[Meeting, str, list[Member]]:
+        """Meet the others; again if that was at a store on its way out, whose host had closed an earlier comm there."""
+        group, place, timeout = self._group, self._place, self._options.timeout
+        spent = 0.0
+        while True:
+            meeting = await meet(place, max(0.0, timeout - spent))
+            scope = meeting.store.prefix(place.scope)
+            try:
+                epoch, members = await join(
+                    scope, group.name, group.rank, group.size, self._backend_name, timeout, spent=spent
+                )
+            except BaseException as exc:
+                await meeting.aclose()
+                lost = type(exc) is StoreError and meeting.owned and not place.hosting
+                spent = time.monotonic() - start
+                if not lost or spent > timeout:
+                    raise
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                return meeting, epoch, members
 
 
 async def _leave(room: Store, group: Group, meeting: Meeting) -> None:

@@ -6,6 +6,7 @@ import heapq
 import math
 import threading
 import time
+import weakref
 from asyncio import TimerHandle
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +30,8 @@ class Deadlines:
     def __init__(self, mailbox: Mailbox, expired: Callable[[Work[Any]], object]) -> None:
         self._mailbox = mailbox
         self._expired = expired
-        self._heap: list[tuple[float, int, Work[Any]]] = []
+        # weakly: a finished Work must not be kept, with its output, until it comes to the top
+        self._heap: list[tuple[float, int, weakref.ref[Work[Any]]]] = []
         self._count = 0
         self._rebuild_at = SLACK
         self._timer: TimerHandle | None = None
@@ -44,12 +46,12 @@ class Deadlines:
         when = work.started + work.timeout
         with self._lock:
             heap = self._heap
-            while heap and heap[0][2].done():
+            while heap and not _pending(heap[0][2]):
                 heapq.heappop(heap)
             self._count += 1
-            heapq.heappush(heap, (when, self._count, work))
+            heapq.heappush(heap, (when, self._count, weakref.ref(work)))
             if len(heap) > self._rebuild_at:  # something old is stuck at the head while newer ones come and go
-                heap[:] = [entry for entry in heap if not entry[2].done()]
+                heap[:] = [entry for entry in heap if _pending(entry[2])]
                 heapq.heapify(heap)
                 self._rebuild_at = 2 * len(heap) + SLACK
             if when >= self._armed:
@@ -81,12 +83,17 @@ class Deadlines:
         late: Work[Any] | None = None
         with self._lock:
             heap = self._heap
-            while heap and heap[0][2].done():
+            while heap and not _pending(heap[0][2]):
                 heapq.heappop(heap)
             self._armed = heap[0][0] if heap else math.inf
             if heap and heap[0][0] <= time.monotonic():
-                late = heapq.heappop(heap)[2]
+                late = heapq.heappop(heap)[2]()
         if late is not None:
             self._expired(late)
         else:
             self._arm()
+
+
+def _pending(reference: weakref.ref[Work[Any]]) -> bool:
+    work = reference()  # whoever runs the operation keeps the Work
+    return work is not None and not work.done()

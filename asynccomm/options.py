@@ -11,6 +11,7 @@ from typing import final
 
 __all__ = ["CommOptions", "check_hints", "seconds"]
 
+MAX_SECONDS = 1e9  # above, no clock of the system could take it: as good as never
 DEFAULT_TIMEOUT = 600.0  # seconds; what torchcomms allows for set-up and for one operation
 MAX_OPS = 4096  # operations in flight at which ready() begins to hold back
 MAX_BYTES = 1 << 30  # bytes in flight at which ready() begins to hold back
@@ -29,6 +30,8 @@ def seconds(name: str, value: float | timedelta | None, default: float) -> float
         value = value.total_seconds()
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be seconds or a timedelta, got {value!r}")
+    if value > MAX_SECONDS:
+        return math.inf
     if math.isnan(value) or value <= 0:
         raise ValueError(f"{name} must be positive, got {value!r}")
     return float(value)

@@ -12,11 +12,13 @@ transport error, ``abort`` here or on another rank.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import os
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
@@ -80,14 +82,17 @@ class Session:
         self.backend: Backend | None = None  #: None until connected, and in a forked child
         self.error: AsyncCommError | None = None  #: why there are no more calls
         self._resources = resources
-        self._lock = threading.RLock()  # a backend may settle inside submit()
+        self._lock = threading.RLock()  # held while submitting, so that order is one
+        # held for a moment, and never while waiting for another lock: a backend may settle another rank's operation
+        # inside submit(), with that one's _lock held by a thread that waits for the backend
+        self._accounts = threading.Lock()
         self._pending: dict[Work[Any], int] = {}  # bytes by operation
         self._bytes = 0
         self._collectives = 0
         self._p2p = 0
         self._changed: list[asyncio.Future[None]] = []  # who waits for something to settle
         self._ending: set[asyncio.Task[None]] = set()
-        self._closing: asyncio.Future[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
         # others hold these for long; they must not keep a forgotten comm alive
         self.transport_failed = _weakly(self._transport_failed)  #: for the backend: hears of transport errors
         self._deadlines = Deadlines(mailbox, _weakly(self._expired))
@@ -113,7 +118,7 @@ class Session:
 
     def statistics(self) -> CommStatistics:
         """How much is going on."""
-        with self._lock:
+        with self._accounts:
             return CommStatistics(self._collectives + self._p2p, len(self._pending), self._bytes)
 
     @property
@@ -137,13 +142,13 @@ class Session:
             seq = self._p2p if op.p2p else self._collectives
             work: Work[Any] = Work(op, seq, self.mailbox, value=call.result, timeout=limit, on_settled=self._settled)
             nbytes = max(_nbytes(call.inputs), _nbytes(call.outputs))
-            self._pending[work] = nbytes
-            self._bytes += nbytes
+            with self._accounts:
+                self._pending[work] = nbytes
+                self._bytes += nbytes
             try:
                 backend.submit((Submission(call, work),))
             except BaseException:
-                if self._pending.pop(work, None) is not None:
-                    self._bytes -= nbytes
+                self._settled(work)
                 raise
             if op.p2p:
                 self._p2p += 1
@@ -154,7 +159,7 @@ class Session:
         return work
 
     def _settled(self, work: Work[Any]) -> None:
-        with self._lock:
+        with self._accounts:
             self._bytes -= self._pending.pop(work, 0)
         if self._changed:
             self.mailbox.post(self._wake)
@@ -203,31 +208,27 @@ class Session:
     async def aclose(self) -> None:
         """Take no more calls, wait for what is in flight, free everything. Idempotent. Cancelling it aborts."""
         self.check_loop()
-        if self._closing is not None:
-            await asyncio.shield(self._closing)
-            return
-        self._closing = self.mailbox.loop.create_future()
-        closed = ClosedError(f"comm {self.group.name!r} is closed")
-        with self._lock:
-            self.error = self.error or closed
+        if self._closing is None:  # a task of its own: cleaning up goes on when the caller is cancelled
+            closed = ClosedError(f"comm {self.group.name!r} is closed")
+            with self._lock:
+                self.error = self.error or closed
+            self._closing = self.mailbox.loop.create_task(self._close(closed), name="asynccomm close")
         try:
-            while self._pending:
-                await self._something_settled()
-        except BaseException as exc:
-            self.abort(f"closing was interrupted by {type(exc).__name__}")
+            await asyncio.shield(self._closing)
+        except asyncio.CancelledError:
+            self.abort("closing was cancelled")
             raise
-        finally:
-            await self._finish_ending()
-            self.error = closed
-            self._closing.set_result(None)
 
-    async def _finish_ending(self) -> None:
+    async def _close(self, closed: ClosedError) -> None:
+        while self._pending:
+            await self._something_settled()
         await asyncio.sleep(0)  # an abort from another thread may just be on its way through the mailbox
         while self._ending:
             await asyncio.wait(set(self._ending))
         self._deadlines.close()
         await self._bulletin.aclose()
         await self._resources.aclose()
+        self.error = closed
 
     def forget(self) -> None:
         """End without telling or waiting: the comm was dropped unclosed. From any thread, at any time."""
@@ -237,7 +238,8 @@ class Session:
 
     def disown(self) -> None:
         """Refuse everything: this is a forked child, where neither threads nor connections are ours."""
-        self._lock = threading.RLock()  # a thread that is not in the child may have held the old one
+        self._lock = threading.RLock()  # threads that are not in the child may have held the old ones
+        self._accounts = threading.Lock()
         self.error = ClosedError(f"comm {self.group.name!r} was made before this process was forked; make a new one")
         self.backend = None
 
@@ -248,6 +250,7 @@ class Session:
             if self.error is not None and not draining:
                 return False
             self.error = error
+        with self._accounts:
             pending = list(self._pending)
         for work in pending:
             work.settle(error)
@@ -270,7 +273,8 @@ class Session:
                 reason = error.reason if isinstance(error, AbortedError) else f"{type(error).__name__}: {error}"
                 with contextlib.suppress(TimeoutError, AsyncCommError):
                     async with asyncio.timeout(TELL_SECONDS):
-                        await self._bulletin.post(kind="abort", reason=reason)
+                        kind = "transport" if isinstance(error, BackendError) else "abort"
+                        await self._bulletin.post(kind=kind, reason=reason)
         finally:
             self._abort_backend()
         if self.options.abort_process_on_timeout_or_error and not isinstance(error, AbortedError):
@@ -299,12 +303,15 @@ class Session:
     def _heard(self, item: dict[str, Any]) -> None:
         if item["kind"] == "abort":
             self._fail(AbortedError(item["rank"], item["reason"]), tell=False)
+        elif item["kind"] == "transport":  # seen by that rank, not caused by it
+            self._fail(BackendError(f"rank {item['rank']} reports: {item['reason']}"), tell=False)
         elif item["kind"] == "roll call":
             self._begin(self._answer(item["number"]))
 
     async def _answer(self, number: int) -> None:
-        with contextlib.suppress(AsyncCommError):
-            await self._bulletin.reply(number, collectives=self._collectives)
+        with contextlib.suppress(TimeoutError, AsyncCommError):
+            async with asyncio.timeout(TELL_SECONDS):
+                await self._bulletin.reply(number, collectives=self._collectives)
 
     def _expired(self, work: Work[Any]) -> None:
         self._begin(self._expire(work))
@@ -315,9 +322,10 @@ class Session:
             missing = [work.op.peer]
         elif self.group.size > 1:
             others = [rank for rank in range(self.group.size) if rank != self.group.rank]
-            with contextlib.suppress(AsyncCommError):
-                number = await self._bulletin.post(kind="roll call")
-                said = await self._bulletin.replies(number, others, ROLL_CALL_SECONDS)
+            with contextlib.suppress(TimeoutError, AsyncCommError):
+                async with asyncio.timeout(2 * ROLL_CALL_SECONDS):  # the store itself may be what hangs
+                    number = await self._bulletin.post(kind="roll call")
+                    said = await self._bulletin.replies(number, others, ROLL_CALL_SECONDS)
                 missing = [r for r in others if r not in said or said[r]["collectives"] <= work.seq]
         if work.done():
             return  # it came in during the roll call
@@ -349,9 +357,18 @@ def _weakly(method: Callable[[Any], object]) -> Callable[[Any], None]:
     return call
 
 
+def _abandon_all() -> None:
+    """At exit. A transport whose threads run into the end of the interpreter would take the process down with it."""
+    for session in list(_alive):
+        if session.backend is not None and not session.closed:
+            warnings.warn(f"comm {session.group.name!r} was still open when the process ended", ResourceWarning, 1)
+            session.backend.abandon()
+
+
 def _disown_all() -> None:
     for session in list(_alive):
         session.disown()
 
 
 os.register_at_fork(after_in_child=_disown_all)
+atexit.register(_abandon_all)

@@ -2,16 +2,20 @@
 
 import asyncio
 import logging
+import math
 import os
 import socket
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed as dist
 
 from asynccomm import BackendError, Comm, MemoryStore, RendezvousError, StoreClient, new_comm
 from asynccomm.backends.base import Backend, BackendContext
 from asynccomm.backends.loopback import LoopbackBackend
+from asynccomm.options import seconds
 
 
 @pytest.fixture
@@ -191,3 +195,34 @@ async def test_two_comms_on_one_given_store() -> None:
         await comm.aclose()
     assert await client.check([]) is True  # a store that was given stays open
     await client.aclose()
+
+
+@pytest.mark.ranks(2)
+async def test_comms_one_after_the_other_where_rank_0_hosts(tmp_path: Path) -> None:
+    rank = int(os.environ["RANK"])
+    chosen = tmp_path / "port"
+    if rank == 0:
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            chosen.write_text(str(sock.getsockname()[1]))
+    while not (chosen.exists() and chosen.read_text()):
+        await asyncio.sleep(0.01)
+    for _ in range(10):  # each time the server of the one before is just on its way out
+        store = f"tcp://127.0.0.1:{chosen.read_text()}"
+        async with new_comm("gloo", name="next", store=store, rank=rank, size=2, timeout=30) as comm:
+            await comm.barrier()
+
+
+async def test_many_comms_connect_at_once_on_a_torch_store() -> None:
+    store = dist.HashStore()
+    names = [f"comm {i}" for i in range(25)]
+
+    async def one(name: str, rank: int) -> None:
+        async with new_comm("gloo", name=name, store=store, rank=rank, size=2, timeout=60) as comm:
+            await comm.barrier()
+
+    await asyncio.gather(*(one(name, rank) for name in names for rank in range(2)))
+
+
+def test_seconds_that_no_clock_can_take_mean_never() -> None:
+    assert seconds("timeout", 10**400, 1.0) == math.inf

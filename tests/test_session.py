@@ -332,6 +332,65 @@ async def test_by_option_a_broken_comm_ends_the_process(monkeypatch: pytest.Monk
     assert ended == [True], "the rank whose operation failed ends, not those that only hear of it"
 
 
+async def test_a_store_that_hangs_does_not_hold_up_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with loopback_world(2) as (a, _):
+        forever = asyncio.Event()
+
+        async def hang(**item: object) -> int:
+            await forever.wait()
+            return 0
+
+        monkeypatch.setattr(a._session._bulletin, "post", hang)
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            await a.barrier(timeout=0.05)
+        assert caught.value.missing == ()
+        monkeypatch.undo()
+
+
+async def test_cancelled_while_cleaning_up_aclose_can_be_awaited_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with loopback_world(1) as (comm,):
+        held, entered = asyncio.Event(), asyncio.Event()
+        close = comm._session._bulletin.aclose
+
+        async def slow_close() -> None:
+            entered.set()
+            await held.wait()
+            await close()
+
+        monkeypatch.setattr(comm._session._bulletin, "aclose", slow_close)
+        closing = asyncio.ensure_future(comm.aclose())
+        await entered.wait()
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        held.set()
+        async with asyncio.timeout(10):
+            await comm.aclose()
+
+
+def test_threads_on_several_ranks_do_not_lock_each_other_out() -> None:
+    async def main() -> None:
+        async with loopback_world(2) as comms:
+
+            def calls(comm: Comm) -> None:
+                for _ in range(2000):
+                    comm.all_reduce(torch.ones(1))
+
+            async with asyncio.timeout(60):
+                await asyncio.gather(*(asyncio.to_thread(calls, comm) for comm in comms))
+
+    asyncio.run(main())
+
+
+async def test_news_are_looked_up_while_they_arrive() -> None:
+    async with loopback_world(2) as (a, b):
+        for _ in range(20):
+            await a._session._bulletin.post(kind="nothing of interest")
+        look = asyncio.ensure_future(b._session._bulletin.look())
+        async with asyncio.timeout(10):
+            await look
+
+
 EXITS_IN_FLIGHT = """
 import asyncio, asynccomm, torch, sys
 async def main():
@@ -371,3 +430,30 @@ def test_a_process_that_leaves_with_operations_in_flight_exits_cleanly(tmp_path:
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert "leaving" in outputs[0][0]
     assert "heard" in outputs[1][0]
+
+
+IDLE_AND_OPEN = """
+import asyncio, asynccomm
+async def main():
+    global comm
+    comm = await asynccomm.new_comm("gloo", name="t", store=STORE, timeout=30)
+    await comm.barrier()
+asyncio.run(main())
+"""
+
+
+def test_a_process_that_leaves_with_an_idle_comm_exits_cleanly(tmp_path: Path) -> None:
+    for attempt in range(4):  # it took several to see the end of the interpreter overtake gloo's threads
+        script = tmp_path / f"script{attempt}.py"
+        script.write_text(IDLE_AND_OPEN.replace("STORE", repr(f"file://{tmp_path}/store{attempt}")))
+        processes = [
+            subprocess.Popen(
+                [sys.executable, str(script)],
+                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        errors = [process.communicate(timeout=60)[1] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], errors

@@ -108,6 +108,10 @@ class Backend(abc.ABC):
     def abort(self) -> None:
         """End everything in flight at once; from any thread, more than once."""
 
+    def abandon(self) -> None:
+        """The process is ending with this open: leave nothing running that could not take it. May block a little."""
+        self.abort()
+
 
 def device_of(value: str | torch.device) -> torch.device:
     """``value`` as a device. Raises ``ValueError`` naming it."""

@@ -59,7 +59,7 @@ class Hub:
         self._arrived: defaultdict[int, dict[int, Submission]] = defaultdict(dict)
         self._sends: defaultdict[tuple[int, int, int], deque[Submission]] = defaultdict(deque)  # by (src, dst, tag)
         self._recvs: defaultdict[tuple[int, int, int], deque[Submission]] = defaultdict(deque)
-        self._held: deque[Callable[[], None]] | None = None
+        self._held: deque[tuple[frozenset[int], Callable[[], None]]] | None = None  # with the ranks that take part
 
     def join(self, context: BackendContext) -> None:
         self._contexts[context.group.rank] = context
@@ -75,7 +75,7 @@ class Hub:
         with self._lock:
             held = self._held if self._held is not None else deque()
             for _ in range(len(held) if count is None else min(count, len(held))):
-                held.popleft()()
+                held.popleft()[1]()
             if count is None:
                 self._held = None
 
@@ -96,7 +96,10 @@ class Hub:
                 arrived[rank] = submission
                 if len(arrived) == self._size:
                     del self._arrived[number]
-                    self._run_or_hold(lambda: self._collective(number, [arrived[r] for r in range(self._size)]))
+                    everybody = frozenset(range(self._size))
+                    self._run_or_hold(
+                        everybody, lambda: self._collective(number, [arrived[r] for r in sorted(everybody)])
+                    )
 
     def drop(self, rank: int) -> None:
         """Let go of everything that ``rank`` has submitted."""
@@ -107,7 +110,7 @@ class Hub:
                 for key in [key for key in mine if key[place] == rank]:
                     del mine[key]
             if self._held is not None:
-                self._held.clear()
+                self._held = deque(entry for entry in self._held if rank not in entry[0])
 
     def _meet(
         self, submission: Submission, mine: dict[tuple[int, int, int], deque[Submission]], key: tuple[int, int, int]
@@ -115,13 +118,13 @@ class Hub:
         mine[key].append(submission)
         if self._sends[key] and self._recvs[key]:
             send, recv = self._sends[key].popleft(), self._recvs[key].popleft()
-            self._run_or_hold(lambda: self._transfer(send, recv, key))
+            self._run_or_hold(frozenset(key[:2]), lambda: self._transfer(send, recv, key))
 
-    def _run_or_hold(self, run: Callable[[], None]) -> None:
+    def _run_or_hold(self, ranks: frozenset[int], run: Callable[[], None]) -> None:
         if self._held is None:
             run()
         else:
-            self._held.append(run)
+            self._held.append((ranks, run))
 
     def _transfer(self, send: Submission, recv: Submission, key: tuple[int, int, int]) -> None:
         assert isinstance(send.op, Send)

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, final
 
+import anyio
 import anyio.to_thread
 from torch import distributed as dist
 
@@ -18,6 +19,7 @@ __all__ = ["AsTorchStore", "TorchStore"]
 T = TypeVar("T")
 FIRST_POLL = 1e-3  # seconds; waits look again after this, and back off from there
 LAST_POLL = 50e-3
+THREADS = 4  # of its own, so that nobody who waits for the store can take the last one
 
 
 @final
@@ -35,10 +37,11 @@ class TorchStore(Store):
     def __init__(self, store: dist.Store, timeout: float = DEFAULT_TIMEOUT) -> None:
         self._store = store
         self._timeout = timeout
+        self._limiter = anyio.CapacityLimiter(THREADS)
 
     async def _call(self, call: Callable[[], T]) -> T:
         try:
-            return await anyio.to_thread.run_sync(call, abandon_on_cancel=True)
+            return await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._limiter)
         except (RuntimeError, ValueError) as exc:  # torch's DistError family; adding to what is no number
             raise StoreError(f"{type(self._store).__name__}: {exc}") from exc
 

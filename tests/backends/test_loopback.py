@@ -3,9 +3,11 @@
 import asyncio
 
 import pytest
+import torch
 
 from asynccomm import MemoryStore, new_comm
-from asynccomm.testing import check_backend
+from asynccomm.backends.loopback import LoopbackBackend
+from asynccomm.testing import check_backend, loopback_world
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
@@ -18,3 +20,14 @@ async def test_conformance(size: int) -> None:
     async with asyncio.TaskGroup() as group:
         for rank in range(size):
             group.create_task(one(rank))
+
+
+async def test_a_rank_that_closes_takes_only_its_own_operations_with_it() -> None:
+    async with loopback_world(3) as comms:
+        backend = comms[1].unsafe_get_backend()
+        assert isinstance(backend, LoopbackBackend)
+        backend.hub.hold()
+        send, recv = comms[1].send(torch.ones(1), 2), comms[2].recv(torch.zeros(1), 1)
+        await comms[0].aclose()
+        backend.hub.release()
+        await asyncio.gather(send, recv)

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self, final
 
+import anyio
 import anyio.to_thread
 import torch
 from torch import distributed as dist
@@ -91,7 +92,8 @@ class GlooBackend(Backend):
             ]
 
         try:
-            gloos = await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
+            # a thread of its own: it waits for requests to the store, which may need threads themselves
+            gloos = await anyio.to_thread.run_sync(make, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
         except RuntimeError as exc:
             raise BackendError(f"gloo could not connect rank {group.rank} of comm {group.name!r}: {exc}") from exc
         return cls(context, *gloos)
@@ -139,6 +141,10 @@ class GlooBackend(Backend):
         self._lanes.join(CLOSE_SECONDS)
         self._p2p.drop()
         self._gloos = None  # the last reference ends gloo's threads
+
+    def abandon(self) -> None:
+        self.abort()
+        self._close()
 
     def abort(self) -> None:
         with self._ending:

@@ -6,6 +6,7 @@ not hold up anything else. A lane has a thread only while it has jobs.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections import deque
@@ -13,6 +14,8 @@ from collections.abc import Callable, Hashable
 from typing import final
 
 __all__ = ["Lanes"]
+
+_log = logging.getLogger("asynccomm")
 
 IDLE_SECONDS = 10.0  # a thread without a job ends after this
 
@@ -27,6 +30,7 @@ class _Threads:
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._alive = 0
+        self._warned = False
         self._spoken_for = 0  # functions handed over and not finished
 
     def run(self, function: Callable[[], None]) -> None:
@@ -34,6 +38,9 @@ class _Threads:
             self._spoken_for += 1
             start = self._spoken_for > self._alive and self._alive < self._limit
             self._alive += start
+            if self._spoken_for > self._limit and not self._warned:
+                self._warned = True
+                _log.warning("%s: more than %d lanes are busy; the newest wait", self._name, self._limit)
             self._jobs.put(function)  # under the lock: a thread about to end looks once more for jobs under it
         if start:
             threading.Thread(target=self._main, name=self._name, daemon=True).start()
