@@ -116,23 +116,33 @@ class GlooBackend(Backend):
             work, finish = start(large if submission.op.nbytes >= LARGE else small, submission, self._size)
 
             def done(future: torch.futures.Future[object]) -> None:
-                self._complete(submission, [future.value] if finish is None else [future.value, finish])
+                try:
+                    future.value()
+                    if finish is not None:
+                        finish()
+                except Exception as exc:
+                    self._failed(submission, exc)
+                else:
+                    submission.work.settle()
 
             work.get_future().add_done_callback(done)
 
     def _complete(self, submission: Submission, steps: Sequence[Callable[[], object]]) -> None:
-        """Take the last steps of an operation, which raise if it failed, and settle it. On any thread."""
+        """Take the last steps of a message, which raise if it failed, and settle it. On a lane."""
         try:
             for step in steps:
                 step()
-        except BrokenError as exc:
-            self._on_error(exc)
         except Exception as exc:
-            error = BackendError(f"gloo failed in {submission.op}: {str(exc).strip()}")
-            error.__cause__ = exc
-            self._on_error(error)
+            self._failed(submission, exc)
         else:
             submission.work.settle()
+
+    def _failed(self, submission: Submission, exc: Exception) -> None:
+        if not isinstance(exc, BrokenError):
+            error = BackendError(f"gloo failed in {submission.op}: {str(exc).strip()}")
+            error.__cause__ = exc
+            exc = error
+        self._on_error(exc)
 
     async def aclose(self) -> None:
         await anyio.to_thread.run_sync(self._close)
