@@ -205,7 +205,13 @@ class StoreClient(Store):
         await line.no_reply()
 
     async def get(self, key: str, timeout: float | None = None) -> bytes:
-        value = await self._get_if_present(key)
+        line = self._line()
+        if self._libuv:
+            line.codec.get(key)
+            value: bytes | None = await line.reply()
+            if value:
+                return value
+        value = await self._get_if_present(key)  # that was no answer: an empty value looks like a missing one
         if value is not None:
             return value
         limit = self._timeout if timeout is None else timeout
