@@ -17,7 +17,7 @@ import secrets
 import socket
 import time
 from collections import deque
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self, cast, final
 
 from asynccomm.errors import ClosedError, RendezvousError, StoreError, StoreProtocolError, StoreTimeoutError
@@ -209,9 +209,9 @@ class StoreClient(Store):
         if self._libuv:
             line.codec.get(key)
             value: bytes | None = await line.reply()
-            if value:
+            if value:  # if not, it is no answer: an empty value looks like a missing one
                 return value
-        value = await self._get_if_present(key)  # that was no answer: an empty value looks like a missing one
+        value = await self._get_if_present(key)
         if value is not None:
             return value
         limit = self._timeout if timeout is None else timeout
@@ -224,16 +224,9 @@ class StoreClient(Store):
             value = await self._get_if_present(key)
         return value
 
-    def _get_if_present(self, key: str) -> Awaitable[bytes | None]:
-        if not self._libuv:
-            return self._get_from_legacy(key)
+    async def _get_if_present(self, key: str) -> bytes | None:
         line = self._line()
-        line.codec.get_if_present(key)
-        return line.reply()
-
-    async def _get_from_legacy(self, key: str) -> bytes | None:
-        line = self._line()
-        line.codec.check([key])  # a legacy server drops who gets a missing key
+        line.codec.check([key])  # first: a legacy server drops who gets a missing key
         if not await line.reply():
             return None
         line.codec.get(key)

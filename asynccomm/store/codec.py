@@ -42,7 +42,6 @@ _MAGIC = 0x3C85F7CE
 _U32 = struct.Struct("=I")
 _I64 = struct.Struct("=q")
 _U64 = struct.Struct("=Q")
-_FLAG_AND_LENGTH = struct.Struct("=BQ")
 
 Parser = Generator[None, None, Any]
 NUMBER: Parser = iter(())  # type: ignore[assignment]  # never run: stands for "an i64 follows"
@@ -96,11 +95,6 @@ class Codec:
     def get(self, key: str) -> int:
         """A missing key answers b"" (libuv) or closes the connection (legacy): CHECK first."""
         return self._request(b"\x03" + _key(key), self._blob())
-
-    def get_if_present(self, key: str) -> int:
-        """CHECK and GET in one: the reply is the value, or None. Not for a legacy server, see ``get``."""
-        name = _key(key)
-        return self._request(b"\x05" + _U64.pack(1) + name + b"\x03" + name, self._flag_and_blob())
 
     def add(self, key: str, amount: int) -> int:
         return self._request(b"\x04" + _key(key) + _I64.pack(to_amount(amount)), NUMBER)
@@ -216,18 +210,6 @@ class Codec:
         if length > MAX_REPLY:
             raise StoreProtocolError(f"a value of {length} bytes was announced; the limit is {MAX_REPLY}")
         return (yield from self._take(length))
-
-    def _flag_and_blob(self) -> Generator[None, None, bytes | None]:
-        # in one piece instead of by _flag and _blob: a lone get is the commonest request, and this is half its cost
-        while len(self._in) - self._at < 9:
-            yield
-        flag, length = _FLAG_AND_LENGTH.unpack_from(self._in, self._at)
-        if flag > 1 or length > MAX_REPLY:
-            raise StoreProtocolError(f"a status of {flag} and a value of {length} bytes were announced")
-        while len(self._in) < (start := self._at + 9) + length:
-            yield
-        self._at = start + length
-        return None if flag else bytes(self._in[start : self._at])
 
     def _blobs(self, count: int) -> Generator[None, None, list[bytes]]:
         values: list[bytes] = []

@@ -36,8 +36,6 @@ exchanges: st.SearchStrategy[Exchange] = st.one_of(
     st.dictionaries(keys, blobs, max_size=3).map(lambda a: (lambda c: c.multi_set(a), b"", [])),
     st.just((lambda c: c.multi_get([]), b"", [])),
     blobs.map(lambda v: (lambda c: c.get("k"), blob(v), [v])),
-    blobs.map(lambda v: (lambda c: c.get_if_present("k"), b"\x00" + blob(v), [v])),
-    st.just((lambda c: c.get_if_present("k"), b"\x01" + blob(b""), [None])),
     blobs.map(lambda v: (lambda c: c.compare_set("k", b"a", b"b"), blob(v), [v])),
     i64.map(lambda v: (lambda c: c.add("k", 1), number(v), [v])),
     i64.map(lambda v: (lambda c: c.num_keys(), number(v), [v])),
@@ -129,7 +127,6 @@ def test_requests_have_the_bytes_that_torch_sends() -> None:
     assert sent(lambda c: c.set("k", "é")) == b"\x01" + key + blob("é".encode())
     assert sent(lambda c: c.compare_set("k", b"a", b"")) == b"\x02" + key + blob(b"a") + blob(b"")
     assert sent(lambda c: c.get("k")) == b"\x03" + key
-    assert sent(lambda c: c.get_if_present("k")) == b"\x05" + struct.pack("=Q", 1) + key + b"\x03" + key
     assert sent(lambda c: c.add("k", -1)) == b"\x04" + key + number(-1)
     assert sent(lambda c: c.check(["k", "l"])) == b"\x05" + two
     assert sent(lambda c: c.wait(["k", "l"])) == b"\x06" + two

@@ -39,7 +39,7 @@ _HINTS: Mapping[str, str] = {
     "hostname": "address of the network interface to use (default: loopback if all ranks are on one host)",
     "interface": "name of the network interface to use",
     "gloo_threads": f"gloo threads that run collectives of {LARGE >> 20} MiB and more (default {GLOO_THREADS})",
-    "p2p_threads": f"pairs, tags and directions that may have messages pending at once (default {P2P_THREADS})",
+    "p2p_threads": f"threads that wait for messages, one for each peer, tag and direction (default {P2P_THREADS})",
 }
 
 
