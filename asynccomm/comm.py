@@ -314,13 +314,17 @@ class Comm:
     def recv(
         self,
         tensor: Tensor,
-        src: SupportsIndex,
+        src: SupportsIndex | None = None,
         tag: SupportsIndex = 0,
         *,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
     ) -> Work[Tensor]:
         """Receive into ``tensor`` what rank ``src`` sends under ``tag``: as many elements, of the same dtype.
+
+        Args:
+            src: None: the message under ``tag`` that comes first, from any rank; not every backend can, and one that
+                cannot raises ``ValueError``. ``Work.source`` says whose it was.
 
         Returns: Work of ``tensor``.
         """

@@ -15,8 +15,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import distributed as dist
 
-from asynccomm.backends.base import Backend, BackendContext, Member, device_of
-from asynccomm.backends.registry import load_backend, resolve
+from asynccomm.backends.base import Backend, BackendContext, Member, device_of, own_hints
+from asynccomm.backends.registry import candidates, load_backend
 from asynccomm.checks import Group
 from asynccomm.comm import Comm
 from asynccomm.errors import AsyncCommError, StoreError
@@ -59,14 +59,16 @@ def new_comm(
             await comm.all_reduce(tensor)
 
     Args:
-        backend: ``"auto"``, or a name from :func:`asynccomm.backend_names`.
+        backend: a name from :func:`asynccomm.backend_names`, or ``"auto"``: on the CPU shared memory where all ranks
+            can map it, else gloo.
         device: where the tensors live.
         name: the same on all ranks, and unique among the open comms of this process.
         timeout: seconds or a timedelta (default 600), for connecting and then for each operation that brings no own.
         store: where to meet: None for the environment that launchers set (``env://``), ``tcp://host:port``,
             ``file:///path``, one of our stores, or any ``torch.distributed.Store``.
         rank, size: who this is; None: from the store's URL, or RANK and WORLD_SIZE.
-        hints: strings for the backend; unknown ones are logged and ignored.
+        hints: strings for the backend (with ``"auto"``, for those that may be chosen); unknown ones are logged and
+            ignored.
         abort_process_on_timeout_or_error: end the process (SIGABRT) when the comm breaks, instead of only raising.
         high_priority_stream: CUDA only: communicate on a stream of high priority.
         max_ops, max_bytes: what may be in flight before ``await comm.ready()`` waits.
@@ -81,10 +83,10 @@ def new_comm(
     if not isinstance(name, str) or not name:
         raise ValueError(f"name must be a non-empty str, got {name!r}")
     where = device_of(device)
-    backend_name = resolve(backend, where)
-    backend_class = load_backend(backend_name, where)
-    checked = check_hints(hints, backend_class.hints, backend_name)
-    backend_class.check_hints(checked)
+    backends = {candidate: load_backend(candidate, where) for candidate in candidates(backend, where)}
+    checked = check_hints(hints, {key: text for b in backends.values() for key, text in b.hints.items()}, backend)
+    for backend_class in backends.values():
+        backend_class.check_hints(own_hints(backend_class, checked))
     options = CommOptions(
         timeout=seconds("timeout", timeout, DEFAULT_TIMEOUT),
         hints=checked,
@@ -94,7 +96,7 @@ def new_comm(
         max_bytes=max_bytes,
     )
     place = find_place(store, rank, size)
-    return Connecting(place, Group(name, place.rank, place.size, where), backend_name, backend_class, options)
+    return Connecting(place, Group(name, place.rank, place.size, where), backend, backends, options)
 
 
 @final
@@ -102,12 +104,12 @@ class Connecting:
     """A comm to be: ``await`` it, or enter it with ``async with``."""
 
     def __init__(
-        self, place: Place, group: Group, backend_name: str, backend_class: type[Backend], options: CommOptions
+        self, place: Place, group: Group, asked: str, backends: Mapping[str, type[Backend]], options: CommOptions
     ) -> None:
         self._place = place
         self._group = group
-        self._backend_name = backend_name
-        self._backend_class = backend_class
+        self._asked = asked
+        self._backends = backends
         self._options = options
         self._comm: Comm | None = None
 
@@ -139,8 +141,8 @@ class Connecting:
             resources.push_async_callback(_leave, room, group, meeting)
             mailbox = Mailbox(asyncio.get_running_loop())
             session = Session(group, options, mailbox, room, resources.pop_all())
-            await session.connect(
-                self._backend_class,
+            backend_name = await session.connect(
+                self._backends,
                 BackendContext(
                     group=group,
                     members=members,
@@ -151,7 +153,7 @@ class Connecting:
                     hints=options.hints,
                 ),
             )
-            comm = Comm(session, self._backend_name)
+            comm = Comm(session, backend_name)
             _names[key] = comm
             return comm
 
@@ -164,7 +166,7 @@ class Connecting:
             scope = meeting.store.prefix(place.scope)
             try:
                 epoch, members = await join(
-                    scope, group.name, group.rank, group.size, self._backend_name, timeout, spent=spent
+                    scope, group.name, group.rank, group.size, self._asked, timeout, spent=spent
                 )
             except BaseException as exc:
                 await meeting.aclose()

@@ -391,16 +391,16 @@ class Send(TensorOp):
 @final
 @dataclass(frozen=True, slots=True)
 class Recv(TensorOp):
-    """From ``peer`` under ``tag``."""
+    """From ``peer``, or from any rank if that is None, under ``tag``."""
 
     kind = "recv"
     p2p = True
-    peer: int
+    peer: int | None
     tag: int
 
     @classmethod
-    def of(cls, group: Group, tensor: Tensor, src: SupportsIndex, tag: SupportsIndex) -> Call:
-        rank = check_rank(group, "src", src)
+    def of(cls, group: Group, tensor: Tensor, src: SupportsIndex | None, tag: SupportsIndex) -> Call:
+        rank = None if src is None else check_rank(group, "src", src)
         check_tensor(group, "tensor", tensor, written=True)
         return Call(cls(tensor.dtype, tensor.numel(), rank, check_tag(tag)), (), (tensor,), tensor)
 
@@ -409,7 +409,7 @@ class Recv(TensorOp):
         return self.dtype == send.dtype and self.numel == send.numel
 
     def __str__(self) -> str:
-        return f"recv({_elements(self)}, src={self.peer}, tag={self.tag})"
+        return f"recv({_elements(self)}, src={'any' if self.peer is None else self.peer}, tag={self.tag})"
 
 
 def _elements(op: TensorOp) -> str:

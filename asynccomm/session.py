@@ -22,12 +22,13 @@ import warnings
 import weakref
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
-from asynccomm.backends.base import Backend, BackendContext, Submission
+from asynccomm.backends.base import Backend, BackendContext, Submission, UnsuitableError, own_hints
 from asynccomm.bulletin import Bulletin
 from asynccomm.checks import Group
 from asynccomm.deadlines import Deadlines
@@ -38,16 +39,18 @@ from asynccomm.errors import (
     BrokenError,
     ClosedError,
     CollectiveTimeoutError,
+    PeerLostError,
 )
 from asynccomm.mailbox import Mailbox
 from asynccomm.ops import Call, Recv, Send
 from asynccomm.options import CommOptions, seconds
-from asynccomm.store.base import Store
+from asynccomm.store.base import Store, within
 from asynccomm.work import Work
 
 __all__ = ["CommStatistics", "Session"]
 
 TELL_SECONDS = 2.0  # for the store to take the news of an abort; the peers learn from the transport otherwise
+LOST_SECONDS = 0.03  # to look for the reason why a rank is gone; all are to know within 0.1 that it is
 ROLL_CALL_SECONDS = 0.5  # for peers to say what they have issued, once an operation is past its deadline
 
 _log = logging.getLogger("asynccomm")
@@ -99,22 +102,44 @@ class Session:
         self._bulletin = Bulletin(store, group.rank, _weakly(self._heard))
         _alive.add(self)
 
-    async def connect(self, backend: type[Backend], context: BackendContext) -> None:
-        """Connect the backend and begin to take calls; a failure ends the session."""
+    async def connect(self, backends: Mapping[str, type[Backend]], context: BackendContext) -> str:
+        """Connect the first of ``backends`` that suits and begin to take calls; any other failure ends the session.
+
+        Args:
+            backends: by name, in the order to try them.
+            context: with everybody's hints and keys, of which each backend gets its own.
+
+        Returns: the name of the one that connected.
+        """
+        name, last = "", list(backends)[-1]
         try:
-            async with asyncio.timeout(context.timeout):
-                self.backend = await backend.connect(context)
+            async with within(context.timeout):
+                for name, backend in backends.items():
+                    hints = own_hints(backend, context.hints)
+                    try:
+                        self.backend = await backend.connect(
+                            replace(context, store=context.store.prefix(name), hints=hints)
+                        )
+                    except UnsuitableError as exc:
+                        if name == last:
+                            raise
+                        _log.info("backend %r does not suit, so another is tried: %s", name, exc)
+                    else:
+                        break
         except BaseException as exc:
             # the others are still connecting: what they wait for will not come
             self.abort(f"could not connect: {type(exc).__name__}: {exc}")
             await self.aclose()
             if isinstance(exc, TimeoutError) and not isinstance(exc, AsyncCommError):
                 raise BackendError(
-                    f"{backend.name} did not connect rank {self.group.rank} of comm {self.group.name!r} "
+                    f"{name} did not connect rank {self.group.rank} of comm {self.group.name!r} "
                     f"within {self.options.timeout:g} s"
                 ) from exc
             raise
+        assert self.backend is not None
         self._resources.push_async_callback(self.backend.aclose)
+        self.options = replace(self.options, hints=hints)
+        return name
 
     def statistics(self) -> CommStatistics:
         """How much is going on."""
@@ -140,7 +165,15 @@ class Session:
             backend = self.backend
             assert backend is not None
             seq = self._p2p if op.p2p else self._collectives
-            work: Work[Any] = Work(op, seq, self.mailbox, value=call.result, timeout=limit, on_settled=self._settled)
+            work: Work[Any] = Work(
+                op,
+                seq,
+                self.mailbox,
+                value=call.result,
+                timeout=limit,
+                on_settled=self._settled,
+                driver=backend,
+            )
             nbytes = max(_nbytes(call.inputs), _nbytes(call.outputs))
             with self._accounts:
                 self._pending[work] = nbytes
@@ -270,11 +303,9 @@ class Session:
         self._deadlines.close()
         try:
             if tell:
-                reason = error.reason if isinstance(error, AbortedError) else f"{type(error).__name__}: {error}"
                 with contextlib.suppress(TimeoutError, AsyncCommError):
                     async with asyncio.timeout(TELL_SECONDS):
-                        kind = "transport" if isinstance(error, BackendError) else "abort"
-                        await self._bulletin.post(kind=kind, reason=reason)
+                        await self._bulletin.post(**_news_of(error))
         finally:
             self._abort_backend()
         if self.options.abort_process_on_timeout_or_error and not isinstance(error, AbortedError):
@@ -289,13 +320,18 @@ class Session:
 
     def _transport_failed(self, error: BrokenError) -> None:
         """From any thread."""
+        if isinstance(error, PeerLostError) and asyncio._get_running_loop() is not self.mailbox.loop:
+            # the loop may be blocked, by somebody who waits for just what that peer was to do
+            late = threading.Timer(2 * LOST_SECONDS, lambda: self._fail(error, tell=True))
+            late.daemon = True
+            late.start()
         self.mailbox.post(lambda: self._begin(self._explain(error)))
 
     async def _explain(self, error: BrokenError) -> None:
         """Find out whether the transport failed because a rank gave up, and break with what is behind it."""
-        if isinstance(error, BackendError):
+        if isinstance(error, (BackendError, PeerLostError)):
             with contextlib.suppress(TimeoutError, AsyncCommError):
-                async with asyncio.timeout(TELL_SECONDS):
+                async with asyncio.timeout(LOST_SECONDS if isinstance(error, PeerLostError) else TELL_SECONDS):
                     for item in await self._bulletin.look():
                         self._heard(item)
         self._fail(error, tell=True)
@@ -305,6 +341,9 @@ class Session:
             self._fail(AbortedError(item["rank"], item["reason"]), tell=False)
         elif item["kind"] == "transport":  # seen by that rank, not caused by it
             self._fail(BackendError(f"rank {item['rank']} reports: {item['reason']}"), tell=False)
+        elif item["kind"] == "lost":
+            if item["lost"] != self.group.rank:
+                self._fail(PeerLostError(item["lost"], item["reason"]), tell=False)
         elif item["kind"] == "roll call":
             self._begin(self._answer(item["number"]))
 
@@ -319,7 +358,8 @@ class Session:
     async def _expire(self, work: Work[Any]) -> None:
         missing: list[int] = []
         if isinstance(work.op, (Send, Recv)):
-            missing = [work.op.peer]
+            peer = work.op.peer
+            missing = [rank for rank in range(self.group.size) if rank != self.group.rank] if peer is None else [peer]
         elif self.group.size > 1:
             others = [rank for rank in range(self.group.size) if rank != self.group.rank]
             with contextlib.suppress(TimeoutError, AsyncCommError):
@@ -343,6 +383,19 @@ def _nbytes(tensors: tuple[Tensor, ...]) -> int:
     for tensor in tensors:
         total += tensor.nbytes
     return total
+
+
+def _news_of(error: BrokenError) -> dict[str, Any]:
+    """What the other ranks are told."""
+    match error:
+        case AbortedError():
+            return {"kind": "abort", "reason": error.reason}
+        case PeerLostError():
+            return {"kind": "lost", "lost": error.rank, "reason": error.detail}
+        case BackendError():
+            return {"kind": "transport", "reason": f"{type(error).__name__}: {error}"}
+        case _:
+            return {"kind": "abort", "reason": f"{type(error).__name__}: {error}"}
 
 
 def _weakly(method: Callable[[Any], object]) -> Callable[[Any], None]:

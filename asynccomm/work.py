@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Generator
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, Protocol, TypeVar, final
 
 import torch
 
@@ -35,6 +35,16 @@ __all__ = ["Work"]
 
 T = TypeVar("T")
 _deciding = threading.Lock()  # held for two assignments; one for all Works, because a lock each would cost more
+
+
+class Driver(Protocol):
+    """What can move an operation on when somebody is about to wait for it; a backend."""
+
+    def hurry(self, work: Work[Any]) -> None:
+        """A task on the loop is about to suspend: settle ``work`` now if that takes no longer than a wake-up would."""
+
+    def relieve(self, work: Work[Any]) -> None:
+        """A thread is about to block, maybe the one that should run the loop: do not rely on the loop for ``work``."""
 
 
 @final
@@ -53,6 +63,7 @@ class Work(Generic[T]):
         "__weakref__",
         "_callbacks",
         "_done",
+        "_driver",
         "_error",
         "_events",
         "_mailbox",
@@ -63,6 +74,7 @@ class Work(Generic[T]):
         "finished",
         "op",
         "seq",
+        "source",
         "started",
         "timeout",
     )
@@ -76,17 +88,20 @@ class Work(Generic[T]):
         value: Any,
         timeout: float,
         on_settled: Callable[[Work[Any]], object],
+        driver: Driver | None = None,
     ) -> None:
         self.op = op  #: what was submitted; holds no tensors
         self.seq = seq  #: its number on the comm: collectives count from 0, point-to-point apart
         self.timeout = timeout  #: seconds from the call until the comm counts as broken
         self.started = time.monotonic()  #: when it was called, on the ``time.monotonic`` clock
         self.finished: float | None = None  #: when it settled, same clock; None while pending
+        self.source: int | None = None  #: the rank a receive got its message from; None until done and for all else
         self._mailbox = mailbox
         self._value = value
         self._error: AsyncCommError | None = None
         self._traceback: TracebackType | None = None
         self._done = False
+        self._driver = driver  # dropped once done
         self._events: list[threading.Event] = []
         self._waiters: list[asyncio.Future[None]] = []
         self._callbacks: list[tuple[Callable[[Work[T]], object], contextvars.Context]] = []
@@ -128,6 +143,9 @@ class Work(Generic[T]):
         loop = asyncio.get_running_loop()
         if loop is not mailbox.loop:
             raise RuntimeError(f"{self!r} belongs to the event loop its comm was made on, not to the running one")
+        driver = self._driver
+        if driver is not None:
+            driver.hurry(self)
         if self._done:
             if mailbox.must_yield():
                 yield
@@ -157,6 +175,9 @@ class Work(Generic[T]):
         limit = None if timeout is None else seconds("timeout", timeout, 0.0)
         if limit is not None and limit > threading.TIMEOUT_MAX:
             limit = None
+        driver = self._driver
+        if driver is not None:
+            driver.relieve(self)
         event = threading.Event()
         self._events.append(event)
         if not self._done and not event.wait(limit) and not self._done:
@@ -199,6 +220,7 @@ class Work(Generic[T]):
                 self._value = None
                 self._traceback = error.__traceback__
             self.finished = time.monotonic()
+            self._driver = None
             self._done = True
         for event in self._events:
             event.set()

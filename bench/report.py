@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Row", "median", "print_rows", "write_rows"]
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+__all__ = ["Row", "median", "print_rows", "print_table", "write_rows"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,33 +40,42 @@ def median(values: Iterable[float]) -> float:
     return statistics.median(values)
 
 
-def write_rows(path: Path | str, rows: Sequence[Row]) -> None:
+def write_rows(path: Path | str, rows: Sequence[DataclassInstance]) -> None:
     """Write ``rows`` to ``path`` as a JSON list of objects."""
     Path(path).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
 def print_rows(rows: Sequence[Row], title: str = "") -> None:
     """Print ``rows`` as a table."""
+    print_table(
+        ["op", "bytes", "ranks", "backend", "asynccomm us", "peer", "peer us", "ratio"],
+        [
+            (
+                row.op,
+                row.bytes,
+                row.ranks,
+                row.backend,
+                f"{row.asynccomm_us:.2f}",
+                row.peer,
+                f"{row.peer_us:.2f}",
+                f"{row.ratio:.2f}x" if row.ratio >= 0.1 else f"{row.ratio:.2g}x",
+            )
+            for row in rows
+        ],
+        title,
+        left={"op", "backend", "peer"},
+    )
+
+
+def print_table(
+    columns: Sequence[str], lines: Iterable[Sequence[object]], title: str = "", *, left: Collection[str] = ()
+) -> None:
+    """Print ``lines`` under ``columns``; those of ``left`` are words, the others numbers."""
     table = Table(title=title or None)
-    table.add_column("op")
-    for name in ("bytes", "ranks"):
-        table.add_column(name, justify="right")
-    table.add_column("backend")
-    table.add_column("asynccomm us", justify="right")
-    table.add_column("peer")
-    table.add_column("peer us", justify="right")
-    table.add_column("ratio", justify="right")
-    for row in rows:
-        table.add_row(
-            row.op,
-            str(row.bytes),
-            str(row.ranks),
-            row.backend,
-            f"{row.asynccomm_us:.2f}",
-            row.peer,
-            f"{row.peer_us:.2f}",
-            f"{row.ratio:.2f}x",
-        )
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right")
+    for line in lines:
+        table.add_row(*map(str, line))
     console = Console()
     console.width = max(console.width, 110)  # a pipe counts as 80 columns, which would cut the names
     console.print(table)

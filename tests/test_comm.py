@@ -60,6 +60,16 @@ async def test_collectives_and_messages_are_numbered_apart() -> None:
         assert comm.barrier().seq == 2
 
 
+async def test_a_receive_says_whose_message_it_got() -> None:
+    async with loopback_world(3) as comms:
+        work = comms[0].recv(torch.zeros(2))
+        assert work.source is None
+        send = comms[2].send(torch.ones(2), 0)
+        assert await work is not None
+        assert work.source == 2
+        assert send.source is None
+
+
 async def test_a_refused_call_takes_no_number() -> None:
     async with loopback_world(1) as (comm,):
         with pytest.raises(ValueError, match="root must be in"):

@@ -5,16 +5,22 @@ import logging
 import math
 import os
 import socket
+import sys
+import time
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Self
 
 import pytest
 import torch
 from torch import distributed as dist
 
 from asynccomm import BackendError, Comm, MemoryStore, RendezvousError, StoreClient, new_comm
-from asynccomm.backends.base import Backend, BackendContext
+from asynccomm.backends import registry
+from asynccomm.backends.base import Backend, BackendContext, UnsuitableError
 from asynccomm.backends.loopback import LoopbackBackend
+from asynccomm.backends.shm import meeting
 from asynccomm.options import seconds
 
 
@@ -167,6 +173,184 @@ async def test_a_backend_that_cannot_connect_tells_the_others(monkeypatch: pytes
     first, second = await asyncio.gather(rank_0(), rank_1(), return_exceptions=True)
     assert isinstance(second, BackendError)
     assert "aborted by rank 1: could not connect: BackendError: rank 1 has no network" in str(first)
+
+
+# -- "auto" -----------------------------------------------------------------------------------------------------------
+
+
+class First(LoopbackBackend):  # type: ignore[misc]
+    """Suits as far as ``problem`` is empty; leaves keys behind when it does not."""
+
+    name = "first"
+    hints = {"only_first": "", "both": ""}
+    problem = ""
+    checked: list[object] = []
+    seen: list[dict[str, str]] = []
+
+    @classmethod
+    def check_hints(cls, hints: Mapping[str, str]) -> None:
+        cls.checked.append((cls.name, dict(hints)))
+        if hints.get("both") == cls.name:
+            raise ValueError(f"hint 'both' cannot be {cls.name!r}")
+
+    @classmethod
+    async def connect(cls, context: BackendContext) -> Self:
+        cls.seen.append(dict(context.hints))
+        await context.store.set("key", cls.name)
+        if cls.problem:
+            await context.store.wait(["key"])
+            raise UnsuitableError(cls.problem)
+        assert await context.store.get("key") == cls.name.encode()
+        return await super().connect(context)
+
+
+class Second(First):
+    name = "second"
+    hints = {"only_second": "", "both": ""}
+    checked: list[object] = []
+    seen: list[dict[str, str]] = []
+
+
+@pytest.fixture
+def auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two backends that "auto" may choose."""
+    for backend in (First, Second):
+        monkeypatch.setattr(backend, "problem", "")
+        monkeypatch.setattr(backend, "checked", [])
+        monkeypatch.setattr(backend, "seen", [])
+        monkeypatch.setitem(registry._BUILTIN, backend.name, (__name__, backend.__name__))
+        monkeypatch.setitem(sys.modules, __name__, sys.modules[backend.__module__])
+    monkeypatch.setattr(registry, "_AUTO", {"cpu": ("first", "second")})
+
+
+async def pair(backend: str = "auto", hints: Mapping[str, str] | None = None) -> list[Comm]:
+    store = MemoryStore()
+    return await asyncio.gather(
+        *(new_comm(backend, store=store, rank=rank, size=2, timeout=20, hints=hints) for rank in range(2))
+    )
+
+
+async def check_pair(comms: list[Comm], backend: str) -> None:
+    for comm in comms:
+        assert comm.backend == backend
+        assert repr(backend).strip("'") in repr(comm)
+    await asyncio.gather(*(comm.barrier() for comm in comms))
+    await asyncio.gather(*(comm.aclose() for comm in comms))
+
+
+@pytest.mark.usefixtures("auto")
+async def test_auto_takes_the_first_that_suits(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "asynccomm"):
+        await check_pair(await pair(), "first")
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("auto")
+async def test_auto_goes_on_to_the_next_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(First, "problem", "rank 1 is on the moon")
+    monkeypatch.setattr(Second, "problem", "")
+    with caplog.at_level(logging.INFO, "asynccomm"):
+        await check_pair(await pair(), "second")
+    said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert said == [("INFO", "backend 'first' does not suit, so another is tried: rank 1 is on the moon")] * 2
+
+
+@pytest.mark.usefixtures("auto")
+@pytest.mark.parametrize("backend", ["auto", "first"])
+async def test_when_none_suits_the_last_one_says_why(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    monkeypatch.setattr(First, "problem", "the first has no hands")
+    monkeypatch.setattr(Second, "problem", "the second has no feet")
+    reason = "the first has no hands" if backend == "first" else "the second has no feet"
+    with pytest.raises(UnsuitableError, match=reason):
+        await pair(backend)
+
+
+@pytest.mark.usefixtures("auto")
+async def test_only_what_does_not_suit_leads_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(context: BackendContext) -> Backend:
+        raise BackendError("broken on one rank, for all we know")
+
+    monkeypatch.setattr(First, "connect", fail)
+    with pytest.raises(BackendError, match="broken on one rank"):
+        await pair()
+    assert Second.seen == []
+
+
+@pytest.mark.usefixtures("auto")
+async def test_hints_go_to_the_backends_that_know_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(First, "problem", "no")
+    monkeypatch.setattr(Second, "problem", "")
+    hints = {"only_first": "1", "only_second": "2", "both": "3", "neither": "4"}
+    for_first, for_second = {"only_first": "1", "both": "3"}, {"only_second": "2", "both": "3"}
+    comms = await pair(hints=hints)
+    assert First.checked == [("first", for_first)] * 2
+    assert Second.checked == [("second", for_second)] * 2
+    assert (First.seen, Second.seen) == ([for_first] * 2, [for_second] * 2)
+    assert [comm.options.hints for comm in comms] == [for_second] * 2
+    assert caplog.text.count("hint 'neither' is unknown to backend 'auto'") == 2
+    await check_pair(comms, "second")
+
+
+@pytest.mark.usefixtures("auto")
+@pytest.mark.parametrize("backend", ["first", "second"])
+async def test_hints_of_all_that_may_be_chosen_are_checked_at_the_call(backend: str) -> None:
+    with pytest.raises(ValueError, match=f"hint 'both' cannot be '{backend}'"):
+        new_comm("auto", store=MemoryStore(), rank=0, size=1, hints={"both": backend})
+
+
+@pytest.mark.usefixtures("auto")
+async def test_ranks_must_ask_for_the_same() -> None:
+    store = MemoryStore()
+    results = await asyncio.gather(
+        *(
+            new_comm(backend, store=store, rank=rank, size=2, timeout=10)._connect()
+            for rank, backend in enumerate(["auto", "first"])
+        ),
+        return_exceptions=True,
+    )
+    for error in results:
+        assert "backend differs: rank 0 has 'auto', rank 1 has 'first'" in str(error)
+
+
+@pytest.mark.usefixtures("auto")
+async def test_one_time_limit_for_all_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def slow(context: BackendContext) -> Backend:
+        await asyncio.sleep(0.2)
+        raise UnsuitableError("took its time")
+
+    async def never(context: BackendContext) -> Backend:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    monkeypatch.setattr(First, "connect", slow)
+    monkeypatch.setattr(Second, "connect", never)
+    start = time.monotonic()
+    with pytest.raises(BackendError, match=r"second did not connect rank 0 of comm 'main' within 0\.4 s"):
+        await new_comm("auto", store=MemoryStore(), rank=0, size=1, timeout=0.4)
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.ranks(2)
+async def test_auto_on_one_machine(comm: Comm) -> None:
+    assert comm.backend == "shm"
+
+
+@pytest.mark.ranks(2, backend="gloo")
+async def test_auto_where_one_rank_cannot_share_memory() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["RANK"] == "1":
+            patch.setattr(meeting, "unsupported", lambda: "none left")
+        with pytest.raises(UnsuitableError, match="rank 1 cannot share memory: none left"):
+            await new_comm("shm", name="shared")
+        async with new_comm(name="any") as comm:
+            assert comm.backend == "gloo"
+            tensor = torch.ones(4)
+            await comm.all_reduce(tensor)
+            assert tensor[0] == 2
 
 
 @pytest.mark.ranks(2, backend="gloo")

@@ -109,6 +109,13 @@ async def test_deadline_of_a_message_names_the_peer() -> None:
         assert caught.value.missing == (2,)
 
 
+async def test_deadline_of_a_receive_from_any_source_names_all_others() -> None:
+    async with loopback_world(3) as comms:
+        with pytest.raises(CollectiveTimeoutError, match="src=any") as caught:
+            await comms[1].recv(torch.ones(1), timeout=0.05)
+        assert caught.value.missing == (0, 2)
+
+
 async def test_an_operation_that_comes_in_during_the_roll_call_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     async with loopback_world(2) as (a, b):
         asked = asyncio.Event()

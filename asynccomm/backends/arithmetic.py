@@ -8,6 +8,7 @@ bools as 0 and 1. Everything works on detached tensors: autograd sees nothing of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from asynccomm.reduce_op import RedOpType, ReduceOp
 
-__all__ = ["combine", "flat", "is_plain", "narrow", "resolved", "widen"]
+__all__ = ["accumulator", "combine", "flat", "is_plain", "landing", "narrow", "resolved", "widen"]
 
 _REAL: Final = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 _ACCUMULATOR: Final = {
@@ -49,6 +50,14 @@ def resolved(tensor: Tensor) -> Tensor:
     if tensor.requires_grad:
         tensor = tensor.detach()
     return flat(tensor if is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous())
+
+
+def landing(output: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
+    """A plain tensor to fill in place of ``output`` (itself if it is plain), and what then copies it there, if anything."""
+    if is_plain(output):
+        return output, None
+    place = torch.empty(output.shape, dtype=output.dtype)
+    return place, lambda: output.detach().copy_(place)
 
 
 def flat(tensor: Tensor) -> Tensor:

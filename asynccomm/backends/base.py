@@ -28,13 +28,20 @@ import torch
 from torch import Tensor
 
 from asynccomm.checks import Group
-from asynccomm.errors import BrokenError
+from asynccomm.errors import BackendError, BrokenError
 from asynccomm.mailbox import Mailbox
 from asynccomm.ops import Call, Op
 from asynccomm.store.base import Store
 from asynccomm.work import Work
 
-__all__ = ["Backend", "BackendContext", "Member", "Submission"]
+__all__ = ["Backend", "BackendContext", "Member", "Submission", "UnsuitableError"]
+
+
+class UnsuitableError(BackendError):
+    """The backend cannot serve these ranks, where another may; no rank has connected.
+
+    A backend raises it from ``connect`` on all ranks or on none, so that all go on to the same next one.
+    """
 
 
 @final
@@ -70,11 +77,11 @@ class BackendContext:
 
     group: Group
     members: Sequence[Member]  #: in rank order
-    store: Store  #: keys here are this comm's alone
+    store: Store  #: keys here are this comm's and this backend's alone
     mailbox: Mailbox
     timeout: float  #: seconds allowed for connecting
     on_error: Callable[[BrokenError], object]  #: tell it that the transport failed; from any thread
-    hints: Mapping[str, str] = field(default_factory=dict)  #: only keys of ``Backend.hints``
+    hints: Mapping[str, str] = field(default_factory=dict)  #: checked; only keys of ``Backend.hints``
 
 
 class Backend(abc.ABC):
@@ -89,7 +96,7 @@ class Backend(abc.ABC):
     async def connect(cls, context: BackendContext) -> Self:
         """Meet the other ranks. Collective; cancelling it cleans up.
 
-        Raises: ValueError for a hint's value, BackendError.
+        Raises: ValueError for a hint's value, UnsuitableError on all ranks alike, BackendError.
         """
 
     @classmethod
@@ -99,6 +106,12 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def submit(self, batch: Sequence[Submission]) -> None:
         """Start the operations of ``batch``, which belong together, in order."""
+
+    def hurry(self, work: Work[Any]) -> None:
+        """A task on the loop is about to suspend: settle ``work`` now if that takes no longer than a wake-up would."""
+
+    def relieve(self, work: Work[Any]) -> None:
+        """A thread is about to block, maybe the one that should run the loop: do not rely on the loop for ``work``."""
 
     @abc.abstractmethod
     async def aclose(self) -> None:
@@ -111,6 +124,11 @@ class Backend(abc.ABC):
     def abandon(self) -> None:
         """The process is ending with this open: leave nothing running that could not take it. May block a little."""
         self.abort()
+
+
+def own_hints(backend: type[Backend], hints: Mapping[str, str]) -> dict[str, str]:
+    """Those of ``hints`` that are for ``backend``, where others may be chosen in its place."""
+    return {key: value for key, value in hints.items() if key in backend.hints}
 
 
 def device_of(value: str | torch.device) -> torch.device:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Backend, BackendContext, Submission
+from asynccomm.backends.matching import Matching
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import (
     AllGather,
@@ -57,8 +58,7 @@ class Hub:
         self._contexts: dict[int, BackendContext] = {}
         self._next = [0] * size  # collectives submitted so far, by rank
         self._arrived: defaultdict[int, dict[int, Submission]] = defaultdict(dict)
-        self._sends: defaultdict[tuple[int, int, int], deque[Submission]] = defaultdict(deque)  # by (src, dst, tag)
-        self._recvs: defaultdict[tuple[int, int, int], deque[Submission]] = defaultdict(deque)
+        self._messages: list[Matching[Submission, Submission]] = [Matching(size) for _ in range(size)]  # by receiver
         self._held: deque[tuple[frozenset[int], Callable[[], None]]] | None = None  # with the ranks that take part
 
     def join(self, context: BackendContext) -> None:
@@ -86,9 +86,11 @@ class Hub:
     def submit(self, rank: int, submission: Submission) -> None:
         with self._lock:
             if isinstance(submission.op, Send):
-                self._meet(submission, self._sends, (rank, submission.op.peer, submission.op.tag))
+                self._send(rank, submission, submission.op)
             elif isinstance(submission.op, Recv):
-                self._meet(submission, self._recvs, (submission.op.peer, rank, submission.op.tag))
+                found = self._messages[rank].post(submission, submission.op.peer, submission.op.tag)
+                if found is not None:
+                    self._meet(found[0], rank, found[1], submission)
             else:
                 number = self._next[rank]
                 self._next[rank] += 1
@@ -106,19 +108,23 @@ class Hub:
         with self._lock:
             for arrived in self._arrived.values():
                 arrived.pop(rank, None)
-            for mine, place in ((self._sends, 0), (self._recvs, 1)):
-                for key in [key for key in mine if key[place] == rank]:
-                    del mine[key]
+            self._messages[rank].clear()
+            for messages in self._messages:
+                messages.forget(rank)
             if self._held is not None:
                 self._held = deque(entry for entry in self._held if rank not in entry[0])
 
-    def _meet(
-        self, submission: Submission, mine: dict[tuple[int, int, int], deque[Submission]], key: tuple[int, int, int]
-    ) -> None:
-        mine[key].append(submission)
-        if self._sends[key] and self._recvs[key]:
-            send, recv = self._sends[key].popleft(), self._recvs[key].popleft()
-            self._run_or_hold(frozenset(key[:2]), lambda: self._transfer(send, recv, key))
+    def _send(self, rank: int, send: Submission, op: Send) -> None:
+        messages = self._messages[op.peer]
+        recv = messages.claim(rank, op.tag)
+        if recv is None:
+            messages.keep(send, rank, op.tag)
+        else:
+            self._meet(rank, op.peer, send, recv)
+
+    def _meet(self, source: int, destination: int, send: Submission, recv: Submission) -> None:
+        ends = frozenset((source, destination))
+        self._run_or_hold(ends, lambda: self._transfer(source, destination, send, recv))
 
     def _run_or_hold(self, ranks: frozenset[int], run: Callable[[], None]) -> None:
         if self._held is None:
@@ -126,13 +132,14 @@ class Hub:
         else:
             self._held.append((ranks, run))
 
-    def _transfer(self, send: Submission, recv: Submission, key: tuple[int, int, int]) -> None:
+    def _transfer(self, source: int, destination: int, send: Submission, recv: Submission) -> None:
         assert isinstance(send.op, Send)
         assert isinstance(recv.op, Recv)
         if not recv.op.takes(send.op):
-            self._report(CollectiveMismatchError(send.work.seq, key[0], str(send.op), key[1], str(recv.op)))
+            self._report(CollectiveMismatchError(send.work.seq, source, str(send.op), destination, str(recv.op)))
             return
         _put(recv.outputs[0], send.inputs[0])
+        recv.work.source = source
         send.work.settle()
         recv.work.settle()
 

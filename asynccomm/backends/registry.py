@@ -15,13 +15,15 @@ import torch
 
 from asynccomm.backends.base import Backend
 
-__all__ = ["ENTRY_POINT_GROUP", "backend_names", "load_backend", "resolve"]
+__all__ = ["ENTRY_POINT_GROUP", "backend_names", "candidates", "load_backend"]
 
 ENTRY_POINT_GROUP = "asynccomm.backends"
 _BUILTIN = {
     "gloo": ("asynccomm.backends.gloo.backend", "GlooBackend"),
     "loopback": ("asynccomm.backends.loopback", "LoopbackBackend"),
+    "shm": ("asynccomm.backends.shm.backend", "ShmBackend"),
 }
+_AUTO = {"cpu": ("shm", "gloo")}  # by type of device: the fastest first, the one that suits always last
 
 
 def backend_names() -> list[str]:
@@ -29,14 +31,14 @@ def backend_names() -> list[str]:
     return sorted({*_BUILTIN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 
 
-def resolve(name: str, device: torch.device) -> str:
-    """The backend that ``"auto"`` means on ``device``; any other name stays as it is."""
+def candidates(name: str, device: torch.device) -> tuple[str, ...]:
+    """The backends to try, in this order, for ``"auto"`` on ``device``; any other name means itself."""
     if not isinstance(name, str):
         raise TypeError(f"backend must be a name, got {name!r}")
     if name != "auto":
-        return name
-    if device.type == "cpu":
-        return "gloo"
+        return (name,)
+    if device.type in _AUTO:
+        return _AUTO[device.type]
     raise ValueError(f"backend 'auto' has no choice for device {device}: only 'cpu' is supported so far")
 
 

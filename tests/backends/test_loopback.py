@@ -22,6 +22,20 @@ async def test_conformance(size: int) -> None:
             group.create_task(one(rank))
 
 
+async def test_a_rank_that_closes_takes_its_messages_back() -> None:
+    async with loopback_world(3) as comms:
+        backend = comms[1].unsafe_get_backend()
+        assert isinstance(backend, LoopbackBackend)
+        comms[0].send(torch.ones(1), 2)
+        backend.hub.drop(0)
+        recv = comms[2].recv(torch.zeros(1))
+        assert not recv.done()
+        await comms[1].send(torch.full((1,), 5.0), 2)
+        assert (await recv).item() == 5
+        assert recv.source == 1
+        comms[0].abort()
+
+
 async def test_a_rank_that_closes_takes_only_its_own_operations_with_it() -> None:
     async with loopback_world(3) as comms:
         backend = comms[1].unsafe_get_backend()

@@ -15,7 +15,7 @@ from asynccomm.backends import registry
 from asynccomm.backends.base import Backend
 from asynccomm.backends.gloo.backend import GlooBackend
 from asynccomm.backends.loopback import LoopbackBackend
-from asynccomm.backends.registry import ENTRY_POINT_GROUP, backend_names, load_backend, resolve
+from asynccomm.backends.registry import ENTRY_POINT_GROUP, backend_names, candidates, load_backend
 
 CPU = torch.device("cpu")
 
@@ -61,13 +61,13 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_builtin_backends() -> None:
-    assert {"gloo", "loopback"} <= set(backend_names())
+    assert {"gloo", "loopback", "shm"} <= set(backend_names())
     assert backend_names() == sorted(backend_names())
     assert load_backend("gloo", CPU) is GlooBackend
     assert load_backend("loopback", CPU) is LoopbackBackend
 
 
-@pytest.mark.parametrize("name", ["gloo", "loopback"])
+@pytest.mark.parametrize("name", ["gloo", "loopback", "shm"])
 def test_builtin_backends_say_who_they_are(name: str) -> None:
     backend = load_backend(name, CPU)
     assert issubclass(backend, Backend)
@@ -91,16 +91,16 @@ def test_the_wrong_device(name: str) -> None:
 
 
 def test_auto() -> None:
-    assert resolve("auto", CPU) == "gloo"
-    assert resolve("mine", torch.device("meta")) == "mine"
+    assert candidates("auto", CPU) == ("shm", "gloo")
+    assert candidates("mine", torch.device("meta")) == ("mine",)
     with pytest.raises(ValueError, match="backend 'auto' has no choice for device meta"):
-        resolve("auto", torch.device("meta"))
+        candidates("auto", torch.device("meta"))
 
 
 @pytest.mark.parametrize("name", [None, 3, GlooBackend, b"gloo"])
 def test_a_backend_goes_by_name(name: Any) -> None:
     with pytest.raises(TypeError, match="backend must be a name") as caught:
-        resolve(name, CPU)
+        candidates(name, CPU)
     assert repr(name) in str(caught.value)
 
 
@@ -139,7 +139,8 @@ def test_entry_points_are_looked_up_when_asked(monkeypatch: pytest.MonkeyPatch) 
 def test_names_import_no_transport() -> None:
     code = (
         "import sys; from asynccomm.backends.registry import backend_names; backend_names();"
-        "print([m for m in sys.modules if m.startswith(('asynccomm.backends.gloo', 'asynccomm.backends.loopback'))])"
+        "transports = tuple('asynccomm.backends.' + name for name in ('gloo', 'loopback', 'shm'));"
+        "print([m for m in sys.modules if m.startswith(transports)])"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]"

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from asynccomm import MemoryStore, new_comm
 from asynccomm.backends import arithmetic, loopback
 from asynccomm.backends.base import Submission
 from asynccomm.backends.loopback import Hub, LoopbackBackend
+from asynccomm.backends.matching import Matching
 from asynccomm.ops import AllGather, AllToAllSingle, Broadcast, Gather, Recv, Reduce, ReduceScatterSingle, Scatter
 from asynccomm.reduce_op import ReduceOp
 from asynccomm.testing.conformance import CHECKS, check_backend
@@ -110,12 +112,10 @@ def forgets_factors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ignores_tags(monkeypatch: pytest.MonkeyPatch) -> None:
-    meet = Hub._meet
-
-    def meet_without_tag(self: Hub, submission: Submission, mine: object, key: tuple[int, int, int]) -> None:
-        meet(self, submission, mine, (key[0], key[1], 0))  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Hub, "_meet", meet_without_tag)
+    post, claim, keep = Matching.post, Matching.claim, Matching.keep
+    monkeypatch.setattr(Matching, "post", lambda self, receive, source, tag: post(self, receive, source, 0))
+    monkeypatch.setattr(Matching, "claim", lambda self, source, tag: claim(self, source, 0))
+    monkeypatch.setattr(Matching, "keep", lambda self, message, source, tag: keep(self, message, source, 0))
 
 
 def holds_on_to_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +139,30 @@ def loses_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Hub, "submit", submit_or_drop)
 
 
+def forgets_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    transfer = Hub._transfer
+
+    def transfer_from_nobody(self: Hub, source: int, *rest: Any) -> None:
+        transfer(self, -1, *rest)
+
+    monkeypatch.setattr(Hub, "_transfer", transfer_from_nobody)
+
+
+def prefers_receives_from_any_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    claim = Matching.claim
+
+    def claim_from_anybody_first(self: Matching[Any, Any], source: int, tag: int) -> Any:
+        posted = self._posted[-1].get(tag)
+        if not posted:
+            return claim(self, source, tag)
+        receive = posted.popleft()[1]
+        if not posted:
+            del self._posted[-1][tag]
+        return receive
+
+    monkeypatch.setattr(Matching, "claim", claim_from_anybody_first)
+
+
 def runs_what_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asynccomm.ops.check_numel", lambda *args: None)
 
@@ -156,6 +180,8 @@ BROKEN: dict[str, Patch] = {
     "tags ignored": ignores_tags,
     "tensors held": holds_on_to_tensors,
     "message lost": loses_a_message,
+    "source forgotten": forgets_the_source,
+    "any source preferred": prefers_receives_from_any_source,
     "unchecked sizes": runs_what_was_refused,
 }
 

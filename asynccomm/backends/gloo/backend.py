@@ -26,6 +26,7 @@ from asynccomm.backends.gloo.lowering import start
 from asynccomm.backends.gloo.p2p import PointToPoint
 from asynccomm.backends.gloo.torch_gloo import Gloo
 from asynccomm.errors import BackendError, BrokenError
+from asynccomm.ops import Recv
 from asynccomm.store.torch_store import AsTorchStore
 
 __all__ = ["GlooBackend"]
@@ -100,6 +101,9 @@ class GlooBackend(Backend):
 
     def submit(self, batch: Sequence[Submission]) -> None:
         assert self._gloos is not None, "submitted to a closed backend"
+        for submission in batch:  # before anything is sent
+            if isinstance(submission.op, Recv) and submission.op.peer is None:
+                raise ValueError("backend 'gloo' cannot receive from any source; name one: src=")
         for submission in batch:
             try:
                 self._start(*self._gloos, submission)

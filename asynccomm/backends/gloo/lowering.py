@@ -36,7 +36,7 @@ from asynccomm.reduce_op import RedOpType, ReduceOp
 
 __all__ = ["Finish", "movable", "place", "start"]
 
-Finish = Callable[[], None]
+Finish = Callable[[], object]
 
 _AS_IT_IS = frozenset({torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64})  # by gloo
 _UNCHANGED = frozenset(RedOpType) - {RedOpType.AVG, RedOpType.PREMUL_SUM}  # nothing to do before or after
@@ -50,14 +50,8 @@ def movable(tensor: Tensor) -> Tensor:
 
 def place(output: Tensor) -> tuple[Tensor, Finish | None]:
     """Where gloo may put what ``output`` is to hold, and what then brings it there, if that is not its own memory."""
-    if arithmetic.is_plain(output):
-        return movable(output), None
-    stage = torch.empty(output.shape, dtype=output.dtype)
-
-    def copy_back() -> None:
-        output.detach().copy_(stage)
-
-    return movable(stage), copy_back
+    memory, copy_back = arithmetic.landing(output)
+    return movable(memory), copy_back
 
 
 def _places(outputs: Sequence[Tensor]) -> tuple[list[Tensor], Finish | None]:

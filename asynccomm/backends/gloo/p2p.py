@@ -11,7 +11,6 @@ Messages to oneself never reach gloo, which has no connection to itself.
 from __future__ import annotations
 
 import zlib
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import final
@@ -24,6 +23,7 @@ from asynccomm.backends.base import Submission
 from asynccomm.backends.gloo.lanes import Lanes
 from asynccomm.backends.gloo.lowering import place
 from asynccomm.backends.gloo.torch_gloo import Gloo
+from asynccomm.backends.matching import Matching
 from asynccomm.errors import BrokenError, CollectiveMismatchError
 from asynccomm.ops import Recv, Send
 
@@ -62,30 +62,33 @@ class PointToPoint:
         self._lanes = lanes
         self._complete = complete
         self._on_error = on_error
-        self._own_sends: defaultdict[int, deque[Submission]] = defaultdict(deque)  # to this rank itself, by tag
-        self._own_recvs: defaultdict[int, deque[Submission]] = defaultdict(deque)
+        self._own: Matching[Submission, Submission] = Matching(1)  # from this rank to itself, its only source
 
     def submit(self, gloo: Gloo, submission: Submission) -> None:
         """Start a send or receive. Under the comm's lock."""
         op = submission.op
         if isinstance(op, Send):
             if op.peer == self._rank:
-                self._own_sends[op.tag].append(submission)
-                self._meet(op.tag)
+                receive = self._own.claim(0, op.tag)
+                if receive is None:
+                    self._own.keep(submission, 0, op.tag)
+                else:
+                    self._meet(submission, receive)
             else:
                 self._send(gloo, op, submission)
         else:
             assert isinstance(op, Recv)
+            assert op.peer is not None, "gloo has no receive from any source that tells the sender"
             if op.peer == self._rank:
-                self._own_recvs[op.tag].append(submission)
-                self._meet(op.tag)
+                found = self._own.post(submission, 0, op.tag)
+                if found is not None:
+                    self._meet(found[1], submission)
             else:
-                self._recv(gloo, op, submission)
+                self._recv(gloo, op, op.peer, submission)
 
     def drop(self) -> None:
         """Let go of what this rank has sent itself."""
-        self._own_sends.clear()
-        self._own_recvs.clear()
+        self._own.clear()
 
     def _send(self, gloo: Gloo, op: Send, submission: Submission) -> None:
         data = arithmetic.resolved(submission.inputs[0]).view(torch.uint8)
@@ -101,35 +104,34 @@ class PointToPoint:
         staged = [message, data]  # gloo reads them until then
         self._lanes.put(("send", op.peer, op.tag), job)
 
-    def _recv(self, gloo: Gloo, op: Recv, submission: Submission) -> None:
+    def _recv(self, gloo: Gloo, op: Recv, peer: int, submission: Submission) -> None:
         message = torch.empty(HEADER + SHORT, dtype=torch.uint8)
-        arrival = gloo.recv(message, op.peer, 2 * op.tag)
+        arrival = gloo.recv(message, peer, 2 * op.tag)
 
         def take_payload() -> None:
             numel, code = message[:HEADER].view(torch.int64).tolist()
             sent = Send(_DTYPES.get(code, torch.uint8), numel, self._rank, op.tag)
             if not op.takes(sent):
-                raise CollectiveMismatchError(submission.work.seq, op.peer, str(sent), self._rank, str(op))
+                raise CollectiveMismatchError(submission.work.seq, peer, str(sent), self._rank, str(op))
             values, copy_back = place(submission.outputs[0])
             data = values.view(torch.uint8)
             if data.numel() <= SHORT:
                 data.copy_(message[HEADER : HEADER + data.numel()])
             else:
-                gloo.recv(data, op.peer, 2 * op.tag + 1).wait()
+                gloo.recv(data, peer, 2 * op.tag + 1).wait()
             if copy_back is not None:
                 copy_back()
+            submission.work.source = peer
 
-        self._lanes.put(("recv", op.peer, op.tag), partial(self._complete, submission, [arrival.wait, take_payload]))
+        self._lanes.put(("recv", peer, op.tag), partial(self._complete, submission, [arrival.wait, take_payload]))
 
-    def _meet(self, tag: int) -> None:
-        if not (self._own_sends[tag] and self._own_recvs[tag]):
-            return
-        send, recv = self._own_sends[tag].popleft(), self._own_recvs[tag].popleft()
+    def _meet(self, send: Submission, recv: Submission) -> None:
         assert isinstance(send.op, Send)
         assert isinstance(recv.op, Recv)
         if not recv.op.takes(send.op):
             self._on_error(CollectiveMismatchError(send.work.seq, self._rank, str(send.op), self._rank, str(recv.op)))
             return
         recv.outputs[0].detach().copy_(send.inputs[0].detach().reshape(recv.outputs[0].shape))
+        recv.work.source = self._rank
         send.work.settle()
         recv.work.settle()

@@ -209,6 +209,85 @@ async def messages_to_oneself(comm: Comm) -> None:
     expect_equal(received, sample(comm.rank, (2, 3)), "message to oneself")
 
 
+async def messages_to_oneself_of_any_size_and_tag(comm: Comm) -> None:
+    sends, receives = [], []
+    for i, count in enumerate((0, 1, 1000, 1 << 18)):
+        sends.append(comm.send(sample(comm.rank, (count,), salt=i), comm.rank, i))
+    for i, count in reversed(list(enumerate((0, 1, 1000, 1 << 18)))):  # sent before anybody waits
+        receives.append((comm.recv(sentinel((count,)), comm.rank, i), sample(comm.rank, (count,), salt=i)))
+    for work, expected in receives:
+        expect_equal(await work, expected, f"message to oneself of {expected.numel()} elements")
+        assert work.source == comm.rank, f"source is {work.source}"
+    await asyncio.gather(*sends)
+
+
+async def messages_of_sizes_around_limits(comm: Comm) -> None:
+    following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    # powers of two are where transports change their ways
+    sizes = [0, *(max(1, (1 << power) + by) for power in (5, 12, 15, 16, 17, 19) for by in (-33, 0, 1))]
+    for early in (False, True):
+        outputs = [torch.zeros(count, dtype=torch.uint8) for count in sizes]
+        works = [] if early else [comm.recv(output, previous) for output in outputs]
+        sends = [comm.send(sample(comm.rank, (n,), torch.uint8, salt=n), following) for n in sizes]
+        if early:
+            await comm.barrier()
+            works = [comm.recv(output, previous) for output in outputs]
+        for count, work in zip(sizes, works, strict=True):
+            expect_equal(await work, sample(previous, (count,), torch.uint8, salt=count), f"message of {count} bytes")
+            assert work.source == previous, f"source is {work.source}, not {previous}"
+        await asyncio.gather(*sends)
+
+
+async def hundred_messages_in_another_order(comm: Comm) -> None:
+    following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    tags = [4, 0, 99, 7, 12345]
+    shapes = [(1 + (7919 * i) % 5000,) for i in range(20)]
+    sends = [comm.send(sample(comm.rank, s, salt=i), following, tag) for i, s in enumerate(shapes) for tag in tags]
+    for tag in sorted(tags):
+        outputs = [sentinel(shape) for shape in shapes]
+        await asyncio.gather(*(comm.recv(output, previous, tag) for output in outputs))
+        for i, output in enumerate(outputs):
+            expect_equal(output, sample(previous, shapes[i], salt=i), f"message {i} of 20 under tag {tag}")
+    await asyncio.gather(*sends)
+
+
+async def long_messages_both_ways_at_once(comm: Comm) -> None:
+    shape = (1 << 18,)
+    peers = [rank for rank in range(comm.size) if rank != comm.rank]
+    sends = [comm.send(sample(comm.rank, shape, salt=tag), peer, tag) for peer in peers for tag in (1, 2)]
+    receives = [(peer, tag, comm.recv(sentinel(shape), peer, tag)) for peer in peers for tag in (2, 1)]
+    for peer, tag, work in receives:
+        expect_equal(await work, sample(peer, shape, salt=tag), f"1 MiB from {peer} under tag {tag}")
+    await asyncio.gather(*sends)
+
+
+async def receives_from_any_source(comm: Comm) -> None:
+    try:
+        receives = [comm.recv(sentinel((5,)), None, 11)]
+    except ValueError as exc:  # a backend may be unable to, but must say so at the call
+        assert "any source" in str(exc), f"recv(src=None) was refused for another reason: {exc}"
+        return
+    receives += [comm.recv(sentinel((5,)), tag=11) for _ in range(comm.size - 1)]
+    sends = [comm.send(sample(comm.rank, (5,)), peer, 11) for peer in range(comm.size)]
+    for work in receives:
+        out = await work
+        assert work.source is not None, "a receive must say whose message it got"
+        expect_equal(out, sample(work.source, (5,)), f"message from any source, of {work.source}")
+    assert sorted(work.source or 0 for work in receives) == list(range(comm.size)), "a rank's message was not taken"
+    await asyncio.gather(*sends)
+    # receives that name a source and those that name none take messages in the order they were posted
+    following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for early in (False, True):
+        works = [] if early else [comm.recv(sentinel((9,)), src, 12) for src in (None, previous, None, previous)]
+        sends = [comm.send(sample(comm.rank, (9,), salt=i), following, 12) for i in range(4)]
+        if early:
+            works = [comm.recv(sentinel((9,)), src, 12) for src in (previous, None, previous, None)]
+        for i, work in enumerate(works):
+            expect_equal(await work, sample(previous, (9,), salt=i), f"message {i} of 4, from {previous} or any")
+            assert work.source == previous, f"source is {work.source}, not {previous}"
+        await asyncio.gather(*sends)
+
+
 async def ready_lets_pass_when_little_is_in_flight(comm: Comm) -> None:
     await comm.ready()
     for _ in range(10):

@@ -63,6 +63,17 @@ async def test_a_receive_that_waits_holds_up_no_other_lane(comm: Comm) -> None:
         await comm.send(torch.ones(1), 0, 1)
 
 
+@pytest.mark.ranks(2, backend="gloo")
+async def test_receiving_from_any_source_is_refused_at_the_call(comm: Comm) -> None:
+    with pytest.raises(ValueError, match="backend 'gloo' cannot receive from any source; name one"):
+        comm.recv(torch.ones(1))
+    work = comm.recv(torch.ones(1), 1 - comm.rank)
+    assert work.seq == 0, "a refused call takes no number"
+    await comm.send(torch.ones(1), 1 - comm.rank)
+    await work
+    assert work.source == 1 - comm.rank
+
+
 @pytest.mark.ranks(2, backend="gloo", hints={"p2p_threads": "2"})
 async def test_more_lanes_than_threads_are_worked_off(comm: Comm) -> None:
     tags = range(20)

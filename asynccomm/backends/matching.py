@@ -1,0 +1,109 @@
+"""Which receive gets which message: by source and tag, both sides in order.
+
+A message goes to the receive that was posted first of those that name its source or no source at all. A receive gets
+the message that came first of those it names. So messages of one source and tag are taken in order, and tags and
+sources never wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Generic, TypeVar, final
+
+__all__ = ["Matching"]
+
+R = TypeVar("R")
+M = TypeVar("M")
+
+
+@final
+class Matching(Generic[R, M]):
+    """What one rank waits for, and what came before it was waited for.
+
+    Args:
+        size: ranks; sources are ``range(size)``.
+    """
+
+    __slots__ = ("_arrived", "_posted", "_stamp")
+
+    def __init__(self, size: int) -> None:
+        # by source and tag, with a stamp that says how old it is; an empty queue is removed: tags may be many
+        self._arrived: list[dict[int, deque[tuple[int, M]]]] = [{} for _ in range(size)]
+        self._posted: list[dict[int, deque[tuple[int, R]]]] = [{} for _ in range(size + 1)]  # the last: any source
+        self._stamp = 0
+
+    def post(self, receive: R, source: int | None, tag: int) -> tuple[int, M] | None:
+        """Match a receive with a message that has arrived: its source and itself. None: the receive is kept."""
+        if source is None:
+            source = self._first_source(tag)
+            if source is None:
+                _append(self._posted[-1], tag, self._stamped(), receive)
+                return None
+        elif tag not in self._arrived[source]:
+            _append(self._posted[source], tag, self._stamped(), receive)
+            return None
+        return source, _pop(self._arrived[source], tag)
+
+    def claim(self, source: int, tag: int) -> R | None:
+        """The receive that a message which now arrives goes to, posted no longer. None: ``keep`` the message."""
+        named = self._posted[source].get(tag)
+        anybody = self._posted[-1].get(tag)
+        if named is None and anybody is None:
+            return None
+        if anybody is None or (named is not None and named[0][0] < anybody[0][0]):
+            return _pop(self._posted[source], tag)
+        return _pop(self._posted[-1], tag)
+
+    def keep(self, message: M, source: int, tag: int) -> None:
+        """Keep a message that nobody waits for yet."""
+        _append(self._arrived[source], tag, self._stamped(), message)
+
+    def withdraw(self, source: int | None) -> list[R]:
+        """Take back the receives that name this source; with None those that name none."""
+        posted = self._posted[-1 if source is None else source]
+        receives = [receive for queue in posted.values() for _, receive in queue]
+        posted.clear()
+        return receives
+
+    def forget(self, source: int) -> None:
+        """Let go of the messages from this source."""
+        self._arrived[source].clear()
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        for arrived in self._arrived:
+            arrived.clear()
+        for posted in self._posted:
+            posted.clear()
+
+    def _first_source(self, tag: int) -> int | None:
+        first = None
+        oldest = self._stamp
+        for source, arrived in enumerate(self._arrived):
+            queue = arrived.get(tag)
+            if queue is not None and queue[0][0] < oldest:
+                first, oldest = source, queue[0][0]
+        return first
+
+    def _stamped(self) -> int:
+        self._stamp += 1
+        return self._stamp - 1
+
+
+T = TypeVar("T")
+
+
+def _append(queues: dict[int, deque[tuple[int, T]]], tag: int, stamp: int, item: T) -> None:
+    queue = queues.get(tag)
+    if queue is None:
+        queues[tag] = deque(((stamp, item),))
+    else:
+        queue.append((stamp, item))
+
+
+def _pop(queues: dict[int, deque[tuple[int, T]]], tag: int) -> T:
+    queue = queues[tag]
+    item = queue.popleft()[1]
+    if not queue:
+        del queues[tag]
+    return item

@@ -1,0 +1,118 @@
+"""CPU collectives through shared memory, between ranks on one machine; Linux only.
+
+The parts, lowest first: ``segment`` (what lies where), ``fence`` (memory ordering), ``memory`` and ``meeting`` (how the
+ranks come to share one), ``rings`` and ``messages`` (point to point), ``board``, ``reduction``, ``algorithms`` and
+``collectives`` (steps of collectives), ``worker`` and ``engine`` (who moves them on, and when).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Final, Self, final
+
+import anyio.to_thread
+
+from asynccomm.backends.base import Backend, BackendContext, Submission
+from asynccomm.backends.shm.engine import Engine
+from asynccomm.backends.shm.meeting import Circle, decline, meet, unsupported
+from asynccomm.backends.shm.patience import patience_for
+from asynccomm.backends.shm.settings import HINTS, Settings, spin_seconds
+from asynccomm.backends.shm.worker import Worker, the_worker
+from asynccomm.work import Work
+
+__all__ = ["ShmBackend"]
+
+QUIET_SECONDS: Final = 5.0  # for a transfer that is aborted to get to the end of its chunk
+
+
+@final
+class ShmBackend(Backend):
+    """One rank of a comm in shared memory."""
+
+    name = "shm"
+    devices = frozenset({"cpu"})
+    hints = HINTS
+
+    def __init__(self, context: BackendContext, engine: Engine, circle: Circle, worker: Worker, bell: int) -> None:
+        self._engine = engine
+        self._circle = circle
+        self._worker = worker
+        self._bell = bell
+        self._loop = context.mailbox.loop
+        self._on_error = context.on_error
+        self._withdrawing = threading.Lock()
+        self._withdrawn = False
+        self._closed = False
+        self._loop.add_reader(bell, engine.on_bell, bell)
+        for rank, fd in enumerate(circle.lives):
+            if fd >= 0:
+                worker.watch(fd, partial(engine.ended, rank))
+
+    @classmethod
+    def check_hints(cls, hints: Mapping[str, str]) -> None:
+        Settings.of(hints)
+        spin_seconds(hints)
+
+    @classmethod
+    async def connect(cls, context: BackendContext) -> Self:
+        if reason := unsupported():
+            await decline(context, reason)
+        settings = Settings.of(context.hints)
+        layout = settings.layout(context.group.size)
+        patience = spin_seconds(context.hints)
+        with contextlib.ExitStack() as unless_connected:
+            try:
+                if patience is None:
+                    patience = await anyio.to_thread.run_sync(patience_for, context.group.size)
+                worker = the_worker()
+                bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            except (OSError, RuntimeError) as exc:  # no more descriptors or threads; the others must hear of it
+                await decline(context, str(exc))
+            unless_connected.callback(os.close, bell)
+            circle = await meet(context, settings.as_dict(), layout, (bell, worker.bell))
+            unless_connected.callback(circle.close)
+            backend = cls(context, Engine(context, layout, settings, circle, worker, patience), circle, worker, bell)
+            unless_connected.pop_all()
+            return backend
+
+    def submit(self, batch: Sequence[Submission]) -> None:
+        for submission in batch:
+            self._engine.submit(submission)
+
+    def hurry(self, work: Work[object]) -> None:
+        self._engine.hurry(work)
+
+    def relieve(self, work: Work[object]) -> None:
+        self._engine.relieve(work)
+
+    async def aclose(self) -> None:
+        self._engine.leave()
+        self._withdraw()
+        self._loop.remove_reader(self._bell)
+        await anyio.to_thread.run_sync(self._engine.idle, QUIET_SECONDS)
+        if not self._closed:
+            self._closed = True
+            self._circle.close()
+            os.close(self._bell)
+
+    def abort(self) -> None:
+        self._engine.abort()
+        self._withdraw()
+
+    def abandon(self) -> None:
+        self.abort()
+        self._engine.idle(QUIET_SECONDS)
+
+    def _withdraw(self) -> None:
+        """Let the others see that this rank is gone."""
+        with self._withdrawing:
+            if self._withdrawn:
+                return
+            self._withdrawn = True
+            for fd in self._circle.lives:
+                self._worker.unwatch(fd)
+            self._circle.descriptors.close_one(self._circle.life)

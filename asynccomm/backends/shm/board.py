@@ -1,0 +1,176 @@
+"""One rank's view of the part of a segment that collectives use: whose slots are filled, and what they hold.
+
+Every collective takes some steps, the same number on all ranks; steps are numbered through the life of the comm. In a
+step each rank fills its slot and *posts* it, reads what it needs of the others' and *finishes*. In between it may post
+a *result*, which the others read too. A slot may be filled again once all have finished the step that used it last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, final
+
+import torch
+from torch import Tensor
+
+from asynccomm.backends.shm.fence import Fence
+from asynccomm.backends.shm.segment import Layout, Word
+from asynccomm.backends.shm.signature import Signature, describe
+from asynccomm.errors import CollectiveMismatchError
+
+__all__ = ["Board"]
+
+CACHED_VIEWS: Final = 256  # of slots, by dtype and length
+
+
+@final
+class Board:
+    """Steps of collectives, seen by rank ``rank``.
+
+    Args:
+        words, data: the whole segment as 64-bit words and as bytes.
+        notify: called after something was posted or finished: others may be asleep for it.
+    """
+
+    def __init__(
+        self, rank: int, layout: Layout, words: memoryview, data: Tensor, fence: Fence, notify: Callable[[], None]
+    ) -> None:
+        self.rank = rank
+        self.size = layout.size
+        self.layout = layout
+        self.chunk = layout.chunk
+        self.step = 0  #: the first step of the next collective
+        self.signature: Signature = (0, 0)  #: of the collective under way
+        self.number = 0  #: of that collective on the comm, for errors
+        self._banks = layout.banks
+        self._words = words
+        self._data = data
+        self._order = fence.order
+        self._notify = notify
+        self._posted = layout.word(rank, Word.POSTED)
+        self._reduced = layout.word(rank, Word.REDUCED)
+        self._finished = layout.word(rank, Word.FINISHED)
+        others = [r for r in range(layout.size) if r != rank]
+        self._all_posted = [layout.word(r, Word.POSTED) for r in others]
+        self._all_reduced = [layout.word(r, Word.REDUCED) for r in others]
+        self._all_finished = [layout.word(r, Word.FINISHED) for r in range(layout.size)]
+        self._what = [[layout.what(r, bank) for r in range(layout.size)] for bank in range(layout.banks)]
+        self._free = layout.banks  # steps below are known to be free
+        self._views: dict[tuple[torch.dtype, int, int], list[Tensor]] = {}
+        self._slots: dict[tuple[torch.dtype, int, int], Tensor] = {}
+        self._results: dict[tuple[torch.dtype, int, int], Tensor] = {}
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def begin(self, number: int, signature: Signature, steps: int) -> int:
+        """Take ``steps`` steps for collective ``number``; returns the first."""
+        first = self.step
+        self.step += steps
+        self.number = number
+        self.signature = signature
+        return first
+
+    def free(self, step: int) -> bool:
+        """Whether this rank may fill its slot for ``step``: nobody reads what it held before."""
+        if step < self._free:
+            return True
+        words = self._words
+        self._free = min([words[i] for i in self._all_finished]) + self._banks
+        self._order()  # what is written now stays behind the readers' last look
+        return step < self._free
+
+    def post(self, step: int) -> None:
+        """Say that the slot of ``step`` is filled."""
+        words = self._words
+        what = self._what[step % self._banks][self.rank]
+        words[what], words[what + 1] = self.signature
+        self._order()
+        words[self._posted] = step + 1
+        self._notify()
+
+    def posted(self, step: int) -> bool:
+        """Whether all have filled their slots of ``step``; raises CollectiveMismatchError if for something else."""
+        words = self._words
+        for i in self._all_posted:
+            if words[i] <= step:
+                return False
+        self._order()
+        code, numel = self.signature
+        for i in self._what[step % self._banks]:
+            if words[i] != code or words[i + 1] != numel:
+                raise self._mismatch(step)
+        return True
+
+    def posted_by(self, rank: int, step: int) -> bool:
+        """Whether ``rank`` has filled its slot of ``step``; raises CollectiveMismatchError if for something else."""
+        words = self._words
+        if words[self.layout.word(rank, Word.POSTED)] <= step:
+            return False
+        self._order()
+        i = self._what[step % self._banks][rank]
+        if (words[i], words[i + 1]) != self.signature:
+            raise self._mismatch(step)
+        return True
+
+    def post_result(self, step: int) -> None:
+        """Say that the result of ``step`` is filled."""
+        self._order()
+        self._words[self._reduced] = step + 1
+        self._notify()
+
+    def results_posted(self, step: int) -> bool:
+        """Whether all have filled their results of ``step``."""
+        words = self._words
+        for i in self._all_reduced:
+            if words[i] <= step:
+                return False
+        self._order()
+        return True
+
+    def finish(self, step: int) -> None:
+        """Say that this rank reads nothing of ``step`` any more."""
+        self._order()
+        self._words[self._finished] = step + 1
+        self._notify()
+
+    def behind(self, rank: int) -> bool:
+        """Whether ``rank`` has still to take part in a collective that was begun here."""
+        return bool(self._words[self.layout.word(rank, Word.POSTED)] < self.step)
+
+    def _mismatch(self, step: int) -> CollectiveMismatchError:
+        words = self._words
+        for rank, i in enumerate(self._what[step % self._banks]):
+            theirs = (words[i], words[i + 1])
+            if theirs != self.signature and words[self.layout.word(rank, Word.POSTED)] > step:
+                break
+        return CollectiveMismatchError(self.number, self.rank, describe(self.signature), rank, describe(theirs))
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def slot(self, dtype: torch.dtype, step: int, rank: int) -> Tensor:
+        """The whole slot of a rank, as a vector of ``dtype``."""
+        key = (dtype, step % self._banks, rank)
+        view = self._slots.get(key)
+        if view is None:
+            start = self.layout.slot(key[1], rank)
+            view = self._slots[key] = self._data[start : start + self.chunk].view(dtype)
+        return view
+
+    def result(self, dtype: torch.dtype, step: int, rank: int) -> Tensor:
+        """The whole result of a rank, as a vector of ``dtype``."""
+        key = (dtype, step % self._banks, rank)
+        view = self._results.get(key)
+        if view is None:
+            start = self.layout.result(key[1], rank)
+            view = self._results[key] = self._data[start : start + self.layout.piece].view(dtype)
+        return view
+
+    def heads(self, dtype: torch.dtype, step: int, n: int) -> Sequence[Tensor]:
+        """The first ``n`` elements of every rank's slot. Cached: small operations come again and again."""
+        key = (dtype, step % self._banks, n)
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) >= CACHED_VIEWS:
+                self._views.clear()
+            views = self._views[key] = [self.slot(dtype, step, rank)[:n] for rank in range(self.size)]
+        return views

@@ -1,0 +1,431 @@
+"""One rank's engine: takes operations and moves them on, whoever has a moment to drive it.
+
+It has no thread of its own and never waits. It is driven by
+
+1. ``submit`` itself: where the peers are there already, a small operation is over before the call returns;
+2. a task that is about to wait (``hurry``), which looks out for a late peer for a moment;
+3. the event loop, when a peer rings;
+4. the worker thread (``worker.py``): large transfers, calls from threads without the loop, and callers that block
+   (``relieve``).
+
+Only one thread drives at a time. One that finds another at it leaves word (``_news``) and goes; whoever drives looks
+for word once more after giving up the lock, so none is lost.
+
+Going to sleep is a handshake with the peers, through one word per rank: say which bell is to be rung, look once more,
+sleep. A peer with news looks at the words after publishing, clears those that are set, and rings. Each side has a full
+fence between its two steps, so one of the two sees the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from typing import Any, Final, final
+
+from asynccomm.backends.base import BackendContext, Submission
+from asynccomm.backends.shm.algorithms import Progress
+from asynccomm.backends.shm.board import Board
+from asynccomm.backends.shm.collectives import start
+from asynccomm.backends.shm.fence import Fence
+from asynccomm.backends.shm.meeting import Circle
+from asynccomm.backends.shm.messages import Messages
+from asynccomm.backends.shm.segment import Layout, State, Word
+from asynccomm.backends.shm.settings import Settings
+from asynccomm.backends.shm.worker import Turn, Worker
+from asynccomm.errors import BackendError, BrokenError, PeerLostError
+from asynccomm.ops import AllGather, AllGatherSingle, Gather, Op, ReduceScatter, ReduceScatterSingle, Scatter
+from asynccomm.work import Work
+
+__all__ = ["Engine"]
+
+LOOP: Final = 1  # values of the word SLEEPING: number of the bell, from 1
+WORKER: Final = 2
+SLICE_SECONDS: Final = 1e-3  # that one call may drive: a loop's other tasks must not starve
+MOST_SKIPPED: Final = 64  # awaits in a row that do not look out for peers, when that had not paid off
+_SHARES: Final = (AllGather, AllGatherSingle, Gather, Scatter, ReduceScatter, ReduceScatterSingle)
+
+
+@final
+class Engine:
+    """Moves the operations of one rank of one comm.
+
+    Args:
+        settings: the same on all ranks.
+        patience: seconds to look out for a late peer before going to sleep.
+    """
+
+    def __init__(
+        self,
+        context: BackendContext,
+        layout: Layout,
+        settings: Settings,
+        circle: Circle,
+        worker: Worker,
+        patience: float,
+    ) -> None:
+        group = context.group
+        words = circle.segment.words
+        fence = Fence()
+        self.patience = patience
+        self._loop = context.mailbox.loop
+        self._on_error = context.on_error
+        self._worker = worker
+        self._settings = settings
+        self._size = group.size
+        self._words = words
+        self._fence = fence
+        self._sleeping = layout.word(group.rank, Word.SLEEPING)
+        self._state = layout.word(group.rank, Word.STATE)
+        self._states = [layout.word(rank, Word.STATE) for rank in range(group.size)]
+        self._sleepers = {
+            rank: (layout.word(rank, Word.SLEEPING), circle.bells[rank])
+            for rank in range(group.size)
+            if rank != group.rank
+        }
+        self._all_sleepers = list(self._sleepers.values())
+        self._bell = circle.bells[group.rank][0]
+        self._board = Board(group.rank, layout, words, circle.segment.data, fence, self._notify)
+        self._messages = Messages(
+            group.rank,
+            layout,
+            words,
+            circle.segment.raw,
+            circle.segment.data,
+            fence,
+            self._ring,
+            self._done,
+            self._fault,
+        )
+        self._lock = threading.Lock()  # of whoever drives
+        self._news = False  # something has happened since somebody began to drive
+        self._inbox: deque[Submission] = deque()
+        self._queue: deque[Submission] = deque()  # collectives, the first under way
+        self._current: Progress | None = None
+        self._finished: list[Submission] = []  # to be settled when the lock is free
+        self._faults: list[BrokenError] = []
+        self._dead = False
+        self._gone: set[int] = set()  # ranks that have closed
+        # operations for the worker: counted where they are submitted, and where they are done
+        self._large_in = self._large_out = 0
+        self._waited: set[Work[Any]] = set()  # operations that do not wait for the loop
+        self._with_worker = False
+        self._dozing = False  # the worker may be asleep until it is rung
+        self._arming = False  # the loop will look after us soon
+        self._skip = 0  # awaits that do not look out for peers
+        self._skipped = 0
+
+    # -- from the comm ------------------------------------------------------------------------------------------------
+
+    def submit(self, submission: Submission) -> None:
+        """Take an operation, and move it as far as it goes at once. In order; from any thread."""
+        if self._is_large(submission.op):
+            self._large_in += 1
+            self._inbox.append(submission)
+            self._to_worker()
+            return
+        self._inbox.append(submission)
+        if asyncio._get_running_loop() is self._loop:
+            self._drive(arm=False)
+            if not self._arming and (self._queue or self._messages.pending):
+                self._arming = True
+                self._loop.call_soon(self._arm)
+        else:
+            self._drive()
+            if not submission.work.done():
+                self._without_loop(submission.work)
+
+    def hurry(self, work: Work[Any]) -> None:
+        """A task on the loop is about to wait for ``work``: look out for the peers for a moment, if that pays."""
+        if self._large or self._waited or not self.patience:
+            return
+        if self._skipped < self._skip:
+            self._skipped += 1
+            return
+        self._skipped = 0
+        if self._look_out(work):
+            self._skip = 0
+        else:
+            self._skip = min(2 * self._skip + 1, MOST_SKIPPED)
+
+    def relieve(self, work: Work[Any]) -> None:
+        """A thread is about to block for ``work``: it must not need the loop from now on."""
+        if not self._large and (not self.patience or self._look_out(work)):
+            self._drive()
+        if not work.done():
+            self._without_loop(work)
+
+    def _look_out(self, work: Work[Any]) -> bool:
+        """Drive until ``work`` is done, for as long as patience goes; returns whether it is."""
+        deadline = time.perf_counter() + self.patience
+        while not work.done():
+            left = deadline - time.perf_counter()
+            if left <= 0 or self._dead or not self._drive(left):
+                break
+        return work.done()
+
+    def _without_loop(self, work: Work[Any]) -> None:
+        self._waited.add(work)
+        if work.done():
+            self._waited.discard(work)
+        else:
+            self._to_worker()
+
+    @property
+    def _large(self) -> bool:
+        return self._large_in != self._large_out
+
+    def _is_large(self, op: Op) -> bool:
+        nbytes = op.nbytes * self._size if isinstance(op, _SHARES) else op.nbytes
+        return nbytes > self._settings.inline_bytes
+
+    def _arm(self) -> None:
+        self._arming = False
+        self._drive()
+
+    # -- driving ------------------------------------------------------------------------------------------------------
+
+    def on_bell(self, bell: int) -> None:
+        """The loop's bell was rung."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(bell)
+        self._drive()
+
+    def _drive(self, patience: float = 0.0, *, arm: bool = True) -> bool:
+        """Move everything that can be moved; returns whether this thread did so. From any thread.
+
+        Args:
+            patience: seconds to look out for peers as long as nothing gets finished.
+            arm: ask the peers to ring if something is left waiting.
+        """
+        self._news = True
+        drove = False
+        while self._news and not self._large and not self._dead and self._lock.acquire(blocking=False):
+            try:
+                self._news = False
+                self._run(patience, arm)
+            finally:
+                self._release()
+            drove = True
+        if self._large:
+            self._to_worker()
+        return drove
+
+    def _run(self, patience: float, arm: bool) -> None:
+        words, sleeping = self._words, self._sleeping
+        if words[sleeping]:
+            words[sleeping] = 0
+        until = 0.0
+        started = time.perf_counter()
+        while True:
+            if self._step():
+                if time.perf_counter() - started < SLICE_SECONDS:
+                    continue
+                if self._waited:
+                    self._to_worker()
+                else:
+                    os.eventfd_write(self._bell, 1)  # the loop has other things to do, too
+                return
+            if self._dead or self._large or not (self._queue or self._messages.pending):
+                return
+            if patience and not self._finished and not self._news:
+                now = time.perf_counter()
+                until = until or now + patience
+                if now < until:
+                    continue
+            if not arm and not self._waited:
+                return
+            words[sleeping] = WORKER if self._waited else LOOP
+            self._fence.full()
+            if not self._step():
+                return
+            words[sleeping] = 0
+
+    def _step(self, *, one: bool = False) -> bool:
+        """Move each lane as far as it goes, or ``one`` step; returns whether anything moved."""
+        moved = False
+        try:
+            while self._inbox:
+                submission = self._inbox.popleft()
+                if submission.op.p2p:
+                    self._messages.submit(submission)
+                else:
+                    self._queue.append(submission)
+                moved = True
+            while self._queue and (one or not self._large):
+                if self._current is None:
+                    self._current = start(self._board, self._queue[0], self._settings.whole_bytes)
+                try:
+                    if not next(self._current):
+                        break
+                except StopIteration:
+                    self._current = None
+                    self._done(self._queue.popleft())
+                moved = True
+                if one:
+                    break
+            if self._messages.progress():
+                moved = True
+            if self._gone and not moved:
+                self._miss_the_gone()
+        except BrokenError as exc:
+            self._fault(exc)
+        except Exception as exc:  # out of memory, or a bug: the peers would wait for ever
+            what = f" in {self._queue[0].op}" if self._queue else ""
+            error = BackendError(f"shm failed{what}: {type(exc).__name__}: {exc}")
+            error.__cause__ = exc
+            self._fault(error)
+        return moved and not self._dead
+
+    def _done(self, submission: Submission) -> None:
+        if self._is_large(submission.op):
+            self._large_out += 1
+        self._finished.append(submission)
+
+    def _fault(self, error: BrokenError) -> None:
+        self._dead = True
+        self._faults.append(error)
+
+    def _release(self) -> None:
+        """Give up driving, and tell what came of it."""
+        finished, self._finished = self._finished, []
+        faults, self._faults = self._faults, []
+        if self._dead:
+            self._drop()
+        self._lock.release()
+        for submission in finished:
+            submission.work.settle()
+            if self._waited:
+                self._waited.discard(submission.work)
+        for fault in faults:
+            self._on_error(fault)
+
+    # -- on the worker ------------------------------------------------------------------------------------------------
+
+    def _to_worker(self) -> None:
+        if not self._with_worker:
+            self._with_worker = True
+            self._worker.take(self)
+        elif self._dozing:
+            self._dozing = False
+            self._worker.ring()
+
+    def turn(self) -> Turn:
+        """One step of everything, on the worker."""
+        self._lock.acquire()
+        turn = Turn.OVER
+        try:
+            self._news = self._dozing = False
+            if self._words[self._sleeping]:
+                self._words[self._sleeping] = 0
+            if not self._dead:
+                turn = Turn.MOVED if self._step(one=True) else Turn.STUCK
+            if self._dead or not (self._large or self._waited):
+                self._with_worker = False
+                turn = Turn.OVER
+                if not self._dead:
+                    self._run(0.0, True)  # what is left is the loop's
+        finally:
+            self._release()
+        if turn is Turn.OVER and (self._news or self._large or self._waited):
+            self._drive()
+            if self._waited:
+                self._to_worker()
+        return turn
+
+    def doze(self) -> bool:
+        """The worker is about to sleep: have the peers ring; False if there is something to do."""
+        self._lock.acquire()
+        try:
+            if self._dead or not (self._large or self._waited):
+                return False  # it shall have its last turn
+            self._dozing = True
+            self._words[self._sleeping] = WORKER
+            self._fence.full()
+            if self._step(one=True):
+                self._dozing = False
+            return self._dozing
+        finally:
+            self._release()
+
+    # -- peers --------------------------------------------------------------------------------------------------------
+
+    def _notify(self) -> None:
+        """Wake whoever is asleep: something was posted or finished."""
+        self._fence.full()
+        words = self._words
+        for word, bells in self._all_sleepers:
+            bell = words[word]
+            if bell:
+                words[word] = 0
+                os.eventfd_write(bells[bell - 1], 1)
+
+    def _ring(self, rank: int) -> None:
+        """Wake ``rank`` if it is asleep: there is something for it."""
+        self._fence.full()
+        word, bells = self._sleepers[rank]
+        bell = self._words[word]
+        if bell:
+            self._words[word] = 0
+            os.eventfd_write(bells[bell - 1], 1)
+
+    def ended(self, rank: int) -> None:
+        """Nobody is at the other end of ``rank``'s pipe any more. On the worker."""
+        state = self._words[self._states[rank]]
+        if self._dead:
+            return
+        if state == State.LEFT:
+            with self._lock:
+                self._gone.add(rank)
+            self._drive()
+            return
+        if state == State.ABORTED:
+            error: BrokenError = BackendError(f"rank {rank} has aborted the comm")
+        else:
+            error = PeerLostError(rank, "its process ended")
+        self._on_error(error)
+
+    def _miss_the_gone(self) -> None:
+        """Fail when what is left needs a rank that has closed in good order."""
+        for rank in self._gone:
+            if self._current is not None and self._board.behind(rank):
+                raise BackendError(f"rank {rank} has closed the comm and takes no part in {self._queue[0].op}")
+            for submission in self._messages.gone(rank):
+                raise BackendError(f"rank {rank} has closed the comm, and {submission.op} needs it")
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Tell the peers, who will see the pipe close, that this is in good order."""
+        self._dead = True
+        self._words[self._state] = State.LEFT
+        Fence().full()  # the other one belongs to whoever drives
+
+    def abort(self) -> None:
+        """Let go of everything at once, or as soon as whoever drives does. From any thread."""
+        self._dead = True
+        if self._words[self._state] == State.HERE:
+            self._words[self._state] = State.ABORTED
+            Fence().full()  # the other one belongs to whoever drives
+        if self._lock.acquire(blocking=False):
+            self._release()
+        if self._with_worker:
+            self._worker.ring()
+
+    def idle(self, timeout: float) -> bool:
+        """Wait until nobody drives any more, at most ``timeout`` seconds; after ``abort``."""
+        if not self._lock.acquire(timeout=timeout):
+            return False
+        self._lock.release()
+        return True
+
+    def _drop(self) -> None:
+        self._inbox.clear()
+        self._queue.clear()
+        self._current = None
+        self._messages.drop()
+        self._large_out = self._large_in
+        self._waited.clear()

@@ -1,0 +1,128 @@
+"""Local sockets that carry descriptors, and who owns those."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import errno
+import os
+import socket
+import struct
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, final
+
+__all__ = ["MESSAGE_DESCRIPTORS", "Descriptors", "Line", "Message", "user_of"]
+
+MESSAGE_DESCRIPTORS: Final = 198  # in one message; Linux takes 253
+MESSAGE_BYTES: Final = 4096
+RETRY_SECONDS: Final = 0.005  # until another look whether the system has room again
+
+_credentials = struct.Struct("=iII")  # process, user, group
+
+
+@final
+class Descriptors:
+    """Descriptors that are closed together, once.
+
+    A forked child closes its copies at once: as long as it held the pipe's end of its parent, nobody would see that one
+    die. The child has no use for them, a comm does not survive a fork.
+    """
+
+    __slots__ = ("__weakref__", "_fds")
+
+    def __init__(self) -> None:
+        self._fds: list[int] = []
+        _alive.add(self)
+
+    def add(self, fd: int) -> int:
+        """Own ``fd``; returns it."""
+        self._fds.append(fd)
+        return fd
+
+    def close_one(self, fd: int) -> None:
+        """Close ``fd`` ahead of the others, if it is not closed yet."""
+        if fd in self._fds:
+            self._fds.remove(fd)
+            os.close(fd)
+
+    def close(self) -> None:
+        """Close all. Idempotent."""
+        while self._fds:
+            os.close(self._fds.pop())
+
+
+_alive: weakref.WeakSet[Descriptors] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for descriptors in list(_alive):
+        descriptors.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class Message(NamedTuple):
+    """What came over a line; the descriptors are the receiver's to close."""
+
+    data: bytes  #: empty: the connection has ended
+    fds: list[int]
+    whole: bool  #: whether all of it has arrived
+
+
+@final
+class Line:
+    """A connection that keeps messages whole. It is read as they come; ``receive`` is called with each."""
+
+    def __init__(self, sock: socket.socket, receive: Callable[[Message], object]) -> None:
+        self.receive = receive
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+        sock.setblocking(False)
+        self._loop.add_reader(sock.fileno(), self._read)
+
+    def _read(self) -> None:
+        fds = array.array("i")
+        room = socket.CMSG_SPACE(MESSAGE_DESCRIPTORS * fds.itemsize)
+        try:  # not by socket.recv_fds: that drops its flags
+            data, ancillary, flags, _ = self._sock.recvmsg(MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, ancillary, flags = b"", [], 0
+        for level, kind, content in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds.frombytes(content[: len(content) // fds.itemsize * fds.itemsize])
+        if not data:
+            self._loop.remove_reader(self._sock.fileno())
+        self.receive(Message(data, list(fds), not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)))
+
+    async def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
+        """Raises: OSError when the other side is gone."""
+        while True:
+            try:
+                self.send_now(data, fds)
+            except BlockingIOError:
+                pass
+            except OSError as exc:
+                if exc.errno != errno.ETOOMANYREFS:  # what all processes of a user have under way is limited
+                    raise
+            else:
+                return
+            await asyncio.sleep(RETRY_SECONDS)
+
+    def send_now(self, data: bytes, fds: Sequence[int] = ()) -> None:
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        self._sock.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
+
+    def close(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._loop.remove_reader(self._sock.fileno())
+            self._sock.close()
+
+
+def user_of(sock: socket.socket) -> int:
+    """Who is on the other side; a user of another namespace comes out as nobody."""
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size)
+    return int(_credentials.unpack(data)[1])

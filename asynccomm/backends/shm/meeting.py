@@ -1,0 +1,398 @@
+"""How the ranks come to share a segment: over a local socket, which can carry descriptors.
+
+1. Rank 0 listens at an abstract address (so no file can be left behind) and publishes it in the store.
+2. Each other rank connects. Both sides check the other's user and a token from the store. The rank hands over what the
+   others need of it: its bells, and an end of a pipe that shows when it is gone.
+3. Each rank says in the store whether that worked. All read what all said, and so decide alike.
+4. Rank 0 makes the segment and hands it out with everybody's descriptors. Each rank maps it and says so, as in 3.
+
+Whether ranks can share memory is found by trying: host names and environment variables know nothing of containers,
+namespaces and users.
+
+The connections stay open until everything has been said, so one that ends earlier is a rank that is gone and cannot
+say so. They are served in callbacks that never block, and only for news is there anything to await: that makes it safe
+to cancel at any point.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import json
+import math
+import os
+import resource
+import secrets
+import socket
+import struct
+import sys
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NoReturn, final
+
+from asynccomm.backends.base import BackendContext, UnsuitableError
+from asynccomm.backends.shm.line import MESSAGE_DESCRIPTORS, Descriptors, Line, Message, user_of
+from asynccomm.backends.shm.memory import Segment, create
+from asynccomm.backends.shm.segment import Layout
+from asynccomm.errors import BackendError, PeerLostError
+from asynccomm.store.base import Store
+
+__all__ = ["Circle", "decline", "meet", "unsupported"]
+
+RETRY_SECONDS: Final = 0.005  # until another try to connect to rank 0, when too many do at once
+TOKEN_BYTES: Final = 16
+OK: Final = "ok"
+
+_hello = struct.Struct(f"={TOKEN_BYTES}sI")  # token, rank
+_Handed = tuple[int, int, int]  # what each rank hands to the others: two bells and its life
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Circle:
+    """What a rank shares with the others."""
+
+    segment: Segment
+    bells: list[tuple[int, int]]  #: eventfds by rank; this rank's own belong to whoever made them
+    lives: list[int]  #: by rank, a pipe's end that reads EOF once the rank is gone; -1 for this rank
+    life: int  #: the other end of this rank's pipe
+    descriptors: Descriptors = field(repr=False)  #: what ``close`` closes
+
+    def close(self) -> None:
+        """Close all descriptors but this rank's own bells; the others see it as gone. Idempotent."""
+        self.descriptors.close()
+
+
+def unsupported() -> str:
+    """Why no rank on this system can share memory; empty if it can."""
+    return "" if sys.platform == "linux" else f"needs Linux, and this is {sys.platform}"
+
+
+async def decline(context: BackendContext, reason: str) -> NoReturn:
+    """Come to the meeting only to say that this rank cannot take part.
+
+    Raises: UnsuitableError, as ``meet`` does on the other ranks.
+    """
+    problem = f"rank {context.group.rank} cannot share memory: {reason}"
+    if context.group.rank == 0:
+        await context.store.set("address", json.dumps({"problem": problem}))
+    await _agree(context, "reach", problem, asyncio.get_running_loop().create_future())
+    raise AssertionError("agreed to share memory with a rank that declined")
+
+
+async def meet(context: BackendContext, settings: Mapping[str, int], layout: Layout, bells: tuple[int, int]) -> Circle:
+    """Share a segment with all ranks. Collective, without a limit of time; cancelling it closes everything.
+
+    Args:
+        settings: hints whose values must be the same on all ranks.
+        layout: of the segment; follows from the settings.
+        bells: eventfds that ring this rank's event loop and its worker thread.
+
+    Raises:
+        UnsuitableError: on all ranks: some of them cannot share memory, or their settings differ.
+        PeerLostError: a rank went away meanwhile.
+    """
+    if reason := unsupported():
+        await decline(context, reason)
+    rank, size = context.group.rank, context.group.size
+    with contextlib.ExitStack() as unless_shared:
+        ours = Descriptors()
+        unless_shared.callback(ours.close)
+        try:
+            there, life = (ours.add(fd) for fd in os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
+            mine = (*bells, there)
+            side = _Host(size, ours, mine) if rank == 0 else _Guest(ours, mine)
+        except OSError as exc:
+            await decline(context, str(exc.strerror))
+        with contextlib.closing(side):
+            if isinstance(side, _Host):
+                segment, handed = await _receive_guests(context, settings, layout, side)
+            else:
+                segment, handed = await _visit(context, settings, layout, side)
+        ours.close_one(there)  # the others have theirs; this one would read EOF only when nobody cares any more
+        unless_shared.pop_all()
+    handed[rank] = (*bells, -1)
+    return Circle(
+        segment=segment,
+        bells=[handed[r][:2] for r in range(size)],
+        lives=[handed[r][2] for r in range(size)],
+        life=life,
+        descriptors=ours,
+    )
+
+
+async def _receive_guests(
+    context: BackendContext, settings: Mapping[str, int], layout: Layout, host: _Host
+) -> tuple[Segment, dict[int, _Handed]]:
+    """Rank 0's part; returns the segment and what the ranks handed over."""
+    await context.store.set("address", json.dumps({"problem": "", "settings": dict(settings), **host.address}))
+    await _hear(context.store, "reach", range(1, context.group.size), host.gone)
+    host.stop_listening()
+    await _agree(context, "reach", host.problem, host.gone)
+    problem = ""
+    try:
+        fd = host.ours.add(create(layout.total))
+        segment = Segment(fd, layout.total)
+        await host.hand_out(fd)
+        host.ours.close_one(fd)
+    except BackendError as exc:
+        problem = f"rank 0 cannot share memory: {exc}"
+        await host.tell({"problem": problem})
+    await _agree(context, "mapped", problem, host.gone)
+    return segment, host.handed
+
+
+async def _visit(
+    context: BackendContext, settings: Mapping[str, int], layout: Layout, guest: _Guest
+) -> tuple[Segment, dict[int, _Handed]]:
+    """Any other rank's part; returns the segment and what the ranks handed over."""
+    rank, hosts = context.group.rank, [member.host for member in context.members]
+    address = json.loads(await context.store.get("address", math.inf))
+    problem = address["problem"] or _difference(settings, address["settings"], rank)
+    if not problem:
+        try:
+            await guest.introduce(rank, address)
+        except OSError as exc:
+            problem = (
+                f"rank {rank} on host {hosts[rank]!r} cannot reach rank 0 on host {hosts[0]!r} by a local socket: "
+                f"{exc.strerror}"
+            )
+    await _agree(context, "reach", problem, guest.gone)
+    try:
+        fd, handed = await guest.take([r for r in range(context.group.size) if r != rank])
+        segment = Segment(fd, layout.total)
+        guest.ours.close_one(fd)
+    except BackendError as exc:
+        problem = f"rank {rank} cannot share memory: {exc}"
+    await _agree(context, "mapped", problem, guest.gone)
+    return segment, handed
+
+
+def _difference(mine: Mapping[str, int], host: Mapping[str, int], rank: int) -> str:
+    for key in sorted({*mine, *host}):
+        if mine.get(key) != host.get(key):
+            return f"hint {key!r} differs: rank 0 has {host.get(key)}, rank {rank} has {mine.get(key)}"
+    return ""
+
+
+async def _agree(context: BackendContext, what: str, problem: str, gone: asyncio.Future[PeerLostError]) -> None:
+    """Say how it went here (an empty ``problem``: well), hear how it went elsewhere.
+
+    Raises: UnsuitableError with the first rank's problem if there is any, on all ranks the same.
+    """
+    await context.store.set(f"{what}/{context.group.rank}", problem or OK)
+    for said in await _hear(context.store, what, range(context.group.size), gone):
+        if said != OK:
+            raise UnsuitableError(f"comm {context.group.name!r}: {said}")
+
+
+async def _hear(store: Store, what: str, ranks: Iterable[int], gone: asyncio.Future[PeerLostError]) -> list[str]:
+    """What ``ranks`` say in the store; if one will not, because it is gone, raises that."""
+    keys = [f"{what}/{rank}" for rank in ranks]
+    asking = asyncio.ensure_future(store.multi_get(keys, math.inf))
+    either: set[asyncio.Future[Any]] = {asking, gone}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        # whoever leaves in good order has read it all before, so then it is all there
+        if not asking.done() and not await store.check(keys):
+            raise gone.result()
+        return [said.decode() for said in await asking]
+    finally:
+        asking.cancel()
+
+
+@final
+class _Host:
+    """Rank 0's side of the connections.
+
+    Args:
+        ours: what is received is added here.
+        mine: what this rank hands to the others.
+    """
+
+    def __init__(self, size: int, ours: Descriptors, mine: _Handed) -> None:
+        self.ours = ours
+        self.handed = {0: mine}  #: by rank
+        self.problem = ""  #: why no more ranks could be received
+        self.gone: asyncio.Future[PeerLostError] = asyncio.get_running_loop().create_future()
+        self.address: dict[str, str] = {}  #: what the others need to know
+        self._size = size
+        self._loop = asyncio.get_running_loop()
+        self._ask, self._answer = secrets.token_bytes(TOKEN_BYTES), secrets.token_bytes(TOKEN_BYTES)
+        self._lines: dict[int, Line] = {}  # by rank
+        self._strangers: set[Line] = set()  # who have not said yet who they are
+        self._listener: socket.socket | None = None
+        if size > 1:
+            self._listen()
+
+    def _listen(self) -> None:
+        name = f"asynccomm-{secrets.token_hex(16)}"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            listener.bind(f"\0{name}")
+            listener.listen(self._size)
+        except OSError:
+            listener.close()
+            raise
+        listener.setblocking(False)
+        self._listener = listener
+        self._loop.add_reader(listener.fileno(), self._accept)
+        # the name alone is no secret: anybody on the host can list the names in use
+        self.address = {"name": name, "ask": self._ask.hex(), "answer": self._answer.hex()}
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as exc:
+            self.problem = f"rank 0 cannot share memory: it cannot take connections: {exc.strerror}"
+            self.stop_listening()
+            return
+        if user_of(sock) != os.geteuid():
+            sock.close()
+            return
+        line = Line(sock, lambda message: self._greet(line, message))
+        self._strangers.add(line)
+
+    def _greet(self, line: Line, message: Message) -> None:
+        """Welcome a rank and keep what it hands over; drop anybody else."""
+        self._strangers.discard(line)
+        token, rank = _hello.unpack(message.data) if len(message.data) == _hello.size else (b"", 0)
+        welcome = secrets.compare_digest(token, self._ask) and 0 < rank < self._size and rank not in self._lines
+        if welcome and not message.whole:
+            self.problem = f"rank 0 cannot share memory: {_too_many(self._size)}"
+        if welcome and message.whole and len(message.fds) == 3:
+            bell, second_bell, life = (self.ours.add(fd) for fd in message.fds)
+            self.handed[rank] = (bell, second_bell, life)
+            self._lines[rank] = line
+            line.receive = functools.partial(self._leaves, rank)
+            with contextlib.suppress(OSError):  # if it is gone again, its line says so
+                line.send_now(self._answer)
+            self._tell_who_is_gone()
+        else:
+            for fd in message.fds:
+                os.close(fd)
+            line.close()
+
+    def _leaves(self, rank: int, message: Message) -> None:
+        """A rank's line has ended; or it talks nonsense, which is the end as well."""
+        for fd in message.fds:
+            os.close(fd)
+        self._lines[rank].close()
+        if not self.gone.done():
+            self.gone.set_result(_lost(rank))
+            self._tell_who_is_gone()
+
+    def _tell_who_is_gone(self) -> None:
+        """Or they would take it for rank 0 when this ends. More than once does no harm."""
+        if self.gone.done():
+            for line in self._lines.values():
+                with contextlib.suppress(OSError):
+                    line.send_now(json.dumps({"lost": self.gone.result().rank}).encode())
+
+    async def tell(self, news: dict[str, Any]) -> None:
+        for line in self._lines.values():
+            with contextlib.suppress(OSError):  # if it is gone, its line says so
+                await line.send(json.dumps(news).encode())
+
+    async def hand_out(self, segment: int) -> None:
+        """Give everybody the segment, then by rank what the others handed over."""
+        for rank, line in self._lines.items():
+            fds = [segment, *(fd for r in range(self._size) if r != rank for fd in self.handed[r])]
+            with contextlib.suppress(OSError):  # if it is gone, its line says so
+                for i in range(0, len(fds), MESSAGE_DESCRIPTORS):
+                    await line.send(b"{}", fds[i : i + MESSAGE_DESCRIPTORS])
+
+    def stop_listening(self) -> None:
+        for line in self._strangers:
+            line.close()
+        self._strangers.clear()
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener.fileno())
+            self._listener.close()
+            self._listener = None
+
+    def close(self) -> None:
+        self.stop_listening()
+        for line in self._lines.values():
+            line.close()
+
+
+@final
+class _Guest:
+    """Any other rank's side of the connection; arguments as for ``_Host``."""
+
+    def __init__(self, ours: Descriptors, mine: _Handed) -> None:
+        self.ours = ours
+        self.gone: asyncio.Future[PeerLostError] = asyncio.get_running_loop().create_future()
+        self._mine = mine
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._line: Line | None = None
+        self._answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._inbox: deque[tuple[str, Message]] = deque()  # problems, and messages with descriptors
+        self._news = asyncio.Event()
+
+    async def introduce(self, rank: int, address: Mapping[str, str]) -> None:
+        """Connect to rank 0, hand over, and be welcomed. Raises: OSError."""
+        self._sock.setblocking(False)
+        while True:
+            try:
+                self._sock.connect(f"\0{address['name']}")
+                break
+            except BlockingIOError:  # unlike TCP, it does not go on by itself
+                await asyncio.sleep(RETRY_SECONDS)
+        if (user := user_of(self._sock)) != os.geteuid():
+            raise PermissionError(errno.EPERM, f"it runs as user {user}, this rank as user {os.geteuid()}")
+        self._line = Line(self._sock, self._receive)
+        await self._line.send(_hello.pack(bytes.fromhex(address["ask"]), rank), self._mine)
+        await asyncio.wait([self._answer])  # which leaves it alone when cancelled
+        if not secrets.compare_digest(self._answer.result(), bytes.fromhex(address["answer"])):
+            raise ConnectionResetError(errno.ECONNRESET, "it hung up")
+
+    def _receive(self, message: Message) -> None:
+        for fd in message.fds:
+            self.ours.add(fd)
+        if not self._answer.done():
+            self._answer.set_result(message.data)  # if that is the end, rank 0 may still say why in the store
+            return
+        news: dict[str, Any] = json.loads(message.data) if message.data else {"lost": 0}
+        if "lost" not in news:
+            self._inbox.append((news.get("problem", ""), message))
+        elif not self.gone.done():
+            self.gone.set_result(_lost(news["lost"]))
+        self._news.set()
+
+    async def take(self, others: Sequence[int]) -> tuple[int, dict[int, _Handed]]:
+        """The segment's descriptor, and what each of ``others`` handed over. Raises: BackendError, PeerLostError."""
+        fds: list[int] = []
+        while len(fds) < 1 + 3 * len(others):
+            while not self._inbox:
+                if self.gone.done():
+                    raise self.gone.result()
+                self._news.clear()
+                await self._news.wait()
+            problem, message = self._inbox.popleft()
+            if problem or not message.whole:
+                raise BackendError(problem or _too_many(len(others) + 1))
+            fds += message.fds
+        handed = {rank: (fds[i], fds[i + 1], fds[i + 2]) for rank, i in zip(others, range(1, len(fds), 3), strict=True)}
+        return fds[0], handed
+
+    def close(self) -> None:
+        if self._line is not None:
+            self._line.close()
+        self._sock.close()
+
+
+def _lost(rank: int) -> PeerLostError:
+    return PeerLostError(rank, "it left while the ranks were meeting")
+
+
+def _too_many(size: int) -> str:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return f"{3 * size} more open files than now exceed the limit of {limit} (ulimit -n)"

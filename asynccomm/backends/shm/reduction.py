@@ -1,0 +1,125 @@
+"""How a reduction goes through slots: in which dtype it travels, and how a part of it is combined.
+
+Where torch can add tensors of the caller's dtype without loss, they travel as they are and are combined in place. Half
+types travel as halves and are added up in fp32. What is left (small integers under AVG, unsigned integers, factors) is
+widened by ``backends/arithmetic.py`` before and narrowed after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+
+from asynccomm.backends import arithmetic
+from asynccomm.reduce_op import RedOpType, ReduceOp
+
+__all__ = ["Reduction"]
+
+_PAIRWISE: Final[dict[RedOpType, Callable[..., Tensor]]] = {
+    RedOpType.SUM: torch.add,
+    RedOpType.AVG: torch.add,
+    RedOpType.PREMUL_SUM: torch.add,
+    RedOpType.PRODUCT: torch.mul,
+    RedOpType.MIN: torch.minimum,
+    RedOpType.MAX: torch.maximum,
+    RedOpType.BAND: torch.bitwise_and,
+    RedOpType.BOR: torch.bitwise_or,
+    RedOpType.BXOR: torch.bitwise_xor,
+}
+_HALF: Final = {torch.float16: torch.float16, torch.bfloat16: torch.bfloat16, torch.complex32: torch.float16}
+_EXACT: Final = frozenset({RedOpType.MIN, RedOpType.MAX})  # in any dtype: they only choose
+
+
+@final
+class Reduction:
+    """One reduction of ``dtype`` over ``size`` ranks, under way.
+
+    Attributes:
+        dtype: in which it travels.
+    """
+
+    def __init__(self, dtype: torch.dtype, reduction: ReduceOp, size: int) -> None:
+        self._reduction = reduction
+        self._size = size
+        self._divide = reduction.type is RedOpType.AVG
+        half = _HALF.get(dtype) if reduction.factor is None else None
+        self._half = half is not None
+        self.dtype = half if half is not None else arithmetic.accumulator(dtype, reduction.type)
+        if dtype == torch.bool and reduction.type is RedOpType.SUM:
+            self._pairwise = torch.bitwise_or
+        else:
+            self._pairwise = _PAIRWISE[reduction.type]
+        # two halves added and rounded once are exact enough: that is what torch does, in fp32
+        rounds = size > 2 or self._divide
+        self._wide = self._half and rounds and reduction.type not in _EXACT
+        self._scratch: Tensor | None = None
+        self._landing: tuple[Tensor, Tensor] | None = None
+
+    def contribution(self, tensor: Tensor) -> Tensor:
+        """What a rank brings, as a vector of ``dtype``; the tensor's own memory if it can be."""
+        if not self._half:
+            return arithmetic.widen(tensor, self._reduction)
+        values = arithmetic.resolved(tensor)
+        return torch.view_as_real(values).view(-1) if values.is_complex() else values
+
+    def target(self, output: Tensor) -> Tensor:
+        """Where the combined values go, as a vector of ``dtype``: the output's own memory if it can be."""
+        if arithmetic.is_plain(output):
+            values = arithmetic.flat(output.detach())
+            if values.is_complex():
+                values = torch.view_as_real(values).view(-1)
+            if values.dtype == torch.bool:
+                values = values.view(torch.uint8)
+            if values.dtype == torch.uint64:
+                values = values.view(torch.int64)
+            if values.dtype == self.dtype:
+                return values
+        landing = torch.empty(output.numel() * (2 if output.is_complex() else 1), dtype=self.dtype)
+        self._landing = landing, output
+        return landing
+
+    def combine(self, rows: Sequence[Tensor], out: Tensor) -> None:
+        """Combine the ranks' parts, in rank order; ``out`` may be the first or the second of them."""
+        if self._wide:
+            self._combine_wide(rows, out)
+            return
+        pairwise: Any = self._pairwise
+        if len(rows) == 1:
+            out.copy_(rows[0])
+        else:
+            pairwise(rows[0], rows[1], out=out)
+            for row in rows[2:]:
+                pairwise(out, row, out=out)
+        if self._divide:
+            _divide(out, self._size)
+
+    def _combine_wide(self, rows: Sequence[Tensor], out: Tensor) -> None:
+        n = out.numel()
+        scratch = self._scratch
+        if scratch is None or scratch.numel() < n:
+            scratch = self._scratch = torch.empty(n, dtype=torch.float32)
+        total = scratch[:n]
+        total.copy_(rows[0])
+        pairwise: Any = self._pairwise
+        for row in rows[1:]:
+            pairwise(total, row, out=total)
+        if self._divide:
+            _divide(total, self._size)
+        out.copy_(total)
+
+    def land(self) -> None:
+        """Bring the values to the output, if ``target`` was not its own memory."""
+        if self._landing is not None:
+            # divided already
+            arithmetic.narrow(*self._landing, ReduceOp.SUM, self._size)
+            self._landing = None
+
+
+def _divide(values: Tensor, size: int) -> None:
+    if values.is_floating_point():
+        values.div_(size)
+    else:
+        values.div_(size, rounding_mode="trunc")

@@ -1,0 +1,71 @@
+"""What can be tuned, by hint; each default is the knee of a curve that ``bench/hints.py`` draws."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Final, Self, final
+
+from asynccomm.backends.shm.segment import LINE, Layout
+
+__all__ = ["HINTS", "Settings"]
+
+BANKS: Final = 4  # steps under way: one being filled, one combined, one read, and one for a rank that is late
+MOST_BYTES: Final = 1 << 30  # of any one size
+
+HINTS: Final[Mapping[str, str]] = {
+    "spin_us": "microseconds to look out for a late rank before going to sleep (default: five wake-ups of this "
+    "machine as measured, if every rank can have a core of its own, else 0)",
+    "chunk_bytes": "bytes that a rank shares in one step of a collective (default 262144)",
+    "whole_bytes": "reductions up to this are done by every rank at once, larger ones in parts (default 65536)",
+    "inline_bytes": "operations up to this run where they are called, larger ones on a thread (default 262144)",
+    "message_bytes": "bytes of the queue between two ranks that messages go through (default 1048576)",
+}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Sizes in bytes, the same on all ranks."""
+
+    chunk_bytes: int = 256 << 10
+    whole_bytes: int = 64 << 10
+    inline_bytes: int = 256 << 10
+    message_bytes: int = 1 << 20
+
+    @classmethod
+    def of(cls, hints: Mapping[str, str]) -> Self:
+        """From the hints. Raises ``ValueError`` naming the hint."""
+        values = {key: _number(key, hints[key]) for key in asdict(cls()) if key in hints}
+        settings = cls(**values)
+        for key in ("chunk_bytes", "message_bytes"):
+            value = getattr(settings, key)
+            if value % LINE or value < 1024:
+                raise ValueError(f"hint {key!r} must be a multiple of {LINE} and at least 1024, got {value}")
+        if settings.whole_bytes > settings.chunk_bytes:
+            if "whole_bytes" in hints:
+                raise ValueError(
+                    f"hint 'whole_bytes' must be at most chunk_bytes ({settings.chunk_bytes}), "
+                    f"got {settings.whole_bytes}"
+                )
+            values["whole_bytes"] = settings.chunk_bytes
+        return cls(**values)
+
+    def as_dict(self) -> dict[str, int]:
+        """By the names of the hints."""
+        return asdict(self)
+
+    def layout(self, size: int) -> Layout:
+        """The segment for ``size`` ranks; each gets at least a line of every slot."""
+        return Layout(size, max(self.chunk_bytes, size * LINE), BANKS, self.message_bytes)
+
+
+def spin_seconds(hints: Mapping[str, str]) -> float | None:
+    """The hint ``spin_us`` in seconds; None if it is not given. Raises ``ValueError``."""
+    return _number("spin_us", hints["spin_us"]) * 1e-6 if "spin_us" in hints else None
+
+
+def _number(key: str, text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or int(text) > MOST_BYTES:
+        raise ValueError(f"hint {key!r} must be an integer from 0 to {MOST_BYTES}, got {text!r}")
+    return int(text)

@@ -1,0 +1,147 @@
+"""The one thread per process that drives what must not wait for an event loop: large transfers, and blocked callers.
+
+It also notices the death of other ranks, whatever the loops are doing. While there is nothing to do it sleeps in one
+system call.
+
+A thread that runs pure Python may keep the lock of the interpreter for a whole switch interval (5 ms by default), and
+this thread takes that lock back after each chunk. So the interval is shorter while transfers are under way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+from typing import Final, Protocol, final
+
+__all__ = ["Driven", "Turn", "Worker", "the_worker"]
+
+SWITCH_SECONDS: Final = 1e-4  # bench/loop_lag.py: with 5 ms, a GIL-bound thread leaves a tenth of the bandwidth
+
+
+class Turn(Enum):
+    """What came of driving something once."""
+
+    MOVED = "moved"
+    STUCK = "stuck"  # waits for other ranks
+    OVER = "over"  # has no work for this thread any more
+
+
+class Driven(Protocol):
+    """What the worker drives. It stays the worker's until a turn is OVER."""
+
+    patience: float  #: seconds to look out for other ranks before going to sleep
+
+    def turn(self) -> Turn:
+        """Do a little of what there is to do, without waiting."""
+
+    def doze(self) -> bool:
+        """Ask the other ranks to ring; False if there is something to do at once."""
+
+
+@final
+class Worker:
+    """A thread, an eventfd to wake it, and descriptors it watches."""
+
+    def __init__(self) -> None:
+        self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  #: wakes the thread; any process may have it
+        self._epoll = select.epoll()
+        self._epoll.register(self.bell, select.EPOLLIN)
+        self._watched: dict[int, Callable[[], object]] = {}
+        self._given: deque[Driven] = deque()
+        self._driven: dict[Driven, None] = {}
+        threading.Thread(target=self._run, name="asynccomm shm", daemon=True).start()
+
+    def ring(self) -> None:
+        """Wake the thread. From anywhere."""
+        os.eventfd_write(self.bell, 1)
+
+    def take(self, driven: Driven) -> None:
+        """Drive ``driven`` from now on. From any thread."""
+        self._given.append(driven)
+        self.ring()
+
+    def watch(self, fd: int, ended: Callable[[], object]) -> None:
+        """Call ``ended`` on the thread once nobody can write to the pipe ``fd`` any more."""
+        self._watched[fd] = ended
+        self._epoll.register(fd, 0)  # the hang-up is always reported
+
+    def unwatch(self, fd: int) -> None:
+        """Forget ``fd``; call it before closing. From any thread."""
+        if self._watched.pop(fd, None) is not None:
+            with contextlib.suppress(OSError):
+                self._epoll.unregister(fd)
+
+    def _run(self) -> None:
+        driven = self._driven
+        interval = None
+        awake_until = 0.0
+        while True:
+            while self._given:
+                driven[self._given.popleft()] = None
+            if driven and interval is None:
+                interval = sys.getswitchinterval()
+                sys.setswitchinterval(min(interval, SWITCH_SECONDS))
+            moved = False
+            for each in list(driven):
+                turn = each.turn()
+                if turn is Turn.OVER:
+                    del driven[each]
+                moved = moved or turn is Turn.MOVED
+            if moved:
+                awake_until = 0.0
+                continue
+            if driven:
+                now = time.perf_counter()
+                if not awake_until:
+                    awake_until = now + min(each.patience for each in driven)
+                if now < awake_until:
+                    self._look(0)  # lets other threads run, too
+                    continue
+                if not all(each.doze() for each in driven):
+                    continue
+            elif interval is not None:
+                if sys.getswitchinterval() == min(interval, SWITCH_SECONDS):  # else somebody changed it meanwhile
+                    sys.setswitchinterval(interval)
+                interval = None
+            self._look(-1)
+            awake_until = 0.0
+
+    def _look(self, timeout: float) -> None:
+        for fd, _ in self._epoll.poll(timeout):
+            if fd == self.bell:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(fd)
+            else:
+                ended = self._watched.get(fd)
+                self.unwatch(fd)
+                if ended is not None:
+                    ended()
+
+
+_worker: Worker | None = None
+_making = threading.Lock()
+
+
+def the_worker() -> Worker:
+    """The worker of this process; its thread begins with the first call."""
+    global _worker
+    with _making:
+        if _worker is None:
+            _worker = Worker()
+        return _worker
+
+
+def _forget() -> None:
+    global _worker, _making
+    _worker = None  # its thread is not in the child
+    _making = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)

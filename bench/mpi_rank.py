@@ -1,0 +1,128 @@
+"""One rank of MPI: reads from a socket what to run, runs it, answers with the seconds that it took, until it ends.
+
+    mpiexec -n 2 python bench/mpi_rank.py SOCKET
+
+``mpi_peer`` starts this. The read blocks without spinning. Only rank 0 answers with a time: it is the one that counts.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+Call = Callable[[], object]
+
+
+def ones(count: int) -> NDArray[np.float32]:
+    return np.ones(count, np.float32)  # written: pages that nobody wrote would all be the same one
+
+
+def all_reduce(comm: Any, n: int) -> Call:
+    data = ones(n)
+    return lambda: comm.Allreduce(MPI.IN_PLACE, data)
+
+
+def broadcast(comm: Any, n: int) -> Call:
+    data = ones(n)
+    return lambda: comm.Bcast(data, 0)
+
+
+def reduce(comm: Any, n: int) -> Call:
+    data = ones(n)
+    return lambda: comm.Reduce(MPI.IN_PLACE, data, root=0) if comm.rank == 0 else comm.Reduce(data, None, root=0)
+
+
+def all_gather(comm: Any, n: int) -> Call:
+    output, data = ones(n * comm.size), ones(n)
+    return lambda: comm.Allgather(data, output)
+
+
+def reduce_scatter(comm: Any, n: int) -> Call:
+    share = max(1, n // comm.size)
+    output, data = ones(share), ones(share * comm.size)
+    return lambda: comm.Reduce_scatter_block(data, output)
+
+
+def all_to_all(comm: Any, n: int) -> Call:
+    share = max(1, n // comm.size)
+    output, data = ones(share * comm.size), ones(share * comm.size)
+    return lambda: comm.Alltoall(data, output)
+
+
+def gather(comm: Any, n: int) -> Call:
+    output, data = ones(n * comm.size) if comm.rank == 0 else None, ones(n)
+    return lambda: comm.Gather(data, output, 0)
+
+
+def scatter(comm: Any, n: int) -> Call:
+    output, data = ones(n), ones(n * comm.size) if comm.rank == 0 else None
+    return lambda: comm.Scatter(data, output, 0)
+
+
+def barrier(comm: Any, n: int) -> Call:
+    return lambda: comm.Barrier()
+
+
+def send_recv(comm: Any, n: int) -> Call:
+    out, mine = ones(n), ones(n)
+
+    def ping_pong() -> None:
+        if comm.rank == 0:
+            comm.Send(mine, 1)
+            comm.Recv(out, 1)
+        elif comm.rank == 1:
+            comm.Recv(out, 0)
+            comm.Send(mine, 0)
+
+    return ping_pong
+
+
+OPS: dict[str, Callable[[Any, int], Call]] = {
+    "all_reduce": all_reduce,
+    "broadcast": broadcast,
+    "reduce": reduce,
+    "all_gather": all_gather,  # MPI has no other than into one buffer
+    "all_gather_single": all_gather,
+    "reduce_scatter_single": reduce_scatter,
+    "all_to_all_single": all_to_all,
+    "gather": gather,
+    "scatter": scatter,
+    "barrier": barrier,
+    "send_recv": send_recv,
+}
+
+
+def timed(comm: Any, call: Call, count: int) -> float:
+    comm.Barrier()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    return time.perf_counter() - start if comm.rank == 0 else 0.0
+
+
+def main() -> None:
+    comm = MPI.COMM_WORLD
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(sys.argv[1])
+        prepared: tuple[str, int] | None = None
+        call: Call | None = None
+        for line in connection.makefile():
+            turn = json.loads(line)
+            if prepared != (turn["op"], turn["floats"]):
+                prepared = turn["op"], turn["floats"]
+                call = None  # the memory of the last one goes before the next is made
+                call = OPS[turn["op"]](comm, turn["floats"])
+            assert call is not None
+            connection.sendall(f"{timed(comm, call, turn['count'])!r}\n".encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""The collectives that the benches measure, by asynccomm and by torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from asynccomm.comm import Comm
+
+__all__ = ["NO_FUTURE", "OPS", "SIZES", "Op", "floats", "one_way"]
+
+SIZES = [8, 1 << 10, 16 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]  # bytes each rank brings
+NO_FUTURE = {"send_recv", "reduce_scatter_single"}  # in gloo
+
+
+@dataclass(frozen=True)
+class Op:
+    """One collective, by us and by torch.distributed; ``tensors`` makes its (output, input) for a size in floats."""
+
+    name: str
+    tensors: Callable[[int, int, int], tuple[Any, Any]]  # (floats, rank, size)
+    ours: Callable[[Comm, Any, Any], Awaitable[object]]
+    torch: Callable[[Any, Any, bool], Any]  # (output, input, async_op)
+
+
+def _same(n: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
+    tensor = torch.ones(n)
+    return tensor, tensor
+
+
+def _gathered(n: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
+    return torch.empty(n * size), torch.ones(n)
+
+
+def _scattered(n: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
+    share = max(1, n // size)
+    return torch.empty(share), torch.ones(share * size)
+
+
+def _swapped(n: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
+    share = max(1, n // size) * size
+    return torch.empty(share), torch.ones(share)
+
+
+def _list_out(n: int, rank: int, size: int) -> tuple[list[Tensor], Tensor]:
+    return [torch.empty(n) for _ in range(size)], torch.ones(n)
+
+
+def _list_at_root(n: int, rank: int, size: int) -> tuple[list[Tensor] | None, Tensor]:
+    return ([torch.empty(n) for _ in range(size)] if rank == 0 else None), torch.ones(n)
+
+
+async def _ping_pong(comm: Comm, out: Tensor, mine: Tensor) -> None:
+    if comm.rank == 0:
+        await comm.send(mine, 1)
+        await comm.recv(out, 1)
+    elif comm.rank == 1:
+        await comm.recv(out, 0)
+        await comm.send(mine, 0)
+
+
+def _ping_pong_torch(out: Tensor, mine: Tensor, async_op: bool) -> None:
+    if dist.get_rank() == 0:
+        dist.send(mine, 1)
+        dist.recv(out, 1)
+    elif dist.get_rank() == 1:
+        dist.recv(out, 0)
+        dist.send(mine, 0)
+
+
+OPS = {
+    op.name: op
+    for op in [
+        Op("all_reduce", _same, lambda c, o, i: c.all_reduce(i), lambda o, i, a: dist.all_reduce(i, async_op=a)),
+        Op("broadcast", _same, lambda c, o, i: c.broadcast(i, 0), lambda o, i, a: dist.broadcast(i, 0, async_op=a)),
+        Op("reduce", _same, lambda c, o, i: c.reduce(i, 0), lambda o, i, a: dist.reduce(i, 0, async_op=a)),
+        Op(
+            "all_gather",
+            _list_out,
+            lambda c, o, i: c.all_gather(o, i),
+            lambda o, i, a: dist.all_gather(o, i, async_op=a),
+        ),
+        Op(
+            "all_gather_single",
+            _gathered,
+            lambda c, o, i: c.all_gather_single(o, i),
+            lambda o, i, a: dist.all_gather_into_tensor(o, i, async_op=a),
+        ),
+        Op(
+            "reduce_scatter_single",
+            _scattered,
+            lambda c, o, i: c.reduce_scatter_single(o, i),
+            lambda o, i, a: dist.reduce_scatter_tensor(o, i, async_op=a),
+        ),
+        Op(
+            "all_to_all_single",
+            _swapped,
+            lambda c, o, i: c.all_to_all_single(o, i),
+            lambda o, i, a: dist.all_to_all_single(o, i, async_op=a),
+        ),
+        Op(
+            "gather",
+            _list_at_root,
+            lambda c, o, i: c.gather(o, i, 0),
+            lambda o, i, a: dist.gather(i, o, 0, async_op=a),
+        ),
+        Op(
+            "scatter",
+            lambda n, r, s: tuple(reversed(_list_at_root(n, r, s))),  # type: ignore[arg-type,return-value]
+            lambda c, o, i: c.scatter(o, i, 0),
+            lambda o, i, a: dist.scatter(o, i, 0, async_op=a),
+        ),
+        Op("barrier", _same, lambda c, o, i: c.barrier(), lambda o, i, a: dist.barrier(async_op=a)),
+        Op("send_recv", lambda n, r, s: (torch.empty(n), torch.ones(n)), _ping_pong, _ping_pong_torch),
+    ]
+}
+
+
+def floats(nbytes: int) -> int:
+    """How many make ``nbytes``; at least one."""
+    return max(1, nbytes // 4)
+
+
+def one_way(op: str, us: float) -> float:
+    """``us`` of one operation as it is reported: a ping-pong is two messages, and one is what counts."""
+    return us / 2 if op == "send_recv" else us

@@ -1,0 +1,17 @@
+"""Shared memory on real processes: the conformance suite, and what is shm's own."""
+
+import pytest
+
+from asynccomm import new_comm
+from asynccomm.testing import check_backend
+
+
+@pytest.mark.ranks([1, 2, 3, 4, 5, 8], backend="shm")
+async def test_conformance() -> None:
+    await check_backend(lambda name: new_comm("shm", name=name, timeout=50))
+
+
+@pytest.mark.ranks([2, 3], backend="shm")
+async def test_conformance_with_tiny_slots_and_everything_on_the_worker() -> None:
+    hints = {"chunk_bytes": "1024", "whole_bytes": "64", "inline_bytes": "0", "message_bytes": "1024"}
+    await check_backend(lambda name: new_comm("shm", name=name, timeout=50, hints=hints))

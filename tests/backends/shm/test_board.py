@@ -1,0 +1,99 @@
+"""The board: what a rank may do when, and what it sees."""
+
+import pytest
+import torch
+
+from asynccomm.backends.shm.board import CACHED_VIEWS, Board
+from asynccomm.backends.shm.fence import Fence
+from asynccomm.backends.shm.segment import Layout
+from asynccomm.errors import CollectiveMismatchError
+
+from .world import boards
+
+BARRIER = (0, 0)
+
+
+def test_a_slot_is_free_until_banks_are_full_and_again_when_all_have_finished() -> None:
+    mine, theirs = boards(2, banks=2)
+    assert mine.free(0)
+    assert mine.free(1)
+    assert not mine.free(2)
+    mine.finish(0)
+    assert not mine.free(2)
+    theirs.finish(0)
+    assert mine.free(2)
+    assert not mine.free(3)
+
+
+def test_posted_is_all_others_and_posted_by_is_one() -> None:
+    first, second, third = boards(3)
+    second.begin(0, BARRIER, 1)
+    third.begin(0, BARRIER, 1)
+    first.begin(0, BARRIER, 1)
+    first.post(0)
+    assert not first.posted(0)
+    second.post(0)
+    assert first.posted_by(1, 0)
+    assert not first.posted_by(2, 0)
+    assert not first.posted(0)
+    third.post(0)
+    assert first.posted(0)
+    assert not first.posted(1)
+
+
+def test_results_are_seen_apart_from_posts() -> None:
+    mine, theirs = boards(2)
+    theirs.post(0)
+    assert not mine.results_posted(0)
+    theirs.post_result(0)
+    assert mine.results_posted(0)
+
+
+@pytest.mark.parametrize("look", [lambda board: board.posted(0), lambda board: board.posted_by(1, 0)])
+def test_another_collective_is_a_mismatch(look: object) -> None:
+    mine, theirs = boards(2)
+    mine.begin(4, (0, 0), 1)
+    theirs.begin(4, (0, 1), 1)
+    mine.post(0)
+    theirs.post(0)
+    with pytest.raises(CollectiveMismatchError, match="operation #4 differs: rank 0 has barrier"):
+        look(mine)  # type: ignore[operator]
+
+
+def test_behind_is_who_has_not_come_to_the_end() -> None:
+    mine, theirs = boards(2)
+    mine.begin(0, BARRIER, 2)
+    assert mine.behind(1)
+    theirs.post(0)
+    assert mine.behind(1)
+    theirs.post(1)
+    assert not mine.behind(1)
+
+
+def test_slots_are_the_ranks_memory() -> None:
+    mine, theirs = boards(2, chunk=256)
+    mine.slot(torch.float32, 1, 0)[:3].copy_(torch.tensor([1.0, 2.0, 3.0]))
+    assert theirs.heads(torch.float32, 1, 3)[0].tolist() == [1, 2, 3]
+    assert theirs.slot(torch.float32, 1 + 4, 0)[:3].tolist() == [1, 2, 3]  # the same bank again
+    assert theirs.slot(torch.float32, 2, 0)[:3].tolist() == [0, 0, 0]
+    theirs.result(torch.int64, 0, 1).fill_(7)
+    assert mine.result(torch.int64, 0, 1).tolist() == [7] * (theirs.layout.piece // 8)
+
+
+def test_cached_views_are_bounded() -> None:
+    board = boards(1, chunk=4096)[0]
+    for n in range(2 * CACHED_VIEWS):
+        assert board.heads(torch.uint8, 0, n)[0].numel() == n
+    assert len(board._views) <= CACHED_VIEWS
+
+
+def test_others_hear_of_what_is_posted_and_finished() -> None:
+    told: list[int] = []
+    layout = Layout(1, 64, 4, 64)
+    memory = bytearray(layout.total)
+    words, data = memoryview(memory).cast("Q"), torch.frombuffer(memory, dtype=torch.uint8)
+    board = Board(0, layout, words, data, Fence(), lambda: told.append(1))
+    board.post(0)
+    board.post_result(0)
+    board.finish(0)
+    assert len(told) == 3

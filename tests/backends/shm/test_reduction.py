@@ -1,0 +1,77 @@
+"""How reductions travel and are combined."""
+
+import pytest
+import torch
+
+from asynccomm.backends.shm.reduction import Reduction
+from asynccomm.reduce_op import ReduceOp
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "travels"),
+    [
+        (torch.float32, ReduceOp.SUM, torch.float32),
+        (torch.float64, ReduceOp.AVG, torch.float64),
+        (torch.bfloat16, ReduceOp.SUM, torch.bfloat16),  # half the bytes
+        (torch.float16, ReduceOp.PREMUL_SUM(0.1), torch.float32),  # the product is not rounded
+        (torch.complex64, ReduceOp.SUM, torch.float32),
+        (torch.complex32, ReduceOp.SUM, torch.float16),
+        (torch.int8, ReduceOp.SUM, torch.int8),
+        (torch.int8, ReduceOp.AVG, torch.int32),
+        (torch.bool, ReduceOp.SUM, torch.uint8),
+        (torch.uint16, ReduceOp.SUM, torch.int32),
+    ],
+)
+def test_dtype_on_the_way(dtype: torch.dtype, op: ReduceOp, travels: torch.dtype) -> None:
+    assert Reduction(dtype, op, 3).dtype == travels
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_plain_tensors_are_used_as_they_are(dtype: torch.dtype) -> None:
+    tensor = torch.ones(3, 4, dtype=dtype)
+    reduction = Reduction(dtype, ReduceOp.SUM, 2)
+    assert reduction.contribution(tensor).data_ptr() == tensor.data_ptr()
+    assert reduction.target(tensor).data_ptr() == tensor.data_ptr()
+    assert reduction.contribution(tensor).numel() == reduction.target(tensor).numel()
+
+
+def test_other_memory_is_filled_by_land() -> None:
+    output = torch.zeros(4, 2)[:, 0]
+    reduction = Reduction(torch.float32, ReduceOp.AVG, 2)
+    target = reduction.target(output)
+    reduction.combine([torch.ones(4), torch.full((4,), 3.0)], target)
+    assert output.tolist() == [0] * 4
+    reduction.land()
+    assert output.tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_half_types_round_once(size: int) -> None:
+    rows = [torch.full((2,), value, dtype=torch.float16) for value in (2048.0, 1.0, 1.0, 1.0, 1.0)[:size]]
+    out = torch.empty(2, dtype=torch.float16)
+    Reduction(torch.float16, ReduceOp.SUM, size).combine(rows, out)
+    want = torch.stack([row.float() for row in rows]).sum(0).half()
+    assert torch.equal(out, want)
+
+
+def test_average_of_integers_truncates() -> None:
+    out = torch.empty(2, dtype=torch.int64)
+    rows = [torch.tensor([-3, 3]), torch.tensor([-2, 2])]
+    Reduction(torch.int64, ReduceOp.AVG, 2).combine(rows, out)
+    assert out.tolist() == [-2, 2]
+
+
+def test_one_rank_still_divides_and_multiplies() -> None:
+    tensor = torch.ones(2)
+    reduction = Reduction(torch.float32, ReduceOp.PREMUL_SUM(3.0), 1)
+    out = torch.empty(2)
+    reduction.combine([reduction.contribution(tensor)], out)
+    assert out.tolist() == [3.0, 3.0]
+    assert tensor.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_result_may_be_one_of_the_first_two_rows(place: int) -> None:
+    rows = [torch.full((2,), 1.0), torch.full((2,), 2.0), torch.full((2,), 4.0)]
+    Reduction(torch.float32, ReduceOp.SUM, 3).combine(rows, rows[place])
+    assert rows[place].tolist() == [7.0, 7.0]

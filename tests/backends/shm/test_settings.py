@@ -1,0 +1,50 @@
+"""Hints of the backend."""
+
+import pytest
+
+from asynccomm.backends.shm.settings import HINTS, Settings, spin_seconds
+
+
+def test_defaults() -> None:
+    settings = Settings.of({})
+    assert settings == Settings()
+    assert set(settings.as_dict()) == HINTS.keys() - {"spin_us"}
+    for key, value in settings.as_dict().items():
+        assert str(value) in HINTS[key], f"the text of {key} names another default"
+
+
+def test_values_are_taken() -> None:
+    settings = Settings.of({"chunk_bytes": "4096", "message_bytes": "8192", "inline_bytes": "0", "whole_bytes": "0"})
+    assert settings.as_dict() == {"chunk_bytes": 4096, "message_bytes": 8192, "inline_bytes": 0, "whole_bytes": 0}
+
+
+def test_whole_reductions_are_limited_by_the_chunk() -> None:
+    assert Settings.of({"chunk_bytes": "1024"}).whole_bytes == 1024
+    with pytest.raises(ValueError, match="'whole_bytes' must be at most chunk_bytes \\(1024\\), got 2048"):
+        Settings.of({"chunk_bytes": "1024", "whole_bytes": "2048"})
+
+
+@pytest.mark.parametrize("key", ["chunk_bytes", "message_bytes", "inline_bytes", "whole_bytes"])
+@pytest.mark.parametrize("value", ["-1", "1.5", "many", "", "²", str(1 << 31)])
+def test_what_is_no_size_is_named(key: str, value: str) -> None:
+    with pytest.raises(ValueError, match=f"'{key}' must be an integer"):
+        Settings.of({key: value})
+
+
+@pytest.mark.parametrize("key", ["chunk_bytes", "message_bytes"])
+@pytest.mark.parametrize("value", ["0", "64", "1025"])
+def test_what_cannot_be_laid_out_is_named(key: str, value: str) -> None:
+    with pytest.raises(ValueError, match=f"'{key}' must be a multiple of 64 and at least 1024, got {value}"):
+        Settings.of({key: value})
+
+
+def test_spin() -> None:
+    assert spin_seconds({}) is None
+    assert spin_seconds({"spin_us": "0"}) == 0
+    assert spin_seconds({"spin_us": "150"}) == pytest.approx(150e-6)
+    with pytest.raises(ValueError, match="'spin_us' must be an integer"):
+        spin_seconds({"spin_us": "fast"})
+
+
+def test_a_slot_has_a_line_for_every_rank() -> None:
+    assert Settings.of({"chunk_bytes": "1024", "whole_bytes": "0"}).layout(64).chunk == 64 * 64

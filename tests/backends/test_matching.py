@@ -1,0 +1,78 @@
+"""Matching against a model that searches plain lists."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asynccomm.backends.matching import Matching
+
+SIZE = 3
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["receive", "message"]), st.integers(0, SIZE - 1), st.sampled_from([None, 1]), st.integers(0, 2)
+    ),
+    max_size=60,
+)
+
+
+class Model:
+    """Receives and messages in the order they came; the first that fits is taken."""
+
+    def __init__(self) -> None:
+        self.receives: list[tuple[int, int | None, int]] = []
+        self.messages: list[tuple[int, int, int]] = []
+
+    def receive(self, item: int, source: int | None, tag: int) -> tuple[int, int] | None:
+        for i, (message, its_source, its_tag) in enumerate(self.messages):
+            if its_tag == tag and source in (None, its_source):
+                del self.messages[i]
+                return its_source, message
+        self.receives.append((item, source, tag))
+        return None
+
+    def message(self, item: int, source: int, tag: int) -> int | None:
+        for i, (receive, its_source, its_tag) in enumerate(self.receives):
+            if its_tag == tag and its_source in (None, source):
+                del self.receives[i]
+                return receive
+        self.messages.append((item, source, tag))
+        return None
+
+
+@given(steps)
+def test_first_come_first_served(steps: list[tuple[str, int, int | None, int]]) -> None:
+    matching: Matching[int, int] = Matching(SIZE)
+    model = Model()
+    for item, (what, rank, anybody, tag) in enumerate(steps):
+        if what == "receive":
+            source = None if anybody is None else rank
+            assert matching.post(item, source, tag) == model.receive(item, source, tag)
+        else:
+            claimed = matching.claim(rank, tag)
+            assert claimed == model.message(item, rank, tag)
+            if claimed is None:
+                matching.keep(item, rank, tag)
+    for source in (None, *range(SIZE)):
+        expected = [item for item, its_source, _ in model.receives if its_source == source]
+        assert sorted(matching.withdraw(source)) == expected
+        assert matching.withdraw(source) == []
+
+
+def test_forgotten_messages_are_not_matched() -> None:
+    matching: Matching[str, str] = Matching(2)
+    matching.keep("a", 0, 5)
+    matching.keep("b", 1, 5)
+    matching.forget(0)
+    assert matching.post("r", None, 5) == (1, "b")
+    assert matching.post("s", 0, 5) is None
+    matching.clear()
+    assert matching.claim(0, 5) is None
+
+
+def test_queues_of_tags_that_are_done_with_are_removed() -> None:
+    matching: Matching[int, int] = Matching(1)
+    for tag in range(100):
+        matching.keep(tag, 0, tag)
+        assert matching.post(tag, 0, tag) == (0, tag)
+        matching.post(tag, None, tag)
+        assert matching.claim(0, tag) == tag
+    assert not any([*matching._arrived, *matching._posted])

@@ -1,0 +1,82 @@
+"""The benches run, and refuse what they cannot do. Their figures are nobody's test."""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT / "bench", capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_collectives_writes_a_row_per_operation_and_peer(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    peers = ["gloo", *(["mpi"] if find_spec("mpi4py") else [])]
+    done = bench(
+        "collectives.py",
+        *("--backend", "gloo"),
+        *("--ops", "all_reduce,barrier"),
+        *("--sizes", 8),
+        *("--peers", ",".join(peers)),
+        *("--rounds", 1),
+        "--json",
+        out,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())
+    assert [(row["op"], row["bytes"], row["peer"]) for row in rows] == [
+        (op, nbytes, peer) for op, nbytes in (("all_reduce", 8), ("barrier", 0)) for peer in peers
+    ]
+    assert all(row["ratio"] == pytest.approx(row["peer_us"] / row["asynccomm_us"]) for row in rows)
+
+
+def test_hints_has_a_column_per_value(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    done = bench(
+        "hints.py",
+        *("--backend", "gloo"),
+        *("--hint", "gloo_threads=1,2"),
+        *("--sizes", 8),
+        *("--rounds", 1),
+        "--json",
+        out,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [(row["hint"], row["value"]) for row in json.loads(out.read_text())] == [
+        ("gloo_threads", "1"),
+        ("gloo_threads", "2"),
+    ]
+
+
+def test_loop_lag_measures_each_setting_with_and_without_communication(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    done = bench(
+        "loop_lag.py", *("--backend", "gloo"), *("--bytes", 4096), *("--seconds", 0.1), *("--late", 0.1), "--json", out
+    )
+    assert done.returncode == 0, done.stderr
+    *lags, late = json.loads(out.read_text())
+    assert [(row["case"], row["communicating"]) for row in lags] == [
+        (case, communicating) for case in ("idle loop", "busy loop", "GIL-bound") for communicating in (False, True)
+    ]
+    assert late["case"] == "late peer"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["collectives.py", "--peers", "gloo,carrier-pigeon"], "argument --peers: 'carrier-pigeon' is not one of"),
+        (["hints.py", "--backend", "gloo", "--hint", "nonsense=1"], "argument --hint: gloo knows no 'nonsense'"),
+    ],
+    ids=["peers", "hint"],
+)
+def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:
+    done = bench(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
