@@ -46,14 +46,16 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def resolved(tensor: Tensor) -> Tensor:
-    """``tensor`` as a flat plain tensor without autograd; a view if it is plain already."""
+    """``tensor`` as a flat plain tensor without autograd; a view if it is plain already, itself if it is flat too."""
     if tensor.requires_grad:
         tensor = tensor.detach()
-    return flat(tensor if is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous())
+    if not is_plain(tensor):
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    return tensor if tensor.stride() == (1,) else flat(tensor)
 
 
 def landing(output: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
-    """A plain tensor to fill in place of ``output`` (itself if it is plain), and what then copies it there, if anything."""
+    """A plain tensor to fill in place of ``output`` (itself if it is plain), and what then copies it there."""
     if is_plain(output):
         return output, None
     place = torch.empty(output.shape, dtype=output.dtype)

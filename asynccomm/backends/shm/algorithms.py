@@ -10,28 +10,31 @@ thread can keep any number of them going. Four forms are all there is:
   all-gather), chunk by chunk through slots that stay in the caches.
 
 Reductions go in rank order, whoever computes them, so every rank holds the same bits.
+
+What is only moved is moved by address: a view for each piece would take longer than moving a small one. Callers keep
+the tensors. ``memmove`` gives up the interpreter's lock, as torch's operations do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from ctypes import memmove
 
-import torch
 from torch import Tensor
 
 from asynccomm.backends.shm.board import Board
 from asynccomm.backends.shm.reduction import Reduction
 from asynccomm.backends.shm.segment import LINE, rounded_up
 
-__all__ = ["Progress", "exchange", "meet", "publish", "reduce_parts", "reduce_whole", "steps_for"]
+__all__ = ["Progress", "exchange", "meet", "part_bytes", "publish", "reduce_parts", "reduce_whole", "steps_for"]
 
 Progress = Generator[bool, None, None]
 Stage = tuple[Callable[[int], bool], Callable[[int], None]]  # (may step i be done?, do it)
 
 
-def steps_for(length: int, per_step: int) -> int:
+def steps_for(nbytes: int, per_step: int) -> int:
     """How many steps; an operation on nothing takes one too, for it is a collective like any other."""
-    return max(1, -(-length // per_step))
+    return -(-nbytes // per_step) or 1
 
 
 def _pipeline(steps: int, *stages: Stage) -> Progress:
@@ -65,96 +68,99 @@ def meet(board: Board, step: int) -> Progress:
     board.finish(step)
 
 
-def publish(board: Board, first: int, steps: int, source: Tensor | None, targets: Mapping[int, Tensor]) -> Progress:
+def publish(
+    board: Board, first: int, steps: int, nbytes: int, source: int | None, targets: Mapping[int, int]
+) -> Progress:
     """Fill the slot from ``source``, if there is one; copy the slots of the ranks in ``targets`` there.
 
-    All are vectors of bytes of one length. Without targets this rank waits for nobody.
+    All are addresses of ``nbytes`` bytes. Without targets this rank waits for nobody.
     """
     me, room = board.rank, board.chunk
     others = [(rank, target) for rank, target in targets.items() if rank != me]
-    if me in targets and source is not None:
-        _copy(source, targets[me])
+    only = others[0][0] if len(others) == 1 else None
+    if source is not None and targets.get(me, source) != source:
+        memmove(targets[me], source, nbytes)
+
+    def free(i: int) -> bool:
+        return board.free(first + i)
 
     def fill(i: int) -> None:
         if source is not None:
-            part = source[i * room : (i + 1) * room]
-            board.slot(torch.uint8, first + i, me)[: part.numel()].copy_(part)
+            memmove(board.slot_address(first + i, me), source + i * room, min(room, nbytes - i * room))
         board.post(first + i)
 
     def there(i: int) -> bool:
-        if len(others) == 1:
-            return board.posted_by(others[0][0], first + i)
+        if only is not None:
+            return board.posted_by(only, first + i)
         return not others or board.posted(first + i)
 
     def take(i: int) -> None:
         for rank, target in others:
-            part = target[i * room : (i + 1) * room]
-            part.copy_(board.slot(torch.uint8, first + i, rank)[: part.numel()])
+            memmove(target + i * room, board.slot_address(first + i, rank), min(room, nbytes - i * room))
         board.finish(first + i)
 
-    return _pipeline(steps, (lambda i: board.free(first + i), fill), (there, take))
+    return _pipeline(steps, (free, fill), (there, take))
+
+
+def part_bytes(board: Board) -> int:
+    """Bytes of a slot that each rank has in an ``exchange``."""
+    return board.chunk // board.size // LINE * LINE
 
 
 def exchange(
     board: Board,
     first: int,
     steps: int,
-    sources: Sequence[Tensor] | None,
+    nbytes: int,
+    sources: Sequence[int] | None,
     givers: Sequence[int],
-    dtype: torch.dtype,
-    length: int,
-    take: Callable[[slice, Mapping[int, Tensor]], None],
+    take: Callable[[int, int], None],
 ) -> Progress:
-    """Fill the slot with a part for each rank; let ``take`` have the parts that are for this rank.
+    """Fill the slot with a part for each rank; have ``take`` fetch the parts that are for this rank.
 
     Args:
-        sources: for each rank what it is to get, vectors of ``length`` and ``dtype``; None: this rank gives nothing.
+        sources: for each rank the address of the ``nbytes`` bytes it is to get; None: this rank gives nothing.
         givers: the ranks that give, apart from this one.
-        take: gets which part of the vectors it is, and that part by giver; this rank's own is not among them.
+        take: called with a step and the byte at which it begins in the vectors, once the givers' slots are filled; the
+            parts for this rank are ``rank * part_bytes(board)`` into them.
     """
-    me, size = board.rank, board.size
-    room = part_of(board, dtype)
-    mine = me * room
+    me, room = board.rank, part_bytes(board)
+    readers = [rank for rank in range(board.size) if rank != me]
+    only = givers[0] if len(givers) == 1 else None
+
+    def free(i: int) -> bool:
+        return board.free(first + i)
 
     def fill(i: int) -> None:
         if sources is not None:
-            slot = board.slot(dtype, first + i, me)
-            for rank in range(size):
-                if rank != me:
-                    part = sources[rank][i * room : (i + 1) * room]
-                    slot[rank * room : rank * room + part.numel()].copy_(part)
+            slot, start = board.slot_address(first + i, me), i * room
+            n = min(room, nbytes - start)
+            for rank in readers:
+                memmove(slot + rank * room, sources[rank] + start, n)
         board.post(first + i)
 
     def there(i: int) -> bool:
-        if len(givers) == 1:
-            return board.posted_by(givers[0], first + i)
+        if only is not None:
+            return board.posted_by(only, first + i)
         return not givers or board.posted(first + i)
 
     def read(i: int) -> None:
-        where = slice(i * room, min(length, (i + 1) * room))
-        n = where.stop - where.start
-        take(where, {rank: board.slot(dtype, first + i, rank)[mine : mine + n] for rank in givers})
+        take(first + i, i * room)
         board.finish(first + i)
 
-    return _pipeline(steps, (lambda i: board.free(first + i), fill), (there, read))
-
-
-def part_of(board: Board, dtype: torch.dtype) -> int:
-    """Elements that a slot has room for, for each rank."""
-    return board.chunk // board.size // LINE * LINE // dtype.itemsize
+    return _pipeline(steps, (free, fill), (there, read))
 
 
 def reduce_whole(board: Board, step: int, source: Tensor, target: Tensor | None, reduction: Reduction) -> Progress:
     """Combine the ranks' ``source`` into ``target``, if it is given; at most a slot's worth."""
     while not board.free(step):
         yield False
-    rows = board.heads(reduction.dtype, step, source.numel())
-    rows[board.rank].copy_(source)
+    memmove(board.slot_address(step, board.rank), source.data_ptr(), source.nbytes)
     board.post(step)
     if target is not None:
         while not board.posted(step):
             yield False
-        reduction.combine(rows, target)
+        reduction.combine(board.heads(reduction.dtype, step, source.numel()), target)
     board.finish(step)
 
 
@@ -167,57 +173,54 @@ def reduce_parts(
     ``target`` may be ``source``.
     """
     me, size, dtype = board.rank, board.size, reduction.dtype
-    room = board.chunk // dtype.itemsize
+    item = dtype.itemsize
+    room = board.chunk // item
     length = source.numel()
-    line = LINE // dtype.itemsize
+    from_address = source.data_ptr()
+    to_address = None if target is None else target.data_ptr()
 
     def bounds(i: int) -> tuple[int, list[int]]:
-        """Where step i begins, and where in it each rank's part does; all of it beyond the last."""
+        """Where step i begins, and where in it each rank's part does, all of it beyond the last; in elements."""
         start = i * room
         here = min(room, length - start)
-        part = rounded_up(-(-here // size), line)
+        part = rounded_up(-(-here // size), LINE // item)
         return start, [min(here, rank * part) for rank in range(size + 1)]
+
+    def free(i: int) -> bool:
+        return board.free(first + i)
 
     def fill(i: int) -> None:
         start, at = bounds(i)
-        slot = board.slot(dtype, first + i, me)
+        slot = board.slot_address(first + i, me)
         for a, b in ((0, at[me]), (at[me + 1], at[size])):
             if a < b:
-                slot[a:b].copy_(source[start + a : start + b])
+                memmove(slot + a * item, from_address + (start + a) * item, (b - a) * item)
         board.post(first + i)
+
+    def there(i: int) -> bool:
+        return board.posted(first + i)
 
     def combine(i: int) -> None:
         start, at = bounds(i)
         a, b = at[me], at[me + 1]
         if a < b:
-            own = slice(start + a, start + b)
-            rows = [source[own] if r == me else board.slot(dtype, first + i, r)[a:b] for r in range(size)]
-            result = board.result(dtype, first + i, me)[: b - a]
-            reduction.combine(rows, result)
-            if target is not None:
-                target[own].copy_(result)
+            own = source[start + a : start + b]
+            rows = [own if r == me else board.slot(dtype, first + i, r)[a:b] for r in range(size)]
+            reduction.combine(rows, board.result(dtype, first + i, me)[: b - a])
+            if to_address is not None:
+                memmove(to_address + (start + a) * item, board.result_address(first + i, me), (b - a) * item)
         board.post_result(first + i)
-
-    def take(i: int) -> None:
-        if target is not None:
-            start, at = bounds(i)
-            for rank in range(size):
-                a, b = at[rank], at[rank + 1]
-                if rank != me and a < b:
-                    target[start + a : start + b].copy_(board.result(dtype, first + i, rank)[: b - a])
-        board.finish(first + i)
 
     def results(i: int) -> bool:
         return target is None or board.results_posted(first + i)
 
-    return _pipeline(
-        steps,
-        (lambda i: board.free(first + i), fill),
-        (lambda i: board.posted(first + i), combine),
-        (results, take),
-    )
+    def take(i: int) -> None:
+        if to_address is not None:
+            start, at = bounds(i)
+            for rank in range(size):
+                a, b = at[rank], at[rank + 1]
+                if rank != me and a < b:
+                    memmove(to_address + (start + a) * item, board.result_address(first + i, rank), (b - a) * item)
+        board.finish(first + i)
 
-
-def _copy(source: Tensor, target: Tensor) -> None:
-    if source.data_ptr() != target.data_ptr():
-        target.copy_(source)
+    return _pipeline(steps, (free, fill), (there, combine), (results, take))

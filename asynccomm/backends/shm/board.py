@@ -57,6 +57,7 @@ class Board:
         self._what = [[layout.what(r, bank) for r in range(layout.size)] for bank in range(layout.banks)]
         self._free = layout.banks  # steps below are known to be free
         self._views: dict[tuple[torch.dtype, int, int], list[Tensor]] = {}
+        self._base = data.data_ptr()
         self._slots: dict[tuple[torch.dtype, int, int], Tensor] = {}
         self._results: dict[tuple[torch.dtype, int, int], Tensor] = {}
 
@@ -164,6 +165,14 @@ class Board:
             start = self.layout.result(key[1], rank)
             view = self._results[key] = self._data[start : start + self.layout.piece].view(dtype)
         return view
+
+    def slot_address(self, step: int, rank: int) -> int:
+        """Where a rank's slot begins in this process."""
+        return self._base + self.layout.slot(step % self._banks, rank)
+
+    def result_address(self, step: int, rank: int) -> int:
+        """Where a rank's result begins in this process."""
+        return self._base + self.layout.result(step % self._banks, rank)
 
     def heads(self, dtype: torch.dtype, step: int, n: int) -> Sequence[Tensor]:
         """The first ``n`` elements of every rank's slot. Cached: small operations come again and again."""

@@ -7,9 +7,9 @@ and copied there at the end. Inputs that overlap outputs in a way that the steps
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import memmove
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from asynccomm.backends import arithmetic
@@ -18,14 +18,14 @@ from asynccomm.backends.shm.algorithms import (
     Progress,
     exchange,
     meet,
-    part_of,
+    part_bytes,
     publish,
     reduce_parts,
     reduce_whole,
     steps_for,
 )
 from asynccomm.backends.shm.board import Board
-from asynccomm.backends.shm.reduction import Reduction
+from asynccomm.backends.shm.reduction import reduction_for
 from asynccomm.backends.shm.signature import signature
 from asynccomm.ops import (
     AllGather,
@@ -61,63 +61,84 @@ def _barrier(board: Board, submission: Submission, whole: int) -> Progress:
 def _reduce(board: Board, submission: Submission, whole: int) -> Progress:
     """all_reduce and reduce."""
     op: Any = submission.op
-    reduction = Reduction(op.dtype, op.reduction, board.size)
-    source = reduction.contribution(submission.inputs[0])
-    target = reduction.target(submission.outputs[0]) if submission.outputs else None
-    if source.nbytes <= whole:
+    reduction = reduction_for(op.dtype, op.reduction, board.size)
+    tensor = submission.inputs[0]
+    source = reduction.contribution(tensor)
+    target = land = None
+    if submission.outputs:
+        if source.data_ptr() == tensor.data_ptr() and submission.outputs[0] is tensor:
+            target = source
+        else:
+            target, land = reduction.target(submission.outputs[0])
+    nbytes = source.nbytes
+    if nbytes <= whole:
         yield from reduce_whole(board, _begin(board, submission, 1), source, target, reduction)
     else:
-        steps = steps_for(source.nbytes, board.chunk)
+        steps = steps_for(nbytes, board.chunk)
         yield from reduce_parts(board, _begin(board, submission, steps), steps, source, target, reduction)
-    reduction.land()
+    if land is not None:
+        land()
 
 
 def _reduce_scatter(board: Board, submission: Submission, whole: int) -> Progress:
     op: Any = submission.op
     size, me = board.size, board.rank
-    reduction = Reduction(op.dtype, op.reduction, size)
+    reduction = reduction_for(op.dtype, op.reduction, size)
+    dtype = reduction.dtype
     output = submission.outputs[0]
     inputs = _apart(submission.inputs, [output], harmless=())
     if len(inputs) == 1:
         sources = _split(reduction.contribution(inputs[0]), size)
     else:
         sources = [reduction.contribution(tensor) for tensor in inputs]
-    target = reduction.target(output)
-    others = [rank for rank in range(size) if rank != me]
+    target, land = reduction.target(output)
+    room = part_bytes(board) // dtype.itemsize
+    mine = me * room
 
-    def take(where: slice, parts: Mapping[int, Tensor]) -> None:
-        own = sources[me][where]
-        reduction.combine([own if rank == me else parts[rank] for rank in range(size)], target[where])
+    def take(step: int, byte: int) -> None:
+        start = byte // dtype.itemsize
+        out = target[start : start + room]
+        n = out.numel()
+        rows = [
+            sources[me][start : start + n] if rank == me else board.slot(dtype, step, rank)[mine : mine + n]
+            for rank in range(size)
+        ]
+        reduction.combine(rows, out)
 
-    steps = steps_for(target.numel(), part_of(board, reduction.dtype))
+    steps = steps_for(target.nbytes, part_bytes(board))
     first = _begin(board, submission, steps)
-    yield from exchange(board, first, steps, sources, others, reduction.dtype, target.numel(), take)
-    reduction.land()
+    others = [rank for rank in range(size) if rank != me]
+    yield from exchange(board, first, steps, target.nbytes, _addresses(sources), others, take)
+    if land is not None:
+        land()
 
 
 def _publish(board: Board, submission: Submission, whole: int) -> Progress:
     """broadcast, all_gather, all_gather_single, gather."""
     op: Any = submission.op
     size, me = board.size, board.rank
+    nbytes = op.nbytes
     copies: list[Callable[[], object]] = []
     outputs = [_landing(output, copies) for output in submission.outputs]
-    targets: Mapping[int, Tensor]
-    if isinstance(op, Broadcast):
-        targets = {op.root: outputs[0]} if outputs else {}
-    elif isinstance(op, AllGatherSingle):
-        targets = dict(enumerate(_split(outputs[0], size)))
+    targets: dict[int, int]
+    if isinstance(op, AllGatherSingle):
+        start = outputs[0].data_ptr()
+        targets = {rank: start + rank * nbytes for rank in range(size)}
+    elif isinstance(op, Broadcast):
+        targets = {op.root: outputs[0].data_ptr()} if outputs else {}
     else:
-        targets = dict(enumerate(outputs))
+        targets = dict(enumerate(_addresses(outputs)))
     source = None
     if submission.inputs:
-        harmless = ((submission.inputs[0], submission.outputs[me]),) if len(submission.outputs) > 1 else ()
-        single = isinstance(op, AllGatherSingle)
-        if single and submission.inputs[0].data_ptr() == targets[me].data_ptr():
-            source = _bytes(submission.inputs[0])  # in place: its own chunk of the output
-        else:
-            source = _bytes(_apart(submission.inputs, submission.outputs, harmless)[0])
-    steps = steps_for(op.nbytes, board.chunk)
-    yield from publish(board, _begin(board, submission, steps), steps, source, targets)
+        source = submission.inputs[0]
+        in_place = isinstance(op, AllGatherSingle) and source.data_ptr() == targets[me]  # its chunk of the output
+        if not in_place:
+            harmless = ((source, submission.outputs[me]),) if len(submission.outputs) > 1 else ()
+            source = _apart(submission.inputs, submission.outputs, harmless)[0]
+        source = arithmetic.resolved(source)
+    steps = steps_for(nbytes, board.chunk)
+    address = None if source is None else source.data_ptr()
+    yield from publish(board, _begin(board, submission, steps), steps, nbytes, address, targets)
     for copy in copies:
         copy()
 
@@ -128,30 +149,35 @@ def _distribute(board: Board, submission: Submission, whole: int) -> Progress:
     size, me = board.size, board.rank
     copies: list[Callable[[], object]] = []
     output = _landing(submission.outputs[0], copies)
-    sources: Sequence[Tensor] | None = None
+    inputs: Sequence[Tensor] = ()  # what the addresses belong to
+    sources: Sequence[int] | None = None
     if isinstance(op, AllToAllSingle):
-        targets = _split(output, size)
+        nbytes = op.nbytes // size
         same = submission.inputs[0].data_ptr() == submission.outputs[0].data_ptr()
         harmless = ((submission.inputs[0], submission.outputs[0]),) if same else ()
-        sources = _split(_bytes(_apart(submission.inputs, submission.outputs, harmless)[0]), size)
+        inputs = [arithmetic.resolved(_apart(submission.inputs, submission.outputs, harmless)[0])]
+        sources = [inputs[0].data_ptr() + rank * nbytes for rank in range(size)]
+        targets = [output.data_ptr() + rank * nbytes for rank in range(size)]
         givers = [rank for rank in range(size) if rank != me]
     else:
-        targets = [output if rank == op.root else output[:0] for rank in range(size)]
+        nbytes = op.nbytes
+        targets = [output.data_ptr()] * size
         givers = [] if me == op.root else [op.root]
         if me == op.root:
             harmless = ((submission.inputs[me], submission.outputs[0]),)
-            sources = [_bytes(tensor) for tensor in _apart(submission.inputs, submission.outputs, harmless)]
-    length = targets[op.root if isinstance(op, Scatter) else me].numel()
-    if sources is not None and sources[me].data_ptr() != targets[me].data_ptr():
-        targets[me].copy_(sources[me])
+            inputs = [arithmetic.resolved(t) for t in _apart(submission.inputs, submission.outputs, harmless)]
+            sources = _addresses(inputs)
+    if sources is not None and sources[me] != targets[me]:
+        memmove(targets[me], sources[me], nbytes)
+    room = part_bytes(board)
 
-    def take(where: slice, parts: Mapping[int, Tensor]) -> None:
-        for rank, part in parts.items():
-            targets[rank][where].copy_(part)
+    def take(step: int, start: int) -> None:
+        n = min(room, nbytes - start)
+        for rank in givers:
+            memmove(targets[rank] + start, board.slot_address(step, rank) + me * room, n)
 
-    steps = steps_for(length, part_of(board, torch.uint8))
-    first = _begin(board, submission, steps)
-    yield from exchange(board, first, steps, sources, givers, torch.uint8, length, take)
+    steps = steps_for(nbytes, room)
+    yield from exchange(board, _begin(board, submission, steps), steps, nbytes, sources, givers, take)
     for copy in copies:
         copy()
 
@@ -175,8 +201,8 @@ def _begin(board: Board, submission: Submission, steps: int) -> int:
     return board.begin(submission.work.seq, signature(submission.op), steps)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return arithmetic.resolved(tensor).view(torch.uint8)
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
 
 
 def _split(vector: Tensor, size: int) -> Sequence[Tensor]:
@@ -184,11 +210,11 @@ def _split(vector: Tensor, size: int) -> Sequence[Tensor]:
 
 
 def _landing(output: Tensor, copies: list[Callable[[], object]]) -> Tensor:
-    """Bytes to be filled for ``output``; what brings them there, if that is not its own memory, goes to ``copies``."""
+    """Plain memory to be filled for ``output``; what brings it there, if it is not its own, goes to ``copies``."""
     place, copy = arithmetic.landing(output)
     if copy is not None:
         copies.append(copy)
-    return _bytes(place)
+    return place
 
 
 def _apart(

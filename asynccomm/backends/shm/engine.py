@@ -46,7 +46,7 @@ LOOP: Final = 1  # values of the word SLEEPING: number of the bell, from 1
 WORKER: Final = 2
 SLICE_SECONDS: Final = 1e-3  # that one call may drive: a loop's other tasks must not starve
 MOST_SKIPPED: Final = 64  # awaits in a row that do not look out for peers, when that had not paid off
-_SHARES: Final = (AllGather, AllGatherSingle, Gather, Scatter, ReduceScatter, ReduceScatterSingle)
+_SHARED: Final = (AllGather, AllGatherSingle, Gather, Scatter, ReduceScatter, ReduceScatterSingle)
 
 
 @final
@@ -74,8 +74,9 @@ class Engine:
         self._loop = context.mailbox.loop
         self._on_error = context.on_error
         self._worker = worker
-        self._settings = settings
-        self._size = group.size
+        self._inline_bytes = settings.inline_bytes
+        self._whole_bytes = settings.whole_bytes
+        self._shares = dict.fromkeys(_SHARED, group.size)  # these count one rank's share as their bytes
         self._words = words
         self._fence = fence
         self._sleeping = layout.word(group.rank, Word.SLEEPING)
@@ -176,11 +177,10 @@ class Engine:
 
     @property
     def _large(self) -> bool:
-        return self._large_in != self._large_out
+        return self._large_in != self._large_out  # may be seen a little late, never for good
 
     def _is_large(self, op: Op) -> bool:
-        nbytes = op.nbytes * self._size if isinstance(op, _SHARES) else op.nbytes
-        return nbytes > self._settings.inline_bytes
+        return op.nbytes * self._shares.get(type(op), 1) > self._inline_bytes
 
     def _arm(self) -> None:
         self._arming = False
@@ -218,18 +218,22 @@ class Engine:
         words, sleeping = self._words, self._sleeping
         if words[sleeping]:
             words[sleeping] = 0
+        messages = self._messages
         until = 0.0
-        started = time.perf_counter()
+        started = 0.0
         while True:
-            if self._step():
-                if time.perf_counter() - started < SLICE_SECONDS:
+            moved = self._step()
+            if self._dead or self._large or not (self._queue or messages.pending or self._inbox):
+                return
+            if moved:
+                now = time.perf_counter()
+                started = started or now
+                if now - started < SLICE_SECONDS:
                     continue
                 if self._waited:
                     self._to_worker()
                 else:
                     os.eventfd_write(self._bell, 1)  # the loop has other things to do, too
-                return
-            if self._dead or self._large or not (self._queue or self._messages.pending):
                 return
             if patience and not self._finished and not self._news:
                 now = time.perf_counter()
@@ -245,25 +249,29 @@ class Engine:
             words[sleeping] = 0
 
     def _step(self, *, one: bool = False) -> bool:
-        """Move each lane as far as it goes, or ``one`` step; returns whether anything moved."""
+        """Move each lane as far as it goes, or ``one`` step; returns whether anything moved.
+
+        If not, then all there is waits for other ranks, and was looked at after this began.
+        """
         moved = False
+        queue, inbox = self._queue, self._inbox
         try:
-            while self._inbox:
-                submission = self._inbox.popleft()
+            while inbox:
+                submission = inbox.popleft()
                 if submission.op.p2p:
                     self._messages.submit(submission)
                 else:
-                    self._queue.append(submission)
-                moved = True
-            while self._queue and (one or not self._large):
-                if self._current is None:
-                    self._current = start(self._board, self._queue[0], self._settings.whole_bytes)
-                try:
-                    if not next(self._current):
-                        break
-                except StopIteration:
+                    queue.append(submission)
+            while queue and (one or not self._large):
+                current = self._current
+                if current is None:
+                    current = self._current = start(self._board, queue[0], self._whole_bytes)
+                got_on = next(current, None)
+                if got_on is None:
                     self._current = None
-                    self._done(self._queue.popleft())
+                    self._done(queue.popleft())
+                elif not got_on:
+                    break
                 moved = True
                 if one:
                     break
@@ -281,7 +289,7 @@ class Engine:
         return moved and not self._dead
 
     def _done(self, submission: Submission) -> None:
-        if self._is_large(submission.op):
+        if self._large and self._is_large(submission.op):
             self._large_out += 1
         self._finished.append(submission)
 
@@ -291,9 +299,11 @@ class Engine:
 
     def _release(self) -> None:
         """Give up driving, and tell what came of it."""
-        finished, self._finished = self._finished, []
-        faults, self._faults = self._faults, []
+        finished, faults = self._finished, self._faults
+        if finished:
+            self._finished = []
         if self._dead:
+            self._faults = []
             self._drop()
         self._lock.release()
         for submission in finished:

@@ -16,7 +16,7 @@ from torch import Tensor
 from asynccomm.backends import arithmetic
 from asynccomm.reduce_op import RedOpType, ReduceOp
 
-__all__ = ["Reduction"]
+__all__ = ["Reduction", "reduction_for"]
 
 _PAIRWISE: Final[dict[RedOpType, Callable[..., Tensor]]] = {
     RedOpType.SUM: torch.add,
@@ -32,10 +32,23 @@ _PAIRWISE: Final[dict[RedOpType, Callable[..., Tensor]]] = {
 _HALF: Final = {torch.float16: torch.float16, torch.bfloat16: torch.bfloat16, torch.complex32: torch.float16}
 _EXACT: Final = frozenset({RedOpType.MIN, RedOpType.MAX})  # in any dtype: they only choose
 
+_known: dict[tuple[torch.dtype, RedOpType, int], Reduction] = {}  # those without a factor
+
+
+def reduction_for(dtype: torch.dtype, reduction: ReduceOp, size: int) -> Reduction:
+    """The reduction of ``dtype`` over ``size`` ranks."""
+    if reduction.factor is not None:
+        return Reduction(dtype, reduction, size)
+    key = (dtype, reduction.type, size)
+    found = _known.get(key)
+    if found is None:
+        found = _known[key] = Reduction(dtype, reduction, size)
+    return found
+
 
 @final
 class Reduction:
-    """One reduction of ``dtype`` over ``size`` ranks, under way.
+    """One kind of reduction.
 
     Attributes:
         dtype: in which it travels.
@@ -48,6 +61,7 @@ class Reduction:
         half = _HALF.get(dtype) if reduction.factor is None else None
         self._half = half is not None
         self.dtype = half if half is not None else arithmetic.accumulator(dtype, reduction.type)
+        self._as_it_is = self.dtype == dtype and reduction.factor is None
         if dtype == torch.bool and reduction.type is RedOpType.SUM:
             self._pairwise = torch.bitwise_or
         else:
@@ -55,31 +69,34 @@ class Reduction:
         # two halves added and rounded once are exact enough: that is what torch does, in fp32
         rounds = size > 2 or self._divide
         self._wide = self._half and rounds and reduction.type not in _EXACT
-        self._scratch: Tensor | None = None
-        self._landing: tuple[Tensor, Tensor] | None = None
 
     def contribution(self, tensor: Tensor) -> Tensor:
         """What a rank brings, as a vector of ``dtype``; the tensor's own memory if it can be."""
+        if self._as_it_is:
+            return arithmetic.resolved(tensor)
         if not self._half:
             return arithmetic.widen(tensor, self._reduction)
-        values = arithmetic.resolved(tensor)
-        return torch.view_as_real(values).view(-1) if values.is_complex() else values
+        return torch.view_as_real(arithmetic.resolved(tensor)).view(-1)  # complex32
 
-    def target(self, output: Tensor) -> Tensor:
-        """Where the combined values go, as a vector of ``dtype``: the output's own memory if it can be."""
+    def target(self, output: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
+        """Where the combined values go, as a vector of ``dtype``, and what then brings them to ``output``.
+
+        That is the output's own memory if it can be, and then nothing is left to do.
+        """
         if arithmetic.is_plain(output):
-            values = arithmetic.flat(output.detach())
-            if values.is_complex():
-                values = torch.view_as_real(values).view(-1)
-            if values.dtype == torch.bool:
-                values = values.view(torch.uint8)
-            if values.dtype == torch.uint64:
-                values = values.view(torch.int64)
+            values = arithmetic.resolved(output)
+            if not self._as_it_is:
+                if values.is_complex():
+                    values = torch.view_as_real(values).view(-1)
+                if values.dtype == torch.bool:
+                    values = values.view(torch.uint8)
+                if values.dtype == torch.uint64:
+                    values = values.view(torch.int64)
             if values.dtype == self.dtype:
-                return values
+                return values, None
         landing = torch.empty(output.numel() * (2 if output.is_complex() else 1), dtype=self.dtype)
-        self._landing = landing, output
-        return landing
+        # divided already, hence SUM
+        return landing, lambda: arithmetic.narrow(landing, output, ReduceOp.SUM, self._size)
 
     def combine(self, rows: Sequence[Tensor], out: Tensor) -> None:
         """Combine the ranks' parts, in rank order; ``out`` may be the first or the second of them."""
@@ -97,25 +114,13 @@ class Reduction:
             _divide(out, self._size)
 
     def _combine_wide(self, rows: Sequence[Tensor], out: Tensor) -> None:
-        n = out.numel()
-        scratch = self._scratch
-        if scratch is None or scratch.numel() < n:
-            scratch = self._scratch = torch.empty(n, dtype=torch.float32)
-        total = scratch[:n]
-        total.copy_(rows[0])
+        total = rows[0].to(torch.float32)
         pairwise: Any = self._pairwise
         for row in rows[1:]:
             pairwise(total, row, out=total)
         if self._divide:
             _divide(total, self._size)
         out.copy_(total)
-
-    def land(self) -> None:
-        """Bring the values to the output, if ``target`` was not its own memory."""
-        if self._landing is not None:
-            # divided already
-            arithmetic.narrow(*self._landing, ReduceOp.SUM, self._size)
-            self._landing = None
 
 
 def _divide(values: Tensor, size: int) -> None:

@@ -1,16 +1,13 @@
 """The forms that all collectives are made of. Whole collectives are in test_collectives.py."""
 
-from collections.abc import Mapping
-
 import pytest
 import torch
-from torch import Tensor
 
 from asynccomm.backends.shm.algorithms import (
     Progress,
     exchange,
     meet,
-    part_of,
+    part_bytes,
     publish,
     reduce_parts,
     reduce_whole,
@@ -49,35 +46,42 @@ def test_nobody_waits_inside() -> None:
 def test_publish(n: int) -> None:
     world = boards(3, chunk=256)
     sent = [(torch.arange(n) + rank).to(torch.uint8) for rank in range(3)]
-    got = [{rank: torch.zeros(n, dtype=torch.uint8) for rank in range(3)} for _ in range(3)]
-    steps = steps_for(n, 256)
-    finish(*(publish(world[r], 0, steps, sent[r], got[r]) for r in range(3)))
-    for r in range(3):
-        assert all(torch.equal(got[r][rank], sent[rank]) for rank in range(3))
+    got = [[torch.zeros(n, dtype=torch.uint8) for _ in range(3)] for _ in range(3)]
+
+    def run(me: int) -> Progress:
+        targets = {rank: tensor.data_ptr() for rank, tensor in enumerate(got[me])}
+        return publish(world[me], 0, steps_for(n, 256), n, sent[me].data_ptr(), targets)
+
+    finish(*(run(me) for me in range(3)))
+    for mine in got:
+        assert all(torch.equal(mine[rank], sent[rank]) for rank in range(3))
 
 
 def test_a_reader_of_one_waits_for_that_one_only() -> None:
     world = boards(3, chunk=256)
-    out = torch.zeros(4, dtype=torch.uint8)
-    reading = publish(world[1], 0, 1, None, {0: out})
-    finish(publish(world[0], 0, 1, torch.ones(4, dtype=torch.uint8), {}), reading)
+    out, sent = torch.zeros(4, dtype=torch.uint8), torch.ones(4, dtype=torch.uint8)
+    reading = publish(world[1], 0, 1, 4, None, {0: out.data_ptr()})
+    finish(publish(world[0], 0, 1, 4, sent.data_ptr(), {}), reading)
     assert out.tolist() == [1] * 4  # rank 2 has not come
 
 
-@pytest.mark.parametrize("n", [0, 1, 16, 17, 100])
+@pytest.mark.parametrize("n", [0, 1, 64, 65, 400])
 def test_exchange(n: int) -> None:
-    world = boards(3, chunk=192)  # a line, 16 floats, for each
-    assert part_of(world[0], torch.float32) == 16
-    sent = [[torch.arange(n) + 100.0 * source + 1000.0 * reader for reader in range(3)] for source in range(3)]
-    got: list[dict[int, Tensor]] = [{} for _ in range(3)]
+    world = boards(3, chunk=192)
+    assert part_bytes(world[0]) == 64
+    sent = [[(torch.arange(n) + 10 * source + reader).to(torch.uint8) for reader in range(3)] for source in range(3)]
+    got = [[torch.zeros(n, dtype=torch.uint8) for _ in range(3)] for _ in range(3)]
 
     def run(me: int) -> Progress:
-        def take(where: slice, parts: Mapping[int, Tensor]) -> None:
-            for rank, part in parts.items():
-                got[me].setdefault(rank, torch.zeros(n))[where] = part
-
         others = [rank for rank in range(3) if rank != me]
-        return exchange(world[me], 0, steps_for(n, 16), sent[me], others, torch.float32, n, take)
+
+        def take(step: int, start: int) -> None:
+            for rank in others:
+                part = got[me][rank][start : start + 64]
+                part.copy_(world[me].slot(torch.uint8, step, rank)[64 * me : 64 * me + part.numel()])
+
+        addresses = [tensor.data_ptr() for tensor in sent[me]]
+        return exchange(world[me], 0, steps_for(n, 64), n, addresses, others, take)
 
     finish(*(run(me) for me in range(3)))
     for me in range(3):

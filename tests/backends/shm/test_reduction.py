@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from asynccomm.backends.shm.reduction import Reduction
+from asynccomm.backends.shm.reduction import Reduction, reduction_for
 from asynccomm.reduce_op import ReduceOp
 
 
@@ -26,22 +26,32 @@ def test_dtype_on_the_way(dtype: torch.dtype, op: ReduceOp, travels: torch.dtype
     assert Reduction(dtype, op, 3).dtype == travels
 
 
+def test_reductions_are_kept_unless_they_have_a_factor() -> None:
+    assert reduction_for(torch.float32, ReduceOp.SUM, 2) is reduction_for(torch.float32, ReduceOp.SUM, 2)
+    assert reduction_for(torch.float32, ReduceOp.SUM, 2) is not reduction_for(torch.float32, ReduceOp.SUM, 3)
+    two, three = (reduction_for(torch.float32, ReduceOp.PREMUL_SUM(f), 2) for f in (2.0, 3.0))
+    assert (two.contribution(torch.ones(1)).item(), three.contribution(torch.ones(1)).item()) == (2.0, 3.0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
 def test_plain_tensors_are_used_as_they_are(dtype: torch.dtype) -> None:
     tensor = torch.ones(3, 4, dtype=dtype)
     reduction = Reduction(dtype, ReduceOp.SUM, 2)
     assert reduction.contribution(tensor).data_ptr() == tensor.data_ptr()
-    assert reduction.target(tensor).data_ptr() == tensor.data_ptr()
-    assert reduction.contribution(tensor).numel() == reduction.target(tensor).numel()
+    target, land = reduction.target(tensor)
+    assert target.data_ptr() == tensor.data_ptr()
+    assert land is None
+    assert reduction.contribution(tensor).numel() == target.numel()
 
 
 def test_other_memory_is_filled_by_land() -> None:
     output = torch.zeros(4, 2)[:, 0]
     reduction = Reduction(torch.float32, ReduceOp.AVG, 2)
-    target = reduction.target(output)
+    target, land = reduction.target(output)
     reduction.combine([torch.ones(4), torch.full((4,), 3.0)], target)
     assert output.tolist() == [0] * 4
-    reduction.land()
+    assert land is not None
+    land()
     assert output.tolist() == [2.0] * 4
 
 
