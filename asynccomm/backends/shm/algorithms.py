@@ -42,6 +42,12 @@ def _pipeline(steps: int, *stages: Stage) -> Progress:
 
     The first stages run ahead as far as they may, so that other ranks never wait for what could be there.
     """
+    if steps == 1:
+        for ready, act in stages:
+            while not ready(0):
+                yield False
+            act(0)
+        return
     done = [0] * len(stages)
     while True:
         moved = False
@@ -160,7 +166,7 @@ def reduce_whole(board: Board, step: int, source: Tensor, target: Tensor | None,
     if target is not None:
         while not board.posted(step):
             yield False
-        reduction.combine(board.heads(reduction.dtype, step, source.numel()), target)
+        reduction.combine(board.parts(reduction.dtype, step, 0, source.numel()), target)
     board.finish(step)
 
 
@@ -179,12 +185,16 @@ def reduce_parts(
     from_address = source.data_ptr()
     to_address = None if target is None else target.data_ptr()
 
+    def shares(n: int) -> list[int]:
+        """Where each rank's part of ``n`` elements begins, and the last one ends."""
+        part = rounded_up(-(-n // size), LINE // item)
+        return [min(n, rank * part) for rank in range(size + 1)]
+
+    full, last = shares(room), shares(length - (steps - 1) * room)
+
     def bounds(i: int) -> tuple[int, list[int]]:
-        """Where step i begins, and where in it each rank's part does, all of it beyond the last; in elements."""
-        start = i * room
-        here = min(room, length - start)
-        part = rounded_up(-(-here // size), LINE // item)
-        return start, [min(here, rank * part) for rank in range(size + 1)]
+        """Where step i begins, and where in it each rank's part does; in elements."""
+        return i * room, full if i < steps - 1 else last
 
     def free(i: int) -> bool:
         return board.free(first + i)
@@ -204,8 +214,8 @@ def reduce_parts(
         start, at = bounds(i)
         a, b = at[me], at[me + 1]
         if a < b:
-            own = source[start + a : start + b]
-            rows = [own if r == me else board.slot(dtype, first + i, r)[a:b] for r in range(size)]
+            rows = list(board.parts(dtype, first + i, a, b - a))
+            rows[me] = source[start + a : start + b]
             reduction.combine(rows, board.result(dtype, first + i, me)[: b - a])
             if to_address is not None:
                 memmove(to_address + (start + a) * item, board.result_address(first + i, me), (b - a) * item)

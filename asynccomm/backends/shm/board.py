@@ -20,7 +20,7 @@ from asynccomm.errors import CollectiveMismatchError
 
 __all__ = ["Board"]
 
-CACHED_VIEWS: Final = 256  # of slots, by dtype and length
+CACHED_VIEWS: Final = 256  # of parts of slots
 
 
 @final
@@ -56,8 +56,10 @@ class Board:
         self._all_finished = [layout.word(r, Word.FINISHED) for r in range(layout.size)]
         self._what = [[layout.what(r, bank) for r in range(layout.size)] for bank in range(layout.banks)]
         self._free = layout.banks  # steps below are known to be free
-        self._views: dict[tuple[torch.dtype, int, int], list[Tensor]] = {}
-        self._base = data.data_ptr()
+        self._views: dict[tuple[torch.dtype, int, int, int], list[Tensor]] = {}
+        base, ranks, banks = data.data_ptr(), range(layout.size), range(layout.banks)
+        self._slot_addresses = [[base + layout.slot(bank, rank) for rank in ranks] for bank in banks]
+        self._result_addresses = [[base + layout.result(bank, rank) for rank in ranks] for bank in banks]
         self._slots: dict[tuple[torch.dtype, int, int], Tensor] = {}
         self._results: dict[tuple[torch.dtype, int, int], Tensor] = {}
 
@@ -168,18 +170,19 @@ class Board:
 
     def slot_address(self, step: int, rank: int) -> int:
         """Where a rank's slot begins in this process."""
-        return self._base + self.layout.slot(step % self._banks, rank)
+        return self._slot_addresses[step % self._banks][rank]
 
     def result_address(self, step: int, rank: int) -> int:
         """Where a rank's result begins in this process."""
-        return self._base + self.layout.result(step % self._banks, rank)
+        return self._result_addresses[step % self._banks][rank]
 
-    def heads(self, dtype: torch.dtype, step: int, n: int) -> Sequence[Tensor]:
-        """The first ``n`` elements of every rank's slot. Cached: small operations come again and again."""
-        key = (dtype, step % self._banks, n)
+    def parts(self, dtype: torch.dtype, step: int, start: int, n: int) -> Sequence[Tensor]:
+        """Elements ``start`` to ``start + n`` of every rank's slot. Cached: operations repeat themselves."""
+        key = (dtype, step % self._banks, start, n)
         views = self._views.get(key)
         if views is None:
             if len(self._views) >= CACHED_VIEWS:
                 self._views.clear()
-            views = self._views[key] = [self.slot(dtype, step, rank)[:n] for rank in range(self.size)]
+            views = [self.slot(dtype, step, rank)[start : start + n] for rank in range(self.size)]
+            self._views[key] = views
         return views

@@ -99,10 +99,8 @@ def _reduce_scatter(board: Board, submission: Submission, whole: int) -> Progres
         start = byte // dtype.itemsize
         out = target[start : start + room]
         n = out.numel()
-        rows = [
-            sources[me][start : start + n] if rank == me else board.slot(dtype, step, rank)[mine : mine + n]
-            for rank in range(size)
-        ]
+        rows = list(board.parts(dtype, step, mine, n))
+        rows[me] = sources[me][start : start + n]
         reduction.combine(rows, out)
 
     steps = steps_for(target.nbytes, part_bytes(board))
@@ -220,27 +218,27 @@ def _landing(output: Tensor, copies: list[Callable[[], object]]) -> Tensor:
 def _apart(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], harmless: Sequence[tuple[Tensor, Tensor]]
 ) -> Sequence[Tensor]:
-    """``inputs``, cloned if they share memory with an output in other ways than the pairs that are ``harmless``."""
-    pairs = {(a.data_ptr(), b.data_ptr()) for a, b in harmless if a.data_ptr() == b.data_ptr()}
-    homes = {output.untyped_storage().data_ptr() for output in outputs}
-    if not any(tensor.untyped_storage().data_ptr() in homes for tensor in inputs):
-        return inputs
+    """``inputs``, cloned if they share memory with an output in other ways than the pairs that are ``harmless``.
+
+    A pair is harmless only if it begins at the same place.
+    """
+    spans = [_span(output) for output in outputs]
     for tensor in inputs:
-        for output in outputs:
-            if (tensor.data_ptr(), output.data_ptr()) not in pairs and _overlap(tensor, output):
-                return [t.clone() for t in inputs]
+        start, end = _span(tensor)
+        for i, (out_start, out_end) in enumerate(spans):
+            if start < out_end and out_start < end:
+                same = start == out_start and any(a is tensor and b is outputs[i] for a, b in harmless)
+                if not same:
+                    return [t.clone() for t in inputs]
     return inputs
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether the spans of memory from first to last element meet."""
-    (a0, a1), (b0, b1) = _span(a), _span(b)
-    return a0 < b1 and b0 < a1
-
-
 def _span(tensor: Tensor) -> tuple[int, int]:
-    if not tensor.numel():
-        return 0, 0
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    """The addresses of the first element and behind the last."""
     start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    last = (
+        sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+    )
     return start, start + (last + 1) * tensor.itemsize

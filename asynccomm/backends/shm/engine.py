@@ -239,6 +239,7 @@ class Engine:
                 now = time.perf_counter()
                 until = until or now + patience
                 if now < until:
+                    os.sched_yield()  # whom we wait for may need this core
                     continue
             if not arm and not self._waited:
                 return

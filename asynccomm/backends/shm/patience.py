@@ -2,7 +2,8 @@
 
 Looking out pays while it is likely to end before a wake-up would: the peer that is awake comes within microseconds.
 It must outlast a wake-up, though. With less, ranks fall into antiphase: each gives up just before the other, woken by
-its ring, is back. With fewer cores than ranks it only keeps the others from running.
+its ring, is back. Between two looks the core is offered to others (sched_yield), so it pays even where ranks share
+cores: 4 ranks on 2 cores take 60 us for an all_reduce, 93 without looking out, and 130 with looks but no yielding.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Final
 
 __all__ = ["patience_for", "wake_up_seconds"]
 
-WAKE_UPS: Final = 5  # that a rank looks out for; bench/hints.py: twelve against fifty microseconds per all_reduce
+WAKE_UPS: Final = 5  # that a rank looks out for
 LEAST: Final = 50e-6  # seconds
 MOST: Final = 400e-6  # what a stall of the loop may cost
 ROUNDS: Final = 40
@@ -24,7 +25,7 @@ ROUNDS: Final = 40
 
 def patience_for(size: int) -> float:
     """Seconds for ``size`` ranks on this machine. The first call takes some milliseconds."""
-    if size > len(os.sched_getaffinity(0)) or size == 1:
+    if size == 1:
         return 0.0
     return min(MOST, max(LEAST, WAKE_UPS * wake_up_seconds()))
 

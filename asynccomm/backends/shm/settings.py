@@ -14,11 +14,11 @@ BANKS: Final = 4  # steps under way: one being filled, one combined, one read, a
 MOST_BYTES: Final = 1 << 30  # of any one size
 
 HINTS: Final[Mapping[str, str]] = {
-    "spin_us": "microseconds to look out for a late rank before going to sleep (default: five wake-ups of this "
-    "machine as measured, if every rank can have a core of its own, else 0)",
-    "chunk_bytes": "bytes that a rank shares in one step of a collective (default 262144)",
-    "whole_bytes": "reductions up to this are done by every rank at once, larger ones in parts (default 65536)",
-    "inline_bytes": "operations up to this run where they are called, larger ones on a thread (default 262144)",
+    "spin_us": "microseconds to look out for a late rank before going to sleep, 0 for not at all (default: five "
+    "wake-ups of this machine, as measured)",
+    "chunk_bytes": "bytes that a rank shares in one step of a collective (default 524288)",
+    "whole_bytes": "reductions up to this are done by every rank at once, larger ones in parts (default 262144)",
+    "inline_bytes": "operations up to this run where they are called, larger ones on a thread (default 1048576)",
     "message_bytes": "bytes of the queue between two ranks that messages go through (default 1048576)",
 }
 
@@ -28,9 +28,9 @@ HINTS: Final[Mapping[str, str]] = {
 class Settings:
     """Sizes in bytes, the same on all ranks."""
 
-    chunk_bytes: int = 256 << 10
-    whole_bytes: int = 64 << 10
-    inline_bytes: int = 256 << 10
+    chunk_bytes: int = 512 << 10
+    whole_bytes: int = 256 << 10
+    inline_bytes: int = 1 << 20
     message_bytes: int = 1 << 20
 
     @classmethod

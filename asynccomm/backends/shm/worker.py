@@ -102,7 +102,8 @@ class Worker:
                 if not awake_until:
                     awake_until = now + min(each.patience for each in driven)
                 if now < awake_until:
-                    self._look(0)  # lets other threads run, too
+                    self._look(0)  # lets go of the interpreter's lock
+                    os.sched_yield()  # whom we wait for may need this core
                     continue
                 if not all(each.doze() for each in driven):
                     continue

@@ -73,7 +73,7 @@ def test_behind_is_who_has_not_come_to_the_end() -> None:
 def test_slots_are_the_ranks_memory() -> None:
     mine, theirs = boards(2, chunk=256)
     mine.slot(torch.float32, 1, 0)[:3].copy_(torch.tensor([1.0, 2.0, 3.0]))
-    assert theirs.heads(torch.float32, 1, 3)[0].tolist() == [1, 2, 3]
+    assert theirs.parts(torch.float32, 1, 1, 2)[0].tolist() == [2, 3]
     assert theirs.slot(torch.float32, 1 + 4, 0)[:3].tolist() == [1, 2, 3]  # the same bank again
     assert theirs.slot(torch.float32, 2, 0)[:3].tolist() == [0, 0, 0]
     theirs.result(torch.int64, 0, 1).fill_(7)
@@ -83,7 +83,7 @@ def test_slots_are_the_ranks_memory() -> None:
 def test_cached_views_are_bounded() -> None:
     board = boards(1, chunk=4096)[0]
     for n in range(2 * CACHED_VIEWS):
-        assert board.heads(torch.uint8, 0, n)[0].numel() == n
+        assert board.parts(torch.uint8, 0, 0, n)[0].numel() == n
     assert len(board._views) <= CACHED_VIEWS
 
 
