@@ -86,11 +86,9 @@ class Session:
         self.error: AsyncCommError | None = None  #: why there are no more calls
         self._resources = resources
         self._lock = threading.RLock()  # held while submitting, so that order is one
-        # held for a moment, and never while waiting for another lock: a backend may settle another rank's operation
-        # inside submit(), with that one's _lock held by a thread that waits for the backend
-        self._accounts = threading.Lock()
-        self._pending: dict[Work[Any], int] = {}  # bytes by operation
-        self._bytes = 0
+        # bytes by operation. Used without _lock, one atomic step of the dict at a time: a backend may settle another
+        # rank's operation inside submit(), with that one's _lock held by a thread that waits for the backend
+        self._pending: dict[Work[Any], int] = {}
         self._collectives = 0
         self._p2p = 0
         self._changed: list[asyncio.Future[None]] = []  # who waits for something to settle
@@ -143,8 +141,8 @@ class Session:
 
     def statistics(self) -> CommStatistics:
         """How much is going on."""
-        with self._accounts:
-            return CommStatistics(self._collectives + self._p2p, len(self._pending), self._bytes)
+        pending = list(self._pending.values())
+        return CommStatistics(self._collectives + self._p2p, len(pending), sum(pending))
 
     @property
     def closed(self) -> bool:
@@ -174,10 +172,7 @@ class Session:
                 on_settled=self._settled,
                 driver=backend,
             )
-            nbytes = max(_nbytes(call.inputs), _nbytes(call.outputs))
-            with self._accounts:
-                self._pending[work] = nbytes
-                self._bytes += nbytes
+            self._pending[work] = max(_nbytes(call.inputs), _nbytes(call.outputs))
             try:
                 backend.submit((Submission(call, work),))
             except BaseException:
@@ -192,8 +187,7 @@ class Session:
         return work
 
     def _settled(self, work: Work[Any]) -> None:
-        with self._accounts:
-            self._bytes -= self._pending.pop(work, 0)
+        self._pending.pop(work, None)
         if self._changed:
             self.mailbox.post(self._wake)
 
@@ -208,7 +202,8 @@ class Session:
         self.check_loop()
         while True:
             self.check_open()
-            if len(self._pending) < self.options.max_ops and self._bytes < self.options.max_bytes:
+            now = self.statistics()
+            if now.in_flight < self.options.max_ops and now.bytes_in_flight < self.options.max_bytes:
                 return
             await self._something_settled()
 
@@ -272,7 +267,6 @@ class Session:
     def disown(self) -> None:
         """Refuse everything: this is a forked child, where neither threads nor connections are ours."""
         self._lock = threading.RLock()  # threads that are not in the child may have held the old ones
-        self._accounts = threading.Lock()
         self.error = ClosedError(f"comm {self.group.name!r} was made before this process was forked; make a new one")
         self.backend = None
 
@@ -283,9 +277,7 @@ class Session:
             if self.error is not None and not draining:
                 return False
             self.error = error
-        with self._accounts:
-            pending = list(self._pending)
-        for work in pending:
+        for work in list(self._pending):
             work.settle(error)
         if self.mailbox.loop.is_closed():
             self._abort_backend()
@@ -379,10 +371,9 @@ class Session:
 
 
 def _nbytes(tensors: tuple[Tensor, ...]) -> int:
-    total = 0
-    for tensor in tensors:
-        total += tensor.nbytes
-    return total
+    if len(tensors) == 1:
+        return tensors[0].nbytes
+    return sum([tensor.nbytes for tensor in tensors])
 
 
 def _news_of(error: BrokenError) -> dict[str, Any]:
