@@ -362,6 +362,13 @@ class Engine:
         finally:
             self._release()
 
+    def failed(self, exc: Exception) -> None:
+        """A turn raised: a bug. The comm ends; that is better than to wait for ever."""
+        error = BackendError(f"shm failed: {type(exc).__name__}: {exc}")
+        error.__cause__ = exc
+        self._dead = True
+        self._on_error(error)
+
     # -- peers --------------------------------------------------------------------------------------------------------
 
     def _notify(self) -> None:

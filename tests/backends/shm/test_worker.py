@@ -20,6 +20,7 @@ class Script:
         self.dozing = threading.Event()
         self.over = threading.Event()
         self.intervals: list[float] = []
+        self.failure: Exception | None = None
 
     def turn(self) -> Turn:
         self.threads.add(threading.current_thread().name)
@@ -29,6 +30,10 @@ class Script:
         if turn is Turn.OVER:
             self.over.set()
         return turn
+
+    def failed(self, exc: Exception) -> None:
+        self.failure = exc
+        self.over.set()
 
     def doze(self) -> bool:
         if self.turns:
@@ -72,8 +77,22 @@ def test_one_that_is_stuck_does_not_hold_up_others(worker: Worker) -> None:
     assert stuck.over.wait(10)
 
 
+def test_one_that_raises_is_told_and_the_others_go_on(worker: Worker) -> None:
+    class Broken(Script):
+        def turn(self) -> Turn:
+            raise ValueError("oh")
+
+    broken, other = Broken(), Script(Turn.MOVED, Turn.OVER)
+    worker.take(broken)
+    worker.take(other)
+    assert broken.over.wait(10)
+    assert str(broken.failure) == "oh"
+    assert other.over.wait(10)
+
+
 def test_switch_interval_is_short_only_while_it_drives(worker: Worker) -> None:
     before = sys.getswitchinterval()
+    assert before > 10 * SWITCH_SECONDS
     script = Script(Turn.MOVED, Turn.OVER)
     worker.take(script)
     assert script.over.wait(10)
