@@ -31,6 +31,10 @@ _PAIRWISE: Final[dict[RedOpType, Callable[..., Tensor]]] = {
 }
 _HALF: Final = {torch.float16: torch.float16, torch.bfloat16: torch.bfloat16, torch.complex32: torch.float16}
 _EXACT: Final = frozenset({RedOpType.MIN, RedOpType.MAX})  # in any dtype: they only choose
+# Elements that torch's operations take without splitting them among OpenMP threads. Those would be threads of their own
+# for each thread that calls, and spin at the end of every operation: with as many as there are cores in each of two
+# ranks, a reduction of 256 KiB took 12 ms instead of 40 us.
+SERIAL: Final = 32767
 
 _known: dict[tuple[torch.dtype, RedOpType, int], Reduction] = {}  # those without a factor
 
@@ -100,6 +104,13 @@ class Reduction:
 
     def combine(self, rows: Sequence[Tensor], out: Tensor) -> None:
         """Combine the ranks' parts, in rank order; ``out`` may be the first or the second of them."""
+        if out.numel() > SERIAL and torch.get_num_threads() > 1:
+            for *parts, part in zip(*(row.split(SERIAL) for row in rows), out.split(SERIAL), strict=True):
+                self._combine(parts, part)
+        else:
+            self._combine(rows, out)
+
+    def _combine(self, rows: Sequence[Tensor], out: Tensor) -> None:
         if self._wide:
             self._combine_wide(rows, out)
             return

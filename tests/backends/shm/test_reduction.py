@@ -1,9 +1,12 @@
 """How reductions travel and are combined."""
 
+import os
+import threading
+
 import pytest
 import torch
 
-from asynccomm.backends.shm.reduction import Reduction, reduction_for
+from asynccomm.backends.shm.reduction import SERIAL, Reduction, reduction_for
 from asynccomm.reduce_op import ReduceOp
 
 
@@ -85,3 +88,27 @@ def test_the_result_may_be_one_of_the_first_two_rows(place: int) -> None:
     rows = [torch.full((2,), 1.0), torch.full((2,), 2.0), torch.full((2,), 4.0)]
     Reduction(torch.float32, ReduceOp.SUM, 3).combine(rows, rows[place])
     assert rows[place].tolist() == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [SERIAL, SERIAL + 1, 3 * SERIAL])
+def test_long_parts_take_no_more_threads_than_the_one_that_calls(dtype: torch.dtype, n: int) -> None:
+    rows = [torch.full((n,), value, dtype=dtype) for value in (1.0, 2.0, 4.0)]
+    out = torch.empty(n, dtype=dtype)
+    counts: list[int] = []
+
+    def combine() -> None:  # on a thread of its own, which has no OpenMP threads yet
+        before = len(os.listdir("/proc/self/task"))
+        Reduction(dtype, ReduceOp.AVG, 3).combine(rows, out)
+        counts.append(len(os.listdir("/proc/self/task")) - before)
+
+    usual = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        thread = threading.Thread(target=combine)
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_num_threads(usual)
+    assert counts == [0]
+    assert torch.equal(out, torch.full((n,), 7.0 / 3).to(dtype))
