@@ -51,6 +51,7 @@ __all__ = ["CommStatistics", "Session"]
 
 TELL_SECONDS = 2.0  # for the store to take the news of an abort; the peers learn from the transport otherwise
 LOST_SECONDS = 0.03  # to look for the reason why a rank is gone; all are to know within 0.1 that it is
+EXPLAIN_SECONDS = 1.0  # the same for other errors of the transport
 ROLL_CALL_SECONDS = 0.5  # for peers to say what they have issued, once an operation is past its deadline
 
 _log = logging.getLogger("asynccomm")
@@ -170,6 +171,7 @@ class Session:
                 value=call.result,
                 timeout=limit,
                 on_settled=self._settled,
+                on_overdue=self._overdue,
                 driver=backend,
             )
             self._pending[work] = max(_nbytes(call.inputs), _nbytes(call.outputs))
@@ -200,18 +202,21 @@ class Session:
     async def ready(self) -> None:
         """Wait until less is in flight than the options allow. Raises: ClosedError, BrokenError."""
         self.check_loop()
-        while True:
+        self.check_open()
+        while self._crowded():
+            waiter = self._hear_of_settling()
+            if self._crowded():  # looked at after leaving word: see Work
+                await waiter
             self.check_open()
-            now = self.statistics()
-            if now.in_flight < self.options.max_ops and now.bytes_in_flight < self.options.max_bytes:
-                return
-            await self._something_settled()
 
-    async def _something_settled(self) -> None:
+    def _crowded(self) -> bool:
+        now = self.statistics()
+        return now.in_flight >= self.options.max_ops or now.bytes_in_flight >= self.options.max_bytes
+
+    def _hear_of_settling(self) -> asyncio.Future[None]:
         waiter: asyncio.Future[None] = self.mailbox.loop.create_future()
         self._changed.append(waiter)
-        if self._pending:  # looked at after leaving word: see Work
-            await waiter
+        return waiter
 
     def check_loop(self) -> None:
         running = asyncio._get_running_loop()
@@ -249,7 +254,9 @@ class Session:
 
     async def _close(self, closed: ClosedError) -> None:
         while self._pending:
-            await self._something_settled()
+            waiter = self._hear_of_settling()
+            if self._pending:
+                await waiter
         await asyncio.sleep(0)  # an abort from another thread may just be on its way through the mailbox
         while self._ending:
             await asyncio.wait(set(self._ending))
@@ -259,10 +266,19 @@ class Session:
         self.error = closed
 
     def forget(self) -> None:
-        """End without telling or waiting: the comm was dropped unclosed. From any thread, at any time."""
+        """End without telling anybody why: the comm was dropped unclosed. From any thread, at any time."""
         self._abort_backend()
         with contextlib.suppress(RuntimeError):  # the loop may be closed
-            self.mailbox.loop.call_soon_threadsafe(self._bulletin.cancel)
+            self.mailbox.loop.call_soon_threadsafe(lambda: self._begin(self._let_go()))
+
+    async def _let_go(self) -> None:
+        dropped = AbortedError(self.group.rank, f"comm {self.group.name!r} was dropped unclosed")
+        self.error = self.error or dropped
+        for work in list(self._pending):
+            work.settle(dropped)
+        self._deadlines.close()
+        await self._bulletin.aclose()
+        await self._resources.aclose()
 
     def disown(self) -> None:
         """Refuse everything: this is a forked child, where neither threads nor connections are ours."""
@@ -312,21 +328,23 @@ class Session:
 
     def _transport_failed(self, error: BrokenError) -> None:
         """From any thread."""
-        if isinstance(error, PeerLostError) and asyncio._get_running_loop() is not self.mailbox.loop:
-            # the loop may be blocked, by somebody who waits for just what that peer was to do
-            late = threading.Timer(2 * LOST_SECONDS, lambda: self._fail(error, tell=True))
+        # the loop may be blocked, by somebody who waits for just what failed
+        late = threading.Timer(2 * _explain_seconds(error), lambda: self._fail(error, tell=True))
+        self.mailbox.post(lambda: self._begin(self._explain(error, late)))
+        if asyncio._get_running_loop() is not self.mailbox.loop:
             late.daemon = True
-            late.start()
-        self.mailbox.post(lambda: self._begin(self._explain(error)))
+            with contextlib.suppress(RuntimeError):  # there may be too many threads
+                late.start()
 
-    async def _explain(self, error: BrokenError) -> None:
+    async def _explain(self, error: BrokenError, late: threading.Timer) -> None:
         """Find out whether the transport failed because a rank gave up, and break with what is behind it."""
         if isinstance(error, (BackendError, PeerLostError)):
             with contextlib.suppress(TimeoutError, AsyncCommError):
-                async with asyncio.timeout(LOST_SECONDS if isinstance(error, PeerLostError) else TELL_SECONDS):
+                async with asyncio.timeout(_explain_seconds(error)):
                     for item in await self._bulletin.look():
                         self._heard(item)
         self._fail(error, tell=True)
+        late.cancel()
 
     def _heard(self, item: dict[str, Any]) -> None:
         if item["kind"] == "abort":
@@ -347,6 +365,15 @@ class Session:
     def _expired(self, work: Work[Any]) -> None:
         self._begin(self._expire(work))
 
+    def _overdue(self, work: Work[Any]) -> None:
+        """A thread has waited for ``work`` for longer than the loop, which must be blocked, should have let it."""
+        self._fail(self._timeout_of(work, ()), tell=True)
+
+    def _timeout_of(self, work: Work[Any], missing: tuple[int, ...]) -> CollectiveTimeoutError:
+        elapsed = time.monotonic() - work.started
+        group = self.group
+        return CollectiveTimeoutError(work.op, work.seq, group.name, group.rank, elapsed, work.timeout, missing)
+
     async def _expire(self, work: Work[Any]) -> None:
         missing: list[int] = []
         if isinstance(work.op, (Send, Recv)):
@@ -361,19 +388,18 @@ class Session:
                 missing = [r for r in others if r not in said or said[r]["collectives"] <= work.seq]
         if work.done():
             return  # it came in during the roll call
-        elapsed = time.monotonic() - work.started
-        self._fail(
-            CollectiveTimeoutError(
-                work.op, work.seq, self.group.name, self.group.rank, elapsed, work.timeout, tuple(missing)
-            ),
-            tell=True,
-        )
+        self._fail(self._timeout_of(work, tuple(missing)), tell=True)
 
 
 def _nbytes(tensors: tuple[Tensor, ...]) -> int:
     if len(tensors) == 1:
         return tensors[0].nbytes
     return sum([tensor.nbytes for tensor in tensors])
+
+
+def _explain_seconds(error: BrokenError) -> float:
+    """How long to look for what is behind ``error``."""
+    return LOST_SECONDS if isinstance(error, PeerLostError) else EXPLAIN_SECONDS
 
 
 def _news_of(error: BrokenError) -> dict[str, Any]:

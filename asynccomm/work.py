@@ -17,6 +17,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import math
+import os
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -32,6 +34,8 @@ from asynccomm.ops import Op
 from asynccomm.options import seconds
 
 __all__ = ["Work"]
+
+GRACE = 2.0  # seconds past its deadline that wait() leaves to the loop to say which ranks are missing
 
 T = TypeVar("T")
 _deciding = threading.Lock()  # held for two assignments; one for all Works, because a lock each would cost more
@@ -67,6 +71,7 @@ class Work(Generic[T]):
         "_error",
         "_events",
         "_mailbox",
+        "_on_overdue",
         "_on_settled",
         "_traceback",
         "_value",
@@ -88,6 +93,7 @@ class Work(Generic[T]):
         value: Any,
         timeout: float,
         on_settled: Callable[[Work[Any]], object],
+        on_overdue: Callable[[Work[Any]], object] | None = None,
         driver: Driver | None = None,
     ) -> None:
         self.op = op  #: what was submitted; holds no tensors
@@ -101,7 +107,8 @@ class Work(Generic[T]):
         self._error: AsyncCommError | None = None
         self._traceback: TracebackType | None = None
         self._done = False
-        self._driver = driver  # dropped once done
+        self._driver = driver  # these are dropped once done
+        self._on_overdue = on_overdue
         self._events: list[threading.Event] = []
         self._waiters: list[asyncio.Future[None]] = []
         self._callbacks: list[tuple[Callable[[Work[T]], object], contextvars.Context]] = []
@@ -172,19 +179,30 @@ class Work(Generic[T]):
         """
         if asyncio._get_running_loop() is not None:
             raise WouldBlockError(f"wait() would block the event loop of this thread: use `await` on {self!r}")
-        limit = None if timeout is None else seconds("timeout", timeout, 0.0)
-        if limit is not None and limit > threading.TIMEOUT_MAX:
-            limit = None
+        limit = math.inf if timeout is None else seconds("timeout", timeout, 0.0)
+        end = time.monotonic() + limit
         driver = self._driver
         if driver is not None:
             driver.relieve(self)
+        if self._done:
+            return self._outcome()
         event = threading.Event()
         self._events.append(event)
-        if not self._done and not event.wait(limit) and not self._done:
-            with _deciding:
-                if not self._done:  # else the settler may be going through the list
-                    self._events.remove(event)
-                    raise TimeoutError(f"{self!r} was not done within {limit:g} s; it goes on")
+        due = self.started + self.timeout + GRACE
+        while not self._done:
+            now = time.monotonic()
+            if now >= end:
+                with _deciding:
+                    if not self._done:  # else the settler may be going through the list
+                        self._events.remove(event)
+                        raise TimeoutError(f"{self!r} was not done within {limit:g} s; it goes on")
+            elif now >= due:
+                due = math.inf
+                if (overdue := self._on_overdue) is not None:
+                    overdue(self)  # the loop, which keeps the deadlines, does not turn
+            else:
+                left = min(end, due) - now
+                event.wait(None if left > threading.TIMEOUT_MAX else left)
         return self._outcome()
 
     def wait_stream(self, stream: torch.cuda.Stream | None = None) -> None:
@@ -220,7 +238,7 @@ class Work(Generic[T]):
                 self._value = None
                 self._traceback = error.__traceback__
             self.finished = time.monotonic()
-            self._driver = None
+            self._driver = self._on_overdue = None
             self._done = True
         for event in self._events:
             event.set()
@@ -265,3 +283,11 @@ class Work(Generic[T]):
         loop = self._mailbox.loop
         with contextlib.suppress(RuntimeError):  # the loop may be closed by now: nobody left to tell
             loop.call_soon_threadsafe(loop.call_exception_handler, report)
+
+
+def _renew_lock() -> None:
+    global _deciding
+    _deciding = threading.Lock()  # a thread that is not in the child may have held the old one
+
+
+os.register_at_fork(after_in_child=_renew_lock)

@@ -322,10 +322,11 @@ async def test_thousand_operations_leak_nothing(comm: Comm) -> None:
 
     for _ in range(50):
         await comm.all_reduce(torch.ones(16))
-    before = descriptors(), threading.active_count()
+    held, threads = descriptors(), threading.active_count()
     for _ in range(1000):
         await comm.all_reduce(torch.ones(16))
-    assert (descriptors(), threading.active_count()) == before
+    assert descriptors() == held
+    assert threading.active_count() <= threads  # some of an earlier test may just be ending
     assert comm.statistics().in_flight == 0
 
 

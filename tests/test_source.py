@@ -18,7 +18,7 @@ LAYERS = [
     "backends backends.base backends.arithmetic backends.matching backends.loopback",
     "backends.gloo backends.gloo.torch_gloo backends.gloo.lanes backends.gloo.lowering backends.gloo.p2p",
     "backends.gloo.backend",
-    "backends.shm backends.shm.segment backends.shm.fence backends.shm.memory backends.shm.line backends.shm.meeting",
+    "backends.shm backends.shm.segment backends.shm.fence backends.shm.bells backends.shm.memory backends.shm.line backends.shm.meeting",
     "backends.shm.settings backends.shm.signature backends.shm.rings backends.shm.messages backends.shm.reduction",
     "backends.shm.board backends.shm.algorithms backends.shm.collectives backends.shm.worker backends.shm.patience",
     "backends.shm.engine backends.shm.backend",

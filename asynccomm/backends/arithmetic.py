@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asynccomm.reduce_op import RedOpType, ReduceOp
 
-__all__ = ["accumulator", "combine", "flat", "is_plain", "landing", "narrow", "resolved", "widen"]
+__all__ = ["accumulator", "combine", "flat", "is_plain", "landing", "narrow", "resolved", "widen", "write"]
 
 _REAL: Final = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 _ACCUMULATOR: Final = {
@@ -58,8 +58,14 @@ def landing(output: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
     """A plain tensor to fill in place of ``output`` (itself if it is plain), and what then copies it there."""
     if is_plain(output):
         return output, None
-    place = torch.empty(output.shape, dtype=output.dtype)
-    return place, lambda: output.detach().copy_(place)
+    place = torch.empty(output.shape, dtype=output.dtype, device=output.device)  # whatever the caller's default is
+    return place, lambda: write(output, place)
+
+
+def write(output: Tensor, values: Tensor) -> None:
+    """Copy ``values`` to ``output``, also if that was made in inference mode; autograd sees nothing of it."""
+    with torch.inference_mode(output.is_inference()):
+        output.detach().copy_(values)
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -121,15 +127,14 @@ def narrow(accumulated: Tensor, output: Tensor, reduction: ReduceOp, size: int) 
             accumulated.div_(size)
         else:
             accumulated.div_(size, rounding_mode="trunc")
-    out = output.detach()
-    if accumulated.data_ptr() == out.data_ptr():
+    if accumulated.data_ptr() == output.data_ptr():
         return
-    if out.is_complex():
-        pairs = accumulated.view(*out.shape, 2)
-        half = out.dtype == torch.complex32
+    if output.is_complex():
+        pairs = accumulated.view(*output.shape, 2)
+        half = output.dtype == torch.complex32
         values = torch.view_as_complex(pairs.to(torch.float16) if half else pairs)
-    elif out.dtype == torch.uint64:
-        values = accumulated.view(torch.uint64).view(out.shape)
+    elif output.dtype == torch.uint64:
+        values = accumulated.view(torch.uint64).view(output.shape)
     else:
-        values = accumulated.view(out.shape)
-    out.copy_(values)
+        values = accumulated.view(output.shape)
+    write(output, values)

@@ -207,7 +207,7 @@ def _reduction(submission: Submission) -> ReduceOp:
 
 
 def _put(output: Tensor, source: Tensor) -> None:
-    output.detach().copy_(source.detach().reshape(output.shape))
+    arithmetic.write(output, source.detach().reshape(output.shape))
 
 
 @final

@@ -38,7 +38,7 @@ SHORT = 4096  # bytes of payload that travel in the header's message, which save
 
 def _message(op: Send, data: Tensor) -> Tensor:
     """The header, and behind it the payload if that is short."""
-    header = torch.tensor([op.numel, zlib.crc32(str(op.dtype).encode())]).view(torch.uint8)
+    header = torch.tensor([op.numel, zlib.crc32(str(op.dtype).encode())], device="cpu").view(torch.uint8)
     return torch.cat([header, data]) if data.numel() <= SHORT else header
 
 
@@ -105,7 +105,7 @@ class PointToPoint:
         self._lanes.put(("send", op.peer, op.tag), job)
 
     def _recv(self, gloo: Gloo, op: Recv, peer: int, submission: Submission) -> None:
-        message = torch.empty(HEADER + SHORT, dtype=torch.uint8)
+        message = torch.empty(HEADER + SHORT, dtype=torch.uint8, device="cpu")
         arrival = gloo.recv(message, peer, 2 * op.tag)
 
         def take_payload() -> None:

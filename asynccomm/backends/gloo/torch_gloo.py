@@ -119,7 +119,7 @@ class Gloo:
         """Make everything under way fail, here and on the peers. Takes some milliseconds."""
         if self._size == 1:
             return
-        never_sent = torch.empty(1, dtype=torch.uint8)
+        never_sent = torch.empty(1, dtype=torch.uint8, device="cpu")
         try:
             self._pg.recv([never_sent], self._next, POISON_TAG).wait(timedelta(milliseconds=1))
         except RuntimeError:

@@ -27,6 +27,7 @@ from asynccomm.work import Work
 __all__ = ["ShmBackend"]
 
 QUIET_SECONDS: Final = 5.0  # for a transfer that is aborted to get to the end of its chunk
+RELEASE_SECONDS: Final = 0.01  # until another look whether it has
 
 
 @final
@@ -46,7 +47,7 @@ class ShmBackend(Backend):
         self._on_error = context.on_error
         self._withdrawing = threading.Lock()
         self._withdrawn = False
-        self._closed = False
+        self._released = False
         self._loop.add_reader(bell, engine.on_bell, bell)
         for rank, fd in enumerate(circle.lives):
             if fd >= 0:
@@ -92,23 +93,21 @@ class ShmBackend(Backend):
     async def aclose(self) -> None:
         self._engine.leave()
         self._withdraw()
-        self._loop.remove_reader(self._bell)
         await anyio.to_thread.run_sync(self._engine.idle, QUIET_SECONDS)
-        if not self._closed:
-            self._closed = True
-            self._circle.close()
-            os.close(self._bell)
+        self._release()
 
     def abort(self) -> None:
         self._engine.abort()
         self._withdraw()
+        with contextlib.suppress(RuntimeError):  # the loop may be closed
+            self._loop.call_soon_threadsafe(self._release)
 
     def abandon(self) -> None:
         self.abort()
         self._engine.idle(QUIET_SECONDS)
 
     def _withdraw(self) -> None:
-        """Let the others see that this rank is gone."""
+        """Let the others see that this rank is gone. From any thread."""
         with self._withdrawing:
             if self._withdrawn:
                 return
@@ -116,3 +115,15 @@ class ShmBackend(Backend):
             for fd in self._circle.lives:
                 self._worker.unwatch(fd)
             self._circle.descriptors.close_one(self._circle.life)
+
+    def _release(self) -> None:
+        """Close what nobody uses any more, once nobody does. On the loop."""
+        if self._released:
+            return
+        if not self._engine.idle(0.0):  # somebody is at the end of a step
+            self._loop.call_later(RELEASE_SECONDS, self._release)
+            return
+        self._released = True
+        self._loop.remove_reader(self._bell)
+        self._circle.close()
+        os.close(self._bell)

@@ -20,6 +20,8 @@ from asynccomm.errors import CollectiveMismatchError
 
 __all__ = ["Board"]
 
+MIX: Final = 0x9E3779B97F4A7C15  # any odd number whose bits are well mixed
+MASK: Final = (1 << 64) - 1
 CACHED_VIEWS: Final = 256  # of parts of slots
 
 
@@ -41,6 +43,7 @@ class Board:
         self.chunk = layout.chunk
         self.step = 0  #: the first step of the next collective
         self.signature: Signature = (0, 0)  #: of the collective under way
+        self._history = 0  # a hash of all collectives before it
         self.number = 0  #: of that collective on the comm, for errors
         self._banks = layout.banks
         self._words = words
@@ -70,6 +73,8 @@ class Board:
         first = self.step
         self.step += steps
         self.number = number
+        code, numel = self.signature
+        self._history = (self._history * MIX + code * 31 + numel) & MASK
         self.signature = signature
         return first
 
@@ -87,6 +92,7 @@ class Board:
         words = self._words
         what = self._what[step % self._banks][self.rank]
         words[what], words[what + 1] = self.signature
+        words[what + 2] = self._history
         self._order()
         words[self._posted] = step + 1
         self._notify()
@@ -99,8 +105,9 @@ class Board:
                 return False
         self._order()
         code, numel = self.signature
+        history = self._history
         for i in self._what[step % self._banks]:
-            if words[i] != code or words[i + 1] != numel:
+            if words[i] != code or words[i + 1] != numel or words[i + 2] != history:
                 raise self._mismatch(step)
         return True
 
@@ -111,7 +118,7 @@ class Board:
             return False
         self._order()
         i = self._what[step % self._banks][rank]
-        if (words[i], words[i + 1]) != self.signature:
+        if (words[i], words[i + 1]) != self.signature or words[i + 2] != self._history:
             raise self._mismatch(step)
         return True
 
@@ -142,11 +149,17 @@ class Board:
 
     def _mismatch(self, step: int) -> CollectiveMismatchError:
         words = self._words
+        mine = theirs = describe(self.signature)
         for rank, i in enumerate(self._what[step % self._banks]):
-            theirs = (words[i], words[i + 1])
-            if theirs != self.signature and words[self.layout.word(rank, Word.POSTED)] > step:
+            if words[self.layout.word(rank, Word.POSTED)] <= step:
+                continue
+            if (words[i], words[i + 1]) != self.signature:
+                theirs = describe((words[i], words[i + 1]))
                 break
-        return CollectiveMismatchError(self.number, self.rank, describe(self.signature), rank, describe(theirs))
+            if words[i + 2] != self._history:  # an earlier one differed, that did not have to wait
+                theirs += " after other collectives than those"
+                break
+        return CollectiveMismatchError(self.number, self.rank, mine, rank, theirs)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 

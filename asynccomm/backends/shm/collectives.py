@@ -66,7 +66,8 @@ def _reduce(board: Board, submission: Submission, whole: int) -> Progress:
     source = reduction.contribution(tensor)
     target = land = None
     if submission.outputs:
-        if source.data_ptr() == tensor.data_ptr() and submission.outputs[0] is tensor:
+        in_place = submission.outputs[0] is tensor and source.data_ptr() == tensor.data_ptr()
+        if in_place and not tensor.is_inference():
             target = source
         else:
             target, land = reduction.target(submission.outputs[0])

@@ -11,9 +11,7 @@ It has no thread of its own and never waits. It is driven by
 Only one thread drives at a time. One that finds another at it leaves word (``_news``) and goes; whoever drives looks
 for word once more after giving up the lock, so none is lost.
 
-Going to sleep is a handshake with the peers, through one word per rank: say which bell is to be rung, look once more,
-sleep. A peer with news looks at the words after publishing, clears those that are set, and rings. Each side has a full
-fence between its two steps, so one of the two sees the other.
+How they go to sleep and are woken: ``bells.py``.
 """
 
 from __future__ import annotations
@@ -26,8 +24,11 @@ import time
 from collections import deque
 from typing import Any, Final, final
 
+import torch
+
 from asynccomm.backends.base import BackendContext, Submission
 from asynccomm.backends.shm.algorithms import Progress
+from asynccomm.backends.shm.bells import Bell, Bells
 from asynccomm.backends.shm.board import Board
 from asynccomm.backends.shm.collectives import start
 from asynccomm.backends.shm.fence import Fence
@@ -42,8 +43,6 @@ from asynccomm.work import Work
 
 __all__ = ["Engine"]
 
-LOOP: Final = 1  # values of the word SLEEPING: number of the bell, from 1
-WORKER: Final = 2
 SLICE_SECONDS: Final = 1e-3  # that one call may drive: a loop's other tasks must not starve
 MOST_SKIPPED: Final = 64  # awaits in a row that do not look out for peers, when that had not paid off
 _SHARED: Final = (AllGather, AllGatherSingle, Gather, Scatter, ReduceScatter, ReduceScatterSingle)
@@ -78,18 +77,13 @@ class Engine:
         self._whole_bytes = settings.whole_bytes
         self._shares = dict.fromkeys(_SHARED, group.size)  # these count one rank's share as their bytes
         self._words = words
-        self._fence = fence
-        self._sleeping = layout.word(group.rank, Word.SLEEPING)
         self._state = layout.word(group.rank, Word.STATE)
         self._states = [layout.word(rank, Word.STATE) for rank in range(group.size)]
-        self._sleepers = {
-            rank: (layout.word(rank, Word.SLEEPING), circle.bells[rank])
-            for rank in range(group.size)
-            if rank != group.rank
-        }
-        self._all_sleepers = list(self._sleepers.values())
-        self._bell = circle.bells[group.rank][0]
-        self._board = Board(group.rank, layout, words, circle.segment.data, fence, self._notify)
+        # neither of these three may refer to this engine: a cycle would keep the segment until the next collection
+        self._bells = Bells(group.rank, layout, words, fence, circle.bells)
+        self._board = Board(group.rank, layout, words, circle.segment.data, fence, self._bells.ring_all)
+        self._finished: deque[Submission] = deque()  # to be settled when the lock is free
+        self._faults: deque[BrokenError] = deque()
         self._messages = Messages(
             group.rank,
             layout,
@@ -97,17 +91,15 @@ class Engine:
             circle.segment.raw,
             circle.segment.data,
             fence,
-            self._ring,
-            self._done,
-            self._fault,
+            self._bells.ring,
+            self._finished.append,
+            self._faults.append,
         )
         self._lock = threading.Lock()  # of whoever drives
         self._news = False  # something has happened since somebody began to drive
         self._inbox: deque[Submission] = deque()
         self._queue: deque[Submission] = deque()  # collectives, the first under way
         self._current: Progress | None = None
-        self._finished: list[Submission] = []  # to be settled when the lock is free
-        self._faults: list[BrokenError] = []
         self._dead = False
         self._gone: set[int] = set()  # ranks that have closed
         # operations for the worker: counted where they are submitted, and where they are done
@@ -123,6 +115,7 @@ class Engine:
 
     def submit(self, submission: Submission) -> None:
         """Take an operation, and move it as far as it goes at once. In order; from any thread."""
+        _hold(submission)
         if self._is_large(submission.op):
             self._large_in += 1
             self._inbox.append(submission)
@@ -201,6 +194,9 @@ class Engine:
             patience: seconds to look out for peers as long as nothing gets finished.
             arm: ask the peers to ring if something is left waiting.
         """
+        if torch.is_inference_mode_enabled():  # the caller's; views made in it could not be written to later
+            with torch.inference_mode(False):
+                return self._drive(patience, arm=arm)
         self._news = True
         drove = False
         while self._news and not self._large and not self._dead and self._lock.acquire(blocking=False):
@@ -215,10 +211,8 @@ class Engine:
         return drove
 
     def _run(self, patience: float, arm: bool) -> None:
-        words, sleeping = self._words, self._sleeping
-        if words[sleeping]:
-            words[sleeping] = 0
-        messages = self._messages
+        bells, messages = self._bells, self._messages
+        bells.disarm()
         until = 0.0
         started = 0.0
         while True:
@@ -233,7 +227,7 @@ class Engine:
                 if self._waited:
                     self._to_worker()
                 else:
-                    os.eventfd_write(self._bell, 1)  # the loop has other things to do, too
+                    bells.ring_own_loop()  # which has other things to do, too
                 return
             if patience and not self._finished and not self._news:
                 now = time.perf_counter()
@@ -243,11 +237,10 @@ class Engine:
                     continue
             if not arm and not self._waited:
                 return
-            words[sleeping] = WORKER if self._waited else LOOP
-            self._fence.full()
+            bells.arm(Bell.WORKER if self._waited else Bell.LOOP)
             if not self._step():
                 return
-            words[sleeping] = 0
+            bells.disarm()
 
     def _step(self, *, one: bool = False) -> bool:
         """Move each lane as far as it goes, or ``one`` step; returns whether anything moved.
@@ -270,7 +263,7 @@ class Engine:
                 got_on = next(current, None)
                 if got_on is None:
                     self._current = None
-                    self._done(queue.popleft())
+                    self._finished.append(queue.popleft())
                 elif not got_on:
                     break
                 moved = True
@@ -281,30 +274,31 @@ class Engine:
             if self._gone and not moved:
                 self._miss_the_gone()
         except BrokenError as exc:
-            self._fault(exc)
-        except Exception as exc:  # out of memory, or a bug: the peers would wait for ever
+            self._faults.append(exc)
+        except BaseException as exc:  # out of memory, Ctrl-C, or a bug: the peers would wait for ever
             what = f" in {self._queue[0].op}" if self._queue else ""
             error = BackendError(f"shm failed{what}: {type(exc).__name__}: {exc}")
             error.__cause__ = exc
-            self._fault(error)
+            self._faults.append(error)
+            if not isinstance(exc, Exception):
+                self._dead = True  # a step that was cut short cannot be taken up again
+                raise
+        if self._faults:
+            self._dead = True
         return moved and not self._dead
-
-    def _done(self, submission: Submission) -> None:
-        if self._large and self._is_large(submission.op):
-            self._large_out += 1
-        self._finished.append(submission)
-
-    def _fault(self, error: BrokenError) -> None:
-        self._dead = True
-        self._faults.append(error)
 
     def _release(self) -> None:
         """Give up driving, and tell what came of it."""
-        finished, faults = self._finished, self._faults
-        if finished:
-            self._finished = []
+        finished: list[Submission] = []
+        faults: list[BrokenError] = []
+        while self._finished:
+            submission = self._finished.popleft()
+            finished.append(submission)
+            if self._large and self._is_large(submission.op):
+                self._large_out += 1
         if self._dead:
-            self._faults = []
+            faults = list(self._faults)
+            self._faults.clear()
             self._drop()
         self._lock.release()
         for submission in finished:
@@ -330,8 +324,7 @@ class Engine:
         turn = Turn.OVER
         try:
             self._news = self._dozing = False
-            if self._words[self._sleeping]:
-                self._words[self._sleeping] = 0
+            self._bells.disarm()
             if not self._dead:
                 turn = Turn.MOVED if self._step(one=True) else Turn.STUCK
             if self._dead or not (self._large or self._waited):
@@ -351,16 +344,18 @@ class Engine:
         """The worker is about to sleep: have the peers ring; False if there is something to do."""
         self._lock.acquire()
         try:
+            self._news = False
             if self._dead or not (self._large or self._waited):
                 return False  # it shall have its last turn
             self._dozing = True
-            self._words[self._sleeping] = WORKER
-            self._fence.full()
+            self._bells.arm(Bell.WORKER)
             if self._step(one=True):
                 self._dozing = False
-            return self._dozing
         finally:
             self._release()
+        if self._news:  # somebody came while this held the lock
+            self._dozing = False
+        return self._dozing
 
     def failed(self, exc: Exception) -> None:
         """A turn raised: a bug. The comm ends; that is better than to wait for ever."""
@@ -370,25 +365,6 @@ class Engine:
         self._on_error(error)
 
     # -- peers --------------------------------------------------------------------------------------------------------
-
-    def _notify(self) -> None:
-        """Wake whoever is asleep: something was posted or finished."""
-        self._fence.full()
-        words = self._words
-        for word, bells in self._all_sleepers:
-            bell = words[word]
-            if bell:
-                words[word] = 0
-                os.eventfd_write(bells[bell - 1], 1)
-
-    def _ring(self, rank: int) -> None:
-        """Wake ``rank`` if it is asleep: there is something for it."""
-        self._fence.full()
-        word, bells = self._sleepers[rank]
-        bell = self._words[word]
-        if bell:
-            self._words[word] = 0
-            os.eventfd_write(bells[bell - 1], 1)
 
     def ended(self, rank: int) -> None:
         """Nobody is at the other end of ``rank``'s pipe any more. On the worker."""
@@ -447,3 +423,13 @@ class Engine:
         self._messages.drop()
         self._large_out = self._large_in
         self._waited.clear()
+
+
+def _hold(submission: Submission) -> None:
+    """Keep the memory that the tensors have now. They are used by address, and ``tensor.data = ...`` frees it."""
+    inputs, outputs = submission.inputs, submission.outputs
+    submission.inputs = held = tuple([tensor.detach() for tensor in inputs])
+    if len(inputs) == len(outputs) == 1 and outputs[0] is inputs[0]:
+        submission.outputs = held
+    else:
+        submission.outputs = tuple([tensor.detach() for tensor in outputs])

@@ -87,7 +87,7 @@ class Reduction:
 
         That is the output's own memory if it can be, and then nothing is left to do.
         """
-        if arithmetic.is_plain(output):
+        if arithmetic.is_plain(output) and not output.is_inference():
             values = arithmetic.resolved(output)
             if not self._as_it_is:
                 if values.is_complex():
@@ -98,14 +98,14 @@ class Reduction:
                     values = values.view(torch.int64)
             if values.dtype == self.dtype:
                 return values, None
-        landing = torch.empty(output.numel() * (2 if output.is_complex() else 1), dtype=self.dtype)
+        landing = torch.empty(output.numel() * (2 if output.is_complex() else 1), dtype=self.dtype, device="cpu")
         # divided already, hence SUM
         return landing, lambda: arithmetic.narrow(landing, output, ReduceOp.SUM, self._size)
 
     def combine(self, rows: Sequence[Tensor], out: Tensor) -> None:
         """Combine the ranks' parts, in rank order; ``out`` may be the first or the second of them."""
         if out.numel() > SERIAL and torch.get_num_threads() > 1:
-            for *parts, part in zip(*(row.split(SERIAL) for row in rows), out.split(SERIAL), strict=True):
+            for *parts, part in zip(*(torch.split(row, SERIAL) for row in (*rows, out)), strict=True):
                 self._combine(parts, part)
         else:
             self._combine(rows, out)

@@ -32,8 +32,8 @@ class Word(IntEnum):
     REDUCED = 1  #: steps whose result this rank has filled
     FINISHED = 2  #: steps in which this rank reads no more
     STATE = 3  #: a :class:`State`
-    SLEEPING = 8  #: which of this rank's bells to ring when there is news, 0: none; whoever rings it clears it
-    WHAT = 16  #: for each bank, two words that say which collective the step belongs to
+    SLEEPING = 8  #: for each of this rank's two bells, whether to ring it when there is news; whoever rings clears it
+    WHAT = 16  #: for each bank, three words that say which collective the step belongs to, and after which others
 
 
 @final
@@ -53,7 +53,7 @@ class Layout:
     Args:
         size: ranks.
         chunk: bytes of a slot, a multiple of 64.
-        banks: steps that may be under way at once, at most 8.
+        banks: steps that may be under way at once, at most 5.
         ring: bytes of a message ring, a multiple of 64.
     """
 
@@ -72,8 +72,8 @@ class Layout:
         return (rank * BLOCK) // WORD + word
 
     def what(self, rank: int, bank: int) -> int:
-        """Number of the first of the two words that describe a step."""
-        return self.word(rank, Word.WHAT) + 2 * bank
+        """Number of the first of the three words that describe a step."""
+        return self.word(rank, Word.WHAT) + 3 * bank
 
     def slot(self, bank: int, rank: int) -> int:
         """Start of a rank's slot."""

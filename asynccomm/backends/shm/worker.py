@@ -10,6 +10,7 @@ this thread takes that lock back after each chunk. So the interval is shorter wh
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import sys
@@ -26,6 +27,8 @@ SWITCH_SECONDS: Final = 1e-4  # bench/loop_lag.py: beside a GIL-bound thread thi
 # The system gives a busy thread milliseconds at a time, which a loop on the same core would have to wait for.
 # bench/loop_lag.py, 2 ranks on 2 cores: the loop's lag is below 1 ms in 99 of 100 cases, and 2 to 4 without.
 YIELD_SECONDS: Final = 3e-4
+
+_log = logging.getLogger("asynccomm")
 
 
 class Turn(Enum):
@@ -140,7 +143,10 @@ class Worker:
                 ended = self._watched.get(fd)
                 self.unwatch(fd)
                 if ended is not None:
-                    ended()
+                    try:
+                        ended()
+                    except Exception:  # as with turns: the others need this thread
+                        _log.exception("could not report that a rank is gone")
 
 
 _worker: Worker | None = None
