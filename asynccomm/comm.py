@@ -39,7 +39,9 @@ class Comm:
     - Raises at the call, before anything is sent: TypeError and ValueError naming the argument, ClosedError,
       BrokenError. The rest is raised by awaiting.
     - Autograd is not involved: a tensor that requires grad is read and written as plain data.
-    - Tensors must not be changed, and outputs not be read, before the Work is done. They need not be kept.
+    - Tensors must not be changed, and outputs not be read, before the Work is done. They need not be kept. Giving a
+      tensor other memory (``tensor.data = ...``) is fine; resizing the memory it has (``resize_``) is not, and can end
+      the process.
     - Cancelling an await is safe: it abandons the wait, the operation goes on.
     - May be called from any thread, but on a thread with a running event loop only from the comm's own.
     """

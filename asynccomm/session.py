@@ -38,6 +38,7 @@ from asynccomm.errors import (
     BackendError,
     BrokenError,
     ClosedError,
+    CollectiveMismatchError,
     CollectiveTimeoutError,
     PeerLostError,
 )
@@ -149,6 +150,11 @@ class Session:
     def closed(self) -> bool:
         """Whether ``aclose`` was called."""
         return self._closing is not None
+
+    @property
+    def ended(self) -> bool:
+        """Whether closing has come to its end."""
+        return self._closing is not None and self._closing.done() and not self._closing.cancelled()
 
     # -- submitting ---------------------------------------------------------------------------------------------------
 
@@ -351,6 +357,9 @@ class Session:
             self._fail(AbortedError(item["rank"], item["reason"]), tell=False)
         elif item["kind"] == "transport":  # seen by that rank, not caused by it
             self._fail(BackendError(f"rank {item['rank']} reports: {item['reason']}"), tell=False)
+        elif item["kind"] == "mismatch":
+            sides = item["first"], item["op"], item["other"], item["other_op"]
+            self._fail(CollectiveMismatchError(item["seq"], *sides), tell=False)
         elif item["kind"] == "lost":
             if item["lost"] != self.group.rank:
                 self._fail(PeerLostError(item["lost"], item["reason"]), tell=False)
@@ -409,6 +418,9 @@ def _news_of(error: BrokenError) -> dict[str, Any]:
             return {"kind": "abort", "reason": error.reason}
         case PeerLostError():
             return {"kind": "lost", "lost": error.rank, "reason": error.detail}
+        case CollectiveMismatchError():
+            sides = {"first": error.rank, "op": error.op, "other": error.other_rank, "other_op": error.other_op}
+            return {"kind": "mismatch", "seq": error.seq, **sides}
         case BackendError():
             return {"kind": "transport", "reason": f"{type(error).__name__}: {error}"}
         case _:
@@ -430,9 +442,11 @@ def _weakly(method: Callable[[Any], object]) -> Callable[[Any], None]:
 def _abandon_all() -> None:
     """At exit. A transport whose threads run into the end of the interpreter would take the process down with it."""
     for session in list(_alive):
-        if session.backend is not None and not session.closed:
+        if session.backend is None or session.ended:
+            continue
+        if not session.closed:
             warnings.warn(f"comm {session.group.name!r} was still open when the process ended", ResourceWarning, 1)
-            session.backend.abandon()
+        session.backend.abandon()
 
 
 def _disown_all() -> None:

@@ -230,16 +230,18 @@ class Work(Generic[T]):
         Returns whether this call decided the outcome: an operation fails early when its comm breaks, and its backend
         learns of the end later.
         """
+        value = None  # dropped outside of the lock: that may run anything
         with _deciding:
             if self._done:
                 return False
             self._error = error
             if error is not None:
-                self._value = None
+                value, self._value = self._value, None
                 self._traceback = error.__traceback__
             self.finished = time.monotonic()
             self._driver = self._on_overdue = None
             self._done = True
+        del value
         for event in self._events:
             event.set()
         on_settled, self._on_settled = self._on_settled, None

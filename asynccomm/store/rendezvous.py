@@ -217,3 +217,11 @@ def _address(url: SplitResult) -> tuple[str, int]:
     if not host or not port:
         raise ValueError(f"store {url.geturl()!r} must be tcp://host:port")
     return host, port
+
+
+def _renew_lock() -> None:
+    global _hosting
+    _hosting = threading.Lock()  # a thread that is not in the child may have held the old one
+
+
+os.register_at_fork(after_in_child=_renew_lock)

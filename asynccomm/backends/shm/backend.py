@@ -45,7 +45,7 @@ class ShmBackend(Backend):
         self._bell = bell
         self._loop = context.mailbox.loop
         self._on_error = context.on_error
-        self._withdrawing = threading.Lock()
+        self._withdrawing = threading.RLock()  # a comm that is collected within it withdraws, too
         self._withdrawn = False
         self._released = False
         self._loop.add_reader(bell, engine.on_bell, bell)

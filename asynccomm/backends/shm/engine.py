@@ -211,6 +211,8 @@ class Engine:
         return drove
 
     def _run(self, patience: float, arm: bool) -> None:
+        if self._dead:  # since the caller has looked
+            return
         bells, messages = self._bells, self._messages
         bells.disarm()
         until = 0.0
@@ -395,7 +397,8 @@ class Engine:
     def leave(self) -> None:
         """Tell the peers, who will see the pipe close, that this is in good order."""
         self._dead = True
-        self._words[self._state] = State.LEFT
+        if self._words[self._state] == State.HERE:
+            self._words[self._state] = State.LEFT
         Fence().full()  # the other one belongs to whoever drives
 
     def abort(self) -> None:
@@ -413,7 +416,7 @@ class Engine:
         """Wait until nobody drives any more, at most ``timeout`` seconds; after ``abort``."""
         if not self._lock.acquire(timeout=timeout):
             return False
-        self._lock.release()
+        self._release()
         return True
 
     def _drop(self) -> None:

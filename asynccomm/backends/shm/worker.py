@@ -102,11 +102,7 @@ class Worker:
                 shorter = sys.getswitchinterval()  # rounded
             moved = False
             for each in list(driven):
-                try:
-                    turn = each.turn()
-                except Exception as exc:  # one must not take the others down
-                    turn = Turn.OVER
-                    each.failed(exc)
+                turn = self._turn(each)
                 if turn is Turn.OVER:
                     del driven[each]
                 moved = moved or turn is Turn.MOVED
@@ -120,12 +116,12 @@ class Worker:
             if driven:
                 now = time.perf_counter()
                 if not awake_until:
-                    awake_until = now + min(each.patience for each in driven)
+                    awake_until = now + max(each.patience for each in driven)
                 if now < awake_until:
                     self._look(0)  # lets go of the interpreter's lock
                     os.sched_yield()  # whom we wait for may need this core
                     continue
-                if not all(each.doze() for each in driven):
+                if not all(self._dozes(each) for each in driven):
                     continue
             elif interval is not None:
                 if sys.getswitchinterval() == shorter:  # else somebody changed it meanwhile
@@ -134,19 +130,46 @@ class Worker:
             self._look(-1)
             awake_until = 0.0
 
+    def _turn(self, each: Driven) -> Turn:
+        try:
+            return each.turn()
+        except Exception as exc:  # one must not take the others down
+            self._fail(each, exc)
+            return Turn.OVER
+
+    def _dozes(self, each: Driven) -> bool:
+        try:
+            return each.doze()
+        except Exception as exc:
+            self._fail(each, exc)
+            return False  # its next turn is its last
+
+    def _fail(self, each: Driven, exc: Exception) -> None:
+        try:
+            each.failed(exc)
+        except Exception:
+            _log.exception("could not report the failure of a transfer: %r", exc)
+
     def _look(self, timeout: float) -> None:
         for fd, _ in self._epoll.poll(timeout):
             if fd == self.bell:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(fd)
-            else:
-                ended = self._watched.get(fd)
-                self.unwatch(fd)
-                if ended is not None:
-                    try:
-                        ended()
-                    except Exception:  # as with turns: the others need this thread
-                        _log.exception("could not report that a rank is gone")
+                continue
+            ended = self._watched.get(fd)
+            if ended is None or not _hung_up(fd):  # it may just have become another one's
+                continue
+            self.unwatch(fd)
+            try:
+                ended()
+            except Exception:
+                _log.exception("could not report that a rank is gone")
+
+
+def _hung_up(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, 0)
+    return any(event & select.POLLHUP for _, event in poll.poll(0))
 
 
 _worker: Worker | None = None

@@ -1,4 +1,4 @@
-"""What a hostile review has broken. On real processes."""
+"""Rare interleavings and hostile surroundings, each made to happen. On real processes."""
 
 import asyncio
 import gc
