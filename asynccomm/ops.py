@@ -114,7 +114,8 @@ class AllReduce(TensorOp):
     def of(cls, group: Group, tensor: Tensor, op: object) -> Call:
         check_tensor(group, "tensor", tensor, written=True)
         reduction = check_reduction(op, tensor.dtype)
-        return Call(cls(tensor.dtype, tensor.numel(), reduction), (tensor,), (tensor,), tensor)
+        both = (tensor,)
+        return Call(cls(tensor.dtype, tensor.numel(), reduction), both, both, tensor)
 
     def fits(self, other: Op) -> bool:
         return type(other) is AllReduce and _reductions_fit(self, other)
@@ -159,7 +160,8 @@ class Reduce(TensorOp):
         check_tensor(group, "tensor", tensor, written=mine)
         reduction = check_reduction(op, tensor.dtype)
         value = cls(tensor.dtype, tensor.numel(), rank, reduction)
-        return Call(value, (tensor,), (tensor,) if mine else (), tensor if mine else None)
+        both = (tensor,)
+        return Call(value, both, both if mine else (), tensor if mine else None)
 
     def fits(self, other: Op) -> bool:
         return type(other) is Reduce and self.root == other.root and _reductions_fit(self, other)

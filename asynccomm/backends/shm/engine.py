@@ -25,6 +25,7 @@ from collections import deque
 from typing import Any, Final, final
 
 import torch
+from torch import Tensor
 
 from asynccomm.backends.base import BackendContext, Submission
 from asynccomm.backends.shm.algorithms import Progress
@@ -431,8 +432,11 @@ class Engine:
 def _hold(submission: Submission) -> None:
     """Keep the memory that the tensors have now. They are used by address, and ``tensor.data = ...`` frees it."""
     inputs, outputs = submission.inputs, submission.outputs
-    submission.inputs = held = tuple([tensor.detach() for tensor in inputs])
-    if len(inputs) == len(outputs) == 1 and outputs[0] is inputs[0]:
-        submission.outputs = held
-    else:
-        submission.outputs = tuple([tensor.detach() for tensor in outputs])
+    submission.inputs = held = _detached(inputs)
+    submission.outputs = held if outputs is inputs else _detached(outputs)
+
+
+def _detached(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    if len(tensors) == 1:
+        return (tensors[0].detach(),)
+    return tuple([tensor.detach() for tensor in tensors])
