@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 from typing import Any
 
@@ -67,7 +68,7 @@ class Gloo:
             options._devices = [group.create_default_device()]
         self._pg: Any = group(store, rank, size, options)
         self._size = size
-        self._next = (rank + 1) % size
+        self._rank = rank
         self._all_gather_single = getattr(self._pg, "all_gather_single", None) or self._pg._allgather_base
         self._all_to_all_single = getattr(self._pg, "all_to_all_single", None) or self._pg.alltoall_base
 
@@ -116,12 +117,14 @@ class Gloo:
         return self._pg.recv([tensor], src, tag)
 
     def poison(self) -> None:
-        """Make everything under way fail, here and on the peers. Takes some milliseconds."""
-        if self._size == 1:
-            return
+        """Make everything under way fail, here and on the peers. Takes some milliseconds.
+
+        A receive that times out closes all connections of the group; one on a connection that is closed already fails
+        at once and closes nothing. So each is tried.
+        """
         never_sent = torch.empty(1, dtype=torch.uint8, device="cpu")
-        try:
-            self._pg.recv([never_sent], self._next, POISON_TAG).wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            return  # the time-out is the point; or the group was dead already
-        raise AssertionError("a message arrived under the tag that nobody uses")
+        for peer in range(self._size):
+            if peer != self._rank:
+                with contextlib.suppress(RuntimeError):
+                    self._pg.recv([never_sent], peer, POISON_TAG).wait(timedelta(milliseconds=1))
+                    raise AssertionError("a message arrived under the tag that nobody uses")
