@@ -109,6 +109,8 @@ def check_numel(name: str, tensor: Tensor, expected: int, why: str) -> None:
 
 
 def check_rank(group: Group, name: str, rank: object) -> int:
+    if type(rank) is int and 0 <= rank < group.size:
+        return rank
     value = as_index(rank)
     if value is None:
         raise TypeError(f"{name} must be a rank (an integer), got {rank!r}")
@@ -127,6 +129,8 @@ def as_index(value: Any) -> int | None:
 
 
 def check_tag(tag: object) -> int:
+    if type(tag) is int and 0 <= tag <= MAX_TAG:
+        return tag
     value = as_index(tag)
     if value is None:
         raise TypeError(f"tag must be an integer, got {tag!r}")
