@@ -38,11 +38,11 @@ from asynccomm.errors import (
     BackendError,
     BrokenError,
     ClosedError,
-    CollectiveMismatchError,
     CollectiveTimeoutError,
     PeerLostError,
 )
 from asynccomm.mailbox import Mailbox
+from asynccomm.news import error_of, news_of
 from asynccomm.ops import Call, Recv, Send
 from asynccomm.options import CommOptions, seconds
 from asynccomm.store.base import Store, within
@@ -319,7 +319,7 @@ class Session:
             if tell:
                 with contextlib.suppress(TimeoutError, AsyncCommError):
                     async with asyncio.timeout(TELL_SECONDS):
-                        await self._bulletin.post(**_news_of(error))
+                        await self._bulletin.post(**news_of(error))
         finally:
             self._abort_backend()
         if self.options.abort_process_on_timeout_or_error and not isinstance(error, AbortedError):
@@ -353,18 +353,11 @@ class Session:
         late.cancel()
 
     def _heard(self, item: dict[str, Any]) -> None:
-        if item["kind"] == "abort":
-            self._fail(AbortedError(item["rank"], item["reason"]), tell=False)
-        elif item["kind"] == "transport":  # seen by that rank, not caused by it
-            self._fail(BackendError(f"rank {item['rank']} reports: {item['reason']}"), tell=False)
-        elif item["kind"] == "mismatch":
-            sides = item["first"], item["op"], item["other"], item["other_op"]
-            self._fail(CollectiveMismatchError(item["seq"], *sides), tell=False)
-        elif item["kind"] == "lost":
-            if item["lost"] != self.group.rank:
-                self._fail(PeerLostError(item["lost"], item["reason"]), tell=False)
-        elif item["kind"] == "roll call":
-            self._begin(self._answer(item["number"]))
+        error = error_of(item)
+        if error is None:
+            self._begin(self._answer(item["number"]))  # a roll call
+        elif not (isinstance(error, PeerLostError) and error.rank == self.group.rank):
+            self._fail(error, tell=False)
 
     async def _answer(self, number: int) -> None:
         with contextlib.suppress(TimeoutError, AsyncCommError):
@@ -384,12 +377,13 @@ class Session:
         return CollectiveTimeoutError(work.op, work.seq, group.name, group.rank, elapsed, work.timeout, missing)
 
     async def _expire(self, work: Work[Any]) -> None:
-        missing: list[int] = []
+        others = [rank for rank in range(self.group.size) if rank != self.group.rank]
+        missing = others
         if isinstance(work.op, (Send, Recv)):
-            peer = work.op.peer
-            missing = [rank for rank in range(self.group.size) if rank != self.group.rank] if peer is None else [peer]
-        elif self.group.size > 1:
-            others = [rank for rank in range(self.group.size) if rank != self.group.rank]
+            if work.op.peer is not None:
+                missing = [work.op.peer]
+        elif others:
+            missing = []
             with contextlib.suppress(TimeoutError, AsyncCommError):
                 async with asyncio.timeout(2 * ROLL_CALL_SECONDS):  # the store itself may be what hangs
                     number = await self._bulletin.post(kind="roll call")
@@ -409,22 +403,6 @@ def _nbytes(tensors: tuple[Tensor, ...]) -> int:
 def _explain_seconds(error: BrokenError) -> float:
     """How long to look for what is behind ``error``."""
     return LOST_SECONDS if isinstance(error, PeerLostError) else EXPLAIN_SECONDS
-
-
-def _news_of(error: BrokenError) -> dict[str, Any]:
-    """What the other ranks are told."""
-    match error:
-        case AbortedError():
-            return {"kind": "abort", "reason": error.reason}
-        case PeerLostError():
-            return {"kind": "lost", "lost": error.rank, "reason": error.detail}
-        case CollectiveMismatchError():
-            sides = {"first": error.rank, "op": error.op, "other": error.other_rank, "other_op": error.other_op}
-            return {"kind": "mismatch", "seq": error.seq, **sides}
-        case BackendError():
-            return {"kind": "transport", "reason": f"{type(error).__name__}: {error}"}
-        case _:
-            return {"kind": "abort", "reason": f"{type(error).__name__}: {error}"}
 
 
 def _weakly(method: Callable[[Any], object]) -> Callable[[Any], None]:

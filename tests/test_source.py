@@ -12,7 +12,7 @@ PACKAGE = ROOT / "asynccomm"
 
 # Every module, lowest first; an import may only point to a line above. Packages' __init__ stand where they may be used.
 LAYERS = [
-    "version reduce_op checks ops errors options mailbox work deadlines",
+    "version reduce_op checks ops errors news options mailbox work deadlines",
     "store store.base store.codec store.wait_line store.client store.memory store.torch_store store.host",
     "store.rendezvous",
     "backends backends.base backends.arithmetic backends.matching backends.loopback",

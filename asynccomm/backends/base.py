@@ -48,16 +48,24 @@ class UnsuitableError(BackendError):
 class Submission:
     """One operation in the hands of a backend: what to do, with which tensors, and whom to tell.
 
-    It owns the tensors until the backend lets go of it.
+    It owns the tensors until the backend lets go of it, with the memory that they had when it was made: they are
+    detached, so ``tensor.data = ...`` frees nothing under an operation, and autograd sees nothing of it. Where an
+    operation works in place on one tensor, ``inputs`` is ``outputs``.
     """
 
     __slots__ = ("inputs", "op", "outputs", "work")
 
     def __init__(self, call: Call, work: Work[Any]) -> None:
         self.op: Op = call.op
-        self.inputs: tuple[Tensor, ...] = call.inputs
-        self.outputs: tuple[Tensor, ...] = call.outputs
+        self.inputs = held = _detached(call.inputs)
+        self.outputs = held if call.outputs is call.inputs else _detached(call.outputs)
         self.work = work
+
+
+def _detached(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    if len(tensors) == 1:  # the usual case, and this is on the way of every small operation
+        return (tensors[0].detach(),)
+    return tuple([tensor.detach() for tensor in tensors])
 
 
 @final

@@ -13,7 +13,8 @@ import torch
 from asynccomm.backends.base import Backend, BackendContext, Member, Submission, device_of
 from asynccomm.checks import Group
 from asynccomm.mailbox import Mailbox
-from asynccomm.ops import AllGather
+from asynccomm.ops import AllGather, AllReduce
+from asynccomm.reduce_op import ReduceOp
 from asynccomm.store.memory import MemoryStore
 from asynccomm.work import Work
 
@@ -49,16 +50,24 @@ async def test_the_least_backend() -> None:
     call = AllGather.of(group, None, torch.ones(2))
     work: Work[Any] = Work(call.op, 0, mailbox, value=call.result, timeout=1.0, on_settled=lambda work: None)
     submission = Submission(call, work)
-    assert (submission.op, submission.inputs, submission.outputs, submission.work) == (
-        call.op,
-        call.inputs,
-        call.outputs,
-        work,
-    )
+    assert (submission.op, submission.work) == (call.op, work)
+    assert [t.data_ptr() for t in submission.inputs] == [t.data_ptr() for t in call.inputs]
+    assert [t.data_ptr() for t in submission.outputs] == [t.data_ptr() for t in call.outputs]
     backend.submit([submission])
     assert await work is call.result
     backend.abort()
     await backend.aclose()
+
+
+def test_a_submission_keeps_the_memory_it_was_made_with() -> None:
+    group = Group("g", 0, 1, torch.device("cpu"))
+    parameter = torch.nn.Parameter(torch.ones(3))
+    work: Any = None
+    submission = Submission(AllReduce.of(group, parameter, ReduceOp.SUM), work)
+    assert submission.inputs is submission.outputs
+    assert not submission.inputs[0].requires_grad
+    parameter.data = torch.zeros(1)
+    assert submission.inputs[0].tolist() == [1.0] * 3
 
 
 @pytest.mark.parametrize("missing", ["connect", "submit", "aclose", "abort"])

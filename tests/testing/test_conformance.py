@@ -163,6 +163,10 @@ def prefers_receives_from_any_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Matching, "claim", claim_from_anybody_first)
 
 
+def looks_memory_up_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asynccomm.backends.base._detached", lambda tensors: tensors)
+
+
 def runs_what_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asynccomm.ops.check_numel", lambda *args: None)
 
@@ -182,6 +186,7 @@ BROKEN: dict[str, Patch] = {
     "message lost": loses_a_message,
     "source forgotten": forgets_the_source,
     "any source preferred": prefers_receives_from_any_source,
+    "memory looked up late": looks_memory_up_late,
     "unchecked sizes": runs_what_was_refused,
 }
 

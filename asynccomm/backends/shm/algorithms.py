@@ -64,12 +64,20 @@ def _pipeline(steps: int, *stages: Stage) -> Progress:
         yield moved
 
 
+def _free(board: Board, first: int) -> Callable[[int], bool]:
+    return lambda i: board.free(first + i)
+
+
+def _posted(board: Board, first: int, ranks: Sequence[int]) -> Callable[[int], bool]:
+    return lambda i: board.posted(first + i, ranks)
+
+
 def meet(board: Board, step: int) -> Progress:
     """A step without data: done when all have come."""
     while not board.free(step):
         yield False
     board.post(step)
-    while not board.posted(step):
+    while not board.posted(step, board.others):
         yield False
     board.finish(step)
 
@@ -82,30 +90,21 @@ def publish(
     All are addresses of ``nbytes`` bytes. Without targets this rank waits for nobody.
     """
     me, room = board.rank, board.chunk
-    others = [(rank, target) for rank, target in targets.items() if rank != me]
-    only = others[0][0] if len(others) == 1 else None
+    givers = [rank for rank in targets if rank != me]
     if source is not None and targets.get(me, source) != source:
         memmove(targets[me], source, nbytes)
-
-    def free(i: int) -> bool:
-        return board.free(first + i)
 
     def fill(i: int) -> None:
         if source is not None:
             memmove(board.slot_address(first + i, me), source + i * room, min(room, nbytes - i * room))
         board.post(first + i)
 
-    def there(i: int) -> bool:
-        if only is not None:
-            return board.posted_by(only, first + i)
-        return not others or board.posted(first + i)
-
     def take(i: int) -> None:
-        for rank, target in others:
-            memmove(target + i * room, board.slot_address(first + i, rank), min(room, nbytes - i * room))
+        for rank in givers:
+            memmove(targets[rank] + i * room, board.slot_address(first + i, rank), min(room, nbytes - i * room))
         board.finish(first + i)
 
-    return _pipeline(steps, (free, fill), (there, take))
+    return _pipeline(steps, (_free(board, first), fill), (_posted(board, first, givers), take))
 
 
 def part_bytes(board: Board) -> int:
@@ -131,30 +130,20 @@ def exchange(
             parts for this rank are ``rank * part_bytes(board)`` into them.
     """
     me, room = board.rank, part_bytes(board)
-    readers = [rank for rank in range(board.size) if rank != me]
-    only = givers[0] if len(givers) == 1 else None
-
-    def free(i: int) -> bool:
-        return board.free(first + i)
 
     def fill(i: int) -> None:
         if sources is not None:
             slot, start = board.slot_address(first + i, me), i * room
             n = min(room, nbytes - start)
-            for rank in readers:
+            for rank in board.others:
                 memmove(slot + rank * room, sources[rank] + start, n)
         board.post(first + i)
-
-    def there(i: int) -> bool:
-        if only is not None:
-            return board.posted_by(only, first + i)
-        return not givers or board.posted(first + i)
 
     def read(i: int) -> None:
         take(first + i, i * room)
         board.finish(first + i)
 
-    return _pipeline(steps, (free, fill), (there, read))
+    return _pipeline(steps, (_free(board, first), fill), (_posted(board, first, givers), read))
 
 
 def reduce_whole(board: Board, step: int, source: Tensor, target: Tensor | None, reduction: Reduction) -> Progress:
@@ -164,7 +153,7 @@ def reduce_whole(board: Board, step: int, source: Tensor, target: Tensor | None,
     memmove(board.slot_address(step, board.rank), source.data_ptr(), source.nbytes)
     board.post(step)
     if target is not None:
-        while not board.posted(step):
+        while not board.posted(step, board.others):
             yield False
         reduction.combine(board.parts(reduction.dtype, step, 0, source.numel()), target)
     board.finish(step)
@@ -196,9 +185,6 @@ def reduce_parts(
         """Where step i begins, and where in it each rank's part does; in elements."""
         return i * room, full if i < steps - 1 else last
 
-    def free(i: int) -> bool:
-        return board.free(first + i)
-
     def fill(i: int) -> None:
         start, at = bounds(i)
         slot = board.slot_address(first + i, me)
@@ -206,9 +192,6 @@ def reduce_parts(
             if a < b:
                 memmove(slot + a * item, from_address + (start + a) * item, (b - a) * item)
         board.post(first + i)
-
-    def there(i: int) -> bool:
-        return board.posted(first + i)
 
     def combine(i: int) -> None:
         start, at = bounds(i)
@@ -233,4 +216,5 @@ def reduce_parts(
                     memmove(to_address + (start + a) * item, board.result_address(first + i, rank), (b - a) * item)
         board.finish(first + i)
 
-    return _pipeline(steps, (free, fill), (there, combine), (results, take))
+    posted = _posted(board, first, board.others)
+    return _pipeline(steps, (_free(board, first), fill), (posted, combine), (results, take))

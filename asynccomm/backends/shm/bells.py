@@ -47,12 +47,13 @@ class Bells:
         self._full = fence.full
         self._mine = layout.word(rank, Word.SLEEPING)
         self._own_loop = eventfds[rank][Bell.LOOP]
+        # for each rank its words, and its eventfds
         self._others = {
-            other: (layout.word(other, Word.SLEEPING), *eventfds[other])
+            other: ((layout.word(other, Word.SLEEPING), *eventfds[other]),)
             for other in range(layout.size)
             if other != rank
         }
-        self._all = list(self._others.values())
+        self._all = [sleeper for (sleeper,) in self._others.values()]
 
     def arm(self, bell: Bell) -> None:
         """Ask to be woken by ``bell``. What has come before must be looked for after this."""
@@ -69,27 +70,22 @@ class Bells:
 
     def ring_all(self) -> None:
         """Wake whoever is asleep: something was published for all."""
+        self._wake(self._all)
+
+    def ring(self, rank: int) -> None:
+        """Wake ``rank`` if it is asleep: something was published for it."""
+        self._wake(self._others[rank])
+
+    def _wake(self, sleepers: Sequence[tuple[int, int, int]]) -> None:
         self._full()
         words = self._words
-        for word, loop, worker in self._all:
+        for word, loop, worker in sleepers:
             if words[word]:
                 words[word] = 0
                 os.eventfd_write(loop, 1)
             if words[word + 1]:
                 words[word + 1] = 0
                 os.eventfd_write(worker, 1)
-
-    def ring(self, rank: int) -> None:
-        """Wake ``rank`` if it is asleep: something was published for it."""
-        self._full()
-        words = self._words
-        word, loop, worker = self._others[rank]
-        if words[word]:
-            words[word] = 0
-            os.eventfd_write(loop, 1)
-        if words[word + 1]:
-            words[word + 1] = 0
-            os.eventfd_write(worker, 1)
 
     def ring_own_loop(self) -> None:
         """Have this rank's own event loop come back."""

@@ -39,6 +39,7 @@ class Board:
     ) -> None:
         self.rank = rank
         self.size = layout.size
+        self.others = [r for r in range(layout.size) if r != rank]  #: all ranks but this one
         self.layout = layout
         self.chunk = layout.chunk
         self.step = 0  #: the first step of the next collective
@@ -50,12 +51,10 @@ class Board:
         self._data = data
         self._order = fence.order
         self._notify = notify
-        self._posted = layout.word(rank, Word.POSTED)
         self._reduced = layout.word(rank, Word.REDUCED)
         self._finished = layout.word(rank, Word.FINISHED)
-        others = [r for r in range(layout.size) if r != rank]
-        self._all_posted = [layout.word(r, Word.POSTED) for r in others]
-        self._all_reduced = [layout.word(r, Word.REDUCED) for r in others]
+        self._all_posted = [layout.word(r, Word.POSTED) for r in range(layout.size)]
+        self._all_reduced = [layout.word(r, Word.REDUCED) for r in self.others]
         self._all_finished = [layout.word(r, Word.FINISHED) for r in range(layout.size)]
         self._what = [[layout.what(r, bank) for r in range(layout.size)] for bank in range(layout.banks)]
         self._free = layout.banks  # steps below are known to be free
@@ -94,32 +93,26 @@ class Board:
         words[what], words[what + 1] = self.signature
         words[what + 2] = self._history
         self._order()
-        words[self._posted] = step + 1
+        words[self._all_posted[self.rank]] = step + 1
         self._notify()
 
-    def posted(self, step: int) -> bool:
-        """Whether all have filled their slots of ``step``; raises CollectiveMismatchError if for something else."""
-        words = self._words
-        for i in self._all_posted:
-            if words[i] <= step:
+    def posted(self, step: int, ranks: Sequence[int]) -> bool:
+        """Whether ``ranks`` have filled their slots of ``step``.
+
+        Raises: CollectiveMismatchError if one has filled it for something else.
+        """
+        words, posted = self._words, self._all_posted
+        for rank in ranks:
+            if words[posted[rank]] <= step:
                 return False
         self._order()
         code, numel = self.signature
         history = self._history
-        for i in self._what[step % self._banks]:
+        what = self._what[step % self._banks]
+        for rank in ranks:
+            i = what[rank]
             if words[i] != code or words[i + 1] != numel or words[i + 2] != history:
-                raise self._mismatch(step)
-        return True
-
-    def posted_by(self, rank: int, step: int) -> bool:
-        """Whether ``rank`` has filled its slot of ``step``; raises CollectiveMismatchError if for something else."""
-        words = self._words
-        if words[self.layout.word(rank, Word.POSTED)] <= step:
-            return False
-        self._order()
-        i = self._what[step % self._banks][rank]
-        if (words[i], words[i + 1]) != self.signature or words[i + 2] != self._history:
-            raise self._mismatch(step)
+                raise self._mismatch(rank, step)
         return True
 
     def post_result(self, step: int) -> None:
@@ -145,21 +138,14 @@ class Board:
 
     def behind(self, rank: int) -> bool:
         """Whether ``rank`` has still to take part in a collective that was begun here."""
-        return bool(self._words[self.layout.word(rank, Word.POSTED)] < self.step)
+        return bool(self._words[self._all_posted[rank]] < self.step)
 
-    def _mismatch(self, step: int) -> CollectiveMismatchError:
-        words = self._words
-        mine = theirs = describe(self.signature)
-        for rank, i in enumerate(self._what[step % self._banks]):
-            if words[self.layout.word(rank, Word.POSTED)] <= step:
-                continue
-            if (words[i], words[i + 1]) != self.signature:
-                theirs = describe((words[i], words[i + 1]))
-                break
-            if words[i + 2] != self._history:  # an earlier one differed, that did not have to wait
-                theirs += " after other collectives than those"
-                break
-        return CollectiveMismatchError(self.number, self.rank, mine, rank, theirs)
+    def _mismatch(self, rank: int, step: int) -> CollectiveMismatchError:
+        i = self._what[step % self._banks][rank]
+        theirs = describe((self._words[i], self._words[i + 1]))
+        if (self._words[i], self._words[i + 1]) == self.signature:  # an earlier one differed, that did not have to wait
+            theirs += " after other collectives than those"
+        return CollectiveMismatchError(self.number, self.rank, describe(self.signature), rank, theirs)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 

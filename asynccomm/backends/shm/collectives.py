@@ -66,7 +66,7 @@ def _reduce(board: Board, submission: Submission, whole: int) -> Progress:
     source = reduction.contribution(tensor)
     target = land = None
     if submission.outputs:
-        in_place = submission.outputs[0] is tensor and source.data_ptr() == tensor.data_ptr()
+        in_place = submission.outputs is submission.inputs and source.data_ptr() == tensor.data_ptr()
         if in_place and not tensor.is_inference():
             target = source
         else:
@@ -106,8 +106,7 @@ def _reduce_scatter(board: Board, submission: Submission, whole: int) -> Progres
 
     steps = steps_for(target.nbytes, part_bytes(board))
     first = _begin(board, submission, steps)
-    others = [rank for rank in range(size) if rank != me]
-    yield from exchange(board, first, steps, target.nbytes, _addresses(sources), others, take)
+    yield from exchange(board, first, steps, target.nbytes, _addresses(sources), board.others, take)
     if land is not None:
         land()
 
@@ -157,7 +156,7 @@ def _distribute(board: Board, submission: Submission, whole: int) -> Progress:
         inputs = [arithmetic.resolved(_apart(submission.inputs, submission.outputs, harmless)[0])]
         sources = [inputs[0].data_ptr() + rank * nbytes for rank in range(size)]
         targets = [output.data_ptr() + rank * nbytes for rank in range(size)]
-        givers = [rank for rank in range(size) if rank != me]
+        givers = board.others
     else:
         nbytes = op.nbytes
         targets = [output.data_ptr()] * size

@@ -25,7 +25,6 @@ from collections import deque
 from typing import Any, Final, final
 
 import torch
-from torch import Tensor
 
 from asynccomm.backends.base import BackendContext, Submission
 from asynccomm.backends.shm.algorithms import Progress
@@ -116,7 +115,6 @@ class Engine:
 
     def submit(self, submission: Submission) -> None:
         """Take an operation, and move it as far as it goes at once. In order; from any thread."""
-        _hold(submission)
         if self._is_large(submission.op):
             self._large_in += 1
             self._inbox.append(submission)
@@ -427,16 +425,3 @@ class Engine:
         self._messages.drop()
         self._large_out = self._large_in
         self._waited.clear()
-
-
-def _hold(submission: Submission) -> None:
-    """Keep the memory that the tensors have now. They are used by address, and ``tensor.data = ...`` frees it."""
-    inputs, outputs = submission.inputs, submission.outputs
-    submission.inputs = held = _detached(inputs)
-    submission.outputs = held if outputs is inputs else _detached(outputs)
-
-
-def _detached(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    if len(tensors) == 1:
-        return (tensors[0].detach(),)
-    return tuple([tensor.detach() for tensor in tensors])

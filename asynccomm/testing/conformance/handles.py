@@ -105,9 +105,15 @@ async def dropped_works_run_on(comm: Comm) -> None:
         expect_equal(tensor, expected, "all_reduce whose Work was dropped")
 
 
+class Memory(bytearray):
+    """Memory of a tensor, of which one can see when it is given up."""
+
+
 async def works_let_go_of_tensors(comm: Comm) -> None:
-    tensor = sample(comm.rank, (64,))
-    reference = weakref.ref(tensor)
+    memory = Memory(4 * 64)
+    reference = weakref.ref(memory)  # not of the tensor: a backend may hold its memory by another one
+    tensor = torch.frombuffer(memory, dtype=torch.float32)
+    del memory
     out = await comm.all_gather_single(None, tensor)
     await comm.barrier()
     del tensor
@@ -117,6 +123,19 @@ async def works_let_go_of_tensors(comm: Comm) -> None:
         await asyncio.sleep(0.005)
     assert reference() is None, "a finished operation still holds its input"
     assert out.numel() == 64 * comm.size
+
+
+async def operations_keep_the_memory_they_were_given(comm: Comm) -> None:
+    await comm.barrier()
+    for shape in ((5,), (1 << 18,)):
+        tensor = sample(comm.rank, shape)
+        memory = tensor.data
+        work = comm.all_reduce(tensor)
+        tensor.data = torch.zeros(2)  # as a weight is swapped
+        await work
+        expected = reduced([sample(r, shape) for r in range(comm.size)], ReduceOp.SUM)
+        expect_equal(memory, expected, "the memory that the tensor had at the call")
+        assert tensor.tolist() == [0.0, 0.0], "the memory it got later was written to"
 
 
 async def wait_blocks_threads_but_never_the_loop(comm: Comm) -> None:

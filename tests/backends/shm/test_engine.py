@@ -86,6 +86,21 @@ async def test_comms_do_not_wait_for_each_other(comm: Comm) -> None:
         assert all(tensor.eq(2).all() for tensor in tensors)
 
 
+@pytest.mark.ranks(3, backend="shm")
+async def test_a_comm_of_some_of_the_ranks(comm: Comm) -> None:
+    if comm.rank:
+        async with new_comm("shm", name="pair", rank=comm.rank - 1, size=2, timeout=30) as pair:
+            tensor = torch.tensor([float(comm.rank)])
+            both = comm.all_reduce(torch.ones(LARGE))  # rank 0 comes later
+            await pair.all_reduce(tensor)
+            assert tensor.item() == 3
+            await both
+    else:
+        await asyncio.sleep(0.1)
+        await comm.all_reduce(torch.ones(LARGE))
+    await comm.barrier()
+
+
 @pytest.mark.ranks(2, backend="shm")
 async def test_messages_pass_a_collective_that_waits(comm: Comm) -> None:
     ready, tensor = torch.zeros(1), torch.ones(LARGE)

@@ -46,7 +46,7 @@ async def test_a_late_ring_does_not_silence_another_bell(comm: Comm) -> None:
         if comm.rank == 0:
             await asyncio.sleep(0.2)
             bells = engine_of(quiet)._bells
-            bells._words = Interrupted(bells._words, bells._others[1][0], 0.8)
+            bells._words = Interrupted(bells._words, bells._others[1][0][0], 0.8)
             await quiet.send(torch.ones(1), 1, 2)
             await quiet.send(torch.ones(1), 1, 1)
             await asyncio.sleep(4)
@@ -261,7 +261,7 @@ async def test_an_interrupted_step_does_not_pass_for_a_finished_operation(comm: 
             engine = engine_of(broken)
             board, posted = engine._board, engine._board.posted
 
-            def interrupted(step: int) -> bool:
+            def interrupted(step: int, ranks: list[int]) -> bool:
                 board.posted = posted
                 raise Interruption
 
