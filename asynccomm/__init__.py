@@ -20,29 +20,34 @@ if TYPE_CHECKING:
     from asynccomm.errors import ClosedError as ClosedError
     from asynccomm.errors import CollectiveMismatchError as CollectiveMismatchError
     from asynccomm.errors import CollectiveTimeoutError as CollectiveTimeoutError
+    from asynccomm.errors import MonitoredBarrierError as MonitoredBarrierError
+    from asynccomm.errors import PayloadError as PayloadError
     from asynccomm.errors import PeerLostError as PeerLostError
     from asynccomm.errors import RendezvousError as RendezvousError
     from asynccomm.errors import StoreError as StoreError
     from asynccomm.errors import StoreProtocolError as StoreProtocolError
     from asynccomm.errors import StoreTimeoutError as StoreTimeoutError
     from asynccomm.errors import WouldBlockError as WouldBlockError
+    from asynccomm.methods.messages import BatchSendRecv as BatchSendRecv
+    from asynccomm.methods.streams import Sink as Sink
+    from asynccomm.methods.streams import Stream as Stream
     from asynccomm.options import CommOptions as CommOptions
     from asynccomm.reduce_op import RedOpType as RedOpType
     from asynccomm.reduce_op import ReduceOp as ReduceOp
     from asynccomm.runner import run as run
-    from asynccomm.session import CommStatistics as CommStatistics
     from asynccomm.store.base import PrefixStore as PrefixStore
     from asynccomm.store.base import Store as Store
     from asynccomm.store.client import StoreClient as StoreClient
     from asynccomm.store.memory import MemoryStore as MemoryStore
     from asynccomm.store.torch_store import TorchStore as TorchStore
+    from asynccomm.traffic import CommStatistics as CommStatistics
     from asynccomm.version import __version__ as __version__
     from asynccomm.work import Work as Work
 
 _HOMES = {
     "backend_names": "asynccomm.backends.registry",
     "Comm": "asynccomm.comm",
-    "CommStatistics": "asynccomm.session",
+    "CommStatistics": "asynccomm.traffic",
     "new_comm": "asynccomm.connect",
     "AbortedError": "asynccomm.errors",
     "AsyncCommError": "asynccomm.errors",
@@ -51,12 +56,17 @@ _HOMES = {
     "ClosedError": "asynccomm.errors",
     "CollectiveMismatchError": "asynccomm.errors",
     "CollectiveTimeoutError": "asynccomm.errors",
+    "PayloadError": "asynccomm.errors",
+    "MonitoredBarrierError": "asynccomm.errors",
     "PeerLostError": "asynccomm.errors",
     "RendezvousError": "asynccomm.errors",
     "StoreError": "asynccomm.errors",
     "StoreProtocolError": "asynccomm.errors",
     "StoreTimeoutError": "asynccomm.errors",
     "WouldBlockError": "asynccomm.errors",
+    "BatchSendRecv": "asynccomm.methods.messages",
+    "Sink": "asynccomm.methods.streams",
+    "Stream": "asynccomm.methods.streams",
     "CommOptions": "asynccomm.options",
     "RedOpType": "asynccomm.reduce_op",
     "ReduceOp": "asynccomm.reduce_op",

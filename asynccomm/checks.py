@@ -6,6 +6,7 @@ Each raises ``TypeError`` or ``ValueError`` naming the argument and the value.
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -18,22 +19,31 @@ from asynccomm.reduce_op import ReduceOp
 __all__ = [
     "MAX_TAG",
     "Group",
+    "as_index",
     "as_list",
+    "check_dim",
     "check_dtype",
     "check_length",
     "check_list",
     "check_numel",
     "check_rank",
     "check_reduction",
+    "check_several",
+    "check_sizes",
     "check_tag",
     "check_tensor",
+    "counts_of",
     "divided",
+    "empty",
     "empty_like",
+    "one_dtype",
     "overlaps_itself",
     "times",
 ]
 
-MAX_TAG = 2**30 - 2  # what every transport can carry: gloo has 31 bits and needs one of them, and one tag, for itself
+MAX_TAG = 2**28 - 2  # gloo has 31 bits: one is its own, two are for channels, and one tag for ending a group
+REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+COMPLEX = {real: pair for pair, real in REAL.items()}
 
 
 @final
@@ -47,20 +57,28 @@ class Group:
     device: torch.device
 
 
-def check_tensor(group: Group, name: str, tensor: object, *, written: bool = False) -> None:
+def check_tensor(
+    group: Group, name: str, tensor: object, *, written: bool = False, key: int | str | None = None
+) -> None:
+    """One tensor: ``name``, or with ``key`` what ``name`` has under that."""
     if not isinstance(tensor, Tensor):
+        name = _named(name, key)
         raise TypeError(f"{name} must be a torch.Tensor, got {tensor!r} ({type(tensor).__name__})")
     device = tensor.device
     if device != group.device and (device.type != group.device.type or group.device.index is not None):
-        raise ValueError(f"{name} is on {device}, but comm {group.name!r} is on {group.device}")
+        raise ValueError(f"{_named(name, key)} is on {device}, but comm {group.name!r} is on {group.device}")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
-        raise ValueError(f"{name} must be a dense tensor, got {kind}")
+        raise ValueError(f"{_named(name, key)} must be a dense tensor, got {kind}")
     if written and not tensor.is_contiguous() and overlaps_itself(tensor):
         raise ValueError(
-            f"{name} overlaps itself (shape {tuple(tensor.shape)}, strides {tensor.stride()}) and cannot be written; "
-            f"pass a clone"
+            f"{_named(name, key)} overlaps itself (shape {tuple(tensor.shape)}, strides {tensor.stride()}) and cannot "
+            f"be written; pass a clone"
         )
+
+
+def _named(name: str, key: int | str | None) -> str:
+    return name if key is None else f"{name}[{key!r}]"
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
@@ -79,26 +97,63 @@ def as_list(name: str, tensors: object) -> Sequence[Any]:
     return tensors
 
 
-def check_length(name: str, tensors: Sequence[Any], size: int) -> None:
-    if len(tensors) != size:
-        raise ValueError(f"{name} must have one tensor for each of the {size} ranks, got {len(tensors)}")
+def check_length(name: str, items: Sequence[Any], size: int, what: str = "tensor") -> None:
+    if len(items) != size:
+        raise ValueError(f"{name} must have one {what} for each of the {size} ranks, got {len(items)}")
 
 
-def check_list(
-    group: Group, name: str, tensors: object, like: Tensor, *, like_name: str = "tensor", written: bool = False
+def check_several(
+    group: Group, name: str, tensors: object, *, length: int | None = None, written: bool = False
 ) -> Sequence[Tensor]:
+    """Some tensors of any dtypes, at least one; with ``length`` one for each rank."""
     items = as_list(name, tensors)
-    check_length(name, items, group.size)
+    if length is not None:
+        check_length(name, items, length)
+    elif not items:
+        raise ValueError(f"{name} must have at least one tensor, got none")
     for i, tensor in enumerate(items):
-        check_tensor(group, f"{name}[{i}]", tensor, written=written)
-        check_dtype(f"{name}[{i}]", tensor, like_name, like)
-        check_numel(f"{name}[{i}]", tensor, like.numel(), f"as many as {like_name}")
+        check_tensor(group, name, tensor, written=written, key=i)
     return items
 
 
+def check_list(
+    group: Group, name: str, tensors: object, like: Tensor, like_name: str, *, written: bool = False
+) -> tuple[Sequence[Tensor], Tensor, list[int]]:
+    """One tensor for each rank, ``like``, all as one dtype; and how many elements each of the former has."""
+    items = check_several(group, name, tensors, length=group.size, written=written)
+    dtype = like.dtype
+    for tensor in items:
+        if tensor.dtype != dtype:
+            like, *items = one_dtype([like_name, *(f"{name}[{i}]" for i in range(group.size))], [like, *items])
+            break
+    return items, like, [tensor.numel() for tensor in items]
+
+
+def counts_of(numels: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    """The largest of the ranks' numbers of elements, and all of them unless they are equal."""
+    most = max(numels)
+    return most, () if min(numels) == most else tuple(numels)
+
+
 def check_dtype(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
-    if tensor.dtype != like.dtype:
-        raise ValueError(f"{name} has dtype {tensor.dtype}, but {like_name} has {like.dtype}")
+    """The same dtype, or one is complex and the other what it is made of."""
+    if tensor.dtype == like.dtype or REAL.get(tensor.dtype) == like.dtype or REAL.get(like.dtype) == tensor.dtype:
+        return
+    raise ValueError(f"{name} has dtype {tensor.dtype}, but {like_name} has {like.dtype}")
+
+
+def one_dtype(names: Sequence[str], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Complex ``tensors`` among real ones as pairs of reals, which share their memory; others as they are."""
+    for name, tensor in zip(names[1:], tensors[1:], strict=True):
+        check_dtype(name, tensor, names[0], tensors[0])
+    reals = []
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor.is_complex():
+            if tensor.is_conj():
+                raise ValueError(f"{name} is lazily conjugated, and cannot go with a real one: pass resolve_conj()")
+            tensor = torch.view_as_real(tensor.detach())
+        reals.append(tensor)
+    return reals
 
 
 def check_numel(name: str, tensor: Tensor, expected: int, why: str) -> None:
@@ -120,12 +175,45 @@ def check_rank(group: Group, name: str, rank: object) -> int:
 
 
 def as_index(value: Any) -> int | None:
-    if isinstance(value, bool):
+    if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
         return None
     try:
         return operator.index(value)
     except TypeError:
         return None
+
+
+def check_dim(dim: object, tensor: Tensor, name: str) -> int:
+    """The dimension, counted from 0."""
+    value = as_index(dim)
+    if value is None:
+        raise TypeError(f"dim must be an integer, got {dim!r}")
+    if not tensor.dim():
+        raise ValueError(f"{name} must have a dim {value}, got a scalar")
+    if not -tensor.dim() <= value < tensor.dim():
+        raise ValueError(
+            f"dim must be in [{-tensor.dim()}, {tensor.dim()}) for {name} of shape {tuple(tensor.shape)}, got {value}"
+        )
+    return value % tensor.dim()
+
+
+def check_sizes(name: str, sizes: object, size: int) -> list[int]:
+    """One number for each rank, none negative."""
+    if not isinstance(sizes, Sequence) or isinstance(sizes, (str, bytes)):
+        raise TypeError(f"{name} must be a list or tuple of integers, got {sizes!r}")
+    checked = []
+    for value in sizes:
+        number = value if type(value) is int else as_index(value)
+        if number is None:
+            raise TypeError(f"{name} must be integers, got {sizes!r}")
+        checked.append(number)
+    if len(checked) != size:
+        raise ValueError(f"{name} must have one number for each of the {size} ranks, got {len(checked)}")
+    if checked and min(checked) < 0:
+        raise ValueError(f"{name} must not be negative, got {checked}")
+    if sum(checked) > sys.maxsize:
+        raise ValueError(f"{name} must add up to a size that a tensor can have, got {checked}")
+    return checked
 
 
 def check_tag(tag: object) -> int:
@@ -139,14 +227,21 @@ def check_tag(tag: object) -> int:
     return value
 
 
-def check_reduction(op: object, dtype: torch.dtype) -> ReduceOp:
+def check_reduction(op: object, dtype: torch.dtype, *, paired: bool = False) -> ReduceOp:
+    """``paired``: some of the tensors are complex, and it must be legal for these, too."""
     reduction = ReduceOp.of(op)
     reduction.check(dtype)
+    if paired:
+        reduction.check(COMPLEX[dtype])
     return reduction.snapshot()
 
 
 def empty_like(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return empty(tensor, tensor.shape)
+
+
+def empty(like: Tensor, shape: Sequence[int]) -> Tensor:
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
 def times(shape: Sequence[int], size: int) -> list[int]:

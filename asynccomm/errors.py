@@ -3,6 +3,8 @@
 AsyncCommError
  ├─ ClosedError               you closed the comm (or the store) and used it again
  ├─ WouldBlockError           a blocking call on a thread whose event loop is running
+ ├─ PayloadError              what a peer sent could not be taken; the comm goes on
+ ├─ MonitoredBarrierError     ranks did not come to a monitored barrier in time; the comm goes on
  ├─ StoreError                the key-value store that ranks meet on
  │   ├─ StoreProtocolError    the server (or something else on that port) spoke nonsense
  │   ├─ StoreTimeoutError     a key did not appear in time
@@ -20,12 +22,14 @@ sent. Errors carry data, render it in ``__str__`` and survive pickle: ``args`` a
 
 from __future__ import annotations
 
-from asynccomm.ops import Op
+from asynccomm.ops.base import Op
 
 __all__ = [
     "AsyncCommError",
     "ClosedError",
     "WouldBlockError",
+    "PayloadError",
+    "MonitoredBarrierError",
     "StoreError",
     "StoreProtocolError",
     "StoreTimeoutError",
@@ -51,6 +55,32 @@ class ClosedError(AsyncCommError):
 
 class WouldBlockError(AsyncCommError):
     """A blocking wait was asked for on a thread with a running event loop; use ``await`` there."""
+
+
+class PayloadError(AsyncCommError):
+    """What a peer sent does not fit what was asked for, or cannot be decoded: thrown away, and the comm goes on."""
+
+
+class MonitoredBarrierError(AsyncCommError, TimeoutError):
+    """Ranks did not come to a monitored barrier in time. All ranks raise the same one, and the comm goes on.
+
+    Args:
+        comm: name of the comm.
+        rank: the rank that found it out.
+        missing: ranks that did not come, as far as was waited for.
+        elapsed: seconds since that rank came.
+    """
+
+    def __init__(self, comm: str, rank: int, missing: tuple[int, ...], elapsed: float) -> None:
+        super().__init__(comm, rank, missing, elapsed)
+        self.args = (comm, rank, missing, elapsed)  # OSError, which TimeoutError is, keeps two
+        self.comm, self.rank, self.missing, self.elapsed = comm, rank, missing, elapsed
+
+    def __str__(self) -> str:
+        return (
+            f"monitored_barrier on comm {self.comm!r}, rank {self.rank}: "
+            f"ranks {list(self.missing)} did not come within {self.elapsed:.1f} s"
+        )
 
 
 class StoreError(AsyncCommError):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import final
 
-__all__ = ["CommOptions", "check_hints", "seconds"]
+__all__ = ["CommOptions", "check_hints", "check_strings", "seconds"]
 
 MAX_SECONDS = 1e9  # above, no clock of the system could take it: as good as never
 DEFAULT_TIMEOUT = 600.0  # seconds; what torchcomms allows for set-up and for one operation
@@ -41,14 +41,19 @@ def check_hints(hints: Mapping[str, str] | None, known: Mapping[str, str], backe
     """``hints`` as a dict of strings; a key that ``backend`` does not know is logged and left out."""
     if hints is None:
         return {}
+    check_strings(hints)
+    for key in sorted(hints.keys() - known.keys()):
+        _log.warning("hint %r is unknown to backend %r and ignored; it knows %s", key, backend, sorted(known))
+    return {key: value for key, value in hints.items() if key in known}
+
+
+def check_strings(hints: object) -> None:
+    """Raise TypeError unless ``hints`` is a mapping of strings to strings."""
     if not isinstance(hints, Mapping):
         raise TypeError(f"hints must be a mapping of strings to strings, got {hints!r}")
     for key, value in hints.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise TypeError(f"hints must map strings to strings, got {key!r}: {value!r}")
-    for key in sorted(hints.keys() - known.keys()):
-        _log.warning("hint %r is unknown to backend %r and ignored; it knows %s", key, backend, sorted(known))
-    return {key: value for key, value in hints.items() if key in known}
 
 
 @final

@@ -97,7 +97,7 @@ class ReduceOp:
         module = type(op).__module__
         if isinstance(name, str) and module.startswith("torch") and name in RedOpType.__members__:
             return cls(RedOpType[name])
-        names = ", ".join(f"ReduceOp.{t.name}" for t in RedOpType)
+        names = ", ".join(f"ReduceOp.{t.name}" for t in RedOpType) + "(factor)"  # which is the last
         raise TypeError(f"op must be one of {names}; got {op!r}")
 
     @property

@@ -1,8 +1,7 @@
-"""One rank's part in a comm: what it has submitted, and how it ends. The engine room of :class:`asynccomm.Comm`.
+"""One rank's part in a comm, from its beginning to its end. The engine room of :class:`asynccomm.Comm`.
 
-Submitting happens under one lock: so calls may come from any thread, and the order of numbers is the order on the wire.
-What follows happens elsewhere: the backend settles the Work, ``deadlines`` notices if it does not, ``bulletin`` tells
-the other ranks.
+What it submits is ``traffic``'s business. Here is the rest: how it connects, how it ends, and what the ranks tell each
+other of that over the ``bulletin``.
 
 States: open, then closed or broken, for good. Broken means: what was pending has failed with one error, the peers have
 been told why, and later calls raise that error again. What breaks a session: an operation past its deadline, a
@@ -20,18 +19,14 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from datetime import timedelta
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
-from torch import Tensor
-
-from asynccomm.backends.base import Backend, BackendContext, Submission, UnsuitableError, own_hints
+from asynccomm.backends.base import Backend, BackendContext, UnsuitableError, own_hints
 from asynccomm.bulletin import Bulletin
 from asynccomm.checks import Group
-from asynccomm.deadlines import Deadlines
 from asynccomm.errors import (
     AbortedError,
     AsyncCommError,
@@ -41,14 +36,17 @@ from asynccomm.errors import (
     CollectiveTimeoutError,
     PeerLostError,
 )
+from asynccomm.family import Seat
 from asynccomm.mailbox import Mailbox
+from asynccomm.monitored_barrier import MonitoredBarriers
 from asynccomm.news import error_of, news_of
-from asynccomm.ops import Call, Recv, Send
-from asynccomm.options import CommOptions, seconds
-from asynccomm.store.base import Store, within
+from asynccomm.ops import Channel, Recv, RecvParcel, Send, SendParcel
+from asynccomm.options import CommOptions
+from asynccomm.store.base import within
+from asynccomm.traffic import Traffic, weakly
 from asynccomm.work import Work
 
-__all__ = ["CommStatistics", "Session"]
+__all__ = ["Session"]
 
 TELL_SECONDS = 2.0  # for the store to take the news of an abort; the peers learn from the transport otherwise
 LOST_SECONDS = 0.03  # to look for the reason why a rank is gone; all are to know within 0.1 that it is
@@ -59,92 +57,118 @@ _log = logging.getLogger("asynccomm")
 _alive: weakref.WeakSet[Session] = weakref.WeakSet()  # only to disown them in a forked child
 
 
-class CommStatistics(NamedTuple):
-    """A snapshot of one comm's traffic."""
-
-    submitted: int  #: operations called so far
-    in_flight: int  #: operations not settled yet
-    bytes_in_flight: int  #: bytes of the larger side (inputs or outputs) of those
-
-
 @final
-class Session:
-    """Submits, watches, and ends.
+class Session(Traffic):
+    """Connects, submits, watches, and ends.
 
     Args:
         group, options: as the comm shows them.
         mailbox: of the comm's loop.
-        store: keys of this comm alone.
-        resources: closed when the session has ended.
+        seat: the comm's, which it leaves when the session has ended.
     """
 
-    def __init__(
-        self, group: Group, options: CommOptions, mailbox: Mailbox, store: Store, resources: AsyncExitStack
-    ) -> None:
-        self.group = group
-        self.options = options
-        self.mailbox = mailbox
-        self.backend: Backend | None = None  #: None until connected, and in a forked child
-        self.error: AsyncCommError | None = None  #: why there are no more calls
-        self._resources = resources
-        self._lock = threading.RLock()  # held while submitting, so that order is one
-        # bytes by operation. Used without _lock, one atomic step of the dict at a time: a backend may settle another
-        # rank's operation inside submit(), with that one's _lock held by a thread that waits for the backend
-        self._pending: dict[Work[Any], int] = {}
-        self._collectives = 0
-        self._p2p = 0
-        self._changed: list[asyncio.Future[None]] = []  # who waits for something to settle
+    def __init__(self, group: Group, options: CommOptions, mailbox: Mailbox, seat: Seat) -> None:
+        super().__init__(group, options, mailbox)
+        self.seat = seat
+        self.backend_name = ""  #: of the one in use, or the last one tried
+        self.barriers = MonitoredBarriers(group, seat.room)
+        self._connecting: asyncio.Timeout | None = None
+        self._growing: set[Session] = set()  # split off this one, and not connected yet
+        self._resources = AsyncExitStack()
+        self._resources.push_async_callback(seat.leave)
         self._ending: set[asyncio.Task[None]] = set()
         self._closing: asyncio.Task[None] | None = None
         # others hold these for long; they must not keep a forgotten comm alive
-        self.transport_failed = _weakly(self._transport_failed)  #: for the backend: hears of transport errors
-        self._deadlines = Deadlines(mailbox, _weakly(self._expired))
-        self._bulletin = Bulletin(store, group.rank, _weakly(self._heard))
+        self.transport_failed = weakly(self._transport_failed)  #: for the backend: hears of transport errors
+        self._bulletin = Bulletin(seat.room, group.rank, weakly(self._heard))
         _alive.add(self)
 
-    async def connect(self, backends: Mapping[str, type[Backend]], context: BackendContext) -> str:
+    async def connect(
+        self, backends: Mapping[str, type[Backend]], timeout: float, parent: Session | None = None
+    ) -> None:
         """Connect the first of ``backends`` that suits and begin to take calls; any other failure ends the session.
 
         Args:
             backends: by name, in the order to try them.
-            context: with everybody's hints and keys, of which each backend gets its own.
-
-        Returns: the name of the one that connected.
+            timeout: seconds.
+            parent: fails this one, too, while it connects: the others may not come any more.
         """
-        name, last = "", list(backends)[-1]
+        if parent is not None:
+            parent._growing.add(self)
         try:
-            async with within(context.timeout):
-                for name, backend in backends.items():
-                    hints = own_hints(backend, context.hints)
-                    try:
-                        self.backend = await backend.connect(
-                            replace(context, store=context.store.prefix(name), hints=hints)
-                        )
-                    except UnsuitableError as exc:
-                        if name == last:
-                            raise
-                        _log.info("backend %r does not suit, so another is tried: %s", name, exc)
-                    else:
-                        break
+            async with within(timeout) as self._connecting:
+                if parent is not None:
+                    parent.check_open()
+                await self.seat.room.set(f"here/{self.group.rank}", b"1")
+                await self._connect_first(backends, timeout)
+            self._connecting = None
+            if isinstance(self.error, BrokenError):  # just now
+                self._abort_backend()
+                raise self.error
         except BaseException as exc:
-            # the others are still connecting: what they wait for will not come
-            self.abort(f"could not connect: {type(exc).__name__}: {exc}")
-            await self.aclose()
-            if isinstance(exc, TimeoutError) and not isinstance(exc, AsyncCommError):
-                raise BackendError(
-                    f"{name} did not connect rank {self.group.rank} of comm {self.group.name!r} "
-                    f"within {self.options.timeout:g} s"
-                ) from exc
-            raise
-        assert self.backend is not None
-        self._resources.push_async_callback(self.backend.aclose)
-        self.options = replace(self.options, hints=hints)
-        return name
+            self._connecting = None
+            reason = exc
+            try:
+                reason = await self._why_not_connected(exc)
+            finally:
+                error = AbortedError(self.group.rank, f"could not connect: {type(reason).__name__}: {reason}")
+                # the others may still be connecting, to who will not come; what does not suit they all find out
+                self._fail(error, tell=not isinstance(reason, UnsuitableError))
+                await self.aclose()
+            if reason is exc:
+                raise
+            raise reason from exc
+        finally:
+            if parent is not None:
+                parent._growing.discard(self)
 
-    def statistics(self) -> CommStatistics:
-        """How much is going on."""
-        pending = list(self._pending.values())
-        return CommStatistics(self._collectives + self._p2p, len(pending), sum(pending))
+    async def _connect_first(self, backends: Mapping[str, type[Backend]], timeout: float) -> None:
+        last = list(backends)[-1]
+        for name, backend in backends.items():
+            self.backend_name = name
+            hints = own_hints(backend, self.options.hints)
+            context = BackendContext(
+                group=self.group,
+                members=self.seat.members,
+                store=self.seat.room.prefix(name),
+                mailbox=self.mailbox,
+                timeout=timeout,
+                on_error=self.transport_failed,
+                hints=hints,
+            )
+            try:
+                self.backend = await backend.connect(context)
+            except UnsuitableError as exc:
+                if name == last:
+                    raise
+                _log.info("backend %r does not suit, so another is tried: %s", name, exc)
+            else:
+                self._resources.push_async_callback(self.backend.aclose)
+                self.options = replace(self.options, hints=hints)
+                return
+
+    async def _why_not_connected(self, exc: BaseException) -> BaseException:
+        """What to raise for ``exc``, which ended connecting."""
+        if isinstance(exc, PeerLostError) and self.error is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(EXPLAIN_SECONDS) as self._connecting:
+                    await self.mailbox.loop.create_future()  # until the news of why it left
+            self._connecting = None
+        late = isinstance(exc, TimeoutError) and not isinstance(exc, AsyncCommError)
+        if isinstance(self.error, BrokenError) and (late or isinstance(exc, PeerLostError)):
+            return self.error
+        if not late:
+            return exc
+        group = self.group
+        limit = self.options.timeout
+        error = f"{self.backend_name} did not connect rank {group.rank} of comm {group.name!r} within {limit:g} s"
+        with contextlib.suppress(TimeoutError, AsyncCommError):
+            async with asyncio.timeout(TELL_SECONDS):
+                ranks = range(group.size)
+                came = await asyncio.gather(*(self.seat.room.check([f"here/{rank}"]) for rank in ranks))
+                if absent := [rank for rank in ranks if not came[rank]]:
+                    error += f"; ranks {absent} did not come"
+        return BackendError(error)
 
     @property
     def closed(self) -> bool:
@@ -155,88 +179,6 @@ class Session:
     def ended(self) -> bool:
         """Whether closing has come to its end."""
         return self._closing is not None and self._closing.done() and not self._closing.cancelled()
-
-    # -- submitting ---------------------------------------------------------------------------------------------------
-
-    def submit(self, call: Call, timeout: float | timedelta | None, hints: Mapping[str, str] | None) -> Work[Any]:
-        """Number ``call`` and hand it on. From any thread."""
-        limit = self.options.timeout if timeout is None else seconds("timeout", timeout, 0.0)
-        if hints is not None and not isinstance(hints, Mapping):
-            raise TypeError(f"hints must be a mapping of strings to strings, got {hints!r}")
-        self.check_loop()
-        op = call.op
-        with self._lock:
-            self.check_open()
-            backend = self.backend
-            assert backend is not None
-            seq = self._p2p if op.p2p else self._collectives
-            work: Work[Any] = Work(
-                op,
-                seq,
-                self.mailbox,
-                value=call.result,
-                timeout=limit,
-                on_settled=self._settled,
-                on_overdue=self._overdue,
-                driver=backend,
-            )
-            self._pending[work] = max(_nbytes(call.inputs), _nbytes(call.outputs))
-            try:
-                backend.submit((Submission(call, work),))
-            except BaseException:
-                self._settled(work)
-                raise
-            if op.p2p:
-                self._p2p += 1
-            else:
-                self._collectives += 1
-        if not work.done():
-            self._deadlines.add(work)
-        return work
-
-    def _settled(self, work: Work[Any]) -> None:
-        self._pending.pop(work, None)
-        if self._changed:
-            self.mailbox.post(self._wake)
-
-    def _wake(self) -> None:
-        changed, self._changed = self._changed, []
-        for waiter in changed:
-            if not waiter.done():
-                waiter.set_result(None)
-
-    async def ready(self) -> None:
-        """Wait until less is in flight than the options allow. Raises: ClosedError, BrokenError."""
-        self.check_loop()
-        self.check_open()
-        while self._crowded():
-            waiter = self._hear_of_settling()
-            if self._crowded():  # looked at after leaving word: see Work
-                await waiter
-            self.check_open()
-
-    def _crowded(self) -> bool:
-        now = self.statistics()
-        return now.in_flight >= self.options.max_ops or now.bytes_in_flight >= self.options.max_bytes
-
-    def _hear_of_settling(self) -> asyncio.Future[None]:
-        waiter: asyncio.Future[None] = self.mailbox.loop.create_future()
-        self._changed.append(waiter)
-        return waiter
-
-    def check_loop(self) -> None:
-        running = asyncio._get_running_loop()
-        if running is not None and running is not self.mailbox.loop:
-            raise RuntimeError(
-                f"comm {self.group.name!r} belongs to another event loop than the running one; a comm is used on the "
-                f"loop it was made on, and from threads that run none"
-            )
-
-    def check_open(self) -> None:
-        error = self.error
-        if error is not None:
-            again = type(error)(*error.args)  # a fresh one: the first is what the pending Works raise
-            raise again from error
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
@@ -251,12 +193,21 @@ class Session:
             closed = ClosedError(f"comm {self.group.name!r} is closed")
             with self._lock:
                 self.error = self.error or closed
+            self._end_streams()
             self._closing = self.mailbox.loop.create_task(self._close(closed), name="asynccomm close")
         try:
             await asyncio.shield(self._closing)
         except asyncio.CancelledError:
             self.abort("closing was cancelled")
             raise
+
+    def _end_streams(self) -> None:
+        """Give up the receives of streams: they may be idle for ever, and be nobody's any more."""
+        ended = ClosedError(f"comm {self.group.name!r} was closed while the stream was open")
+        ended.observed = True  # it is news only to somebody who still reads
+        for work in list(self._pending):
+            if isinstance(work.op, RecvParcel) and work.op.channel is Channel.STREAMS:
+                work.settle(ended)
 
     async def _close(self, closed: ClosedError) -> None:
         while self._pending:
@@ -273,6 +224,7 @@ class Session:
 
     def forget(self) -> None:
         """End without telling anybody why: the comm was dropped unclosed. From any thread, at any time."""
+        self.seat.free_name()
         self._abort_backend()
         with contextlib.suppress(RuntimeError):  # the loop may be closed
             self.mailbox.loop.call_soon_threadsafe(lambda: self._begin(self._let_go()))
@@ -301,6 +253,8 @@ class Session:
             self.error = error
         for work in list(self._pending):
             work.settle(error)
+        for child in list(self._growing):
+            child._fail(error, tell=True)
         if self.mailbox.loop.is_closed():
             self._abort_backend()
         else:
@@ -315,6 +269,9 @@ class Session:
     async def _end(self, error: BrokenError, *, tell: bool) -> None:
         """Tell the peers why before the transport goes, so that they hear of the cause and not of a lost connection."""
         self._deadlines.close()
+        if self._connecting is not None:
+            with contextlib.suppress(RuntimeError):  # it is at its end already
+                self._connecting.reschedule(0.0)
         try:
             if tell:
                 with contextlib.suppress(TimeoutError, AsyncCommError):
@@ -379,7 +336,7 @@ class Session:
     async def _expire(self, work: Work[Any]) -> None:
         others = [rank for rank in range(self.group.size) if rank != self.group.rank]
         missing = others
-        if isinstance(work.op, (Send, Recv)):
+        if isinstance(work.op, (Send, Recv, SendParcel, RecvParcel)):
             if work.op.peer is not None:
                 missing = [work.op.peer]
         elif others:
@@ -394,27 +351,9 @@ class Session:
         self._fail(self._timeout_of(work, tuple(missing)), tell=True)
 
 
-def _nbytes(tensors: tuple[Tensor, ...]) -> int:
-    if len(tensors) == 1:
-        return tensors[0].nbytes
-    return sum([tensor.nbytes for tensor in tensors])
-
-
 def _explain_seconds(error: BrokenError) -> float:
     """How long to look for what is behind ``error``."""
     return LOST_SECONDS if isinstance(error, PeerLostError) else EXPLAIN_SECONDS
-
-
-def _weakly(method: Callable[[Any], object]) -> Callable[[Any], None]:
-    """``method``, without keeping its object alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(argument: Any) -> None:
-        target = reference()
-        if target is not None:
-            target(argument)
-
-    return call
 
 
 def _abandon_all() -> None:

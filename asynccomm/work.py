@@ -39,6 +39,7 @@ GRACE = 2.0  # seconds past its deadline that wait() leaves to the loop to say w
 
 T = TypeVar("T")
 _deciding = threading.Lock()  # held for two assignments; one for all Works, because a lock each would cost more
+_finishing = threading.RLock()  # held while a result is decoded, by whoever asks first
 
 
 class Driver(Protocol):
@@ -70,6 +71,7 @@ class Work(Generic[T]):
         "_driver",
         "_error",
         "_events",
+        "_finish",
         "_mailbox",
         "_on_overdue",
         "_on_settled",
@@ -92,6 +94,7 @@ class Work(Generic[T]):
         *,
         value: Any,
         timeout: float,
+        finish: Callable[[Any], Any] | None = None,
         on_settled: Callable[[Work[Any]], object],
         on_overdue: Callable[[Work[Any]], object] | None = None,
         driver: Driver | None = None,
@@ -104,6 +107,7 @@ class Work(Generic[T]):
         self.source: int | None = None  #: the rank a receive got its message from; None until done and for all else
         self._mailbox = mailbox
         self._value = value
+        self._finish = finish  # makes of the value what awaiting gives; dropped once it has
         self._error: AsyncCommError | None = None
         self._traceback: TracebackType | None = None
         self._done = False
@@ -237,6 +241,7 @@ class Work(Generic[T]):
             self._error = error
             if error is not None:
                 value, self._value = self._value, None
+                self._finish = None
                 self._traceback = error.__traceback__
             self.finished = time.monotonic()
             self._driver = self._on_overdue = None
@@ -250,6 +255,11 @@ class Work(Generic[T]):
         if self._waiters or self._callbacks:
             self._mailbox.post(self._wake)
         return True
+
+    def surrender(self) -> AsyncCommError | None:
+        """Give the error of a settled operation to whoever passes it on; it is not reported from here any more."""
+        error, self._error = self._error, None
+        return error
 
     def _wake(self) -> None:
         waiters, self._waiters = self._waiters, []
@@ -265,6 +275,11 @@ class Work(Generic[T]):
             self._error.observed = True
             # the traceback as it was when the operation failed: each raise would otherwise grow it for all waiters
             raise self._error.with_traceback(self._traceback)
+        finish = self._finish
+        if finish is not None:
+            with _finishing:
+                if self._finish is not None:
+                    self._value, self._finish = finish(self._value), None
         return self._value  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
@@ -288,8 +303,8 @@ class Work(Generic[T]):
 
 
 def _renew_lock() -> None:
-    global _deciding
-    _deciding = threading.Lock()  # a thread that is not in the child may have held the old one
+    global _deciding, _finishing
+    _deciding, _finishing = threading.Lock(), threading.RLock()  # others, not in the child, may have held the old ones
 
 
 os.register_at_fork(after_in_child=_renew_lock)

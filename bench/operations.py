@@ -12,10 +12,10 @@ from torch import distributed as dist
 
 from asynccomm.comm import Comm
 
-__all__ = ["NO_FUTURE", "OPS", "SIZES", "Op", "floats", "one_way"]
+__all__ = ["NO_FUTURE", "OPS", "SIZES", "Op", "floats", "one_way", "uneven"]
 
 SIZES = [8, 1 << 10, 16 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]  # bytes each rank brings
-NO_FUTURE = {"send_recv", "reduce_scatter_single"}  # in gloo
+NO_FUTURE = {"send_recv", "reduce_scatter", "reduce_scatter_single", "all_gather_object", "broadcast_object"}  # in gloo
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,27 @@ def _list_out(n: int, rank: int, size: int) -> tuple[list[Tensor], Tensor]:
 
 def _list_at_root(n: int, rank: int, size: int) -> tuple[list[Tensor] | None, Tensor]:
     return ([torch.empty(n) for _ in range(size)] if rank == 0 else None), torch.ones(n)
+
+
+def _list_in(n: int, rank: int, size: int) -> tuple[Tensor, list[Tensor]]:
+    share = max(1, n // size)
+    return torch.empty(share), [torch.ones(share) for _ in range(size)]
+
+
+def uneven(n: int, size: int) -> list[int]:
+    """``n`` or a few more in parts for each rank: the last about three times as large as the first."""
+    weights = [1 + 2 * rank / max(1, size - 1) for rank in range(size)]
+    return [max(1, round(n * weight / sum(weights))) for weight in weights]
+
+
+def _uneven_swap(n: int, rank: int, size: int) -> tuple[Any, Any]:
+    """Everybody sends the same uneven parts, so each rank gets ``size`` times its own."""
+    parts = uneven(n, size)
+    return (torch.empty(parts[rank] * size), [parts[rank]] * size), (torch.ones(sum(parts)), parts)
+
+
+def _bytes(n: int, rank: int, size: int) -> tuple[list[object], bytes]:
+    return [b"" for _ in range(size)], bytes(4 * n)
 
 
 async def _ping_pong(comm: Comm, out: Tensor, mine: Tensor) -> None:
@@ -114,6 +135,30 @@ OPS = {
             lambda n, r, s: tuple(reversed(_list_at_root(n, r, s))),  # type: ignore[arg-type,return-value]
             lambda c, o, i: c.scatter(o, i, 0),
             lambda o, i, a: dist.scatter(o, i, 0, async_op=a),
+        ),
+        Op(
+            "reduce_scatter",
+            _list_in,
+            lambda c, o, i: c.reduce_scatter(o, i),
+            lambda o, i, a: dist.reduce_scatter(o, i, async_op=a),
+        ),
+        Op(
+            "all_to_all_v_single",
+            _uneven_swap,
+            lambda c, o, i: c.all_to_all_v_single(o[0], i[0], o[1], i[1]),
+            lambda o, i, a: dist.all_to_all_single(o[0], i[0], o[1], i[1], async_op=a),
+        ),
+        Op(
+            "all_gather_object",
+            _bytes,
+            lambda c, o, i: c.all_gather_object(i),
+            lambda o, i, a: dist.all_gather_object(o, i),
+        ),
+        Op(
+            "broadcast_object",
+            _bytes,
+            lambda c, o, i: c.broadcast_object(i, 0),
+            lambda o, i, a: dist.broadcast_object_list([i], 0),
         ),
         Op("barrier", _same, lambda c, o, i: c.barrier(), lambda o, i, a: dist.barrier(async_op=a)),
         Op("send_recv", lambda n, r, s: (torch.empty(n), torch.ones(n)), _ping_pong, _ping_pong_torch),

@@ -16,7 +16,16 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from asynccomm import BackendError, Comm, MemoryStore, RendezvousError, StoreClient, new_comm
+from asynccomm import (
+    AbortedError,
+    BackendError,
+    Comm,
+    MemoryStore,
+    PeerLostError,
+    RendezvousError,
+    StoreClient,
+    new_comm,
+)
 from asynccomm.backends import registry
 from asynccomm.backends.base import Backend, BackendContext, UnsuitableError
 from asynccomm.backends.loopback import LoopbackBackend
@@ -173,6 +182,53 @@ async def test_a_backend_that_cannot_connect_tells_the_others(monkeypatch: pytes
     first, second = await asyncio.gather(rank_0(), rank_1(), return_exceptions=True)
     assert isinstance(second, BackendError)
     assert "aborted by rank 1: could not connect: BackendError: rank 1 has no network" in str(first)
+
+
+async def test_connecting_ends_when_another_rank_cannot_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = asyncio.Event()
+
+    async def stuck_or_broken(cls: type[Backend], context: BackendContext) -> Backend:
+        if context.group.rank == 1:
+            await started.wait()
+            raise BackendError("rank 1 has no network")
+        started.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(LoopbackBackend, "connect", classmethod(stuck_or_broken))
+    store = MemoryStore()
+    async with asyncio.timeout(10):
+        errors = await asyncio.gather(
+            *(new_comm("loopback", store=store, rank=rank, size=3)._connect() for rank in range(3)),
+            return_exceptions=True,
+        )
+    assert isinstance(errors[1], BackendError)
+    for rank in (0, 2):
+        assert isinstance(errors[rank], AbortedError)
+        assert "aborted by rank 1: could not connect: BackendError: rank 1 has no network" in str(errors[rank])
+
+
+async def test_a_rank_that_is_lost_before_the_news_of_why(monkeypatch: pytest.MonkeyPatch) -> None:
+
+    async def lost(cls: type[Backend], context: BackendContext) -> Backend:
+        if context.group.rank == 0:
+            raise PeerLostError(1, "it left while the ranks were meeting")
+        await asyncio.sleep(0.05)
+        raise BackendError("rank 1 has no network")
+
+    monkeypatch.setattr(LoopbackBackend, "connect", classmethod(lost))
+    store = MemoryStore()
+    errors = await asyncio.gather(
+        *(new_comm("loopback", store=store, rank=rank, size=2)._connect() for rank in range(2)), return_exceptions=True
+    )
+    assert str(errors[0]) == "aborted by rank 1: could not connect: BackendError: rank 1 has no network"
+
+    async def lost_for_no_reason(cls: type[Backend], context: BackendContext) -> Backend:
+        raise PeerLostError(1, "it left while the ranks were meeting")
+
+    monkeypatch.setattr(LoopbackBackend, "connect", classmethod(lost_for_no_reason))
+    with pytest.raises(PeerLostError, match="rank 1 was lost"):
+        await new_comm("loopback", store=store, rank=0, size=1)
 
 
 # -- "auto" -----------------------------------------------------------------------------------------------------------

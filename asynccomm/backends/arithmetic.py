@@ -14,11 +14,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from asynccomm.checks import REAL
 from asynccomm.reduce_op import RedOpType, ReduceOp
 
-__all__ = ["accumulator", "combine", "flat", "is_plain", "landing", "narrow", "resolved", "widen", "write"]
+__all__ = ["accumulator", "combine", "flat", "is_plain", "landing", "narrow", "plain", "resolved", "widen", "write"]
 
-_REAL: Final = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 _ACCUMULATOR: Final = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -34,7 +34,7 @@ _AVG_ACCUMULATOR: Final = {torch.int8: torch.int32, torch.uint8: torch.int32, to
 
 def accumulator(dtype: torch.dtype, kind: RedOpType) -> torch.dtype:
     """The dtype in which tensors of ``dtype`` are combined."""
-    real = _REAL.get(dtype, dtype)
+    real = REAL.get(dtype, dtype)
     if kind is RedOpType.AVG and real in _AVG_ACCUMULATOR:
         return _AVG_ACCUMULATOR[real]
     return _ACCUMULATOR.get(real, real)
@@ -45,12 +45,16 @@ def is_plain(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def resolved(tensor: Tensor) -> Tensor:
-    """``tensor`` as a flat plain tensor without autograd; a view if it is plain already, itself if it is flat too."""
+def plain(tensor: Tensor) -> Tensor:
+    """``tensor`` without autograd, in memory that is just its elements in row-major order; a copy if it was not so."""
     if tensor.requires_grad:
         tensor = tensor.detach()
-    if not is_plain(tensor):
-        tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    return tensor if is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def resolved(tensor: Tensor) -> Tensor:
+    """``tensor`` as a flat plain tensor without autograd; a view if it is plain already, itself if it is flat too."""
+    tensor = plain(tensor)
     return tensor if tensor.stride() == (1,) else flat(tensor)
 
 

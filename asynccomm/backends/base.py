@@ -12,6 +12,8 @@ A backend promises:
 - Each submission is settled exactly once when the operation is over, from any thread, and references to its tensors
   are kept until then, also when the Work failed early because the comm broke.
 - A transport error goes to ``context.on_error``; the comm decides what it means and fails what is pending.
+- Parcels (``ops.Parcels``, ``ops.SendParcel``, ``ops.RecvParcel``) go to where ``Submission.place`` says; an error out
+  of that settles the Work with it, and the comm goes on. See :class:`Delivery`.
 - all_reduce is bitwise the same on all ranks; half types accumulate in fp32; inputs are untouched unless they are
   outputs too; a world of one rank works and still applies AVG and PREMUL_SUM.
 - ``abort`` waits for nobody, ends everything in flight here and makes the peers' operations fail, if it can.
@@ -27,14 +29,15 @@ from typing import Any, ClassVar, Self, final
 import torch
 from torch import Tensor
 
+from asynccomm.backends.arithmetic import landing
 from asynccomm.checks import Group
-from asynccomm.errors import BackendError, BrokenError
+from asynccomm.errors import AsyncCommError, BackendError, BrokenError, PayloadError
 from asynccomm.mailbox import Mailbox
 from asynccomm.ops import Call, Op
 from asynccomm.store.base import Store
 from asynccomm.work import Work
 
-__all__ = ["Backend", "BackendContext", "Member", "Submission", "UnsuitableError"]
+__all__ = ["Backend", "BackendContext", "Delivery", "Member", "Submission", "UnsuitableError"]
 
 
 class UnsuitableError(BackendError):
@@ -50,22 +53,81 @@ class Submission:
 
     It owns the tensors until the backend lets go of it, with the memory that they had when it was made: they are
     detached, so ``tensor.data = ...`` frees nothing under an operation, and autograd sees nothing of it. Where an
-    operation works in place on one tensor, ``inputs`` is ``outputs``.
+    operation works in place, ``inputs`` is ``outputs``.
     """
 
-    __slots__ = ("inputs", "op", "outputs", "work")
+    __slots__ = ("error", "inputs", "nbytes", "op", "outputs", "parcels", "place", "work")
 
     def __init__(self, call: Call, work: Work[Any]) -> None:
         self.op: Op = call.op
         self.inputs = held = _detached(call.inputs)
         self.outputs = held if call.outputs is call.inputs else _detached(call.outputs)
+        self.parcels = call.parcels
+        self.place = call.place
         self.work = work
+        self.error: AsyncCommError | None = None  #: what the Work is to fail with, while the comm goes on
+        self.nbytes = max(_nbytes(held), _nbytes(self.outputs))  #: of the larger side, as far as that is known
+        if call.parcels or call.expected:
+            self.nbytes = max(call.expected, *[parcel.nbytes for parcel in call.parcels], 0)
 
 
 def _detached(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     if len(tensors) == 1:  # the usual case, and this is on the way of every small operation
         return (tensors[0].detach(),)
     return tuple([tensor.detach() for tensor in tensors])
+
+
+def _nbytes(tensors: tuple[Tensor, ...]) -> int:
+    if len(tensors) == 1:
+        return tensors[0].nbytes
+    return sum([tensor.nbytes for tensor in tensors])
+
+
+@final
+class Delivery:
+    """The parcels that come for one submission: finds memory for them, and keeps what goes wrong with it."""
+
+    def __init__(self, submission: Submission) -> None:
+        self._submission = submission
+        self._copies: list[Callable[[], object]] = []
+        self.error: AsyncCommError | None = None  #: why a payload was refused, if one was
+
+    def accept(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor] | None:
+        """Plain tensors for the payload, one after the other; None: it is not wanted, and is to be thrown away.
+
+        To be called once for each parcel, whatever its length.
+        """
+        place = self._submission.place
+        assert place is not None
+        try:
+            tensors = [tensor.detach() for tensor in place(source, head, lengths)]
+            room = _nbytes(tuple(tensors))
+            if room != lengths[source]:
+                raise PayloadError(f"rank {source} sent {lengths[source]} bytes where {room} fit")
+        except Exception as exc:
+            if not isinstance(exc, AsyncCommError):
+                error: AsyncCommError = PayloadError(
+                    f"what rank {source} sent cannot be taken: {type(exc).__name__}: {exc}"
+                )
+                error.__cause__ = exc
+            else:
+                error = exc
+            self.error = self.error or error
+            return None
+        landings = []
+        for tensor in tensors:
+            plain, copy = landing(tensor)
+            landings.append(plain)
+            if copy is not None:
+                self._copies.append(copy)
+        return landings
+
+    def finish(self) -> None:
+        """All payloads have come: bring them to where they belong. Then the Work is to be settled with ``error``."""
+        if self.error is None:
+            for copy in self._copies:
+                copy()
+        self._copies.clear()
 
 
 @final

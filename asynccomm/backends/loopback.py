@@ -14,30 +14,37 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import Self, final
+from typing import Any, Self, final
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from asynccomm.backends import arithmetic
-from asynccomm.backends.base import Backend, BackendContext, Submission
+from asynccomm.backends.base import Backend, BackendContext, Delivery, Submission
 from asynccomm.backends.matching import Matching
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import (
     AllGather,
     AllGatherSingle,
     AllReduce,
+    AllToAll,
     AllToAllSingle,
     Barrier,
     Broadcast,
+    Channel,
     Gather,
+    Op,
+    Parcel,
+    Parcels,
     Recv,
+    RecvParcel,
     Reduce,
     ReduceScatter,
     ReduceScatterSingle,
     Scatter,
     Send,
+    SendParcel,
 )
 from asynccomm.reduce_op import ReduceOp
 from asynccomm.store.base import PrefixStore, Store
@@ -85,10 +92,11 @@ class Hub:
 
     def submit(self, rank: int, submission: Submission) -> None:
         with self._lock:
-            if isinstance(submission.op, Send):
-                self._send(rank, submission, submission.op)
-            elif isinstance(submission.op, Recv):
-                found = self._messages[rank].post(submission, submission.op.peer, submission.op.tag)
+            op = submission.op
+            if isinstance(op, (Send, SendParcel)):
+                self._send(rank, submission, op.peer, _key(op))
+            elif isinstance(op, (Recv, RecvParcel)):
+                found = self._messages[rank].post(submission, op.peer, _key(op))
                 if found is not None:
                     self._meet(found[0], rank, found[1], submission)
             else:
@@ -114,13 +122,13 @@ class Hub:
             if self._held is not None:
                 self._held = deque(entry for entry in self._held if rank not in entry[0])
 
-    def _send(self, rank: int, send: Submission, op: Send) -> None:
-        messages = self._messages[op.peer]
-        recv = messages.claim(rank, op.tag)
+    def _send(self, rank: int, send: Submission, peer: int, key: int) -> None:
+        messages = self._messages[peer]
+        recv = messages.claim(rank, key)
         if recv is None:
-            messages.keep(send, rank, op.tag)
+            messages.keep(send, rank, key)
         else:
-            self._meet(rank, op.peer, send, recv)
+            self._meet(rank, peer, send, recv)
 
     def _meet(self, source: int, destination: int, send: Submission, recv: Submission) -> None:
         ends = frozenset((source, destination))
@@ -133,24 +141,56 @@ class Hub:
             self._held.append((ranks, run))
 
     def _transfer(self, source: int, destination: int, send: Submission, recv: Submission) -> None:
-        assert isinstance(send.op, Send)
-        assert isinstance(recv.op, Recv)
-        if not recv.op.takes(send.op):
-            self._report(CollectiveMismatchError(send.work.seq, source, str(send.op), destination, str(recv.op)))
-            return
-        _put(recv.outputs[0], send.inputs[0])
+        if isinstance(recv.op, RecvParcel):
+            self._deliver(recv, {source: send.parcels[0]})
+        else:
+            assert isinstance(send.op, Send)
+            assert isinstance(recv.op, Recv)
+            if not recv.op.takes(send.op):
+                self._report(CollectiveMismatchError(send.work.seq, source, str(send.op), destination, str(recv.op)))
+                return
+            _put(recv.outputs[0], send.inputs[0])
+            recv.work.settle()
         recv.work.source = source
         send.work.settle()
-        recv.work.settle()
 
     def _collective(self, number: int, ranks: Sequence[Submission]) -> None:
         for other, submission in enumerate(ranks):
             if not ranks[0].op.fits(submission.op):
                 self._report(CollectiveMismatchError(number, 0, str(ranks[0].op), other, str(submission.op)))
                 return
+        op = ranks[0].op
+        if isinstance(op, Parcels):
+            for rank, submission in enumerate(ranks):
+                if op.takes(rank):
+                    self._deliver(submission, _parcels_for(rank, op, ranks))
+                else:
+                    submission.work.settle()
+            return
+        if isinstance(op, AllToAll):
+            misfit = _misfit(ranks)
+            if misfit is not None:
+                source, rank = misfit
+                sides = source, str(ranks[source].op), rank, str(ranks[rank].op)
+                self._report(CollectiveMismatchError(number, *sides))
+                return
         _perform(ranks)
         for submission in ranks:
             submission.work.settle()
+
+    def _deliver(self, submission: Submission, parcels: dict[int, Parcel]) -> None:
+        """Bring ``parcels`` to a submission, and settle it."""
+        delivery = Delivery(submission)
+        lengths = {source: parcel.nbytes for source, parcel in parcels.items()}
+        for source, parcel in parcels.items():
+            tensors = delivery.accept(source, parcel.head, lengths)
+            if tensors is not None:
+                _fill(tensors, torch.cat([_bytes(tensor) for tensor in parcel.tensors] or [_NOTHING]))
+        delivery.finish()
+        if isinstance(delivery.error, BrokenError):
+            self._report(delivery.error)
+        else:
+            submission.work.settle(delivery.error)
 
     def _report(self, error: BrokenError) -> None:
         for context in list(self._contexts.values()):
@@ -158,52 +198,101 @@ class Hub:
 
 
 def _perform(ranks: Sequence[Submission]) -> None:
+    op: Any = ranks[0].op
     size = len(ranks)
-    op = ranks[0].op
+    shares: Sequence[Sequence[Tensor]]
     match op:
         case AllReduce() | Reduce():
-            rows = torch.stack([arithmetic.widen(s.inputs[0], _reduction(s)) for s in ranks])
+            rows = torch.stack([_widened(s.inputs, s) for s in ranks])
             total = arithmetic.combine(rows, op.reduction, bools=op.dtype == torch.bool)
             for s in ranks:
-                for output in s.outputs:
-                    arithmetic.narrow(total.clone(), output, op.reduction, size)
+                _narrow(total, s.outputs, op.reduction, size)
         case ReduceScatter() | ReduceScatterSingle():
-            rows = torch.stack([torch.cat([arithmetic.widen(t, _reduction(s)) for t in s.inputs]) for s in ranks])
+            rows = torch.stack([_widened(s.inputs, s) for s in ranks])
             total = arithmetic.combine(rows, op.reduction, bools=op.dtype == torch.bool)
-            for s, chunk in zip(ranks, total.view(size, -1), strict=True):
-                arithmetic.narrow(chunk.clone(), s.outputs[0], op.reduction, size)
-        case Broadcast():
-            source = ranks[op.root].inputs[0]
-            for s in ranks:
-                for output in s.outputs:
-                    _put(output, source)
-        case AllGather() | Gather():
-            inputs = [arithmetic.resolved(s.inputs[0]).clone() for s in ranks]
-            for s in ranks:
-                for output, source in zip(s.outputs, inputs, strict=False):
-                    _put(output, source)
-        case AllGatherSingle():
-            everything = torch.cat([arithmetic.resolved(s.inputs[0]) for s in ranks])
-            for s in ranks:
-                _put(s.outputs[0], everything)
-        case Scatter():
-            chunks = [arithmetic.resolved(t).clone() for t in ranks[op.root].inputs]
+            pairs = 2 if op.dtype.is_complex else 1
+            chunks = torch.split(total, [pairs * sum(t.numel() for t in s.outputs) for s in ranks])
             for s, chunk in zip(ranks, chunks, strict=True):
-                _put(s.outputs[0], chunk)
+                _narrow(chunk, s.outputs, op.reduction, size)
+        case Broadcast():
+            source = _flat(ranks[op.root].inputs)
+            for s in ranks:
+                if s.outputs:
+                    _fill(s.outputs, source)
+        case AllGather() | AllGatherSingle() | Gather():
+            everything = torch.cat([_flat(s.inputs) for s in ranks])
+            for s in ranks:
+                if s.outputs:
+                    _fill(s.outputs, everything)
+        case Scatter():
+            everything = _flat(ranks[op.root].inputs)
+            for s, chunk in zip(ranks, everything.chunk(size) if len(everything) else [everything] * size, strict=True):
+                _fill(s.outputs, chunk)
         case AllToAllSingle():
-            sources = torch.stack([arithmetic.resolved(s.inputs[0]) for s in ranks]).view(size, size, -1)
-            for r, s in enumerate(ranks):
-                _put(s.outputs[0], sources[:, r])
+            shares = [_flat(s.inputs).view(size, -1).unbind() if op.numel else [_NOTHING] * size for s in ranks]
+            for rank, s in enumerate(ranks):
+                _fill(s.outputs, torch.cat([share[rank] for share in shares]))
+        case AllToAll():
+            shares = [[_bytes(tensor).clone() for tensor in s.inputs] for s in ranks]
+            for rank, s in enumerate(ranks):
+                _fill(s.outputs, torch.cat([share[rank] for share in shares]))
         case Barrier():
             pass
         case _:
             raise AssertionError(f"no such collective: {op}")
 
 
-def _reduction(submission: Submission) -> ReduceOp:
-    op = submission.op
-    assert isinstance(op, (AllReduce, Reduce, ReduceScatter, ReduceScatterSingle))
-    return op.reduction  # each rank's own: factors differ
+def _widened(tensors: Sequence[Tensor], submission: Submission) -> Tensor:
+    op: Any = submission.op
+    return torch.cat([arithmetic.widen(tensor, op.reduction) for tensor in tensors])  # each rank's own: factors differ
+
+
+def _narrow(total: Tensor, outputs: Sequence[Tensor], reduction: ReduceOp, size: int) -> None:
+    if outputs:
+        pairs = 2 if outputs[0].is_complex() else 1
+        for output, part in zip(outputs, torch.split(total, [pairs * t.numel() for t in outputs]), strict=True):
+            arithmetic.narrow(part.clone(), output, reduction, size)
+
+
+def _misfit(ranks: Sequence[Submission]) -> tuple[int, int] | None:
+    """A rank, and one that receives another number of elements from it than it sends."""
+    for source, sender in enumerate(ranks):
+        for rank, receiver in enumerate(ranks):
+            assert isinstance(sender.op, AllToAll)
+            assert isinstance(receiver.op, AllToAll)
+            if sender.op.sends[rank] != receiver.op.receives[source]:
+                return source, rank
+    return None
+
+
+def _parcels_for(rank: int, op: Parcels, ranks: Sequence[Submission]) -> dict[int, Parcel]:
+    givers = [giver for giver in range(len(ranks)) if giver != rank and op.gives(giver)]
+    return {giver: ranks[giver].parcels[0 if op.shared else rank] for giver in givers}
+
+
+def _key(op: Op) -> int:
+    if isinstance(op, (SendParcel, RecvParcel)):
+        return op.channel.key(op.tag)
+    assert isinstance(op, (Send, Recv))
+    return Channel.TENSORS.key(op.tag)
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return arithmetic.resolved(tensor).view(torch.uint8)
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """The bytes of all tensors, one after the other, in memory of its own."""
+    return torch.cat([_bytes(tensor) for tensor in tensors]) if tensors else _NOTHING
+
+
+def _fill(outputs: Sequence[Tensor], data: Tensor) -> None:
+    """Bring bytes to where they belong."""
+    for output, part in zip(outputs, torch.split(data, [output.nbytes for output in outputs]), strict=True):
+        _put(output, part.clone().view(output.dtype))  # a clone, for its alignment
 
 
 def _put(output: Tensor, source: Tensor) -> None:

@@ -1,10 +1,11 @@
 """The asyncio client of torch's TCPStore: a thin shell around the codec.
 
-Two connections. On the command line requests are pipelined and those of one loop turn leave in one write. A WAIT that
-has to wait would confuse the replies there, so waits have a line of their own (``wait_line``).
+Two connections or more. On the command line requests are pipelined and those of one loop turn leave in one write. A
+WAIT that has to wait would confuse the replies there, so waits have lines of their own (``wait_line``): one from the
+start, others when several wait for long.
 
 A cancelled request leaves its place in the queue, so the replies keep their order. An error or a lost connection fails
-everything pending, for good: a lost reply to ADD cannot be asked for again.
+everything pending on it, for good: a lost reply to ADD cannot be asked for again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, Self, cast, final
 from asynccomm.errors import ClosedError, RendezvousError, StoreError, StoreProtocolError, StoreTimeoutError
 from asynccomm.store.base import DEFAULT_TIMEOUT, Store, to_bytes, within
 from asynccomm.store.codec import MULTI_SET_BYTES, Codec
-from asynccomm.store.wait_line import WaitLine
+from asynccomm.store.wait_line import WaitLines
 
 __all__ = ["StoreClient"]
 
@@ -43,7 +44,7 @@ class _Line(asyncio.Protocol):
         self._pending: deque[asyncio.Future[Any]] = deque()
         self._transport: asyncio.Transport | None = None
         self._flushing = False
-        self._error: StoreError | None = None
+        self.error: StoreError | ClosedError | None = None  #: why it is of no more use
         self._writable = asyncio.Event()
         self._writable.set()
         self.lost: asyncio.Future[None] = self._loop.create_future()  #: done when the connection is gone
@@ -83,8 +84,8 @@ class _Line(asyncio.Protocol):
     @property
     def codec(self) -> Codec:
         """Where to put requests; raises the line's error once there is one."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self._codec
 
     def reply(self) -> asyncio.Future[Any]:
@@ -106,25 +107,25 @@ class _Line(asyncio.Protocol):
         self._send(now=self._codec.unsent > _LARGE)
         if not self._writable.is_set():
             await self._writable.wait()
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
 
     def flush(self) -> None:
         self._flushing = False
         data = self._codec.data_to_send()
-        if data and self._transport is not None and self._error is None:
+        if data and self._transport is not None and self.error is None:
             self._transport.write(data)
 
     def _fail(self, error: StoreError) -> None:
-        if self._error is None:
-            self._error = error
+        if self.error is None:
+            self.error = error
         self._writable.set()
         if self._transport is not None:
             self._transport.abort()
         while self._pending:
             future = self._pending.popleft()
             if not future.done():
-                future.set_exception(self._error)
+                future.set_exception(self.error)
                 future.exception()  # whoever awaits it sees it; whoever went away need not be told
 
     @property
@@ -137,9 +138,9 @@ class _Line(asyncio.Protocol):
             self._transport.abort()
 
     async def close(self, error: StoreError | ClosedError) -> None:
-        if self._error is None:
+        if self.error is None:
             self.flush()
-            self._error = error  # type: ignore[assignment]
+            self.error = error
             for future in self._pending:
                 if not future.done():
                     future.set_exception(error)
@@ -157,12 +158,12 @@ class _Line(asyncio.Protocol):
 class StoreClient(Store):
     """A connection to a TCPStore server; make it with :meth:`connect`."""
 
-    def __init__(self, host: str, port: int, command: _Line, wait: WaitLine, *, libuv: bool, timeout: float) -> None:
+    def __init__(self, host: str, port: int, command: _Line, waits: WaitLines, *, libuv: bool, timeout: float) -> None:
         self.host = host
         self.port = port
         self._timeout = timeout
         self._command = command
-        self._wait_line = wait
+        self._waits = waits
         self._libuv = libuv
         self._closed = False
 
@@ -192,7 +193,14 @@ class StoreClient(Store):
             command.codec.check(keys)
             return command.reply()
 
-        return cls(host, port, command, WaitLine(second, present), libuv=libuv, timeout=timeout)
+        async def another() -> _Line:
+            line = _Line(f"{host}:{port}")
+            async with within(limit):
+                await _greet(line, host, port)
+            return line
+
+        waits = WaitLines(second, another, present)
+        return cls(host, port, command, waits, libuv=libuv, timeout=timeout)
 
     def _line(self) -> _Line:
         if self._closed:
@@ -218,7 +226,7 @@ class StoreClient(Store):
         deadline = time.monotonic() + limit
         while value is None:  # again after the wait: it may have been deleted
             try:
-                await self._wait_line.wait([key], max(0.0, deadline - time.monotonic()))
+                await self._waits.wait([key], max(0.0, deadline - time.monotonic()))
             except StoreTimeoutError:
                 raise StoreTimeoutError(f"keys {[key]} did not all appear within {limit:g} s") from None
             value = await self._get_if_present(key)
@@ -249,7 +257,7 @@ class StoreClient(Store):
 
     async def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
         if not await self.check(keys):
-            await self._wait_line.wait(keys, self._timeout if timeout is None else timeout)
+            await self._waits.wait(keys, self._timeout if timeout is None else timeout)
 
     def delete(self, key: str) -> asyncio.Future[bool]:
         line = self._line()
@@ -305,8 +313,10 @@ class StoreClient(Store):
             return
         self._closed = True
         error = ClosedError(f"the client of the store at {self.host}:{self.port} was closed")
-        await self._wait_line.aclose(error)
-        await self._command.close(error)
+        try:
+            await self._waits.aclose(error)
+        finally:
+            await self._command.close(error)
 
 
 async def _open(host: str, port: int, deadline: float, limit: float) -> _Line:

@@ -1,8 +1,12 @@
-"""Waiting for keys, however many tasks do so, over one connection with at most one WAIT outstanding.
+"""Waiting for keys, however many tasks do so, over a few connections with at most one WAIT outstanding on each.
 
-The server can tell one connection about one set of keys at a time. So the newest waiter owns the WAIT and is woken by
-the server; while there are others, ``present`` is asked for them, less and less often. When the owner is done or goes
-away, CANCEL_WAIT frees the line for the next. One waiter alone, the usual case, costs nothing while it waits.
+The server can tell one connection about one set of keys at a time. So the newest waiter of a line owns its WAIT and is
+woken by the server; while there are others, ``present`` is asked for them, less and less often. When the owner is done
+or goes away, CANCEL_WAIT frees the line for the next. One waiter alone on a line costs nothing while it waits.
+
+Whoever finds all lines busy shares one. If that lasts, another line is opened and a waiter moves there, so that idle
+ranks cost nothing; only beyond ``MOST_LINES`` do waiters share for good. Lines are kept until the end. One that loses
+its connection fails its waiters and is used no more; when the last is lost, nobody can wait any more.
 
 An answer is believed only after a CHECK: libuv's server also wakes waiters when a COMPARE_SET stored nothing.
 """
@@ -12,17 +16,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, final
 
 from asynccomm.errors import ClosedError, StoreError, StoreTimeoutError
 from asynccomm.store.base import within
 from asynccomm.store.codec import Codec, Status
 
-__all__ = ["Line", "WaitLine"]
+__all__ = ["Line", "WaitLine", "WaitLines"]
 
 FIRST_POLL = 2e-3  # seconds between CHECKs for those who do not own the WAIT; grows to LAST_POLL
 LAST_POLL = 50e-3
+MOST_LINES = 8  # per client, those that were lost included: a server has them from every rank
+OPEN_AFTER = 0.1  # seconds that waiters share before one gets a line of its own: most waits are over by then
 
 
 class Line(Protocol):
@@ -30,6 +36,10 @@ class Line(Protocol):
 
     @property
     def codec(self) -> Codec: ...
+
+    @property
+    def error(self) -> StoreError | ClosedError | None:
+        """Why it is of no more use."""
 
     def reply(self) -> asyncio.Future[Any]: ...
 
@@ -40,14 +50,15 @@ class Line(Protocol):
 
 @final
 class _Waiter:
-    def __init__(self, keys: Sequence[str]) -> None:
+    def __init__(self, keys: Sequence[str], line: WaitLine) -> None:
         self.keys = list(keys)
+        self.line = line  # that serves it; may change
         self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
 @final
 class WaitLine:
-    """Waits for keys.
+    """Waits for keys over one connection.
 
     Args:
         line: a connection for nothing but this.
@@ -68,22 +79,45 @@ class WaitLine:
         """Return once all ``keys`` exist. Cancelling is safe. Raises: StoreTimeoutError, StoreError."""
         if self._closed is not None:
             raise self._closed
-        waiter = _Waiter(keys)
-        self._waiters.append(waiter)
-        self._changed.set()
-        self._pause = FIRST_POLL
-        self._poll_at = min(self._poll_at, time.monotonic() + FIRST_POLL)
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._serve(), name="asynccomm store waits")
+        waiter = _Waiter(keys, self)
+        self._add(waiter)
         try:
             async with within(timeout):
                 await waiter.future
         except TimeoutError:
             raise StoreTimeoutError(f"keys {list(keys)} did not all appear within {timeout:g} s") from None
         finally:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
-                self._changed.set()
+            waiter.line._remove(waiter)
+
+    @property
+    def waiting(self) -> int:
+        """How many wait here."""
+        return len(self._waiters)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the connection is of no more use."""
+        return self._line.error is not None
+
+    def hand_over(self, other: WaitLine) -> None:
+        """Let ``other`` serve who has waited here for longest."""
+        waiter = self._waiters[0]
+        self._remove(waiter)
+        waiter.line = other
+        other._add(waiter)
+
+    def _add(self, waiter: _Waiter) -> None:
+        self._waiters.append(waiter)
+        self._changed.set()
+        self._pause = FIRST_POLL
+        self._poll_at = min(self._poll_at, time.monotonic() + FIRST_POLL)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._serve(), name="asynccomm store waits")
+
+    def _remove(self, waiter: _Waiter) -> None:
+        if waiter in self._waiters:
+            self._waiters.remove(waiter)
+            self._changed.set()
 
     async def aclose(self, error: ClosedError) -> None:
         """Fail all waiters with ``error`` and close the connection."""
@@ -139,3 +173,72 @@ class WaitLine:
                 waiter.future.set_result(None)
                 if waiter in self._waiters:
                     self._waiters.remove(waiter)
+
+
+@final
+class WaitLines:
+    """Waits for keys over as many connections as it takes, up to ``MOST_LINES``.
+
+    Args:
+        first: a connection for nothing but this.
+        connect: makes another one, in a single attempt.
+        present: asks elsewhere whether keys exist; the future of the answer.
+    """
+
+    def __init__(
+        self,
+        first: Line,
+        connect: Callable[[], Awaitable[Line]],
+        present: Callable[[Sequence[str]], asyncio.Future[bool]],
+    ) -> None:
+        self._lines = [WaitLine(first, present)]
+        self._connect = connect
+        self._present = present
+        self._opening: asyncio.Task[None] | None = None
+        self._closed: ClosedError | None = None
+
+    async def wait(self, keys: Sequence[str], timeout: float) -> None:
+        """Return once all ``keys`` exist. Cancelling is safe. Raises: StoreTimeoutError, StoreError."""
+        if self._closed is not None:
+            raise self._closed
+        line = min(self._usable() or self._lines, key=lambda line: line.waiting)  # a lost one says why it is
+        if line.waiting and len(self._lines) < MOST_LINES and (self._opening is None or self._opening.done()):
+            self._opening = asyncio.create_task(self._open_more(), name="asynccomm store lines")
+        try:
+            await line.wait(keys, timeout)
+        finally:
+            self._spread()
+
+    async def aclose(self, error: ClosedError) -> None:
+        """Fail all waiters with ``error`` and close the connections."""
+        self._closed = error
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.wait([self._opening])
+        await asyncio.gather(*(line.aclose(error) for line in self._lines))
+
+    def _usable(self) -> list[WaitLine]:
+        return [line for line in self._lines if not line.lost]
+
+    async def _open_more(self) -> None:
+        """Open lines, one after another, for as long as waiters have to share."""
+        pause = OPEN_AFTER
+        while len(self._lines) < MOST_LINES:
+            await asyncio.sleep(pause)
+            if all(line.waiting < 2 for line in self._usable()):
+                break
+            try:
+                line = await self._connect()
+            except (StoreError, OSError):  # they go on sharing
+                pause *= 2
+            else:
+                self._lines.append(WaitLine(line, self._present))
+                self._spread()
+
+    def _spread(self) -> None:
+        """Let nobody share a line while another is free."""
+        lines = self._usable() if self._closed is None else []
+        for free in [line for line in lines if not line.waiting]:
+            fullest = max(lines, key=lambda line: line.waiting)
+            if fullest.waiting > 1:
+                fullest.hand_over(free)

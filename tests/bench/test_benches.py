@@ -68,13 +68,23 @@ def test_loop_lag_measures_each_setting_with_and_without_communication(tmp_path:
     assert late["case"] == "late peer"
 
 
+def test_forms_has_a_row_per_form_and_size(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    done = bench("forms.py", *("--sizes", 2048), *("--rounds", 1), "--json", out)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())
+    assert len({row["form"] for row in rows}) == len(rows) == 13
+    assert all(row["times"] == pytest.approx(row["form_us"] / row["plain_us"]) for row in rows)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["collectives.py", "--peers", "gloo,carrier-pigeon"], "argument --peers: 'carrier-pigeon' is not one of"),
         (["hints.py", "--backend", "gloo", "--hint", "nonsense=1"], "argument --hint: gloo knows no 'nonsense'"),
+        (["forms.py", "--only", "telepathy"], "argument --only: no form contains 'telepathy'"),
     ],
-    ids=["peers", "hint"],
+    ids=["peers", "hint", "only"],
 )
 def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:
     done = bench(*arguments)

@@ -301,7 +301,7 @@ async def test_a_proxy_cuts_the_connection(proxy: Any, until: Until, use_libuv: 
     await client.ping()
     proxy.cut()
     # how soon it is noticed is the kernel's affair
-    await until(lambda: client._command.lost.done() and client._wait_line._line.lost.done())  # type: ignore[attr-defined]
+    await until(lambda: client._command.lost.done() and all(line.lost for line in client._waits._lines))
     with pytest.raises(StoreError, match="was lost"):
         await client.ping()
     with pytest.raises(StoreError, match="was lost"):

@@ -1,8 +1,9 @@
 """CPU collectives by torch's gloo, over TCP between any machines.
 
 An operation is started on the thread that calls; gloo only queues it. Collectives come back through gloo's future, on
-gloo's thread, which also does what is left: divide, convert, copy back. Point-to-point works have no future: a thread
-waits for each of their lanes (``lanes.py``).
+gloo's thread, which also does what is left: divide, convert, copy back. An operation may be several of gloo's
+(``several.py``): it is settled when all are done. Point-to-point works have no future: a thread waits for each of their
+lanes (``lanes.py``). Collectives of parcels are made of such messages (``exchange.py``).
 
 There are two gloo groups. With one thread, a group is up to twice as fast for small collectives; from 16 MiB on, one
 with torch's default of two is faster by a tenth.
@@ -14,6 +15,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Self, final
 
 import anyio
@@ -22,12 +24,15 @@ import torch
 from torch import distributed as dist
 
 from asynccomm.backends.base import Backend, BackendContext, Submission
+from asynccomm.backends.gloo.exchange import Exchange
 from asynccomm.backends.gloo.lanes import Lanes
 from asynccomm.backends.gloo.lowering import start
 from asynccomm.backends.gloo.p2p import PointToPoint
-from asynccomm.backends.gloo.torch_gloo import Gloo
+from asynccomm.backends.gloo.several import is_divided, lines_of
+from asynccomm.backends.gloo.torch_gloo import LARGE, Gloo, Gloos
+from asynccomm.backends.gloo.transfers import run
 from asynccomm.errors import BackendError, BrokenError
-from asynccomm.ops import Recv
+from asynccomm.ops import Parcels, Recv, RecvParcel
 from asynccomm.store.torch_store import AsTorchStore
 
 __all__ = ["GlooBackend"]
@@ -35,8 +40,8 @@ __all__ = ["GlooBackend"]
 _log = logging.getLogger("asynccomm")
 
 GLOO_THREADS = 2  # that run large collectives: torch's default
-LARGE = 4 << 20  # bytes: where two gloo threads catch up with one (bench/collectives.py, 2 ranks on 2 cores)
 P2P_THREADS = 64  # point-to-point lanes that can wait at the same time
+LINGER_SECONDS = 1.0  # for lanes to get to the end of what is over
 CLOSE_SECONDS = 5.0  # for lanes to see the end of an aborted group; they are daemons, so a miss costs a thread
 END_SECONDS = 1.0  # for gloo's own threads, likewise
 
@@ -58,11 +63,15 @@ class GlooBackend(Backend):
 
     def __init__(self, context: BackendContext, small: Gloo, large: Gloo) -> None:
         group = context.group
-        self._gloos: tuple[Gloo, Gloo] | None = small, large
+        self._gloos: Gloos | None = Gloos(small, large)
+        self._rank = group.rank
         self._size = group.size
         self._on_error = context.on_error
-        self._lanes = Lanes(f"asynccomm-gloo-{group.name}", int(context.hints.get("p2p_threads", P2P_THREADS)))
+        name = f"asynccomm-gloo-{group.name}"
+        self._lanes = Lanes(name, int(context.hints.get("p2p_threads", P2P_THREADS)))
         self._p2p = PointToPoint(group.rank, self._lanes, self._complete, context.on_error)
+        self._parcel_lane = Lanes(f"{name}-parcels", 1)  # apart from messages, which must not hold up a collective
+        self._exchange = Exchange(group.rank, group.size, self._parcel_lane, self._complete)
         self._ending = threading.Lock()
         self._poisoned = False
 
@@ -106,34 +115,41 @@ class GlooBackend(Backend):
     def submit(self, batch: Sequence[Submission]) -> None:
         assert self._gloos is not None, "submitted to a closed backend"
         for submission in batch:  # before anything is sent
-            if isinstance(submission.op, Recv) and submission.op.peer is None:
+            if isinstance(submission.op, (Recv, RecvParcel)) and submission.op.peer is None:
                 raise ValueError("backend 'gloo' cannot receive from any source; name one: src=")
         for submission in batch:
             try:
-                self._start(*self._gloos, submission)
+                self._start(self._gloos, submission)
             except RuntimeError as exc:  # the group died, and this call is the first to see it
                 error = BackendError(f"gloo could not start {submission.op}: {str(exc).strip()}")
                 error.__cause__ = exc
                 self._on_error(error)  # which fails the Work with the reason behind this, if there is one
 
-    def _start(self, small: Gloo, large: Gloo, submission: Submission) -> None:
-        if submission.op.p2p:
-            self._p2p.submit(small, submission)
-        else:
-            # by what is the same on all ranks, or they would not meet
-            work, finish = start(large if submission.op.nbytes >= LARGE else small, submission, self._size)
+    def _start(self, gloos: Gloos, submission: Submission) -> None:
+        op = submission.op
+        if op.p2p:
+            self._p2p.submit(gloos.small, submission)
+            return
+        if isinstance(op, Parcels):
+            self._exchange.submit(gloos.small, op, submission)
+            return
+        if is_divided(submission):
+            lines = lines_of(gloos, submission, self._rank, self._size)
+            run(lines, submission.work.settle, partial(self._failed, submission))
+            return
+        work, finish = start(gloos.by_size(op.nbytes), submission, self._size)
 
-            def done(future: torch.futures.Future[object]) -> None:
-                try:
-                    future.value()
-                    if finish is not None:
-                        finish()
-                except Exception as exc:
-                    self._failed(submission, exc)
-                else:
-                    submission.work.settle()
+        def done(future: torch.futures.Future[object]) -> None:
+            try:
+                future.value()
+                if finish is not None:
+                    finish()
+            except Exception as exc:
+                self._failed(submission, exc)
+            else:
+                submission.work.settle()
 
-            work.get_future().add_done_callback(done)
+        work.get_future().add_done_callback(done)
 
     def _complete(self, submission: Submission, steps: Sequence[Callable[[], object]]) -> None:
         """Take the last steps of a message, which raise if it failed, and settle it. On a lane."""
@@ -143,7 +159,7 @@ class GlooBackend(Backend):
         except Exception as exc:
             self._failed(submission, exc)
         else:
-            submission.work.settle()
+            submission.work.settle(submission.error)
 
     def _failed(self, submission: Submission, exc: Exception) -> None:
         if not isinstance(exc, BrokenError):
@@ -156,7 +172,11 @@ class GlooBackend(Backend):
         await anyio.to_thread.run_sync(self._close)
 
     def _close(self) -> None:
-        self._lanes.join(CLOSE_SECONDS)
+        if not self._lanes.join(LINGER_SECONDS):  # receives that were given up: nothing else ends them
+            self.abort()
+            self._lanes.join(CLOSE_SECONDS)
+        self._lanes.end()
+        self._parcel_lane.join(CLOSE_SECONDS)
         self._p2p.drop()
         gloos, self._gloos = [self._gloos], None
         # the last reference ends gloo's threads; one in fifty aborted groups has one that nothing can wake

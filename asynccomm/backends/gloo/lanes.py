@@ -31,6 +31,7 @@ class _Threads:
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._alive = 0
         self._warned = False
+        self._ending = False
         self._spoken_for = 0  # functions handed over and not finished
 
     def run(self, function: Callable[[], None]) -> None:
@@ -45,10 +46,17 @@ class _Threads:
         if start:
             threading.Thread(target=self._main, name=self._name, daemon=True).start()
 
+    def end(self) -> None:
+        """Let the threads go, as soon as they have nothing to do."""
+        with self._lock:
+            self._ending = True
+            for _ in range(self._alive):
+                self._jobs.put(_nothing)
+
     def _main(self) -> None:
         while True:
             try:
-                function = self._jobs.get(timeout=IDLE_SECONDS)
+                function = self._jobs.get(timeout=0.0 if self._ending else IDLE_SECONDS)
             except queue.Empty:
                 with self._lock:
                     if self._jobs.empty():
@@ -56,9 +64,14 @@ class _Threads:
                         return
                 continue
             function()
+            idle = function is _nothing
             del function
             with self._lock:
-                self._spoken_for -= 1
+                self._spoken_for -= not idle
+
+
+def _nothing() -> None:
+    """What wakes a thread."""
 
 
 @final
@@ -96,6 +109,10 @@ class Lanes:
                     del self._lanes[lane]
                     self._idle.notify_all()
                     return
+
+    def end(self) -> None:
+        """There will be no more jobs: let the threads end."""
+        self._threads.end()
 
     def join(self, timeout: float) -> bool:
         """Block until no job is left; False if that took longer than ``timeout`` seconds."""

@@ -3,7 +3,8 @@
 gloo matches messages by peer and tag, in order, but trusts both sides to know the size: a shorter message fills half
 of the tensor in silence, a longer one ends the process. So each message has a header that says how many elements of
 which dtype it brings. A short payload comes with it; a long one follows under a tag of its own, and is received only if
-it fits. What does not fit fails with both descriptions.
+it fits. What does not fit fails with both descriptions. Parcels say themselves what they bring (``wire.py``); they
+have tags of their own.
 
 Messages to oneself never reach gloo, which has no connection to itself.
 """
@@ -19,13 +20,14 @@ import torch
 from torch import Tensor
 
 from asynccomm.backends import arithmetic
-from asynccomm.backends.base import Submission
+from asynccomm.backends.base import Delivery, Submission
 from asynccomm.backends.gloo.lanes import Lanes
-from asynccomm.backends.gloo.lowering import place
+from asynccomm.backends.gloo.staging import bytes_of, place, room, unpack
 from asynccomm.backends.gloo.torch_gloo import Gloo
+from asynccomm.backends.gloo.wire import Incoming, Outgoing
 from asynccomm.backends.matching import Matching
 from asynccomm.errors import BrokenError, CollectiveMismatchError
-from asynccomm.ops import Recv, Send
+from asynccomm.ops import Recv, RecvParcel, Send, SendParcel
 
 __all__ = ["PointToPoint"]
 
@@ -67,24 +69,19 @@ class PointToPoint:
     def submit(self, gloo: Gloo, submission: Submission) -> None:
         """Start a send or receive. Under the comm's lock."""
         op = submission.op
-        if isinstance(op, Send):
-            if op.peer == self._rank:
-                receive = self._own.claim(0, op.tag)
-                if receive is None:
-                    self._own.keep(submission, 0, op.tag)
-                else:
-                    self._meet(submission, receive)
-            else:
-                self._send(gloo, op, submission)
+        assert isinstance(op, (Send, Recv, SendParcel, RecvParcel))
+        assert op.peer is not None, "gloo has no receive from any source that tells the sender"
+        key = op.channel.key(op.tag) if isinstance(op, (SendParcel, RecvParcel)) else op.tag
+        if op.peer == self._rank:
+            self._to_self(op, key, submission)
+        elif isinstance(op, Send):
+            self._send(gloo, op, submission)
+        elif isinstance(op, Recv):
+            self._recv(gloo, op, op.peer, submission)
+        elif isinstance(op, SendParcel):
+            self._send_parcel(gloo, op.peer, key, submission)
         else:
-            assert isinstance(op, Recv)
-            assert op.peer is not None, "gloo has no receive from any source that tells the sender"
-            if op.peer == self._rank:
-                found = self._own.post(submission, 0, op.tag)
-                if found is not None:
-                    self._meet(found[1], submission)
-            else:
-                self._recv(gloo, op, op.peer, submission)
+            self._recv_parcel(gloo, op.peer, key, submission)
 
     def drop(self) -> None:
         """Let go of what this rank has sent itself."""
@@ -125,13 +122,69 @@ class PointToPoint:
 
         self._lanes.put(("recv", peer, op.tag), partial(self._complete, submission, [arrival.wait, take_payload]))
 
+    def _send_parcel(self, gloo: Gloo, peer: int, key: int, submission: Submission) -> None:
+        parcel = Outgoing(submission.parcels[0])
+        staged = [parcel]  # gloo reads it until then
+        steps = parcel.send(gloo, peer, key)
+
+        def job() -> None:
+            self._complete(submission, steps)
+            staged.clear()
+
+        self._lanes.put(("send", peer, key), job)
+
+    def _recv_parcel(self, gloo: Gloo, peer: int, key: int, submission: Submission) -> None:
+        parcel = Incoming(gloo, peer, key)
+
+        def take() -> None:
+            parcel.read()
+            delivery = Delivery(submission)
+            parcel.take(delivery.accept(peer, parcel.head, {peer: parcel.nbytes}))
+            submission.work.source = peer
+            conclude(delivery, submission)
+
+        self._lanes.put(("recv", peer, key), partial(self._complete, submission, [take]))
+
+    def _to_self(self, op: Send | Recv | SendParcel | RecvParcel, key: int, submission: Submission) -> None:
+        if isinstance(op, (Send, SendParcel)):
+            receive = self._own.claim(0, key)
+            if receive is None:
+                self._own.keep(submission, 0, key)
+            else:
+                self._meet(submission, receive)
+        else:
+            found = self._own.post(submission, 0, key)
+            if found is not None:
+                self._meet(found[1], submission)
+
     def _meet(self, send: Submission, recv: Submission) -> None:
-        assert isinstance(send.op, Send)
-        assert isinstance(recv.op, Recv)
-        if not recv.op.takes(send.op):
-            self._on_error(CollectiveMismatchError(send.work.seq, self._rank, str(send.op), self._rank, str(recv.op)))
-            return
-        recv.outputs[0].detach().copy_(send.inputs[0].detach().reshape(recv.outputs[0].shape))
-        recv.work.source = self._rank
+        if isinstance(recv.op, RecvParcel):
+            self._complete(recv, [partial(self._hand_over, send, recv)])
+        else:
+            assert isinstance(send.op, Send)
+            assert isinstance(recv.op, Recv)
+            if not recv.op.takes(send.op):
+                sides = self._rank, str(send.op), self._rank, str(recv.op)
+                self._on_error(CollectiveMismatchError(send.work.seq, *sides))
+                return
+            arithmetic.write(recv.outputs[0], send.inputs[0].reshape(recv.outputs[0].shape))
+            recv.work.source = self._rank
+            recv.work.settle()
         send.work.settle()
-        recv.work.settle()
+
+    def _hand_over(self, send: Submission, recv: Submission) -> None:
+        parcel = send.parcels[0]
+        delivery = Delivery(recv)
+        tensors = delivery.accept(self._rank, parcel.head, {self._rank: parcel.nbytes})
+        if tensors is not None:
+            unpack(torch.cat([bytes_of(tensor) for tensor in parcel.tensors] or [room(0)]), tensors)
+        recv.work.source = self._rank
+        conclude(delivery, recv)
+
+
+def conclude(delivery: Delivery, submission: Submission) -> None:
+    """All has come: bring it home. Raises what breaks the comm; an error of the operation alone stays with it."""
+    delivery.finish()
+    if isinstance(delivery.error, BrokenError):
+        raise delivery.error
+    submission.error = delivery.error

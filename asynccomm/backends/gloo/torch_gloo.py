@@ -4,14 +4,17 @@
   names are tried, the new one first.
 - ``ProcessGroupGloo.abort()`` does not wake an operation that waits. What does is a receive that times out: it makes
   gloo close every connection of the group ("Application timeout caused pair closure"), here and so on the peers.
+- A group with one thread runs one collective after the other, in order, and the callbacks of one's future before it
+  starts the next.
 - A point-to-point work's ``is_completed`` turns true only inside ``wait()``, so there is no polling it.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +22,12 @@ from torch import distributed as dist
 
 from asynccomm.reduce_op import RedOpType, ReduceOp
 
-__all__ = ["POISON_TAG", "Gloo"]
+__all__ = ["LARGE", "POISON_TAG", "Gloo", "Gloos"]
 
 FOREVER = timedelta(days=30)  # gloo's own time-outs must never fire: the comm has deadlines
 POISON_TAG = 2**31 - 1  # above MAX_TAG, so nobody sends under it
+
+LARGE: Final = 4 << 20  # bytes: where two gloo threads catch up with one (bench/collectives.py, 2 ranks on 2 cores)
 
 _OPS = {
     RedOpType.SUM: dist.ReduceOp.SUM,
@@ -104,8 +109,11 @@ class Gloo:
         options.rootRank = root
         return self._pg.scatter([output], [inputs] if inputs else [], options)
 
-    def all_to_all_single(self, output: Tensor, input: Tensor) -> Any:
-        return self._all_to_all_single(output, input, [], [])
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, receives: Sequence[int] = (), sends: Sequence[int] = ()
+    ) -> Any:
+        """With numbers of elements from and for each rank, if they are not all equal."""
+        return self._all_to_all_single(output, input, list(receives), list(sends))
 
     def barrier(self) -> Any:
         return self._pg.barrier()
@@ -128,3 +136,14 @@ class Gloo:
                 with contextlib.suppress(RuntimeError):
                     self._pg.recv([never_sent], peer, POISON_TAG).wait(timedelta(milliseconds=1))
                     raise AssertionError("a message arrived under the tag that nobody uses")
+
+
+class Gloos(NamedTuple):
+    """The groups of one comm: for small transfers, with one thread, and for large ones, with several."""
+
+    small: Gloo
+    large: Gloo
+
+    def by_size(self, nbytes: int) -> Gloo:
+        """The one for a transfer of ``nbytes``, a number that all ranks know: or they would not meet."""
+        return self.large if nbytes >= LARGE else self.small

@@ -12,21 +12,36 @@ thread can keep any number of them going. Four forms are all there is:
 Reductions go in rank order, whoever computes them, so every rank holds the same bits.
 
 What is only moved is moved by address: a view for each piece would take longer than moving a small one. Callers keep
-the tensors. ``memmove`` gives up the interpreter's lock, as torch's operations do.
+the tensors, and see to it that what is written does not clobber what is still to be read (``vectors.collide``).
+Collectives of which only the givers know the lengths are in ``streams.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from ctypes import memmove
 
+import torch
 from torch import Tensor
 
 from asynccomm.backends.shm.board import Board
 from asynccomm.backends.shm.reduction import Reduction
 from asynccomm.backends.shm.segment import LINE, rounded_up
+from asynccomm.backends.shm.vectors import Operand, Share, copy, read, where, write
 
-__all__ = ["Progress", "exchange", "meet", "part_bytes", "publish", "reduce_parts", "reduce_whole", "steps_for"]
+__all__ = [
+    "Progress",
+    "exchange",
+    "free",
+    "meet",
+    "part_bytes",
+    "pipeline",
+    "posted",
+    "publish",
+    "reduce_parts",
+    "reduce_whole",
+    "steps_for",
+]
 
 Progress = Generator[bool, None, None]
 Stage = tuple[Callable[[int], bool], Callable[[int], None]]  # (may step i be done?, do it)
@@ -37,7 +52,7 @@ def steps_for(nbytes: int, per_step: int) -> int:
     return -(-nbytes // per_step) or 1
 
 
-def _pipeline(steps: int, *stages: Stage) -> Progress:
+def pipeline(steps: int, *stages: Stage) -> Progress:
     """Take ``steps`` steps through ``stages``: each in order, and none ahead of the stage before it.
 
     The first stages run ahead as far as they may, so that other ranks never wait for what could be there.
@@ -64,11 +79,13 @@ def _pipeline(steps: int, *stages: Stage) -> Progress:
         yield moved
 
 
-def _free(board: Board, first: int) -> Callable[[int], bool]:
+def free(board: Board, first: int) -> Callable[[int], bool]:
+    """Whether this rank's slot of step i may be filled."""
     return lambda i: board.free(first + i)
 
 
-def _posted(board: Board, first: int, ranks: Sequence[int]) -> Callable[[int], bool]:
+def posted(board: Board, first: int, ranks: Sequence[int]) -> Callable[[int], bool]:
+    """Whether ``ranks`` have filled their slots of step i."""
     return lambda i: board.posted(first + i, ranks)
 
 
@@ -82,29 +99,35 @@ def meet(board: Board, step: int) -> Progress:
     board.finish(step)
 
 
-def publish(
-    board: Board, first: int, steps: int, nbytes: int, source: int | None, targets: Mapping[int, int]
-) -> Progress:
-    """Fill the slot from ``source``, if there is one; copy the slots of the ranks in ``targets`` there.
+def publish(board: Board, first: int, steps: int, source: Share | None, targets: Sequence[Share]) -> Progress:
+    """Fill the slot from ``source``, if there is one; copy the slots of the ranks that ``targets`` are for there.
 
-    All are addresses of ``nbytes`` bytes. Without targets this rank waits for nobody.
+    Without targets this rank waits for nobody.
     """
     me, room = board.rank, board.chunk
-    givers = [rank for rank in targets if rank != me]
-    if source is not None and targets.get(me, source) != source:
-        memmove(targets[me], source, nbytes)
+    givers = []
+    for rank, target, nbytes in targets:
+        if rank != me:
+            givers.append(rank)
+        elif source is not None:
+            copy(source[1], target, nbytes)
 
     def fill(i: int) -> None:
         if source is not None:
-            memmove(board.slot_address(first + i, me), source + i * room, min(room, nbytes - i * room))
+            _, vector, nbytes = source
+            start = i * room
+            if start < nbytes:
+                read(vector, start, min(room, nbytes - start), board.slot_address(first + i, me))
         board.post(first + i)
 
     def take(i: int) -> None:
-        for rank in givers:
-            memmove(targets[rank] + i * room, board.slot_address(first + i, rank), min(room, nbytes - i * room))
+        start = i * room
+        for rank, target, nbytes in targets:
+            if rank != me and start < nbytes:
+                write(target, start, min(room, nbytes - start), board.slot_address(first + i, rank))
         board.finish(first + i)
 
-    return _pipeline(steps, (_free(board, first), fill), (_posted(board, first, givers), take))
+    return pipeline(steps, (free(board, first), fill), (posted(board, first, givers), take))
 
 
 def part_bytes(board: Board) -> int:
@@ -116,63 +139,73 @@ def exchange(
     board: Board,
     first: int,
     steps: int,
-    nbytes: int,
-    sources: Sequence[int] | None,
+    sources: Sequence[Share],
     givers: Sequence[int],
     take: Callable[[int, int], None],
 ) -> Progress:
     """Fill the slot with a part for each rank; have ``take`` fetch the parts that are for this rank.
 
     Args:
-        sources: for each rank the address of the ``nbytes`` bytes it is to get; None: this rank gives nothing.
+        sources: what other ranks are to get, and this rank too if it is to be in the slot.
         givers: the ranks that give, apart from this one.
         take: called with a step and the byte at which it begins in the vectors, once the givers' slots are filled; the
             parts for this rank are ``rank * part_bytes(board)`` into them.
     """
-    me, room = board.rank, part_bytes(board)
+    room = part_bytes(board)
 
     def fill(i: int) -> None:
-        if sources is not None:
-            slot, start = board.slot_address(first + i, me), i * room
-            n = min(room, nbytes - start)
-            for rank in board.others:
-                memmove(slot + rank * room, sources[rank] + start, n)
+        slot, start = board.slot_address(first + i, board.rank), i * room
+        for rank, source, nbytes in sources:
+            if start < nbytes:
+                read(source, start, min(room, nbytes - start), slot + rank * room)
         board.post(first + i)
 
-    def read(i: int) -> None:
+    def fetch(i: int) -> None:
         take(first + i, i * room)
         board.finish(first + i)
 
-    return _pipeline(steps, (_free(board, first), fill), (_posted(board, first, givers), read))
+    return pipeline(steps, (free(board, first), fill), (posted(board, first, givers), fetch))
 
 
-def reduce_whole(board: Board, step: int, source: Tensor, target: Tensor | None, reduction: Reduction) -> Progress:
+def reduce_whole(board: Board, step: int, source: Operand, target: Operand | None, reduction: Reduction) -> Progress:
     """Combine the ranks' ``source`` into ``target``, if it is given; at most a slot's worth."""
+    nbytes = source.nbytes
     while not board.free(step):
         yield False
-    memmove(board.slot_address(step, board.rank), source.data_ptr(), source.nbytes)
+    slot = board.slot_address(step, board.rank)
+    if isinstance(source, Tensor):  # as read() would, at once: small reductions are what counts most
+        memmove(slot, source.data_ptr(), nbytes)
+    else:
+        source.read(0, nbytes, slot)
     board.post(step)
     if target is not None:
         while not board.posted(step, board.others):
             yield False
-        reduction.combine(board.parts(reduction.dtype, step, 0, source.numel()), target)
+        parts = board.parts(reduction.dtype, step, 0, nbytes // reduction.dtype.itemsize)
+        if isinstance(target, Tensor):
+            reduction.combine(parts, target)
+        else:
+            values = torch.empty_like(parts[0])
+            reduction.combine(parts, values)
+            target.write(0, nbytes, values.data_ptr())
     board.finish(step)
 
 
 def reduce_parts(
-    board: Board, first: int, steps: int, source: Tensor, target: Tensor | None, reduction: Reduction
+    board: Board, first: int, steps: int, source: Operand, target: Operand | None, reduction: Reduction
 ) -> Progress:
     """Combine the ranks' ``source`` into ``target``, if it is given; of any length.
 
-    In a step each rank combines one part and posts it as its result: from its own ``source`` and the others' slots.
-    ``target`` may be ``source``.
+    In a step each rank combines one part and posts it as its result: from the others' slots, and its own ``source``
+    where that is in one place. ``target`` may be ``source``.
     """
     me, size, dtype = board.rank, board.size, reduction.dtype
     item = dtype.itemsize
     room = board.chunk // item
-    length = source.numel()
-    from_address = source.data_ptr()
-    to_address = None if target is None else target.data_ptr()
+    length = source.nbytes // item
+    from_vector = where(source)
+    to_vector = None if target is None else where(target)
+    own = source if isinstance(source, Tensor) else None
 
     def shares(n: int) -> list[int]:
         """Where each rank's part of ``n`` elements begins, and the last one ends."""
@@ -188,9 +221,9 @@ def reduce_parts(
     def fill(i: int) -> None:
         start, at = bounds(i)
         slot = board.slot_address(first + i, me)
-        for a, b in ((0, at[me]), (at[me + 1], at[size])):
+        for a, b in ((0, at[size]),) if own is None else ((0, at[me]), (at[me + 1], at[size])):
             if a < b:
-                memmove(slot + a * item, from_address + (start + a) * item, (b - a) * item)
+                read(from_vector, (start + a) * item, (b - a) * item, slot + a * item)
         board.post(first + i)
 
     def combine(i: int) -> None:
@@ -198,23 +231,24 @@ def reduce_parts(
         a, b = at[me], at[me + 1]
         if a < b:
             rows = list(board.parts(dtype, first + i, a, b - a))
-            rows[me] = source[start + a : start + b]
+            if own is not None:
+                rows[me] = own[start + a : start + b]
             reduction.combine(rows, board.result(dtype, first + i, me)[: b - a])
-            if to_address is not None:
-                memmove(to_address + (start + a) * item, board.result_address(first + i, me), (b - a) * item)
+            if to_vector is not None:
+                write(to_vector, (start + a) * item, (b - a) * item, board.result_address(first + i, me))
         board.post_result(first + i)
 
     def results(i: int) -> bool:
         return target is None or board.results_posted(first + i)
 
     def take(i: int) -> None:
-        if to_address is not None:
+        if to_vector is not None:
             start, at = bounds(i)
             for rank in range(size):
                 a, b = at[rank], at[rank + 1]
                 if rank != me and a < b:
-                    memmove(to_address + (start + a) * item, board.result_address(first + i, rank), (b - a) * item)
+                    write(to_vector, (start + a) * item, (b - a) * item, board.result_address(first + i, rank))
         board.finish(first + i)
 
-    posted = _posted(board, first, board.others)
-    return _pipeline(steps, (_free(board, first), fill), (posted, combine), (results, take))
+    others_posted = posted(board, first, board.others)
+    return pipeline(steps, (free(board, first), fill), (others_posted, combine), (results, take))

@@ -1,7 +1,8 @@
 """One rank's view of the part of a segment that collectives use: whose slots are filled, and what they hold.
 
-Every collective takes some steps, the same number on all ranks; steps are numbered through the life of the comm. In a
-step each rank fills its slot and *posts* it, reads what it needs of the others' and *finishes*. In between it may post
+Every collective takes some steps, the same number on all ranks; steps are numbered through the life of the comm. Where
+the number is known only once it is under way, it begins with one and is extended when the others are known. In a step
+each rank fills its slot and *posts* it, reads what it needs of the others' and *finishes*. In between it may post
 a *result*, which the others read too. A slot may be filled again once all have finished the step that used it last.
 """
 
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor
 
 from asynccomm.backends.shm.fence import Fence
-from asynccomm.backends.shm.segment import Layout, Word
-from asynccomm.backends.shm.signature import Signature, describe
+from asynccomm.backends.shm.segment import HEADER, Layout, Word
+from asynccomm.backends.shm.signature import Signature, describe, differing_layout, signature
 from asynccomm.errors import CollectiveMismatchError
+from asynccomm.ops import Barrier, Op
 
 __all__ = ["Board"]
 
@@ -44,6 +46,7 @@ class Board:
         self.chunk = layout.chunk
         self.step = 0  #: the first step of the next collective
         self.signature: Signature = (0, 0)  #: of the collective under way
+        self._op: Op = Barrier()  # the same, for errors
         self._history = 0  # a hash of all collectives before it
         self.number = 0  #: of that collective on the comm, for errors
         self._banks = layout.banks
@@ -60,6 +63,7 @@ class Board:
         self._free = layout.banks  # steps below are known to be free
         self._views: dict[tuple[torch.dtype, int, int, int], list[Tensor]] = {}
         base, ranks, banks = data.data_ptr(), range(layout.size), range(layout.banks)
+        self._headers = [[layout.header(bank, rank, 0) for rank in ranks] for bank in banks]
         self._slot_addresses = [[base + layout.slot(bank, rank) for rank in ranks] for bank in banks]
         self._result_addresses = [[base + layout.result(bank, rank) for rank in ranks] for bank in banks]
         self._slots: dict[tuple[torch.dtype, int, int], Tensor] = {}
@@ -67,15 +71,20 @@ class Board:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def begin(self, number: int, signature: Signature, steps: int) -> int:
+    def begin(self, number: int, op: Op, steps: int) -> int:
         """Take ``steps`` steps for collective ``number``; returns the first."""
         first = self.step
         self.step += steps
         self.number = number
         code, numel = self.signature
         self._history = (self._history * MIX + code * 31 + numel) & MASK
-        self.signature = signature
+        self.signature = signature(op)
+        self._op = op
         return first
+
+    def extend(self, steps: int) -> None:
+        """Take ``steps`` more steps for the collective that was begun last; all ranks do, and before the next one."""
+        self.step += steps
 
     def free(self, step: int) -> bool:
         """Whether this rank may fill its slot for ``step``: nobody reads what it held before."""
@@ -142,10 +151,17 @@ class Board:
 
     def _mismatch(self, rank: int, step: int) -> CollectiveMismatchError:
         i = self._what[step % self._banks][rank]
-        theirs = describe((self._words[i], self._words[i + 1]))
-        if (self._words[i], self._words[i + 1]) == self.signature:  # an earlier one differed, that did not have to wait
-            theirs += " after other collectives than those"
-        return CollectiveMismatchError(self.number, self.rank, describe(self.signature), rank, theirs)
+        words = self._words[i], self._words[i + 1]
+        theirs = describe(words)
+        if words == self.signature:  # an earlier one differed, that did not have to wait
+            theirs += ", and the ranks differed in a collective before it"
+        elif differing_layout(words, self.signature):
+            theirs += ", divided otherwise"
+        return self.mismatch(rank, theirs)
+
+    def mismatch(self, rank: int, theirs: str) -> CollectiveMismatchError:
+        """The error for the collective under way, where ``rank`` has something else."""
+        return CollectiveMismatchError(self.number, self.rank, str(self._op), rank, theirs)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -174,6 +190,16 @@ class Board:
     def result_address(self, step: int, rank: int) -> int:
         """Where a rank's result begins in this process."""
         return self._result_addresses[step % self._banks][rank]
+
+    def put(self, step: int, part: int, header: tuple[int, int, int]) -> None:
+        """Write the header of a part of this rank's slot: three 64-bit numbers. To be posted with the slot."""
+        words, i = self._words, self._headers[step % self._banks][self.rank] + part * HEADER
+        words[i], words[i + 1], words[i + 2] = header
+
+    def get(self, step: int, rank: int, part: int) -> tuple[int, int, int]:
+        """The header of a part of a slot that was posted."""
+        words, i = self._words, self._headers[step % self._banks][rank] + part * HEADER
+        return words[i], words[i + 1], words[i + 2]
 
     def parts(self, dtype: torch.dtype, step: int, start: int, n: int) -> Sequence[Tensor]:
         """Elements ``start`` to ``start + n`` of every rank's slot. Cached: operations repeat themselves."""

@@ -7,7 +7,6 @@ and copied there at the end. Inputs that overlap outputs in a way that the steps
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import memmove
 from typing import Any, Final
 
 from torch import Tensor
@@ -25,17 +24,30 @@ from asynccomm.backends.shm.algorithms import (
     steps_for,
 )
 from asynccomm.backends.shm.board import Board
-from asynccomm.backends.shm.reduction import reduction_for
-from asynccomm.backends.shm.signature import signature
+from asynccomm.backends.shm.parcels import parcels
+from asynccomm.backends.shm.reduction import Reduction, reduction_for
+from asynccomm.backends.shm.streams import Stream, Taker, stream
+from asynccomm.backends.shm.vectors import (
+    Operand,
+    Share,
+    collide,
+    copy,
+    scattered,
+    share_of,
+    where,
+    write,
+)
 from asynccomm.ops import (
     AllGather,
     AllGatherSingle,
     AllReduce,
+    AllToAll,
     AllToAllSingle,
     Barrier,
     Broadcast,
     Gather,
     Op,
+    Parcels,
     Reduce,
     ReduceScatter,
     ReduceScatterSingle,
@@ -58,26 +70,34 @@ def _barrier(board: Board, submission: Submission, whole: int) -> Progress:
     return meet(board, _begin(board, submission, 1))
 
 
+def _parcels(board: Board, submission: Submission, whole: int) -> Progress:
+    return parcels(board, submission)
+
+
+# -- reductions -------------------------------------------------------------------------------------------------------
+
+
 def _reduce(board: Board, submission: Submission, whole: int) -> Progress:
     """all_reduce and reduce."""
     op: Any = submission.op
     reduction = reduction_for(op.dtype, op.reduction, board.size)
-    tensor = submission.inputs[0]
-    source = reduction.contribution(tensor)
-    target = land = None
-    if submission.outputs:
-        in_place = submission.outputs is submission.inputs and source.data_ptr() == tensor.data_ptr()
-        if in_place and not tensor.is_inference():
-            target = source
-        else:
-            target, land = reduction.target(submission.outputs[0])
+    inputs, outputs = submission.inputs, submission.outputs
+    source = _contribution(reduction, inputs)
+    lands: list[Callable[[], object]] = []
+    target: Operand | None = None
+    if outputs is inputs and _is_in(source, inputs):
+        target = source
+    elif outputs:
+        target = _target(reduction, outputs, lands)
+        if outputs is not inputs and collide([(0, where(source), source.nbytes)], [(0, where(target), target.nbytes)]):
+            source = _contribution(reduction, _clones(inputs))
     nbytes = source.nbytes
     if nbytes <= whole:
         yield from reduce_whole(board, _begin(board, submission, 1), source, target, reduction)
     else:
         steps = steps_for(nbytes, board.chunk)
         yield from reduce_parts(board, _begin(board, submission, steps), steps, source, target, reduction)
-    if land is not None:
+    for land in lands:
         land()
 
 
@@ -85,60 +105,129 @@ def _reduce_scatter(board: Board, submission: Submission, whole: int) -> Progres
     op: Any = submission.op
     size, me = board.size, board.rank
     reduction = reduction_for(op.dtype, op.reduction, size)
-    dtype = reduction.dtype
-    output = submission.outputs[0]
-    inputs = _apart(submission.inputs, [output], harmless=())
-    if len(inputs) == 1:
-        sources = _split(reduction.contribution(inputs[0]), size)
+    lands: list[Callable[[], object]] = []
+    target = _target(reduction, submission.outputs, lands)
+    sources, shares = _sources(reduction, op, submission.inputs, size)
+    # in place is fine where it is this rank's share, but what is combined is read again for each rank
+    direct = not collide(shares, [(-1, where(target), target.nbytes)])
+    if not direct and collide(shares, [(me, where(target), target.nbytes)]):
+        sources, shares = _sources(reduction, op, _clones(submission.inputs), size)
+        direct = True
+    own = sources[me]
+    steps = steps_for(max([nbytes for _, _, nbytes in shares]), part_bytes(board))
+    if isinstance(own, Tensor):
+        del shares[me]  # it is read from where it is
+    take = _combine_parts(board, own, target, reduction, direct=direct)
+    yield from exchange(board, _begin(board, submission, steps), steps, shares, board.others, take)
+    for land in lands:
+        land()
+
+
+def _sources(
+    reduction: Reduction, op: Op, inputs: Sequence[Tensor], size: int
+) -> tuple[Sequence[Operand], list[Share]]:
+    """What this rank contributes to each rank's result, and where that is."""
+    sources: Sequence[Operand]
+    if isinstance(op, ReduceScatterSingle):
+        vector = reduction.contribution(inputs[0])
+        sources = vector.view(size, -1).unbind() if vector.numel() else [vector] * size
     else:
-        sources = [reduction.contribution(tensor) for tensor in inputs]
-    target, land = reduction.target(output)
-    room = part_bytes(board) // dtype.itemsize
+        each = len(inputs) // size
+        sources = [_contribution(reduction, inputs[rank * each : (rank + 1) * each]) for rank in range(size)]
+    return sources, [(rank, where(source), source.nbytes) for rank, source in enumerate(sources)]
+
+
+def _combine_parts(
+    board: Board, own: Operand, target: Operand, reduction: Reduction, *, direct: bool
+) -> Callable[[int, int], None]:
+    """What combines a step's parts for this rank into ``target``, ``direct``ly or by way of its otherwise idle result.
+
+    Its ``own`` part is in its slot too if it is scattered.
+    """
+    me, dtype = board.rank, reduction.dtype
+    item = dtype.itemsize
+    room = part_bytes(board) // item
     mine = me * room
+    length = target.nbytes // item
 
     def take(step: int, byte: int) -> None:
-        start = byte // dtype.itemsize
-        out = target[start : start + room]
-        n = out.numel()
+        start = byte // item
+        n = min(room, length - start)
+        if n <= 0:
+            return
         rows = list(board.parts(dtype, step, mine, n))
-        rows[me] = sources[me][start : start + n]
-        reduction.combine(rows, out)
+        if isinstance(own, Tensor):
+            rows[me] = own[start : start + n]
+        if direct and isinstance(target, Tensor):
+            reduction.combine(rows, target[start : start + n])
+        else:
+            reduction.combine(rows, board.result(dtype, step, me)[:n])
+            write(where(target), byte, n * item, board.result_address(step, me))
 
-    steps = steps_for(target.nbytes, part_bytes(board))
-    first = _begin(board, submission, steps)
-    yield from exchange(board, first, steps, target.nbytes, _addresses(sources), board.others, take)
-    if land is not None:
-        land()
+    return take
+
+
+def _contribution(reduction: Reduction, tensors: Sequence[Tensor]) -> Operand:
+    if len(tensors) == 1:
+        return reduction.contribution(tensors[0])
+    return scattered(reduction.contributions(tensors))
+
+
+def _target(reduction: Reduction, outputs: Sequence[Tensor], lands: list[Callable[[], object]]) -> Operand:
+    """Where the result goes; what brings it to the outputs from there goes to ``lands``."""
+    if len(outputs) == 1:
+        target, land = reduction.target(outputs[0])
+        if land is not None:
+            lands.append(land)
+        return target
+    targets, more = reduction.targets(outputs)
+    lands += more
+    return scattered(targets)
+
+
+def _is_in(source: Operand, tensors: Sequence[Tensor]) -> bool:
+    """Whether ``source`` is the memory of ``tensors``, and can be written."""
+    if isinstance(source, Tensor):
+        return source.data_ptr() == tensors[0].data_ptr() and not tensors[0].is_inference()
+    owners: Any = source.owners
+    return all(a is b for a, b in zip(owners, tensors, strict=True))
+
+
+# -- moves ------------------------------------------------------------------------------------------------------------
 
 
 def _publish(board: Board, submission: Submission, whole: int) -> Progress:
     """broadcast, all_gather, all_gather_single, gather."""
     op: Any = submission.op
-    size, me = board.size, board.rank
-    nbytes = op.nbytes
+    me = board.rank
     copies: list[Callable[[], object]] = []
     outputs = [_landing(output, copies) for output in submission.outputs]
-    targets: dict[int, int]
+    targets = _targets(op, outputs, board.size)
+    inputs = [arithmetic.plain(tensor) for tensor in submission.inputs]
+    source: Share | None = None
+    if inputs:
+        source = share_of(me, inputs)
+        if targets and collide([source], targets):
+            inputs = _clones(inputs)
+            source = share_of(me, inputs)
+    steps = steps_for(op.nbytes, board.chunk)
+    yield from publish(board, _begin(board, submission, steps), steps, source, targets)
+    for land in copies:
+        land()
+
+
+def _targets(op: Op, outputs: Sequence[Tensor], size: int) -> list[Share]:
+    """Where what each rank publishes goes."""
+    if not outputs:
+        return []
+    if isinstance(op, Broadcast):
+        return [share_of(op.root, outputs)]
     if isinstance(op, AllGatherSingle):
-        start = outputs[0].data_ptr()
-        targets = {rank: start + rank * nbytes for rank in range(size)}
-    elif isinstance(op, Broadcast):
-        targets = {op.root: outputs[0].data_ptr()} if outputs else {}
-    else:
-        targets = dict(enumerate(_addresses(outputs)))
-    source = None
-    if submission.inputs:
-        source = submission.inputs[0]
-        in_place = isinstance(op, AllGatherSingle) and source.data_ptr() == targets[me]  # its chunk of the output
-        if not in_place:
-            harmless = ((source, submission.outputs[me]),) if len(submission.outputs) > 1 else ()
-            source = _apart(submission.inputs, submission.outputs, harmless)[0]
-        source = arithmetic.resolved(source)
-    steps = steps_for(nbytes, board.chunk)
-    address = None if source is None else source.data_ptr()
-    yield from publish(board, _begin(board, submission, steps), steps, nbytes, address, targets)
-    for copy in copies:
-        copy()
+        return _chunks(outputs[0], op.nbytes, size)
+    if len(outputs) == size:
+        return _each(outputs)
+    each = len(outputs) // size
+    return [share_of(rank, outputs[rank * each : (rank + 1) * each]) for rank in range(size)]
 
 
 def _distribute(board: Board, submission: Submission, whole: int) -> Progress:
@@ -147,37 +236,77 @@ def _distribute(board: Board, submission: Submission, whole: int) -> Progress:
     size, me = board.size, board.rank
     copies: list[Callable[[], object]] = []
     output = _landing(submission.outputs[0], copies)
-    inputs: Sequence[Tensor] = ()  # what the addresses belong to
-    sources: Sequence[int] | None = None
+    inputs = [arithmetic.plain(tensor) for tensor in submission.inputs]
     if isinstance(op, AllToAllSingle):
         nbytes = op.nbytes // size
-        same = submission.inputs[0].data_ptr() == submission.outputs[0].data_ptr()
-        harmless = ((submission.inputs[0], submission.outputs[0]),) if same else ()
-        inputs = [arithmetic.resolved(_apart(submission.inputs, submission.outputs, harmless)[0])]
-        sources = [inputs[0].data_ptr() + rank * nbytes for rank in range(size)]
-        targets = [output.data_ptr() + rank * nbytes for rank in range(size)]
+        # the same place in both is the same chunk
+        if collide([(0, inputs[0].data_ptr(), op.nbytes)], [(0, output.data_ptr(), op.nbytes)]):
+            inputs = _clones(inputs)
+        sources, targets = _chunks(inputs[0], nbytes, size), _chunks(output, nbytes, size)
         givers = board.others
     else:
         nbytes = op.nbytes
-        targets = [output.data_ptr()] * size
+        targets = [(me, output.data_ptr(), nbytes)] * size
+        if collide(_each(inputs), targets[:1]):
+            inputs = _clones(inputs)
+        sources = _each(inputs)
         givers = [] if me == op.root else [op.root]
-        if me == op.root:
-            harmless = ((submission.inputs[me], submission.outputs[0]),)
-            inputs = [arithmetic.resolved(t) for t in _apart(submission.inputs, submission.outputs, harmless)]
-            sources = _addresses(inputs)
-    if sources is not None and sources[me] != targets[me]:
-        memmove(targets[me], sources[me], nbytes)
+    if sources:
+        copy(sources[me][1], targets[me][1], nbytes)
+        del sources[me]
     room = part_bytes(board)
 
     def take(step: int, start: int) -> None:
         n = min(room, nbytes - start)
         for rank in givers:
-            memmove(targets[rank] + start, board.slot_address(step, rank) + me * room, n)
+            write(targets[rank][1], start, n, board.slot_address(step, rank) + me * room)
 
     steps = steps_for(nbytes, room)
-    yield from exchange(board, _begin(board, submission, steps), steps, nbytes, sources, givers, take)
-    for copy in copies:
-        copy()
+    yield from exchange(board, _begin(board, submission, steps), steps, sources, givers, take)
+    for land in copies:
+        land()
+
+
+def _all_to_all(board: Board, submission: Submission, whole: int) -> Progress:
+    op = submission.op
+    assert isinstance(op, AllToAll)
+    me, item = board.rank, op.dtype.itemsize
+    copies: list[Callable[[], object]] = []
+    outputs = [_landing(output, copies) for output in submission.outputs]
+    inputs = [arithmetic.plain(tensor) for tensor in submission.inputs]
+    targets = _each(outputs)
+    if collide(_each(inputs), targets):
+        inputs = _clones(inputs)
+    sources = _each(inputs)
+    copy(sources[me][1], targets[me][1], inputs[me].nbytes)
+
+    def begin(lengths: Mapping[int, tuple[int, int]]) -> None:
+        for rank, (_, body) in lengths.items():
+            if body != outputs[rank].nbytes:
+                dtype = str(op.dtype).removeprefix("torch.")
+                raise board.mismatch(rank, f"all_to_all({dtype}, sends {body // item} elements to rank {me})")
+
+    def take(source: int, start: int, n: int, address: int) -> None:
+        if n > 0:
+            write(targets[source][1], start, n, address)
+
+    gives = {rank: Stream(0, nbytes, address) for rank, address, nbytes in sources}
+    gives[me] = Stream(0, 0, 0)
+    first = _begin(board, submission, 1)
+    yield from stream(board, first, part_bytes(board), me, gives, board.others, Taker(begin, take))
+    for land in copies:
+        land()
+
+
+def _each(tensors: Sequence[Tensor]) -> list[Share]:
+    """One plain tensor for each rank."""
+    return [(rank, tensor.data_ptr(), tensor.nbytes) for rank, tensor in enumerate(tensors)]
+
+
+def _chunks(tensor: Tensor, nbytes: int, size: int) -> list[Share]:
+    """Equal parts of a plain tensor for each rank."""
+    start = tensor.data_ptr()
+    return [(rank, start + rank * nbytes, nbytes) for rank in range(size)]
 
 
 _FORMS: Final[Mapping[type[Op], Callable[[Board, Submission, int], Progress]]] = {
@@ -191,20 +320,14 @@ _FORMS: Final[Mapping[type[Op], Callable[[Board, Submission, int], Progress]]] =
     Gather: _publish,
     Scatter: _distribute,
     AllToAllSingle: _distribute,
+    AllToAll: _all_to_all,
+    Parcels: _parcels,
     Barrier: _barrier,
 }
 
 
 def _begin(board: Board, submission: Submission, steps: int) -> int:
-    return board.begin(submission.work.seq, signature(submission.op), steps)
-
-
-def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    return [tensor.data_ptr() for tensor in tensors]
-
-
-def _split(vector: Tensor, size: int) -> Sequence[Tensor]:
-    return vector.view(size, -1).unbind() if vector.numel() else [vector] * size
+    return board.begin(submission.work.seq, submission.op, steps)
 
 
 def _landing(output: Tensor, copies: list[Callable[[], object]]) -> Tensor:
@@ -215,30 +338,5 @@ def _landing(output: Tensor, copies: list[Callable[[], object]]) -> Tensor:
     return place
 
 
-def _apart(
-    inputs: Sequence[Tensor], outputs: Sequence[Tensor], harmless: Sequence[tuple[Tensor, Tensor]]
-) -> Sequence[Tensor]:
-    """``inputs``, cloned if they share memory with an output in other ways than the pairs that are ``harmless``.
-
-    A pair is harmless only if it begins at the same place.
-    """
-    spans = [_span(output) for output in outputs]
-    for tensor in inputs:
-        start, end = _span(tensor)
-        for i, (out_start, out_end) in enumerate(spans):
-            if start < out_end and out_start < end:
-                same = start == out_start and any(a is tensor and b is outputs[i] for a, b in harmless)
-                if not same:
-                    return [t.clone() for t in inputs]
-    return inputs
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of the first element and behind the last."""
-    start = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return start, start + tensor.nbytes
-    last = (
-        sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
-    )
-    return start, start + (last + 1) * tensor.itemsize
+def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.clone() for tensor in tensors]

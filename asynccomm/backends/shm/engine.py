@@ -34,18 +34,17 @@ from asynccomm.backends.shm.collectives import start
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.meeting import Circle
 from asynccomm.backends.shm.messages import Messages
+from asynccomm.backends.shm.rings import Mapped
 from asynccomm.backends.shm.segment import Layout, State, Word
 from asynccomm.backends.shm.settings import Settings
 from asynccomm.backends.shm.worker import Turn, Worker
 from asynccomm.errors import BackendError, BrokenError, PeerLostError
-from asynccomm.ops import AllGather, AllGatherSingle, Gather, Op, ReduceScatter, ReduceScatterSingle, Scatter
 from asynccomm.work import Work
 
 __all__ = ["Engine"]
 
 SLICE_SECONDS: Final = 1e-3  # that one call may drive: a loop's other tasks must not starve
 MOST_SKIPPED: Final = 64  # awaits in a row that do not look out for peers, when that had not paid off
-_SHARED: Final = (AllGather, AllGatherSingle, Gather, Scatter, ReduceScatter, ReduceScatterSingle)
 
 
 @final
@@ -75,7 +74,6 @@ class Engine:
         self._worker = worker
         self._inline_bytes = settings.inline_bytes
         self._whole_bytes = settings.whole_bytes
-        self._shares = dict.fromkeys(_SHARED, group.size)  # these count one rank's share as their bytes
         self._words = words
         self._state = layout.word(group.rank, Word.STATE)
         self._states = [layout.word(rank, Word.STATE) for rank in range(group.size)]
@@ -84,16 +82,15 @@ class Engine:
         self._board = Board(group.rank, layout, words, circle.segment.data, fence, self._bells.ring_all)
         self._finished: deque[Submission] = deque()  # to be settled when the lock is free
         self._faults: deque[BrokenError] = deque()
+        self._grown = grown = deque[tuple[Submission, int]]()  # receives that turned out to be of so many bytes
         self._messages = Messages(
             group.rank,
-            layout,
-            words,
-            circle.segment.raw,
-            circle.segment.data,
+            Mapped(layout, words, circle.segment.raw, circle.segment.data.data_ptr()),
             fence,
             self._bells.ring,
             self._finished.append,
             self._faults.append,
+            lambda receive, nbytes: grown.append((receive, nbytes)),
         )
         self._lock = threading.Lock()  # of whoever drives
         self._news = False  # something has happened since somebody began to drive
@@ -115,7 +112,7 @@ class Engine:
 
     def submit(self, submission: Submission) -> None:
         """Take an operation, and move it as far as it goes at once. In order; from any thread."""
-        if self._is_large(submission.op):
+        if submission.nbytes > self._inline_bytes:
             self._large_in += 1
             self._inbox.append(submission)
             self._to_worker()
@@ -170,9 +167,6 @@ class Engine:
     @property
     def _large(self) -> bool:
         return self._large_in != self._large_out  # may be seen a little late, never for good
-
-    def _is_large(self, op: Op) -> bool:
-        return op.nbytes * self._shares.get(type(op), 1) > self._inline_bytes
 
     def _arm(self) -> None:
         self._arming = False
@@ -284,9 +278,19 @@ class Engine:
             if not isinstance(exc, Exception):
                 self._dead = True  # a step that was cut short cannot be taken up again
                 raise
+        if self._grown:
+            self._count_the_grown()
         if self._faults:
             self._dead = True
         return moved and not self._dead
+
+    def _count_the_grown(self) -> None:
+        """What turned out to be large is for the worker from now on."""
+        while self._grown:
+            submission, nbytes = self._grown.popleft()
+            if submission.nbytes <= self._inline_bytes < nbytes:
+                self._large_out -= 1  # one more is in than out; the other count is not this thread's to change
+            submission.nbytes = max(submission.nbytes, nbytes)
 
     def _release(self) -> None:
         """Give up driving, and tell what came of it."""
@@ -295,7 +299,7 @@ class Engine:
         while self._finished:
             submission = self._finished.popleft()
             finished.append(submission)
-            if self._large and self._is_large(submission.op):
+            if self._large and submission.nbytes > self._inline_bytes:
                 self._large_out += 1
         if self._dead:
             faults = list(self._faults)
@@ -303,7 +307,7 @@ class Engine:
             self._drop()
         self._lock.release()
         for submission in finished:
-            submission.work.settle()
+            submission.work.settle(submission.error)
             if self._waited:
                 self._waited.discard(submission.work)
         for fault in faults:
@@ -423,5 +427,6 @@ class Engine:
         self._queue.clear()
         self._current = None
         self._messages.drop()
+        self._grown.clear()
         self._large_out = self._large_in
         self._waited.clear()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from asynccomm.backends import arithmetic
+from asynccomm.checks import REAL
 from asynccomm.reduce_op import RedOpType, ReduceOp
 
 __all__ = ["Reduction", "reduction_for"]
@@ -66,6 +67,9 @@ class Reduction:
         self._half = half is not None
         self.dtype = half if half is not None else arithmetic.accumulator(dtype, reduction.type)
         self._as_it_is = self.dtype == dtype and reduction.factor is None
+        # whether what travels is the tensors' own bytes, if under another name
+        same = REAL.get(dtype, dtype) == self.dtype or dtype in (torch.bool, torch.uint64)
+        self._raw = same and reduction.factor is None
         if dtype == torch.bool and reduction.type is RedOpType.SUM:
             self._pairwise = torch.bitwise_or
         else:
@@ -101,6 +105,28 @@ class Reduction:
         landing = torch.empty(output.numel() * (2 if output.is_complex() else 1), dtype=self.dtype, device="cpu")
         # divided already, hence SUM
         return landing, lambda: arithmetic.narrow(landing, output, ReduceOp.SUM, self._size)
+
+    def contributions(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Plain tensors whose bytes are what a rank brings where its share is several; their own memory if it can be.
+
+        Their dtype may be another than that in which they travel: they are for ``vectors.Scattered``.
+        """
+        if self._raw:
+            return [arithmetic.plain(tensor) for tensor in tensors]
+        return [self.contribution(tensor) for tensor in tensors]
+
+    def targets(self, outputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Callable[[], object]]]:
+        """Likewise, plain tensors to be filled by their bytes, and all that then brings these to the ``outputs``."""
+        values, lands = [], []
+        for output in outputs:
+            if self._raw and arithmetic.is_plain(output):
+                values.append(output)
+                continue
+            value, land = self.target(output)
+            values.append(value)
+            if land is not None:
+                lands.append(land)
+        return values, lands
 
     def combine(self, rows: Sequence[Tensor], out: Tensor) -> None:
         """Combine the ranks' parts, in rank order; ``out`` may be the first or the second of them."""

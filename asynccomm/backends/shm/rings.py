@@ -26,7 +26,7 @@ __all__ = ["HEADER", "PADDING", "Mapped", "Reader", "Writer", "framed", "largest
 HEADER: Final = 32  # bytes
 PADDING: Final = 1  # the kind of a frame that fills the end; a kind of 0 is what untouched memory would say
 
-_header = Struct("=IIIIIxxxxQ")  # bytes of payload, kind, tag, dtype, ident, elements
+_header = Struct("=IIIIIxxxxQ")  # bytes of payload, kind, tag, extra, ident, length
 _pack, _unpack = _header.pack_into, _header.unpack_from
 assert _header.size == HEADER
 
@@ -54,7 +54,21 @@ class Mapped(NamedTuple):
 class Writer:
     """The end of a ring that is written."""
 
-    __slots__ = ("_address", "_head", "_head_at", "_order", "_raw", "_ring", "_start", "_tail", "_tail_at", "_words")
+    __slots__ = (
+        "_address",
+        "_at",
+        "_end",
+        "_head",
+        "_head_at",
+        "_nbytes",
+        "_order",
+        "_raw",
+        "_ring",
+        "_start",
+        "_tail",
+        "_tail_at",
+        "_words",
+    )
 
     def __init__(self, mapped: Mapped, source: int, destination: int, fence: Fence) -> None:
         start = mapped.layout.ring_start(source, destination)
@@ -66,6 +80,7 @@ class Writer:
         self._order = fence.order
         self._head = self._words[self._head_at]
         self._tail = self._words[self._tail_at]  # as last seen
+        self._at = self._end = self._nbytes = 0  # of the frame that was reserved
 
     @property
     def run(self) -> int:
@@ -73,13 +88,23 @@ class Writer:
         return self._ring - self._head % self._ring - HEADER
 
     def put(
-        self, kind: int, tag: int = 0, dtype: int = 0, ident: int = 0, numel: int = 0, source: int = 0, nbytes: int = 0
+        self, kind: int, tag: int = 0, extra: int = 0, ident: int = 0, length: int = 0, source: int = 0, nbytes: int = 0
     ) -> bool:
         """Write and publish a frame; False if there is no room for it now.
 
         Args:
             source: address of the payload, of ``nbytes`` bytes: at most ``largest_payload``.
         """
+        target = self.reserve(nbytes)
+        if not target:
+            return False
+        if nbytes:
+            ctypes.memmove(target, source, nbytes)  # without the GIL
+        self.publish(kind, tag, extra, ident, length)
+        return True
+
+    def reserve(self, nbytes: int) -> int:
+        """Where to write the payload of the next frame, before ``publish``; 0 if there is no room for it now."""
         ring, head = self._ring, self._head
         size = (HEADER + nbytes + LINE - 1) & -LINE
         at = head % ring
@@ -88,17 +113,19 @@ class Writer:
             self._tail = self._words[self._tail_at]
             self._order()  # the reader was done with the bytes that are written now
             if end - self._tail > ring:
-                return False
+                return 0
         if size > ring - at:
             _pack(self._raw, self._start + at, ring - at - HEADER, PADDING, 0, 0, 0, 0)
             at = 0
-        at += self._start
-        _pack(self._raw, at, nbytes, kind, tag, dtype, ident, numel)
-        if nbytes:
-            ctypes.memmove(self._address + at + HEADER, source, nbytes)  # without the GIL
+        self._at = at = self._start + at
+        self._end, self._nbytes = end, nbytes
+        return self._address + at + HEADER
+
+    def publish(self, kind: int, tag: int = 0, extra: int = 0, ident: int = 0, length: int = 0) -> None:
+        """Publish the frame whose payload was written to where ``reserve`` said."""
+        _pack(self._raw, self._at, self._nbytes, kind, tag, extra, ident, length)
         self._order()
-        self._head = self._words[self._head_at] = end
-        return True
+        self._head = self._words[self._head_at] = self._end
 
 
 @final
@@ -144,7 +171,7 @@ class Reader:
             raise BackendError(f"the message ring from rank {self._source} is corrupt: {self._head - self.tail} bytes")
 
     def take(self) -> tuple[int, int, int, int, int, int] | None:
-        """Header of the next frame: bytes of payload, kind, tag, dtype, ident, elements. None: all are read.
+        """Header of the next frame: bytes of payload, kind, tag, extra, ident, length. None: all are read.
 
         Raises BackendError for a frame that cannot be.
         """

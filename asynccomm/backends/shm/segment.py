@@ -3,6 +3,7 @@
 ::
 
     words   one block of 64-bit words per rank; all but SLEEPING are written by that rank alone
+    headers per bank, rank and part of its slot: four words that say what is in there
     slots   per bank and rank: what the rank contributes to a step of a collective
     results per bank and rank: the rank's reduced part of a step
     rings   per (source, destination): a queue of bytes for messages
@@ -17,10 +18,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, final
 
-__all__ = ["LINE", "WORD", "Layout", "State", "Word", "rounded_up"]
+__all__ = ["HEADER", "LINE", "WORD", "Layout", "State", "Word", "rounded_up"]
 
 WORD: Final = 8  # bytes; aligned ones are written and read whole on every 64-bit machine
 LINE: Final = 64  # bytes of a cache line
+HEADER: Final = 4  # words
 BLOCK: Final = 4 * LINE  # of one rank's words: processors fetch lines in pairs, so neighbours keep a distance
 
 
@@ -75,6 +77,10 @@ class Layout:
         """Number of the first of the three words that describe a step."""
         return self.word(rank, Word.WHAT) + 3 * bank
 
+    def header(self, bank: int, rank: int, part: int) -> int:
+        """Number of the first word of a header; there is one for each rank that may look at a part of its own."""
+        return self.size * BLOCK // WORD + ((bank * self.size + rank) * self.size + part) * HEADER
+
     def slot(self, bank: int, rank: int) -> int:
         """Start of a rank's slot."""
         return self._slots + (bank * self.size + rank) * self.chunk
@@ -94,7 +100,7 @@ class Layout:
 
     @property
     def _slots(self) -> int:
-        return rounded_up(self.size * BLOCK, 4096)
+        return rounded_up(self.size * BLOCK + self.banks * self.size**2 * HEADER * WORD, 4096)
 
     @property
     def _results(self) -> int:

@@ -1,11 +1,18 @@
 """A collective in two words, so that ranks can see in shared memory whether they are in the same one.
 
-The words say what must agree (kind, dtype, reduction, root; number of elements) and can be turned into a description
-again, for the error when they do not.
+The words say what must agree (kind, dtype, reduction, root, layout; number of elements) and can be turned into a
+description again, for the error when they do not. From the lowest bit on, the first word is::
+
+    kind 8   dtype 8   reduction 4   root 20   layout 24
+
+with ranks and reductions counted from 1, and 0 for none. A collective with parcels has no dtype or reduction, but
+whether they are shared; its root is the giver, and the taker stands for the layout. Its second word is a hash of the
+method's name.
 """
 
 from __future__ import annotations
 
+import zlib
 from typing import Final
 
 import torch
@@ -14,11 +21,13 @@ from asynccomm.ops import (
     AllGather,
     AllGatherSingle,
     AllReduce,
+    AllToAll,
     AllToAllSingle,
     Barrier,
     Broadcast,
     Gather,
     Op,
+    Parcels,
     Reduce,
     ReduceScatter,
     ReduceScatterSingle,
@@ -27,7 +36,7 @@ from asynccomm.ops import (
 )
 from asynccomm.reduce_op import RedOpType, ReduceOp
 
-__all__ = ["Signature", "describe", "signature"]
+__all__ = ["Signature", "describe", "differing_layout", "signature"]
 
 Signature = tuple[int, int]
 
@@ -43,42 +52,95 @@ _KINDS: Final[tuple[type[Op], ...]] = (
     Scatter,
     Gather,
     AllToAllSingle,
+    AllToAll,
+    Parcels,
 )
 _DTYPES: Final = tuple(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str))
 _REDUCTIONS: Final = tuple(RedOpType)
-_codes: dict[tuple[type[Op], torch.dtype, RedOpType | None, int], int] = {}  # as many as a program has forms of calls
+_DTYPE: Final = 8  # the lowest bit of each field
+_REDUCTION: Final = 16
+_ROOT: Final = 20
+_LAYOUT: Final = 40
+_SHARED: Final = 1 << _DTYPE
+# each grows to as many as a program has forms of calls
+_codes: dict[tuple[type[Op], torch.dtype, RedOpType | None, int], int] = {}
+_hashes: dict[str, int] = {}
+_names: dict[int, str] = {}  # what those hashes are of
 
 
 def signature(op: Op) -> Signature:
-    """The two words of ``op``; equal on two ranks if ``op.fits`` the other's."""
-    if not isinstance(op, TensorOp):
-        return _KINDS.index(type(op)), 0
-    reduction = getattr(op, "reduction", None)
-    key = (type(op), op.dtype, None if reduction is None else reduction.type, getattr(op, "root", -1))
-    code = _codes.get(key)
-    if code is None:
-        kind, dtype, reduced, root = key
-        code = _KINDS.index(kind) | _DTYPES.index(dtype) << 8 | (root + 1) << 32
-        if reduced is not None:
-            code |= (_REDUCTIONS.index(reduced) + 1) << 16
-        _codes[key] = code
-    return code, op.numel
+    """The two words of ``op``; equal on two ranks if ``op.fits`` the other's, as far as a rank can know."""
+    if isinstance(op, TensorOp):
+        reduction = getattr(op, "reduction", None)
+        key = (type(op), op.dtype, None if reduction is None else reduction.type, getattr(op, "root", -1))
+        code = _codes.get(key)
+        if code is None:
+            code = _codes[key] = _code(*key)
+        if op.layout:
+            code |= op.layout << _LAYOUT
+        return code, op.numel
+    if isinstance(op, Parcels):
+        return _of_parcels(op)
+    if isinstance(op, AllToAll):
+        return _code(AllToAll, op.dtype), 0
+    return _KINDS.index(type(op)), 0
+
+
+def _code(kind: type[Op], dtype: torch.dtype, reduced: RedOpType | None = None, root: int = -1) -> int:
+    code = _KINDS.index(kind) | _DTYPES.index(dtype) << _DTYPE | (root + 1) << _ROOT
+    if reduced is not None:
+        code |= (_REDUCTIONS.index(reduced) + 1) << _REDUCTION
+    return code
+
+
+def _of_parcels(op: Parcels) -> Signature:
+    hashed = _hashes.get(op.what)
+    if hashed is None:
+        hashed = _hashes[op.what] = zlib.crc32(op.what.encode())
+        _names[hashed] = op.what
+    code = _KINDS.index(Parcels)
+    if op.shared:
+        code |= _SHARED
+    if op.giver is not None:
+        code |= (op.giver + 1) << _ROOT
+    if op.taker is not None:
+        code |= (op.taker + 1) << _LAYOUT
+    return code, hashed
+
+
+def differing_layout(one: Signature, other: Signature) -> bool:
+    """Whether two operations on tensors differ, but only in how the shares are divided."""
+    low = (1 << _LAYOUT) - 1
+    same = one[1] == other[1] and one[0] & low == other[0] & low
+    return same and one != other and one[0] & 0xFF != _KINDS.index(Parcels)
 
 
 def describe(words: Signature) -> str:
-    """What the words say, as the operation itself would; for an error."""
-    code, numel = words
+    """What the words say, as the operation itself would as far as it can be known; for an error."""
+    code, second = words
     try:
         kind = _KINDS[code & 0xFF]
         if kind is Barrier:
             return str(Barrier())
-        fields: dict[str, object] = {"dtype": _DTYPES[code >> 8 & 0xFF], "numel": numel}
-        if code >> 32:
-            fields["root"] = (code >> 32) - 1
-        reduction = code >> 16 & 0xFF
+        if kind is Parcels:
+            return _describe_parcels(code, second)
+        dtype = _DTYPES[code >> _DTYPE & 0xFF]
+        if kind is AllToAll:
+            return f"all_to_all({str(dtype).removeprefix('torch.')})"
+        fields: dict[str, object] = {"dtype": dtype, "numel": second, "layout": code >> _LAYOUT}
+        root = code >> _ROOT & 0xFFFFF
+        if root:
+            fields["root"] = root - 1
+        reduction = code >> _REDUCTION & 0xF
         if reduction:
             of = _REDUCTIONS[reduction - 1]
             fields["reduction"] = ReduceOp.PREMUL_SUM(1) if of is RedOpType.PREMUL_SUM else ReduceOp(of)
         return str(kind(**fields))
     except (IndexError, TypeError):
-        return f"something unknown ({code:#x}, {numel})"
+        return f"something unknown ({code:#x}, {second})"
+
+
+def _describe_parcels(code: int, hashed: int) -> str:
+    name = _names.get(hashed, "another method for objects or uneven tensors")  # none that was called here
+    giver, taker = (code >> _ROOT & 0xFFFFF) - 1, (code >> _LAYOUT) - 1
+    return str(Parcels(name, bool(code & _SHARED), giver if giver >= 0 else None, taker if taker >= 0 else None))

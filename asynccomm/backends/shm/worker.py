@@ -9,6 +9,7 @@ this thread takes that lock back after each chunk. So the interval is shorter wh
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -27,6 +28,7 @@ SWITCH_SECONDS: Final = 1e-4  # bench/loop_lag.py: beside a GIL-bound thread thi
 # The system gives a busy thread milliseconds at a time, which a loop on the same core would have to wait for.
 # bench/loop_lag.py, 2 ranks on 2 cores: the loop's lag is below 1 ms in 99 of 100 cases, and 2 to 4 without.
 YIELD_SECONDS: Final = 3e-4
+END_SECONDS: Final = 5.0  # for the thread to get to the end of what it is at, when the process ends
 
 _log = logging.getLogger("asynccomm")
 
@@ -65,7 +67,15 @@ class Worker:
         self._watched: dict[int, Callable[[], object]] = {}
         self._given: deque[Driven] = deque()
         self._driven: dict[Driven, None] = {}
-        threading.Thread(target=self._run, name="asynccomm shm", daemon=True).start()
+        self._ending = False
+        self._thread = threading.Thread(target=self._run, name="asynccomm shm", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop the thread, which must not run into the end of the interpreter: freeing tensors there aborts."""
+        self._ending = True
+        self.ring()
+        self._thread.join(END_SECONDS)
 
     def ring(self) -> None:
         """Wake the thread. From anywhere."""
@@ -93,7 +103,7 @@ class Worker:
         shorter = 0.0
         yielded = 0.0  # when this thread last offered its core to others
         awake_until = 0.0
-        while True:
+        while not self._ending:
             while self._given:
                 driven[self._given.popleft()] = None
             if driven and interval is None:
@@ -185,10 +195,16 @@ def the_worker() -> Worker:
         return _worker
 
 
+def _end() -> None:
+    if _worker is not None:
+        _worker.end()
+
+
 def _forget() -> None:
     global _worker, _making
     _worker = None  # its thread is not in the child
     _making = threading.Lock()
 
 
+atexit.register(_end)
 os.register_at_fork(after_in_child=_forget)

@@ -112,20 +112,18 @@ async def broadcast_every_root_dtype_and_layout(comm: Comm) -> None:
 
 
 async def reduce_every_root_leaves_others_alone(comm: Comm) -> None:
+    for i, (dtype, op) in enumerate(combinations()):
+        root = i % comm.size
+        tensor = sample(comm.rank, MATRIX, dtype)
+        out = await comm.reduce(tensor, root, op)
+        if comm.rank == root:
+            assert out is tensor
+            expected = reduced([sample(r, MATRIX, dtype) for r in range(comm.size)], op)
+            expect_equal(tensor, expected, f"reduce {dtype} {op} to {root}")
+        else:
+            assert out is None
+            expect_equal(tensor, sample(comm.rank, MATRIX, dtype), f"reduce {dtype} {op}: tensor off the root")
     for root in range(comm.size):
-        for dtype, op in combinations():
-            tensor = sample(comm.rank, MATRIX, dtype)
-            out = await comm.reduce(tensor, root, op)
-            if comm.rank == root:
-                assert out is tensor
-                expect_equal(
-                    tensor,
-                    reduced([sample(r, MATRIX, dtype) for r in range(comm.size)], op),
-                    f"reduce {dtype} {op} to {root}",
-                )
-            else:
-                assert out is None
-                expect_equal(tensor, sample(comm.rank, MATRIX, dtype), f"reduce {dtype} {op}: tensor off the root")
         for layout, tensor in layouts(sample(comm.rank, MATRIX)):
             await comm.reduce(tensor, root)
             mine = [sample(r, MATRIX) for r in range(comm.size)]

@@ -5,13 +5,33 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import final
 
 import torch
 from torch import Tensor
 
 from asynccomm.reduce_op import RedOpType, ReduceOp
 
-__all__ = ["DTYPES", "REDUCTIONS", "SHAPES", "expect_equal", "layouts", "reduced", "sample", "sentinel"]
+__all__ = [
+    "COMPLEX",
+    "DTYPES",
+    "FLOATS",
+    "REDUCTIONS",
+    "SHAPES",
+    "Frame",
+    "chunks",
+    "combinations",
+    "everyones",
+    "expect_all_equal",
+    "expect_equal",
+    "layouts",
+    "negated",
+    "reduced",
+    "sample",
+    "sentinel",
+    "strided",
+]
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
@@ -23,23 +43,31 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch says once per process that its support of complex32 is incomplete
     torch.empty(1, dtype=torch.complex32)
 
+_COMPARED = frozenset([*FLOATS, *COMPLEX])  # what torch.equal takes
 REDUCTIONS = [ReduceOp(kind) for kind in RedOpType if kind is not RedOpType.PREMUL_SUM]
 SHAPES = [(), (1,), (0,), (5,), (3, 4), (2, 0, 3), (1031,)]
 
 
 def sample(rank: int, shape: Sequence[int], dtype: torch.dtype = torch.float32, salt: int = 0) -> Tensor:
     """Rank's data: small whole numbers that depend on rank and position, exact in every dtype and sum."""
-    count = 1
-    for extent in shape:
-        count *= extent
-    index = torch.arange(count, dtype=torch.int64)
-    values = (index * 5 + index // 7 + rank * 3 + salt * 11) % 7 + 1  # 7 is prime: ranks 0 to 6 all differ
     shape = torch.Size(shape)
+    count = shape.numel()
+    pattern = _pattern((rank * 3 + salt * 11) % 7, dtype)
+    if count > len(pattern):
+        pattern = pattern.view(torch.uint8).repeat(-(-count // len(pattern))).view(dtype)
+    return pattern[:count].clone().view(shape)
+
+
+@cache
+def _pattern(start: int, dtype: torch.dtype) -> Tensor:
+    """The beginning of a long sample, which repeats it."""
+    index = torch.arange(49 * 40, dtype=torch.int64)
+    values = (index * 5 + index // 7 + start) % 7 + 1  # 7 is prime: ranks 0 to 6 all differ
     if dtype == torch.bool:
-        return (values % 2 == 0).view(shape)
-    if dtype.is_complex:
-        return values.to(torch.complex64).mul(1 - 2j).to(dtype).view(shape)
-    return values.to(dtype).view(shape)
+        values = values % 2 == 0
+    elif dtype.is_complex:
+        values = values.to(torch.complex64).mul(1 - 2j)
+    return values.to(dtype)
 
 
 def sentinel(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -93,6 +121,56 @@ def layouts(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield "offset", padded[1:]
     if tensor.is_complex():
         yield "conjugated", tensor.conj().resolve_conj().conj()
+    elif tensor.dtype in (torch.float32, torch.float64):
+        yield "negated", negated(tensor)
+
+
+def strided(tensor: Tensor) -> Tensor:
+    """The same values with gaps between all of them, and the first dimension the fastest."""
+    turned = tensor.movedim(0, -1) if tensor.dim() else tensor
+    wide = torch.zeros(*turned.shape, 2, dtype=tensor.dtype)
+    wide[..., 1] = turned
+    return wide[..., 1].movedim(-1, 0) if tensor.dim() else wide[..., 1]
+
+
+def negated(tensor: Tensor) -> Tensor:
+    """The same values of a real tensor, as a view that negates what its memory holds."""
+    return torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
+
+
+@final
+class Frame:
+    """An output in the middle of a larger tensor, which shows whether somebody wrote beside it.
+
+    Args:
+        shape, dtype: of the output.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> None:
+        self._whole = sentinel([extent + 2 for extent in shape] or [2], dtype)
+        self.output = _middle(self._whole) if len(shape) else self._whole[0]  #: filled with sentinels
+
+    def expect(self, expected: Tensor, what: str) -> None:
+        """The output holds ``expected``, and what is around it is as it was."""
+        expect_equal(self.output, expected, what)
+        self.output.copy_(sentinel(self.output.shape, self.output.dtype))
+        expect_equal(self._whole, sentinel(self._whole.shape, self._whole.dtype), f"{what}: memory beside the output")
+
+
+def _middle(tensor: Tensor) -> Tensor:
+    for dim in range(tensor.dim()):
+        tensor = tensor.narrow(dim, 1, tensor.shape[dim] - 2)
+    return tensor
+
+
+def everyones(size: int, shape: Sequence[int], dtype: torch.dtype = torch.float32, salt: int = 0) -> list[Tensor]:
+    """All ranks' data."""
+    return [sample(rank, shape, dtype, salt) for rank in range(size)]
+
+
+def chunks(tensor: Tensor, extents: Sequence[int], dim: int = 0) -> list[Tensor]:
+    """Parts of these extents along ``dim``."""
+    return list(torch.split(tensor, list(extents), dim))
 
 
 def expect_equal(actual: Tensor, expected: Tensor, what: str) -> None:
@@ -101,6 +179,8 @@ def expect_equal(actual: Tensor, expected: Tensor, what: str) -> None:
         raise AssertionError(
             f"{what}: got {actual.dtype}{list(actual.shape)}, expected {expected.dtype}{list(expected.shape)}"
         )
+    if actual.dtype in _COMPARED and torch.equal(actual, expected):
+        return  # the usual case, much faster than what follows
     wide = torch.complex128 if actual.is_complex() else torch.float64 if actual.is_floating_point() else None
     a, b = (actual, expected) if wide is None else (actual.to(wide), expected.to(wide))
     if wide is None:
@@ -112,6 +192,13 @@ def expect_equal(actual: Tensor, expected: Tensor, what: str) -> None:
         raise AssertionError(
             f"{what}:\n got      {actual.flatten()[:16].tolist()}\n expected {b.flatten()[:16].tolist()}"
         )
+
+
+def expect_all_equal(actual: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> None:
+    """Compare two lists of tensors."""
+    assert len(actual) == len(expected), f"{what}: got {len(actual)} tensors, expected {len(expected)}"
+    for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        expect_equal(one, other, f"{what} [{i}]")
 
 
 def _signed(tensor: Tensor) -> Tensor:

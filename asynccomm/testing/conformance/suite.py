@@ -8,7 +8,21 @@ from inspect import getmembers, iscoroutinefunction
 from types import ModuleType
 
 from asynccomm.comm import Comm
-from asynccomm.testing.conformance import collectives, failures, handles
+from asynccomm.testing.conformance import (
+    along,
+    batches,
+    coalesced,
+    collectives,
+    complexes,
+    crowds,
+    dicts,
+    failures,
+    groups,
+    handles,
+    inplace,
+    objects,
+    uneven,
+)
 
 __all__ = ["CHECKS", "Check", "check_backend"]
 
@@ -23,7 +37,9 @@ def _checks(module: ModuleType) -> list[Check]:
     ]
 
 
-_HARMLESS = [*_checks(collectives), *_checks(handles)]
+_TENSORS = (collectives, handles, along, uneven, coalesced, inplace, complexes, batches)
+_OTHERS = (objects, dicts, groups, crowds)
+_HARMLESS = [check for module in (*_TENSORS, *_OTHERS) for check in _checks(module)]
 _BREAKING = _checks(failures)
 CHECKS: dict[str, Check] = {check.__name__: check for check in [*_HARMLESS, *_BREAKING]}
 

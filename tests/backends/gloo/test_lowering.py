@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from asynccomm import ReduceOp
+from asynccomm import Comm, ReduceOp
 from asynccomm.backends.base import Submission
-from asynccomm.backends.gloo.lowering import movable, place, start
+from asynccomm.backends.gloo.lowering import start
+from asynccomm.backends.gloo.staging import bytes_of, movable, place
 from asynccomm.checks import Group
-from asynccomm.ops import AllReduce, AllToAllSingle, Broadcast, Call, Reduce, ReduceScatterSingle
+from asynccomm.ops import AllReduce, AllToAll, AllToAllSingle, Broadcast, Call, Reduce, ReduceScatterSingle
+from asynccomm.testing.conformance.data import DTYPES, reduced, sample, sentinel, strided
 
 GROUP = Group("test", 0, 2, torch.device("cpu"))
 
@@ -109,6 +111,7 @@ def test_reduce_scatter_is_an_exchange_and_a_sum_in_rank_order() -> None:
     name, (received, sent) = notes.calls[-1]
     assert name == "all_to_all_single"
     assert sent.numel() == 8, "halves must travel as halves"
+    assert sent.data_ptr() == source.data_ptr()
     received.view(torch.bfloat16).copy_(torch.tensor([1, 2, 10, 20]))
     finish()
     assert output.tolist() == [11, 22]
@@ -145,3 +148,97 @@ def test_single_elements_with_odd_strides() -> None:
     assert movable(tensor.half()).shape == (2,)
     data, _ = place(torch.ones(1, 4)[:, 1:2].half())
     assert data.shape == (2,)
+
+
+def test_an_output_of_its_own_is_reduced_in_and_the_input_untouched() -> None:
+    tensor, out = torch.ones(3), torch.zeros(3)
+    notes, finish = begin(AllReduce.of(GROUP, tensor, ReduceOp.SUM, out))
+    assert notes.tensor().data_ptr() == out.data_ptr()
+    notes.tensor().fill_(8)
+    finish()
+    assert out.tolist() == [8, 8, 8]
+    assert tensor.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_an_output_that_lies_across_the_input_is_written_last(start: int) -> None:
+    memory = torch.arange(5.0)
+    notes, finish = begin(AllReduce.of(GROUP, memory[1 - start : 4 - start], ReduceOp.SUM, memory[start : 3 + start]))
+    assert notes.tensor().tolist() == [1.0 - start, 2 - start, 3 - start]
+    assert memory.tolist() == [0, 1, 2, 3, 4]
+    finish()
+    assert memory[start : 3 + start].tolist() == [1.0 - start, 2 - start, 3 - start]
+
+
+def test_parts_that_lie_side_by_side_are_exchanged_as_they_are() -> None:
+    source, target = torch.arange(6.0), torch.zeros(5)
+    call = AllToAll.of(GROUP, [target[:2], target[2:]], [source[:2], source[2:]])
+    notes, finish = begin(call)
+    _, (received, sent, receives, sends) = notes.calls[-1]
+    assert received.data_ptr() == target.data_ptr()
+    assert sent.data_ptr() == source.data_ptr()
+    assert (list(receives), list(sends)) == ([8, 12], [8, 16])
+    assert finish is None
+
+
+# -- and with a real one -----------------------------------------------------------------------------------------------
+
+RANKS = pytest.mark.ranks([1, 2, 3, 4], backend="gloo")
+
+
+async def run(comm: Comm, call: Call) -> Any:
+    return await comm._session.submit(call, None, None)
+
+
+@RANKS
+async def test_reductions_with_an_output_of_their_own(comm: Comm) -> None:
+    for dtype in DTYPES:
+        for shape in ((3, 4), (0,), (300_000,)):
+            if len(shape) == 1 and shape[0] and dtype not in (torch.float32, torch.bfloat16):
+                continue
+            for layout in range(4):
+                mine = sample(comm.rank, shape, dtype)
+                source = strided(mine) if layout % 2 else mine.clone()
+                for kind in (ReduceOp.SUM, ReduceOp.MAX):
+                    try:
+                        kind.check(dtype)
+                    except (TypeError, ValueError):
+                        continue
+                    expected = reduced([sample(r, shape, dtype) for r in range(comm.size)], kind)
+                    for root in (None, comm.size - 1):
+                        out = strided(sentinel(shape, dtype)) if layout > 1 else sentinel(shape, dtype)
+                        if root is None:
+                            assert await run(comm, AllReduce.of(comm._group, source, kind, out)) is out
+                        else:
+                            here = comm.rank == root
+                            await run(comm, Reduce.of(comm._group, source, root, kind, out if here else None))
+                        if root in (None, comm.rank):
+                            assert torch.equal(bytes_of(out), bytes_of(expected))
+                        assert torch.equal(bytes_of(source), bytes_of(mine))
+
+
+@RANKS
+async def test_all_to_all_of_any_numbers(comm: Comm) -> None:
+    def count(source: int, target: int) -> int:
+        return [0, 5, 1, 300_000, 7][(source + 2 * target) % 5]
+
+    for dtype in DTYPES if comm.size < 4 else (torch.float32, torch.bool):
+        for gaps in (False, True):
+            inputs = [sample(comm.rank, (count(comm.rank, r),), dtype, salt=r) for r in range(comm.size)]
+            outputs = [sentinel((count(r, comm.rank),), dtype) for r in range(comm.size)]
+            if gaps:
+                inputs, outputs = [strided(t) for t in inputs], [strided(t) for t in outputs]
+            assert await run(comm, AllToAll.of(comm._group, outputs, inputs)) is outputs
+            for r, output in enumerate(outputs):
+                wanted = sample(r, output.shape, dtype, salt=comm.rank)
+                assert torch.equal(bytes_of(output), bytes_of(wanted))
+
+
+@RANKS
+async def test_all_to_all_in_place(comm: Comm) -> None:
+    size, rank = comm.size, comm.rank
+    counts = [[(s + r) % 3 * 1000 for r in range(size)] for s in range(size)]  # the same in both directions
+    whole = torch.cat([sample(rank, (n,), salt=r) for r, n in enumerate(counts[rank])])
+    parts = list(whole.split(counts[rank]))
+    await run(comm, AllToAll.of(comm._group, parts, parts))
+    assert torch.equal(whole, torch.cat([sample(s, (counts[s][rank],), salt=rank) for s in range(size)]))

@@ -5,7 +5,13 @@ import asyncio
 import pytest
 import torch
 
-from asynccomm import BrokenError, CollectiveMismatchError, Comm
+from asynccomm import BackendError, BrokenError, CollectiveMismatchError, Comm, PayloadError
+from asynccomm.checks import MAX_TAG
+from asynccomm.ops import Channel, Parcel
+from asynccomm.ops.parcels import MAX_HEAD
+from asynccomm.testing.conformance.data import DTYPES, sample, strided
+
+from .parcels import Shelf, data, joined, recv, send
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -83,3 +89,147 @@ async def test_more_lanes_than_threads_are_worked_off(comm: Comm) -> None:
         tensors = [torch.zeros(2) for _ in tags]
         await asyncio.gather(*(comm.recv(tensor, 0, tag) for tag, tensor in zip(tags, tensors, strict=True)))
         assert [tensor[0].item() for tensor in tensors] == list(tags)
+
+
+# -- parcels -----------------------------------------------------------------------------------------------------------
+
+LENGTHS = [0, 1, 4096, 4097, 300_000, 17_000_001]
+
+
+def pieces(nbytes: int) -> list[torch.Tensor]:
+    """Cut in many small ones, nothing, and the rest, which has gaps."""
+    parts = [torch.zeros(n, dtype=torch.uint8) for n in [min(nbytes // 100, 5000)] * 50]
+    rest = nbytes - sum(len(part) for part in parts)
+    return [*parts, torch.zeros(0), torch.zeros(rest, 2, dtype=torch.uint8)[:, 1]]
+
+
+@pytest.mark.ranks([1, 2], backend="gloo")
+@pytest.mark.parametrize("cut", ["as sent", "otherwise"])
+@pytest.mark.parametrize("nbytes", LENGTHS)
+async def test_parcels_arrive(comm: Comm, nbytes: int, cut: str) -> None:
+    peer = comm.size - 1 - comm.rank
+    payload = [data(nbytes - nbytes // 3), data(nbytes // 3, 5)]
+    given = Parcel(b"head" * 3, tuple(payload))
+    shelf = Shelf((lambda n: [torch.zeros_like(t) for t in payload]) if cut == "as sent" else pieces)
+    sent = send(comm, given, peer, 7)
+    work = recv(comm, shelf, peer, 7)
+    await asyncio.gather(sent, work)
+    assert shelf.calls == [(peer, b"head" * 3, {peer: nbytes})]
+    assert torch.equal(shelf.got(peer), joined(payload))
+    assert work.source == peer
+
+
+@pytest.mark.ranks([1, 2], backend="gloo")
+@pytest.mark.parametrize("head", [0, 4000, 5000, 20 << 20])
+async def test_long_heads_arrive(comm: Comm, head: int) -> None:
+    peer = comm.size - 1 - comm.rank
+    for nbytes in (0, 90, 9000, 1_000_000):
+        shelf = Shelf()
+        given = Parcel(b"#" * head, (data(nbytes),))
+        await asyncio.gather(send(comm, given, peer), recv(comm, shelf, peer))
+        assert shelf.calls == [(peer, b"#" * head, {peer: nbytes})]
+        assert torch.equal(shelf.got(peer), joined([data(nbytes)]))
+
+
+@pytest.mark.ranks([1, 2], backend="gloo")
+async def test_parcels_of_many_tensors_of_all_dtypes(comm: Comm) -> None:
+    peer = comm.size - 1 - comm.rank
+    tensors = [sample(1, shape, dtype) for dtype in DTYPES for shape in [(), (3,), (0,), (70, 80), (400, 300)]]
+    given = [strided(t) if i % 3 == 0 else t for i, t in enumerate(tensors)]
+    given[-1] = given[-1].clone().requires_grad_() if given[-1].is_floating_point() else given[-1]
+    shelf = Shelf(
+        lambda _: [strided(torch.zeros_like(t)) if i % 2 else torch.zeros_like(t) for i, t in enumerate(tensors)]
+    )
+    await asyncio.gather(send(comm, Parcel(b"", tuple(given)), peer), recv(comm, shelf, peer))
+    assert torch.equal(shelf.got(peer), joined(tensors))
+
+
+@pytest.mark.ranks([1, 2], backend="gloo")
+async def test_what_is_refused_is_thrown_away_and_the_comm_goes_on(comm: Comm) -> None:
+    peer = comm.size - 1 - comm.rank
+
+    def refuse(_: int) -> list[torch.Tensor]:
+        raise ValueError("no room")
+
+    for nbytes in LENGTHS:
+        given = Parcel(b"x", (data(nbytes),))
+        first, second = send(comm, given, peer), send(comm, given, peer)
+        refused, taken = recv(comm, Shelf(refuse), peer), recv(comm, shelf := Shelf(), peer)
+        with pytest.raises(PayloadError, match=f"rank {peer} sent cannot be taken: ValueError: no room"):
+            await refused
+        await asyncio.gather(first, second, taken)
+        assert torch.equal(shelf.got(peer), joined([data(nbytes)]))
+    await comm.barrier()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+async def test_a_place_may_break_the_comm(comm: Comm) -> None:
+    def broken(_: int) -> list[torch.Tensor]:
+        raise BackendError("no memory left")
+
+    if comm.rank == 0:
+        with pytest.raises(BackendError, match="no memory left"):
+            await recv(comm, Shelf(broken), 1)
+        with pytest.raises(BrokenError):
+            await comm.barrier()
+    else:
+        send(comm, Parcel(b"", ()), 0)
+        with pytest.raises(BrokenError):
+            await comm.barrier()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+async def test_a_head_that_is_too_long_breaks_the_comm(comm: Comm) -> None:
+    if comm.rank == 0:
+        with pytest.raises(BackendError, match="rank 1 sent a head of 67108865 bytes; 67108864 are allowed"):
+            await recv(comm, Shelf(), 1)
+    else:
+        send(comm, Parcel(bytes(MAX_HEAD + 1), ()), 0)
+        with pytest.raises(BrokenError):
+            await comm.barrier()
+
+
+@pytest.mark.ranks([1, 2], backend="gloo")
+async def test_tensors_and_the_channels_of_parcels_never_meet(comm: Comm) -> None:
+    peer = comm.size - 1 - comm.rank
+    channels = [Channel.OBJECTS, Channel.STREAMS]
+    tag = MAX_TAG
+    works = [comm.send(torch.full((5000,), 3.0), peer, tag)]
+    works += [send(comm, Parcel(channel.name.encode(), (data(9000),)), peer, tag, channel) for channel in channels]
+    shelves = [Shelf() for _ in channels]
+    for shelf, channel in reversed(list(zip(shelves, channels, strict=True))):
+        await recv(comm, shelf, peer, tag, channel)
+        assert shelf.calls[0][1] == channel.name.encode()
+    tensor = torch.zeros(5000)
+    await comm.recv(tensor, peer, tag)
+    assert tensor.eq(3).all()
+    await asyncio.gather(*works)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+async def test_parcels_of_one_pair_keep_their_order(comm: Comm) -> None:
+    peer = 1 - comm.rank
+    sent = [send(comm, Parcel(b"%d" % i, (data(1 << (i % 20)),)), peer) for i in range(60)]
+    shelves = [Shelf() for _ in range(60)]
+    works = [recv(comm, shelf, peer) for shelf in shelves]
+    await asyncio.gather(*sent, *works)
+    assert [shelf.calls[0][1] for shelf in shelves] == [b"%d" % i for i in range(60)]
+    assert all(torch.equal(shelf.got(peer), data(1 << (i % 20))) for i, shelf in enumerate(shelves))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+async def test_parcels_from_any_source_are_refused_at_the_call(comm: Comm) -> None:
+    with pytest.raises(ValueError, match="backend 'gloo' cannot receive from any source; name one"):
+        recv(comm, Shelf(), None)
+
+
+@pytest.mark.ranks(2, backend="gloo", hints={"p2p_threads": "2"})
+async def test_long_parcels_on_more_lanes_than_threads(comm: Comm) -> None:
+    """What is sent needs no thread to be taken."""
+    peer = 1 - comm.rank
+    tags = range(10)
+    shelves = [Shelf() for _ in tags]
+    works = [recv(comm, shelf, peer, tag) for tag, shelf in zip(tags, shelves, strict=True)]
+    works += [send(comm, Parcel(b"", (data(100_000, tag),)), peer, tag) for tag in tags]
+    await asyncio.gather(*works)
+    assert all(torch.equal(shelf.got(peer), data(100_000, tag)) for tag, shelf in zip(tags, shelves, strict=True))

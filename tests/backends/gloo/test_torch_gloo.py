@@ -4,6 +4,7 @@ import asyncio
 import os
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -73,4 +74,39 @@ async def test_a_group_of_one_has_nobody_to_poison() -> None:
     gloo.barrier().wait()
     gloo.poison()
     gloo.barrier().wait()
+    await client.aclose()
+
+
+@pytest.mark.ranks(2)
+async def test_one_thread_calls_back_between_one_collective_and_the_next() -> None:
+    gloo, rank, client = await connect(2)
+    tensor = torch.zeros(1000)
+    seen: list[float] = []
+
+    def next_one(i: int) -> Callable[[object], None]:
+        def fill(_: object) -> None:
+            seen.append(tensor[-1].item())
+            time.sleep(0.002)  # the next would have begun meanwhile
+            tensor.fill_(i + 1 if rank == 0 else -1)
+
+        return fill
+
+    works = []
+    for i in range(50):
+        works.append(gloo.broadcast(tensor, 0))  # always the same memory
+        works[-1].get_future().add_done_callback(next_one(i))
+    for work in works:
+        await asyncio.to_thread(work.wait)
+    assert seen == [float(i) for i in range(50)]
+    await client.aclose()
+
+
+@pytest.mark.ranks(3)
+async def test_exchange_of_nothing_with_some() -> None:
+    gloo, rank, client = await connect(3)
+    for target in range(3):
+        receives, sends = [4 * (rank == target)] * 3, [4 * (r == target) for r in range(3)]
+        received = torch.zeros(sum(receives), dtype=torch.uint8)
+        gloo.all_to_all_single(received, torch.full((4,), rank, dtype=torch.uint8), receives, sends).wait()
+        assert received.tolist() == ([0] * 4 + [1] * 4 + [2] * 4 if rank == target else [])
     await client.aclose()

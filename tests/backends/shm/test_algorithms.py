@@ -49,8 +49,8 @@ def test_publish(n: int) -> None:
     got = [[torch.zeros(n, dtype=torch.uint8) for _ in range(3)] for _ in range(3)]
 
     def run(me: int) -> Progress:
-        targets = {rank: tensor.data_ptr() for rank, tensor in enumerate(got[me])}
-        return publish(world[me], 0, steps_for(n, 256), n, sent[me].data_ptr(), targets)
+        targets = [(rank, tensor.data_ptr(), n) for rank, tensor in enumerate(got[me])]
+        return publish(world[me], 0, steps_for(n, 256), (me, sent[me].data_ptr(), n), targets)
 
     finish(*(run(me) for me in range(3)))
     for mine in got:
@@ -60,8 +60,8 @@ def test_publish(n: int) -> None:
 def test_a_reader_of_one_waits_for_that_one_only() -> None:
     world = boards(3, chunk=256)
     out, sent = torch.zeros(4, dtype=torch.uint8), torch.ones(4, dtype=torch.uint8)
-    reading = publish(world[1], 0, 1, 4, None, {0: out.data_ptr()})
-    finish(publish(world[0], 0, 1, 4, sent.data_ptr(), {}), reading)
+    reading = publish(world[1], 0, 1, None, [(0, out.data_ptr(), 4)])
+    finish(publish(world[0], 0, 1, (0, sent.data_ptr(), 4), []), reading)
     assert out.tolist() == [1] * 4  # rank 2 has not come
 
 
@@ -80,8 +80,8 @@ def test_exchange(n: int) -> None:
                 part = got[me][rank][start : start + 64]
                 part.copy_(world[me].slot(torch.uint8, step, rank)[64 * me : 64 * me + part.numel()])
 
-        addresses = [tensor.data_ptr() for tensor in sent[me]]
-        return exchange(world[me], 0, steps_for(n, 64), n, addresses, others, take)
+        addresses = [(rank, sent[me][rank].data_ptr(), n) for rank in others]
+        return exchange(world[me], 0, steps_for(n, 64), addresses, others, take)
 
     finish(*(run(me) for me in range(3)))
     for me in range(3):

@@ -3,14 +3,16 @@
 import pytest
 import torch
 
+from asynccomm import ops
 from asynccomm.backends.shm.board import CACHED_VIEWS, Board
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.segment import Layout
 from asynccomm.errors import CollectiveMismatchError
+from asynccomm.reduce_op import ReduceOp
 
 from .world import boards
 
-BARRIER = (0, 0)
+BARRIER = ops.Barrier()
 
 
 def test_a_slot_is_free_until_banks_are_full_and_again_when_all_have_finished() -> None:
@@ -53,12 +55,13 @@ def test_results_are_seen_apart_from_posts() -> None:
 @pytest.mark.parametrize("ranks", [[1], [0, 1]])
 def test_another_collective_is_a_mismatch(ranks: list[int]) -> None:
     mine, theirs = boards(2)
-    mine.begin(4, (0, 0), 1)
-    theirs.begin(4, (0, 1), 1)
+    mine.begin(4, BARRIER, 1)
+    theirs.begin(4, ops.AllReduce(torch.int64, 3, ReduceOp.SUM), 1)
     mine.post(0)
     theirs.post(0)
-    with pytest.raises(CollectiveMismatchError, match="operation #4 differs: rank 0 has barrier"):
+    with pytest.raises(CollectiveMismatchError, match="operation #4 differs: rank 0 has barrier") as caught:
         mine.posted(0, ranks)
+    assert caught.value.other_op == "all_reduce(int64[3], SUM)"
 
 
 def test_behind_is_who_has_not_come_to_the_end() -> None:
@@ -69,6 +72,35 @@ def test_behind_is_who_has_not_come_to_the_end() -> None:
     assert mine.behind(1)
     theirs.post(1)
     assert not mine.behind(1)
+
+
+def test_a_collective_is_extended_while_it_is_under_way() -> None:
+    mine, theirs = boards(2)
+    assert mine.begin(0, BARRIER, 1) == 0
+    theirs.post(0)
+    assert not mine.behind(1)
+    mine.extend(2)
+    assert mine.behind(1)
+    theirs.post(1)
+    theirs.post(2)
+    assert not mine.behind(1)
+    assert mine.begin(1, BARRIER, 1) == 3
+
+
+def test_headers() -> None:
+    mine, theirs = boards(2, chunk=256)
+    theirs.put(5, 1, (7, (1 << 64) - 1, 3))
+    assert mine.get(5, 1, 1) == (7, (1 << 64) - 1, 3)
+    assert mine.get(1, 1, 1) == (7, (1 << 64) - 1, 3)  # the same bank
+    assert mine.get(5, 1, 0) == mine.get(5, 0, 1) == mine.get(6, 1, 1) == (0, 0, 0)
+
+
+def test_own_mismatch_has_the_whole_operation() -> None:
+    mine, _ = boards(2)
+    op = ops.AllToAll(torch.float32, (1, 2), (1, 3))
+    mine.begin(3, op, 1)
+    error = mine.mismatch(1, "something else")
+    assert (error.seq, error.rank, error.op, error.other_rank, error.other_op) == (3, 0, str(op), 1, "something else")
 
 
 def test_slots_are_the_ranks_memory() -> None:

@@ -14,10 +14,11 @@ from torch import Tensor
 from asynccomm import ops
 from asynccomm.backends import loopback
 from asynccomm.backends.base import Submission
+from asynccomm.backends.shm.board import Board
 from asynccomm.backends.shm.collectives import start
 from asynccomm.checks import Group
 from asynccomm.errors import CollectiveMismatchError
-from asynccomm.ops import Call
+from asynccomm.ops import Call, Parcel
 from asynccomm.reduce_op import ReduceOp
 
 from .world import boards, interleave, submission
@@ -34,6 +35,18 @@ KINDS = [
     "gather",
     "all_to_all_single",
     "barrier",
+    # shares of several tensors
+    "all_reduce_several",
+    "broadcast_several",
+    "all_gather_several",
+    "reduce_scatter_several",
+    # results beside the inputs
+    "all_reduce_out",
+    "reduce_out",
+    # shares of each rank's own size
+    "all_gather_uneven",
+    "reduce_scatter_uneven",
+    "all_to_all",
 ]
 DTYPES = [torch.float32, torch.int64, torch.float64, torch.int8, torch.bfloat16, torch.bool, torch.complex64]
 
@@ -68,8 +81,46 @@ def make(kind: str, group: Group, n: int, root: int, op: ReduceOp, new: Callable
             return ops.Gather.of(group, [new(n) for _ in range(size)] if me == root else None, new(n), root)
         case "all_to_all_single":
             return ops.AllToAllSingle.of(group, new(n * size), new(n * size))
-        case _:
+        case "all_reduce_out":
+            return ops.AllReduce.of(group, new(n), op, new(n))
+        case "reduce_out":
+            return ops.Reduce.of(group, new(n), root, op, new(n) if me == root else None)
+        case "barrier":
             return ops.Barrier.of(group)
+        case _:
+            return make_of_many(kind, group, n, root, op, new)
+
+
+def make_of_many(kind: str, group: Group, n: int, root: int, op: ReduceOp, new: Callable[[int], Tensor]) -> Call:
+    """Shares of several tensors, and those that differ between ranks."""
+    size, me = group.size, group.rank
+    divided = [n // 3, 0, 5, n - n // 3, 1]
+    # from 0 to n, and what goes from s to r depends on both
+    uneven = [n * (rank + 1) // size if rank % 3 else 0 for rank in range(size)]
+    match kind:
+        case "all_reduce_several":
+            return ops.AllReduce.of_several(group, [new(k) for k in divided], op)
+        case "broadcast_several":
+            return ops.Broadcast.of_several(group, mixed(new, divided), root)
+        case "all_gather_several":
+            return ops.AllGather.of_several(group, [mixed(new, divided) for _ in range(size)], mixed(new, divided))
+        case "reduce_scatter_several":
+            inputs = [[new(k) for k in divided] for _ in range(size)]
+            return ops.ReduceScatter.of_several(group, [new(k) for k in divided], inputs, op)
+        case "all_gather_uneven":
+            return ops.AllGather.of(group, [new(k) for k in uneven], new(uneven[me]))
+        case "reduce_scatter_uneven":
+            return ops.ReduceScatter.of(group, new(uneven[me]), [new(k) for k in uneven], op)
+        case "all_to_all":
+            outputs = [new(uneven[(s + 2 * me) % size]) for s in range(size)]
+            return ops.AllToAll.of(group, outputs, [new(uneven[(me + 2 * r) % size]) for r in range(size)])
+        case _:
+            raise AssertionError(kind)
+
+
+def mixed(new: Callable[[int], Tensor], numels: list[int]) -> list[Tensor]:
+    """Of several dtypes, the same on all ranks."""
+    return [new(n) if i % 2 else new(n).real.to(torch.int16) for i, n in enumerate(numels)]
 
 
 def copied(call: Call) -> Call:
@@ -79,7 +130,8 @@ def copied(call: Call) -> Call:
     def twin(tensor: Tensor) -> Tensor:
         return twins.setdefault(id(tensor), tensor.clone())
 
-    return Call(call.op, tuple(map(twin, call.inputs)), tuple(map(twin, call.outputs)), None)
+    inputs = tuple(map(twin, call.inputs))
+    return Call(call.op, inputs, inputs if call.outputs is call.inputs else tuple(map(twin, call.outputs)), None)
 
 
 def run_both(calls: list[list[Call]], size: int, *, chunk: int, whole: int, choose: random.Random) -> None:
@@ -137,7 +189,9 @@ def _legal(op: ReduceOp, dtype: torch.dtype) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.uint8, torch.int16, torch.uint16, torch.uint64, torch.int32])
-@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter_single"])
+@pytest.mark.parametrize(
+    "kind", ["all_reduce", "reduce_scatter_single", "all_reduce_several", "reduce_scatter_several", "all_reduce_out"]
+)
 @pytest.mark.parametrize("whole", [0, 1024])
 def test_every_reduction_of(dtype: torch.dtype, kind: str, whole: int) -> None:
     choose = random.Random(1)
@@ -226,6 +280,209 @@ def test_overlapping_memory_is_cloned(n: int) -> None:
         assert torch.equal(memory[rank][1:], want)
 
 
+def run(calls: list[Call], *, chunk: int = 1024, whole: int = 512, seed: int = 4) -> list[Board]:
+    world = boards(len(calls), chunk)
+    interleave(world, [[submission(call, 0)] for call in calls], whole, random.Random(seed))
+    return world
+
+
+def groups_of(size: int) -> list[Group]:
+    return [Group("t", rank, size, torch.device("cpu")) for rank in range(size)]
+
+
+@pytest.mark.parametrize("n", [3, 3000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int32])
+@pytest.mark.parametrize("several", [False, True])
+def test_out_leaves_the_input_alone(n: int, dtype: torch.dtype, several: bool) -> None:
+    size = 3
+    inputs = [(torch.arange(n) % 50).to(dtype) for _ in range(size)]
+    outs = [torch.zeros(n, dtype=dtype) for _ in range(size)]
+    calls = [ops.AllReduce.of(g, inputs[g.rank], ReduceOp.SUM, outs[g.rank]) for g in groups_of(size)]
+    if several:
+        shares = [(t[: n // 2], t[n // 2 :]) for t in inputs]
+        places = [(t[n // 3 :], t[: n // 3]) for t in outs]
+        calls = [Call(call.op, shares[r], places[r], None) for r, call in enumerate(calls)]
+    run(calls)
+    before = (torch.arange(n) % 50).to(dtype)
+    for rank in range(size):
+        assert torch.equal(inputs[rank], before)
+        found = torch.cat([outs[rank][n // 3 :], outs[rank][: n // 3]]) if several else outs[rank]
+        assert torch.equal(found, 3 * before)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 700])
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce", "all_reduce_several"])
+def test_out_that_overlaps_the_input(shift: int, kind: str) -> None:
+    n, size = 3000, 2
+    memory = [torch.arange(n + shift, dtype=torch.float64) for _ in range(size)]
+    calls = []
+    for g in groups_of(size):
+        source, out = memory[g.rank][:n], memory[g.rank][shift:]
+        if kind == "reduce":
+            calls.append(ops.Reduce.of(g, source, 0, ReduceOp.SUM, out if g.rank == 0 else None))
+            continue
+        call = ops.AllReduce.of(g, source, ReduceOp.SUM, out)
+        if kind == "all_reduce_several":
+            call = Call(call.op, (source[:1000], source[1000:]), (out[:1500], out[1500:]), None)
+        calls.append(call)
+    run(calls)
+    assert torch.equal(memory[0][shift:], 2.0 * torch.arange(n))
+    if kind == "reduce":
+        assert torch.equal(memory[1], torch.arange(n + shift, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("chunk", [64, 1024])
+@pytest.mark.parametrize("form", ["own", "chunks", "shifted"])
+@pytest.mark.parametrize("uneven", [False, True])
+def test_gathering_into_views_of_one_tensor(chunk: int, form: str, uneven: bool) -> None:
+    """Along another dim than the first, in place or from elsewhere in the output."""
+    size = 3
+    widths = [1, 4, 2] if uneven else [2, 2, 2]
+    results = [torch.full((50, sum(widths)), -1.0) for _ in range(size)]
+    calls = []
+    for g in groups_of(size):
+        views = list(results[g.rank].split(widths, dim=1))
+        mine = torch.arange(50.0 * widths[g.rank]).view(50, -1) + 1000 * g.rank
+        source = mine
+        if form != "own":
+            source = views[g.rank] if form == "chunks" else results[g.rank].view(-1)[7 : 7 + mine.numel()].view_as(mine)
+            source.copy_(mine)
+        calls.append(ops.AllGather.of(g, views, source))
+    run(calls, chunk=chunk)
+    want = torch.cat([torch.arange(50.0 * w).view(50, -1) + 1000 * r for r, w in enumerate(widths)], dim=1)
+    for result in results:
+        assert torch.equal(result, want)
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "all_gather_single", "gather", "several"])
+@pytest.mark.parametrize("shift", [0, 1, 700])
+def test_gathering_from_elsewhere_in_the_output(kind: str, shift: int) -> None:
+    """The input lies where another rank's share will come."""
+    size, n = 3, 700
+    memory = [torch.full((size * n,), -1, dtype=torch.int16) for _ in range(size)]
+    calls = []
+    for g in groups_of(size):
+        start = ((g.rank + 1) * n + shift) % (size * n - n + 1)
+        source, outputs = memory[g.rank][start : start + n], list(memory[g.rank].chunk(size))
+        source.copy_(torch.arange(n) + 1000 * g.rank)
+        if kind == "all_gather_single":
+            calls.append(ops.AllGatherSingle.of(g, memory[g.rank], source))
+        elif kind == "all_gather":
+            calls.append(ops.AllGather.of(g, outputs, source))
+        elif kind == "gather":
+            calls.append(ops.Gather.of(g, outputs if g.rank == 1 else None, source, 1))
+        else:
+            shares = [output.split([200, 500]) for output in outputs]
+            calls.append(ops.AllGather.of_several(g, shares, source.split([200, 500])))
+    run(calls)
+    want = torch.cat([torch.arange(n) + 1000 * rank for rank in range(size)])
+    for rank in [1] if kind == "gather" else range(size):
+        assert torch.equal(memory[rank].long(), want)
+
+
+@pytest.mark.parametrize("start", [0, 5, 700, 1400])
+def test_scattering_into_the_input(start: int) -> None:
+    size, n = 3, 700
+    memory = torch.arange(size * n, dtype=torch.int16)
+    outputs = [torch.zeros(n, dtype=torch.int16) if rank != 1 else memory[start : start + n] for rank in range(size)]
+    run(
+        [
+            ops.Scatter.of(g, outputs[g.rank], list(memory.chunk(size)) if g.rank == 1 else None, 1)
+            for g in groups_of(size)
+        ]
+    )
+    for rank, output in enumerate(outputs):
+        assert torch.equal(output, torch.arange(rank * n, (rank + 1) * n, dtype=torch.int16))
+
+
+@pytest.mark.parametrize("place", ["own", "first", "last", "shifted"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
+@pytest.mark.parametrize("uneven", [False, True])
+def test_scattering_reductions_into_the_input(place: str, dtype: torch.dtype, uneven: bool) -> None:
+    size = 4
+    counts = [300, 0, 700, 500] if uneven else [400] * 4
+    whole = torch.arange(sum(counts)) % 13
+    memory = [whole.to(dtype) for _ in range(size)]
+    outputs, calls = [], []
+    for g in groups_of(size):
+        inputs = list(memory[g.rank].split(counts))
+        n, starts = counts[g.rank], [sum(counts[:r]) for r in range(size + 1)]
+        start = {"own": starts[g.rank], "first": 0, "last": sum(counts) - n, "shifted": 5}[place]
+        outputs.append(memory[g.rank][start : start + n])
+        calls.append(ops.ReduceScatter.of(g, outputs[-1], inputs, ReduceOp.AVG))
+    run(calls)
+    for output, want in zip(outputs, whole.split(counts), strict=True):
+        assert torch.equal(output, want.to(dtype))
+
+
+@pytest.mark.parametrize("chunk", [64, 1024])
+@pytest.mark.parametrize("form", ["in place", "crossed", "shifted"])
+def test_all_to_all_over_its_inputs(chunk: int, form: str) -> None:
+    size, n = 3, 300
+    memory = [torch.arange(n * size + 1) + 10_000 * rank for rank in range(size)]
+    before = [m.clone() for m in memory]
+    calls, outputs = [], []
+    for g in groups_of(size):
+        inputs = list(memory[g.rank][: n * size].chunk(size))
+        places = {"in place": inputs, "crossed": inputs[::-1], "shifted": memory[g.rank][1:].chunk(size)}[form]
+        outputs.append(places)
+        calls.append(ops.AllToAll.of(g, list(places), inputs))
+    run(calls, chunk=chunk)
+    for rank in range(size):
+        for source in range(size):
+            assert torch.equal(outputs[rank][source], before[source][rank * n : (rank + 1) * n])
+
+
+def test_several_tensors_are_moved_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are plain: no tensor is made for what is only moved or reduced through slots."""
+    tensors = [[torch.full((n,), float(rank)) for n in (10, 900, 1)] for rank in range(2)]
+    groups = groups_of(2)
+    calls = [
+        [ops.Broadcast.of_several(g, tensors[g.rank], 1) for g in groups],
+        [ops.AllReduce.of_several(g, tensors[g.rank], ReduceOp.SUM) for g in groups],
+    ]
+    programs = [[submission(row[rank], i) for i, row in enumerate(calls)] for rank in range(2)]
+
+    def made(*_: object, **__: object) -> None:
+        raise AssertionError("made a tensor")
+
+    world = boards(2)
+    for name in ("empty", "cat", "clone", "empty_like"):
+        monkeypatch.setattr(torch, name, made)
+    monkeypatch.setattr(Tensor, "clone", made)
+    monkeypatch.setattr(Tensor, "contiguous", made)
+    interleave(world, programs, 512, random.Random(1))
+    assert all(t.eq(2).all() for mine in tensors for t in mine)
+
+
+@pytest.mark.parametrize("sends", [0, 1, 31, 32, 33, 2000])
+def test_all_to_all_takes_one_step_if_all_fits_in_a_slot(sends: int) -> None:
+    size = 2  # a part of 512 bytes for each, with a header of 32
+    inputs = [[torch.full((sends,), 10 * s + r, dtype=torch.uint8) for r in range(size)] for s in range(size)]
+    outputs = [[torch.zeros(sends, dtype=torch.uint8) for _ in range(size)] for _ in range(size)]
+    world = run([ops.AllToAll.of(g, outputs[g.rank], inputs[g.rank]) for g in groups_of(size)])
+    assert [board.step for board in world] == [-(-(sends + 32) // 512)] * size
+    for rank in range(size):
+        assert all(torch.equal(outputs[rank][s], inputs[s][rank]) for s in range(size))
+
+
+@pytest.mark.parametrize("sent", [0, 3, 2000])
+def test_all_to_all_of_sizes_that_do_not_fit(sent: int) -> None:
+    groups = groups_of(3)
+    counts = {(s, r): 5 for s in range(3) for r in range(3)}
+    calls = []
+    for g in groups:
+        outputs = [torch.zeros(counts[s, g.rank]) for s in range(3)]
+        inputs = [torch.zeros(sent if (g.rank, r) == (0, 2) else counts[g.rank, r]) for r in range(3)]
+        calls.append(ops.AllToAll.of(g, outputs, inputs))
+    with pytest.raises(CollectiveMismatchError) as caught:
+        interleave(boards(3), [[submission(call, 7)] for call in calls], 0, random.Random(1))
+    error = caught.value
+    assert (error.seq, error.rank, error.other_rank) == (7, 2, 0)
+    assert error.op == str(calls[2].op)
+    assert error.other_op == f"all_to_all(float32, sends {sent} elements to rank 2)"
+
+
 def _mismatch(mine: Callable[[Group], Call], theirs: Callable[[Group], Call]) -> CollectiveMismatchError:
     groups = [Group("t", rank, 2, torch.device("cpu")) for rank in range(2)]
     programs: list[list[Submission]] = [[submission(mine(groups[0]), 7)], [submission(theirs(groups[1]), 7)]]
@@ -252,12 +509,54 @@ def _mismatch(mine: Callable[[Group], Call], theirs: Callable[[Group], Call]) ->
             lambda g: ops.Reduce.of(g, torch.ones(2, dtype=torch.int64), 0, ReduceOp.SUM),
             ["gather(float32[2], root=0)", "reduce(int64[2], root=0, SUM)"],
         ),
+        (
+            lambda g: ops.AllToAll.of(g, [torch.ones(g.rank)] * 2, [torch.ones(g.rank)] * 2),
+            lambda g: ops.AllToAll.of(g, [torch.ones(0).long()] * 2, [torch.ones(0).long()] * 2),
+            [
+                ("all_to_all(float32, sends [0, 0], receives [0, 0])", "all_to_all(float32)"),
+                ("all_to_all(int64, sends [0, 0], receives [0, 0])", "all_to_all(int64)"),
+            ],
+        ),
+        (
+            lambda g: ops.AllReduce.of_several(g, [torch.ones(2), torch.ones(3)], ReduceOp.SUM),
+            lambda g: ops.AllReduce.of_several(g, [torch.ones(3), torch.ones(2)], ReduceOp.SUM),
+            [("all_reduce(float32[5] in pieces, SUM)", "all_reduce(float32[5] in pieces, SUM), divided otherwise")] * 2,
+        ),
+        (
+            lambda g: ops.Broadcast.of_several(g, [torch.ones(2), torch.ones(2)], 0),
+            lambda g: ops.Broadcast.of_several(g, [torch.ones(4)], 0),
+            [("broadcast(uint8[16] in pieces, root=0)", "broadcast(uint8[16] in pieces, root=0), divided otherwise")]
+            * 2,
+        ),
+        (
+            lambda g: ops.AllGather.of(g, [torch.ones(2), torch.ones(9)], torch.ones(2)),
+            lambda g: ops.AllGather.of(g, [torch.ones(3), torch.ones(9)], torch.ones(9)),
+            [
+                ("all_gather(float32[2, 9])", "all_gather(float32[9] in pieces), divided otherwise"),
+                ("all_gather(float32[3, 9])", "all_gather(float32[9] in pieces), divided otherwise"),
+            ],
+        ),
+        (
+            lambda g: ops.ReduceScatter.of(g, torch.ones(2), [torch.ones(2), torch.ones(9)], ReduceOp.SUM),
+            lambda g: ops.ReduceScatter.of(g, torch.ones(8), [torch.ones(9), torch.ones(8)], ReduceOp.SUM),
+            [
+                (f"reduce_scatter(float32[{n}], SUM)", "reduce_scatter(float32[9] in pieces, SUM), divided otherwise")
+                for n in ("2, 9", "9, 8")
+            ],
+        ),
+        (
+            lambda g: Call(ops.Parcels("gather_object", taker=0), (), (), None, parcels=(Parcel(b"", ()),)),
+            lambda g: Call(ops.Parcels("scatter_object", False, giver=0), (), (), None),
+            ["gather_object(root=0)", "scatter_object(root=0)"],
+        ),
     ],
 )
-def test_a_differing_operation_is_named_not_mixed_up(mine: Any, theirs: Any, words: list[str]) -> None:
+def test_a_differing_operation_is_named_not_mixed_up(mine: Any, theirs: Any, words: list[Any]) -> None:
+    """``words``: each rank's, as it says itself and as the other sees it where that differs."""
     error = _mismatch(mine, theirs)
     assert error.seq == 7
-    assert sorted([error.op, error.other_op]) == sorted(words)
+    own, seen = zip(*[(text, text) if isinstance(text, str) else text for text in words], strict=True)
+    assert (error.op, error.other_op) == (own[error.rank], seen[error.other_rank])
     assert {error.rank, error.other_rank} == {0, 1}
 
 

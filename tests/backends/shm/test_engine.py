@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asynccomm import AbortedError, BackendError, Comm, ReduceOp, new_comm
+from asynccomm import AbortedError, BackendError, Comm, ReduceOp, Work, new_comm
 
 LARGE = 1 << 20  # elements: for the worker, in many steps
 
@@ -99,6 +99,25 @@ async def test_a_comm_of_some_of_the_ranks(comm: Comm) -> None:
         await asyncio.sleep(0.1)
         await comm.all_reduce(torch.ones(LARGE))
     await comm.barrier()
+
+
+@pytest.mark.ranks(2, backend="shm")
+async def test_a_parcel_that_turns_out_to_be_large_is_for_the_worker(comm: Comm) -> None:
+    """Its receiver did not know of that when it was posted."""
+    first = torch.zeros(1)
+    if comm.rank == 0:
+        sent = comm.send_tensor_dict({"x": torch.ones(16 * LARGE)}, 1)
+        await comm.send(first, 1, 9)
+        await sent
+    else:
+        work = comm.recv_tensor_dict(0)
+        assert isinstance(work, Work)
+        await comm.recv(first, 0, 9)  # the offer has come before it
+        deadline = time.monotonic() + 30
+        while not work.done() and time.monotonic() < deadline:
+            time.sleep(0.001)  # the loop does not turn
+        assert work.done()
+        assert (await work)["x"].eq(1).all()
 
 
 @pytest.mark.ranks(2, backend="shm")

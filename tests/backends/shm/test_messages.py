@@ -1,14 +1,9 @@
-"""Messages between endpoints in one process, each driven only when it was rung, as by an engine that sleeps."""
+"""Tensors from rank to rank: matched, in order, of every kind; and what goes wrong. Parcels are in test_arrivals.py."""
 
-import ctypes
-import mmap
 import random
 import struct
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,77 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asynccomm.backends.base import Submission
-from asynccomm.backends.shm.fence import Fence
-from asynccomm.backends.shm.messages import SHORT, Messages
-from asynccomm.backends.shm.rings import framed, largest_payload
-from asynccomm.backends.shm.segment import LINE, Layout
-from asynccomm.checks import MAX_TAG, Group
-from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
-from asynccomm.ops import Recv, Send
+from asynccomm.backends.shm.segment import LINE
+from asynccomm.checks import MAX_TAG
+from asynccomm.errors import BackendError, CollectiveMismatchError
 from asynccomm.testing.conformance.data import DTYPES, SHAPES, expect_equal, layouts, sample, sentinel
 
-
-class World:
-    """All ranks over one piece of memory."""
-
-    def __init__(self, size: int = 2, ring: int = 1024) -> None:
-        self.layout = Layout(size, 64, 2, ring)
-        self.memory = mmap.mmap(-1, self.layout.total)
-        self.raw = memoryview(self.memory)
-        self.words = self.raw.cast("Q")
-        data = torch.frombuffer(self.memory, dtype=torch.uint8)
-        self.done: list[Submission] = []
-        self.errors: list[BrokenError] = []
-        self.rung = [False] * size
-        self.ranks = [
-            Messages(
-                rank, self.layout, self.words, self.raw, data, Fence(), self.ring, self.done.append, self.errors.append
-            )
-            for rank in range(size)
-        ]
-        self.numbers = [0] * size
-
-    def ring(self, peer: int) -> None:
-        self.rung[peer] = True
-
-    def group(self, rank: int) -> Group:
-        return Group("test", rank, self.layout.size, torch.device("cpu"))
-
-    def send(self, source: int, destination: int, tensor: Tensor, tag: int = 0) -> Submission:
-        return self._submit(source, Send.of(self.group(source), tensor, destination, tag))
-
-    def recv(self, destination: int, source: int | None, tensor: Tensor, tag: int = 0) -> Submission:
-        return self._submit(destination, Recv.of(self.group(destination), tensor, source, tag))
-
-    def _submit(self, rank: int, call: Any) -> Submission:
-        work: Any = SimpleNamespace(seq=self.numbers[rank], source=None)
-        self.numbers[rank] += 1
-        submission = Submission(call, work)
-        self.ranks[rank].submit(submission)
-        self.rung[rank] = True  # an engine goes on with progress
-        return submission
-
-    def step(self, rank: int) -> None:
-        """What an engine does that was rung: it goes on until nothing moves, and sleeps."""
-        self.rung[rank] = False
-        while self.ranks[rank].progress():
-            pass
-
-    def settle(self, choose: random.Random | None = None) -> None:
-        """Go on until all sleep."""
-        while awake := [rank for rank, rung in enumerate(self.rung) if rung]:
-            self.step(choose.choice(awake) if choose else awake[0])
-        for rank in self.ranks:
-            assert not rank.progress(), "there was more to do, but nobody was told"
-
-    @property
-    def pending(self) -> list[int]:
-        return [rank.pending for rank in self.ranks]
-
-
-def pattern(nbytes: int, source: int, number: int) -> Tensor:
-    return ((torch.arange(nbytes) * 7 + source * 31 + number * 13) % 251).to(torch.uint8)
-
+from .ring_world import World, pattern
 
 # Around the limits of a ring of 1 KiB: 224 bytes are one frame, and the most that is short there.
 TINY_SIZES = [0, 1, 31, 32, 33, 192, 223, 224, 225, 448, 449, 1023, 1024, 1025, 5000]
@@ -225,105 +155,6 @@ def test_autograd_sees_nothing() -> None:
         assert output.sum().item() == 400
 
 
-def test_a_short_send_is_done_when_it_is_in_the_ring() -> None:
-    world = World()
-    source = torch.ones(3)
-    send = world.send(0, 1, source)
-    assert world.done == [send]
-    source.zero_()
-    output = torch.zeros(3)
-    receive = world.recv(1, 0, output)
-    world.step(1)
-    assert world.done == [send, receive]
-    assert output.tolist() == [1, 1, 1]
-    assert receive.work.source == 0
-    assert send.work.source is None
-
-
-def test_tags_and_pairs_do_not_hold_up_each_other() -> None:
-    world = World(3)
-    late = [world.recv(1, 0, torch.zeros(2000), tag) for tag in range(10, 20)]
-    for tag in range(10):  # long ones that nobody wants yet
-        world.send(0, 1, torch.ones(2000), tag)
-    last = world.send(0, 1, torch.ones(2), 99)
-    other = world.send(2, 1, torch.ones(2), 99)
-    receives = [world.recv(1, source, torch.zeros(2), 99) for source in (0, 2)]
-    world.settle()
-    assert {last, other, *receives} == set(world.done)
-    assert not {*late} & {*world.done}
-
-
-def test_long_messages_advance_in_turn_and_short_ones_pass() -> None:
-    world = World()
-    outputs = [torch.zeros(20_000, dtype=torch.uint8) for _ in range(3)]
-    for tag, output in enumerate(outputs):
-        world.recv(1, 0, output, tag)
-        world.send(0, 1, torch.ones(20_000, dtype=torch.uint8), tag)
-    for _ in range(10):
-        for rank in world.ranks:
-            rank.progress()
-    arrived = [int(output.sum()) for output in outputs]
-    assert min(arrived) > 0
-    assert max(arrived) - min(arrived) <= 1024
-    short = world.recv(1, 0, torch.zeros(1), 9)
-    world.ranks[0].progress()
-    assert world.send(0, 1, torch.ones(1), 9) not in world.done, "the ring is full"
-    for _ in range(3):
-        for rank in world.ranks:
-            rank.progress()
-    assert short in world.done
-    assert not any(output.all() for output in outputs)
-    world.settle()
-    assert world.pending == [0, 0]
-
-
-def test_a_small_frame_does_not_pass_a_large_one_that_found_no_room() -> None:
-    world = World()
-    for _ in range(13):
-        world.send(0, 1, torch.ones(300), 1)  # a line each, until they are wanted
-    for nbytes in (224, 8):
-        assert world.send(0, 1, pattern(nbytes, 0, nbytes)) not in world.done
-    for nbytes in (224, 8):
-        output = torch.zeros(nbytes, dtype=torch.uint8)
-        world.recv(1, 0, output)
-        world.settle()
-        assert not world.errors
-        assert torch.equal(output, pattern(nbytes, 0, nbytes))
-
-
-@pytest.mark.parametrize("nbytes", [0, 8, 200])
-def test_what_comes_unexpected_is_bounded(nbytes: int) -> None:
-    world = World()
-    count = 500
-    sends = [world.send(0, 1, pattern(nbytes, 0, i)) for i in range(count)]
-    world.settle()
-    early = len(world.done)
-    assert 0 < early * framed(nbytes) <= 1024, "the receiver keeps more than a ring of short messages"
-    assert world.pending == [count - early, 0]
-    outputs = [torch.full((nbytes,), 255, dtype=torch.uint8) for _ in range(count)]
-    for output in outputs:
-        world.recv(1, 0, output)
-    world.settle()
-    assert world.pending == [0, 0]
-    assert sends == [submission for submission in world.done if isinstance(submission.op, Send)], "out of order"
-    for i, output in enumerate(outputs):
-        assert torch.equal(output, pattern(nbytes, 0, i))
-    again = world.send(0, 1, pattern(nbytes, 0, 0))
-    assert again in world.done, "what was matched no longer counts"
-
-
-def test_the_default_limits_meet() -> None:
-    ring = 1 << 20
-    for nbytes in (SHORT - 1, SHORT, SHORT + 1, largest_payload(ring), largest_payload(ring) + 1, 3 * ring + 5):
-        world = World(2, ring)
-        output = torch.zeros(nbytes, dtype=torch.uint8)
-        send = world.send(0, 1, pattern(nbytes, 0, 1))
-        assert (send in world.done) == (nbytes <= SHORT)
-        world.recv(1, 0, output)
-        world.settle()
-        assert torch.equal(output, pattern(nbytes, 0, 1))
-
-
 def test_messages_to_oneself_wait_for_their_receive() -> None:
     world = World(1)
     send = world.send(0, 0, torch.ones(3000))
@@ -396,25 +227,6 @@ def test_operations_that_need_a_rank_that_has_gone_come_back() -> None:
     assert world.pending[0] == 0
 
 
-def test_sends_that_found_no_room_come_back() -> None:
-    world = World()
-    sends = [world.send(0, 1, torch.ones(50)) for _ in range(40)]
-    unfinished = [send for send in sends if send not in world.done]
-    assert unfinished
-    assert sorted(map(id, world.ranks[0].gone(1))) == sorted(map(id, unfinished))
-    assert not world.ranks[0].progress()
-
-
-def test_a_long_message_half_way_comes_back() -> None:
-    world = World()
-    receive, send = world.recv(1, 0, torch.zeros(5000)), world.send(0, 1, torch.ones(5000))
-    for _ in range(4):
-        for rank in world.ranks:
-            rank.progress()
-    assert world.ranks[0].gone(1) == [send]
-    assert world.ranks[1].gone(0) == [receive]
-
-
 def test_drop_forgets_everything() -> None:
     world = World()
     world.recv(0, 1, torch.zeros(2))
@@ -430,13 +242,6 @@ def test_drop_forgets_everything() -> None:
 # -- what others have written -----------------------------------------------------------------------------------------
 
 
-def write(world: World, frame: Sequence[int], head: int = LINE) -> None:
-    """Publish a frame from rank 0 to rank 1: bytes of payload, kind, tag, dtype, ident, elements."""
-    start = world.layout.ring_start(0, 1)
-    struct.pack_into("=IIIIIxxxxQ", world.raw, start + 2 * LINE, *frame)
-    world.words[start // 8] = head
-
-
 @pytest.mark.parametrize(
     ("frame", "detail"),
     [
@@ -449,7 +254,7 @@ def write(world: World, frame: Sequence[int], head: int = LINE) -> None:
 )
 def test_frames_that_cannot_be(frame: tuple[int, ...], detail: str) -> None:
     world = World()
-    write(world, frame)
+    world.write(frame)
     world.step(1)
     (error,) = world.errors
     assert isinstance(error, BackendError)
@@ -473,27 +278,10 @@ def test_a_payload_that_is_not_its_elements(posted: bool) -> None:
     assert not guarded.any()
 
 
-def test_data_beyond_the_end_of_its_message() -> None:
-    world = World()
-    guarded = torch.zeros(2000, dtype=torch.uint8)
-    world.recv(1, 0, guarded[:300])
-    world.send(0, 1, torch.ones(300, dtype=torch.uint8))
-    world.step(1)
-    world.step(0)  # sends all of it
-    start = world.layout.ring_start(0, 1) + 2 * LINE
-    at = start + LINE  # behind the offer
-    assert struct.unpack_from("=II", world.raw, at) == (224, 5)
-    struct.pack_into("=I", world.raw, at + 256, 77)  # one more than is left
-    world.step(1)
-    (error,) = world.errors
-    assert "sends 77 bytes of message 0, which are not due" in str(error)
-    assert not guarded[300:].any()
-
-
 def test_a_dtype_that_is_unknown_here() -> None:
     world = World()
     world.recv(1, 0, torch.zeros(1, dtype=torch.uint8))
-    write(world, (1, 2, 0, 0xDEAD, 0, 1))
+    world.write((1, 2, 0, 0xDEAD, 0, 1))
     world.step(1)
     (error,) = world.errors
     assert "a dtype unknown here (code 0xdead)" in str(error)
@@ -524,7 +312,3 @@ def test_scribbles_end_in_an_error_or_in_nothing(scribbles: list[tuple[int, int]
     others = world.layout.ring_start(1, 0)
     assert bytes(world.raw[:start]) == before[:start]
     assert bytes(world.raw[others + 2 * LINE + 1024 :]) == before[others + 2 * LINE + 1024 :]
-
-
-def test_memory_is_copied_without_the_gil() -> None:
-    assert not ctypes.memmove._flags_ & 0x4  # type: ignore[attr-defined]  # FUNCFLAG_PYTHONAPI would keep it

@@ -47,6 +47,40 @@ def test_plain_tensors_are_used_as_they_are(dtype: torch.dtype) -> None:
     assert reduction.contribution(tensor).numel() == target.numel()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.uint64])
+def test_several_plain_tensors_are_used_as_they_are(dtype: torch.dtype) -> None:
+    tensors = [torch.ones(3, 4, dtype=dtype), torch.ones(2, dtype=dtype)]
+    reduction = Reduction(dtype, ReduceOp.SUM, 2)
+    assert all(a is b for a, b in zip(reduction.contributions(tensors), tensors, strict=True))
+    targets, lands = reduction.targets(tensors)
+    assert all(a is b for a, b in zip(targets, tensors, strict=True))
+    assert lands == []
+
+
+def test_several_tensors_one_of_which_is_not_plain() -> None:
+    tensors = [torch.ones(2), torch.zeros(4, 2)[:, 0]]
+    reduction = Reduction(torch.float32, ReduceOp.SUM, 2)
+    assert [c.is_contiguous() for c in reduction.contributions(tensors)] == [True, True]
+    targets, lands = reduction.targets(tensors)
+    assert targets[0] is tensors[0]
+    targets[1].fill_(5)
+    assert len(lands) == 1
+    lands[0]()
+    assert tensors[1].tolist() == [5.0] * 4
+
+
+def test_several_tensors_that_travel_wider() -> None:
+    tensors = [torch.tensor([100], dtype=torch.int8), torch.tensor([50, 51], dtype=torch.int8)]
+    reduction = Reduction(torch.int8, ReduceOp.AVG, 2)
+    assert [c.dtype for c in reduction.contributions(tensors)] == [torch.int32] * 2
+    targets, lands = reduction.targets(tensors)
+    for target in targets:
+        target.fill_(7)
+    for land in lands:
+        land()
+    assert torch.cat(tensors).tolist() == [7] * 3
+
+
 def test_other_memory_is_filled_by_land() -> None:
     output = torch.zeros(4, 2)[:, 0]
     reduction = Reduction(torch.float32, ReduceOp.AVG, 2)

@@ -1,5 +1,6 @@
 """Rings: frames come out as they went in, whatever the ring's size, and nonsense is an error."""
 
+import ctypes
 import mmap
 import struct
 
@@ -38,8 +39,8 @@ class Pair:
         frames: list[tuple[int, bytes]] = []
         self.reader.open()
         while (count is None or len(frames) < count) and (frame := self.reader.take()) is not None:
-            nbytes, kind, tag, dtype, ident, numel = frame
-            assert (kind, dtype, ident, numel) == (KIND, 1, 2, 3)
+            nbytes, kind, tag, extra, ident, length = frame
+            assert (kind, extra, ident, length) == (KIND, 1, 2, 3)
             frames.append((tag, bytes(self.raw[self.reader.payload : self.reader.payload + nbytes])))
             self.reader.free()
         return frames, self.reader.publish()
@@ -89,6 +90,26 @@ def test_what_fits(ring: int) -> None:
     assert not pair.put(b"")
     assert len(pair.read()[0]) == 4 + count
     assert pair.put(b"")
+
+
+def test_a_frame_is_written_in_place() -> None:
+    pair = Pair(1024)
+    for tag in range(20):
+        target = pair.writer.reserve(100)
+        assert target == pair.writer.reserve(100), "nothing is taken before it is published"
+        ctypes.memmove(target, bytes(range(tag, tag + 100)), 100)
+        assert pair.read()[0] == []
+        pair.writer.publish(KIND, tag, 1, 2, 3)
+        assert pair.read()[0] == [(tag, bytes(range(tag, tag + 100)))]
+
+
+def test_there_is_no_place_where_there_is_no_room() -> None:
+    pair = Pair(1024)
+    for _ in range(4):
+        assert pair.put(bytes(largest_payload(1024)))
+    assert pair.writer.reserve(0) == 0
+    pair.read()
+    assert pair.writer.reserve(0)
 
 
 def test_the_payload_may_reach_the_end() -> None:

@@ -133,3 +133,9 @@ def test_a_forked_child_makes_its_own(worker: Worker) -> None:
         os._exit(0 if own is not worker and script.over.wait(10) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert the_worker() is worker
+
+
+def test_it_ends() -> None:
+    worker = Worker()
+    worker.end()
+    assert not worker._thread.is_alive()

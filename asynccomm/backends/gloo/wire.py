@@ -1,0 +1,203 @@
+"""Parcels as gloo's messages.
+
+The first message, under the first tag, has a length that both sides know: a header, and behind it what is short enough
+to come along. The rest follows under the second tag, in messages whose lengths the header has told: the ``front`` (the
+lengths of the segments, then the head), then the segments of the payload. So nothing is received that does not fit,
+which would end the process.
+
+A segment is a large tensor or a part of one, which is sent out of its own memory; or a few small ones copied together.
+The receiver's tensors may be cut differently: what does not lie in one of them goes through memory of its own.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from asynccomm.backends.gloo.staging import bytes_of, collected, room, unpack
+from asynccomm.backends.gloo.torch_gloo import Gloo
+from asynccomm.errors import BackendError
+from asynccomm.ops import Parcel
+from asynccomm.ops.parcels import MAX_HEAD
+
+__all__ = ["Incoming", "Outgoing", "segments_of"]
+
+SHORT: Final = 4096  # bytes that travel in the header's message, which saves a round trip
+SEGMENT: Final = 16 << 20  # bytes of a message at most; what is not wanted is received into as much
+SMALL: Final = 256 << 10  # bytes of a tensor that is copied together with others
+PACK: Final = 4 << 20  # bytes of such a pack at most
+WINDOW: Final = 64 << 20  # bytes that are on their way at the same time
+
+_HEADER: Final = struct.Struct("<qqqI60s")  # bytes of the head, of the payload; segments; code and text
+
+
+class _Note(NamedTuple):
+    """What the header says."""
+
+    head: int
+    payload: int
+    segments: int  # messages of payload; 0: it came along
+    code: int
+    text: bytes
+
+    @property
+    def front(self) -> int:
+        return self.head + (8 * self.segments if self.segments else self.payload)
+
+
+def segments_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The bytes of ``tensors`` as they are sent."""
+    segments: list[Tensor] = []
+    pack: list[Tensor] = []
+    left = PACK
+    for tensor in tensors:
+        if tensor.nbytes > left or tensor.nbytes > SMALL:
+            segments += [collected(pack)] if pack else []
+            pack, left = [], PACK
+        if tensor.nbytes > SMALL:
+            data = bytes_of(tensor.detach())
+            segments += [data[i : i + SEGMENT] for i in range(0, len(data), SEGMENT)]
+        elif tensor.nbytes:
+            pack.append(tensor.detach())
+            left -= tensor.nbytes
+    return segments + ([collected(pack)] if pack else [])
+
+
+@final
+class Outgoing:
+    """A parcel made ready to be sent, to one rank or to several.
+
+    Args:
+        code, text: for the receiver to see what the parcel belongs to.
+    """
+
+    def __init__(self, parcel: Parcel, code: int = 0, text: str = "") -> None:
+        head, payload = parcel.head, parcel.nbytes
+        short = len(head) + payload <= SHORT
+        segments = [] if short else segments_of(parcel.tensors)
+        table = struct.pack(f"<{len(segments)}q", *[len(segment) for segment in segments])
+        front = _tensor(table + head)
+        if short and payload:
+            front = torch.cat([front, *[bytes_of(tensor) for tensor in parcel.tensors]])
+        header = _tensor(_HEADER.pack(len(head), payload, len(segments), code, text.encode()[:60]))
+        along = len(front) <= SHORT
+        self._first = torch.cat([header, front]) if along else header
+        self._rest = segments if along else [front, *segments]
+
+    def send(self, gloo: Gloo, peer: int, key: int) -> list[Callable[[], object]]:
+        """Start; returns what waits for the end. The parcel is to be kept until then."""
+        first = gloo.send(self._first, peer, 2 * key)
+        return [first.wait, *[gloo.send(message, peer, 2 * key + 1).wait for message in self._rest]]
+
+
+@final
+class Incoming:
+    """A parcel that comes from ``peer``. The methods block, and are to be called in order: read, take."""
+
+    def __init__(self, gloo: Gloo, peer: int, key: int) -> None:
+        self._gloo = gloo
+        self._peer = peer
+        self._key = key
+        self._memory = bytearray(_HEADER.size + SHORT)
+        self._arrival = gloo.recv(torch.frombuffer(self._memory, dtype=torch.uint8), peer, 2 * key)
+        self._lengths: Sequence[int] = ()  # of the segments
+        self._along: Tensor | None = None  # a short payload
+        self.head = b""
+        self.nbytes = 0  #: of the payload
+
+    def read(self, check: Callable[[int, str], object] | None = None) -> None:
+        """Wait for the head. ``check`` looks at code and text before anything else is taken.
+
+        Raises: BackendError for a head that is too long.
+        """
+        self._arrival.wait()
+        note = _Note(*_HEADER.unpack_from(self._memory))
+        if check is not None:
+            check(note.code, note.text.rstrip(b"\0").decode(errors="replace"))
+        if note.head > MAX_HEAD:
+            raise BackendError(f"rank {self._peer} sent a head of {note.head} bytes; {MAX_HEAD} are allowed")
+        front = memoryview(self._memory)[_HEADER.size :]
+        if note.front > SHORT:
+            memory = bytearray(note.front)
+            self._receive(torch.frombuffer(memory, dtype=torch.uint8)).wait()
+            front = memoryview(memory)
+        table = 8 * note.segments
+        self._lengths = struct.unpack_from(f"<{note.segments}q", front)
+        self.head = bytes(front[table : table + note.head])
+        self.nbytes = note.payload
+        if note.payload and not note.segments:
+            self._along = torch.frombuffer(front[note.head : note.front], dtype=torch.uint8)
+
+    def take(self, tensors: Sequence[Tensor] | None) -> None:
+        """Receive the payload into plain ``tensors``; None: throw it away."""
+        if self._along is not None:
+            if tensors is not None:
+                unpack(self._along, tensors)
+        elif tensors is None:
+            scratch = room(max(self._lengths, default=0))
+            for length in self._lengths:
+                self._receive(scratch[:length]).wait()
+        else:
+            self._take_segments(_Cursor(tensors))
+
+    def _take_segments(self, cursor: _Cursor) -> None:
+        coming: deque[tuple[Any, Callable[[], object] | None, int]] = deque()
+        on_the_way = 0
+
+        def land() -> int:
+            work, finish, length = coming.popleft()
+            work.wait()
+            if finish is not None:
+                finish()
+            return length
+
+        for length in self._lengths:
+            while coming and on_the_way + length > WINDOW:
+                on_the_way -= land()
+            memory, finish = cursor.next(length)
+            coming.append((self._receive(memory), finish, length))
+            on_the_way += length
+        while coming:
+            land()
+
+    def _receive(self, memory: Tensor) -> Any:
+        return self._gloo.recv(memory, self._peer, 2 * self._key + 1)
+
+
+@final
+class _Cursor:
+    """Goes through the bytes of plain tensors."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._parts: Iterator[Tensor] = iter([bytes_of(tensor) for tensor in tensors if tensor.numel()])
+        self._part = room(0)
+
+    def next(self, length: int) -> tuple[Tensor, Callable[[], object] | None]:
+        """Memory for the next bytes, and what then brings them to where they belong, if that is elsewhere."""
+        if not len(self._part):
+            self._part = next(self._parts)
+        if length <= len(self._part):
+            return self._cut(length), None
+        pieces = []
+        left = length
+        while left:
+            if not len(self._part):
+                self._part = next(self._parts)
+            pieces.append(self._cut(min(left, len(self._part))))
+            left -= len(pieces[-1])
+        memory = room(length)
+        return memory, partial(unpack, memory, pieces)
+
+    def _cut(self, length: int) -> Tensor:
+        cut, self._part = self._part[:length], self._part[length:]
+        return cut
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else room(0)

@@ -1,0 +1,97 @@
+"""Collectives of which only the givers know the lengths: all_to_all, and all that moves parcels.
+
+What a rank has for others is a *stream* for everybody, or one for each rank. Streams go through the slots as vectors do
+elsewhere (``algorithms.py``), but with the slot of its first step comes a header: the lengths of the stream, and how
+many steps the giver needs in all. Everybody reads a header of each giver, whether it wants the stream or not, so that
+all ranks know how many steps the collective takes. What fits into one slot takes one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from asynccomm.backends.shm.algorithms import Progress, free, pipeline, posted, steps_for
+from asynccomm.backends.shm.board import Board
+from asynccomm.backends.shm.vectors import Vector, read
+
+__all__ = ["Stream", "Taker", "stream"]
+
+
+class Stream(NamedTuple):
+    """What a rank gives."""
+
+    head: int  #: bytes
+    body: int
+    data: Vector  #: both, as one
+
+
+class Taker(NamedTuple):
+    """What a rank does with the streams of others."""
+
+    begin: Callable[[Mapping[int, tuple[int, int]]], None]  #: called once, with (head, body) of all streams that come
+    take: Callable[[int, int, int, int], None]  #: (from whom, byte of the stream, how many are here, at which address)
+
+
+def stream(
+    board: Board,
+    first: int,
+    room: int,
+    part: int,
+    gives: Mapping[int, Stream],
+    givers: Sequence[int],
+    taker: Taker | None,
+) -> Progress:
+    """Move streams.
+
+    Args:
+        first: the only step that the collective has begun with.
+        room: bytes of each part of a slot: all of it where there is one stream for everybody.
+        part: which part of the others' slots this rank looks at.
+        gives: this rank's streams by the part of its slot; either none, or one for each part.
+        givers: the ranks that give, apart from this one.
+        taker: None if what comes is not for this rank.
+    """
+    me = board.rank
+    own_steps = steps_for(max([head + body for head, body, _ in gives.values()], default=0), room)
+
+    def fill(i: int) -> None:
+        slot, start = board.slot_address(first + i, me), i * room
+        for at, (head, body, data) in gives.items():
+            if i == 0:
+                board.put(first, at, (head, body, own_steps))
+            n = min(room, head + body - start)
+            if n > 0:
+                read(data, start, n, slot + at * room)
+        board.post(first + i)
+
+    while not board.free(first):
+        yield False
+    fill(0)
+    while not board.posted(first, givers):
+        yield False
+    headers = [board.get(first, rank, part) for rank in givers]
+    steps = max([own_steps, *[header[2] for header in headers]])
+    board.extend(steps - 1)
+    lengths = {rank: (head, body) for rank, (head, body, _) in zip(givers, headers, strict=True)}
+    if taker is not None:
+        taker.begin(lengths)
+
+    def take(i: int) -> None:
+        if taker is not None:
+            start = i * room
+            for rank, (head, body) in lengths.items():
+                n = min(room, head + body - start)
+                if n > 0 or i == 0:
+                    taker.take(rank, start, n, board.slot_address(first + i, rank) + part * room)
+        board.finish(first + i)
+
+    take(0)
+    if steps > 1:
+        yield True
+        awaited = givers if taker is not None else ()
+        yield from pipeline(
+            steps - 1,
+            (free(board, first + 1), lambda i: fill(i + 1)),
+            (posted(board, first + 1, awaited), lambda i: take(i + 1)),
+        )

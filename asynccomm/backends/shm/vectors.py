@@ -1,0 +1,189 @@
+"""Vectors as memory: the bytes of one tensor, or of several that count as one after the other.
+
+Almost all are in one place, and such a vector is just its address, an ``int``: nothing would be gained by more, and an
+object for it would take longer to make than a small operation's bytes to move. Whoever makes an address keeps the
+tensor. Other vectors are :class:`Scattered`. What is to be computed with is an :data:`Operand`: a flat tensor, or
+scattered as well.
+
+Lengths are in bytes throughout.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from ctypes import memmove
+from operator import sub
+from typing import Final, final
+
+from torch import Tensor
+
+from asynccomm.backends.shm.pieces import SMALL, hold
+
+__all__ = [
+    "Operand",
+    "Scattered",
+    "Share",
+    "Vector",
+    "collide",
+    "copy",
+    "read",
+    "scattered",
+    "share_of",
+    "where",
+    "write",
+]
+
+FEW: Final = 64  # pairs of shares that are looked at one by one
+_exhaust = deque[object](maxlen=0).extend  # of an iterator, without a line of Python for each piece
+
+
+@final
+class Scattered:
+    """A vector in several places.
+
+    Args:
+        pieces: address and length of each, in order; neighbours become one, and empty ones vanish.
+        owners: to be kept as long as this is.
+    """
+
+    __slots__ = ("addresses", "nbytes", "owners", "starts")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, pieces: Iterable[tuple[int, int]], owners: object) -> None:
+        self.owners = owners
+        self.addresses: list[int] = []
+        self.starts: list[int] = []  #: where each begins in the vector, and where the last one ends
+        total, end = 0, -1
+        for address, n in pieces:
+            if n:
+                if address != end:
+                    self.addresses.append(address)
+                    self.starts.append(total)
+                total += n
+                end = address + n
+        self.starts.append(total)
+        self.nbytes = total
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Scattered) and self.addresses == other.addresses and self.starts == other.starts
+
+    def read(self, start: int, n: int, to: int) -> None:
+        """Copy the ``n`` bytes from byte ``start`` on to address ``to``."""
+        if n:
+            addresses, others, lengths = self._cut(start, n, to)
+            _exhaust(map(_mover(n, addresses), others, addresses, lengths))
+
+    def write(self, start: int, n: int, source: int) -> None:
+        """Copy ``n`` bytes at address ``source`` to byte ``start`` and on."""
+        if n:
+            addresses, others, lengths = self._cut(start, n, source)
+            _exhaust(map(_mover(n, addresses), addresses, others, lengths))
+
+    def _cut(self, start: int, n: int, other: int) -> tuple[list[int], Iterable[int], Iterable[int]]:
+        """The pieces that ``n`` bytes from ``start`` on lie in, where each is copied from or to, and the lengths."""
+        i = bisect_right(self.starts, start) - 1
+        j = bisect_left(self.starts, start + n, i)
+        bounds = self.starts[i : j + 1]
+        addresses = self.addresses[i:j]
+        addresses[0] += start - bounds[0]
+        bounds[0], bounds[-1] = start, start + n
+        return addresses, map((other - start).__add__, bounds), map(sub, bounds[1:], bounds)
+
+
+def _mover(n: int, pieces: Sequence[int]) -> Callable[[int, int, int], object]:
+    """For pieces that are small, on the average, one that holds the interpreter's lock."""
+    return hold if n <= SMALL * len(pieces) else memmove
+
+
+Vector = int | Scattered
+Operand = Tensor | Scattered
+Share = tuple[int, Vector, int]  # whose part of an operation, where it is, its length
+
+
+def scattered(tensors: Sequence[Tensor]) -> Scattered:
+    """``tensors``, which are plain, one after the other, and kept."""
+    return Scattered([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors], tensors)
+
+
+def share_of(rank: int, tensors: Sequence[Tensor]) -> Share:
+    """``tensors``, which are plain, as the share of ``rank``."""
+    if len(tensors) == 1:
+        return rank, tensors[0].data_ptr(), tensors[0].nbytes
+    vector = scattered(tensors)
+    return rank, vector, vector.nbytes
+
+
+def where(operand: Operand) -> Vector:
+    """The operand as bytes."""
+    return operand.data_ptr() if isinstance(operand, Tensor) else operand
+
+
+def read(vector: Vector, start: int, n: int, to: int) -> None:
+    """Copy the ``n`` bytes from byte ``start`` of the vector on to address ``to``."""
+    if isinstance(vector, int):
+        memmove(to, vector + start, n)
+    else:
+        vector.read(start, n, to)
+
+
+def write(vector: Vector, start: int, n: int, source: int) -> None:
+    """Copy ``n`` bytes at address ``source`` to byte ``start`` of the vector and on."""
+    if isinstance(vector, int):
+        memmove(vector + start, source, n)
+    else:
+        vector.write(start, n, source)
+
+
+def copy(source: Vector, target: Vector, n: int) -> None:
+    """Copy the whole of a vector of ``n`` bytes."""
+    if source == target:
+        return
+    if isinstance(source, int):
+        write(target, 0, n, source)
+    elif isinstance(target, int):
+        source.read(0, n, target)
+    else:
+        for address, start, end in zip(source.addresses, source.starts, source.starts[1:], strict=False):
+            target.write(start, end - start, address)
+
+
+def collide(sources: Sequence[Share], targets: Sequence[Share]) -> bool:
+    """Whether writing the ``targets`` step by step could clobber what is still to be read of the ``sources``.
+
+    They may share memory only where a byte has the same place in the share of the same rank: a step reads before it
+    writes.
+    """
+    if len(sources) * len(targets) > FEW:
+        return _collide(sources, targets)
+    for rank, vector, n in sources:
+        for other_rank, other, m in targets:
+            if not isinstance(vector, int) or not isinstance(other, int):
+                return _collide(sources, targets)
+            if vector < other + m and other < vector + n and (vector != other or rank != other_rank) and n and m:
+                return True
+    return False
+
+
+def _collide(sources: Sequence[Share], targets: Sequence[Share]) -> bool:
+    """The same for many pieces."""
+    read_from = [span for share in sources for span in _spans(share)]
+    written = sorted([span for share in targets for span in _spans(share)])
+    ends = [end for _, end, _ in written]
+    for start, end, place in read_from:
+        for i in range(bisect_right(ends, start), len(written)):
+            if written[i][0] >= end:
+                break
+            if written[i][2] != place:
+                return True
+    return False
+
+
+def _spans(share: Share) -> list[tuple[int, int, tuple[int, int]]]:
+    """First address, the one behind the last, and whose byte 0 of the vector would be where."""
+    rank, vector, n = share
+    if isinstance(vector, int):
+        return [(vector, vector + n, (rank, vector))] if n else []
+    places = zip(vector.addresses, vector.starts, vector.starts[1:], strict=False)
+    return [(address, address + end - start, (rank, address - start)) for address, start, end in places]

@@ -1,0 +1,1 @@
+"""The methods of a Comm, by theme: each class here is a part of it."""

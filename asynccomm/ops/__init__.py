@@ -1,0 +1,41 @@
+"""Every operation as a frozen value, with all its argument checks.
+
+``AllReduce.of(group, tensor, op)`` looks at the arguments of one call, raises ``TypeError`` or ``ValueError`` naming
+the argument and the value, and returns a :class:`Call`: the description (an :class:`Op`), the tensors that are read,
+those that are written, and what ``await`` will return. A backend never has to check an argument again.
+
+What is common to all of them:
+
+- tensors are dense and live on the comm's device; any shape, strides and zero sizes are fine, only a written tensor
+  must not overlap itself (``expand``);
+- all tensors of one call have one dtype, except that a complex one and one of its real type go together: a complex
+  number counts as two elements then;
+- where one tensor stands for all ranks ("single" forms) only the number of elements counts and the flat, row-major
+  order: ``(size * n, ...)`` (concatenated) and ``(size, n, ...)`` (stacked) are the same;
+- a rank is anything with ``__index__`` except a bool.
+"""
+
+from asynccomm.ops.base import Call as Call
+from asynccomm.ops.base import Op as Op
+from asynccomm.ops.base import Parcel as Parcel
+from asynccomm.ops.base import Place as Place
+from asynccomm.ops.base import TensorOp as TensorOp
+from asynccomm.ops.base import Together as Together
+from asynccomm.ops.messages import Recv as Recv
+from asynccomm.ops.messages import Send as Send
+from asynccomm.ops.moves import AllGather as AllGather
+from asynccomm.ops.moves import AllGatherSingle as AllGatherSingle
+from asynccomm.ops.moves import AllToAll as AllToAll
+from asynccomm.ops.moves import AllToAllSingle as AllToAllSingle
+from asynccomm.ops.moves import Barrier as Barrier
+from asynccomm.ops.moves import Broadcast as Broadcast
+from asynccomm.ops.moves import Gather as Gather
+from asynccomm.ops.moves import Scatter as Scatter
+from asynccomm.ops.parcels import Channel as Channel
+from asynccomm.ops.parcels import Parcels as Parcels
+from asynccomm.ops.parcels import RecvParcel as RecvParcel
+from asynccomm.ops.parcels import SendParcel as SendParcel
+from asynccomm.ops.reductions import AllReduce as AllReduce
+from asynccomm.ops.reductions import Reduce as Reduce
+from asynccomm.ops.reductions import ReduceScatter as ReduceScatter
+from asynccomm.ops.reductions import ReduceScatterSingle as ReduceScatterSingle

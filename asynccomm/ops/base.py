@@ -1,0 +1,120 @@
+"""What every operation is: a frozen description, and the call that it came from.
+
+An :class:`Op` holds no tensors, so it can be compared, printed, pickled and kept. The tensors stand beside it in the
+:class:`Call`, with what awaiting is to give.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, Protocol, final
+
+import torch
+from torch import Tensor
+
+__all__ = ["Call", "Op", "Parcel", "Place", "TensorOp", "Together", "described", "layout_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """What one rank asked for. Equal on all ranks unless a field is marked as the rank's own."""
+
+    kind: ClassVar[str]
+    p2p: ClassVar[bool] = False  # point-to-point operations stand outside the sequence of collectives
+
+    @property
+    def nbytes(self) -> int:
+        """Size of one rank's share, the same on all ranks; the largest share if they differ."""
+        return 0
+
+    def fits(self, other: Op) -> bool:
+        """Whether ``other``, issued by another rank at the same place, is the same collective."""
+        return self == other
+
+
+@dataclass(frozen=True, slots=True)
+class TensorOp(Op):
+    """An operation on tensors of one dtype.
+
+    ``numel`` are the elements of one rank's share: its input, or with reduce_scatter and scatter its output. A share
+    may be several tensors, which count as one vector; ``layout`` then tells apart how it is divided, and where ranks
+    have shares of their own size, these (0: one tensor, and all alike). See :func:`layout_of`.
+    """
+
+    dtype: torch.dtype
+    numel: int
+    layout: int = field(default=0, kw_only=True)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Together(Op):
+    """Several operations that were handed on as one batch, and are done when all of them are."""
+
+    kind = "together"
+    ops: tuple[Op, ...]
+
+    def __str__(self) -> str:
+        first = ", ".join([str(op) for op in self.ops[:4]])
+        return f"together({first}{f' and {len(self.ops) - 4} more' if len(self.ops) > 4 else ''})"
+
+
+class Parcel(NamedTuple):
+    """What a rank sends where the receiver does not know what will come: a head that says so, and the payload."""
+
+    head: bytes
+    tensors: tuple[Tensor, ...]  #: of any dtype and shape; travel as bytes, one after the other
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the payload."""
+        return sum([tensor.nbytes for tensor in self.tensors])
+
+
+class Place(Protocol):
+    """Where the payload of a parcel goes."""
+
+    def __call__(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
+        """Tensors for the payload of the parcel from rank ``source``: together as many bytes as it has.
+
+        A backend calls this once for each parcel that comes, in order for each source, from any thread, never two at
+        a time for one operation. It must not block. What it raises fails this rank's Work, and the payload is thrown
+        away; nothing else suffers, unless it is a BrokenError.
+
+        Args:
+            head: the parcel's.
+            lengths: bytes of payload that each giving rank but this one sends here in this operation.
+        """
+
+
+class Call(NamedTuple):
+    """One checked call."""
+
+    op: Op
+    inputs: tuple[Tensor, ...]  #: read; never written unless also in ``outputs``
+    outputs: tuple[Tensor, ...]  #: written
+    result: Any  #: what awaiting gives: a tensor, a list of tensors, or None
+    finish: Callable[[Any], Any] | None = None  #: makes of ``result`` what awaiting gives, when it is first asked for
+    parcels: tuple[Parcel, ...] = ()  #: what this rank gives: one for everybody, or one for each rank
+    place: Place | None = None  #: for the parcels that come
+    expected: int = 0  #: bytes that will probably come in parcels, if that is known
+
+
+def layout_of(numbers: Sequence[int]) -> int:
+    """A number of 24 bits, never 0, that other lists of numbers hardly share."""
+    return zlib.crc32(array("Q", numbers).tobytes()) % 0xFFFFFF + 1
+
+
+def described(op: TensorOp, counts: Sequence[int] = ()) -> str:
+    """Dtype and number of elements, or that of each rank."""
+    dtype = str(op.dtype).removeprefix("torch.")
+    if counts:
+        return f"{dtype}[{', '.join(map(str, counts))}]"
+    return f"{dtype}[{op.numel}]" + (" in pieces" if op.layout else "")

@@ -1,0 +1,196 @@
+"""What combines the ranks' tensors: all_reduce, reduce, reduce_scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, SupportsIndex, final
+
+from torch import Tensor
+
+from asynccomm.checks import (
+    Group,
+    as_list,
+    check_length,
+    check_list,
+    check_numel,
+    check_rank,
+    check_reduction,
+    check_tensor,
+    counts_of,
+    divided,
+    empty_like,
+    one_dtype,
+)
+from asynccomm.ops.base import Call, Op, TensorOp, described, layout_of
+from asynccomm.reduce_op import ReduceOp
+
+__all__ = ["AllReduce", "Reduce", "ReduceScatter", "ReduceScatterSingle"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AllReduce(TensorOp):
+    """``outputs[i]`` becomes the reduction of all ranks' ``inputs[i]``, bitwise the same everywhere.
+
+    The outputs are the inputs, or other tensors with as many elements.
+    """
+
+    kind = "all_reduce"
+    reduction: ReduceOp
+
+    @classmethod
+    def of(cls, group: Group, tensor: Tensor, op: object, out: Tensor | None = None) -> Call:
+        check_tensor(group, "tensor", tensor, written=out is None)
+        reduction = check_reduction(op, tensor.dtype)
+        value = cls(tensor.dtype, tensor.numel(), reduction)
+        inputs = (tensor,)
+        if out is None:
+            return Call(value, inputs, inputs, tensor)
+        _check_out(group, out, tensor)
+        return Call(value, inputs, (out,), out)
+
+    @classmethod
+    def of_several(cls, group: Group, tensors: Sequence[Tensor], op: object) -> Call:
+        """All of one dtype, as one operation."""
+        items = tuple(tensors)
+        dtype = items[0].dtype
+        numels = [tensor.numel() for tensor in items]
+        value = cls(dtype, sum(numels), check_reduction(op, dtype), layout=layout_of(numels))
+        return Call(value, items, items, tensors)
+
+    def fits(self, other: Op) -> bool:
+        return type(other) is AllReduce and _reductions_fit(self, other)
+
+    def __str__(self) -> str:
+        return f"all_reduce({described(self)}, {self.reduction})"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Reduce(TensorOp):
+    """On the root the output becomes the reduction; the other ranks' tensors stay as they were."""
+
+    kind = "reduce"
+    root: int
+    reduction: ReduceOp
+
+    @classmethod
+    def of(cls, group: Group, tensor: Tensor, root: SupportsIndex, op: object, out: Tensor | None = None) -> Call:
+        rank = check_rank(group, "root", root)
+        mine = rank == group.rank
+        check_tensor(group, "tensor", tensor, written=mine and out is None)
+        reduction = check_reduction(op, tensor.dtype)
+        value = cls(tensor.dtype, tensor.numel(), rank, reduction)
+        inputs = (tensor,)
+        if out is not None:
+            _check_out(group, out, tensor)
+        if not mine:
+            return Call(value, inputs, (), None)
+        return Call(value, inputs, inputs if out is None else (out,), tensor if out is None else out)
+
+    def fits(self, other: Op) -> bool:
+        return type(other) is Reduce and self.root == other.root and _reductions_fit(self, other)
+
+    def __str__(self) -> str:
+        return f"reduce({described(self)}, root={self.root}, {self.reduction})"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ReduceScatter(TensorOp):
+    """The outputs become the reduction over all ranks of the inputs that are this rank's.
+
+    There are k outputs and ``size * k`` inputs, those of rank r from ``r * k`` on. ``numel`` is the largest of
+    ``counts``, the elements of each rank's outputs, which are empty if all are equal.
+    """
+
+    kind = "reduce_scatter"
+    reduction: ReduceOp
+    counts: tuple[int, ...] = field(default=(), kw_only=True)
+
+    @classmethod
+    def of(cls, group: Group, output: Tensor | None, input_list: Sequence[Tensor], op: object) -> Call:
+        like_name = "output"
+        if output is None:
+            inputs = as_list("input_list", input_list)
+            check_length("input_list", inputs, group.size)
+            like_name = f"input_list[{group.rank}]"
+            check_tensor(group, like_name, inputs[group.rank])
+            output = empty_like(inputs[group.rank])
+        else:
+            check_tensor(group, "output", output, written=True)
+        inputs, target, numels = check_list(group, "input_list", input_list, output, like_name)
+        mine = numels[group.rank]
+        if mine != target.numel():
+            check_numel("output", target, mine, f"as many as input_list[{group.rank}]")
+        numel, counts = counts_of(numels)
+        layout = layout_of(counts) if counts else 0
+        reduction = check_reduction(op, target.dtype, paired=inputs is not input_list)
+        value = cls(target.dtype, numel, reduction, layout=layout, counts=counts)
+        return Call(value, tuple(inputs), (target,), output)
+
+    @classmethod
+    def of_several(
+        cls, group: Group, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], op: object
+    ) -> Call:
+        """``inputs[r]`` for each rank r, as many as outputs, all of one dtype; as one operation."""
+        dtype = outputs[0].dtype
+        numels = [tensor.numel() for tensor in outputs]
+        value = cls(dtype, sum(numels), check_reduction(op, dtype), layout=layout_of(numels))
+        return Call(value, tuple([tensor for share in inputs for tensor in share]), tuple(outputs), outputs)
+
+    def fits(self, other: Op) -> bool:
+        return type(other) is ReduceScatter and self.counts == other.counts and _reductions_fit(self, other)
+
+    def __str__(self) -> str:
+        return f"reduce_scatter({described(self, self.counts)}, {self.reduction})"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ReduceScatterSingle(TensorOp):
+    """``output`` becomes chunk ``rank`` of the reduction of all inputs, each of ``size`` times as many elements."""
+
+    kind = "reduce_scatter_single"
+    reduction: ReduceOp
+
+    @classmethod
+    def of(cls, group: Group, output: Tensor | None, input: Tensor, op: object) -> Call:
+        check_tensor(group, "input", input)
+        source = input
+        if output is None:
+            output = target = input.new_empty(divided("input", input, group.size), requires_grad=False)
+        else:
+            check_tensor(group, "output", output, written=True)
+            target = output
+            if output.dtype != input.dtype:
+                target, source = one_dtype(["output", "input"], [output, input])
+            numel = group.size * target.numel()
+            if source.numel() != numel:
+                check_numel("input", source, numel, f"{group.size} (ranks) x {target.numel()} (output)")
+        reduction = check_reduction(op, source.dtype, paired=output.dtype != input.dtype)
+        return Call(cls(source.dtype, target.numel(), reduction), (source,), (target,), output)
+
+    def fits(self, other: Op) -> bool:
+        return type(other) is ReduceScatterSingle and _reductions_fit(self, other)
+
+    def __str__(self) -> str:
+        return f"reduce_scatter_single({described(self)}, {self.reduction})"
+
+
+def _check_out(group: Group, out: Tensor, tensor: Tensor) -> None:
+    check_tensor(group, "out", out, written=True)
+    if out.dtype != tensor.dtype:
+        raise ValueError(f"out has dtype {out.dtype}, but tensor has {tensor.dtype}")
+    check_numel("out", out, tensor.numel(), "as many as tensor")
+
+
+def _reductions_fit(mine: Any, other: Any) -> bool:
+    # each rank has its own factor, so only the kind of the reduction must agree
+    return bool(
+        mine.dtype == other.dtype
+        and mine.numel == other.numel
+        and mine.layout == other.layout
+        and mine.reduction.type is other.reduction.type
+    )

@@ -1,0 +1,315 @@
+"""Collectives on tensors of which only their owner knows the size; the others make room when it has come.
+
+All are parcels whose head says what the payload is. So the ranks need not agree on anything but the call.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, SupportsIndex, final
+
+import torch
+from torch import Tensor
+
+from asynccomm.checks import Group, as_list, check_dim, check_numel, check_rank, check_several, check_tensor, empty
+from asynccomm.errors import PayloadError
+from asynccomm.ops.along import parts_along, room_for_rows, rows_to_send
+from asynccomm.ops.base import Call, Parcel
+from asynccomm.ops.parcels import Parcels
+from asynccomm.ops.several import as_many, one_extent
+
+__all__ = ["all_gather_v", "all_gather_v_coalesced", "all_to_all", "all_to_all_v_single", "gather_v", "scatter_v"]
+
+_DTYPES: Final = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+_ROWS: Final = struct.Struct("=QI")  # extent along the dimension, checksum of dtype and the other dimensions
+
+
+def all_gather_v(group: Group, output: Tensor | None, input: Tensor, dim: SupportsIndex) -> Call:
+    """Concatenate the ranks' inputs along ``dim``; they have the same dtype and other dimensions."""
+    check_tensor(group, "input", input)
+    along = check_dim(dim, input, "input")
+    if output is not None:
+        _check_output(group, "output", output, "input", input, along)
+    joined = _Joined(group, None if output is None else [output], [input], [along])
+    op = Parcels("all_gather_v")
+    return Call(op, (), (), joined, _single, (joined.parcel([input]),), joined.place, input.nbytes)
+
+
+def all_gather_v_coalesced(
+    group: Group, outputs: Sequence[Tensor] | None, inputs: Sequence[Tensor], dim: SupportsIndex
+) -> Call:
+    """The same for several tensors of one extent along ``dim``."""
+    items = check_several(group, "inputs", inputs)
+    dims = [check_dim(dim, tensor, f"inputs[{i}]") for i, tensor in enumerate(items)]
+    one_extent(items, dims)
+    if outputs is not None:
+        as_many("outputs", check_several(group, "outputs", outputs, written=True), "inputs", items)
+        for i, (output, tensor, along) in enumerate(zip(outputs, items, dims, strict=True)):
+            _check_output(group, f"outputs[{i}]", output, f"inputs[{i}]", tensor, along)
+    joined = _Joined(group, outputs, items, dims)
+    op = Parcels("all_gather_v_coalesced")
+    return Call(op, (), (), joined, _list, (joined.parcel(items),), joined.place, sum([t.nbytes for t in items]))
+
+
+def all_to_all_v_single(group: Group, output: Tensor | None, input: Tensor, input_split_sizes: object) -> Call:
+    """Rows of dim 0 as with the sizes of the output given, but nobody knows those."""
+    sends = rows_to_send(group, input, input_split_sizes)
+    if output is not None:
+        room_for_rows(group, output, input, sends[group.rank])
+    parts = parts_along(input, 0, sends)
+    joined = _Joined(group, None if output is None else [output], [parts[group.rank]], [0], spare=True)
+    op = Parcels("all_to_all_v_single", shared=False)
+    return Call(op, (), (), joined, _single, tuple([joined.parcel([part]) for part in parts]), joined.place)
+
+
+def _check_output(group: Group, name: str, output: Tensor, like_name: str, like: Tensor, dim: int) -> None:
+    """As far as can be told before anything has come."""
+    check_tensor(group, name, output, written=True)
+    if output.dtype != like.dtype:
+        raise ValueError(f"{name} has dtype {output.dtype}, but {like_name} has {like.dtype}")
+    found, own = list(output.shape), list(like.shape)
+    fits = len(found) == len(own)
+    if fits:
+        room, needed = found.pop(dim), own.pop(dim)
+        fits = found == own and (room >= needed if group.size > 1 else room == needed)
+    if not fits:
+        raise ValueError(
+            f"{name} must have the shape of {like_name}, {tuple(like.shape)}, but along dim {dim} the extent of all "
+            f"ranks together, got {tuple(output.shape)}"
+        )
+
+
+def _single(joined: _Joined) -> Tensor:
+    return joined.outputs()[0]
+
+
+def _list(joined: _Joined) -> Sequence[Tensor]:
+    return joined.outputs()
+
+
+def all_to_all(group: Group, input_list: Sequence[Tensor]) -> Call:
+    """Tensors of any shapes and dtypes; new ones come."""
+    inputs = check_several(group, "input_list", input_list, length=group.size)
+    shaped = _Shaped(group, None, inputs[group.rank])
+    op = Parcels("all_to_all", shared=False)
+    parcels = tuple([_shaped_parcel(tensor) for tensor in inputs])
+    return Call(op, (), (), shaped, lambda got: got.everything(), parcels, shaped.place)
+
+
+def gather_v(group: Group, output_list: Sequence[Tensor] | None, input: Tensor, root: SupportsIndex) -> Call:
+    """Tensors of any shapes to the root."""
+    rank = check_rank(group, "root", root)
+    check_tensor(group, "input", input)
+    op = Parcels("gather_v", taker=rank)
+    if rank != group.rank:
+        if output_list is not None and len(as_list("output_list", output_list)):
+            raise ValueError(
+                f"output_list must be None or empty off the root: this is rank {group.rank}, the root is {rank}, "
+                f"got {len(output_list)} tensors"
+            )
+        return Call(op, (), (), None, None, (_shaped_parcel(input),))
+    if output_list is not None:
+        check_several(group, "output_list", output_list, length=group.size, written=True)
+        _check_own("output_list", output_list, input, group.rank, "input")
+    shaped = _Shaped(group, output_list, input)
+    return Call(op, (), (), shaped, lambda got: got.everything(), (_shaped_parcel(input),), shaped.place)
+
+
+def scatter_v(group: Group, output: Tensor | None, input_list: Sequence[Tensor] | None, root: SupportsIndex) -> Call:
+    """Tensors of any shapes from the root."""
+    rank = check_rank(group, "root", root)
+    if output is not None:
+        check_tensor(group, "output", output, written=True)
+    op = Parcels("scatter_v", shared=False, giver=rank)
+    outputs = None if output is None else {rank: output}
+    if rank != group.rank:
+        if input_list is not None and len(as_list("input_list", input_list)):
+            raise ValueError(
+                f"input_list must be None or empty off the root: this is rank {group.rank}, the root is {rank}, "
+                f"got {len(input_list)} tensors"
+            )
+        shaped = _Shaped(group, outputs, None)
+        expected = 0 if output is None else output.nbytes
+        return Call(op, (), (), shaped, lambda got: got.tensors[rank], (), shaped.place, expected)
+    if input_list is None:
+        raise ValueError(f"input_list must be given on the root (rank {rank}), got None")
+    inputs = check_several(group, "input_list", input_list, length=group.size)
+    if output is not None:
+        _check_own("input_list", inputs, output, rank, "output")
+    shaped = _Shaped(group, outputs, inputs[rank])
+    return Call(op, (), (), shaped, lambda got: got.tensors[rank], tuple([_shaped_parcel(tensor) for tensor in inputs]))
+
+
+def _check_own(name: str, tensors: Sequence[Tensor], like: Tensor, rank: int, like_name: str) -> None:
+    own = tensors[rank]
+    if own.dtype != like.dtype:
+        raise ValueError(f"{name}[{rank}] has dtype {own.dtype}, but {like_name} has {like.dtype}")
+    check_numel(f"{name}[{rank}]", own, like.numel(), f"as many as {like_name}")
+
+
+@final
+class _Joined:
+    """Parts that come along one dimension, into one tensor; or into several, with one extent for all.
+
+    Args:
+        outputs: where they go; None: new tensors.
+        own: this rank's parts.
+        dims: the dimension of each, from 0.
+        spare: the outputs may be larger than all parts together.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        outputs: Sequence[Tensor] | None,
+        own: Sequence[Tensor],
+        dims: Sequence[int],
+        *,
+        spare: bool = False,
+    ) -> None:
+        self._rank = group.rank
+        self._outputs = outputs
+        self._own = [tensor.detach() for tensor in own]
+        self._dims = dims
+        self._spare = spare
+        rests = [[n for i, n in enumerate(t.shape) if i != dim] for t, dim in zip(own, dims, strict=True)]
+        self._kind = ", ".join(
+            f"{str(t.dtype).removeprefix('torch.')} {[*rest[:dim], 'n', *rest[dim:]]}".replace("'", "")
+            for t, rest, dim in zip(own, rests, dims, strict=True)
+        )
+        self._sum = zlib.crc32(self._kind.encode())
+        # bytes for each index along the dimension
+        self._unit = sum([torch.Size(rest).numel() * t.itemsize for t, rest in zip(own, rests, strict=True)])
+        self._extents = {group.rank: own[0].shape[dims[0]]}
+        self._parts: dict[int, list[Tensor]] = {}
+        if group.size == 1:
+            self._begin({})
+
+    def parcel(self, parts: Sequence[Tensor]) -> Parcel:
+        """These parts for another rank."""
+        extent = parts[0].shape[self._dims[0]]
+        return Parcel(_ROWS.pack(extent, self._sum), tuple([part.detach() for part in parts]))
+
+    def place(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
+        if len(head) != _ROWS.size:
+            raise PayloadError(f"rank {source} sent a head of {len(head)} bytes, not {_ROWS.size}")
+        extent, checksum = _ROWS.unpack(head)
+        if checksum != self._sum:
+            raise PayloadError(
+                f"what rank {source} sent differs in dtype or in a dimension that must be equal from what this rank "
+                f"has: {self._kind}"
+            )
+        if extent * self._unit != lengths[source]:
+            raise PayloadError(f"rank {source} sent {lengths[source]} bytes for an extent of {extent}")
+        self._extents[source] = extent
+        if not self._unit:  # nothing but numbers comes, and the outputs can be made when all are here
+            return ()
+        if not self._parts:
+            self._begin({source: n // self._unit for source, n in lengths.items()})
+        return self._parts[source]
+
+    def _begin(self, others: Mapping[int, int]) -> None:
+        """All extents are known: make room, and put this rank's own parts there."""
+        extents = {**others, self._rank: self._extents[self._rank]}
+        ranks = sorted(extents)
+        self._make_room(sum(extents.values()))
+        assert self._outputs is not None
+        views = [
+            parts_along(output.detach(), dim, [extents[rank] for rank in ranks])
+            for output, dim in zip(self._outputs, self._dims, strict=True)
+        ]
+        self._parts = {rank: [parts[i] for parts in views] for i, rank in enumerate(ranks)}
+        for mine, own in zip(self._parts[self._rank], self._own, strict=True):
+            put(mine, own)
+        self._own.clear()
+
+    def _make_room(self, total: int) -> None:
+        shapes = [list(own.shape) for own in self._own]
+        for shape, dim in zip(shapes, self._dims, strict=True):
+            shape[dim] = total
+        if self._outputs is None:
+            self._outputs = [empty(own, shape) for own, shape in zip(self._own, shapes, strict=True)]
+        for output, shape in zip(self._outputs, shapes, strict=True):
+            found = list(output.shape)
+            fits = found == shape
+            if self._spare and output.dim():
+                fits = found[1:] == shape[1:] and found[0] >= total
+            if not fits:
+                at_least = " at least" if self._spare else ""
+                raise PayloadError(f"output must have{at_least} shape {tuple(shape)} for what came, got {tuple(found)}")
+
+    def outputs(self) -> Sequence[Tensor]:
+        """The whole tensors, when everything has come."""
+        if not self._unit and self._own:
+            self._make_room(sum(self._extents.values()))
+            self._own.clear()
+        assert self._outputs is not None
+        return self._outputs
+
+
+def put(target: Tensor, source: Tensor) -> None:
+    """Copy ``source`` to ``target``, unless it is there already."""
+    target, source = target.detach(), source.detach()
+    if target.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
+        if _view_of(target) == _view_of(source):
+            return
+        source = source.clone()  # they may overlap
+    with torch.inference_mode(target.is_inference()):
+        target.copy_(source.reshape(target.shape))
+
+
+def _view_of(tensor: Tensor) -> tuple[object, ...]:
+    """What makes it the same as another on the same memory."""
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+
+
+def _shaped_parcel(tensor: Tensor) -> Parcel:
+    return Parcel(json.dumps([str(tensor.dtype), *tensor.shape]).encode(), (tensor.detach(),))
+
+
+@final
+class _Shaped:
+    """Tensors that come, each with its dtype and shape.
+
+    Args:
+        outputs: where they go, by rank; None: new tensors.
+        own: what this rank gives itself.
+    """
+
+    def __init__(self, group: Group, outputs: Any, own: Tensor | None) -> None:
+        self._group = group
+        self._outputs = outputs
+        self.tensors: dict[int, Tensor] = {}  #: by source
+        if own is not None:
+            mine = empty(own, own.shape) if outputs is None else outputs[group.rank]
+            put(mine, own)
+            self.tensors[group.rank] = mine
+
+    def place(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
+        try:
+            name, *shape = json.loads(head)
+            dtype, numel = _DTYPES[name], torch.Size(shape).numel()
+        except (ValueError, TypeError, KeyError, RuntimeError, RecursionError) as exc:
+            raise PayloadError(f"rank {source} sent no description of a tensor: {head[:100]!r}") from exc
+        if numel * dtype.itemsize != lengths[source] or min([0, *shape]) < 0:
+            raise PayloadError(f"rank {source} sent {lengths[source]} bytes for {dtype} of shape {shape}")
+        if self._outputs is None:
+            tensor = torch.empty(shape, dtype=dtype, device=self._group.device)
+        else:
+            tensor = self._outputs[source]
+            if tensor.dtype != dtype or tensor.numel() != numel:
+                raise PayloadError(
+                    f"rank {source} sent {dtype} of shape {tuple(shape)}, which does not fit into {tensor.dtype} of "
+                    f"shape {tuple(tensor.shape)}"
+                )
+        self.tensors[source] = tensor
+        return (tensor,)
+
+    def everything(self) -> Any:
+        """All tensors in rank order: the list that was given, or a new one."""
+        if self._outputs is not None:
+            return self._outputs
+        return [self.tensors[rank] for rank in range(self._group.size)]

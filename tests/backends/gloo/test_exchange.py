@@ -1,0 +1,171 @@
+"""Collectives of parcels, on real processes."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from asynccomm import BrokenError, Comm, PayloadError, ReduceOp
+from asynccomm.ops import Parcel, Parcels
+
+from .parcels import Shelf, collective, data, joined, recv, send
+
+RANKS = pytest.mark.ranks([1, 2, 3, 4], backend="gloo")
+EVERYBODY = Parcels("all_gather_object")
+SIZES = [0, 1, 4000, 5000, 300_000, 5 << 20, 17_000_001]
+
+
+def parcel_of(rank: int, nbytes: int, head: int = 10) -> Parcel:
+    return Parcel(bytes([rank]) * head, (data(nbytes // 2, rank), data(nbytes - nbytes // 2, rank + 1)))
+
+
+def check(shelf: Shelf, sources: Sequence[int], parcels: Mapping[int, Parcel]) -> None:
+    lengths = {source: parcels[source].nbytes for source in sources}
+    assert shelf.calls == [(source, parcels[source].head, lengths) for source in sources], "in rank order"
+    for source in sources:
+        assert torch.equal(shelf.got(source), joined(parcels[source].tensors))
+
+
+@RANKS
+@pytest.mark.parametrize("nbytes", SIZES)
+async def test_from_all_to_all(comm: Comm, nbytes: int) -> None:
+    parcels = {rank: parcel_of(rank, max(0, nbytes - rank)) for rank in range(comm.size)}
+    shelf = Shelf()
+    await collective(comm, EVERYBODY, [parcels[comm.rank]], shelf)
+    check(shelf, [rank for rank in range(comm.size) if rank != comm.rank], parcels)
+
+
+@RANKS
+@pytest.mark.parametrize("head", [0, 4080, 4097, 3 << 20])
+async def test_heads_of_any_length(comm: Comm, head: int) -> None:
+    parcels = {rank: parcel_of(rank, 10 if rank % 2 else 9000, head) for rank in range(comm.size)}
+    shelf = Shelf()
+    await collective(comm, EVERYBODY, [parcels[comm.rank]], shelf)
+    check(shelf, [rank for rank in range(comm.size) if rank != comm.rank], parcels)
+
+
+@RANKS
+async def test_each_its_own(comm: Comm) -> None:
+    def between(source: int, target: int) -> Parcel:
+        return Parcel(b"%d>%d" % (source, target), (data(1 << (3 * source + 5 * target), source),))
+
+    shelf = Shelf()
+    mine = [between(comm.rank, target) for target in range(comm.size)]
+    await collective(comm, Parcels("all_to_all", shared=False), mine, shelf)
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    check(shelf, others, {source: between(source, comm.rank) for source in others})
+
+
+@RANKS
+async def test_one_gives_or_one_takes(comm: Comm) -> None:
+    for root in range(comm.size):
+        for shared in (True, False):
+            for nbytes in (5, 100_000):
+                shelf = Shelf()
+                op = Parcels("broadcast_object", shared=shared, giver=root)
+                given = [parcel_of(root, nbytes)] * (1 if shared else comm.size)
+                await collective(comm, op, given, shelf)
+                check(shelf, [root] if comm.rank != root else [], {root: parcel_of(root, nbytes)})
+                shelf = Shelf()
+                op = Parcels("gather_object", taker=root)
+                await collective(comm, op, [parcel_of(comm.rank, nbytes)], shelf)
+                others = [rank for rank in range(comm.size) if rank != root] if comm.rank == root else []
+                check(shelf, others, {rank: parcel_of(rank, nbytes) for rank in others})
+
+
+@RANKS
+async def test_nobody_but_oneself(comm: Comm) -> None:
+    """Rank 0 gives to itself: nothing moves."""
+    work = collective(comm, Parcels("nothing", giver=0, taker=0), [parcel_of(0, 9)], Shelf())
+    assert work.done()
+    await work
+
+
+@RANKS
+async def test_many_in_flight_with_everything_else(comm: Comm) -> None:
+    size, rank = comm.size, comm.rank
+    everybody = [r for r in range(size) if r != rank]
+    works, checks = [], []
+    for i in range(15):
+        nbytes = 5 << 20 if i == 7 else SIZES[i % 5]
+        shelf = Shelf()
+        parcels = {r: parcel_of(r + i, nbytes) for r in range(size)}
+        works.append(collective(comm, EVERYBODY, [parcels[rank]], shelf))
+        checks.append((shelf, everybody, parcels))
+        tensor = torch.full((10_000 * i,), float(rank))
+        works.append(comm.all_reduce(tensor, ReduceOp.SUM))
+        for peer in everybody:
+            works.append(send(comm, parcel_of(rank, nbytes), peer, i % 3))
+            shelf = Shelf()
+            works.append(recv(comm, shelf, peer, i % 3))
+            checks.append((shelf, [peer], {peer: parcel_of(peer, nbytes)}))
+        giver = i % size
+        shelf = Shelf()
+        works.append(collective(comm, Parcels("broadcast_object", giver=giver), [parcel_of(giver, nbytes)], shelf))
+        checks.append((shelf, [giver] if giver != rank else [], {giver: parcel_of(giver, nbytes)}))
+    await asyncio.gather(*works)
+    for shelf, sources, parcels in checks:
+        check(shelf, sources, parcels)
+
+
+@RANKS
+async def test_refused_on_one_rank_alone(comm: Comm) -> None:
+    for nbytes in (0, 5000, 17_000_001):
+        shelf = Shelf(None if comm.rank else lambda n: [torch.zeros(n + 1, dtype=torch.uint8)])
+        parcels = {rank: parcel_of(rank, nbytes) for rank in range(comm.size)}
+        work = collective(comm, EVERYBODY, [parcels[comm.rank]], shelf)
+        others = [rank for rank in range(comm.size) if rank != comm.rank]
+        if comm.rank == 0 and comm.size > 1:
+            with pytest.raises(PayloadError, match=f"rank 1 sent {nbytes} bytes where {nbytes + 1} fit"):
+                await work
+        else:
+            await work
+            check(shelf, others, parcels)
+    await comm.barrier()
+
+
+@RANKS
+async def test_into_memory_that_is_being_sent(comm: Comm) -> None:
+    n = 3 << 20
+    whole = torch.zeros(comm.size, n, dtype=torch.uint8)
+    where = (comm.rank + 1) % comm.size  # what this rank gives lies where another's is to come
+    whole[where] = comm.rank + 1
+
+    class Rows(Shelf):
+        def __call__(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
+            return [whole[source]]
+
+    await collective(comm, EVERYBODY, [Parcel(b"", (whole[where],))], Rows())
+    for rank in range(comm.size):
+        assert rank == comm.rank or whole[rank].eq(rank + 1).all()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+async def test_collectives_that_differ_are_named(comm: Comm) -> None:
+    op = EVERYBODY if comm.rank == 0 else Parcels("all_to_all_v", shared=False)
+    work = collective(comm, op, [parcel_of(0, 5)] * 2, Shelf())
+    # either rank may see it first; the other is told
+    with pytest.raises(BrokenError, match=r"all_gather_object\(\).*all_to_all_v\(\)|all_to_all_v\(\).*all_gather_obj"):
+        await work
+
+
+@pytest.mark.ranks(2, backend="gloo")
+async def test_another_order_is_a_difference(comm: Comm) -> None:
+    works = [
+        collective(comm, Parcels("broadcast_object", giver=root), [parcel_of(0, 5)], Shelf())
+        for root in (comm.rank, 1 - comm.rank)
+    ]
+    with pytest.raises(BrokenError, match=r"#1 differs.*broadcast_object\(root=.\) as operation #0"):
+        await asyncio.gather(*works)
+
+
+@pytest.mark.ranks(3, backend="gloo", timeout=30)
+async def test_abort_ends_what_waits(comm: Comm) -> None:
+    if comm.rank == 0:
+        await asyncio.sleep(0.2)
+        comm.abort("enough")
+        return
+    with pytest.raises(BrokenError, match="enough"):
+        await collective(comm, EVERYBODY, [parcel_of(comm.rank, 5 << 20)], Shelf())

@@ -1,0 +1,158 @@
+"""Messages between endpoints in one process, each driven only when it was rung, as by an engine that sleeps."""
+
+import mmap
+import random
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asynccomm.backends.base import Submission
+from asynccomm.backends.shm.fence import Fence
+from asynccomm.backends.shm.messages import Messages
+from asynccomm.backends.shm.rings import Mapped
+from asynccomm.backends.shm.segment import LINE, Layout
+from asynccomm.checks import Group
+from asynccomm.errors import BrokenError
+from asynccomm.ops import Call, Channel, Parcel, Recv, RecvParcel, Send, SendParcel
+
+Place = Callable[[int, bytes, Mapping[int, int]], Sequence[Tensor]]
+
+
+class World:
+    """All ranks over one piece of memory."""
+
+    def __init__(self, size: int = 2, ring: int = 1024) -> None:
+        self.layout = Layout(size, 64, 2, ring)
+        self.memory = mmap.mmap(-1, self.layout.total)
+        self.raw = memoryview(self.memory)
+        self.words = self.raw.cast("Q")
+        self.data = torch.frombuffer(self.memory, dtype=torch.uint8)
+        mapped = Mapped(self.layout, self.words, self.raw, self.data.data_ptr())
+        self.done: list[Submission] = []
+        self.errors: list[BrokenError] = []
+        self.grown: list[tuple[Submission, int]] = []
+        self.rung = [False] * size
+        self.ranks = [
+            Messages(rank, mapped, Fence(), self.ring, self.done.append, self.errors.append, self.grow)
+            for rank in range(size)
+        ]
+        self.numbers = [0] * size
+
+    def ring(self, peer: int) -> None:
+        self.rung[peer] = True
+
+    def grow(self, receive: Submission, nbytes: int) -> None:
+        self.grown.append((receive, nbytes))
+
+    def group(self, rank: int) -> Group:
+        return Group("test", rank, self.layout.size, torch.device("cpu"))
+
+    def send(self, source: int, destination: int, tensor: Tensor, tag: int = 0) -> Submission:
+        return self._submit(source, Send.of(self.group(source), tensor, destination, tag))
+
+    def recv(self, destination: int, source: int | None, tensor: Tensor, tag: int = 0) -> Submission:
+        return self._submit(destination, Recv.of(self.group(destination), tensor, source, tag))
+
+    def send_parcel(
+        self,
+        source: int,
+        destination: int,
+        head: bytes,
+        tensors: Sequence[Tensor] = (),
+        tag: int = 0,
+        channel: Channel = Channel.OBJECTS,
+    ) -> Submission:
+        op = SendParcel("send_object", destination, tag, channel)
+        return self._submit(source, Call(op, (), (), None, parcels=(Parcel(head, tuple(tensors)),)))
+
+    def recv_parcel(
+        self,
+        destination: int,
+        source: int | None,
+        place: Place,
+        tag: int = 0,
+        channel: Channel = Channel.OBJECTS,
+        expected: int = 0,
+    ) -> Submission:
+        op = RecvParcel("recv_object", source, tag, channel)
+        return self._submit(destination, Call(op, (), (), None, place=place, expected=expected))
+
+    def _submit(self, rank: int, call: Call) -> Submission:
+        work: Any = SimpleNamespace(seq=self.numbers[rank], source=None)
+        self.numbers[rank] += 1
+        submission = Submission(call, work)
+        self.ranks[rank].submit(submission)
+        self.rung[rank] = True  # an engine goes on with progress
+        return submission
+
+    def step(self, rank: int) -> None:
+        """What an engine does that was rung: it goes on until nothing moves, and sleeps."""
+        self.rung[rank] = False
+        while self.ranks[rank].progress():
+            pass
+
+    def settle_some(self, rounds: int) -> None:
+        """Let all take a turn so many times."""
+        for _ in range(rounds):
+            for rank in self.ranks:
+                rank.progress()
+
+    def settle(self, choose: random.Random | None = None) -> None:
+        """Go on until all sleep."""
+        while awake := [rank for rank, rung in enumerate(self.rung) if rung]:
+            self.step(choose.choice(awake) if choose else awake[0])
+        for rank in self.ranks:
+            assert not rank.progress(), "there was more to do, but nobody was told"
+
+    @property
+    def pending(self) -> list[int]:
+        return [rank.pending for rank in self.ranks]
+
+    def write(self, frame: Sequence[int], at: int = 0, payload: bytes = b"") -> None:
+        """Publish a frame from rank 0 to rank 1, and all before it: bytes of payload, kind, tag, extra, ident, length.
+
+        Args:
+            at: where it begins in the ring.
+        """
+        start = self.layout.ring_start(0, 1)
+        begin = start + 2 * LINE + at
+        struct.pack_into("=IIIIIxxxxQ", self.raw, begin, *frame)
+        self.raw[begin + 32 : begin + 32 + len(payload)] = payload
+        self.words[start // 8] = at + (32 + len(payload) + LINE - 1) // LINE * LINE
+
+
+class Box:
+    """Takes a parcel as it is."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.source = -1
+        self.head = b""
+        self.payload = torch.empty(0, dtype=torch.uint8)
+
+    def __call__(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
+        self.calls += 1
+        assert list(lengths) == [source]
+        assert type(head) is bytes
+        self.source, self.head = source, head
+        self.payload = torch.full((lengths[source],), 255, dtype=torch.uint8)
+        return [self.payload]
+
+
+def pattern(nbytes: int, source: int, number: int) -> Tensor:
+    return ((torch.arange(nbytes) * 7 + source * 31 + number * 13) % 251).to(torch.uint8)
+
+
+def text(nbytes: int, number: int = 0) -> bytes:
+    """A head."""
+    return bytes(pattern(nbytes, 5, number).tolist())
+
+
+def as_bytes(tensors: Sequence[Tensor]) -> bytes:
+    """What travels of them."""
+    flat = [torch.cat([tensor.resolve_conj().resolve_neg().flatten()]) for tensor in tensors if tensor.numel()]
+    return b"".join([bytes(tensor.view(torch.uint8).tolist()) for tensor in flat])

@@ -1,0 +1,29 @@
+"""examples/pipeline.py, started as its first lines say."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def launch(ranks: int, *arguments: str) -> str:
+    command = [sys.executable, "-m", "asynccomm.cli.main", "run", "-n", str(ranks), "examples/pipeline.py"]
+    done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def losses(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"epoch \d+: loss ([\d.]+)", output)]
+
+
+def test_stages_learn_what_one_rank_learns() -> None:
+    together, alone = launch(3, "--epochs", "3"), launch(1, "--epochs", "3")
+    assert "3 stages of 7 layers in all, shm" in together
+    assert len(losses(alone)) == 3
+    for a, b in zip(losses(together), losses(alone), strict=True):
+        assert abs(a - b) < 0.02
+    (accuracy,) = re.findall(r"test accuracy: ([\d.]+)", together)
+    assert float(accuracy) > 0.7

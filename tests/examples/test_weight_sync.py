@@ -1,0 +1,32 @@
+"""examples/weight_sync.py, started as its first lines say."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def launch(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "asynccomm.cli.main", "run", "-n", str(ranks), "examples/weight_sync.py"]
+    return subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=100)
+
+
+def test_servers_answer_while_weights_arrive() -> None:
+    done = launch(3, "--versions", "6", "--width", "256", "--pause", "0.001")
+    assert done.returncode == 0, done.stderr
+    pushed = [int(number) for number in re.findall(r"^\[0\] version (\d+): loss [\d.]+, pushed in", done.stdout, re.M)]
+    assert pushed == [1, 2, 3, 4, 5, 6]
+    for rank in (1, 2):
+        said = "".join(line for line in done.stdout.splitlines(keepends=True) if line.startswith(f"[{rank}]"))
+        assert "served versions 0 to 6" in said
+        assert re.search(r"while weights were arriving: (\d+ requests, median [\d.]+ ms|no requests)", said)
+        (requests,) = re.findall(r"else: (\d+) requests, median [\d.]+ ms", said)
+        assert int(requests) > 0
+
+
+def test_one_rank_is_told_to_bring_more() -> None:
+    done = launch(1)
+    assert done.returncode != 0
+    assert "start at least two" in done.stderr + done.stdout

@@ -1,0 +1,186 @@
+"""Operations as values: compared, printed, pickled; all of them are here."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from asynccomm import ops
+from asynccomm.ops import (
+    AllGather,
+    AllGatherSingle,
+    AllReduce,
+    AllToAll,
+    AllToAllSingle,
+    Barrier,
+    Broadcast,
+    Call,
+    Channel,
+    Gather,
+    Op,
+    Parcel,
+    Parcels,
+    Recv,
+    RecvParcel,
+    Reduce,
+    ReduceScatter,
+    ReduceScatterSingle,
+    Scatter,
+    Send,
+    SendParcel,
+    TensorOp,
+    Together,
+)
+from asynccomm.ops.base import described, layout_of
+from asynccomm.reduce_op import ReduceOp
+
+F = torch.float32
+SUM, PREMUL = ReduceOp.SUM, ReduceOp.PREMUL_SUM
+OPS: list[tuple[Op, str]] = [
+    (AllReduce(F, 7, SUM), "all_reduce(float32[7], SUM)"),
+    (AllReduce(torch.bfloat16, 0, PREMUL(0.5)), "all_reduce(bfloat16[0], PREMUL_SUM(0.5))"),
+    (AllReduce(F, 7, SUM, layout=5), "all_reduce(float32[7] in pieces, SUM)"),
+    (Broadcast(torch.int8, 7, 2), "broadcast(int8[7], root=2)"),
+    (Broadcast(torch.uint8, 7, 2, layout=5), "broadcast(uint8[7] in pieces, root=2)"),
+    (Reduce(F, 7, 2, ReduceOp.MAX), "reduce(float32[7], root=2, MAX)"),
+    (AllGather(F, 7), "all_gather(float32[7])"),
+    (AllGather(F, 7, layout=9, counts=(7, 0, 1)), "all_gather(float32[7, 0, 1])"),
+    (AllGather(torch.uint8, 7, layout=5), "all_gather(uint8[7] in pieces)"),
+    (AllGatherSingle(F, 7), "all_gather_single(float32[7])"),
+    (ReduceScatter(F, 7, SUM), "reduce_scatter(float32[7], SUM)"),
+    (ReduceScatter(F, 7, SUM, layout=9, counts=(7, 0, 1)), "reduce_scatter(float32[7, 0, 1], SUM)"),
+    (ReduceScatterSingle(F, 7, SUM), "reduce_scatter_single(float32[7], SUM)"),
+    (Scatter(F, 7, 0), "scatter(float32[7], root=0)"),
+    (Gather(F, 7, 0), "gather(float32[7], root=0)"),
+    (AllToAll(F, (1, 2), (3, 2)), "all_to_all(float32, sends [1, 2], receives [3, 2])"),
+    (AllToAllSingle(F, 6), "all_to_all_single(float32[6])"),
+    (Barrier(), "barrier()"),
+    (Send(F, 7, 1, 5), "send(float32[7], dst=1, tag=5)"),
+    (Recv(F, 7, 1, 5), "recv(float32[7], src=1, tag=5)"),
+    (Recv(F, 7, None, 5), "recv(float32[7], src=any, tag=5)"),
+    (Parcels("gather_v", taker=2), "gather_v(root=2)"),
+    (Parcels("scatter_v", shared=False, giver=0), "scatter_v(root=0)"),
+    (Parcels("all_gather_v"), "all_gather_v()"),
+    (SendParcel("send_object", 1, 5), "send_object(dst=1, tag=5)"),
+    (RecvParcel("recv_object", 1, 5), "recv_object(src=1, tag=5)"),
+    (RecvParcel("recv_object", None, 5, Channel.STREAMS), "recv_object(src=any, tag=5)"),
+    (Together((Barrier(), Send(F, 7, 1, 5))), "together(barrier(), send(float32[7], dst=1, tag=5))"),
+    (Together((Barrier(),) * 4), "together(barrier(), barrier(), barrier(), barrier())"),
+    (Together((Barrier(),) * 7), "together(barrier(), barrier(), barrier(), barrier() and 3 more)"),
+]
+values = pytest.mark.parametrize(("op", "text"), OPS, ids=[text for _, text in OPS])
+
+OTHER: dict[str, Any] = {
+    "dtype": torch.float16,
+    "numel": 99,
+    "layout": 77,
+    "counts": (1, 1, 1),
+    "root": 1,
+    "reduction": ReduceOp.MIN,
+    "peer": 0,
+    "tag": 0,
+    "what": "another",
+    "shared": None,
+    "giver": 1,
+    "taker": 1,
+    "channel": Channel.INTERNAL,
+    "ops": (),
+}
+
+
+def test_every_op_is_among_them() -> None:
+    found = {cls for cls in vars(ops).values() if isinstance(cls, type) and issubclass(cls, Op)}
+    assert {type(op) for op, _ in OPS} == found - {Op, TensorOp}
+
+
+@values
+def test_text(op: Op, text: str) -> None:
+    assert str(op) == text
+    if not isinstance(op, (Parcels, SendParcel, RecvParcel)):  # these go by the name of the method
+        assert text.startswith(op.kind + "(")
+
+
+def test_kinds_differ() -> None:
+    kinds = {type(op): op.kind for op, _ in OPS}
+    assert len(set(kinds.values())) == len(kinds)
+
+
+@values
+def test_pickle(op: Op, text: str) -> None:
+    again = pickle.loads(pickle.dumps(op))
+    assert again == op
+    assert hash(again) == hash(op)
+    assert str(again) == text
+
+
+@values
+def test_frozen(op: Op, text: str) -> None:
+    for field in dataclasses.fields(op):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(op, field.name, 0)
+    assert not hasattr(op, "__dict__")
+
+
+@values
+def test_point_to_point(op: Op, text: str) -> None:
+    assert op.p2p == isinstance(op, (Send, Recv, SendParcel, RecvParcel))
+
+
+@values
+def test_equal_to_itself_and_nothing_else(op: Op, text: str) -> None:
+    for other, _ in OPS:
+        assert (op == other) == (op is other)
+    for field in dataclasses.fields(op):
+        if field.name not in ("sends", "receives"):
+            assert op != dataclasses.replace(op, **{field.name: OTHER[field.name]}), field.name
+
+
+@values
+def test_fits_itself_and_nothing_else(op: Op, text: str) -> None:
+    assert op.fits(pickle.loads(pickle.dumps(op)))
+    for other, _ in OPS:
+        assert op.fits(other) == (other == op)
+    for field in dataclasses.fields(op):
+        if field.name not in ("sends", "receives"):  # the rank's own
+            assert not op.fits(dataclasses.replace(op, **{field.name: OTHER[field.name]})), field.name
+
+
+@values
+def test_bytes(op: Op, text: str) -> None:
+    expected = op.numel * op.dtype.itemsize if isinstance(op, TensorOp) else 0
+    assert op.nbytes == expected
+
+
+def test_layouts_tell_lists_apart() -> None:
+    lists = [[], [0], [1], [0, 0], [1, 2], [2, 1], [3], [2**63], [1, 2, 3], [12, 3]]
+    layouts = [layout_of(numbers) for numbers in lists]
+    assert len(set(layouts)) == len(lists)
+    assert all(0 < layout < 2**24 for layout in layouts)
+    assert layout_of([4, 5]) == layout_of((4, 5))
+
+
+def test_layouts_are_the_same_in_every_process() -> None:
+    assert layout_of([1, 2, 3]) == 13340083
+    assert layout_of(range(5)) == layout_of([0, 1, 2, 3, 4])
+
+
+def test_descriptions() -> None:
+    op = AllGather(torch.int64, 3)
+    assert described(op) == "int64[3]"
+    assert described(op, (1, 2)) == "int64[1, 2]"
+    assert described(dataclasses.replace(op, layout=1)) == "int64[3] in pieces"
+    assert described(dataclasses.replace(op, layout=1), (1, 2)) == "int64[1, 2]"
+
+
+def test_parcels_have_the_bytes_of_their_payload() -> None:
+    assert Parcel(b"head", ()).nbytes == 0
+    assert Parcel(b"", (torch.zeros(3), torch.zeros(2, 2, dtype=torch.int8), torch.zeros(0))).nbytes == 16
+
+
+def test_a_call_by_itself() -> None:
+    call = Call(Barrier(), (), (), None)
+    assert (call.finish, call.parcels, call.place, call.expected) == (None, (), None, 0)

@@ -1,0 +1,379 @@
+"""Several operations as one: one Work that is done when all are."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from asynccomm import (
+    AbortedError,
+    BackendError,
+    ClosedError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    Comm,
+    PayloadError,
+    ReduceOp,
+)
+from asynccomm.backends.loopback import Hub, LoopbackBackend
+from asynccomm.ops import AllReduce, Barrier, Call, Recv, Send, Together, uneven
+from asynccomm.testing.local import loopback_world
+from asynccomm.work import Work
+
+
+def hub_of(comm: Comm) -> Hub:
+    backend = comm.unsafe_get_backend()
+    assert isinstance(backend, LoopbackBackend)
+    return backend.hub
+
+
+def together(comm: Comm, calls: Sequence[Call], result: object = "all", timeout: float | None = None) -> Work[Any]:
+    return comm._session.submit_together(calls, result, timeout, None)
+
+
+def reduced(comm: Comm, tensor: Tensor) -> Call:
+    return AllReduce.of(comm._group, tensor, ReduceOp.SUM)
+
+
+def barrier(comm: Comm) -> Call:
+    return Barrier.of(comm._group)
+
+
+async def test_done_when_all_are() -> None:
+    async with loopback_world(2) as (a, b):
+        hub_of(a).hold()
+        tensors = [torch.ones(2), torch.ones(3)]
+        work = together(a, [reduced(a, x) for x in tensors], tensors)
+        for n in (2, 3):
+            b.all_reduce(torch.ones(n))
+        assert not work.done()
+        hub_of(a).release(1)
+        assert tensors[0].tolist() == [2, 2]
+        assert not work.done()
+        assert a.statistics().in_flight == 1
+        hub_of(a).release()
+        assert work.done()
+        assert await work is tensors
+        assert work.result() is tensors
+        assert tensors[1].tolist() == [2, 2, 2]
+
+
+async def test_one_after_the_other_it_is_the_same() -> None:
+    """A batch is how this rank calls; others may call one by one, and await before they go on."""
+    async with loopback_world(2) as (a, b):
+        tensors = [torch.ones(1) for _ in range(3)]
+        work = together(a, [reduced(a, x) for x in tensors], tensors)
+        for _ in range(3):
+            await b.all_reduce(torch.ones(1))
+        await work
+        assert [x.item() for x in tensors] == [2, 2, 2]
+
+
+async def test_numbers_and_descriptions() -> None:
+    async with loopback_world(1) as (comm,):
+        comm.barrier()
+        calls = [
+            Recv.of(comm._group, torch.zeros(1), 0, 0),
+            barrier(comm),
+            Send.of(comm._group, torch.zeros(1), 0, 0),
+            barrier(comm),
+        ]
+        work = together(comm, calls)
+        assert work.op == Together(tuple([call.op for call in calls]))
+        assert work.seq == 0, "that of the first, a message"
+        assert repr(work) == f"<Work #0 {work.op} done>"
+        assert comm.barrier().seq == 3
+        assert comm.recv(torch.zeros(1)).seq == 2
+        comm.send(torch.zeros(1), 0)
+        assert comm.statistics() == (8, 0, 0)
+
+
+async def test_statistics_count_each() -> None:
+    async with loopback_world(2) as (a, b):
+        work = together(a, [reduced(a, torch.ones(2)), reduced(a, torch.ones(100)), barrier(a)])
+        assert a.statistics() == (3, 3, 408)
+        b.all_reduce(torch.ones(2))
+        assert a.statistics() == (3, 2, 400)
+        b.all_reduce(torch.ones(100))
+        assert a.statistics() == (3, 1, 0)
+        await b.barrier()
+        assert a.statistics() == (3, 0, 0)
+        assert work.done()
+
+
+async def test_ready_waits_for_each() -> None:
+    async with loopback_world(2, max_ops=2) as (a, b):
+        together(a, [barrier(a), barrier(a), barrier(a)])
+        waiting = asyncio.ensure_future(a.ready())
+        b.barrier()
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        b.barrier()
+        await waiting
+        b.barrier()
+
+
+async def test_waited_for_in_every_way() -> None:
+    async with loopback_world(2) as (a, b):
+        work = together(a, [barrier(a), barrier(a)])
+        heard: list[object] = []
+        work.add_done_callback(heard.append)
+        in_thread = asyncio.ensure_future(asyncio.to_thread(work.wait, 20))
+
+        async def ask() -> object:
+            return await work
+
+        waiters = [asyncio.ensure_future(ask()) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        waiters[0].cancel()
+        b.barrier()
+        assert work.duration is None
+        b.barrier()
+        assert await asyncio.gather(*waiters[1:], in_thread) == ["all"] * 3
+        assert heard == [work]
+        assert work.duration is not None
+        with pytest.raises(asyncio.CancelledError):
+            await waiters[0]
+
+
+# -- errors
+
+
+def misfit(comm: Comm) -> Call:
+    """Will be told that what comes does not fit, here only."""
+    return uneven.all_gather_v(comm._group, torch.zeros(9), torch.zeros(1), 0)
+
+
+async def test_error_of_one_when_all_are_over() -> None:
+    async with loopback_world(2) as (a, b):
+        tensor = torch.ones(1)
+        work = together(a, [misfit(a), reduced(a, tensor), barrier(a)])
+        b.all_gather_v(None, torch.zeros(1))
+        assert not work.done(), "the others are not over yet"
+        await b.all_reduce(torch.ones(1))
+        await b.barrier()
+        assert work.done()
+        for _ in range(2):
+            with pytest.raises(PayloadError, match="output must have shape"):
+                await work
+        assert isinstance(work.exception(), PayloadError)
+        assert tensor.item() == 2
+        assert a.statistics() == (3, 0, 0)
+        await asyncio.gather(a.barrier(), b.barrier())  # the comm goes on
+
+
+async def test_the_first_of_several_errors() -> None:
+    async with loopback_world(1) as (comm,):
+
+        def failing(text: str) -> Call:
+            def place(*arguments: object) -> Sequence[Tensor]:
+                raise PayloadError(text)
+
+            return uneven.scatter_v(comm._group, None, [torch.zeros(1)], 0)._replace(place=place)
+
+        assert await together(comm, [failing("unasked"), barrier(comm)]) == "all", "nothing comes in a group of one"
+    async with loopback_world(2) as (a, b):
+        hub_of(a).hold()
+        calls = [barrier(a), *[uneven.all_gather_v(a._group, torch.zeros(n), torch.zeros(1), 0) for n in (7, 9)]]
+        work = together(a, calls)
+        b.barrier()
+        b.all_gather_v(None, torch.zeros(1))
+        b.all_gather_v(None, torch.zeros(1))
+        hub_of(a).release()
+        with pytest.raises(PayloadError, match=r"got \(7,\)"):
+            await work
+
+
+async def test_a_mismatch_breaks_the_comm() -> None:
+    async with loopback_world(2) as (a, b):
+        work = together(a, [barrier(a), barrier(a)])
+        b.barrier()
+        other = b.all_reduce(torch.ones(1))
+        for one in (work, other):
+            with pytest.raises(CollectiveMismatchError):
+                await one
+        assert "broken" in repr(a)
+
+
+async def test_deadline_names_the_operation_that_is_late() -> None:
+    async with loopback_world(3) as comms:
+        a, b, c = comms
+        work = together(a, [barrier(a), reduced(a, torch.ones(5))], timeout=0.03)
+        for comm in (b, c):
+            comm.barrier()
+        late = b.all_reduce(torch.ones(5))
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            await work
+        assert caught.value.op == AllReduce(torch.float32, 5, ReduceOp.SUM)
+        assert caught.value.seq == 1
+        assert caught.value.missing == (2,)
+        with pytest.raises(AbortedError, match=r"all_reduce\(float32\[5\], SUM\)"):
+            await late
+
+
+async def test_a_thread_that_waits_longer_than_the_loop_should_take() -> None:
+    """The loop is blocked, so the deadline is noticed by the thread that waits."""
+    async with loopback_world(2) as (a, b):
+        del b
+        work = together(a, [barrier(a), barrier(a)], timeout=0.05)
+        failed: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                work.wait()
+            except CollectiveTimeoutError as exc:
+                failed.append(exc)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        await asyncio.to_thread(thread.join)
+        assert len(failed) == 1
+
+
+async def test_abort() -> None:
+    async with loopback_world(2) as (a, b):
+        work = together(a, [barrier(a), reduced(a, torch.ones(1))])
+        b.barrier()
+        a.abort("enough")
+        assert work.done()
+        with pytest.raises(AbortedError, match="enough"):
+            await work
+        assert a.statistics().in_flight == 0
+        with pytest.raises(AbortedError, match="enough"):
+            together(a, [barrier(a), barrier(a)])
+
+
+async def test_abort_on_another_rank() -> None:
+    async with loopback_world(2) as (a, b):
+        work = together(a, [barrier(a), barrier(a)])
+        b.abort("over there")
+        with pytest.raises(AbortedError, match="aborted by rank 1: over there"):
+            await work
+
+
+async def test_a_closed_comm() -> None:
+    async with loopback_world(1) as (comm,):
+        calls = [barrier(comm), barrier(comm)]
+        await comm.aclose()
+        with pytest.raises(ClosedError):
+            together(comm, calls)
+        assert comm.statistics() == (0, 0, 0)
+
+
+async def test_closing_waits_for_all() -> None:
+    async with loopback_world(2) as (a, b):
+        work = together(a, [barrier(a), barrier(a)])
+        b.barrier()
+        closing = asyncio.ensure_future(a.aclose())
+        await asyncio.sleep(0.01)
+        assert not closing.done()
+        b.barrier()
+        await closing
+        assert await work == "all"
+
+
+async def test_a_batch_that_the_backend_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with loopback_world(1) as (comm,):
+        backend = comm.unsafe_get_backend()
+
+        def refuse(batch: object) -> None:
+            raise BackendError("not today")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "submit", refuse)
+            with pytest.raises(BackendError, match="not today"):
+                together(comm, [barrier(comm), barrier(comm)])
+        assert comm.statistics() == (0, 0, 0)
+        assert comm.barrier().seq == 0
+
+
+async def test_wrong_arguments_send_nothing() -> None:
+    async with loopback_world(1) as (comm,):
+        with pytest.raises(ValueError, match="timeout must be positive"):
+            together(comm, [barrier(comm), barrier(comm)], timeout=-1)
+        assert comm.statistics() == (0, 0, 0)
+
+
+async def test_handed_on_as_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with loopback_world(1) as (comm,):
+        backend = comm.unsafe_get_backend()
+        assert isinstance(backend, LoopbackBackend)
+        batches: list[int] = []
+        submit = backend.submit
+
+        def counting(batch: Sequence[Any]) -> None:
+            batches.append(len(batch))
+            submit(batch)
+
+        monkeypatch.setattr(backend, "submit", counting)
+        await together(comm, [barrier(comm) for _ in range(5)])
+        assert batches == [5]
+
+
+# -- threads, and being forgotten
+
+
+async def test_from_many_threads() -> None:
+    async with loopback_world(1) as (comm,):
+        works: list[Work[Any]] = []
+
+        def calls() -> None:
+            works.extend(together(comm, [barrier(comm), barrier(comm)]) for _ in range(100))
+
+        threads = [threading.Thread(target=calls) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        await asyncio.to_thread(lambda: [thread.join() for thread in threads])
+        assert sorted(work.seq for work in works) == list(range(0, 800, 2)), "no other comes in between"
+        assert comm.statistics() == (800, 0, 0)
+
+
+async def test_it_may_be_dropped_and_runs_on() -> None:
+    async with loopback_world(2) as (a, b):
+        tensors = [torch.ones(1), torch.ones(1)]
+        work = together(a, [reduced(a, x) for x in tensors], None)
+        gone = weakref.ref(work)
+        del work
+        gc.collect()
+        await b.all_reduce(torch.ones(1))
+        await b.all_reduce(torch.ones(1))
+        assert [x.item() for x in tensors] == [2, 2]
+        await a.aclose()
+        gc.collect()
+        assert gone() is None, "nothing keeps it"
+
+
+async def test_an_error_that_nobody_looks_at_is_reported_once() -> None:
+    reports: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: reports.append(context))
+    async with loopback_world(2) as (a, b):
+        together(a, [misfit(a), barrier(a)])
+        b.all_gather_v(None, torch.zeros(1))
+        await b.barrier()
+        gc.collect()
+        await asyncio.sleep(0)
+        assert [type(report["exception"]) for report in reports] == [PayloadError]
+
+
+async def test_an_error_that_somebody_looks_at_is_not_reported() -> None:
+    reports: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: reports.append(context))
+    async with loopback_world(2) as (a, b):
+        work = together(a, [misfit(a), misfit(a)])
+        b.all_gather_v(None, torch.zeros(1))
+        b.all_gather_v(None, torch.zeros(1))
+        with contextlib.suppress(PayloadError):
+            await work
+        del work
+        gc.collect()
+        await asyncio.sleep(0)
+        assert reports == []
