@@ -56,12 +56,10 @@ class Bulletin:
         return number
 
     async def look(self) -> list[dict[str, Any]]:
-        """What has been posted and not yet been seen, without waiting."""
-        items: list[dict[str, Any]] = []
-        number = self._read  # which moves on meanwhile
-        while await self._store.check([str(number)]):
-            items.append(json.loads(await self._store.get(str(number))))
-            number += 1
+        """What has been posted and not yet been seen; waits for items that are just being written."""
+        first = self._read  # which moves on meanwhile
+        count = await self._store.add("count", 0)
+        items = [json.loads(await self._store.get(str(number))) for number in range(first, count)]
         return [item for item in items if item["rank"] != self._rank]
 
     async def reply(self, number: int, **answer: Any) -> None:
