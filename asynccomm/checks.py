@@ -14,6 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from asynccomm.dtypes import COMPLEX, REAL, in_reals
 from asynccomm.reduce_op import ReduceOp
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "check_length",
     "check_list",
     "check_numel",
+    "check_pair",
     "check_rank",
     "check_reduction",
     "check_several",
@@ -42,8 +44,6 @@ __all__ = [
 ]
 
 MAX_TAG = 2**28 - 2  # gloo has 31 bits: one is its own, two are for channels, and one tag for ending a group
-REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
-COMPLEX = {real: pair for pair, real in REAL.items()}
 
 
 @final
@@ -148,12 +148,19 @@ def one_dtype(names: Sequence[str], tensors: Sequence[Tensor]) -> list[Tensor]:
         check_dtype(name, tensor, names[0], tensors[0])
     reals = []
     for name, tensor in zip(names, tensors, strict=True):
-        if tensor.is_complex():
-            if tensor.is_conj():
-                raise ValueError(f"{name} is lazily conjugated, and cannot go with a real one: pass resolve_conj()")
-            tensor = torch.view_as_real(tensor.detach())
-        reals.append(tensor)
+        if tensor.is_conj():
+            raise ValueError(f"{name} is lazily conjugated, and cannot go with a real one: pass resolve_conj()")
+        reals.append(in_reals(tensor))
     return reals
+
+
+def check_pair(group: Group, output: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
+    """An output that was given, and its input: both as one dtype."""
+    check_tensor(group, "output", output, written=True)
+    if output.dtype == input.dtype:
+        return output, input
+    output, input = one_dtype(["output", "input"], [output, input])
+    return output, input
 
 
 def check_numel(name: str, tensor: Tensor, expected: int, why: str) -> None:

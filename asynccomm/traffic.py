@@ -6,6 +6,7 @@ What follows happens elsewhere: the backend settles the Work, ``deadlines`` noti
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import threading
 import weakref
@@ -33,7 +34,7 @@ class CommStatistics(NamedTuple):
     bytes_in_flight: int  #: bytes of the larger side (inputs or outputs) of those
 
 
-class Traffic:
+class Traffic(abc.ABC):
     """Submits and counts. What ends a comm is for :class:`~asynccomm.session.Session`.
 
     Args:
@@ -244,17 +245,17 @@ class Traffic:
             again = type(error)(*error.args)  # a fresh one: the first is what the pending Works raise
             raise again from error
 
+    @abc.abstractmethod
     def _overdue(self, work: Work[Any]) -> None:
         """A thread has waited for ``work`` for longer than the loop, which must be blocked, should have let it."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _expired(self, work: Work[Any]) -> None:
         """``work`` is past its deadline. On the loop."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run it in a task, which closing waits for. On the loop."""
-        raise NotImplementedError
 
 
 @final

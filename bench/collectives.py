@@ -25,7 +25,7 @@ import torch
 from mpi_peer import MpiRanks, mpi_ranks, why_not
 from operations import NO_FUTURE, OPS, SIZES, Op, floats, one_way
 from report import Row, print_rows, write_rows
-from rounds import ROUNDS, Body, in_turns, start_ranks, timed
+from rounds import Body, arguments, in_turns, start_ranks, timed
 from torch import distributed as dist
 
 from asynccomm.comm import Comm
@@ -116,13 +116,9 @@ def parse() -> argparse.Namespace:
         return text.split(",")
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--backend", default="auto")
+    arguments(parser, SIZES)
     parser.add_argument("--peers", type=words, default=["gloo", "gloo-future"], help=f"of {','.join(PEERS)}")
     parser.add_argument("--ops", type=words, default=list(OPS), help=f"of {','.join(OPS)}")
-    parser.add_argument("--sizes", type=lambda text: [int(s) for s in text.split(",")], default=SIZES, help="in bytes")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--json", help="file to write the rows to")
     args = parser.parse_args()
     for name, known in (("ops", list(OPS)), ("peers", PEERS)):
         for value in getattr(args, name):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from operations import floats, uneven
 from report import print_table, write_rows
-from rounds import ROUNDS, in_turns, start_ranks, timed
+from rounds import arguments, in_turns, start_ranks, timed
 from torch import Tensor
 from torch import distributed as dist
 
@@ -229,12 +229,8 @@ async def measure_all(args: argparse.Namespace) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--backend", default="auto")
+    arguments(parser)
     parser.add_argument("--only", default="", help="forms whose name contains this")
-    parser.add_argument("--sizes", type=lambda text: [int(s) for s in text.split(",")], help="in bytes")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--json", help="file to write the rows to")
     args = parser.parse_args()
     if not any(args.only in case.form for case in CASES):
         parser.error(f"argument --only: no form contains {args.only!r}; there are {', '.join(c.form for c in CASES)}")

@@ -2,7 +2,8 @@
 
     python bench/hints.py --backend gloo --hint gloo_threads=1,2 --op all_reduce --sizes 1048576,67108864 --ranks 2
 
-A row per size, a column per value; medians over rounds of rank 0's microseconds for one operation.
+A row per size, a column per value; medians over rounds of rank 0's microseconds for one operation. Without
+--backend, it is measured on the one that knows the hint.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from operations import OPS, SIZES, Op, floats, one_way
 from report import print_table, write_rows
-from rounds import ROUNDS, Body, in_turns, start_ranks, timed
+from rounds import Body, arguments, in_turns, start_ranks, timed
 
 from asynccomm.backends.registry import backend_names, load_backend
 from asynccomm.comm import Comm
@@ -97,13 +98,9 @@ def parse() -> argparse.Namespace:
         return key, list(dict.fromkeys(values.split(",")))
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--backend", default="auto", help="default: the one that knows the hint")
+    arguments(parser, SIZES)
     parser.add_argument("--hint", type=assignment, required=True, metavar="KEY=VALUE,...", help="what to sweep")
     parser.add_argument("--op", default="all_reduce", choices=list(OPS))
-    parser.add_argument("--sizes", type=lambda text: [int(s) for s in text.split(",")], default=SIZES, help="in bytes")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--json", help="file to write the rows to")
     args = parser.parse_args()
     key, values = args.hint
     known = {name: load_backend(name, CPU) for name in backend_names()}

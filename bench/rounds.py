@@ -6,18 +6,19 @@ wake caches and spinning strategies after the others' turns. Rank 0's times are 
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import torch
 from report import median
 
 from asynccomm.comm import Comm
 
-__all__ = ["ROUNDS", "Body", "in_turns", "start_ranks", "timed"]
+__all__ = ["Body", "arguments", "in_turns", "start_ranks", "timed"]
 
 BUDGET = 0.06  # seconds that one contender may take per round, as far as a first estimate can tell
 LEAST, MOST = 3, 1000  # operations per round
@@ -25,6 +26,15 @@ ROUNDS = 9  # unless a bench is told otherwise
 
 Body = Callable[[int], Awaitable[float]]
 """Runs an operation that many times, each awaited before the next, and returns the seconds that they took."""
+
+
+def arguments(parser: argparse.ArgumentParser, sizes: Sequence[int] | None = None) -> None:
+    """Add what every bench of rounds takes; None: each case has sizes of its own."""
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--sizes", type=lambda text: [int(s) for s in text.split(",")], default=sizes, help="in bytes")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--json", help="file to write the rows to")
 
 
 def start_ranks(ranks: int) -> None:

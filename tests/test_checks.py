@@ -20,20 +20,22 @@ from hypothesis import strategies as st
 
 from asynccomm.checks import (
     MAX_TAG,
-    REAL,
     Group,
     check_dtype,
+    check_pair,
     counts_of,
     divided,
     one_dtype,
     overlaps_itself,
     times,
 )
+from asynccomm.dtypes import REAL
 from asynccomm.ops import Recv, Send
 from asynccomm.reduce_op import ReduceOp
 from tests.methods.uses import (
     COALESCED,
     DIMS,
+    GROUP,
     LISTS,
     RANKS,
     REDUCTIONS,
@@ -381,11 +383,6 @@ def test_a_factor_is_read_at_the_call(use: Reduction) -> None:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_complex_goes_with_its_own_reals() -> None:
-    assert dict(REAL) == {
-        torch.complex32: torch.float16,
-        torch.complex64: torch.float32,
-        torch.complex128: torch.float64,
-    }
     for pair, real in REAL.items():
         for dtype in (pair, real):
             check_dtype("a", t(2, dtype=dtype), "b", t(2, dtype=pair))
@@ -474,3 +471,20 @@ def test_views_do_not_overlap(data: st.DataObject) -> None:
     assume(tensor.numel())
     assert not brute_force(tensor.shape, tensor.stride())
     assert not overlaps_itself(tensor)
+
+
+def test_an_output_and_its_input_as_one_dtype() -> None:
+    output, source = t(4), t(2)
+    target, same = check_pair(GROUP, output, source)
+    assert target is output
+    assert same is source
+    pairs = t(2, dtype=torch.complex64)
+    target, reals = check_pair(GROUP, output, pairs)
+    assert target is output
+    assert (reals.dtype, reals.data_ptr()) == (torch.float32, pairs.data_ptr())
+    target, reals = check_pair(GROUP, pairs, source)
+    assert (target.dtype, target.data_ptr()) == (torch.float32, pairs.data_ptr())
+    assert fails(ValueError, check_pair, GROUP, output, t(2, dtype=torch.int8)) == (
+        "input has dtype torch.int8, but output has torch.float32"
+    )
+    assert "output overlaps itself" in fails(ValueError, check_pair, GROUP, torch.zeros(1).expand(3), source)

@@ -12,8 +12,8 @@ PACKAGE = ROOT / "asynccomm"
 
 # Every module, lowest first; an import may only point to a line above. Packages' __init__ stand where they may be used.
 LAYERS = [
-    "version reduce_op checks ops.base ops.reductions ops.moves ops.messages ops.parcels ops ops.along ops.several",
-    "errors ops.uneven news options mailbox work deadlines",
+    "version dtypes reduce_op checks ops.base ops.reductions ops.moves ops.messages ops.parcels ops ops.along",
+    "ops.several errors ops.uneven news options mailbox work deadlines",
     "store store.base store.codec store.wait_line store.client store.memory store.torch_store store.host",
     "store.rendezvous",
     "backends backends.arithmetic backends.base backends.matching backends.loopback",

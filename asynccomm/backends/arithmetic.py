@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from asynccomm.checks import REAL
+from asynccomm.dtypes import REAL, in_reals
 from asynccomm.reduce_op import RedOpType, ReduceOp
 
 __all__ = ["accumulator", "combine", "flat", "is_plain", "landing", "narrow", "plain", "resolved", "widen", "write"]
@@ -91,7 +91,7 @@ def widen(tensor: Tensor, reduction: ReduceOp) -> Tensor:
             values = values.to(torch.complex64)
         values = (values * factor).to(values.dtype)
     if values.is_complex():
-        values = torch.view_as_real(values).reshape(-1)
+        values = in_reals(values).view(-1)
     if values.dtype == torch.bool:
         return values.view(torch.uint8)
     if values.dtype == torch.uint64:

@@ -149,7 +149,7 @@ class Hub:
             if not recv.op.takes(send.op):
                 self._report(CollectiveMismatchError(send.work.seq, source, str(send.op), destination, str(recv.op)))
                 return
-            _put(recv.outputs[0], send.inputs[0])
+            _fill(recv.outputs, _flat(send.inputs))
             recv.work.settle()
         recv.work.source = source
         send.work.settle()
@@ -292,11 +292,7 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 def _fill(outputs: Sequence[Tensor], data: Tensor) -> None:
     """Bring bytes to where they belong."""
     for output, part in zip(outputs, torch.split(data, [output.nbytes for output in outputs]), strict=True):
-        _put(output, part.clone().view(output.dtype))  # a clone, for its alignment
-
-
-def _put(output: Tensor, source: Tensor) -> None:
-    arithmetic.write(output, source.detach().reshape(output.shape))
+        arithmetic.write(output, part.clone().view(output.dtype).view(output.shape))  # a clone, for its alignment
 
 
 @final

@@ -10,6 +10,7 @@ What is common to all of them:
   must not overlap itself (``expand``);
 - all tensors of one call have one dtype, except that a complex one and one of its real type go together: a complex
   number counts as two elements then;
+- what is only moved is described in reals, so ranks may differ in which of the two they have;
 - where one tensor stands for all ranks ("single" forms) only the number of elements counts and the flat, row-major
   order: ``(size * n, ...)`` (concatenated) and ``(size, n, ...)`` (stacked) are the same;
 - a rank is anything with ``__index__`` except a bool.

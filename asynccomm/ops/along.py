@@ -22,7 +22,7 @@ from asynccomm.checks import (
     counts_of,
     empty,
 )
-from asynccomm.ops.base import Call, layout_of
+from asynccomm.ops.base import Call, layout_of_shares, moved
 from asynccomm.ops.moves import AllGather, AllGatherSingle, AllToAll, Gather, Scatter
 from asynccomm.ops.reductions import ReduceScatter, ReduceScatterSingle
 
@@ -49,8 +49,7 @@ def all_gather_single(group: Group, output: Tensor | None, input: Tensor, dim: S
         return AllGatherSingle.of(group, output, input)
     output = whole_of(group, "output", output, "input", input, _with(shape, along, group.size * shape[along]))
     views = parts_along(output, along, [shape[along]] * group.size)
-    op = AllGather(input.dtype, input.numel(), layout=_layout(along, ()))
-    return Call(op, (input,), views, output)
+    return Call(AllGather.of_counts(input.dtype, [input.numel()], along), (input,), views, output)
 
 
 def all_gather_v(group: Group, output: Tensor | None, input: Tensor, sizes: object, dim: SupportsIndex) -> Call:
@@ -65,10 +64,9 @@ def all_gather_v(group: Group, output: Tensor | None, input: Tensor, sizes: obje
         )
     output = whole_of(group, "output", output, "input", input, _with(input.shape, along, sum(extents)))
     if along == 0 and len(set(extents)) == 1:
-        return Call(AllGatherSingle(input.dtype, input.numel()), (input,), (output,), output)
+        return Call(AllGatherSingle(*moved(input.dtype, input.numel())), (input,), (output,), output)
     views = parts_along(output, along, extents)
-    numel, counts = counts_of([view.numel() for view in views])
-    op = AllGather(input.dtype, numel, layout=_layout(along, counts), counts=counts)
+    op = AllGather.of_counts(input.dtype, [view.numel() for view in views], along)
     return Call(op, (input,), views, output)
 
 
@@ -110,7 +108,7 @@ def _reduce_scatter(
         return Call(ReduceScatterSingle(input.dtype, output.numel(), reduction), (input,), (output,), output)
     views = parts_along(input, along, extents)
     numel, counts = counts_of([view.numel() for view in views])
-    value = ReduceScatter(input.dtype, numel, reduction, layout=_layout(along, counts), counts=counts)
+    value = ReduceScatter(input.dtype, numel, reduction, layout=layout_of_shares(counts, along), counts=counts)
     return Call(value, views, (output,), output)
 
 
@@ -119,7 +117,7 @@ def gather_single(group: Group, output: Tensor | None, input: Tensor, root: Supp
     rank = check_rank(group, "root", root)
     check_tensor(group, "input", input)
     shape, along = _shape(input, dim)
-    op = Gather(input.dtype, input.numel(), rank, layout=_layout(along, ()))
+    op = Gather(*moved(input.dtype, input.numel()), rank, layout=layout_of_shares((), along))
     if rank != group.rank:
         if output is not None:
             raise ValueError(_not_here("output", group, rank, output))
@@ -151,7 +149,7 @@ def scatter_single(
         )
     part = input.shape[along] // group.size
     output = whole_of(group, "output", output, "input", input, _with(input.shape, along, part))
-    op = Scatter(input.dtype, output.numel(), rank)
+    op = Scatter(*moved(input.dtype, output.numel()), rank)
     return Call(op, parts_along(input, along, [part] * group.size), (output,), output)
 
 
@@ -168,7 +166,7 @@ def all_to_all_v_single(
         )
     output = room_for_rows(group, output, input, sum(receives))
     row = input[0:1].numel() if input.shape[0] else input.shape[1:].numel()
-    op = AllToAll(input.dtype, tuple([n * row for n in sends]), tuple([n * row for n in receives]))
+    op = AllToAll.of_counts(input.dtype, [n * row for n in sends], [n * row for n in receives])
     return Call(op, parts_along(input, 0, sends), parts_along(output, 0, receives), output)
 
 
@@ -238,13 +236,6 @@ def _not_here(name: str, group: Group, root: int, value: object) -> str:
     return (
         f"{name} must be None off the root: this is rank {group.rank}, the root is {root}, got {type(value).__name__}"
     )
-
-
-def _layout(dim: int, counts: Sequence[int]) -> int:
-    """So that ranks which mean different dimensions see it; along dim 0 it is that of a list."""
-    if dim:
-        return layout_of([dim, *counts])
-    return layout_of(counts) if counts else 0
 
 
 def _with(shape: Sequence[int], dim: int, extent: int) -> list[int]:

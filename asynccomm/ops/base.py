@@ -15,7 +15,20 @@ from typing import Any, ClassVar, NamedTuple, Protocol, final
 import torch
 from torch import Tensor
 
-__all__ = ["Call", "Op", "Parcel", "Place", "TensorOp", "Together", "described", "layout_of"]
+from asynccomm.dtypes import REAL
+
+__all__ = [
+    "Call",
+    "Op",
+    "Parcel",
+    "Place",
+    "TensorOp",
+    "Together",
+    "described",
+    "layout_of",
+    "layout_of_shares",
+    "moved",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +54,8 @@ class TensorOp(Op):
 
     ``numel`` are the elements of one rank's share: its input, or with reduce_scatter and scatter its output. A share
     may be several tensors, which count as one vector; ``layout`` then tells apart how it is divided, and where ranks
-    have shares of their own size, these (0: one tensor, and all alike). See :func:`layout_of`.
+    have shares of their own size, these (0: one tensor, and all alike): see :func:`layout_of`. What is only moved is
+    described in reals: see :func:`moved`.
     """
 
     dtype: torch.dtype
@@ -110,6 +124,21 @@ class Call(NamedTuple):
 def layout_of(numbers: Sequence[int]) -> int:
     """A number of 24 bits, never 0, that other lists of numbers hardly share."""
     return zlib.crc32(array("Q", numbers).tobytes()) % 0xFFFFFF + 1
+
+
+def layout_of_shares(counts: Sequence[int], dim: int = 0) -> int:
+    """The layout of shares along ``dim``, so that ranks which mean different dimensions see it.
+
+    Along dim 0 it is that of a list. ``counts`` are empty if all shares are equal.
+    """
+    numbers = [dim, *counts] if dim else counts
+    return layout_of(numbers) if numbers else 0
+
+
+def moved(dtype: torch.dtype, numel: int) -> tuple[torch.dtype, int]:
+    """How elements that are only moved are described: complex ones as reals, which other ranks may have instead."""
+    real = REAL.get(dtype)
+    return (dtype, numel) if real is None else (real, 2 * numel)
 
 
 def described(op: TensorOp, counts: Sequence[int] = ()) -> str:

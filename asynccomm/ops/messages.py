@@ -8,7 +8,7 @@ from typing import SupportsIndex, final
 from torch import Tensor
 
 from asynccomm.checks import Group, check_rank, check_tag, check_tensor
-from asynccomm.ops.base import Call, TensorOp, described
+from asynccomm.ops.base import Call, TensorOp, described, moved
 
 __all__ = ["Recv", "Send"]
 
@@ -27,7 +27,7 @@ class Send(TensorOp):
     def of(cls, group: Group, tensor: Tensor, dst: SupportsIndex, tag: SupportsIndex) -> Call:
         rank = check_rank(group, "dst", dst)
         check_tensor(group, "tensor", tensor)
-        return Call(cls(tensor.dtype, tensor.numel(), rank, check_tag(tag)), (tensor,), (), tensor)
+        return Call(cls(*moved(tensor.dtype, tensor.numel()), rank, check_tag(tag)), (tensor,), (), tensor)
 
     def __str__(self) -> str:
         return f"send({described(self)}, dst={self.peer}, tag={self.tag})"
@@ -47,7 +47,7 @@ class Recv(TensorOp):
     def of(cls, group: Group, tensor: Tensor, src: SupportsIndex | None, tag: SupportsIndex) -> Call:
         rank = None if src is None else check_rank(group, "src", src)
         check_tensor(group, "tensor", tensor, written=True)
-        return Call(cls(tensor.dtype, tensor.numel(), rank, check_tag(tag)), (), (tensor,), tensor)
+        return Call(cls(*moved(tensor.dtype, tensor.numel()), rank, check_tag(tag)), (), (tensor,), tensor)
 
     def takes(self, send: Send) -> bool:
         """Whether a message sent so fits into this receive."""

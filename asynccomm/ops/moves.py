@@ -14,6 +14,7 @@ from asynccomm.checks import (
     as_list,
     check_list,
     check_numel,
+    check_pair,
     check_rank,
     check_several,
     check_tensor,
@@ -22,7 +23,7 @@ from asynccomm.checks import (
     one_dtype,
     times,
 )
-from asynccomm.ops.base import Call, Op, TensorOp, described, layout_of
+from asynccomm.ops.base import Call, Op, TensorOp, described, layout_of, layout_of_shares, moved
 
 __all__ = [
     "AllGather",
@@ -49,7 +50,7 @@ class Broadcast(TensorOp):
         rank = check_rank(group, "root", root)
         mine = rank == group.rank
         check_tensor(group, "tensor", tensor, written=not mine)
-        op = cls(tensor.dtype, tensor.numel(), rank)
+        op = cls(*moved(tensor.dtype, tensor.numel()), rank)
         return Call(op, (tensor,) if mine else (), () if mine else (tensor,), tensor)
 
     @classmethod
@@ -84,14 +85,19 @@ class AllGather(TensorOp):
         check_tensor(group, "tensor", tensor)
         if tensor_list is None:
             outputs: Sequence[Tensor] = [empty_like(tensor) for _ in range(group.size)]
-            return Call(cls(tensor.dtype, tensor.numel()), (tensor,), tuple(outputs), outputs)
+            return Call(cls(*moved(tensor.dtype, tensor.numel())), (tensor,), tuple(outputs), outputs)
         outputs, source, numels = check_list(group, "tensor_list", tensor_list, tensor, "tensor", written=True)
         mine = numels[group.rank]
         if mine != source.numel():
             check_numel("tensor", source, mine, f"as many as tensor_list[{group.rank}]")
-        numel, counts = counts_of(numels)
-        op = cls(source.dtype, numel, layout=layout_of(counts) if counts else 0, counts=counts)
-        return Call(op, (source,), tuple(outputs), tensor_list)
+        return Call(cls.of_counts(source.dtype, numels), (source,), tuple(outputs), tensor_list)
+
+    @classmethod
+    def of_counts(cls, dtype: torch.dtype, numels: Sequence[int], dim: int = 0) -> AllGather:
+        """``numels[r]`` elements from each rank r, which go along ``dim``."""
+        real, each = moved(dtype, 1)
+        numel, counts = counts_of([each * n for n in numels])
+        return cls(real, numel, layout=layout_of_shares(counts, dim), counts=counts)
 
     @classmethod
     def of_several(cls, group: Group, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> Call:
@@ -119,14 +125,11 @@ class AllGatherSingle(TensorOp):
         if output is None:
             output = target = input.new_empty(times(input.shape, group.size), requires_grad=False)
         else:
-            check_tensor(group, "output", output, written=True)
-            target = output
-            if output.dtype != input.dtype:
-                target, source = one_dtype(["output", "input"], [output, input])
+            target, source = check_pair(group, output, input)
             numel = group.size * source.numel()
             if target.numel() != numel:
                 check_numel("output", target, numel, f"{group.size} (ranks) x {source.numel()} (input)")
-        return Call(cls(source.dtype, source.numel()), (source,), (target,), output)
+        return Call(cls(*moved(source.dtype, source.numel())), (source,), (target,), output)
 
     def __str__(self) -> str:
         return f"all_gather_single({described(self)})"
@@ -155,7 +158,7 @@ class Scatter(TensorOp):
             _check_even("input_list", inputs, numels, target.numel(), "output")
         elif input_list is not None and len(as_list("input_list", input_list)):
             raise ValueError(_not_here("input_list", group, rank, input_list))
-        return Call(cls(target.dtype, target.numel(), rank), tuple(inputs), (target,), output)
+        return Call(cls(*moved(target.dtype, target.numel()), rank), tuple(inputs), (target,), output)
 
     def __str__(self) -> str:
         return f"scatter({described(self)}, root={self.root})"
@@ -185,7 +188,7 @@ class Gather(TensorOp):
                 result = output_list
         elif output_list is not None and len(as_list("output_list", output_list)):
             raise ValueError(_not_here("output_list", group, rank, output_list))
-        return Call(cls(source.dtype, source.numel(), rank), (source,), tuple(outputs), result)
+        return Call(cls(*moved(source.dtype, source.numel()), rank), (source,), tuple(outputs), result)
 
     def __str__(self) -> str:
         return f"gather({described(self)}, root={self.root})"
@@ -205,10 +208,7 @@ class AllToAllSingle(TensorOp):
         if output is None:
             output = target = empty_like(input)
         else:
-            check_tensor(group, "output", output, written=True)
-            target = output
-            if output.dtype != input.dtype:
-                target, source = one_dtype(["output", "input"], [output, input])
+            target, source = check_pair(group, output, input)
             if target.numel() != source.numel():
                 check_numel("output", target, source.numel(), "as many as input")
         if input.numel() % group.size:
@@ -216,7 +216,7 @@ class AllToAllSingle(TensorOp):
                 f"input must divide evenly among {group.size} ranks, got {input.numel()} elements "
                 f"(shape {tuple(input.shape)})"
             )
-        return Call(cls(source.dtype, source.numel()), (source,), (target,), output)
+        return Call(cls(*moved(source.dtype, source.numel())), (source,), (target,), output)
 
     def __str__(self) -> str:
         return f"all_to_all_single({described(self)})"
@@ -246,11 +246,18 @@ class AllToAll(Op):
             names = [f"{name}[{i}]" for name in ("output_list", "input_list") for i in range(group.size)]
             everything = one_dtype(names, everything)
             outputs, inputs = everything[: group.size], everything[group.size :]
-        sends, receives = tuple([t.numel() for t in inputs]), tuple([t.numel() for t in outputs])
+        sends, receives = [t.numel() for t in inputs], [t.numel() for t in outputs]
         if sends[group.rank] != receives[group.rank]:
             own = f"output_list[{group.rank}]"
             check_numel(own, outputs[group.rank], sends[group.rank], f"as many as input_list[{group.rank}]")
-        return Call(cls(everything[0].dtype, sends, receives), tuple(inputs), tuple(outputs), output_list)
+        op = cls.of_counts(everything[0].dtype, sends, receives)
+        return Call(op, tuple(inputs), tuple(outputs), output_list)
+
+    @classmethod
+    def of_counts(cls, dtype: torch.dtype, sends: Sequence[int], receives: Sequence[int]) -> AllToAll:
+        """So many elements of ``dtype`` for each rank, and from each."""
+        real, each = moved(dtype, 1)
+        return cls(real, tuple([each * n for n in sends]), tuple([each * n for n in receives]))
 
     def fits(self, other: Op) -> bool:
         return type(other) is AllToAll and self.dtype == other.dtype

@@ -14,15 +14,15 @@ from asynccomm.checks import (
     check_length,
     check_list,
     check_numel,
+    check_pair,
     check_rank,
     check_reduction,
     check_tensor,
     counts_of,
     divided,
     empty_like,
-    one_dtype,
 )
-from asynccomm.ops.base import Call, Op, TensorOp, described, layout_of
+from asynccomm.ops.base import Call, Op, TensorOp, described, layout_of, layout_of_shares
 from asynccomm.reduce_op import ReduceOp
 
 __all__ = ["AllReduce", "Reduce", "ReduceScatter", "ReduceScatterSingle"]
@@ -125,9 +125,8 @@ class ReduceScatter(TensorOp):
         if mine != target.numel():
             check_numel("output", target, mine, f"as many as input_list[{group.rank}]")
         numel, counts = counts_of(numels)
-        layout = layout_of(counts) if counts else 0
         reduction = check_reduction(op, target.dtype, paired=inputs is not input_list)
-        value = cls(target.dtype, numel, reduction, layout=layout, counts=counts)
+        value = cls(target.dtype, numel, reduction, layout=layout_of_shares(counts), counts=counts)
         return Call(value, tuple(inputs), (target,), output)
 
     @classmethod
@@ -162,10 +161,7 @@ class ReduceScatterSingle(TensorOp):
         if output is None:
             output = target = input.new_empty(divided("input", input, group.size), requires_grad=False)
         else:
-            check_tensor(group, "output", output, written=True)
-            target = output
-            if output.dtype != input.dtype:
-                target, source = one_dtype(["output", "input"], [output, input])
+            target, source = check_pair(group, output, input)
             numel = group.size * target.numel()
             if source.numel() != numel:
                 check_numel("input", source, numel, f"{group.size} (ranks) x {target.numel()} (output)")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from asynccomm.checks import Group, as_list, check_dim, check_numel, check_rank, check_several, check_tensor, empty
+from asynccomm.dtypes import BY_NAME
 from asynccomm.errors import PayloadError
 from asynccomm.ops.along import parts_along, room_for_rows, rows_to_send
 from asynccomm.ops.base import Call, Parcel
@@ -23,7 +24,6 @@ from asynccomm.ops.several import as_many, one_extent
 
 __all__ = ["all_gather_v", "all_gather_v_coalesced", "all_to_all", "all_to_all_v_single", "gather_v", "scatter_v"]
 
-_DTYPES: Final = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _ROWS: Final = struct.Struct("=QI")  # extent along the dimension, checksum of dtype and the other dimensions
 
 
@@ -291,7 +291,7 @@ class _Shaped:
     def place(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
         try:
             name, *shape = json.loads(head)
-            dtype, numel = _DTYPES[name], torch.Size(shape).numel()
+            dtype, numel = BY_NAME[name], torch.Size(shape).numel()
         except (ValueError, TypeError, KeyError, RuntimeError, RecursionError) as exc:
             raise PayloadError(f"rank {source} sent no description of a tensor: {head[:100]!r}") from exc
         if numel * dtype.itemsize != lengths[source] or min([0, *shape]) < 0:

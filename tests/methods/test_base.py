@@ -18,7 +18,7 @@ from asynccomm.methods.messages import Messages
 from asynccomm.methods.uneven import UnevenCollectives
 from asynccomm.ops import Together
 from asynccomm.testing.local import loopback_world
-from tests.methods.uses import GOOD, RANK, SIZE, WRONG, good, t
+from tests.methods.uses import GOOD, RANK, WRONG, good, t
 
 THEMES = (Collectives, UnevenCollectives, CoalescedCollectives, Messages)
 
@@ -48,16 +48,15 @@ async def works_still(comms: list[Comm]) -> None:
 
 
 @pytest.mark.parametrize("method", [*GOOD, "batch"])
-async def test_nothing_is_sent_when_an_argument_is_wrong(method: str) -> None:
-    async with loopback_world(SIZE) as comms:
-        comm = comms[RANK]
-        for what, error, name, call in WRONG:
-            if what.split(" ")[0].rstrip(",:") == method:
-                with pytest.raises(error, match=f"^{name.split('[')[0]}"):
-                    call(comm)
-                assert comm.statistics() == (0, 0, 0), what
-        await works_still(comms)
-        assert comm.statistics() == (1, 0, 0)
+async def test_nothing_is_sent_when_an_argument_is_wrong(comms: list[Comm], method: str) -> None:
+    comm = comms[RANK]
+    for what, error, name, call in WRONG:
+        if what.split(" ")[0].rstrip(",:") == method:
+            with pytest.raises(error, match=f"^{name.split('[')[0]}"):
+                call(comm)
+            assert comm.statistics() == (0, 0, 0), what
+    await works_still(comms)
+    assert comm.statistics() == (1, 0, 0)
 
 
 BAD_KEYWORDS: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -73,71 +72,65 @@ BAD_KEYWORDS: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @good
-async def test_timeouts_and_hints_are_checked(use: Callable[..., Any]) -> None:
-    async with loopback_world(SIZE) as comms:
-        for keywords, error, text in BAD_KEYWORDS:
-            with pytest.raises(error) as caught:
-                use(comms[RANK], **keywords)
-            assert str(caught.value) == text
-            assert comms[RANK].statistics() == (0, 0, 0)
-
-
-@good
-async def test_a_timeout_and_hints_are_taken(use: Callable[..., Any]) -> None:
-    async with loopback_world(SIZE) as comms:
-        work = use(comms[RANK], timeout=timedelta(minutes=2), hints={"unknown": "ignored"})
-        assert work.timeout == 120
-        assert use(comms[RANK]).timeout == comms[RANK].options.timeout
-        assert use(comms[RANK], timeout=float("inf")).timeout == float("inf")
-        comms[RANK].abort()
-        with pytest.raises(AbortedError):
-            await work
-
-
-@pytest.mark.parametrize("method", ["all_reduce", "all_gather_v", "all_reduce_coalesced", "recv"])
-async def test_a_timeout_is_kept(method: str) -> None:
-    async with loopback_world(SIZE) as comms:
-        work = GOOD[method](comms[RANK], timeout=0.03)
-        with pytest.raises(CollectiveTimeoutError) as caught:
-            await work
-        named = caught.value.op
-        assert named == work.op or named in work.op.ops
-        assert caught.value.timeout == 0.03
-
-
-@good
-async def test_a_closed_comm_takes_nothing(use: Callable[..., Any]) -> None:
-    async with loopback_world(SIZE) as comms:
-        await comms[RANK].aclose()
-        with pytest.raises(ClosedError, match="comm 'test' is closed"):
-            use(comms[RANK])
+async def test_timeouts_and_hints_are_checked(comms: list[Comm], use: Callable[..., Any]) -> None:
+    for keywords, error, text in BAD_KEYWORDS:
+        with pytest.raises(error) as caught:
+            use(comms[RANK], **keywords)
+        assert str(caught.value) == text
         assert comms[RANK].statistics() == (0, 0, 0)
 
 
 @good
-async def test_an_aborted_comm_says_why(use: Callable[..., Any]) -> None:
-    async with loopback_world(SIZE) as comms:
-        comms[RANK].abort("enough")
-        with pytest.raises(AbortedError, match="enough"):
-            use(comms[RANK])
+async def test_a_timeout_and_hints_are_taken(comms: list[Comm], use: Callable[..., Any]) -> None:
+    work = use(comms[RANK], timeout=timedelta(minutes=2), hints={"unknown": "ignored"})
+    assert work.timeout == 120
+    assert use(comms[RANK]).timeout == comms[RANK].options.timeout
+    assert use(comms[RANK], timeout=float("inf")).timeout == float("inf")
+    comms[RANK].abort()
+    with pytest.raises(AbortedError):
+        await work
+
+
+@pytest.mark.parametrize("method", ["all_reduce", "all_gather_v", "all_reduce_coalesced", "recv"])
+async def test_a_timeout_is_kept(comms: list[Comm], method: str) -> None:
+    work = GOOD[method](comms[RANK], timeout=0.03)
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        await work
+    named = caught.value.op
+    assert named == work.op or named in work.op.ops
+    assert caught.value.timeout == 0.03
 
 
 @good
-async def test_works_carry_numbers_and_descriptions(use: Callable[..., Any]) -> None:
-    async with loopback_world(SIZE) as comms:
-        comm = comms[RANK]
-        work = use(comm)
-        assert work.seq == 0
-        parts = len(work.op.ops) if isinstance(work.op, Together) else 1
-        assert comm.statistics().submitted == comm.statistics().in_flight == parts
-        again = use(comm)
-        assert again.seq == parts
-        assert again.op == work.op
-        assert str(work.op) in repr(work)
-        comm.abort()
-        for one in (work, again):
-            with pytest.raises(AbortedError):
-                await one
+async def test_a_closed_comm_takes_nothing(comms: list[Comm], use: Callable[..., Any]) -> None:
+    await comms[RANK].aclose()
+    with pytest.raises(ClosedError, match="comm 'test' is closed"):
+        use(comms[RANK])
+    assert comms[RANK].statistics() == (0, 0, 0)
+
+
+@good
+async def test_an_aborted_comm_says_why(comms: list[Comm], use: Callable[..., Any]) -> None:
+    comms[RANK].abort("enough")
+    with pytest.raises(AbortedError, match="enough"):
+        use(comms[RANK])
+
+
+@good
+async def test_works_carry_numbers_and_descriptions(comms: list[Comm], use: Callable[..., Any]) -> None:
+    comm = comms[RANK]
+    work = use(comm)
+    assert work.seq == 0
+    parts = len(work.op.ops) if isinstance(work.op, Together) else 1
+    assert comm.statistics().submitted == comm.statistics().in_flight == parts
+    again = use(comm)
+    assert again.seq == parts
+    assert again.op == work.op
+    assert str(work.op) in repr(work)
+    comm.abort()
+    for one in (work, again):
+        with pytest.raises(AbortedError):
+            await one
 
 
 async def test_one_call_is_no_batch() -> None:

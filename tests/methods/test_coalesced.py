@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import pytest_asyncio
 import torch
 from torch import Tensor
 
 from asynccomm import CollectiveMismatchError, Comm, ReduceOp
-from asynccomm.testing.local import loopback_world
-
-SIZE = 3
-
-
-@pytest_asyncio.fixture(name="comms")
-async def world() -> AsyncIterator[list[Comm]]:
-    async with loopback_world(SIZE) as comms:
-        yield comms
-
-
-async def on_all(comms: list[Comm], call: Callable[[Comm, int], Any]) -> list[Any]:
-    return list(await asyncio.gather(*[call(comm, rank) for rank, comm in enumerate(comms)]))
+from tests.methods.uses import SIZE, on_all
 
 
 def mixed(rank: int, factor: int = 1) -> list[Tensor]:

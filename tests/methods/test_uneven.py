@@ -15,6 +15,7 @@ from torch import Tensor
 
 from asynccomm import CollectiveMismatchError, Comm, PayloadError, ReduceOp
 from asynccomm.testing.local import loopback_world
+from tests.methods.uses import on_all
 
 MOVED = [
     torch.bool,
@@ -50,7 +51,7 @@ class World:
             if size not in self._comms:
                 comms = await self._stack.enter_async_context(loopback_world(size, name=f"of {size}"))
                 self._comms[size] = comms
-            return list(await asyncio.gather(*[call(comm, rank) for rank, comm in enumerate(self._comms[size])]))
+            return await on_all(self._comms[size], call)
 
         return self._runner.run(main())
 

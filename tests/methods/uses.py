@@ -5,15 +5,17 @@ The methods are called on rank 1 of 3: on a :class:`Recorder`, which only checks
 
 from __future__ import annotations
 
+import asyncio
 import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from asynccomm import Comm
 from asynccomm.checks import Group
 from asynccomm.methods.coalesced import CoalescedCollectives
 from asynccomm.methods.collectives import Collectives
@@ -64,6 +66,11 @@ def fails(error: type[Exception], use: Callable[..., object], *args: Any) -> str
     with pytest.raises(error) as caught:
         use(*args)
     return str(caught.value)
+
+
+async def on_all(comms: Sequence[Comm], call: Callable[[Comm, int], Awaitable[Any]]) -> list[Any]:
+    """What each rank's call gives."""
+    return list(await asyncio.gather(*[call(comm, rank) for rank, comm in enumerate(comms)]))
 
 
 Use = Callable[[Any, Any], Any]  # with the comm and the value

@@ -288,6 +288,29 @@ def test_all_to_all_v_is_checked() -> None:
     assert text == "output has dtype torch.float64, but input has torch.float32"
 
 
+# -- complex and real
+
+EITHER: list[tuple[str, Callable[[torch.dtype, int], Call]]] = [  # of some dtype, with so many times as many columns
+    ("all_gather_single", lambda d, k: all_gather_single(GROUP, None, t(2, 4 * k, dtype=d), 0)),
+    ("all_gather_single along 1", lambda d, k: all_gather_single(GROUP, None, t(2, 4 * k, dtype=d), 1)),
+    ("all_gather_v", lambda d, k: all_gather_v(GROUP, None, t(4, 2 * k, dtype=d), [1, 4, 3], 0)),
+    ("all_gather_v of equal sizes", lambda d, k: all_gather_v(GROUP, None, t(4, 2 * k, dtype=d), [4, 4, 4], 0)),
+    ("gather_single along 1", lambda d, k: gather_single(GROUP, None, t(2, 4 * k, dtype=d), RANK, 1)),
+    ("scatter_single along 1", lambda d, k: scatter_single(GROUP, None, t(2, 12 * k, dtype=d), RANK, 1)),
+    (
+        "all_to_all_v_single",
+        lambda d, k: all_to_all_v_single(GROUP, None, t(7, 2 * k, dtype=d), [4, 2, 0], [0, 2, 3]),
+    ),
+]
+
+
+@pytest.mark.parametrize("use", [use for _, use in EITHER], ids=[name for name, _ in EITHER])
+def test_ranks_may_differ_in_complex_and_real(use: Callable[[torch.dtype, int], Call]) -> None:
+    mine, other = use(C, 1), use(F, 2)
+    assert mine.op == other.op
+    assert {x.dtype for x in (*mine.inputs, *mine.outputs)} == {C}
+
+
 # -- a group of one
 
 

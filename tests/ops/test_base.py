@@ -35,7 +35,7 @@ from asynccomm.ops import (
     TensorOp,
     Together,
 )
-from asynccomm.ops.base import described, layout_of
+from asynccomm.ops.base import described, layout_of, layout_of_shares, moved
 from asynccomm.reduce_op import ReduceOp
 
 F = torch.float32
@@ -184,3 +184,18 @@ def test_parcels_have_the_bytes_of_their_payload() -> None:
 def test_a_call_by_itself() -> None:
     call = Call(Barrier(), (), (), None)
     assert (call.finish, call.parcels, call.place, call.expected) == (None, (), None, 0)
+
+
+def test_layout_of_shares() -> None:
+    assert layout_of_shares(()) == 0, "one tensor, all alike"
+    assert layout_of_shares((1, 2)) == layout_of([1, 2]), "as that of a list"
+    assert layout_of_shares((), 1) == layout_of([1])
+    assert layout_of_shares((1, 2), 1) == layout_of([1, 1, 2])
+
+
+def test_what_is_moved_is_described_in_reals() -> None:
+    assert moved(F, 3) == (F, 3)
+    assert moved(torch.bool, 0) == (torch.bool, 0)
+    assert moved(torch.complex32, 3) == (torch.float16, 6)
+    assert moved(torch.complex64, 3) == (F, 6)
+    assert moved(torch.complex128, 1) == (torch.float64, 2)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from asynccomm.dtypes import REAL
 from asynccomm.ops import Recv, Send
 from tests.methods.uses import GROUP, RANK, fails, t
 
@@ -46,3 +47,13 @@ def test_what_a_receive_takes(peer: int | None) -> None:
     assert not recv.takes(Send(F, 6, 0, 5))
     assert not recv.takes(Send(F, 8, 0, 5))
     assert not recv.takes(Send(torch.int32, 7, 0, 5))
+
+
+@pytest.mark.parametrize("pair", REAL)
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_a_complex_tensor_is_sent_and_received_as_reals(pair: torch.dtype) -> None:
+    number, reals = t(3, dtype=pair), t(3, 2, dtype=REAL[pair])
+    send, recv = Send.of(GROUP, number, 2, 0), Recv.of(GROUP, number, 2, 0)
+    assert send.op == Send.of(GROUP, reals, 2, 0).op == Send(REAL[pair], 6, 2, 0)
+    assert recv.op == Recv.of(GROUP, reals, 2, 0).op == Recv(REAL[pair], 6, 2, 0)
+    assert send.inputs[0] is recv.outputs[0] is number

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from asynccomm.dtypes import REAL
 from asynccomm.ops import (
     AllGather,
     AllGatherSingle,
@@ -109,9 +110,55 @@ def test_complex_counts_as_two_reals(pair: torch.dtype) -> None:
             assert output.data_ptr() == shown.data_ptr(), "the caller's own memory"
 
 
-def test_complex_all_alike_stays_complex() -> None:
-    assert AllGather.of(GROUP, several(dtype=C), t(4, dtype=C)).op == AllGather(C, 4)
-    assert AllToAll.of(GROUP, several(dtype=C), several(dtype=C)).op == AllToAll(C, (4, 4, 4), (4, 4, 4))
+def test_complex_all_alike_stays_complex_but_is_described_in_reals() -> None:
+    outputs, inputs = several(dtype=C), several(dtype=C)
+    gathered, exchanged = AllGather.of(GROUP, outputs, inputs[0]), AllToAll.of(GROUP, outputs, inputs)
+    assert gathered.op == AllGather(F, 8)
+    assert exchanged.op == AllToAll(F, (8, 8, 8), (8, 8, 8))
+    assert same(gathered.outputs, outputs)
+    assert same(gathered.inputs, inputs[:1])
+    assert same(exchanged.outputs, outputs)
+    assert same(exchanged.inputs, inputs)
+
+
+EITHER: list[tuple[str, Callable[[torch.dtype, int], Call]]] = [  # of some dtype, with so many times as many elements
+    ("broadcast", lambda d, k: Broadcast.of(GROUP, t(4 * k, dtype=d), 0)),
+    ("broadcast of several", lambda d, k: Broadcast.of_several(GROUP, several(2, 4 * k, dtype=d), 0)),
+    ("all_gather", lambda d, k: AllGather.of(GROUP, several(SIZE, 4 * k, dtype=d), t(4 * k, dtype=d))),
+    ("all_gather, allocated", lambda d, k: AllGather.of(GROUP, None, t(4 * k, dtype=d))),
+    (
+        "all_gather, uneven",
+        lambda d, k: AllGather.of(GROUP, [t(n * k, dtype=d) for n in (5, 4, 0)], t(4 * k, dtype=d)),
+    ),
+    (
+        "all_gather of several",
+        lambda d, k: AllGather.of_several(GROUP, [several(2, 4 * k, dtype=d)] * SIZE, several(2, 4 * k, dtype=d)),
+    ),
+    ("all_gather_single", lambda d, k: AllGatherSingle.of(GROUP, t(12 * k, dtype=d), t(4 * k, dtype=d))),
+    ("all_gather_single, allocated", lambda d, k: AllGatherSingle.of(GROUP, None, t(4 * k, dtype=d))),
+    ("scatter at the root", lambda d, k: Scatter.of(GROUP, t(4 * k, dtype=d), several(SIZE, 4 * k, dtype=d), RANK)),
+    ("scatter elsewhere", lambda d, k: Scatter.of(GROUP, t(4 * k, dtype=d), None, 0)),
+    ("gather at the root", lambda d, k: Gather.of(GROUP, None, t(4 * k, dtype=d), RANK)),
+    ("gather elsewhere", lambda d, k: Gather.of(GROUP, None, t(4 * k, dtype=d), 0)),
+    ("all_to_all", lambda d, k: AllToAll.of(GROUP, several(SIZE, 4 * k, dtype=d), several(SIZE, 4 * k, dtype=d))),
+    ("all_to_all_single", lambda d, k: AllToAllSingle.of(GROUP, t(12 * k, dtype=d), t(12 * k, dtype=d))),
+]
+
+
+@pytest.mark.parametrize("use", [use for _, use in EITHER], ids=[name for name, _ in EITHER])
+@pytest.mark.parametrize("pair", REAL)
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_ranks_may_differ_in_complex_and_real(use: Callable[[torch.dtype, int], Call], pair: torch.dtype) -> None:
+    mine, other = use(pair, 1).op, use(REAL[pair], 2).op
+    assert mine == other
+    assert mine.fits(other)
+    assert mine.nbytes == other.nbytes
+
+
+def test_what_the_root_mixes_fits_what_others_have() -> None:
+    others = Scatter(F, 8, RANK), Gather(F, 8, RANK)
+    assert Scatter.of(GROUP, t(4, dtype=C), several(SIZE, 8), RANK).op == others[0]
+    assert Gather.of(GROUP, several(SIZE, 4, dtype=C), t(8), RANK).op == others[1]
 
 
 def test_conjugated_is_fine_unless_it_goes_with_reals() -> None:

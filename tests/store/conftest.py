@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -125,3 +126,17 @@ def until() -> Callable[[Callable[[], object]], Awaitable[None]]:
             await asyncio.sleep(0)
 
     return turn_until
+
+
+@pytest.fixture
+def sockets() -> Callable[[], int]:
+    """``sockets()``: how many of them this process has open."""
+
+    def count() -> int:
+        found = 0
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # a thread of the server closes its ends meanwhile
+                found += os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+        return found
+
+    return count

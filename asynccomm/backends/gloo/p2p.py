@@ -11,7 +11,6 @@ Messages to oneself never reach gloo, which has no connection to itself.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import final
@@ -26,13 +25,11 @@ from asynccomm.backends.gloo.staging import bytes_of, place, room, unpack
 from asynccomm.backends.gloo.torch_gloo import Gloo
 from asynccomm.backends.gloo.wire import Incoming, Outgoing
 from asynccomm.backends.matching import Matching
+from asynccomm.dtypes import BY_CODE, CODES
 from asynccomm.errors import BrokenError, CollectiveMismatchError
 from asynccomm.ops import Recv, RecvParcel, Send, SendParcel
 
 __all__ = ["PointToPoint"]
-
-_DTYPES = {zlib.crc32(str(d).encode()): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
-
 
 HEADER = 16  # bytes: how many elements, of which dtype
 SHORT = 4096  # bytes of payload that travel in the header's message, which saves a round trip
@@ -40,7 +37,7 @@ SHORT = 4096  # bytes of payload that travel in the header's message, which save
 
 def _message(op: Send, data: Tensor) -> Tensor:
     """The header, and behind it the payload if that is short."""
-    header = torch.tensor([op.numel, zlib.crc32(str(op.dtype).encode())], device="cpu").view(torch.uint8)
+    header = torch.tensor([op.numel, CODES[op.dtype]], device="cpu").view(torch.uint8)
     return torch.cat([header, data]) if data.numel() <= SHORT else header
 
 
@@ -107,7 +104,7 @@ class PointToPoint:
 
         def take_payload() -> None:
             numel, code = message[:HEADER].view(torch.int64).tolist()
-            sent = Send(_DTYPES.get(code, torch.uint8), numel, self._rank, op.tag)
+            sent = Send(BY_CODE.get(code, torch.uint8), numel, self._rank, op.tag)
             if not op.takes(sent):
                 raise CollectiveMismatchError(submission.work.seq, peer, str(sent), self._rank, str(op))
             values, copy_back = place(submission.outputs[0])
@@ -167,7 +164,7 @@ class PointToPoint:
                 sides = self._rank, str(send.op), self._rank, str(recv.op)
                 self._on_error(CollectiveMismatchError(send.work.seq, *sides))
                 return
-            arithmetic.write(recv.outputs[0], send.inputs[0].reshape(recv.outputs[0].shape))
+            unpack(bytes_of(send.inputs[0]), recv.outputs)  # one may be complex, the other real
             recv.work.source = self._rank
             recv.work.settle()
         send.work.settle()

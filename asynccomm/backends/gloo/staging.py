@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from asynccomm.backends import arithmetic
+from asynccomm.dtypes import in_reals
 
 __all__ = [
     "AS_IT_IS",
@@ -42,7 +43,7 @@ AS_IT_IS: Final = frozenset(
 
 def movable(tensor: Tensor) -> Tensor:
     """The elements of ``tensor`` as a flat tensor of a dtype that gloo can move."""
-    values = arithmetic.resolved(tensor)
+    values = in_reals(arithmetic.resolved(tensor)).view(-1)
     return values if values.dtype in AS_IT_IS else values.view(torch.uint8)
 
 

@@ -15,12 +15,10 @@ Messages to oneself never enter a ring.
 from __future__ import annotations
 
 import ctypes
-import zlib
 from collections import deque
 from collections.abc import Callable
 from typing import final
 
-import torch
 from torch import Tensor
 
 from asynccomm.backends import arithmetic
@@ -32,14 +30,12 @@ from asynccomm.backends.shm.links import CLEAR, DATA, OFFER, SHORT, Arrival, Kep
 from asynccomm.backends.shm.pieces import address_of, spans
 from asynccomm.backends.shm.rings import Mapped
 from asynccomm.checks import MAX_TAG
+from asynccomm.dtypes import BY_CODE, CODES
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import Channel, Recv, RecvParcel, Send, SendParcel
 from asynccomm.ops.parcels import MAX_HEAD
 
 __all__ = ["Messages"]
-
-_DTYPES = {zlib.crc32(str(d).encode()): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 assert Channel.TENSORS.key(MAX_TAG) == MAX_TAG  # larger ones are those of parcels
 
@@ -308,11 +304,11 @@ class Messages:
     def _fits(self, receive: Submission, source: int, code: int, numel: int) -> bool:
         op = receive.op
         assert isinstance(op, Recv)
-        if _CODES[op.dtype] == code and op.numel == numel:  # Recv.takes, without making a Send
+        if CODES[op.dtype] == code and op.numel == numel:  # Recv.takes, without making a Send
             return True
         self._tally.pending -= 1
-        if code in _DTYPES:
-            sent = str(Send(_DTYPES[code], numel, self._rank, op.tag))
+        if code in BY_CODE:
+            sent = str(Send(BY_CODE[code], numel, self._rank, op.tag))
             self._failed(CollectiveMismatchError(receive.work.seq, source, sent, self._rank, str(op)))
         else:
             self._failed(BackendError(f"rank {source} sent elements of a dtype unknown here (code {code:#x}) for {op}"))
@@ -359,7 +355,7 @@ def _tag(op: Send | Recv | SendParcel | RecvParcel) -> int:
 def _outgoing(submission: Submission) -> Outgoing:
     op = submission.op
     if isinstance(op, Send):
-        return Outgoing(submission, op.tag, _CODES[op.dtype], op.numel, submission.inputs, op.nbytes)
+        return Outgoing(submission, op.tag, CODES[op.dtype], op.numel, submission.inputs, op.nbytes)
     assert isinstance(op, SendParcel)
     (parcel,) = submission.parcels
     head, payload = len(parcel.head), parcel.nbytes
@@ -376,6 +372,6 @@ def _check(link: Link, tag: int, extra: int, length: int, nbytes: int | None = N
         if nbytes is not None and extra + length != nbytes:
             raise BackendError(f"rank {link.peer} sent {nbytes} bytes for a parcel of {extra} and {length}")
     elif nbytes is not None:
-        dtype = _DTYPES.get(extra)
+        dtype = BY_CODE.get(extra)
         if dtype is not None and length * dtype.itemsize != nbytes:
             raise BackendError(f"rank {link.peer} sent {nbytes} bytes for {dtype}[{length}]")

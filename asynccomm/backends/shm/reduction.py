@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from asynccomm.backends import arithmetic
-from asynccomm.checks import REAL
+from asynccomm.dtypes import REAL, in_reals
 from asynccomm.reduce_op import RedOpType, ReduceOp
 
 __all__ = ["Reduction", "reduction_for"]
@@ -84,7 +84,7 @@ class Reduction:
             return arithmetic.resolved(tensor)
         if not self._half:
             return arithmetic.widen(tensor, self._reduction)
-        return torch.view_as_real(arithmetic.resolved(tensor)).view(-1)  # complex32
+        return in_reals(arithmetic.resolved(tensor)).view(-1)  # complex32
 
     def target(self, output: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
         """Where the combined values go, as a vector of ``dtype``, and what then brings them to ``output``.
@@ -94,8 +94,7 @@ class Reduction:
         if arithmetic.is_plain(output) and not output.is_inference():
             values = arithmetic.resolved(output)
             if not self._as_it_is:
-                if values.is_complex():
-                    values = torch.view_as_real(values).view(-1)
+                values = in_reals(values).view(-1)
                 if values.dtype == torch.bool:
                     values = values.view(torch.uint8)
                 if values.dtype == torch.uint64:

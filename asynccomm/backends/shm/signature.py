@@ -17,6 +17,7 @@ from typing import Final
 
 import torch
 
+from asynccomm.dtypes import BY_NAME
 from asynccomm.ops import (
     AllGather,
     AllGatherSingle,
@@ -55,7 +56,7 @@ _KINDS: Final[tuple[type[Op], ...]] = (
     AllToAll,
     Parcels,
 )
-_DTYPES: Final = tuple(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str))
+_DTYPES: Final = tuple(sorted(BY_NAME.values(), key=str))
 _REDUCTIONS: Final = tuple(RedOpType)
 _DTYPE: Final = 8  # the lowest bit of each field
 _REDUCTION: Final = 16

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ from asynccomm.testing.conformance.data import (
     sentinel,
     strided,
 )
-from asynccomm.testing.conformance.forms import Lay, every_move, every_reduction
+from asynccomm.testing.conformance.forms import Lay, Started, every_move, every_reduction, expect_finished
 
 SHAPES: list[tuple[int, ...]] = [(), (2, 3), (0,)]
 
@@ -170,6 +172,82 @@ async def real_outputs_of_complex_inputs(comm: Comm) -> None:
         for r, tensor in enumerate(some):
             expect_equal(tensor if r % 2 == 0 else _pairs(tensor), pairs[r], f"all_gather of {dtype}, mixed")
         expect_equal(mine, everyone[rank], f"{dtype}: input")
+
+
+async def complex_on_some_ranks_and_real_on_others(comm: Comm) -> None:
+    for dtype in (*COMPLEX, torch.complex32):
+        for shape in ((3,), (0,), (64, 41)):  # the last does not fit into the first message
+            everyone = everyones(comm.size, shape, dtype)
+            started = [*_collectives_of_either(comm, everyone), *_messages_of_either(comm, everyone)]
+            for root in {0, comm.size - 1}:
+                started += _rooted_of_either(comm, everyone, root)
+            expected = [form._replace(expected=[_either(comm, tensor) for tensor in form.expected]) for form in started]
+            await expect_finished(expected, f"of {dtype}{shape} on some ranks, of its reals on others")
+            expect_equal(everyone[comm.rank], sample(comm.rank, shape, dtype), f"{dtype}: an input")
+
+
+def _either(comm: Comm, tensor: Tensor) -> Tensor:
+    """A complex tensor, or as pairs on ranks of odd number."""
+    return _pairs(tensor) if comm.rank % 2 else tensor
+
+
+def _blank(comm: Comm, like: Tensor) -> Tensor:
+    return _either(comm, sentinel(like.shape, like.dtype))
+
+
+def _collectives_of_either(comm: Comm, everyone: list[Tensor]) -> Iterator[Started]:
+    size, rank = comm.size, comm.rank
+    mine, whole = _either(comm, everyone[rank]), torch.cat(everyone)
+    everything = _either(comm, whole)
+    blanks = [_blank(comm, tensor) for tensor in everyone]
+    yield Started("all_gather", comm.all_gather(blanks, mine), everyone)
+    yield Started("all_gather, allocated", comm.all_gather(None, mine), everyone)
+    yield Started("all_gather_coalesced", comm.all_gather_coalesced(None, [mine]), everyone)
+    yield Started("all_gather_single", comm.all_gather_single(_blank(comm, whole), mine), [whole])
+    along = comm.all_gather_single(None, mine.unsqueeze(1), 1)
+    yield Started("all_gather_single along 1", along, [torch.stack(everyone, 1)])
+    longer = [torch.cat([tensor] * (r + 1)) for r, tensor in enumerate(everyone)]
+    extents = [len(tensor) for tensor in longer]
+    yield Started("all_gather_v", comm.all_gather_v(None, _either(comm, longer[rank]), extents), [torch.cat(longer)])
+    blanks = [_blank(comm, tensor) for tensor in longer]
+    yield Started("all_gather, uneven", comm.all_gather(blanks, _either(comm, longer[rank])), longer)
+    came = [everyone[rank]] * size
+    parts, splits = [_either(comm, tensor) for tensor in everyone], [len(mine)] * size
+    yield Started("all_to_all", comm.all_to_all([_blank(comm, tensor) for tensor in everyone], parts), came)
+    yield Started("all_to_all_single", comm.all_to_all_single(_blank(comm, whole), everything), [torch.cat(came)])
+    exchanged = comm.all_to_all_v_single(None, everything, splits, splits)
+    yield Started("all_to_all_v_single", exchanged, [torch.cat(came)])
+
+
+def _rooted_of_either(comm: Comm, everyone: list[Tensor], root: int) -> Iterator[Started]:
+    rank, at_root = comm.rank, comm.rank == root
+    mine, whole = _either(comm, everyone[rank]), torch.cat(everyone)
+    values = everyone[root]
+    tensors = [mine if at_root else _blank(comm, values) for _ in range(2)]
+    yield Started("broadcast", comm.broadcast(tensors[0], root), [values])
+    yield Started("broadcast_coalesced", comm.broadcast_coalesced(tensors[1:], root), [values])
+    inputs = [_either(comm, tensor) for tensor in everyone] if at_root else None
+    yield Started("scatter", comm.scatter(_blank(comm, values), inputs, root), [everyone[rank]])
+    mixed = [tensor if r % 2 else _pairs(tensor) for r, tensor in enumerate(everyone)] if at_root else None
+    yield Started("scatter of both", comm.scatter(_blank(comm, values), mixed, root), [everyone[rank]])
+    source = _either(comm, whole) if at_root else None
+    yield Started("scatter_single", comm.scatter_single(_blank(comm, values), source, root), [everyone[rank]])
+    blanks = [_blank(comm, tensor) for tensor in everyone] if at_root else None
+    yield Started("gather", comm.gather(blanks, mine, root), everyone if at_root else [])
+    yield Started("gather_single", comm.gather_single(None, mine, root), [whole] if at_root else [])
+
+
+def _messages_of_either(comm: Comm, everyone: list[Tensor]) -> Iterator[Started]:
+    rank, mine = comm.rank, _either(comm, everyone[comm.rank])
+    following, previous = (rank + 1) % comm.size, (rank - 1) % comm.size
+    yield Started("recv", comm.recv(_blank(comm, everyone[previous]), previous), [everyone[previous]])
+    yield Started("send", comm.send(mine, following), [everyone[rank]])
+    comm.send(everyone[rank] if rank % 2 else _pairs(everyone[rank]), rank, 1)  # as what the receive is not
+    yield Started("recv of one's own", comm.recv(_blank(comm, everyone[rank]), rank, 1), [everyone[rank]])
+    batch = comm.batch_op_create()
+    batch.recv(_blank(comm, everyone[following]), following, 2)
+    batch.send(mine, previous, 2)
+    yield Started("batch", batch.issue(), [everyone[following], everyone[rank]])
 
 
 async def views_of_complex_tensors(comm: Comm) -> None:

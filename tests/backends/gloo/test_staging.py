@@ -5,7 +5,17 @@ import itertools
 import pytest
 import torch
 
-from asynccomm.backends.gloo.staging import Occupied, adjoining, bytes_of, collected, pack, room, spread, unpack
+from asynccomm.backends.gloo.staging import (
+    Occupied,
+    adjoining,
+    bytes_of,
+    collected,
+    movable,
+    pack,
+    room,
+    spread,
+    unpack,
+)
 from asynccomm.testing.conformance.data import DTYPES, sample, sentinel, strided
 
 SHAPES: list[tuple[int, ...]] = [(), (3,), (0,), (2, 5)]
@@ -32,6 +42,18 @@ def test_what_does_not_is_not() -> None:
     nothing = adjoining([torch.zeros(0), whole[:0]])
     assert nothing is not None
     assert nothing.numel() == 0
+
+
+def test_complex_numbers_move_as_reals() -> None:
+    for shape in SHAPES:
+        number = sample(1, shape, torch.complex64)
+        for tensor in (number, strided(number), number.conj().resolve_conj().conj()):
+            reals = movable(tensor)
+            assert reals.dtype == torch.float32
+            assert torch.equal(reals, torch.view_as_real(tensor.resolve_conj()).flatten())
+    number = sample(1, (3,), torch.complex128)
+    assert movable(number).data_ptr() == number.data_ptr()
+    assert movable(sample(1, (3,), torch.complex32)).dtype == torch.uint8, "gloo has no halves"
 
 
 def test_packs_hold_any_dtypes_and_layouts() -> None:

@@ -124,6 +124,22 @@ class World:
         self.raw[begin + 32 : begin + 32 + len(payload)] = payload
         self.words[start // 8] = at + (32 + len(payload) + LINE - 1) // LINE * LINE
 
+    def scribble(self, scribbles: Sequence[tuple[int, int]]) -> None:
+        """Overwrite bytes of the ring from rank 0 to rank 1, and have rank 1 read it: it may write into rings only.
+
+        Args:
+            scribbles: where, counted from the ring's start, and the byte.
+        """
+        before = bytes(self.raw)
+        start = self.layout.ring_start(0, 1)
+        for at, value in scribbles:
+            self.raw[start + at] = value
+        for _ in range(5):
+            self.ranks[1].progress()
+        end = self.layout.ring_start(1, 0) + 2 * LINE + 1024
+        assert bytes(self.raw[:start]) == before[:start]
+        assert bytes(self.raw[end:]) == before[end:]
+
 
 class Box:
     """Takes a parcel as it is."""

@@ -1,0 +1,25 @@
+"""What is known of torch's dtypes: names, numbers equal in every process, and what complex ones are made of."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Final
+
+import torch
+from torch import Tensor
+
+__all__ = ["BY_CODE", "BY_NAME", "CODES", "COMPLEX", "REAL", "in_reals"]
+
+BY_NAME: Final = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+CODES: Final = {dtype: zlib.crc32(name.encode()) for name, dtype in BY_NAME.items()}  #: numbers of 32 bits
+BY_CODE: Final = {code: dtype for dtype, code in CODES.items()}
+REAL: Final = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+COMPLEX: Final = {real: pair for pair, real in REAL.items()}
+
+
+def in_reals(tensor: Tensor) -> Tensor:
+    """A complex tensor as pairs, along one more dimension, without autograd and in the same memory; others as they are.
+
+    One that is lazily conjugated has no such pairs in its memory, and is to be resolved first.
+    """
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
