@@ -43,23 +43,27 @@ class Bulletin:
         # a lost store takes the news with it, not the comm: its transport does not need the store
         with contextlib.suppress(AsyncCommError):
             while True:
-                item = json.loads(await self._store.get(str(self._read), math.inf))
+                item = await self._item(self._read, math.inf)
                 self._read += 1
                 if item["rank"] != self._rank:
                     self._on_news(item)
 
     async def post(self, **item: Any) -> int:
         """Tell all ranks; returns the item's number. The server has it when this returns."""
+        text = json.dumps({"rank": self._rank, **item})  # first: a number without an item is where all wait for ever
         number = await self._store.add("count", 1) - 1
-        await self._store.set(str(number), json.dumps({"rank": self._rank, "number": number, **item}))
+        await self._store.set(str(number), text)
         await self._store.check([str(number)])
         return number
+
+    async def _item(self, number: int, timeout: float | None = None) -> dict[str, Any]:
+        return {"number": number, **json.loads(await self._store.get(str(number), timeout))}
 
     async def look(self) -> list[dict[str, Any]]:
         """What has been posted and not yet been seen; waits for items that are just being written."""
         first = self._read  # which moves on meanwhile
         count = await self._store.add("count", 0)
-        items = [json.loads(await self._store.get(str(number))) for number in range(first, count)]
+        items = [await self._item(number) for number in range(first, count)]
         return [item for item in items if item["rank"] != self._rank]
 
     async def reply(self, number: int, **answer: Any) -> None:
@@ -83,6 +87,7 @@ class Bulletin:
         self._task.cancel()
 
     async def aclose(self) -> None:
+        """Stop watching, and wait until it has. Raises what it failed with, if that was not the store's going."""
         self.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task

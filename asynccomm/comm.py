@@ -67,7 +67,11 @@ class Comm(
 
         What is pending here fails with ``AbortedError(rank, reason)`` before this returns, on the other ranks as soon
         as they hear of it. Aborting a comm that is closed or broken already does nothing. ``aclose`` is still due.
+
+        Raises: TypeError if ``reason`` is no str; nothing is stopped then.
         """
+        if not isinstance(reason, str):
+            raise TypeError(f"reason must be a str, got {reason!r}")
         self._session.abort(reason)
 
     async def aclose(self) -> None:

@@ -20,7 +20,7 @@ from asynccomm.errors import StoreError
 from asynccomm.family import Claim, Family, Seat
 from asynccomm.join import join
 from asynccomm.mailbox import Mailbox
-from asynccomm.options import DEFAULT_TIMEOUT, MAX_BYTES, MAX_OPS, CommOptions, check_hints, seconds
+from asynccomm.options import DEFAULT_TIMEOUT, MAX_BYTES, MAX_OPS, CommOptions, check_hints, check_name, seconds
 from asynccomm.session import Session
 from asynccomm.store.base import Store
 from asynccomm.store.rendezvous import Meeting, Place, find_place, meet
@@ -75,8 +75,7 @@ def new_comm(
 
     Cancelling the await is safe, also by ``asyncio.timeout``.
     """
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"name must be a non-empty str, got {name!r}")
+    check_name(name)
     where = device_of(device)
     backends = {candidate: load_backend(candidate, where) for candidate in candidates(backend, where)}
     checked = check_hints(hints, {key: text for b in backends.values() for key, text in b.hints.items()}, backend)

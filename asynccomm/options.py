@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import final
 
-__all__ = ["CommOptions", "check_hints", "check_strings", "seconds"]
+__all__ = ["CommOptions", "check_hints", "check_name", "check_strings", "seconds"]
 
 MAX_SECONDS = 1e9  # above, no clock of the system could take it: as good as never
 DEFAULT_TIMEOUT = 600.0  # seconds; what torchcomms allows for set-up and for one operation
@@ -35,6 +35,16 @@ def seconds(name: str, value: float | timedelta | None, default: float) -> float
     if math.isnan(value) or value <= 0:
         raise ValueError(f"{name} must be positive, got {value!r}")
     return float(value)
+
+
+def check_name(name: object) -> None:
+    """Raise ValueError unless ``name`` can be a comm's. Keys of the store are made of it, as UTF-8."""
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"name must be a non-empty str, got {name!r}")
+    try:
+        name.encode()
+    except UnicodeEncodeError as exc:
+        raise ValueError(f"name must be a str that UTF-8 can encode, got {name!r}") from exc
 
 
 def check_hints(hints: Mapping[str, str] | None, known: Mapping[str, str], backend: str) -> dict[str, str]:

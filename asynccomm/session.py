@@ -217,10 +217,15 @@ class Session(Traffic):
         await asyncio.sleep(0)  # an abort from another thread may just be on its way through the mailbox
         while self._ending:
             await asyncio.wait(set(self._ending))
-        self._deadlines.close()
-        await self._bulletin.aclose()
-        await self._resources.aclose()
+        await self._free()
         self.error = closed
+
+    async def _free(self) -> None:
+        self._deadlines.close()
+        try:
+            await self._bulletin.aclose()
+        finally:
+            await self._resources.aclose()
 
     def forget(self) -> None:
         """End without telling anybody why: the comm was dropped unclosed. From any thread, at any time."""
@@ -234,9 +239,7 @@ class Session(Traffic):
         self.error = self.error or dropped
         for work in list(self._pending):
             work.settle(dropped)
-        self._deadlines.close()
-        await self._bulletin.aclose()
-        await self._resources.aclose()
+        await self._free()
 
     def disown(self) -> None:
         """Refuse everything: this is a forked child, where neither threads nor connections are ours."""

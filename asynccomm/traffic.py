@@ -107,12 +107,11 @@ class Traffic(abc.ABC):
         """
         limit = self._checked(timeout, hints)
         works: list[Work[Any]] = []
-        left = [None] * len(calls)
+        left = list(range(len(calls)))  # several threads may take one each: whoever gets 0 is the last
 
         def settled(work: Work[Any]) -> None:
             self._settled(work)
-            left.pop()
-            if not left:
+            if left.pop() == 0:
                 errors = [part.surrender() for part in works]
                 together.settle(next((error for error in errors if error is not None), None))
 

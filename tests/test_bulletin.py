@@ -125,6 +125,30 @@ async def test_a_closed_store_is_no_news() -> None:
     hosted.release()
 
 
+async def test_what_cannot_be_told_takes_no_number(readers: list[Reader]) -> None:
+    zero, one, _ = readers
+    with pytest.raises(TypeError, match="bytes"):
+        await zero.bulletin.post(kind=b"a")
+    assert await zero.bulletin.post(kind="b") == 0
+    assert [item["kind"] for item in await one.until(1)] == ["b"]
+
+
+async def test_closing_raises_what_the_watch_failed_with() -> None:
+    store = MemoryStore()
+
+    def misread(item: dict[str, Any]) -> None:
+        raise ZeroDivisionError("cannot divide")
+
+    bulletin = Bulletin(store, 0, misread)
+    other = Reader(MemoryStore(), 1)
+    other.bulletin._store = store.prefix("news")
+    await other.bulletin.post(kind="a")
+    await asyncio.wait([bulletin._task])
+    with pytest.raises(ZeroDivisionError, match="cannot divide"):
+        await bulletin.aclose()
+    await other.bulletin.aclose()
+
+
 async def test_closing_twice_is_fine() -> None:
     reader = Reader(MemoryStore(), 0)
     reader.bulletin.cancel()

@@ -5,6 +5,7 @@ import gc
 import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +113,18 @@ async def test_ready_raises_when_the_comm_breaks() -> None:
         b.abort("enough")
         with pytest.raises(AbortedError, match="enough"):
             await waiting
+
+
+@pytest.mark.parametrize("reason", [b"enough", ZeroDivisionError("enough"), None])
+async def test_a_reason_to_abort_is_a_text(reason: Any) -> None:
+    async with loopback_world(2) as (a, b):
+        work = a.barrier()
+        with pytest.raises(TypeError, match="reason must be a str, got") as caught:
+            a.abort(reason)
+        assert repr(reason) in str(caught.value)
+        assert not work.done()
+        await b.barrier()
+        await work
 
 
 async def test_a_foreign_loop_is_refused() -> None:

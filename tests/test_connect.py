@@ -57,6 +57,7 @@ BAD_CALLS: list[tuple[dict[str, object], str]] = [
     ({"backend": "gloo", "device": "cuda:0"}, "'gloo' takes tensors on .*, not on device cuda:0"),
     ({"device": "cuda"}, "'auto' has no choice for device cuda"),
     ({"name": ""}, "name must be a non-empty str, got ''"),
+    ({"name": "\ud800"}, r"name must be a str that UTF-8 can encode, got '\\ud800'"),
     ({"timeout": 0}, "timeout must be positive, got 0"),
     ({"timeout": "1"}, "timeout must be seconds or a timedelta, got '1'"),
     ({"hints": [1]}, "hints must be a mapping"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asynccomm.options import DEFAULT_TIMEOUT, CommOptions, check_hints, seconds
+from asynccomm.options import DEFAULT_TIMEOUT, CommOptions, check_hints, check_name, seconds
 
 KNOWN = {"interface": "name of the network interface", "threads": "how many"}
 
@@ -81,6 +81,23 @@ def test_hints_must_hold_strings(hints: Any) -> None:
         check_hints(hints, KNOWN, "gloo")
     ((key, value),) = hints.items()
     assert f"{key!r}: {value!r}" in str(caught.value)
+
+
+def test_names() -> None:
+    check_name("main")
+    check_name("trainé 🦊")
+
+
+@pytest.mark.parametrize("name", ["", None, b"main", 3])
+def test_a_name_must_be_a_text(name: Any) -> None:
+    with pytest.raises(ValueError, match="name must be a non-empty str, got") as caught:
+        check_name(name)
+    assert repr(name) in str(caught.value)
+
+
+def test_a_name_must_be_fit_for_the_store() -> None:
+    with pytest.raises(ValueError, match=r"name must be a str that UTF-8 can encode, got 'a\\ud800'"):
+        check_name("a\ud800")
 
 
 def test_options_are_frozen_values() -> None:

@@ -376,6 +376,23 @@ async def test_cancelled_while_cleaning_up_aclose_can_be_awaited_again(monkeypat
             await comm.aclose()
 
 
+async def test_closing_frees_everything_also_when_the_news_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    comm = await new_comm("loopback", name="t", store=store, rank=0, size=1)
+    bulletin = comm._session._bulletin
+    close = bulletin.aclose
+
+    async def fail() -> None:
+        await close()
+        raise ZeroDivisionError("cannot divide")
+
+    monkeypatch.setattr(bulletin, "aclose", fail)
+    with pytest.raises(ZeroDivisionError):
+        await comm.aclose()
+    async with new_comm("loopback", name="t", store=store, rank=0, size=1) as again:
+        await again.barrier()
+
+
 def test_threads_on_several_ranks_do_not_lock_each_other_out() -> None:
     async def main() -> None:
         async with loopback_world(2) as comms:

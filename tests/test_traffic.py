@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -335,6 +337,69 @@ async def test_from_many_threads() -> None:
         await asyncio.to_thread(lambda: [thread.join() for thread in threads])
         assert sorted(work.seq for work in works) == list(range(0, 800, 2)), "no other comes in between"
         assert comm.statistics() == (800, 0, 0)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 1, 0), (1, 0, 0, 1)], ids=str)
+async def test_the_last_two_settle_at_once(monkeypatch: pytest.MonkeyPatch, order: tuple[int, ...]) -> None:
+    """Two threads of the backend go through the same lines, one line at a time, in turns: one of them is the last."""
+    async with loopback_world(1) as (comm,):
+        backend = comm.unsafe_get_backend()
+        batches: list[Sequence[Any]] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "submit", batches.append)
+            work = together(comm, [barrier(comm), barrier(comm)])
+        turns = Turns(order)
+        errors = [PayloadError("thrown away"), None]
+
+        def settle(i: int) -> None:
+            sys.settrace(turns.tracer(i))
+            try:
+                batches[0][i].work.settle(errors[i])
+            finally:
+                sys.settrace(None)
+                turns.leave(i)
+
+        await asyncio.gather(*(asyncio.to_thread(settle, i) for i in range(2)))
+        with pytest.raises(PayloadError, match="thrown away"):
+            await work
+
+
+class Turns:
+    """Lets two threads take turns at the lines of the function ``settled``.
+
+    Args:
+        order: of the turns, again and again; one who has left is passed over.
+    """
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self._order = order
+        self._next = 0
+        self._here = {0, 1}
+        self._changed = threading.Condition()
+
+    def tracer(self, i: int) -> Callable[..., Any]:
+        def line(frame: FrameType, event: str, argument: object) -> Any:
+            if event == "line":
+                self._take(i)
+            return line
+
+        return lambda frame, event, argument: line if frame.f_code.co_name == "settled" else None
+
+    def _take(self, i: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._turn() == i, 20)
+            self._next += 1
+            self._changed.notify_all()
+
+    def _turn(self) -> int:
+        while self._order[self._next % len(self._order)] not in self._here:
+            self._next += 1
+        return self._order[self._next % len(self._order)]
+
+    def leave(self, i: int) -> None:
+        with self._changed:
+            self._here.discard(i)
+            self._changed.notify_all()
 
 
 async def test_it_may_be_dropped_and_runs_on() -> None:

@@ -12,7 +12,7 @@ from asynccomm.connecting import Connecting
 from asynccomm.family import Claim, Seat
 from asynccomm.mailbox import Mailbox
 from asynccomm.methods.base import CommBase
-from asynccomm.options import check_hints, seconds
+from asynccomm.options import check_hints, check_name, seconds
 from asynccomm.session import Session
 
 __all__ = ["Groups"]
@@ -129,8 +129,7 @@ class Groups(CommBase):
         timeout: float | timedelta | None,
     ) -> Connecting[Self | None]:
         parent, group = self._session, self._group
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"name must be a non-empty str, got {name!r}")
+        check_name(name)
         if ranks and group.rank not in ranks:
             raise ValueError(f"ranks must include this rank, {group.rank}, or be empty, got {list(ranks)}")
         backend = type(self.unsafe_get_backend())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent import futures
 from datetime import timedelta
 from typing import Any, TypeVar, final
 
@@ -19,6 +20,7 @@ __all__ = ["AsTorchStore", "TorchStore"]
 T = TypeVar("T")
 FIRST_POLL = 1e-3  # seconds; waits look again after this, and back off from there
 LAST_POLL = 50e-3
+LOOK_SECONDS = 0.2  # between looks whether there still is a loop to wait for
 THREADS = 4  # of its own, so that nobody who waits for the store can take the last one
 
 
@@ -95,10 +97,12 @@ class TorchStore(Store):
 class AsTorchStore(dist.Store):
     """One of our stores, for torch code that runs in another thread while the loop is alive.
 
+    Once the loop has closed, and after ``end``, every call raises StoreError, also one that waits already.
+
     Args:
         store: whose keys to use.
         loop: the running loop that the store belongs to.
-        timeout: seconds that ``get`` and ``wait`` allow by default.
+        timeout: seconds that ``get`` and ``wait`` allow at least; torch often passes a limit that is meant for more.
     """
 
     def __init__(self, store: Store, loop: asyncio.AbstractEventLoop, timeout: float) -> None:
@@ -106,12 +110,33 @@ class AsTorchStore(dist.Store):
         self._ours = store
         self._loop = loop
         self._seconds = timeout
+        self._ended = False
+
+    def end(self) -> None:
+        """Be of no more use, so that threads which wait here leave within ``LOOK_SECONDS``. From any thread."""
+        self._ended = True
 
     def _run(self, method: Callable[..., Awaitable[T]], *arguments: Any) -> T:
         async def call() -> T:  # on the loop: the method itself may send
             return await method(*arguments)
 
-        return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
+        over = StoreError("the event loop has closed, or does not need this store any more")
+        if self._ended:
+            raise over
+        coroutine = call()
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError as exc:
+            coroutine.close()
+            raise over from exc
+        while not futures.wait([future], LOOK_SECONDS).done:  # a loop that closes leaves it as it is
+            if self._loop.is_closed():
+                raise over
+            if self._ended:
+                future.cancel()
+        if future.cancelled():  # here, or by a loop about to close
+            raise over
+        return future.result()
 
     def set(self, key: str, value: str | bytes) -> None:
         self._run(self._ours.set, key, value)
@@ -126,7 +151,8 @@ class AsTorchStore(dist.Store):
         return self._run(self._ours.check, keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._run(self._ours.wait, keys, self._seconds if timeout is None else timeout.total_seconds())
+        limit = self._seconds if timeout is None else max(self._seconds, timeout.total_seconds())
+        self._run(self._ours.wait, keys, limit)
 
     def delete_key(self, key: str) -> bool:
         return self._run(self._ours.delete, key)

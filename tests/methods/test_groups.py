@@ -63,6 +63,7 @@ BAD_SPLITS: list[tuple[object, object, str]] = [
     ([1, 2], "x", r"ranks must include this rank, 0, or be empty, got \[1, 2\]"),
     ([0], "", "name must be a non-empty str, got ''"),
     ([0], 5, "name must be a non-empty str, got 5"),
+    ([0], "\ud800", r"name must be a str that UTF-8 can encode, got '\\ud800'"),
     ([], None, "name must be a non-empty str, got None"),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 
@@ -85,3 +86,61 @@ async def test_a_thread_waits_while_the_loop_goes_on(until: Callable[..., Awaita
     await until(lambda: store._waiters)
     await store.set("late", b"v")
     assert await thread == b"v"
+
+
+async def test_a_limit_of_torchs_is_no_lower_than_ours() -> None:
+    store = MemoryStore()
+    view = AsTorchStore(store, asyncio.get_running_loop(), timeout=0.5)
+    with pytest.raises(StoreTimeoutError, match=r"within 0.5 s"):
+        await asyncio.to_thread(view.wait, ["missing"], timedelta(milliseconds=1))
+    with pytest.raises(StoreTimeoutError, match=r"within 0.6 s"):
+        await asyncio.to_thread(view.wait, ["missing"], timedelta(milliseconds=600))
+
+
+async def test_who_waits_at_the_end_leaves(until: Callable[..., Awaitable[None]]) -> None:
+    store = MemoryStore()
+    view = AsTorchStore(store, asyncio.get_running_loop(), timeout=3600)
+    thread = asyncio.create_task(asyncio.to_thread(view.get, "never"))
+    await until(lambda: store._waiters)
+    view.end()
+    async with asyncio.timeout(20):
+        with pytest.raises(StoreError, match="does not need this store any more"):
+            await thread
+    await until(lambda: not store._waiters)
+    with pytest.raises(StoreError, match="does not need this store any more"):
+        await asyncio.to_thread(view.set, "k", "v")
+    assert not await store.check(["k"])
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_who_waits_for_a_loop_that_closes_leaves(cancelled: bool) -> None:
+    store = MemoryStore()
+    loop = asyncio.new_event_loop()
+    view = AsTorchStore(store, loop, timeout=3600)
+    errors: list[StoreError] = []
+
+    def wait() -> None:
+        try:
+            view.get("never")
+        except StoreError as exc:
+            errors.append(exc)
+
+    async def main() -> None:
+        thread.start()
+        async with asyncio.timeout(20):
+            while not store._waiters:
+                await asyncio.sleep(0.001)
+        if cancelled:
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+            await asyncio.sleep(0)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    loop.set_exception_handler(lambda *_: None)  # of what is still pending
+    loop.run_until_complete(main())
+    loop.close()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert len(errors) == 1
+    with pytest.raises(StoreError, match="event loop has closed"):
+        view.check(["k"])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -40,6 +41,7 @@ __all__ = ["GlooBackend"]
 _log = logging.getLogger("asynccomm")
 
 GLOO_THREADS = 2  # that run large collectives: torch's default
+CONNECT_SECONDS = 30.0  # for connections once all ranks are there; a process that gives up may not end before
 P2P_THREADS = 64  # point-to-point lanes that can wait at the same time
 LINGER_SECONDS = 1.0  # for lanes to get to the end of what is over
 CLOSE_SECONDS = 5.0  # for lanes to see the end of an aborted group; they are daemons, so a miss costs a thread
@@ -89,7 +91,8 @@ class GlooBackend(Backend):
         group, hints = context.group, context.hints
         one_host = len({member.host for member in context.members}) == 1
         hostname = hints.get("hostname", "127.0.0.1" if one_host and "interface" not in hints else None)
-        store = AsTorchStore(context.store.prefix("gloo"), asyncio.get_running_loop(), context.timeout)
+        # whoever calls this sees to the time limit
+        store = AsTorchStore(context.store.prefix("gloo"), asyncio.get_running_loop(), math.inf)
         threads = {"small": 1, "large": int(hints.get("gloo_threads", GLOO_THREADS))}
 
         def make() -> list[Gloo]:
@@ -101,6 +104,7 @@ class GlooBackend(Backend):
                     hostname=hostname,
                     interface=hints.get("interface"),
                     threads=count,
+                    timeout=min(context.timeout, CONNECT_SECONDS),
                 )
                 for name, count in threads.items()
             ]
@@ -110,6 +114,9 @@ class GlooBackend(Backend):
             gloos = await anyio.to_thread.run_sync(make, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
         except RuntimeError as exc:
             raise BackendError(f"gloo could not connect rank {group.rank} of comm {group.name!r}: {exc}") from exc
+        except asyncio.CancelledError:
+            store.end()  # the thread may be waiting for it, and the process cannot end before the thread
+            raise
         return cls(context, *gloos)
 
     def submit(self, batch: Sequence[Submission]) -> None:
@@ -177,6 +184,7 @@ class GlooBackend(Backend):
             self._lanes.join(CLOSE_SECONDS)
         self._lanes.end()
         self._parcel_lane.join(CLOSE_SECONDS)
+        self._parcel_lane.end()
         self._p2p.drop()
         gloos, self._gloos = [self._gloos], None
         # the last reference ends gloo's threads; one in fifty aborted groups has one that nothing can wake

@@ -7,6 +7,9 @@
 - A group with one thread runs one collective after the other, in order, and the callbacks of one's future before it
   starts the next.
 - A point-to-point work's ``is_completed`` turns true only inside ``wait()``, so there is no polling it.
+- The constructor first waits for the addresses of all ranks, in the store, then connects, which nothing but its own
+  time-out ends; a connection may take five of them. Afterwards the time-out can be changed for collectives, but
+  point-to-point works go on to use it, unless their ``wait()`` is given another.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -22,7 +25,7 @@ from torch import distributed as dist
 
 from asynccomm.reduce_op import RedOpType, ReduceOp
 
-__all__ = ["LARGE", "POISON_TAG", "Gloo", "Gloos"]
+__all__ = ["LARGE", "POISON_TAG", "Gloo", "Gloos", "Message"]
 
 FOREVER = timedelta(days=30)  # gloo's own time-outs must never fire: the comm has deadlines
 POISON_TAG = 2**31 - 1  # above MAX_TAG, so nobody sends under it
@@ -48,6 +51,18 @@ _BOOL_OPS = {
 }
 
 
+@final
+class Message:
+    """A send or a receive under way."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        """Block until it is done. Raises: RuntimeError."""
+        self._work.wait(FOREVER)
+
+
 class Gloo:
     """One gloo group, used directly: nothing in torch.distributed knows of it. Works come back unwaited.
 
@@ -56,15 +71,24 @@ class Gloo:
         hostname: address of the interface to use; None: the one that the host's name resolves to.
         interface: name of the interface to use instead.
         threads: gloo threads that run collectives.
+        timeout: seconds that a connection may take, once all addresses are there.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, *, hostname: str | None, interface: str | None, threads: int
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        hostname: str | None,
+        interface: str | None,
+        threads: int,
+        timeout: float,
     ) -> None:
         group: Any = dist.ProcessGroupGloo
         options = group._Options()
         options._threads = threads
-        options._timeout = FOREVER
+        options._timeout = timedelta(seconds=timeout / 5)
         if hostname is not None:
             options._devices = [group.create_device(hostname=hostname)]
         elif interface is not None:
@@ -72,6 +96,7 @@ class Gloo:
         else:
             options._devices = [group.create_default_device()]
         self._pg: Any = group(store, rank, size, options)
+        self._pg._set_default_timeout(FOREVER)
         self._size = size
         self._rank = rank
         self._all_gather_single = getattr(self._pg, "all_gather_single", None) or self._pg._allgather_base
@@ -118,11 +143,11 @@ class Gloo:
     def barrier(self) -> Any:
         return self._pg.barrier()
 
-    def send(self, tensor: Tensor, dst: int, tag: int) -> Any:
-        return self._pg.send([tensor], dst, tag)
+    def send(self, tensor: Tensor, dst: int, tag: int) -> Message:
+        return Message(self._pg.send([tensor], dst, tag))
 
-    def recv(self, tensor: Tensor, src: int, tag: int) -> Any:
-        return self._pg.recv([tensor], src, tag)
+    def recv(self, tensor: Tensor, src: int, tag: int) -> Message:
+        return Message(self._pg.recv([tensor], src, tag))
 
     def poison(self) -> None:
         """Make everything under way fail, here and on the peers. Takes some milliseconds.

@@ -15,13 +15,13 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple, final
+from typing import Final, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from asynccomm.backends.gloo.staging import bytes_of, collected, room, unpack
-from asynccomm.backends.gloo.torch_gloo import Gloo
+from asynccomm.backends.gloo.torch_gloo import Gloo, Message
 from asynccomm.errors import BackendError
 from asynccomm.ops import Parcel
 from asynccomm.ops.parcels import MAX_HEAD
@@ -147,7 +147,7 @@ class Incoming:
             self._take_segments(_Cursor(tensors))
 
     def _take_segments(self, cursor: _Cursor) -> None:
-        coming: deque[tuple[Any, Callable[[], object] | None, int]] = deque()
+        coming: deque[tuple[Message, Callable[[], object] | None, int]] = deque()
         on_the_way = 0
 
         def land() -> int:
@@ -166,7 +166,7 @@ class Incoming:
         while coming:
             land()
 
-    def _receive(self, memory: Tensor) -> Any:
+    def _receive(self, memory: Tensor) -> Message:
         return self._gloo.recv(memory, self._peer, 2 * self._key + 1)
 
 

@@ -1,11 +1,104 @@
 """gloo on real processes: the conformance suite, and what is gloo's own."""
 
-import pytest
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
 
-from asynccomm import new_comm
+import pytest
+import torch
+
+from asynccomm import MemoryStore, new_comm
+from asynccomm.backends.base import BackendContext, Member
+from asynccomm.backends.gloo.backend import GlooBackend
+from asynccomm.checks import Group
+from asynccomm.mailbox import Mailbox
 from asynccomm.testing import check_backend
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 @pytest.mark.ranks([1, 2, 3, 4, 5], backend="gloo", timeout=240)
 async def test_conformance() -> None:
     await check_backend(lambda name: new_comm("gloo", name=name, timeout=50))
+
+
+async def test_a_thread_that_waits_for_a_peer_leaves_when_connecting_is_cancelled() -> None:
+    store = MemoryStore()
+    context = BackendContext(
+        group=Group("t", 0, 2, torch.device("cpu")),
+        members=(Member(0, "host", 1), Member(1, "host", 2)),
+        store=store,
+        mailbox=Mailbox(asyncio.get_running_loop()),
+        timeout=3600.0,
+        on_error=lambda error: None,
+        hints={},
+    )
+    connecting = asyncio.create_task(GlooBackend.connect(context))
+    await until(lambda: len(store._waiters) > 0)
+    connecting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await connecting
+    await until(lambda: len(store._waiters) == 0)
+
+
+# the peer has an address, but is never seen: its port is the higher one, so it would be the one to connect
+WAITS_FOR_A_CONNECTION = """
+import asyncio, socket, torch
+from asynccomm import BackendError, MemoryStore
+from asynccomm.backends.base import BackendContext, Member
+from asynccomm.backends.gloo.backend import GlooBackend
+from asynccomm.checks import Group
+from asynccomm.mailbox import Mailbox
+
+class Dead(MemoryStore):
+    async def set(self, key, value):
+        await super().set(key, value)
+        at = value.index(socket.inet_aton("127.0.0.1"))  # the two bytes before are the port
+        address = value[: at - 2] + bytes([255, 255]) + value[at:]
+        await super().set(key[:-1] + "1", address)
+
+async def main():
+    context = BackendContext(
+        group=Group("t", 0, 2, torch.device("cpu")),
+        members=(Member(0, "host", 1), Member(1, "host", 2)),
+        store=Dead(),
+        mailbox=Mailbox(asyncio.get_running_loop()),
+        timeout=1.0,
+        on_error=print,
+        hints={},
+    )
+    try:
+        async with asyncio.timeout(3.0):
+            await GlooBackend.connect(context)
+    except (BackendError, TimeoutError) as exc:
+        print(repr(exc))
+asyncio.run(main())
+"""
+
+
+def test_a_peer_that_dies_while_gloo_connects_does_not_keep_the_process() -> None:
+    run = [sys.executable, "-c", WAITS_FOR_A_CONNECTION]
+    result = subprocess.run(run, capture_output=True, text=True, timeout=40)
+    assert result.returncode == 0, result.stderr
+    assert "gloo could not connect rank 0 of comm 't'" in result.stdout
+
+
+@pytest.mark.ranks(2, backend="gloo")
+async def test_closing_ends_all_threads() -> None:
+    def alive() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("asynccomm-gloo-brief")]
+
+    async with new_comm("gloo", name="brief") as comm:
+        await comm.all_gather_object("x")
+        if comm.rank == 0:
+            await comm.send(torch.ones(1), 1)
+        else:
+            await comm.recv(torch.ones(1), 0)
+        assert len(alive()) == 2
+    await until(lambda: not alive(), 5.0)  # half of what an idle thread stays

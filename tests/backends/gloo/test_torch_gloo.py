@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +17,35 @@ from asynccomm.checks import MAX_TAG
 from asynccomm.store.torch_store import AsTorchStore
 
 
-async def connect(size: int) -> tuple[Gloo, int, StoreClient]:
+async def connect(size: int, *, threads: int = 1, timeout: float = 20.0) -> tuple[Gloo, int, StoreClient]:
     """A bare group of the ranks of this test."""
     rank = int(os.environ["RANK"])
     client = await StoreClient.connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=20)
     store = AsTorchStore(client.prefix(os.environ["TORCHELASTIC_RUN_ID"]), asyncio.get_running_loop(), 20)
-    gloo = await asyncio.to_thread(Gloo, store, rank, size, hostname="127.0.0.1", interface=None, threads=1)
+    options: dict[str, Any] = {"hostname": "127.0.0.1", "interface": None, "threads": threads, "timeout": timeout}
+    gloo = await asyncio.to_thread(Gloo, store, rank, size, **options)
     return gloo, rank, client
+
+
+def start_all(gloo: Gloo, rank: int) -> list[Any]:
+    """Something of everything, in works that have not been waited for."""
+    x = torch.ones(2)
+    parts = [torch.zeros(2), torch.zeros(2)]
+    message = gloo.recv(torch.zeros(1 << 20), 1, 5) if rank == 0 else gloo.send(torch.ones(1 << 20), 0, 5)
+    answer = gloo.send(torch.ones(1 << 20), 1, 6) if rank == 0 else gloo.recv(torch.zeros(1 << 20), 0, 6)
+    return [
+        message,
+        answer,
+        gloo.all_reduce(torch.ones(2), ReduceOp.SUM),
+        gloo.reduce(torch.ones(2), 0, ReduceOp.SUM),
+        gloo.broadcast(torch.ones(2), 1),
+        gloo.all_gather([torch.zeros(2), torch.zeros(2)], x),
+        gloo.all_gather_single(torch.zeros(4), x),
+        gloo.gather([torch.zeros(2), torch.zeros(2)] if rank == 0 else [], x, 0),
+        gloo.scatter(torch.zeros(2), parts if rank == 1 else [], 1),
+        gloo.all_to_all_single(torch.zeros(2), x),
+        gloo.barrier(),
+    ]
 
 
 def test_nobody_sends_under_the_poison_tag() -> None:
@@ -34,6 +57,30 @@ async def test_nothing_is_registered_with_torch_distributed() -> None:
     gloo, _, client = await connect(2)
     gloo.barrier().wait()
     assert not dist.is_initialized()
+    await client.aclose()
+
+
+@pytest.mark.ranks(2)
+async def test_everything_may_take_longer_than_connecting() -> None:
+    limit = 0.5
+    gloo, rank, client = await connect(2, threads=16, timeout=limit)
+    place = client.prefix(f"{os.environ['TORCHELASTIC_RUN_ID']}/long")
+    if rank == 1:
+        await place.wait(["started"], 20)
+        await asyncio.sleep(2 * limit)  # that time passes is the point: there is no other condition
+    works = start_all(gloo, rank)
+    await place.set("started", b"1")
+    await asyncio.gather(*(asyncio.to_thread(work.wait) for work in works))
+    await client.aclose()
+
+
+@pytest.mark.ranks(3)
+async def test_ranks_may_come_later_than_a_connection_may_take() -> None:
+    limit = 0.5
+    if os.environ["RANK"] == "1":
+        await asyncio.sleep(2 * limit)  # as above
+    gloo, _, client = await connect(3, timeout=limit)
+    gloo.barrier().wait()
     await client.aclose()
 
 
