@@ -14,6 +14,7 @@ from asynccomm.methods.barriers import Barriers
 from asynccomm.methods.coalesced import CoalescedCollectives
 from asynccomm.methods.collectives import Collectives
 from asynccomm.methods.dicts import TensorDicts
+from asynccomm.methods.graphs import Graphs
 from asynccomm.methods.groups import Groups
 from asynccomm.methods.messages import Messages
 from asynccomm.methods.objects import Objects
@@ -36,6 +37,7 @@ class Comm(
     Streams,
     Barriers,
     Groups,
+    Graphs,
 ):
     """A group of ranks that exchange tensors; made by :func:`asynccomm.new_comm`.
 

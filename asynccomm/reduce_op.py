@@ -9,11 +9,11 @@ Which dtype may be reduced how is decided here and nowhere else:
 | uint64       | SUM     | PRODUCT         | yes           | int factor |
 | bool         | SUM     | yes             | yes           | no         |
 | complex      | yes     | no              | no            | yes        |
-| float8       | no      | no              | no            | no         |
+| float8       | yes     | yes             | no            | yes        |
 
 AVG of integers truncates towards zero. SUM of bools is a logical or, as ``torch.add`` has it. Complex numbers have no
-order, and a product of their real views would be garbage. float8 travels (broadcast, gather, ...) but torch has no
-arithmetic for it.
+order, and a product of their real views would be garbage. Of the float8 types, e4m3fn and e5m2 can be reduced: those
+that NCCL knows; the others only travel (broadcast, gather, ...).
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class RedOpType(enum.Enum):
     __hash__ = object.__hash__  # members are single; Enum's own hash is a Python function, run several times per call
 
 
+_FLOAT8: Final = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 _BITWISE: Final = frozenset({RedOpType.BAND, RedOpType.BOR, RedOpType.BXOR})
 _LINEAR: Final = frozenset({RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM})
 
@@ -121,7 +122,7 @@ class ReduceOp:
         if dtype.is_complex:
             legal = kind in _LINEAR
         elif dtype.is_floating_point:
-            legal = kind not in _BITWISE and dtype.itemsize > 1
+            legal = kind not in _BITWISE and (dtype.itemsize > 1 or dtype in _FLOAT8)
         elif dtype == torch.bool:
             legal = kind not in (RedOpType.AVG, RedOpType.PREMUL_SUM)
         elif dtype == torch.uint64:  # reduced as int64: what depends on the sign would be wrong

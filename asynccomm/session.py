@@ -135,6 +135,7 @@ class Session(Traffic):
                 timeout=timeout,
                 on_error=self.transport_failed,
                 hints=hints,
+                high_priority_stream=self.options.high_priority_stream,
             )
             try:
                 self.backend = await backend.connect(context)

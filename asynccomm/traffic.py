@@ -14,6 +14,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, final
 
+import torch
+
 from asynccomm.backends.base import Backend, Submission
 from asynccomm.checks import Group
 from asynccomm.deadlines import Deadlines
@@ -21,7 +23,7 @@ from asynccomm.errors import AbortedError, AsyncCommError, StoreTimeoutError
 from asynccomm.mailbox import Mailbox
 from asynccomm.ops import Call, Op, Together
 from asynccomm.options import CommOptions, check_strings, seconds
-from asynccomm.work import Work
+from asynccomm.work import Order, Work
 
 __all__ = ["CommStatistics", "Traffic", "weakly"]
 
@@ -113,6 +115,9 @@ class Traffic(abc.ABC):
             self._settled(work)
             if left.pop() == 0:
                 errors = [part.surrender() for part in works]
+                if any(part.captured for part in works):
+                    together.capture()
+                    return
                 together.settle(next((error for error in errors if error is not None), None))
 
         with self._lock:
@@ -154,6 +159,9 @@ class Traffic(abc.ABC):
                     self._pending.pop(work, None)
                 raise
             self._collectives, self._p2p = numbers
+        orders = [work.order for work in works]
+        if all(orders):
+            together.order = _Orders([order for order in orders if order is not None])
         for work in works:
             if not work.done():
                 self._deadlines.add(work)
@@ -274,6 +282,31 @@ class _Drivers:
         for part in self._works:
             if not part.done():
                 self._backend.relieve(part)
+
+
+@final
+class _Orders:
+    """The place of several operations in the streams of a GPU."""
+
+    def __init__(self, orders: Sequence[Order]) -> None:
+        self._orders = orders
+        self.prompt = all(order.prompt for order in orders)
+
+    @property
+    def issued(self) -> bool:
+        return all(order.issued for order in self._orders)
+
+    def listen(self, listener: Callable[[], object]) -> None:
+        def one_more() -> None:
+            if self.issued:
+                listener()
+
+        for order in self._orders:
+            order.listen(one_more)
+
+    def order(self, stream: torch.cuda.Stream | None) -> None:
+        for order in self._orders:
+            order.order(stream)
 
 
 def _late(work: Work[Any]) -> None:

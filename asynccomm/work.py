@@ -33,7 +33,7 @@ from asynccomm.mailbox import Mailbox
 from asynccomm.ops import Op
 from asynccomm.options import seconds
 
-__all__ = ["Work"]
+__all__ = ["Order", "Work"]
 
 GRACE = 2.0  # seconds past its deadline that wait() leaves to the loop to say which ranks are missing
 
@@ -50,6 +50,24 @@ class Driver(Protocol):
 
     def relieve(self, work: Work[Any]) -> None:
         """A thread is about to block, maybe the one that should run the loop: do not rely on the loop for ``work``."""
+
+
+class Order(Protocol):
+    """Where in the streams of a GPU an operation stands."""
+
+    @property
+    def issued(self) -> bool:
+        """Whether a stream can be ordered after it now."""
+
+    @property
+    def prompt(self) -> bool:
+        """Whether it is issued without anything that the loop would have to do first."""
+
+    def listen(self, listener: Callable[[], object]) -> None:
+        """Call ``listener`` once it is issued, from any thread; maybe at once, maybe twice."""
+
+    def order(self, stream: torch.cuda.Stream | None) -> None:
+        """Order ``stream``, or else the current one, after it, once it is issued."""
 
 
 @final
@@ -78,8 +96,10 @@ class Work(Generic[T]):
         "_traceback",
         "_value",
         "_waiters",
+        "captured",
         "finished",
         "op",
+        "order",
         "seq",
         "source",
         "started",
@@ -111,6 +131,8 @@ class Work(Generic[T]):
         self._error: AsyncCommError | None = None
         self._traceback: TracebackType | None = None
         self._done = False
+        self.captured = False  #: it is part of a CUDA graph: done whenever that has run
+        self.order: Order | None = None  #: its place in the streams of a GPU, if it has one; for backends
         self._driver = driver  # these are dropped once done
         self._on_overdue = on_overdue
         self._events: list[threading.Event] = []
@@ -173,27 +195,40 @@ class Work(Generic[T]):
         return self._outcome()
 
     def wait(self, timeout: float | timedelta | None = None) -> T:
-        """Block the calling thread until the operation is done, and return its output.
+        """Wait for the operation as its device does, and return its output.
 
-        On a thread with a running event loop this raises ``WouldBlockError``, finished or not: use ``await`` there.
+        On a GPU, the current stream waits, and the host does not: see :meth:`wait_stream`. What is not a stream's
+        business there (objects, dicts, barriers, uneven tensors of sizes unknown) waits as on the CPU.
+
+        On the CPU, block the calling thread until the operation is done. On a thread with a running event loop this
+        raises ``WouldBlockError``, finished or not: use ``await`` there.
 
         Args:
             timeout: seconds to wait at most, None for no limit of its own. Passing it raises the builtin
                 ``TimeoutError`` and abandons only this wait; the operation's own deadline is another matter.
         """
+        limit = math.inf if timeout is None else seconds("timeout", timeout, 0.0)
+        if self.order is not None:
+            return self._follow(self.order, None, limit)
         if asyncio._get_running_loop() is not None:
             raise WouldBlockError(f"wait() would block the event loop of this thread: use `await` on {self!r}")
-        limit = math.inf if timeout is None else seconds("timeout", timeout, 0.0)
+        self._block(limit)
+        return self._outcome()
+
+    def _block(self, limit: float, issued: Order | None = None) -> None:
+        """Block until the operation is done, or in a stream if ``issued`` is given."""
         end = time.monotonic() + limit
         driver = self._driver
         if driver is not None:
             driver.relieve(self)
         if self._done:
-            return self._outcome()
+            return
         event = threading.Event()
         self._events.append(event)
+        if issued is not None:
+            issued.listen(event.set)
         due = self.started + self.timeout + GRACE
-        while not self._done:
+        while not (self._done or (issued is not None and issued.issued)):
             now = time.monotonic()
             if now >= end:
                 with _deciding:
@@ -207,11 +242,58 @@ class Work(Generic[T]):
             else:
                 left = min(end, due) - now
                 event.wait(None if left > threading.TIMEOUT_MAX else left)
-        return self._outcome()
 
     def wait_stream(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Order ``stream`` (default: the current one) after the operation, without waiting on the host. CUDA only."""
-        raise RuntimeError(f"wait_stream() orders CUDA streams, but {self!r} runs on the CPU: use `await` or wait()")
+        """Order ``stream`` (default: the current one) after the operation, without waiting on the host. GPU only.
+
+        A collective is in its stream when the call has returned, as a rule; NCCL may have to connect for the first of
+        its kind, and then this blocks until it has. A send or receive must first find its other end, for which this
+        blocks, so on a thread with a running event loop it raises ``WouldBlockError``: use :meth:`ordered` there.
+
+        Raises: RuntimeError if the operation has no place in a stream; the operation's error if it has failed already.
+        """
+        order = self.order
+        if order is None:
+            raise RuntimeError(
+                f"wait_stream() orders CUDA streams, but {self!r} runs on the CPU: use `await` or wait()"
+            )
+        self._follow(order, stream, math.inf)
+
+    async def ordered(self, stream: torch.cuda.Stream | None = None) -> T:
+        """Order ``stream`` (default: the current one) after the operation, and return its output, for code that never
+        leaves the GPU: the host may not read it yet.
+
+        Suspends only until the operation is in its own stream. Where it has none (on the CPU), the same as ``await``.
+        Cancelling is safe.
+        """
+        order = self.order
+        if order is None:
+            return await self
+        loop = asyncio.get_running_loop()
+        if loop is not self._mailbox.loop:
+            raise RuntimeError(f"{self!r} belongs to the event loop its comm was made on, not to the running one")
+        if not order.issued and not self._done:
+            waiter: asyncio.Future[None] = loop.create_future()
+
+            def wake() -> None:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+            order.listen(lambda: self._mailbox.post(wake))
+            self.add_done_callback(lambda _: wake())
+            await waiter
+        return self._follow(order, stream, math.inf)
+
+    def _follow(self, order: Order, stream: torch.cuda.Stream | None, limit: float) -> T:
+        """Order ``stream`` after the operation; the output."""
+        if not order.issued and not self._done:
+            if not order.prompt and asyncio._get_running_loop() is not None:
+                raise WouldBlockError(f"{self!r} must find its other end first: use `await work.ordered()`")
+            self._block(limit, order)
+        if self._error is not None:
+            return self._outcome()
+        order.order(stream)
+        return self._value  # type: ignore[no-any-return]
 
     def add_done_callback(self, fn: Callable[[Work[T]], object], *, context: contextvars.Context | None = None) -> None:
         """Have the loop call ``fn(work)`` once the operation is done; soon, if it is already. From any thread."""
@@ -256,6 +338,11 @@ class Work(Generic[T]):
             self._mailbox.post(self._wake)
         return True
 
+    def capture(self) -> None:
+        """The operation became part of a CUDA graph: it is done whenever the graph has run. For backends."""
+        self.captured = True
+        self.settle()
+
     def surrender(self) -> AsyncCommError | None:
         """Give the error of a settled operation to whoever passes it on; it is not reported from here any more."""
         error, self._error = self._error, None
@@ -275,6 +362,11 @@ class Work(Generic[T]):
             self._error.observed = True
             # the traceback as it was when the operation failed: each raise would otherwise grow it for all waiters
             raise self._error.with_traceback(self._traceback)
+        if self.captured:
+            raise RuntimeError(
+                f"{self!r} is part of a CUDA graph: it runs when that is replayed; use wait() or wait_stream() while "
+                f"capturing, and wait for the replay"
+            )
         finish = self._finish
         if finish is not None:
             with _finishing:
@@ -286,7 +378,7 @@ class Work(Generic[T]):
         if not self._done:
             state = "pending"
         elif self._error is None:
-            state = "done"
+            state = "captured" if self.captured else "done"
         else:
             state = f"failed: {type(self._error).__name__}"
         return f"<Work #{self.seq} {self.op} {state}>"

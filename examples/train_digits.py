@@ -1,6 +1,7 @@
 """Train a network on handwritten digits, data-parallel over any number of ranks, with collectives that are awaited.
 
     asynccomm run -n 2 examples/train_digits.py
+    asynccomm run -n 2 examples/train_digits.py --device cuda      # by NCCL
 
 Three things happen at once in every step: backward computes gradients in a thread, those that are complete already
 travel (``GradientBuckets``), and another thread prepares the next batch (``prefetch``). The event loop only
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -112,7 +114,7 @@ class GradientBuckets:
         self._buckets: list[Bucket] = []
         for group in grouped(reversed(list(model.parameters())), BUCKET_BYTES):
             sizes = [parameter.numel() for parameter in group]
-            bucket = Bucket(torch.zeros(sum(sizes)), len(group))
+            bucket = Bucket(torch.zeros(sum(sizes), device=group[0].device), len(group))
             self._buckets.append(bucket)
             for parameter, gradient in zip(group, torch.split(bucket.gradients, sizes), strict=True):
                 parameter.grad = gradient.view_as(parameter)
@@ -185,7 +187,8 @@ async def train(
     overlap = Overlap()
 
     def forward_backward(batch: Samples) -> tuple[float, list[Work[Tensor]]]:
-        loss = F.cross_entropy(model(batch.images), batch.labels)
+        images, labels = (tensor.to(comm.device) for tensor in batch)
+        loss = F.cross_entropy(model(images), labels)
         return loss.item(), gradients.backward(loss)
 
     steps = options.epochs * (len(samples.labels) // options.batch_size)
@@ -202,7 +205,7 @@ async def train(
 
 async def accuracy(comm: Comm, model: nn.Module, samples: Samples) -> float:
     """Share of the samples that the model gets right; each rank looks at every ``size``-th of them."""
-    images, labels = (tensor[comm.rank :: comm.size] for tensor in samples)
+    images, labels = (tensor[comm.rank :: comm.size].to(comm.device) for tensor in samples)
     with torch.no_grad():
         right = (model(images).argmax(dim=1) == labels).sum()
     return (await comm.all_reduce(right)).item() / len(samples.labels)
@@ -210,11 +213,13 @@ async def accuracy(comm: Comm, model: nn.Module, samples: Samples) -> float:
 
 async def main(options: argparse.Namespace) -> None:
     train_samples, test_samples = load()
-    async with asynccomm.new_comm(options.backend) as comm:
+    if options.device == "cuda":  # one GPU for each rank of this machine, as far as they go round
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    async with asynccomm.new_comm(options.backend, options.device) as comm:
         if options.batch_size % comm.size:
             raise ValueError(f"--batch-size {options.batch_size} does not divide evenly among {comm.size} ranks")
         torch.manual_seed(options.seed)
-        model = make_model()
+        model = make_model().to(comm.device)
         optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, nesterov=True)
         # the seed has made them equal already; weights from a file or another kind of machine might not be
         await asyncio.gather(*[comm.broadcast(parameter.detach(), root=0) for parameter in model.parameters()])
@@ -240,5 +245,6 @@ if __name__ == "__main__":
     parser.add_argument("--lr", type=float, default=0.03, help="learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, order and augmentation")
     parser.add_argument("--backend", default="auto", help=f"auto, {', '.join(asynccomm.backend_names())}")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--save", type=Path, metavar="PATH", help="where rank 0 writes the trained weights")
     asynccomm.run(main(parser.parse_args()))

@@ -55,7 +55,7 @@ BAD_CALLS: list[tuple[dict[str, object], str]] = [
     ({"backend": 3}, "backend must be a name, got 3"),
     ({"device": "toaster"}, "device must name a torch device .* got 'toaster'"),
     ({"backend": "gloo", "device": "cuda:0"}, "'gloo' takes tensors on .*, not on device cuda:0"),
-    ({"device": "cuda"}, "'auto' has no choice for device cuda"),
+    ({"device": "meta"}, "'auto' has no choice for device meta"),
     ({"name": ""}, "name must be a non-empty str, got ''"),
     ({"name": "\ud800"}, r"name must be a str that UTF-8 can encode, got '\\ud800'"),
     ({"timeout": 0}, "timeout must be positive, got 0"),

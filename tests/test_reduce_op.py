@@ -21,8 +21,6 @@ BITWISE = {"BAND", "BOR", "BXOR"}
 
 def legal_kinds(dtype: torch.dtype) -> set[str]:
     """The table of the module's docstring."""
-    if str(dtype).startswith("torch.float8"):
-        return set()
     if dtype.is_complex:
         return LINEAR
     if dtype.is_floating_point:

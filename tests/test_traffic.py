@@ -7,6 +7,7 @@ import contextlib
 import gc
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from asynccomm import (
     AbortedError,
+    AsyncCommError,
     BackendError,
     ClosedError,
     CollectiveMismatchError,
@@ -25,7 +27,9 @@ from asynccomm import (
     Comm,
     PayloadError,
     ReduceOp,
+    WouldBlockError,
 )
+from asynccomm.backends.base import Submission
 from asynccomm.backends.loopback import Hub, LoopbackBackend
 from asynccomm.ops import AllReduce, Barrier, Call, Recv, Send, Together, uneven
 from asynccomm.testing.local import loopback_world
@@ -48,6 +52,14 @@ def reduced(comm: Comm, tensor: Tensor) -> Call:
 
 def barrier(comm: Comm) -> Call:
     return Barrier.of(comm._group)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    """Wait in a thread."""
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, "waited for ever"
+        time.sleep(1e-4)
 
 
 async def test_done_when_all_are() -> None:
@@ -319,6 +331,190 @@ async def test_handed_on_as_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(backend, "submit", counting)
         await together(comm, [barrier(comm) for _ in range(5)])
         assert batches == [5]
+
+
+# -- in the streams of a GPU
+
+
+class Place:
+    """An Order: a place in the streams of a GPU, which takes notes."""
+
+    def __init__(self, *, prompt: bool = True) -> None:
+        self.issued = False
+        self.prompt = prompt
+        self.listeners: list[Callable[[], object]] = []
+        self.ordered: list[Any] = []  # streams
+
+    def listen(self, listener: Callable[[], object]) -> None:
+        self.listeners.append(listener)
+        if self.issued:
+            listener()
+
+    def issue(self) -> None:
+        self.issued = True
+        for listener in self.listeners:
+            listener()
+
+    def order(self, stream: Any) -> None:
+        assert self.issued
+        self.ordered.append(stream)
+
+
+STREAM: Any = "stream"
+
+
+class Gpu:
+    """In place of a comm's backend: keeps what is submitted, each with its place in a stream."""
+
+    def __init__(self, comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.parts: list[Work[Any]] = []
+        self.places: Sequence[Place | None] = ()
+        self.captures = False
+        self._comm = comm
+        monkeypatch.setattr(comm.unsafe_get_backend(), "submit", self._submit)
+
+    def _submit(self, batch: Sequence[Submission]) -> None:
+        self.parts = [submission.work for submission in batch]
+        for part, place in zip(self.parts, self.places, strict=True):
+            part.order = place
+            if self.captures:
+                assert place is not None
+                place.issue()
+                part.capture()
+
+    def batch(self, *places: Place | None) -> Work[Any]:
+        self.places = places
+        return together(self._comm, [barrier(self._comm) for _ in places])
+
+    def settle(self, error: AsyncCommError | None = None) -> None:
+        for part in self.parts:
+            part.settle(error)
+
+
+async def test_a_batch_stands_where_all_of_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with loopback_world(1) as (comm,):
+        gpu = Gpu(comm, monkeypatch)
+        places = [Place(), Place()]
+        work = gpu.batch(*places)
+        order = work.order
+        assert order is not None
+        assert order.prompt
+        waiting = [asyncio.ensure_future(asyncio.to_thread(work.wait)), asyncio.ensure_future(work.ordered(STREAM))]
+        heard: list[bool] = []
+        order.listen(lambda: heard.append(order.issued))
+        await asyncio.to_thread(wait_for, lambda: all(len(place.listeners) == 3 for place in places))
+        places[1].issue()
+        assert not order.issued
+        assert heard == []
+        places[0].issue()
+        assert await asyncio.gather(*waiting) == ["all", "all"]
+        assert order.issued
+        assert heard == [True]
+        for place in places:
+            assert sorted(place.ordered, key=str) == [None, STREAM]
+        work.wait_stream(STREAM)
+        assert work.wait() == "all"
+        assert [place.ordered[2:] for place in places] == [[STREAM, None]] * 2
+        assert not work.done()
+        gpu.settle()
+        assert await work == "all"
+
+
+async def test_listening_to_a_batch_that_is_there_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with loopback_world(1) as (comm,):
+        gpu = Gpu(comm, monkeypatch)
+        places = [Place(), Place()]
+        work = gpu.batch(*places)
+        for place in places:
+            place.issue()
+        heard: list[None] = []
+        assert work.order is not None
+        work.order.listen(lambda: heard.append(None))
+        assert heard
+        gpu.settle()
+
+
+async def test_parts_that_come_to_their_streams_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with loopback_world(1) as (comm,):
+        gpu = Gpu(comm, monkeypatch)
+        for _ in range(100):
+            places = [Place() for _ in range(3)]
+            work = gpu.batch(*places)
+            waiting = asyncio.ensure_future(work.ordered())
+            await asyncio.sleep(0)
+            threads = [threading.Thread(target=place.issue) for place in places]
+            for thread in threads:
+                thread.start()
+            assert await asyncio.wait_for(waiting, 30) == "all"
+            for thread in threads:
+                thread.join()
+            assert [place.ordered for place in places] == [[None]] * 3
+            gpu.settle()
+
+
+async def test_a_batch_is_as_prompt_as_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with loopback_world(1) as (comm,):
+        gpu = Gpu(comm, monkeypatch)
+        work = gpu.batch(Place(), Place(prompt=False))
+        assert work.order is not None
+        assert not work.order.prompt
+        with pytest.raises(WouldBlockError, match="ordered"):
+            work.wait()
+        gpu.settle()
+
+
+async def test_a_batch_with_a_part_that_is_in_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with loopback_world(1) as (comm,):
+        gpu = Gpu(comm, monkeypatch)
+        place = Place()
+        place.issue()
+        work = gpu.batch(place, None)
+        assert work.order is None
+        with pytest.raises(WouldBlockError, match="await"):
+            work.wait()
+        with pytest.raises(RuntimeError, match="runs on the CPU"):
+            work.wait_stream()
+        waiting = asyncio.ensure_future(asyncio.to_thread(work.wait))
+        gpu.settle()
+        assert await waiting == "all"
+        assert place.ordered == []
+
+
+async def test_a_captured_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with loopback_world(1) as (comm,):
+        gpu = Gpu(comm, monkeypatch)
+        gpu.captures = True
+        places = [Place(), Place()]
+        work = gpu.batch(*places)
+        assert work.captured
+        assert work.done()
+        assert work.exception() is None
+        assert comm.statistics() == (2, 0, 0)
+        with pytest.raises(RuntimeError, match="part of a CUDA graph"):
+            await work
+        with pytest.raises(RuntimeError, match="part of a CUDA graph"):
+            work.result()
+        assert work.wait() == "all"
+        work.wait_stream(STREAM)
+        assert [place.ordered for place in places] == [[None, STREAM]] * 2
+
+
+@pytest.mark.parametrize("issued", [False, True])
+async def test_a_batch_that_fails(monkeypatch: pytest.MonkeyPatch, issued: bool) -> None:
+    async with loopback_world(1) as (comm,):
+        gpu = Gpu(comm, monkeypatch)
+        places = [Place(), Place()]
+        work = gpu.batch(*places)
+        if issued:
+            for place in places:
+                place.issue()
+        gpu.settle(BackendError("cable cut"))
+        for wait in (work.wait, work.wait_stream):
+            with pytest.raises(BackendError, match="cable cut"):
+                wait()
+        with pytest.raises(BackendError, match="cable cut"):
+            await work.ordered()
+        assert [place.ordered for place in places] == [[], []]
 
 
 # -- threads, and being forgotten

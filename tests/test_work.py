@@ -9,6 +9,7 @@ import gc
 import inspect
 import random
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
@@ -390,6 +391,314 @@ async def test_there_is_no_stream_to_wait_for(bench: Bench, finished: bool) -> N
     work = bench.done() if finished else bench.work()
     with pytest.raises(RuntimeError, match=r"wait_stream\(\) orders CUDA streams.*on the CPU"):
         work.wait_stream()
+
+
+# -- streams
+
+
+class Place:
+    """An Order: a place in the streams of a GPU, which takes notes."""
+
+    def __init__(self, *, issued: bool = False, prompt: bool = True) -> None:
+        self.issued = issued
+        self.prompt = prompt
+        self.listeners: list[Callable[[], object]] = []
+        self.ordered: list[Any] = []  # streams
+
+    def listen(self, listener: Callable[[], object]) -> None:
+        self.listeners.append(listener)
+        if self.issued:
+            listener()
+
+    def issue(self) -> None:
+        self.issued = True
+        for listener in self.listeners:
+            listener()
+
+    def order(self, stream: Any) -> None:
+        assert self.issued
+        self.ordered.append(stream)
+
+
+STREAM: Any = "stream"
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait in a thread."""
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, "waited for ever"
+        time.sleep(1e-4)
+
+
+def placed(work: Work[Any], **place: bool) -> Place:
+    work.order = order = Place(**place)
+    return order
+
+
+@on_both_loops
+@pytest.mark.parametrize("prompt", [False, True])
+async def test_the_stream_waits_and_the_host_does_not(bench: Bench, prompt: bool) -> None:
+    work = bench.work()
+    order = placed(work, issued=True, prompt=prompt)
+    assert work.wait() is VALUE, "also on the thread of the loop"
+    assert work.wait(1e-9) is VALUE
+    work.wait_stream(STREAM)
+    work.wait_stream()
+    assert order.ordered == [None, None, STREAM, None]
+    assert await asyncio.to_thread(work.wait) is VALUE
+    assert not work.done()
+    work.settle()
+    assert work.wait() is VALUE
+    assert await work is VALUE
+
+
+@on_both_loops
+async def test_wait_blocks_until_it_is_in_a_stream(bench: Bench) -> None:
+    work = bench.work()
+    order = placed(work)
+    waits = [asyncio.ensure_future(asyncio.to_thread(work.wait, limit)) for limit in (None, 60.0)]
+    stream = asyncio.ensure_future(asyncio.to_thread(work.wait_stream, STREAM))
+    await asyncio.to_thread(until, lambda: len(order.listeners) == 3)
+    assert order.ordered == []
+    order.issue()
+    assert await asyncio.gather(*waits, stream) == [VALUE, VALUE, None]
+    assert sorted(order.ordered, key=str) == [None, None, STREAM]
+    assert not work.done()
+    work.settle()
+
+
+@on_both_loops
+async def test_what_is_prompt_may_block_the_loop_for_a_moment(bench: Bench) -> None:
+    work = bench.work()
+    order = placed(work)
+
+    def issue() -> None:
+        until(lambda: order.listeners)
+        order.issue()
+
+    thread = in_thread(issue)
+    assert work.wait() is VALUE
+    thread.join()
+    assert order.ordered == [None]
+
+
+@on_both_loops
+async def test_what_needs_the_loop_may_not_block_it(bench: Bench) -> None:
+    work = bench.work()
+    order = placed(work, prompt=False)
+    for wait in (work.wait, work.wait_stream, lambda: work.wait(1.0)):
+        with pytest.raises(WouldBlockError, match=r"other end first: use `await work\.ordered\(\)`"):
+            wait()
+    assert order.listeners == []
+    waiting = asyncio.ensure_future(asyncio.to_thread(work.wait))  # a thread may
+    await asyncio.to_thread(until, lambda: order.listeners)
+    order.issue()
+    assert await waiting is VALUE
+
+
+@on_both_loops
+async def test_issued_between_the_look_and_the_word_left(bench: Bench) -> None:
+    work = bench.work()
+
+    class Issuing(Place):
+        def listen(self, listener: Callable[[], object]) -> None:
+            self.issue()  # and whoever did it has looked for listeners already
+            super().listen(listener)
+
+    work.order = order = Issuing()
+    assert work.wait() is VALUE
+    assert order.ordered == [None]
+    work.order = order = Issuing()
+    assert await work.ordered() is VALUE
+    assert order.ordered == [None]
+
+
+@on_both_loops
+async def test_wait_for_a_stream_gives_up(bench: Bench) -> None:
+    work = bench.work(7)
+    order = placed(work)
+    with pytest.raises(TimeoutError, match=r"#7 all_reduce.* was not done within 0\.01 s"):
+        await asyncio.to_thread(work.wait, 0.01)
+    with pytest.raises(TimeoutError):
+        work.wait(timedelta(milliseconds=1))
+    assert work._events == []
+    assert order.ordered == []
+    order.issue()
+    assert work.wait() is VALUE
+
+
+@on_both_loops
+async def test_it_fails_before_it_is_in_a_stream(bench: Bench) -> None:
+    work = bench.work()
+    order = placed(work)
+    waits = [asyncio.ensure_future(asyncio.to_thread(wait)) for wait in (work.wait, work.wait_stream)]
+    await asyncio.to_thread(until, lambda: len(order.listeners) == 2)
+    work.settle(BackendError("cable cut"))
+    for failed in (*waits, asyncio.to_thread(work.wait)):
+        with pytest.raises(BackendError, match="cable cut"):
+            await failed
+    assert order.ordered == []
+
+
+@on_both_loops
+async def test_it_fails_in_its_stream(bench: Bench) -> None:
+    work = bench.work()
+    order = placed(work, issued=True)
+    work.settle(BackendError("cable cut"))
+    for wait in (work.wait, work.wait_stream):
+        with pytest.raises(BackendError, match="cable cut"):
+            wait()
+    with pytest.raises(BackendError, match="cable cut"):
+        await work.ordered()
+    assert order.ordered == []
+
+
+@on_both_loops
+@pytest.mark.parametrize("early", [False, True])
+async def test_what_needs_the_loop_fails_before_it_is_in_a_stream(bench: Bench, early: bool) -> None:
+    work = bench.work()
+    placed(work, prompt=False)
+    waiting = asyncio.ensure_future(work.ordered())
+    if not early:
+        await turn()
+    work.settle(BackendError("cable cut"))
+    with pytest.raises(BackendError, match="cable cut"):
+        await waiting
+    for wait in (work.wait, work.wait_stream):
+        with pytest.raises(BackendError, match="cable cut"):
+            wait()
+
+
+@on_both_loops
+async def test_ordered_where_there_is_no_stream(bench: Bench) -> None:
+    work = bench.work()
+    waiting = asyncio.ensure_future(work.ordered())
+    await turn()
+    assert not waiting.done()
+    work.settle()
+    assert await waiting is VALUE
+    with pytest.raises(BackendError, match="cable cut"):
+        await bench.done(BackendError("cable cut")).ordered()
+
+
+@on_both_loops
+@pytest.mark.parametrize("prompt", [False, True])
+async def test_ordered_does_not_suspend_once_it_is_in_a_stream(bench: Bench, prompt: bool) -> None:
+    work = bench.work()
+    order = placed(work, issued=True, prompt=prompt)
+    with pytest.raises(StopIteration) as caught:
+        work.ordered(STREAM).send(None)
+    assert caught.value.value is VALUE
+    assert order.ordered == [STREAM]
+    assert not work.done()
+
+
+@on_both_loops
+@pytest.mark.parametrize("prompt", [False, True])
+async def test_ordered_suspends_until_it_is_in_a_stream(bench: Bench, prompt: bool) -> None:
+    work = bench.work()
+    order = placed(work, prompt=prompt)
+    waits = [asyncio.ensure_future(work.ordered(stream)) for stream in (None, STREAM)]
+    await turn(3)
+    assert not any(wait.done() for wait in waits)
+    thread = in_thread(order.issue)
+    assert await asyncio.gather(*waits) == [VALUE, VALUE]
+    thread.join()
+    assert order.ordered == [None, STREAM]
+    assert not work.done()
+
+
+@on_both_loops
+async def test_cancelling_ordered(bench: Bench) -> None:
+    work = bench.work()
+    order = placed(work)
+    first, second = (asyncio.ensure_future(work.ordered()) for _ in range(2))
+    await turn()
+    first.cancel()
+    await asyncio.wait([first])
+    assert first.cancelled()
+    order.issue()
+    assert await second is VALUE
+    assert order.ordered == [None], "only for the one that is left"
+    work.settle()
+    await turn(2)
+    assert bench.reports == []
+
+
+@on_both_loops
+async def test_ordered_fails_while_it_is_suspended(bench: Bench) -> None:
+    work = bench.work()
+    placed(work)
+    waiting = asyncio.ensure_future(work.ordered())
+    await turn()
+    thread = in_thread(lambda: work.settle(BackendError("cable cut")))
+    with pytest.raises(BackendError, match="cable cut"):
+        await waiting
+    thread.join()
+
+
+@on_both_loops
+async def test_a_driver_hears_of_waits_for_a_stream(bench: Bench) -> None:
+    heard: list[str] = []
+
+    class Driver:
+        def hurry(self, work: Work[Any]) -> None:
+            heard.append("hurry")
+
+        def relieve(self, work: Work[Any]) -> None:
+            heard.append("relieve")
+            order.issue()
+
+    work: Work[Any] = Work(
+        OP, 0, bench.mailbox, value=VALUE, timeout=600, on_settled=lambda work: None, driver=Driver()
+    )
+    order = placed(work)
+    assert work.wait() is VALUE, "before it blocks"
+    assert heard == ["relieve"]
+    work.wait()
+    work.wait_stream()
+    await work.ordered()
+    assert heard == ["relieve"], "the stream waits, and nobody else"
+
+
+@on_both_loops
+async def test_captured(bench: Bench) -> None:
+    work = bench.work(3)
+    order = placed(work, issued=True)
+    called: list[object] = []
+    work.add_done_callback(called.append)
+    work.capture()
+    assert work.captured
+    assert work.done()
+    assert work.exception() is None
+    assert repr(work) == "<Work #3 all_reduce(float32[4], SUM) captured>"
+    assert bench.settled == [work]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"#3 .* is part of a CUDA graph: .* use wait\(\) or wait_stream\(\)"):
+            await work
+        with pytest.raises(RuntimeError, match="part of a CUDA graph"):
+            work.result()
+    assert work.wait() is VALUE
+    work.wait_stream(STREAM)
+    assert await work.ordered() is VALUE
+    assert order.ordered == [None, STREAM, None]
+    await turn(2)
+    assert called == [work]
+
+
+@on_both_loops
+async def test_a_captured_work_may_be_dropped(bench: Bench) -> None:
+    bench.work().capture()
+    gc.collect()
+    await turn(2)
+    assert bench.reports == []
+
+
+@on_both_loops
+async def test_what_is_not_captured(bench: Bench) -> None:
+    assert not bench.work().captured
+    assert not bench.done().captured
 
 
 # -- looking

@@ -2,8 +2,8 @@
 
 Three moves: ``widen`` what a rank brings into a flat tensor of the accumulator's dtype (this applies PREMUL_SUM's
 factor), ``combine`` the ranks' rows in rank order, ``narrow`` the result into the caller's tensor (this divides for
-AVG). Half types accumulate in fp32, complex numbers as pairs of reals, small integers wide enough that AVG cannot wrap;
-bools as 0 and 1. Everything works on detached tensors: autograd sees nothing of it.
+AVG). Half types and float8 accumulate in fp32, complex numbers as pairs of reals, small integers wide enough that AVG
+cannot wrap; bools as 0 and 1. Everything works on detached tensors: autograd sees nothing of it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ __all__ = ["accumulator", "combine", "flat", "is_plain", "landing", "narrow", "p
 _ACCUMULATOR: Final = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
     torch.bool: torch.uint8,
     # wrapping around is the same modulo 2**16 or 2**32 in the wider type
     torch.int16: torch.int32,
@@ -85,8 +87,8 @@ def widen(tensor: Tensor, reduction: ReduceOp) -> Tensor:
     if factor is not None:
         if isinstance(factor, Tensor):
             factor = factor.detach().to(values.device).reshape(())
-        if values.dtype in (torch.float16, torch.bfloat16):
-            values = values.to(torch.float32)
+        if values.is_floating_point():
+            values = values.to(target)
         elif values.dtype == torch.complex32:
             values = values.to(torch.complex64)
         values = (values * factor).to(values.dtype)

@@ -152,6 +152,7 @@ class BackendContext:
     timeout: float  #: seconds allowed for connecting
     on_error: Callable[[BrokenError], object]  #: tell it that the transport failed; from any thread
     hints: Mapping[str, str] = field(default_factory=dict)  #: checked; only keys of ``Backend.hints``
+    high_priority_stream: bool = False  #: for GPUs
 
 
 class Backend(abc.ABC):
@@ -160,6 +161,7 @@ class Backend(abc.ABC):
     name: ClassVar[str]
     devices: ClassVar[frozenset[str]]  #: device types whose tensors it takes
     hints: ClassVar[Mapping[str, str]] = {}  #: hints it understands, with what they mean
+    any_source: ClassVar[bool] = True  #: whether a receive may leave its source open
 
     @classmethod
     @abc.abstractmethod
@@ -202,9 +204,13 @@ def own_hints(backend: type[Backend], hints: Mapping[str, str]) -> dict[str, str
 
 
 def device_of(value: str | torch.device) -> torch.device:
-    """``value`` as a device. Raises ``ValueError`` naming it."""
+    """``value`` as a device; "cuda" is the current one. Raises ``ValueError`` naming it."""
     try:
         device = torch.device(value)
     except (RuntimeError, TypeError) as exc:
         raise ValueError(f"device must name a torch device such as 'cpu' or 'cuda:0', got {value!r}") from exc
-    return torch.device("cpu") if device.type == "cpu" else device  # tensors are on "cpu", never on "cpu:0"
+    if device.type == "cpu":
+        return torch.device("cpu")  # tensors are on "cpu", never on "cpu:0"
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -20,10 +20,14 @@ __all__ = ["ENTRY_POINT_GROUP", "backend_names", "candidates", "load_backend"]
 ENTRY_POINT_GROUP = "asynccomm.backends"
 _BUILTIN = {
     "gloo": ("asynccomm.backends.gloo.backend", "GlooBackend"),
+    "nccl": ("asynccomm.backends.nccl.backend", "NcclBackend"),
     "loopback": ("asynccomm.backends.loopback", "LoopbackBackend"),
     "shm": ("asynccomm.backends.shm.backend", "ShmBackend"),
 }
-_AUTO = {"cpu": ("shm", "gloo")}  # by type of device: the fastest first, the one that suits always last
+_AUTO = {
+    "cpu": ("shm", "gloo"),
+    "cuda": ("nccl",),
+}  # by type of device: the fastest first, the one that suits always last
 
 
 def backend_names() -> list[str]:
@@ -39,7 +43,7 @@ def candidates(name: str, device: torch.device) -> tuple[str, ...]:
         return (name,)
     if device.type in _AUTO:
         return _AUTO[device.type]
-    raise ValueError(f"backend 'auto' has no choice for device {device}: only 'cpu' is supported so far")
+    raise ValueError(f"backend 'auto' has no choice for device {device}: only 'cpu' and 'cuda' have one")
 
 
 def load_backend(name: str, device: torch.device) -> type[Backend]:

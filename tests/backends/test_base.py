@@ -92,6 +92,15 @@ def test_devices(value: Any, expected: torch.device) -> None:
     assert device_of(value) == expected
 
 
+def test_cuda_is_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert device_of("cuda") == torch.device("cuda", 3)
+    assert device_of("cuda:1") == torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_of("cuda") == torch.device("cuda")
+
+
 @pytest.mark.parametrize("value", ["gpu", "", "cpu:x", None, 1.5, ["cpu"]])
 def test_what_is_no_device(value: Any) -> None:
     with pytest.raises(ValueError, match="device must name a torch device") as caught:

@@ -77,14 +77,38 @@ def test_forms_has_a_row_per_form_and_size(tmp_path: Path) -> None:
     assert all(row["times"] == pytest.approx(row["form_us"] / row["plain_us"]) for row in rows)
 
 
+def test_completion_measures_latency_wake_ups_and_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    done = bench(
+        "completion.py",
+        *("--delays", "20,200"),
+        *("--rounds", 1),
+        *("--late", 0.1),
+        *("--loop", "asyncio"),
+        "--json",
+        out,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())
+    contenders = ["poller", "thread only", "executor", "sleep"]
+    assert [(row["delay_us"], row["contender"]) for row in rows if "delay_us" in row] == [
+        (delay, contender) for delay in (20, 200) for contender in contenders
+    ]
+    assert [row["works"] for row in rows if "works" in row] == [100]
+    assert [(row["contender"], row["in_flight"]) for row in rows if "cpu_percent" in row] == [
+        (contender, in_flight) for contender in contenders for in_flight in (False, True)
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["collectives.py", "--peers", "gloo,carrier-pigeon"], "argument --peers: 'carrier-pigeon' is not one of"),
         (["hints.py", "--backend", "gloo", "--hint", "nonsense=1"], "argument --hint: gloo knows no 'nonsense'"),
         (["forms.py", "--only", "telepathy"], "argument --only: no form contains 'telepathy'"),
+        (["completion.py", "--rounds", "0"], "arguments --delays, --rounds, --late: must be positive"),
     ],
-    ids=["peers", "hint", "only"],
+    ids=["peers", "hint", "only", "rounds"],
 )
 def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:
     done = bench(*arguments)

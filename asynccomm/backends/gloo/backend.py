@@ -26,12 +26,12 @@ from torch import distributed as dist
 
 from asynccomm.backends.base import Backend, BackendContext, Submission
 from asynccomm.backends.gloo.exchange import Exchange
-from asynccomm.backends.gloo.lanes import Lanes
 from asynccomm.backends.gloo.lowering import start
 from asynccomm.backends.gloo.p2p import PointToPoint
 from asynccomm.backends.gloo.several import is_divided, lines_of
 from asynccomm.backends.gloo.torch_gloo import LARGE, Gloo, Gloos
 from asynccomm.backends.gloo.transfers import run
+from asynccomm.backends.lanes import Lanes
 from asynccomm.errors import BackendError, BrokenError
 from asynccomm.ops import Parcels, Recv, RecvParcel
 from asynccomm.store.torch_store import AsTorchStore
@@ -62,6 +62,7 @@ class GlooBackend(Backend):
     name = "gloo"
     devices = frozenset({"cpu"})
     hints = _HINTS
+    any_source = False
 
     def __init__(self, context: BackendContext, small: Gloo, large: Gloo) -> None:
         group = context.group

@@ -14,11 +14,12 @@ from functools import partial
 from typing import final
 
 from asynccomm.backends.base import Delivery, Submission
-from asynccomm.backends.gloo.lanes import Lanes
 from asynccomm.backends.gloo.p2p import conclude
-from asynccomm.backends.gloo.staging import Occupied, room, unpack
+from asynccomm.backends.gloo.staging import room, unpack
 from asynccomm.backends.gloo.torch_gloo import Gloo
 from asynccomm.backends.gloo.wire import Incoming, Outgoing
+from asynccomm.backends.lanes import Lanes
+from asynccomm.backends.regions import Occupied
 from asynccomm.errors import CollectiveMismatchError
 from asynccomm.ops import Channel, Parcels
 

@@ -17,8 +17,9 @@ from torch import Tensor
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
 from asynccomm.backends.gloo.reducing import as_it_is, brought, narrow_all, rows_of, sum_up
-from asynccomm.backends.gloo.staging import Finish, Occupied, collected, movable, place, room, spread
+from asynccomm.backends.gloo.staging import Finish, collected, movable, place, room, spread
 from asynccomm.backends.gloo.torch_gloo import Gloo
+from asynccomm.backends.regions import Occupied
 from asynccomm.ops import (
     AllGather,
     AllGatherSingle,

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Delivery, Submission
-from asynccomm.backends.gloo.lanes import Lanes
-from asynccomm.backends.gloo.staging import bytes_of, place, room, unpack
+from asynccomm.backends.gloo.staging import place, room, unpack
 from asynccomm.backends.gloo.torch_gloo import Gloo
 from asynccomm.backends.gloo.wire import Incoming, Outgoing
+from asynccomm.backends.lanes import Lanes
 from asynccomm.backends.matching import Matching
+from asynccomm.backends.regions import bytes_of
 from asynccomm.dtypes import BY_CODE, CODES
 from asynccomm.errors import BrokenError, CollectiveMismatchError
 from asynccomm.ops import Recv, RecvParcel, Send, SendParcel

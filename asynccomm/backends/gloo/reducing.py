@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from asynccomm.backends import arithmetic
-from asynccomm.backends.gloo.staging import AS_IT_IS, Occupied, adjoining, pack, room
+from asynccomm.backends.gloo.staging import AS_IT_IS, pack, room
+from asynccomm.backends.regions import Occupied, adjoining
 from asynccomm.reduce_op import RedOpType, ReduceOp
 
 __all__ = [

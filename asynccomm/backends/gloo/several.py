@@ -26,9 +26,10 @@ from asynccomm.backends.gloo.reducing import (
     widen_all,
     widened_bytes,
 )
-from asynccomm.backends.gloo.staging import Finish, Occupied, adjoining, pack, room, unpack
+from asynccomm.backends.gloo.staging import Finish, pack, room, unpack
 from asynccomm.backends.gloo.torch_gloo import Gloos
 from asynccomm.backends.gloo.transfers import Transfer
+from asynccomm.backends.regions import Occupied, adjoining
 from asynccomm.ops import AllGather, AllReduce, Broadcast, ReduceScatter
 
 __all__ = ["groups_of", "lines_of"]

@@ -7,24 +7,20 @@ side by side already (``adjoining``) is used as it is.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
-from typing import Final, final
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from asynccomm.backends import arithmetic
+from asynccomm.backends.regions import adjoining, bytes_of
 from asynccomm.dtypes import in_reals
 
 __all__ = [
     "AS_IT_IS",
     "Finish",
-    "Occupied",
-    "adjoining",
-    "bytes_of",
     "collected",
     "movable",
     "pack",
@@ -47,11 +43,6 @@ def movable(tensor: Tensor) -> Tensor:
     return values if values.dtype in AS_IT_IS else values.view(torch.uint8)
 
 
-def bytes_of(tensor: Tensor) -> Tensor:
-    """The elements of ``tensor`` as flat bytes; its own memory if that is plain."""
-    return arithmetic.resolved(tensor).view(torch.uint8)
-
-
 def place(output: Tensor) -> tuple[Tensor, Finish | None]:
     """Where gloo may put what ``output`` is to hold, and what then brings it there, if that is not its own memory."""
     if output.is_inference():  # torch's own thread, which writes some of them, may not
@@ -65,22 +56,6 @@ def room(nbytes: int) -> Tensor:
     """New memory, which also gloo's threads may write when the caller is in inference mode."""
     with torch.inference_mode(False):
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-
-
-def adjoining(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The bytes of ``tensors`` in one, if they are plain and lie in memory one behind the other."""
-    there = [tensor for tensor in tensors if tensor.numel()]
-    if not there:
-        return room(0)
-    start = end = there[0].data_ptr()
-    storage = there[0].untyped_storage().data_ptr()
-    for tensor in there:
-        if tensor.data_ptr() != end or not arithmetic.is_plain(tensor):
-            return None
-        if tensor.untyped_storage().data_ptr() != storage:
-            return None
-        end += tensor.nbytes
-    return bytes_of(there[0]).as_strided((end - start,), (1,))
 
 
 def pack(memory: Tensor, tensors: Sequence[Tensor]) -> None:
@@ -116,31 +91,3 @@ def spread(tensors: Sequence[Tensor]) -> tuple[Tensor, Finish | None]:
         return found, None
     memory = room(sum([tensor.nbytes for tensor in tensors]))
     return memory, partial(unpack, memory, tensors)
-
-
-@final
-class Occupied:
-    """The memory of some tensors; the gaps between the elements of a strided one count, too."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        spans = sorted([_span(tensor) for tensor in tensors if tensor.numel()])
-        self._starts = [start for start, _ in spans]
-        self._ends = list(accumulate([end for _, end in spans], max))  # of all that start no later
-        #: whether two of them share memory
-        self.twice = any(start < end for start, end in zip(self._starts[1:], self._ends, strict=False))
-
-    def touches(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` shares memory with one of them."""
-        if not tensor.numel():
-            return False
-        start, end = _span(tensor)
-        before = bisect_right(self._starts, end - 1)
-        return before > 0 and self._ends[before - 1] > start
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    start = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return start, start + tensor.nbytes
-    last = sum([(n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)])
-    return start, start + (last + 1) * tensor.itemsize

@@ -20,8 +20,9 @@ from typing import Final, NamedTuple, final
 import torch
 from torch import Tensor
 
-from asynccomm.backends.gloo.staging import bytes_of, collected, room, unpack
+from asynccomm.backends.gloo.staging import collected, room, unpack
 from asynccomm.backends.gloo.torch_gloo import Gloo, Message
+from asynccomm.backends.regions import bytes_of
 from asynccomm.errors import BackendError
 from asynccomm.ops import Parcel
 from asynccomm.ops.parcels import MAX_HEAD

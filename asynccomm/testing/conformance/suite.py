@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from inspect import getmembers, iscoroutinefunction
@@ -71,7 +72,9 @@ async def check_backend(
 
 async def _run(check: Check, comm: Comm) -> None:
     try:
-        await check(comm)
+        # on a GPU, tensors are made there unless a check says otherwise
+        with contextlib.nullcontext() if comm.device.type == "cpu" else comm.device:
+            await check(comm)
     except Exception as exc:
         exc.add_note(f"in check {check.__name__!r} on rank {comm.rank} of {comm.size}, {comm.backend}")
         raise

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from asynccomm import Comm, Work
-from asynccomm.backends.gloo.staging import bytes_of
+from asynccomm.backends.regions import bytes_of
 from asynccomm.ops import Call, Channel, Parcel, Parcels, RecvParcel, SendParcel
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from asynccomm import Comm, ReduceOp
 from asynccomm.backends.base import Submission
 from asynccomm.backends.gloo.lowering import start
-from asynccomm.backends.gloo.staging import bytes_of, movable, place
+from asynccomm.backends.gloo.staging import movable, place
+from asynccomm.backends.regions import bytes_of
 from asynccomm.checks import Group
 from asynccomm.ops import AllReduce, AllToAll, AllToAllSingle, Broadcast, Call, Reduce, ReduceScatterSingle
 from asynccomm.testing.conformance.data import DTYPES, reduced, sample, sentinel, strided

@@ -16,7 +16,8 @@ from asynccomm.backends.gloo.reducing import (
     widen_all,
     widened_bytes,
 )
-from asynccomm.backends.gloo.staging import bytes_of, room
+from asynccomm.backends.gloo.staging import room
+from asynccomm.backends.regions import bytes_of
 from asynccomm.testing.conformance.data import DTYPES, sample, sentinel, strided
 
 PREMUL = ReduceOp.PREMUL_SUM(3)

@@ -11,7 +11,7 @@ from torch import Tensor
 from asynccomm import Comm, ReduceOp, Work
 from asynccomm.backends.gloo import several
 from asynccomm.backends.gloo.several import groups_of
-from asynccomm.backends.gloo.staging import bytes_of
+from asynccomm.backends.regions import bytes_of
 from asynccomm.ops import AllGather, AllReduce, Broadcast, Call, ReduceScatter
 from asynccomm.ops.several import all_gather_v, reduce_scatter_v
 from asynccomm.testing.conformance.data import DTYPES, reduced, sample, sentinel, strided

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from asynccomm import BackendError
 from asynccomm.backends.gloo import wire
-from asynccomm.backends.gloo.staging import bytes_of
 from asynccomm.backends.gloo.wire import Incoming, Outgoing, segments_of
+from asynccomm.backends.regions import bytes_of
 from asynccomm.ops import Parcel
 
 from .parcels import data, joined

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from asynccomm.backends.gloo import lanes as module
-from asynccomm.backends.gloo.lanes import Lanes
+from asynccomm.backends import lanes as module
+from asynccomm.backends.lanes import Lanes
 
 PATIENCE = 20.0  # seconds until a test that hangs is given up
 
@@ -218,3 +218,18 @@ def test_threads_are_daemons() -> None:
     lanes.put("lane", lambda: seen.append(threading.current_thread().daemon))
     assert lanes.join(PATIENCE)
     assert seen == [True]
+
+
+def test_all_threads_end_with_the_lanes() -> None:
+    before = set(threading.enumerate())
+    lanes = Lanes("test", 20)
+    together = threading.Barrier(20)
+    for i in range(20):
+        lanes.put(i, lambda: together.wait(5.0))  # each on a thread of its own
+    assert lanes.join(5.0)
+    made = set(threading.enumerate()) - before
+    assert made
+    lanes.end()
+    for thread in made:
+        thread.join(5.0)
+        assert not thread.is_alive(), "it waits until it has been idle for long"

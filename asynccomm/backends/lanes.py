@@ -1,7 +1,7 @@
-"""Threads that wait for gloo's point-to-point works, which complete inside ``wait()`` and nowhere else.
+"""Threads for jobs that block: in order within a lane, side by side across lanes.
 
-Works that finish in order share a lane: one per direction, peer and tag, since a receive that waits for its sender must
-not hold up anything else. A lane has a thread only while it has jobs.
+What finishes in order shares a lane: one per direction, peer and tag, say, since a receive that waits for its sender
+must not hold up anything else. A lane has a thread only while it has jobs.
 """
 
 from __future__ import annotations
@@ -63,11 +63,14 @@ class _Threads:
                         self._alive -= 1
                         return
                 continue
+            if function is _nothing:  # there is one for each thread, behind all jobs
+                with self._lock:
+                    self._alive -= 1
+                return
             function()
-            idle = function is _nothing
             del function
             with self._lock:
-                self._spoken_for -= not idle
+                self._spoken_for -= 1
 
 
 def _nothing() -> None:

@@ -1,0 +1,418 @@
+"""GPU collectives by NCCL.
+
+One NCCL communicator and one stream for the collectives of a comm: a batch of operations is lowered to calls
+(``lowering``), which go to NCCL as one group between two events. The stream follows what the caller had queued on its
+current stream at the call, and the caller's streams follow it where they are told to (``Work.wait_stream``). The
+completion poller (``events``) sees the second event pass; until then the submissions keep their tensors.
+
+Messages, parcels and barriers are told of over a side channel on the host (``side``, ``parcels``); what they move from
+device to device has communicators of its own (``transfers``).
+
+In a stream that is being captured, operations on tensors are queued on that very stream, and become part of its graph.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, Self
+from weakref import WeakKeyDictionary
+
+import anyio
+import anyio.to_thread
+import torch
+
+from asynccomm.backends.base import Backend, BackendContext, Submission
+from asynccomm.backends.lanes import Lanes
+from asynccomm.backends.nccl.api import Config
+from asynccomm.backends.nccl.communicator import END_SECONDS, Communicator, end_all
+from asynccomm.backends.nccl.device import Event, Stream
+from asynccomm.backends.nccl.flight import Flight
+from asynccomm.backends.nccl.lowering import Ability, Plan, lower
+from asynccomm.backends.nccl.parcels import Messenger
+from asynccomm.backends.nccl.platform import Platform
+from asynccomm.backends.nccl.side import Side
+from asynccomm.backends.nccl.transfers import Transfers
+from asynccomm.backends.nccl.turns import Countdown
+from asynccomm.backends.registry import load_backend
+from asynccomm.errors import BrokenError
+from asynccomm.mailbox import Mailbox
+from asynccomm.ops import Barrier, Call, Recv, RecvParcel, TensorOp
+from asynccomm.work import Work
+
+__all__ = ["NcclBackend"]
+
+LOOK_SECONDS: Final = 0.1  # between looks at a communicator for errors, while something takes long
+QUIET_SECONDS: Final = 1.0  # for threads to get to the end of what was aborted
+LANES: Final = 16  # threads that take what came, and 4 for each rank: those wait for NCCL to connect, both ways
+
+_log = logging.getLogger("asynccomm")
+_CPU: Final = torch.device("cpu")
+_NUMBERS: Final = ("min_ctas", "max_ctas", "cga_cluster_size", "traffic_class")
+_HINTS: Final[Mapping[str, str]] = {
+    "blocking": "1 (default): a call of NCCL launches; 0: a thread of NCCL's does, which abort() can stop at any time",
+    "connect": "when to connect NCCL: eager (default: with the comm) or lazy (with the first collective)",
+    "side": "backend of the channel on the host: auto (default), shm or gloo",
+    "min_ctas": "blocks of the GPU that an NCCL kernel takes at least",
+    "max_ctas": "blocks of the GPU that an NCCL kernel takes at most",
+    "cga_cluster_size": "size of the clusters that these blocks form, 0 to 8",
+    "traffic_class": "traffic class for network operations",
+    "net_name": "network that NCCL is to use, such as IB or Socket",
+}
+
+
+class NcclBackend(Backend):
+    """One rank of an NCCL comm."""
+
+    name = "nccl"
+    devices = frozenset({"cuda"})
+    hints = _HINTS
+
+    def __init__(self, context: BackendContext, platform: Platform, side: Side, unique_id: bytes) -> None:
+        group = context.group
+        self._rank, self._size = group.rank, group.size
+        self._on_error = context.on_error
+        self._platform, self._side = platform, side
+        self._device, self._poller = device, poller = platform.device, platform.poller
+        dtypes = frozenset([dtype for dtype in platform.nccl.dtypes if device.reduces(dtype)])
+        self._ability = Ability(dtypes, platform.nccl.native)
+        self._config = config = _config(context)
+        self._unique_id = unique_id
+        self._lanes = Lanes(f"asynccomm-nccl-{group.name}", LANES + 4 * group.size)
+        self._high_priority = context.high_priority_stream
+        self._streams: list[Stream] = []
+        self._communicator = Communicator(platform.nccl, device, self._new_stream())
+        self._transfers = Transfers(
+            group.rank,
+            group.size,
+            platform.nccl,
+            config,
+            device,
+            side,
+            poller,
+            self._lanes,
+            self._new_stream,
+            context.on_error,
+        )
+        stream = self._new_stream()
+        self._messenger = Messenger(
+            group.rank, group.size, device, stream, side, self._transfers, poller, self._lanes, context.on_error
+        )
+        self._lock = threading.Lock()  # held while a batch is put in the stream, or in the line of those that wait
+        self._connected = False
+        self._last: Flight | None = None  # of the latest batch
+        self._waiting = 0  # batches that a thread is to issue, because NCCL may have to connect for one of them
+        self._question = poller.ask(self._all_is_well, every=LOOK_SECONDS, stream=self._communicator.stream.handle)
+        self._driven: WeakKeyDictionary[Work[Any], Work[None]] = WeakKeyDictionary()  # by what on the side channel
+        self._ending_lock = threading.Lock()
+        self._ending: threading.Thread | None = None
+
+    # -- beginning ----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def check_hints(cls, hints: Mapping[str, str]) -> None:
+        for key in _NUMBERS:
+            if key in hints and not hints[key].isdecimal():
+                raise ValueError(f"hint {key!r} must be a number, got {hints[key]!r}")
+        if hints.get("blocking", "1") not in ("0", "1"):
+            raise ValueError(f"hint 'blocking' must be 0 or 1, got {hints['blocking']!r}")
+        if hints.get("connect", "eager") not in ("eager", "lazy"):
+            raise ValueError(f"hint 'connect' must be eager or lazy, got {hints['connect']!r}")
+        if hints.get("side", "auto") != "auto":
+            try:
+                load_backend(hints["side"], _CPU)
+            except ValueError as exc:
+                raise ValueError(f"hint 'side' must name a backend for the CPU: {exc}") from exc
+
+    @classmethod
+    def _platform_for(cls, context: BackendContext) -> Platform:
+        return Platform.of(context.group.device)
+
+    @classmethod
+    async def connect(cls, context: BackendContext) -> Self:
+        platform = await anyio.to_thread.run_sync(cls._platform_for, context)
+        try:
+            await _all_have_one(context)
+            if context.group.rank == 0:
+                unique_id = await anyio.to_thread.run_sync(platform.nccl.unique_id)
+                await context.store.set("unique_id", unique_id)
+            else:
+                unique_id = await context.store.get("unique_id", context.timeout)
+            within = replace(context, store=context.store.prefix("side"))
+            side = await Side.connect(within, context.hints.get("side", "auto"))
+        except BaseException:
+            await anyio.to_thread.run_sync(platform.leave)
+            raise
+        backend = cls(context, platform, side, unique_id)
+        try:
+            if context.hints.get("connect") != "lazy":
+                await backend._connected_by_thread(context.mailbox)
+        except BaseException:
+            backend.abort()
+            with anyio.CancelScope(shield=True):
+                await backend.aclose()
+            raise
+        return backend
+
+    def _new_stream(self) -> Stream:
+        stream = self._device.new_stream(high_priority=self._high_priority)
+        self._streams.append(stream)
+        return stream
+
+    async def _connected_by_thread(self, mailbox: Mailbox) -> None:
+        """On a lane, whose threads do not hold up the end of the process: nothing ends an init that blocks."""
+        done: asyncio.Future[None] = mailbox.loop.create_future()
+
+        def tell(error: BrokenError | None) -> None:
+            if done.done():
+                return  # cancelled
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
+
+        def job() -> None:
+            error = None
+            try:
+                self._connect()
+            except BrokenError as exc:
+                error = exc
+            mailbox.post(partial(tell, error))
+
+        self._lanes.put("collectives", job)
+        await done
+
+    def _connect(self) -> None:
+        """Blocks until all ranks have. Raises: BackendError."""
+        self._communicator.open(self._size, self._rank, self._unique_id, self._config)
+        self._connected = True
+
+    # -- submitting ---------------------------------------------------------------------------------------------------
+
+    def submit(self, batch: Sequence[Submission]) -> None:
+        if not self._side.any_source:
+            for submission in batch:  # before anything is sent
+                if isinstance(submission.op, (Recv, RecvParcel)) and submission.op.peer is None:
+                    raise ValueError(
+                        f"backend 'nccl' with {self._side.name!r} on the host cannot receive from any source; "
+                        f"name one: src="
+                    )
+        if self._device.capturing():
+            self._capture(batch)
+            return
+        together = [submission for submission in batch if _is_collective(submission)]
+        if together:
+            self._begin(together)
+        for submission in batch:
+            if not _is_collective(submission):
+                self._tell(submission)
+
+    def _tell(self, submission: Submission) -> None:
+        """Start what begins on the side channel."""
+        work = submission.work
+        if isinstance(submission.op, Barrier):
+            # everybody has called it, and what this rank has called before is done, as elsewhere
+            both = Countdown(2, work.settle)
+            self._after_all(both)
+            self._driven[work] = self._side.submit(Call(submission.op, (), (), None), both)
+            return
+        flight = Flight(self._device, prompt=False)
+        if isinstance(submission.op, TensorOp):
+            work.order = flight
+        self._driven[work] = self._messenger.submit(submission, flight)
+
+    def _after_all(self, done: Callable[[BrokenError | None], object]) -> None:
+        """Call ``done`` once all collectives so far have passed."""
+        with self._lock:
+            if self._last is None or self._last.over:
+                done(None)
+            elif self._waiting:
+                self._lanes.put("collectives", partial(self._mark, done))
+            else:
+                self._mark(done)
+
+    def _mark(self, done: Callable[[BrokenError | None], object]) -> None:
+        stream = self._communicator.stream
+        event = stream.record()
+
+        def passed(error: BrokenError | None) -> None:
+            self._device.release(event)
+            done(error)
+
+        self._poller.watch(stream.handle, event, passed)
+
+    def _begin(self, batch: Sequence[Submission]) -> None:
+        """Issue collectives as one group, or have it done by a thread if that could wait for other ranks."""
+        flight = Flight(self._device)
+        with self._lock:
+            stream = self._communicator.stream
+            plan = Plan(self._rank, self._size, self._ability, partial(self._device.empty, stream=stream))
+            for submission in batch:
+                lower(submission, plan)
+            ready = self._device.current_stream().record()
+            for submission in batch:
+                submission.work.order = flight
+            self._last = flight
+            if self._waiting or not self._connected or not self._communicator.knows(plan.calls):
+                self._waiting += 1
+                self._lanes.put("collectives", partial(self._issue_later, batch, plan, ready, flight))
+            else:
+                self._issue(batch, plan, ready, flight, known=True)
+
+    def _issue_later(self, batch: Sequence[Submission], plan: Plan, ready: Event, flight: Flight) -> None:
+        """On a lane."""
+        try:
+            if self._ending is not None:
+                return  # the Works have failed
+            if not self._connected:
+                self._connect()
+            self._issue(batch, plan, ready, flight, known=self._communicator.knows(plan.calls))
+        except BrokenError as exc:
+            self._on_error(exc)
+        finally:
+            with self._lock:
+                self._waiting -= 1
+
+    def _issue(self, batch: Sequence[Submission], plan: Plan, ready: Event, flight: Flight, *, known: bool) -> None:
+        stream = self._communicator.stream
+        stream.wait(ready)
+        self._device.release(ready)
+        try:
+            self._queue(plan, stream, known=known)
+        except BrokenError as exc:
+            self._on_error(exc)  # which fails the Works, and with them whoever waits for the flight
+            return
+        event = stream.record()
+        flight.issue(event)
+        self._poller.watch(stream.handle, event, partial(self._passed, batch, plan, flight))
+
+    def _queue(self, plan: Plan, stream: Stream, *, known: bool) -> None:
+        for step in plan.before:
+            stream.run(step)
+        if plan.calls:
+            self._communicator.issue(plan.calls, stream=stream, known=known)
+        for step in plan.after:
+            stream.run(step)
+
+    def _passed(
+        self, batch: Sequence[Submission], plan: Plan, flight: Flight, error: BrokenError | None
+    ) -> None:  # which keeps ``plan`` and its memory until now
+        flight.pass_()
+        if error is not None:
+            self._on_error(error)
+            return
+        for submission in batch:
+            submission.work.settle()
+
+    def _capture(self, batch: Sequence[Submission]) -> None:
+        """Make operations part of the graph that the current stream is captured into."""
+        for submission in batch:
+            if not isinstance(submission.op, TensorOp) and not _is_collective(submission):
+                raise RuntimeError(f"{submission.op} cannot become part of a CUDA graph: it needs the host")
+        if not self._connected or self._waiting:
+            raise RuntimeError(
+                "NCCL is not connected yet: run a collective on this comm, and await it, before capturing"
+            )
+        stream = self._device.current_stream()
+        plan = Plan(self._rank, self._size, self._ability, partial(self._device.empty, stream=stream))
+        for submission in batch:
+            lower(submission, plan)
+        self._queue(plan, stream, known=self._communicator.knows(plan.calls))
+        flight = Flight(self._device)
+        flight.issue(stream.record(captured=True), captured=True)
+        for submission in batch:
+            submission.work.order = flight
+            submission.work.capture()
+
+    def _all_is_well(self) -> bool:
+        """Look for errors of the transport; whether to look again. On the poller's thread."""
+        if self._ending is not None:
+            return False
+        try:
+            if self._connected and not self._waiting:
+                self._communicator.ready()
+        except BrokenError as exc:
+            if self._ending is None:
+                self._on_error(exc)
+            return False
+        return True
+
+    def hurry(self, work: Work[Any]) -> None:
+        driver = self._driven.get(work)
+        if driver is not None:
+            self._side.hurry(driver)
+        elif not self._waiting and not self._device.capturing():
+            with self._device.looking():
+                self._poller.hurry(self._communicator.stream.handle, until=work.done)
+
+    def relieve(self, work: Work[Any]) -> None:
+        driver = self._driven.get(work)
+        if driver is not None:
+            self._side.relieve(driver)
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        await self._side.aclose()
+        await anyio.to_thread.run_sync(self._close)
+
+    def _close(self) -> None:
+        self._question.cancel()
+        patience = QUIET_SECONDS
+        with self._ending_lock:
+            if self._ending is None:
+                patience = END_SECONDS
+                self._lanes.join(patience)
+                self._ending = self._end(abort=False)
+        self._ending.join(END_SECONDS)
+        quiet = self._lanes.join(patience)  # it may be in an init that waits for a rank which is gone
+        self._lanes.end()
+        if quiet and not self._ending.is_alive():
+            for stream in self._streams:
+                self._device.end_stream(stream)
+        else:
+            _log.warning(
+                "NCCL is stuck with a communicator that has ended; the thread that waits for it is left behind"
+            )
+        self._platform.leave()
+
+    def _end(self, *, abort: bool) -> threading.Thread:
+        communicators = [self._communicator, *self._transfers.stop()]
+        return end_all(self._platform.nccl, self._device, communicators, abort=abort)
+
+    def abort(self) -> None:
+        with self._ending_lock:  # the other one may be held by somebody who is stuck in NCCL
+            if self._ending is not None:
+                return
+            self._ending = self._end(abort=True)
+        self._side.abort()
+
+    def abandon(self) -> None:
+        self.abort()
+        self._side.abandon()
+        if self._ending is not None:
+            self._ending.join(END_SECONDS)
+
+
+async def _all_have_one(context: BackendContext) -> None:
+    """Wait until all ranks have found their GPU and NCCL: nothing ends an init that waits for one that has not."""
+    await context.store.set(f"ready/{context.group.rank}", b"1")
+    await context.store.wait([f"ready/{rank}" for rank in range(context.group.size)], context.timeout)
+
+
+def _is_collective(submission: Submission) -> bool:
+    """Whether it is NCCL's alone."""
+    op = submission.op
+    return (isinstance(op, TensorOp) and not op.p2p) or op.kind == "all_to_all"
+
+
+def _config(context: BackendContext) -> Config:
+    hints = context.hints
+    numbers: dict[str, Any] = {key: int(hints[key]) for key in _NUMBERS if key in hints}
+    return Config(
+        name=context.group.name, net_name=hints.get("net_name"), blocking=hints.get("blocking") != "0", **numbers
+    )

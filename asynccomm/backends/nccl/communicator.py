@@ -1,0 +1,191 @@
+"""One NCCL communicator: made, used for groups of calls, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, final
+
+from torch import Tensor
+
+from asynccomm.backends.nccl.api import Comm, Config, Nccl
+from asynccomm.backends.nccl.device import ISSUING, Device, Stream
+from asynccomm.backends.nccl.lowering import NcclCall
+from asynccomm.errors import AsyncCommError, BackendError
+from asynccomm.reduce_op import RedOpType
+
+__all__ = ["Communicator", "end_all"]
+
+SPIN_SECONDS: Final = 200e-6  # a launch by NCCL's own thread takes less
+LOOK_SECONDS: Final = 1e-3  # between looks at a communicator that is not ready, at most
+LEAVE_SECONDS: Final = 1.0  # for other threads to come out of NCCL, before it is told to abort under them
+END_SECONDS: Final = 10.0  # for NCCL to end a communicator; then the thread that waits for it is left behind
+
+_log = logging.getLogger("asynccomm")
+
+
+@final
+class Communicator:
+    """One rank of a communicator, and the stream it runs on.
+
+    Calls that NCCL has not been asked for before make it connect, which can wait for the other ranks. So such calls
+    are not for a thread that must go on: :meth:`knows` tells them.
+    """
+
+    def __init__(self, nccl: Nccl, device: Device, stream: Stream) -> None:
+        self._nccl = nccl
+        self._device = device
+        self.stream = stream
+        self._handle: Comm | None = None
+        self._blocking = True
+        self._known: set[tuple[object, ...]] = set()
+        self._users = 0  # threads within NCCL with it
+        self._lock = threading.Condition()  # held while the handle and its users come and go
+        self._over = False
+
+    def open(self, size: int, rank: int, unique_id: bytes, config: Config) -> None:
+        """Meet the other ranks. Blocks. Raises: BackendError."""
+        self._blocking = config.blocking
+        with self._device.here():
+            handle = self._nccl.init(size, rank, unique_id, config)
+            with self._lock:
+                over = self._over
+                if not over:
+                    self._handle = handle
+            if over:  # meanwhile
+                self._nccl.abort(handle)
+            self._until_ready()
+
+    def _until_ready(self) -> None:
+        began = time.monotonic()
+        while not self.ready():
+            waited = time.monotonic() - began
+            time.sleep(0.0 if waited < SPIN_SECONDS else min(LOOK_SECONDS, waited / 4))
+
+    def ready(self) -> bool:
+        """Whether it is not busy with something that was begun. Raises: BackendError for what has failed."""
+        with self._inside() as handle:
+            return self._nccl.progress(handle)
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[Comm]:
+        """The handle, which is not freed meanwhile unless this takes very long."""
+        with self._lock:
+            handle = self._handle
+            if handle is None:
+                raise BackendError("the NCCL communicator was ended")
+            self._users += 1
+        try:
+            yield handle
+        finally:
+            with self._lock:
+                self._users -= 1
+                self._lock.notify_all()
+
+    def knows(self, calls: Sequence[NcclCall]) -> bool:
+        """Whether NCCL has been asked for the like before, and so issues it at once.
+
+        A communicator that is not blocking never does: a thread of NCCL's own launches every group.
+        """
+        return self._blocking and all(_kind(call) in self._known for call in calls)
+
+    def issue(self, calls: Sequence[NcclCall], *, stream: Stream | None = None, known: bool) -> None:
+        """Queue ``calls`` as one group, on ``stream`` or else the communicator's own. Blocks unless all are ``known``.
+
+        Raises: BackendError; then none of them runs.
+        """
+        nccl = self._nccl
+        where = (self.stream if stream is None else stream).handle
+        made: list[int] = []  # reductions
+        with self._device.here(), self._inside() as handle, ISSUING if known else contextlib.nullcontext():
+            try:
+                # everything that can go wrong on our side does so before the group begins: half a group would hang
+                prepared = [self._prepared(call, handle, where, made) for call in calls]
+                nccl.group_start()
+                try:
+                    for function, arguments in prepared:
+                        function(*arguments)
+                except BaseException:
+                    with contextlib.suppress(AsyncCommError):
+                        nccl.group_end()  # raises, too, and runs nothing
+                    raise
+                nccl.group_end()
+                if not known:
+                    self._until_ready()
+            finally:
+                for reduction in made:
+                    nccl.drop_reduction(reduction, handle)
+        self._known.update([_kind(call) for call in calls])
+
+    def _prepared(
+        self, call: NcclCall, handle: Comm, stream: int, made: list[int]
+    ) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        nccl = self._nccl
+        dtype = nccl.dtypes[call.dtype]
+        function = getattr(nccl, call.name)
+        if call.name == "send":
+            return function, (_pointer(call.source), call.count, dtype, call.peer, handle, stream)
+        if call.name == "recv":
+            return function, (_pointer(call.target), call.count, dtype, call.peer, handle, stream)
+        arguments = [_pointer(call.source), _pointer(call.target), call.count, dtype]
+        if call.reduction is not None:
+            if call.reduction is RedOpType.PREMUL_SUM:
+                assert call.factor is not None
+                made.append(nccl.pre_mul_sum(call.factor.data_ptr(), dtype, handle, on_device=True))
+                arguments.append(made[-1])
+            else:
+                arguments.append(nccl.reductions[call.reduction])
+        if call.peer >= 0:
+            arguments.append(call.peer)
+        return function, (*arguments, handle, stream)
+
+    def take(self) -> Comm | None:
+        """The handle, for somebody who ends it: there will be no more calls. From any thread; blocks a little."""
+        with self._lock:
+            self._over = True
+            handle, self._handle = self._handle, None
+            self._lock.wait_for(lambda: not self._users, LEAVE_SECONDS)
+        return handle
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _kind(call: NcclCall) -> tuple[object, ...]:
+    """What decides how NCCL connects, as far as one can tell: its size counts to a power of two."""
+    size = (call.count * call.dtype.itemsize).bit_length()
+    return call.name, size, call.peer, call.dtype, call.reduction
+
+
+def end_all(nccl: Nccl, device: Device, communicators: Sequence[Communicator], *, abort: bool) -> threading.Thread:
+    """Close or ``abort`` them on a thread, which is returned: NCCL may take its time, or for ever.
+
+    They are closed when nothing is in flight. Aborted, they end together, since one may wait for another.
+    """
+
+    def end() -> None:
+        taken = [communicator.take() for communicator in communicators]
+        handles = [handle for handle in taken if handle is not None]
+        with device.here():
+            if abort:
+                _try(nccl.abort, *handles)
+                return
+            for handle in handles:
+                _try(nccl.finalize, handle)
+            for handle in handles:
+                _try(nccl.destroy, handle)
+
+    thread = threading.Thread(target=end, name="asynccomm-nccl-end", daemon=True)
+    thread.start()
+    return thread
+
+
+def _try(call: Callable[..., None], *handles: Comm) -> None:
+    try:
+        call(*handles)
+    except AsyncCommError as exc:
+        _log.warning("an NCCL communicator could not be ended: %s", exc)

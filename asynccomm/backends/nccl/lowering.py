@@ -1,0 +1,445 @@
+"""From our operations to NCCL's: which calls, on which memory, and what is left to do before and after them.
+
+Everything here only describes; nothing runs. All calls of a batch become one group. What is moved is moved as bytes,
+out of and into the tensors' own memory if that is plain. What NCCL cannot reduce as it is (bools, 16-bit integers,
+strided or complex tensors) is converted on the stream; the bitwise reductions, which it does not have at all, are made
+of a gather and torch's own operations.
+
+Several tensors, or shares of their own size, are as many calls in the group; nothing is copied together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, final
+
+import torch
+from torch import Tensor
+
+from asynccomm.backends import arithmetic
+from asynccomm.backends.base import Submission
+from asynccomm.backends.regions import Occupied, adjoining, bytes_of
+from asynccomm.dtypes import REAL
+from asynccomm.ops import (
+    AllGather,
+    AllGatherSingle,
+    AllReduce,
+    AllToAll,
+    AllToAllSingle,
+    Broadcast,
+    Gather,
+    Recv,
+    Reduce,
+    ReduceScatter,
+    ReduceScatterSingle,
+    Scatter,
+    Send,
+)
+from asynccomm.reduce_op import RedOpType, ReduceOp
+
+__all__ = ["Ability", "NcclCall", "Plan", "lower"]
+
+_SUM_LIKE: Final = frozenset({RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM})
+_PLAIN: Final = frozenset({RedOpType.SUM, RedOpType.PRODUCT, RedOpType.MIN, RedOpType.MAX})
+# bools are bytes of 0 and 1
+_OF_BOOLS: Final = {
+    RedOpType.SUM: RedOpType.MAX,
+    RedOpType.PRODUCT: RedOpType.MIN,
+    RedOpType.MIN: RedOpType.MIN,
+    RedOpType.MAX: RedOpType.MAX,
+    RedOpType.BAND: RedOpType.MIN,
+    RedOpType.BOR: RedOpType.MAX,
+}
+_BYTE: Final = torch.uint8
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Ability:
+    """What the loaded library can do."""
+
+    dtypes: frozenset[torch.dtype]  #: that it reduces
+    native: frozenset[str]  #: of all_to_all, gather and scatter, those that it has as calls of their own
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class NcclCall:
+    """One call in a group."""
+
+    name: str  #: the method of ``api.Nccl``
+    source: Tensor | None
+    target: Tensor | None
+    count: int  #: as that call counts: of one rank's share
+    dtype: torch.dtype
+    peer: int = -1  #: the root of a collective, or the other end of a message
+    reduction: RedOpType | None = None
+    factor: Tensor | None = None  #: of PREMUL_SUM: one element of ``dtype`` on the device
+
+
+@final
+class Plan:
+    """What an operation becomes.
+
+    Args:
+        empty: new memory on the device, of so many bytes.
+    """
+
+    def __init__(self, rank: int, size: int, ability: Ability, empty: Callable[[int], Tensor]) -> None:
+        self.rank, self.size, self.ability, self._empty = rank, size, ability, empty
+        self.before: list[Callable[[], object]] = []  #: to be queued on the stream, in order
+        self.calls: list[NcclCall] = []
+        self.after: list[Callable[[], object]] = []
+
+    def room(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._empty(numel * dtype.itemsize).view(dtype)
+
+    def source(self, tensor: Tensor, *, copied: bool = False) -> Tensor:
+        """The bytes of ``tensor`` in plain memory: a copy if need be, or if it is to be ``copied``."""
+        if arithmetic.is_plain(tensor) and not copied:
+            return bytes_of(tensor)
+        memory = self.room(tensor.numel(), tensor.dtype)
+        self.before.append(partial(arithmetic.write, memory.view(tensor.shape), tensor))
+        return memory.view(_BYTE)
+
+    def target(self, tensor: Tensor) -> Tensor:
+        """Where the bytes of ``tensor`` are to come; if that is not its own memory, they are copied there later."""
+        if arithmetic.is_plain(tensor):
+            return bytes_of(tensor)
+        memory = self.room(tensor.numel(), tensor.dtype)
+        self.after.append(partial(arithmetic.write, tensor, memory.view(tensor.shape)))
+        return memory.view(_BYTE)
+
+    def call(
+        self,
+        name: str,
+        source: Tensor | None,
+        target: Tensor | None,
+        count: int,
+        dtype: torch.dtype = _BYTE,
+        peer: int = -1,
+        reduction: RedOpType | None = None,
+        factor: Tensor | None = None,
+    ) -> None:
+        if count:
+            self.calls.append(NcclCall(name, source, target, count, dtype, peer, reduction, factor))
+
+
+def lower(submission: Submission, plan: Plan) -> None:
+    """Add to ``plan`` what the operation of ``submission`` becomes."""
+    inputs, outputs = submission.inputs, submission.outputs
+    match submission.op:
+        case AllReduce(reduction=reduction):
+            twice = len(outputs) > 1 and Occupied(outputs).twice  # or one call would read what another writes
+            for source, output in zip(inputs, outputs, strict=True):
+                _reduce(plan, "all_reduce", source, output, reduction, copied=twice)
+        case Reduce(reduction=reduction, root=root):
+            _reduce(plan, "reduce", inputs[0], outputs[0] if outputs else None, reduction, root)
+        case ReduceScatterSingle(reduction=reduction):
+            _reduce_scatter_single(plan, inputs[0], outputs[0], reduction)
+        case ReduceScatter(reduction=reduction):
+            _reduce_scatter(plan, inputs, outputs, reduction)
+        case Broadcast(root=root):
+            for tensor in inputs or outputs:
+                memory = plan.source(tensor) if root == plan.rank else plan.target(tensor)
+                plan.call("broadcast", memory, memory, memory.numel(), peer=root)
+        case AllGatherSingle():
+            _all_gather_single(plan, inputs[0], outputs[0])
+        case AllGather():
+            _all_gather(plan, inputs, outputs)
+        case Gather(root=root):
+            _gather(plan, inputs[0], outputs, root)
+        case Scatter(root=root):
+            _scatter(plan, inputs, outputs[0], root)
+        case AllToAllSingle():
+            _all_to_all_single(plan, inputs[0], outputs[0])
+        case AllToAll():
+            _all_to_all(plan, inputs, outputs)
+        case Send(peer=peer):  # within a graph only: else messages are matched on the host
+            plan.call("send", plan.source(inputs[0]), None, inputs[0].nbytes, peer=peer)
+        case Recv(peer=peer):
+            if peer is None:
+                raise ValueError("a receive within a CUDA graph must name its source: src=")
+            plan.call("recv", None, plan.target(outputs[0]), outputs[0].nbytes, peer=peer)
+        case other:
+            raise AssertionError(f"no such collective: {other}")
+
+
+# -- moves ---------------------------------------------------------------------------------------------------------
+
+
+def _all_gather_single(plan: Plan, source: Tensor, output: Tensor) -> None:
+    target = plan.target(output)
+    share = source.nbytes
+    own = target[plan.rank * share : (plan.rank + 1) * share]
+    overlaps = Occupied([target]).touches(source) and source.data_ptr() != own.data_ptr()
+    plan.call("all_gather", plan.source(source, copied=overlaps), target, share)
+
+
+def _all_gather(plan: Plan, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    whole = adjoining(outputs) if len(inputs) == 1 and len({output.nbytes for output in outputs}) == 1 else None
+    if whole is not None and outputs[0].numel():
+        _all_gather_single(plan, inputs[0], whole)
+        return
+    count = len(inputs)
+    occupied = Occupied(outputs)
+    own = outputs[plan.rank * count : (plan.rank + 1) * count]
+    sources = [
+        plan.source(source, copied=occupied.touches(source) and not _in_place(source, mine))
+        for source, mine in zip(inputs, own, strict=True)
+    ]
+    for i, output in enumerate(outputs):
+        root, which = divmod(i, count)
+        target = plan.target(output)
+        plan.call("broadcast", sources[which] if root == plan.rank else target, target, target.numel(), peer=root)
+
+
+def _in_place(source: Tensor, output: Tensor) -> bool:
+    return source.data_ptr() == output.data_ptr() and arithmetic.is_plain(output)
+
+
+def _gather(plan: Plan, source: Tensor, outputs: Sequence[Tensor], root: int) -> None:
+    share = source.nbytes
+    data = plan.source(source, copied=Occupied(outputs).touches(source))
+    whole = adjoining(outputs) if outputs else None
+    if "gather" in plan.ability.native:
+        target = None
+        if outputs:
+            target = whole if whole is not None else plan.room(share * plan.size, _BYTE)
+            if whole is None:
+                plan.after += _spreading(target, outputs)
+        plan.call("gather", data, target, share, peer=root)
+        return
+    plan.call("send", data, None, share, peer=root)
+    for rank, output in enumerate(outputs):
+        plan.call("recv", None, plan.target(output), share, peer=rank)
+
+
+def _scatter(plan: Plan, inputs: Sequence[Tensor], output: Tensor, root: int) -> None:
+    share = output.nbytes
+    overlaps = Occupied(inputs).touches(output)
+    if "scatter" in plan.ability.native:
+        source = None
+        if inputs:
+            whole = adjoining(inputs)
+            if whole is None or overlaps:
+                source = plan.room(share * plan.size, _BYTE)
+                plan.before += _collecting(source, inputs)
+            else:
+                source = whole
+        plan.call("scatter", source, plan.target(output), share, peer=root)
+        return
+    for rank, tensor in enumerate(inputs):
+        plan.call("send", plan.source(tensor, copied=overlaps), None, share, peer=rank)
+    plan.call("recv", None, plan.target(output), share, peer=root)
+
+
+def _all_to_all_single(plan: Plan, source: Tensor, output: Tensor) -> None:
+    target = plan.target(output)
+    data = plan.source(source, copied=Occupied([target]).touches(source))
+    share = target.numel() // plan.size
+    if "all_to_all" in plan.ability.native:
+        plan.call("all_to_all", data, target, share)
+        return
+    for rank in range(plan.size):
+        part = slice(rank * share, (rank + 1) * share)
+        plan.call("send", data[part], None, share, peer=rank)
+        plan.call("recv", None, target[part], share, peer=rank)
+
+
+def _all_to_all(plan: Plan, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    occupied = Occupied(outputs)
+    for rank, (source, output) in enumerate(zip(inputs, outputs, strict=True)):
+        plan.call("send", plan.source(source, copied=occupied.touches(source)), None, source.nbytes, peer=rank)
+        plan.call("recv", None, plan.target(output), output.nbytes, peer=rank)
+
+
+def _collecting(memory: Tensor, tensors: Sequence[Tensor]) -> list[Callable[[], object]]:
+    """Steps that copy ``tensors`` into bytes, one after the other."""
+    parts = memory.split_with_sizes([tensor.nbytes for tensor in tensors])
+    return [
+        partial(arithmetic.write, part.view(tensor.dtype).view(tensor.shape), tensor)
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
+
+
+def _spreading(memory: Tensor, tensors: Sequence[Tensor]) -> list[Callable[[], object]]:
+    """Steps that copy bytes into ``tensors``, one after the other."""
+    parts = memory.split_with_sizes([tensor.nbytes for tensor in tensors])
+    return [
+        partial(arithmetic.write, tensor, part.view(tensor.dtype).view(tensor.shape))
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
+
+
+# -- reductions ----------------------------------------------------------------------------------------------------
+
+
+@final
+class _Reducing:
+    """How tensors of one dtype are reduced one way.
+
+    In ``memory`` of dtype ``dtype`` NCCL reduces by ``kind``, which is None where it cannot.
+    """
+
+    def __init__(self, plan: Plan, dtype: torch.dtype, reduction: ReduceOp) -> None:
+        self._plan = plan
+        self.given = reduction
+        kind = reduction.type
+        self.bools = dtype == torch.bool
+        self.pairs = 2 if dtype.is_complex else 1
+        self.kind: RedOpType | None = kind
+        self._as_it_is = False  # whether tensors need no conversion
+        self.factor: Tensor | None = None
+        if self.bools:
+            self.dtype, self.kind, self._as_it_is = _BYTE, _OF_BOOLS.get(kind), True
+        elif kind in (RedOpType.SUM, RedOpType.AVG) and dtype in (torch.complex64, torch.complex128):
+            self.dtype, self._as_it_is = REAL[dtype], True
+        elif kind in _PLAIN and dtype in plan.ability.dtypes:
+            self.dtype, self._as_it_is = dtype, True
+        elif kind in (RedOpType.AVG, RedOpType.PREMUL_SUM) and dtype.is_floating_point and dtype in plan.ability.dtypes:
+            self.dtype, self._as_it_is = dtype, True
+            if kind is RedOpType.PREMUL_SUM:
+                self.factor = self._scalar(reduction, dtype)
+        else:
+            self.dtype = arithmetic.accumulator(dtype, kind)
+            if kind in _SUM_LIKE:  # widening has applied the factor, narrowing will divide
+                self.kind = RedOpType.SUM
+            elif kind not in _PLAIN:
+                self.kind = None
+
+    def _scalar(self, reduction: ReduceOp, dtype: torch.dtype) -> Tensor:
+        memory = self._plan.room(1, dtype)
+        factor = reduction.factor
+        if isinstance(factor, Tensor):
+            self._plan.before.append(partial(arithmetic.write, memory, factor.detach().reshape(1)))
+        else:
+            assert isinstance(factor, (int, float))
+            self._plan.before.append(partial(memory.fill_, factor))
+        return memory
+
+    def source(self, tensor: Tensor, *, copied: bool = False) -> Tensor:
+        """What this rank brings, flat."""
+        plan = self._plan
+        if self._as_it_is:
+            return plan.source(tensor, copied=copied).view(self.dtype)
+        memory = plan.room(self.pairs * tensor.numel(), self.dtype)
+        plan.before.append(lambda: memory.copy_(arithmetic.widen(tensor, self.given)))
+        return memory
+
+    def target(self, output: Tensor) -> Tensor:
+        """Where the result is to come, flat."""
+        if self._as_it_is and arithmetic.is_plain(output):
+            return bytes_of(output).view(self.dtype)
+        memory = self._plan.room(self.pairs * output.numel(), self.dtype)
+        self.land(memory, output)
+        return memory
+
+    def land(self, memory: Tensor, output: Tensor) -> None:
+        """Have the result brought from ``memory`` to ``output``."""
+        if self._as_it_is:
+            values = memory.view(_BYTE).view(output.dtype).view(output.shape)
+            self._plan.after.append(partial(arithmetic.write, output, values))
+        else:
+            self._plan.after.append(partial(arithmetic.narrow, memory, output, self.given, self._plan.size))
+
+    def combine(self, rows: Tensor, output: Tensor) -> None:
+        """Reduce ``rows``, one from each rank, on our own."""
+        given, size = self.given, self._plan.size
+
+        def step() -> None:
+            arithmetic.narrow(arithmetic.combine(rows, given, bools=self.bools), output, given, size)
+
+        self._plan.after.append(step)
+
+
+def _reduce(
+    plan: Plan,
+    name: str,
+    source: Tensor,
+    output: Tensor | None,
+    reduction: ReduceOp,
+    root: int = -1,
+    *,
+    copied: bool = False,
+) -> None:
+    """all_reduce, or reduce to ``root``; ``copied``: not in the memory of ``source``."""
+    how = _Reducing(plan, source.dtype, reduction)
+    in_place = output is source
+    overlaps = output is not None and not in_place and Occupied([output]).touches(source)
+    data = how.source(source, copied=copied or overlaps)
+    if how.kind is None:
+        rows = None
+        if output is not None:
+            rows = plan.room(plan.size * data.numel(), how.dtype)
+            how.combine(rows.view(plan.size, -1), output)
+        _collect_rows(plan, data, rows, root)
+        return
+    target = None
+    if in_place:
+        target = data
+        if data.data_ptr() != source.data_ptr():
+            how.land(data, source)
+    elif output is not None:
+        target = how.target(output)
+    plan.call(name, data, target, data.numel(), how.dtype, root, how.kind, how.factor)
+
+
+def _collect_rows(plan: Plan, data: Tensor, rows: Tensor | None, root: int) -> None:
+    share = data.nbytes
+    received = None if rows is None else rows.view(_BYTE)
+    if root < 0:
+        plan.call("all_gather", data.view(_BYTE), received, share)
+        return
+    plan.call("send", data.view(_BYTE), None, share, peer=root)
+    if received is not None:
+        for rank in range(plan.size):
+            plan.call("recv", None, received[rank * share : (rank + 1) * share], share, peer=rank)
+
+
+def _reduce_scatter_single(plan: Plan, source: Tensor, output: Tensor, reduction: ReduceOp) -> None:
+    how = _Reducing(plan, source.dtype, reduction)
+    share = how.pairs * output.numel()
+    if how.kind is None:
+        data = how.source(source)
+        rows = plan.room(plan.size * share, how.dtype)
+        _exchange_rows(plan, [data[i * share : (i + 1) * share] for i in range(plan.size)], rows)
+        how.combine(rows.view(plan.size, -1), output)
+        return
+    own = output.data_ptr() == source.data_ptr() + plan.rank * output.nbytes and arithmetic.is_plain(source)
+    overlaps = Occupied([source]).touches(output) and not own
+    data = how.source(source, copied=overlaps)
+    plan.call("reduce_scatter", data, how.target(output), share, how.dtype, -1, how.kind, how.factor)
+
+
+def _reduce_scatter(plan: Plan, inputs: Sequence[Tensor], outputs: Sequence[Tensor], reduction: ReduceOp) -> None:
+    count = len(outputs)
+    even = count == 1 and len({tensor.nbytes for tensor in inputs}) == 1
+    whole = adjoining(inputs) if even else None
+    if whole is not None and inputs[0].numel():
+        _reduce_scatter_single(plan, whole.view(inputs[0].dtype), outputs[0], reduction)
+        return
+    how = _Reducing(plan, inputs[0].dtype, reduction)
+    occupied = Occupied(outputs)
+    sources = [how.source(tensor, copied=occupied.touches(tensor)) for tensor in inputs]
+    for which, output in enumerate(outputs):
+        mine = sources[which::count]
+        if how.kind is None:
+            rows = plan.room(plan.size * how.pairs * output.numel(), how.dtype)
+            _exchange_rows(plan, mine, rows)
+            how.combine(rows.view(plan.size, -1), output)
+            continue
+        target = how.target(output)
+        for root, data in enumerate(mine):
+            own = target if root == plan.rank else None
+            plan.call("reduce", data, own, data.numel(), how.dtype, root, how.kind, how.factor)
+
+
+def _exchange_rows(plan: Plan, shares: Sequence[Tensor], rows: Tensor) -> None:
+    """Everybody's share for this rank, as rows."""
+    received = rows.view(_BYTE).chunk(plan.size) if rows.numel() else [rows.view(_BYTE)] * plan.size
+    for rank, (share, row) in enumerate(zip(shares, received, strict=True)):
+        plan.call("send", share.view(_BYTE), None, share.nbytes, peer=rank)
+        plan.call("recv", None, row, row.nbytes, peer=rank)

@@ -1,0 +1,278 @@
+"""Payloads in device memory, from one rank to another.
+
+The giver *offers* a payload: it keeps it under a number, which some message over the side channel brings to the taker.
+The taker, once it knows where the payload goes, *accepts* it: it answers "clear to send" with that number, and both
+issue their half of the transfer. So no half ever waits on the device for the other, transfers between two ranks come
+in the order in which the taker accepts, and what is not wanted is never moved.
+
+Each direction between two ranks has an NCCL communicator of two and a stream of its own, made when first needed, so
+that no transfer holds up another pair, the other direction, or the collectives.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Final, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from asynccomm.backends import arithmetic
+from asynccomm.backends.lanes import Lanes
+from asynccomm.backends.nccl.api import Config, Nccl
+from asynccomm.backends.nccl.communicator import Communicator
+from asynccomm.backends.nccl.device import Device, Event, Stream
+from asynccomm.backends.nccl.events import Poller
+from asynccomm.backends.nccl.flight import Flight
+from asynccomm.backends.nccl.lowering import NcclCall
+from asynccomm.backends.nccl.side import Side
+from asynccomm.errors import AsyncCommError, BackendError, BrokenError
+from asynccomm.ops import Call, Channel, Parcel, RecvParcel, SendParcel
+
+__all__ = ["Landing", "Transfers"]
+
+_VERDICT: Final = struct.Struct("<Q?")  # number of the offer, whether it is accepted; then maybe a unique id
+_TAG: Final = 1  # on the internal channel; 0 is the CPU backends' own
+_BYTE: Final = torch.uint8
+
+Done = Callable[[BrokenError | None], object]
+
+
+@final
+class Landing(NamedTuple):
+    """Where one segment of a payload comes to."""
+
+    memory: Tensor  #: bytes on the device
+    copies: Sequence[Callable[[], object]] = ()  #: to be queued behind the transfer
+
+
+@final
+class _Offer(NamedTuple):
+    segments: Sequence[Tensor]
+    ready: Event
+    flight: Flight
+    done: Done
+
+
+@final
+class Transfers:
+    """Of one rank.
+
+    Args:
+        on_error: hears of transport errors.
+        new_stream: makes a stream for a lane.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        nccl: Nccl,
+        config: Config,
+        device: Device,
+        side: Side,
+        poller: Poller[Event],
+        lanes: Lanes,
+        new_stream: Callable[[], Stream],
+        on_error: Callable[[BrokenError], object],
+    ) -> None:
+        self._rank, self._nccl, self._device = rank, nccl, device
+        # non-blocking: a lane that connects when the other end is gone must be stoppable, and waits on its own thread
+        self._config = replace(config, blocking=False)
+        self._side, self._poller, self._lanes = side, poller, lanes
+        self._new_stream, self._on_error = new_stream, on_error
+        self._numbers = itertools.count(0, size)
+        self._offers: dict[int, _Offer] = {}
+        self._out: dict[int, Communicator] = {}  # by taker
+        self._in: dict[int, Communicator] = {}  # by giver
+        self._own: Stream | None = None
+        self._failed: set[tuple[str, int]] = set()  # lanes
+        self._over = False
+        self._lock = threading.RLock()  # held while a transfer is put in its lane, so that both ends have one order
+
+    def stop(self) -> list[Communicator]:
+        """No more transfers; returns the communicators that are to be ended."""
+        with self._lock:
+            self._over = True
+            return [*self._out.values(), *self._in.values()]
+
+    # -- giving -------------------------------------------------------------------------------------------------------
+
+    def number(self) -> int:
+        """What to tell takers: the offer to rank r has this number plus r."""
+        return next(self._numbers)
+
+    def offer(
+        self, peer: int, number: int, segments: Sequence[Tensor], ready: Event, flight: Flight, done: Done
+    ) -> None:
+        """Keep ``segments`` (bytes on the device) for ``peer`` under ``number`` until it takes or refuses them.
+
+        Args:
+            ready: when they may be read; the caller's, who keeps it until ``done``.
+        """
+        with self._lock:
+            self._offers[number] = _Offer(segments, ready, flight, done)
+        if peer != self._rank:
+            op = RecvParcel("clear to send", peer, _TAG, Channel.INTERNAL)
+            self._side.submit(Call(op, (), (), None, place=self._heard), _nothing)
+
+    def _heard(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
+        """Take an answer: these are placed in the order in which they were sent, and may be told of in another."""
+        self._put(("verdicts", source), partial(self._judge, source, head))
+        return ()
+
+    def _judge(self, peer: int, head: bytes) -> None:
+        try:
+            number, accepted = _VERDICT.unpack_from(head)
+            with self._lock:
+                offer = self._offers.pop(number)
+        except (struct.error, KeyError) as exc:
+            raise BackendError(f"rank {peer} sent a wrong answer to an offer: {exc!r}") from exc
+        if not accepted:
+            offer.flight.pass_()
+            offer.done(None)
+            return
+        with self._lock:
+            lane = self._out.get(peer)
+            if lane is None:
+                lane = self._out[peer] = self._connect(("to", peer), 0, head[_VERDICT.size :])
+        calls = [NcclCall("send", segment, None, segment.numel(), _BYTE, 1) for segment in offer.segments]
+        self._put(("to", peer), partial(self._issue, lane, calls, offer.ready, offer.flight, offer.done, ()))
+
+    # -- taking -------------------------------------------------------------------------------------------------------
+
+    def refuse(self, giver: int, number: int) -> None:
+        """Do not take an offer."""
+        if giver == self._rank:
+            with self._lock:
+                offer = self._offers.pop(number)
+            offer.flight.pass_()
+            offer.done(None)
+        else:
+            self._answer(giver, _VERDICT.pack(number, False))
+
+    def accept(
+        self, giver: int, number: int, landings: Sequence[Landing], ready: Event, flight: Flight, done: Done
+    ) -> None:
+        """Take an offer: segment i comes to ``landings[i]``.
+
+        Args:
+            ready: when that memory may be written; the caller's, who keeps it until ``done``.
+        """
+        copies = [copy for landing in landings for copy in landing.copies]
+        if giver == self._rank:
+            self._from_self(number, landings, ready, flight, done, copies)
+            return
+        with self._lock:
+            unique_id = b""
+            lane = self._in.get(giver)
+            if lane is None:
+                unique_id = self._nccl.unique_id()
+                lane = self._in[giver] = self._connect(("from", giver), 1, unique_id)
+            calls = [NcclCall("recv", None, to.memory, to.memory.numel(), _BYTE, 0) for to in landings]
+            job = partial(self._issue, lane, calls, ready, flight, done, copies)
+            self._put(("from", giver), job)
+            self._answer(giver, _VERDICT.pack(number, True) + unique_id)
+
+    def _answer(self, giver: int, head: bytes) -> None:
+        op = SendParcel("clear to send", giver, _TAG, Channel.INTERNAL)
+        self._side.submit(Call(op, (), (), None, parcels=(Parcel(head, ()),)), _nothing)
+
+    def _from_self(
+        self,
+        number: int,
+        landings: Sequence[Landing],
+        ready: Event,
+        flight: Flight,
+        done: Done,
+        copies: Sequence[Callable[[], object]],
+    ) -> None:
+        with self._lock:
+            offer = self._offers.pop(number)
+            if self._own is None:
+                self._own = self._new_stream()
+            stream = self._own
+            stream.wait(offer.ready)
+            stream.wait(ready)
+            for landing, segment in zip(landings, offer.segments, strict=True):
+                stream.run(partial(arithmetic.write, landing.memory, segment))
+
+        def both(error: BrokenError | None) -> None:
+            offer.flight.pass_()
+            offer.done(error)
+            done(error)
+
+        offer.flight.issue(stream.record())
+        self._finish(stream, flight, both, copies, landings)
+
+    # -- lanes --------------------------------------------------------------------------------------------------------
+
+    def _connect(self, lane: tuple[str, int], rank: int, unique_id: bytes) -> Communicator:
+        """A communicator to be; the first job of its lane connects it. With the lock held."""
+        if self._over:
+            raise BackendError("the comm has ended")
+        communicator = Communicator(self._nccl, self._device, self._new_stream())
+        self._put(lane, partial(communicator.open, 2, rank, unique_id, self._config))
+        return communicator
+
+    def _put(self, lane: tuple[str, int], job: Callable[[], None]) -> None:
+        """Have ``job`` run in its turn. What goes wrong breaks the comm, not the thread; nothing runs behind that."""
+        self._lanes.put(lane, partial(self._guarded, lane, job))
+
+    def _guarded(self, lane: tuple[str, int], job: Callable[[], None]) -> None:
+        if lane in self._failed:
+            return
+        try:
+            job()
+        except Exception as exc:
+            self._failed.add(lane)
+            if isinstance(exc, BrokenError):
+                self._on_error(exc)
+                return
+            error = BackendError(f"nccl could not move a payload: {type(exc).__name__}: {exc}")
+            error.__cause__ = exc
+            self._on_error(error)
+
+    def _issue(
+        self,
+        lane: Communicator,
+        calls: Sequence[NcclCall],
+        ready: Event,
+        flight: Flight,
+        done: Done,
+        copies: Sequence[Callable[[], object]],
+    ) -> None:
+        """In the lane's order, on a thread that may wait for the other end."""
+        lane.stream.wait(ready)
+        lane.issue(calls, known=lane.knows(calls))
+        self._finish(lane.stream, flight, done, copies, calls)
+
+    def _finish(
+        self,
+        stream: Stream,
+        flight: Flight,
+        done: Done,
+        copies: Sequence[Callable[[], object]],
+        memory: Sequence[object],
+    ) -> None:
+        for copy in copies:
+            stream.run(copy)
+        event = stream.record()
+        kept = [memory, copies]  # torch would give it to others as soon as the host lets go of it
+
+        def passed(error: BrokenError | None) -> None:
+            kept.clear()
+            flight.pass_()
+            done(error)
+
+        flight.issue(event)
+        self._poller.watch(stream.handle, event, passed)
+
+
+def _nothing(error: AsyncCommError | None) -> None:
+    """The side channel reports itself what breaks the comm."""

@@ -1,0 +1,64 @@
+"""The memory of tensors, on any device: as bytes, what lies side by side in it, what lies in it twice."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import final
+
+import torch
+from torch import Tensor
+
+from asynccomm.backends import arithmetic
+
+__all__ = ["Occupied", "adjoining", "bytes_of"]
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The elements of ``tensor`` as flat bytes; its own memory if that is plain."""
+    return arithmetic.resolved(tensor).view(torch.uint8)
+
+
+def adjoining(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The bytes of ``tensors``, at least one, in one, if they are plain and lie in memory one behind the other."""
+    there = [tensor for tensor in tensors if tensor.numel()]
+    if not there:
+        return torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
+    start = end = there[0].data_ptr()
+    storage = there[0].untyped_storage().data_ptr()
+    for tensor in there:
+        if tensor.data_ptr() != end or not arithmetic.is_plain(tensor):
+            return None
+        if tensor.untyped_storage().data_ptr() != storage:
+            return None
+        end += tensor.nbytes
+    return bytes_of(there[0]).as_strided((end - start,), (1,))
+
+
+@final
+class Occupied:
+    """The memory of some tensors; the gaps between the elements of a strided one count, too."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        spans = sorted([_span(tensor) for tensor in tensors if tensor.numel()])
+        self._starts = [start for start, _ in spans]
+        self._ends = list(accumulate([end for _, end in spans], max))  # of all that start no later
+        #: whether two of them share memory
+        self.twice = any(start < end for start, end in zip(self._starts[1:], self._ends, strict=False))
+
+    def touches(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` shares memory with one of them."""
+        if not tensor.numel():
+            return False
+        start, end = _span(tensor)
+        before = bisect_right(self._starts, end - 1)
+        return before > 0 and self._ends[before - 1] > start
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    last = sum([(n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)])
+    return start, start + (last + 1) * tensor.itemsize

@@ -1,0 +1,508 @@
+"""``asynccomm doctor``: what this machine offers, and what is wrong with it.
+
+A probe looks into one matter and returns a :class:`Section`; it gets everything it looks at from a :class:`System`, so
+that a test can give it another. Whatever a probe raises becomes the content of its section. Torch is imported by the
+probes that need it, not by this module: the launcher must start without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final, final
+
+from asynccomm.cli.run import Commands
+from asynccomm.version import __version__
+
+__all__ = ["PROBES", "Report", "Section", "System", "Warned", "add_command", "as_text", "examine"]
+
+_DESCRIPTION = """\
+Look at what asynccomm needs here: Python, torch, CUDA, NCCL, devices, shared memory, limits, CPUs, the host's name, and
+which backends "auto" takes. Prints a report; the exit code is 1 if something is seriously wrong, else 0.
+"""
+
+RESOLVE_SECONDS: Final = 1.0  # a name that takes longer is reported
+SHARED_BYTES: Final = 64 << 20  # of /dev/shm; what Docker gives, and little for NCCL's and DataLoader's segments
+DESCRIPTORS: Final = 1024  # a rank has a few per peer and comm, next to the program's own
+
+_LOOPBACK: Final = ("127.", "::1")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """What is not as it should be; ``serious`` if something will not work."""
+
+    text: str
+    serious: bool = False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Section:
+    """What a probe found. Names of facts that end in ``_bytes`` are sizes; None is what is not there."""
+
+    facts: Mapping[str, object]
+    warned: Sequence[Warned] = ()
+    error: str | None = None  #: why the probe failed
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class System:
+    """Where probes look."""
+
+    module: Callable[[str], Any] = import_module
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    root: Path = Path("/")  #: of /proc, /sys and /dev
+    resolve: Callable[[], Iterable[str]] = lambda: _addresses(socket.gethostname())
+
+    def version(self, package: str) -> str | None:
+        """Of an installed package."""
+        metadata = self.module("importlib.metadata")
+        try:
+            found: str = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return None
+        return found
+
+    def read(self, path: str) -> str | None:
+        """A file of the system's, if it is there."""
+        try:
+            return (self.root / path).read_text()
+        except OSError:
+            return None
+
+
+def _python(system: System) -> Section:
+    return Section(
+        {
+            "version": platform.python_version(),
+            "implementation": platform.python_implementation(),
+            "executable": sys.executable,
+            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        }
+    )
+
+
+def _torch(system: System) -> Section:
+    torch = system.module("torch")
+    distributed = torch.distributed.is_available()
+    gloo = distributed and torch.distributed.is_gloo_available()
+    warned = []
+    if not distributed:
+        warned.append(Warned("this torch has no torch.distributed, whose store the ranks meet on", serious=True))
+    elif not gloo:
+        warned.append(Warned("this torch has no gloo: on CPUs, ranks must be on one machine"))
+    kinds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    built = next((f"{kind} {number}" for kind, number in kinds.items() if number), "CPU only")
+    return Section({"version": str(torch.__version__), "built_for": built, "gloo": gloo}, warned)
+
+
+def _cuda(system: System) -> Section:
+    torch = system.module("torch")
+    built: str | None = torch.version.cuda
+    hidden = system.environ.get("CUDA_VISIBLE_DEVICES")
+    kernel = _kernel_driver(system)
+    facts: dict[str, object] = {"kernel_driver": kernel, "cuda_visible_devices": hidden}
+    try:
+        driver = _driver_version(system)
+    except OSError as exc:
+        text = f"the kernel has the NVIDIA driver {kernel}, but its library is not here: {exc}"
+        warned = [Warned(text, serious=True)] if kernel and built else []
+        return Section({"driver": None, "why": str(exc)} | facts, warned)
+    facts = {"driver": f"for CUDA up to {driver[0]}.{driver[1]}"} | facts
+    if built is None:
+        return Section(facts, [Warned("there is a CUDA driver, but this torch is built without CUDA")])
+    if driver[0] < int(built.partition(".")[0]):
+        text = f"torch is built for CUDA {built}, but the driver ends at {driver[0]}.{driver[1]}: install a newer one"
+        return Section(facts, [Warned(text, serious=True)])
+    if not torch.cuda.is_available() and hidden not in ("", "-1"):
+        return Section(facts, [Warned("there is a CUDA driver, but torch finds no GPU", serious=True)])
+    return Section(facts)
+
+
+def _driver_version(system: System) -> tuple[int, int]:
+    """Raises: OSError without a driver."""
+    ctypes = system.module("ctypes")
+    number = ctypes.c_int()
+    status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    if status:
+        raise OSError(f"cuDriverGetVersion failed with {status}")
+    return number.value // 1000, number.value % 1000 // 10
+
+
+def _kernel_driver(system: System) -> str | None:
+    text = system.read("proc/driver/nvidia/version")
+    return None if text is None else next((word for word in text.split() if word[:1].isdigit() and "." in word), None)
+
+
+def _devices(system: System) -> Section:
+    cuda = system.module("torch").cuda
+    count = cuda.device_count() if cuda.is_available() else 0
+    facts: dict[str, object] = {"count": count}
+    apart = []
+    for index in range(count):
+        found = cuda.get_device_properties(index)
+        reached = [other for other in range(count) if other != index and cuda.can_device_access_peer(index, other)]
+        apart += [f"{index}-{other}" for other in range(index + 1, count) if other not in reached]
+        facts[f"device_{index}"] = {
+            "name": found.name,
+            "capability": f"{found.major}.{found.minor}",
+            "memory_bytes": found.total_memory,
+            "reaches": reached,
+        }
+    if apart:
+        text = f"devices {', '.join(apart)} do not reach each other's memory: NCCL goes through the host's"
+        return Section(facts, [Warned(text)])
+    return Section(facts)
+
+
+def _nccl(system: System) -> Section:
+    torch = system.module("torch")
+    packages = {name: found for name in ("nvidia-nccl-cu12", "nvidia-nccl-cu13") if (found := system.version(name))}
+    compiled = _compiled_nccl(torch)
+    loaded = _loaded_nccl(system) if torch.version.cuda else None
+    warned = _nccl_warnings(packages, compiled, loaded)
+    binding = "ready"
+    try:
+        system.module("asynccomm.backends.nccl.api").load()
+    except Exception as exc:
+        binding = f"{exc}"
+        if torch.cuda.is_available():
+            warned.append(Warned(f"backend 'nccl' cannot be used: {exc}", serious=True))
+    return Section(
+        {
+            "torch_compiled_with": _dotted(compiled),
+            "torch_requires": _requirement(system, "torch", "nvidia-nccl"),
+            "packages": packages or None,
+            "loaded": _dotted(loaded),
+            "loaded_from": _mapped(system, "libnccl"),
+            "nccl4py": system.version("nccl4py"),
+            "binding": binding,
+        },
+        warned,
+    )
+
+
+def _nccl_warnings(
+    packages: Mapping[str, str], compiled: tuple[int, ...] | None, loaded: tuple[int, ...] | None
+) -> list[Warned]:
+    warned = []
+    if len(packages) > 1:
+        both = " and ".join(f"{name} {version}" for name, version in packages.items())
+        text = f"{both} are both installed, and have overwritten each other's libnccl: "
+        warned.append(Warned(text + "uninstall both, then install the one that torch requires again", serious=True))
+    if compiled and loaded and loaded != compiled:
+        older = loaded < compiled
+        text = f"NCCL {_dotted(loaded)} is loaded, but torch was compiled with {_dotted(compiled)}"
+        warned.append(Warned(text + (", which is newer" if older else ""), serious=older))
+    return warned
+
+
+def _compiled_nccl(torch: Any) -> tuple[int, ...] | None:
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+        return None
+    return tuple(torch.cuda.nccl.version()[:3])  # a suffix may follow
+
+
+def _loaded_nccl(system: System) -> tuple[int, ...] | None:
+    """The one that torch has loaded, found by its name."""
+    ctypes = system.module("ctypes")
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    except OSError:  # torch has it built in, or none
+        return None
+    return number.value // 10000, number.value // 100 % 100, number.value % 100
+
+
+def _mapped(system: System, name: str) -> str | None:
+    """The files that are mapped into this process under that name."""
+    lines = (system.read("proc/self/maps") or "").splitlines()
+    return ", ".join(sorted({line[line.index("/") :] for line in lines if f"/{name}" in line})) or None
+
+
+def _requirement(system: System, package: str, wanted: str) -> str | None:
+    metadata = system.module("importlib.metadata")
+    try:
+        found = metadata.requires(package) or []
+    except metadata.PackageNotFoundError:
+        return None
+    return next((text.partition(";")[0].strip() for text in found if text.startswith(wanted)), None)
+
+
+def _dotted(version: tuple[int, ...] | None) -> str | None:
+    return ".".join(map(str, version)) if version else None
+
+
+def _shared_memory(system: System) -> Section:
+    memfd = hasattr(os, "memfd_create")  # which backend "shm" uses, if it is there
+    facts: dict[str, object] = {"dev_shm_bytes": None, "free_bytes": None, "memfd": memfd}
+    try:
+        found = os.statvfs(system.root / "dev/shm")
+    except OSError as exc:
+        return Section(facts, [Warned(f"/dev/shm cannot be used: {exc.strerror}", serious=not memfd)])
+    free = found.f_bavail * found.f_frsize
+    facts |= {"dev_shm_bytes": found.f_blocks * found.f_frsize, "free_bytes": free}
+    if free >= SHARED_BYTES:
+        return Section(facts)
+    text = f"/dev/shm has only {_size(free)} left: NCCL and DataLoader use it; in Docker, raise --shm-size"
+    return Section(facts, [Warned(text, serious=not memfd)])
+
+
+def _limits(system: System) -> Section:
+    resource = system.module("resource")
+    limits = {}
+    for name in ("nofile", "memlock", "nproc"):
+        soft, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
+        limits[name] = [None if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard)]
+    facts = {name: "/".join("unlimited" if n is None else str(n) for n in both) for name, both in limits.items()}
+    warned = []
+    files, locked = limits["nofile"][0], limits["memlock"][0]
+    if files is not None and files < DESCRIPTORS:
+        warned.append(Warned(f"only {files} open files are allowed: raise `ulimit -n`"))
+    if locked is not None and (system.root / "sys/class/infiniband").is_dir():
+        warned.append(Warned("there is an InfiniBand device, which needs `ulimit -l unlimited`"))
+    return Section(facts, warned)
+
+
+def _cpus(system: System) -> Section:
+    allowed = len(os.sched_getaffinity(0))
+    quota = _quota(system)
+    facts = {"of_the_machine": os.cpu_count(), "allowed": allowed, "cgroup_quota": quota}
+    if quota is None or quota >= allowed:
+        return Section(facts)
+    text = f"{allowed} CPUs are visible, but the cgroup has time for {quota:g}: run at most that many busy threads"
+    return Section(facts, [Warned(text)])
+
+
+def _quota(system: System) -> float | None:
+    """How many CPUs' time the tightest of our cgroups has; None: no limit."""
+    groups = [line.split(":", 2) for line in (system.read("proc/self/cgroup") or "").splitlines()]
+    found = []
+    for number, controllers, name in groups:
+        for group in (Path(name), *Path(name).parents):
+            inside = str(group).lstrip("/")
+            if number == "0":
+                text = system.read(f"sys/fs/cgroup/{inside}/cpu.max")
+            elif "cpu" in controllers.split(","):
+                at = f"sys/fs/cgroup/cpu/{inside}/cpu.cfs_"
+                text = f"{system.read(at + 'quota_us') or -1} {system.read(at + 'period_us')}"
+            else:
+                continue
+            limit, period = (text or "max max").split()[:2]
+            if limit not in ("max", "-1"):
+                found.append(int(limit) / int(period))
+    return min(found, default=None)
+
+
+def _event_loop(system: System) -> Section:
+    found = system.version("uvloop")
+    warned = [] if found else [Warned("uvloop is not installed; the event loop of asyncio is slower")]
+    return Section({"uvloop": found}, warned)
+
+
+def _host_name(system: System) -> Section:
+    name = socket.gethostname()
+    began = time.perf_counter()
+    try:
+        addresses = sorted(set(_within(RESOLVE_SECONDS, system.resolve)))
+    except OSError as exc:  # TimeoutError is one
+        why = f"took more than {RESOLVE_SECONDS:g} s" if isinstance(exc, TimeoutError) else str(exc)
+        text = f"the host's own name {name!r} does not resolve ({why}): give it an address in /etc/hosts"
+        return Section({"name": name, "addresses": None}, [Warned(text)])
+    seconds = round(time.perf_counter() - began, 3)
+    facts = {"name": name, "addresses": addresses, "seconds": seconds}
+    foreign = [address for address in addresses if not _is_ours(address)]
+    if foreign:
+        text = f"{name!r} resolves to {', '.join(foreign)}, which no interface of this host has: see /etc/hosts"
+        return Section(facts, [Warned(text)])
+    local = all(address.startswith(_LOOPBACK) for address in addresses)
+    return Section(
+        facts | {"reachable": "from this machine only" if local else "from others, if the network lets them"}
+    )
+
+
+def _addresses(name: str) -> list[str]:
+    return [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+
+
+def _within(seconds: float, function: Callable[[], Iterable[str]]) -> Iterable[str]:
+    """What ``function`` returns; what it does after a timeout is its own business."""
+    results: list[Iterable[str] | Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except Exception as exc:
+            results.append(exc)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not results:
+        raise TimeoutError
+    if isinstance(results[0], Exception):
+        raise results[0]
+    return results[0]
+
+
+def _is_ours(address: str) -> bool:
+    if address.startswith("fe80:"):  # cannot be bound without the interface, which its kind is bound to
+        return True
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
+            sock.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _backends(system: System) -> Section:
+    registry = system.module("asynccomm.backends.registry")
+    torch = system.module("torch")
+    chosen = partial(_chosen, registry, torch)
+    (cpu, usable), (cuda, _) = chosen("cpu"), chosen("cuda")
+    warned = [] if usable else [Warned("no backend can be used for CPU tensors", serious=True)]
+    return Section({"known": registry.backend_names(), "auto_for_cpu": cpu, "auto_for_cuda": cuda}, warned)
+
+
+def _chosen(registry: Any, torch: Any, kind: str) -> tuple[str, bool]:
+    """What "auto" tries for a kind of device, in words, and whether one of these can be loaded."""
+    device = torch.device(kind)
+    try:
+        names = registry.candidates("auto", device)
+    except ValueError as exc:
+        return f"none: {exc}", False
+    words, usable = [], False
+    for name in names:
+        try:
+            registry.load_backend(name, device)
+        except Exception as exc:
+            words.append(f"not {name}: {exc}")
+        else:
+            words.append(name)
+            usable = True
+    text = ", then ".join(words)
+    if len(words) > 1:
+        text += "; the first that suits all ranks is taken, and the fastest is first"
+    if kind == "cuda" and not torch.cuda.is_available():
+        text += "; but there is no GPU here"
+    return text, usable
+
+
+PROBES: Final[Mapping[str, Callable[[System], Section]]] = {
+    "python": _python,
+    "torch": _torch,
+    "cuda": _cuda,
+    "devices": _devices,
+    "nccl": _nccl,
+    "shared_memory": _shared_memory,
+    "limits": _limits,
+    "cpus": _cpus,
+    "event_loop": _event_loop,
+    "host_name": _host_name,
+    "backends": _backends,
+}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All sections, by name."""
+
+    sections: Mapping[str, Section]
+    asynccomm: str = __version__
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is seriously wrong; a probe that failed is."""
+        sections = self.sections.values()
+        return not any(section.error or any(found.serious for found in section.warned) for section in sections)
+
+
+def examine(system: System, probes: Mapping[str, Callable[[System], Section]] = PROBES) -> Report:
+    """Run all probes."""
+    return Report({name: _isolated(probe, system) for name, probe in probes.items()})
+
+
+def _isolated(probe: Callable[[System], Section], system: System) -> Section:
+    with warnings.catch_warnings(record=True) as caught:  # torch explains by them why it finds no GPU
+        warnings.simplefilter("always")
+        try:
+            section = probe(system)
+        except Exception as exc:
+            section = Section({}, error=f"{type(exc).__name__}: {exc}")
+    texts = dict.fromkeys(str(warning.message) for warning in caught)
+    return Section(section.facts, [*section.warned, *map(Warned, texts)], section.error)
+
+
+def as_text(report: Report) -> str:
+    """For people."""
+    lines = [f"asynccomm {report.asynccomm}"]
+    for name, section in report.sections.items():
+        lines += ["", name.replace("_", " ")]
+        rows = [(_title(key), _text(key, value)) for key, value in section.facts.items()]
+        width = max((len(title) for title, _ in rows), default=0)
+        lines += [f"  {title:{width}}  {text}" for title, text in rows]
+        if section.error:
+            lines.append(f"  FAILED   {section.error}")
+        lines += [f"  {'SERIOUS' if found.serious else 'warning'}  {found.text}" for found in section.warned]
+    warned = sum(len(section.warned) for section in report.sections.values())
+    summary = "nothing seems wrong" if not warned else f"{warned} warning{'s' if warned > 1 else ''}, none serious"
+    lines += ["", summary if report.ok else "something is seriously wrong; see above"]
+    return "\n".join(lines)
+
+
+def _title(key: str) -> str:
+    return key.removesuffix("_bytes").replace("_", " ")
+
+
+def _text(key: str, value: object) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{_title(inner)} {_text(inner, found)}" for inner, found in value.items())
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(str, value)) or "none"
+    return _size(value) if key.endswith("_bytes") and isinstance(value, int) else str(value)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
+
+
+def add_command(commands: Commands) -> None:
+    """Make ``doctor`` known to the command line."""
+    parser = commands.add_parser(
+        "doctor",
+        help="look at what asynccomm needs here",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        usage="asynccomm doctor [--json]",
+    )
+    parser.add_argument("--json", action="store_true", help="print the report for machines")
+    parser.set_defaults(command=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    report = examine(System())
+    print(json.dumps({"ok": report.ok, **asdict(report)}, indent=2) if arguments.json else as_text(report))
+    return 0 if report.ok else 1

@@ -1,0 +1,528 @@
+"""A GPU and an NCCL that are none: streams are threads, device memory is the host's, and the ranks share a process.
+
+It is strict where the real ones are undefined: calls of ranks that do not belong together, a message that does not fit,
+calls outside of a group and groups left open are errors. Like NCCL, the first group of its kind waits in ``group_end``
+until the other ranks have come that far, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asynccomm.backends.base import BackendContext
+from asynccomm.backends.nccl.api import Config
+from asynccomm.backends.nccl.backend import NcclBackend
+from asynccomm.backends.nccl.platform import Platform
+from asynccomm.errors import BackendError
+from asynccomm.reduce_op import RedOpType
+
+LIMIT = 60.0  # seconds after which a wait in here is a hang
+
+DTYPES = [
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.uint64,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+]
+REDUCTIONS = [RedOpType.SUM, RedOpType.PRODUCT, RedOpType.MAX, RedOpType.MIN, RedOpType.AVG]
+
+
+class SimulatedEvent:
+    def __init__(self) -> None:
+        self.passed = threading.Event()
+        self.released = False
+
+
+class SimulatedStream:
+    """Runs what is queued on a thread of its own, which ends when there is nothing left."""
+
+    handles = itertools.count(1)
+    by_handle: dict[int, SimulatedStream] = {}
+
+    def __init__(self) -> None:
+        self.handle = next(self.handles)
+        self.by_handle[self.handle] = self
+        self._lock = threading.Lock()
+        self._queue: deque[Callable[[], object]] = deque()
+        self._busy = False
+        self.ended = False
+
+    def put(self, step: Callable[[], object]) -> None:
+        with self._lock:
+            self._queue.append(step)
+            if self._busy:
+                return
+            self._busy = True
+        threading.Thread(target=self._main, name="simulated stream", daemon=True).start()
+
+    def _main(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._busy = False
+                    return
+                step = self._queue.popleft()
+            step()
+
+    def record(self, *, captured: bool = False) -> SimulatedEvent:
+        event = SimulatedEvent()
+        self.put(event.passed.set)
+        return event
+
+    def wait(self, event: SimulatedEvent) -> None:
+        assert not event.released
+        assert not self.ended
+        self.put(lambda: event.passed.wait(LIMIT))
+
+    def run(self, step: Callable[[], object]) -> None:
+        self.put(step)
+
+
+class UserStream:
+    """What the test does on the host counts as queued here, so waiting is waiting."""
+
+    handle = 0
+
+    def record(self, *, captured: bool = False) -> SimulatedEvent:
+        event = SimulatedEvent()
+        event.passed.set()
+        return event
+
+    def wait(self, event: SimulatedEvent) -> None:
+        assert event.passed.wait(LIMIT)
+
+    def run(self, step: Callable[[], object]) -> None:
+        step()
+
+
+class SimulatedDevice:
+    """Of one rank."""
+
+    def __init__(self) -> None:
+        self.user = UserStream()
+        self.capture: SimulatedStream | None = None  #: the stream that is being captured, if one is
+        self.recorded = 0
+
+    def current_stream(self) -> Any:
+        return self.capture or self.user
+
+    def new_stream(self, *, high_priority: bool) -> SimulatedStream:
+        return SimulatedStream()
+
+    def wrap(self, stream: Any) -> Any:
+        return stream
+
+    def capturing(self) -> bool:
+        return self.capture is not None
+
+    def here(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def reduces(self, dtype: torch.dtype) -> bool:
+        return True
+
+    def owns(self, tensor: Tensor) -> bool:
+        return tensor.numel() % 5 != 0  # some of what is sent plays the host's part
+
+    def allocating(self, stream: Any) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def empty(self, nbytes: int, stream: Any) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.full((nbytes,), 0xA5, dtype=torch.uint8)
+
+    def lend(self, tensor: Tensor, stream: Any) -> None:
+        pass
+
+    def query(self, event: SimulatedEvent) -> bool:
+        assert not event.released
+        return event.passed.is_set()
+
+    def enter(self) -> None:
+        pass
+
+    def looking(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def end_stream(self, stream: Any) -> None:
+        assert not stream.ended
+        stream.ended = True
+
+    def release(self, event: SimulatedEvent) -> None:
+        assert not event.released, "released twice"
+        event.released = True
+
+
+@dataclass
+class Group:
+    """The ranks of one communicator."""
+
+    size: int
+    lock: threading.Condition = field(default_factory=threading.Condition)
+    joined: set[int] = field(default_factory=set)
+    left: set[int] = field(default_factory=set)  # by abort: their memory may be gone
+    known: set[tuple[object, ...]] = field(default_factory=set)
+    announced: defaultdict[object, set[int]] = field(default_factory=lambda: defaultdict(set))
+    collectives: defaultdict[int, dict[int, Ready]] = field(default_factory=lambda: defaultdict(dict))
+    messages: defaultdict[tuple[int, int, int], dict[str, Ready]] = field(default_factory=lambda: defaultdict(dict))
+
+
+@dataclass
+class Ready:
+    """One call that has come to be run."""
+
+    name: str
+    source: int
+    target: int
+    count: int
+    dtype: int = 1
+    op: int = -1
+    peer: int = -1
+    factor: int = 0  #: of PREMUL_SUM: where it is
+    done: bool = False
+
+
+@dataclass(eq=False)
+class SimulatedComm:
+    group: Group
+    rank: int
+    blocking: bool
+    error: str = ""
+    aborted: bool = False
+    ended: bool = False
+    collectives: int = 0
+    messages: defaultdict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
+    reductions: dict[int, int] = field(default_factory=dict)  # PREMUL_SUM: address of the factor
+
+
+class SimulatedNccl:
+    """The binding of one rank. ``calls`` lists the names of what was called, with ``[`` and ``]`` around groups."""
+
+    version = 23007
+    groups: dict[bytes, Group] = {}
+    ids = itertools.count(1)
+    comms: list[SimulatedComm] = []  # of all ranks, that have not ended
+
+    def __init__(self, *, native: Sequence[str] = ("all_to_all", "gather", "scatter"), connects: bool = True) -> None:
+        self.dtypes = {dtype: number for number, dtype in enumerate(DTYPES)}
+        self.reductions = {kind: number for number, kind in enumerate(REDUCTIONS)}
+        self.native = frozenset(native)
+        self.connects = connects
+        self.calls: list[str] = []
+        self.configs: list[Config] = []
+        self.fail: dict[str, str] = {}  #: by name of the call, what it is to fail with
+        self._open = threading.local()
+
+    def unique_id(self) -> bytes:
+        return next(self.ids).to_bytes(128, "little")
+
+    def init(self, size: int, rank: int, unique_id: bytes, config: Config) -> SimulatedComm:
+        self._note("init")
+        self.configs.append(config)
+        group = self.groups.setdefault(unique_id, Group(size))
+        assert group.size == size
+        comm = SimulatedComm(group, rank, config.blocking)
+        self.comms.append(comm)
+        with group.lock:
+            assert rank not in group.joined
+            group.joined.add(rank)
+            group.lock.notify_all()
+            if config.blocking:
+                assert group.lock.wait_for(lambda: len(group.joined) == size or comm.aborted, LIMIT)
+        return comm
+
+    def progress(self, comm: SimulatedComm) -> bool:
+        if comm.error:
+            raise BackendError(comm.error)
+        return len(comm.group.joined) == comm.group.size
+
+    def finalize(self, comm: SimulatedComm) -> None:
+        self._note("finalize")
+
+    def destroy(self, comm: SimulatedComm) -> None:
+        self._note("destroy")
+        self._end(comm)
+
+    def abort(self, *comms: SimulatedComm) -> None:
+        self._note("abort")
+        for comm in comms:
+            with comm.group.lock:
+                comm.aborted = True
+                comm.group.left.add(comm.rank)
+                comm.group.lock.notify_all()
+            self._end(comm)
+
+    def _end(self, comm: SimulatedComm) -> None:
+        assert not comm.ended
+        assert not comm.reductions
+        comm.ended = True
+        self.comms.remove(comm)
+
+    def pre_mul_sum(self, scalar: int, dtype: int, comm: SimulatedComm, *, on_device: bool) -> int:
+        assert on_device
+        number = next(self.ids)
+        comm.reductions[number] = scalar
+        return number
+
+    def drop_reduction(self, op: int, comm: SimulatedComm) -> None:
+        del comm.reductions[op]
+
+    def group_start(self) -> None:
+        self._note("[")
+        assert getattr(self._open, "calls", None) is None, "a group within a group"
+        self._open.calls = []
+
+    def group_end(self) -> None:
+        calls, self._open.calls = self._open.calls, None
+        self._note("]")
+        if any(call is None for call in calls):
+            raise BackendError("a call of the group was wrong")
+        if calls:
+            comm, stream = calls[0][1], calls[0][2]
+            assert all(call[1] is comm and call[2] == stream for call in calls)
+            numbered = [self._number(ready, comm) for ready, _, _ in calls]
+            if self.connects:
+                self._meet(comm, numbered)
+            SimulatedStream.by_handle[stream].put(lambda: _run(comm, numbered))
+
+    def _number(self, ready: Ready, comm: SimulatedComm) -> tuple[Ready, object]:
+        if ready.name in ("send", "recv"):
+            ends = (comm.rank, ready.peer) if ready.name == "send" else (ready.peer, comm.rank)
+            side = (0 if ready.name == "send" else 1, ready.peer)
+            number = comm.messages[side]
+            comm.messages[side] += 1
+            return ready, (*ends, number)
+        number = comm.collectives
+        comm.collectives += 1
+        return ready, number
+
+    def _meet(self, comm: SimulatedComm, calls: Sequence[tuple[Ready, object]]) -> None:
+        group = comm.group
+        with group.lock:
+            for ready, key in calls:
+                group.announced[key].add(comm.rank if isinstance(key, int) else 2 * comm.rank + (ready.name == "send"))
+            group.lock.notify_all()
+            for ready, key in calls:
+                kind = (ready.name, ready.peer, comm.rank)
+                if kind in group.known:
+                    continue
+                needed = group.size if isinstance(key, int) else 2
+                met = group.lock.wait_for(
+                    lambda key=key, needed=needed: comm.aborted or len(group.announced[key]) == needed, LIMIT
+                )
+                assert met, f"rank {comm.rank} waited for {ready} for ever"
+                group.known.add(kind)
+
+    def _note(self, what: str) -> None:
+        self.calls.append(what)
+
+    def _call(self, ready: Ready, comm: SimulatedComm, stream: int) -> None:
+        self._note(ready.name)
+        assert not comm.ended, "use of a communicator that has ended"
+        calls = getattr(self._open, "calls", None)
+        assert calls is not None, f"{ready.name} outside of a group"
+        if ready.name in self.fail:
+            calls.append(None)
+            raise BackendError(self.fail[ready.name])
+        ready.factor = comm.reductions.get(ready.op, 0)
+        calls.append((ready, comm, stream))
+
+    def all_reduce(self, send: int, recv: int, count: int, dtype: int, op: int, comm: Any, stream: int) -> None:
+        self._call(Ready("all_reduce", send, recv, count, dtype, op), comm, stream)
+
+    def broadcast(self, send: int, recv: int, count: int, dtype: int, root: int, comm: Any, stream: int) -> None:
+        self._call(Ready("broadcast", send, recv, count, dtype, peer=root), comm, stream)
+
+    def reduce(self, send: int, recv: int, count: int, dtype: int, op: int, root: int, comm: Any, stream: int) -> None:
+        self._call(Ready("reduce", send, recv, count, dtype, op, root), comm, stream)
+
+    def all_gather(self, send: int, recv: int, count: int, dtype: int, comm: Any, stream: int) -> None:
+        self._call(Ready("all_gather", send, recv, count, dtype), comm, stream)
+
+    def reduce_scatter(self, send: int, recv: int, count: int, dtype: int, op: int, comm: Any, stream: int) -> None:
+        self._call(Ready("reduce_scatter", send, recv, count, dtype, op), comm, stream)
+
+    def all_to_all(self, send: int, recv: int, count: int, dtype: int, comm: Any, stream: int) -> None:
+        assert "all_to_all" in self.native
+        self._call(Ready("all_to_all", send, recv, count, dtype), comm, stream)
+
+    def gather(self, send: int, recv: int, count: int, dtype: int, root: int, comm: Any, stream: int) -> None:
+        assert "gather" in self.native
+        self._call(Ready("gather", send, recv, count, dtype, peer=root), comm, stream)
+
+    def scatter(self, send: int, recv: int, count: int, dtype: int, root: int, comm: Any, stream: int) -> None:
+        assert "scatter" in self.native
+        self._call(Ready("scatter", send, recv, count, dtype, peer=root), comm, stream)
+
+    def send(self, buf: int, count: int, dtype: int, peer: int, comm: Any, stream: int) -> None:
+        self._call(Ready("send", buf, 0, count, dtype, peer=peer), comm, stream)
+
+    def recv(self, buf: int, count: int, dtype: int, peer: int, comm: Any, stream: int) -> None:
+        self._call(Ready("recv", 0, buf, count, dtype, peer=peer), comm, stream)
+
+
+def _run(comm: SimulatedComm, calls: Sequence[tuple[Ready, Any]]) -> None:
+    """On a stream's thread: all calls of a group, side by side; returns when all are done."""
+    group = comm.group
+    with group.lock:
+        for ready, key in calls:
+            if isinstance(key, int):
+                arrived = group.collectives[key]
+                arrived[comm.rank] = _scaled(ready, group.size) if ready.factor else ready
+                if len(arrived) == group.size and not group.left:
+                    _perform(comm, [arrived[rank] for rank in range(group.size)])
+            else:
+                ends = group.messages[key]
+                ends[ready.name] = ready
+                if len(ends) == 2 and not group.left:
+                    _transfer(comm, ends["send"], ends["recv"])
+        group.lock.notify_all()
+        mine = [group.collectives[key][comm.rank] if isinstance(key, int) else ready for ready, key in calls]
+        over = group.lock.wait_for(lambda: comm.aborted or all(ready.done for ready in mine), LIMIT)
+        if not over:
+            comm.error = f"rank {comm.rank} hangs in {[ready.name for ready in mine]}"
+
+
+_kept: list[Tensor] = []
+
+
+def _scaled(ready: Ready, size: int) -> Ready:
+    """As a plain sum of what this rank brings times its factor."""
+    dtype = DTYPES[ready.dtype]
+    count = ready.count * size if ready.name == "reduce_scatter" else ready.count
+    scaled = (_memory(ready.source, count, dtype) * _memory(ready.factor, 1, dtype)).to(dtype)
+    _kept.append(scaled)
+    return Ready(ready.name, scaled.data_ptr(), ready.target, ready.count, ready.dtype, 0, ready.peer)
+
+
+def _memory(address: int, count: int, dtype: torch.dtype) -> Tensor:
+    assert address, "no memory was given"
+    nbytes = count * dtype.itemsize
+    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8).view(dtype)
+
+
+def _transfer(comm: SimulatedComm, send: Ready, recv: Ready) -> None:
+    if (send.count, send.dtype) != (recv.count, recv.dtype):
+        comm.error = f"a message does not fit: {send} {recv}"
+    else:
+        dtype = DTYPES[send.dtype]
+        _memory(recv.target, recv.count, dtype).copy_(_memory(send.source, send.count, dtype))
+    send.done = recv.done = True
+
+
+def _perform(comm: SimulatedComm, ranks: Sequence[Ready]) -> None:
+    first, size = ranks[0], len(ranks)
+    for ready in ranks:
+        if (ready.name, ready.count, ready.dtype, ready.op, ready.peer) != (
+            first.name,
+            first.count,
+            first.dtype,
+            first.op,
+            first.peer,
+        ):
+            comm.error = f"calls do not belong together: {first} {ready}"
+            break
+    else:
+        _move(first.name, ranks, size, first.count, DTYPES[first.dtype], first.op, first.peer)
+    for ready in ranks:
+        ready.done = True
+
+
+def _move(name: str, ranks: Sequence[Ready], size: int, n: int, dtype: torch.dtype, op: int, root: int) -> None:
+    def sources(count: int) -> list[Tensor]:
+        return [_memory(ready.source, count, dtype).clone() for ready in ranks]
+
+    def put(rank: int, values: Tensor) -> None:
+        _memory(ranks[rank].target, len(values), dtype).copy_(values)
+
+    if name == "all_reduce":
+        total = _reduced(sources(n), dtype, op)
+        for rank in range(size):
+            put(rank, total)
+    elif name == "reduce":
+        put(root, _reduced(sources(n), dtype, op))
+    elif name == "reduce_scatter":
+        total = _reduced(sources(n * size), dtype, op)
+        for rank in range(size):
+            put(rank, total[rank * n : (rank + 1) * n])
+    elif name == "broadcast":
+        values = _memory(ranks[root].source, n, dtype).clone()
+        for rank in range(size):
+            put(rank, values)
+    elif name == "all_gather":
+        values = torch.cat(sources(n))
+        for rank in range(size):
+            put(rank, values)
+    elif name == "gather":
+        put(root, torch.cat(sources(n)))
+    elif name == "scatter":
+        values = _memory(ranks[root].source, n * size, dtype).clone()
+        for rank in range(size):
+            put(rank, values[rank * n : (rank + 1) * n])
+    elif name == "all_to_all":
+        given = sources(n * size)
+        for rank in range(size):
+            put(rank, torch.cat([values[rank * n : (rank + 1) * n] for values in given]))
+    else:
+        raise AssertionError(name)
+
+
+def _reduced(rows: Sequence[Tensor], dtype: torch.dtype, op: int) -> Tensor:
+    kind = REDUCTIONS[op]
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    if dtype in (torch.uint32, torch.uint64):
+        assert kind is not RedOpType.AVG
+        wide = torch.int64
+    total = rows[0].view(torch.int64).clone() if dtype == torch.uint64 else rows[0].to(wide)
+    for row in rows[1:]:
+        values = row.view(torch.int64) if dtype == torch.uint64 else row.to(wide)
+        if kind is RedOpType.PRODUCT:
+            total = total * values
+        elif kind is RedOpType.MIN:
+            total = torch.minimum(total, values)
+        elif kind is RedOpType.MAX:
+            total = torch.maximum(total, values)
+        else:
+            total = total + values
+    if kind is RedOpType.AVG:
+        total = total / len(rows)
+    return total.view(torch.uint64) if dtype == torch.uint64 else total.to(dtype)
+
+
+class SimulatedBackend(NcclBackend):
+    """The NCCL backend on such a device."""
+
+    name = "simulated"
+    devices = frozenset({"cpu"})
+    settings: dict[str, Any] = {}
+
+    @classmethod
+    def _platform_for(cls, context: BackendContext) -> Platform:
+        return Platform(SimulatedNccl(**cls.settings), SimulatedDevice())
+
+    @property
+    def nccl(self) -> SimulatedNccl:
+        nccl = self._platform.nccl
+        assert isinstance(nccl, SimulatedNccl)
+        return nccl
+
+    @property
+    def device(self) -> SimulatedDevice:
+        assert isinstance(self._device, SimulatedDevice)
+        return self._device
