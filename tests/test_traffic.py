@@ -35,6 +35,8 @@ from asynccomm.ops import AllReduce, Barrier, Call, Recv, Send, Together, uneven
 from asynccomm.testing.local import loopback_world
 from asynccomm.work import Work
 
+from .places import STREAM, Place
+
 
 def hub_of(comm: Comm) -> Hub:
     backend = comm.unsafe_get_backend()
@@ -334,33 +336,6 @@ async def test_handed_on_as_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- in the streams of a GPU
-
-
-class Place:
-    """An Order: a place in the streams of a GPU, which takes notes."""
-
-    def __init__(self, *, prompt: bool = True) -> None:
-        self.issued = False
-        self.prompt = prompt
-        self.listeners: list[Callable[[], object]] = []
-        self.ordered: list[Any] = []  # streams
-
-    def listen(self, listener: Callable[[], object]) -> None:
-        self.listeners.append(listener)
-        if self.issued:
-            listener()
-
-    def issue(self) -> None:
-        self.issued = True
-        for listener in self.listeners:
-            listener()
-
-    def order(self, stream: Any) -> None:
-        assert self.issued
-        self.ordered.append(stream)
-
-
-STREAM: Any = "stream"
 
 
 class Gpu:

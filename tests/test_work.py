@@ -27,6 +27,8 @@ from asynccomm.ops import AllReduce
 from asynccomm.reduce_op import ReduceOp
 from asynccomm.work import Work
 
+from .places import STREAM, Place
+
 OP = AllReduce(torch.float32, 4, ReduceOp.SUM)
 VALUE = object()
 
@@ -394,33 +396,6 @@ async def test_there_is_no_stream_to_wait_for(bench: Bench, finished: bool) -> N
 
 
 # -- streams
-
-
-class Place:
-    """An Order: a place in the streams of a GPU, which takes notes."""
-
-    def __init__(self, *, issued: bool = False, prompt: bool = True) -> None:
-        self.issued = issued
-        self.prompt = prompt
-        self.listeners: list[Callable[[], object]] = []
-        self.ordered: list[Any] = []  # streams
-
-    def listen(self, listener: Callable[[], object]) -> None:
-        self.listeners.append(listener)
-        if self.issued:
-            listener()
-
-    def issue(self) -> None:
-        self.issued = True
-        for listener in self.listeners:
-            listener()
-
-    def order(self, stream: Any) -> None:
-        assert self.issued
-        self.ordered.append(stream)
-
-
-STREAM: Any = "stream"
 
 
 def until(condition: Callable[[], object]) -> None:

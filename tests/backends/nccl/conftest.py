@@ -47,3 +47,17 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
         assert not simulation.SimulatedNccl.comms, "communicators were left open"
 
     return make
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[simulation.SimulatedEvent]:
+    """All that are recorded."""
+    made: list[simulation.SimulatedEvent] = []
+
+    class Recorded(simulation.SimulatedEvent):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr(simulation, "SimulatedEvent", Recorded)
+    return made

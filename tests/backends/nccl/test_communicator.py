@@ -169,18 +169,24 @@ def test_open_fails_while_it_connects(made: Communicator, library: Library) -> N
     assert made.take() == first, "there is something to abort"
 
 
-def test_ended_while_it_is_made(made: Communicator, library: Library, gpu: Gpu) -> None:
-    inside, go_on = threading.Event(), threading.Event()
-    library.within["init"] = lambda: inside.set() or go_on.wait(SECONDS)  # type: ignore[func-returns-value]
+def connecting(communicator: Communicator) -> tuple[threading.Thread, list[str]]:
+    """A thread that connects, and comes back with an error."""
     errors: list[str] = []
 
     def connect() -> None:
         with pytest.raises(BackendError) as caught:
-            made.open(2, 1, b"id", CONFIG)
+            communicator.open(2, 1, b"id", CONFIG)
         errors.append(str(caught.value))
 
     thread = threading.Thread(target=connect)
     thread.start()
+    return thread, errors
+
+
+def test_ended_while_it_is_made(made: Communicator, library: Library, gpu: Gpu) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+    library.within["init"] = lambda: inside.set() or go_on.wait(SECONDS)  # type: ignore[func-returns-value]
+    thread, errors = connecting(made)
     assert inside.wait(SECONDS)
     end_all(library, gpu, [made], abort=True).join(SECONDS)  # type: ignore[arg-type]
     assert library.calls[1:] == [("abort", ())], "there is none yet"
@@ -193,15 +199,7 @@ def test_ended_while_it_is_made(made: Communicator, library: Library, gpu: Gpu) 
 
 def test_ended_while_it_connects(made: Communicator, library: Library, gpu: Gpu) -> None:
     library.busy = 10**9
-    errors: list[str] = []
-
-    def connect() -> None:
-        with pytest.raises(BackendError) as caught:
-            made.open(2, 1, b"id", CONFIG)
-        errors.append(str(caught.value))
-
-    thread = threading.Thread(target=connect)
-    thread.start()
+    thread, errors = connecting(made)
     until(lambda: ("progress", ("comm 1",)) in library.calls)
     end_all(library, gpu, [made], abort=True).join(SECONDS)  # type: ignore[arg-type]
     thread.join(SECONDS)

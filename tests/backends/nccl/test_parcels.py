@@ -20,7 +20,6 @@ from asynccomm.ops import Call, Channel, Parcel, Parcels, SendParcel
 from asynccomm.testing.conformance.data import DTYPES, sample, strided
 
 from ..gloo.parcels import Shelf, collective, joined, recv, send  # noqa: TID252
-from . import simulation
 from .conftest import World
 from .simulation import SimulatedBackend, SimulatedEvent, SimulatedStream
 
@@ -61,20 +60,6 @@ def refusing(error: Exception) -> Shelf:
         raise error
 
     return Shelf(refuse)
-
-
-@pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> list[SimulatedEvent]:
-    """All that are recorded."""
-    made: list[SimulatedEvent] = []
-
-    class Recorded(SimulatedEvent):
-        def __init__(self) -> None:
-            super().__init__()
-            made.append(self)
-
-    monkeypatch.setattr(simulation, "SimulatedEvent", Recorded)
-    return made
 
 
 # -- where segments lie --------------------------------------------------------------------------------------------

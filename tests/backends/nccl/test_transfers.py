@@ -138,20 +138,6 @@ Ends = Callable[..., Awaitable[list[End]]]
 
 
 @pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> list[SimulatedEvent]:
-    """All that are recorded."""
-    made: list[SimulatedEvent] = []
-
-    class Recorded(SimulatedEvent):
-        def __init__(self) -> None:
-            super().__init__()
-            made.append(self)
-
-    monkeypatch.setattr(simulation, "SimulatedEvent", Recorded)
-    return made
-
-
-@pytest.fixture
 async def ends(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ends]:
     """``await ends(size)``: those of all ranks."""
     monkeypatch.setattr(lanes_module, "IDLE_SECONDS", 0.1)  # after which threads end
