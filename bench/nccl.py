@@ -136,7 +136,8 @@ async def measure(comm: Comm, rounds: int, pool: ThreadPoolExecutor) -> list[Row
 async def main(args: argparse.Namespace) -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    async with new_comm("nccl", "cuda", name="bench") as comm:
+    store = dist.distributed_c10d._get_default_store()  # one port, whoever started this
+    async with new_comm("nccl", "cuda", name="bench", store=store) as comm:
         with ThreadPoolExecutor(1) as pool:
             rows = await measure(comm, args.rounds, pool)
         if comm.rank == 0:

@@ -87,7 +87,9 @@ def widen(tensor: Tensor, reduction: ReduceOp) -> Tensor:
     if factor is not None:
         if isinstance(factor, Tensor):
             factor = factor.detach().to(values.device).reshape(())
-        if values.is_floating_point():
+        if values.dtype == torch.uint64:
+            values = values.view(torch.int64)
+        elif not values.is_complex():  # also because torch multiplies few of the small types, least of all on a GPU
             values = values.to(target)
         elif values.dtype == torch.complex32:
             values = values.to(torch.complex64)

@@ -37,7 +37,8 @@ class Graphs(CommBase):
         and run whenever the graph is replayed; all ranks must capture the same ones, and replay the graph as often.
         ``wait`` and ``wait_stream`` order streams as ever; awaiting such a Work raises ``RuntimeError``. What needs
         the host (objects, dicts, streams, barriers, uneven tensors of sizes unknown) raises ``RuntimeError`` at the
-        call. The collectives must have been used before: NCCL cannot connect within a capture.
+        call. The collectives must have been used before: NCCL cannot connect within a capture. Reset the graphs before
+        the comm is closed, which NCCL otherwise waits for.
 
         Args:
             stream: to use, instead of a new one.

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import asynccomm
-from asynccomm import AbortedError, Comm, ReduceOp, new_comm
+from asynccomm import AbortedError, Comm, ReduceOp, Work, new_comm
 from asynccomm.errors import CollectiveTimeoutError
 from asynccomm.testing import check_backend
 
@@ -85,9 +85,12 @@ async def test_awaiting_means_that_the_host_may_read() -> None:
 @pytest.mark.ranks([1, 2])
 async def test_tensors_are_kept_until_the_operation_is_over() -> None:
     async with open_comm() as comm:
+        n = 1 << 18
         torch.cuda._sleep(LONG)
-        works = [comm.all_reduce(torch.full((1 << 18,), float(i), device=comm.device)) for i in range(20)]
-        junk = [torch.full((1 << 18,), -1.0, device=comm.device) for _ in range(40)]  # would take their memory
+        works = [  # which hold the outputs, and nobody but the comm the inputs
+            comm.reduce_scatter_single(None, torch.full((n,), float(i), device=comm.device)) for i in range(20)
+        ]
+        junk = [torch.full((n,), -1.0, device=comm.device) for _ in range(40)]  # would take their memory
         for i, work in enumerate(works):
             assert (await work).eq(i * comm.size).all()
         del junk
@@ -134,6 +137,7 @@ async def test_graphs() -> None:
             torch.cuda.synchronize()
             assert tensor.eq(expected).all()
             assert gathered.eq(expected).all()
+        graph.reset()  # NCCL ends a communicator only when no graph needs it
 
 
 @pytest.mark.ranks(2)
@@ -141,15 +145,20 @@ async def test_the_poller_does_not_spoil_a_capture() -> None:
     async with open_comm() as comm:
         await comm.all_reduce(torch.ones(10, device=comm.device))
         graph = torch.cuda.CUDAGraph()
-        tensor = torch.ones(1000, device=comm.device)
-        torch.cuda._sleep(LONG)
-        works = [comm.all_reduce(torch.ones(10, device=comm.device)) for _ in range(50)]  # being watched meanwhile
-        stream = torch.cuda.Stream()
+        tensor, other = torch.ones(1000, device=comm.device), torch.ones(10, device=comm.device)
+        stream, aside = torch.cuda.Stream(), torch.cuda.Stream()
+
+        def beside() -> Work[torch.Tensor]:
+            with torch.cuda.stream(aside):
+                torch.cuda._sleep(LONG)
+                return comm.all_reduce(other)
+
         with torch.cuda.graph(graph, stream=stream):
+            work = await asyncio.to_thread(beside)  # is being watched while this goes on
             for _ in range(1000):
                 tensor += 1
-        for work in works:
-            await work
+            assert not work.done()
+        await work
         graph.replay()
         torch.cuda.synchronize()
         assert tensor.eq(1001).all()
@@ -220,7 +229,7 @@ async def test_messages_of_many_tags_cross() -> None:
 async def test_communication_runs_beside_computation() -> None:
     """One rank: NCCL copies on a stream of its own while the caller's stream multiplies."""
     async with open_comm() as comm:
-        big = torch.ones(1 << 26, device=comm.device)
+        big = torch.ones(1 << 28, device=comm.device)
         out = torch.empty_like(big)
         a = torch.randn(4096, 4096, device=comm.device)
 

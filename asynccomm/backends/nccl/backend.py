@@ -39,9 +39,9 @@ from asynccomm.backends.nccl.side import Side
 from asynccomm.backends.nccl.transfers import Transfers
 from asynccomm.backends.nccl.turns import Countdown
 from asynccomm.backends.registry import load_backend
-from asynccomm.errors import BrokenError
+from asynccomm.errors import BackendError, BrokenError
 from asynccomm.mailbox import Mailbox
-from asynccomm.ops import Barrier, Call, Recv, RecvParcel, TensorOp
+from asynccomm.ops import Barrier, Call, Recv, RecvParcel, Send, TensorOp
 from asynccomm.work import Work
 
 __all__ = ["NcclBackend"]
@@ -108,6 +108,7 @@ class NcclBackend(Backend):
         self._waiting = 0  # batches that a thread is to issue, because NCCL may have to connect for one of them
         self._question = poller.ask(self._all_is_well, every=LOOK_SECONDS, stream=self._communicator.stream.handle)
         self._driven: WeakKeyDictionary[Work[Any], Work[None]] = WeakKeyDictionary()  # by what on the side channel
+        self._wreck: list[object] = []  # what was not started as it should be: kept until the comm is gone
         self._ending_lock = threading.Lock()
         self._ending: threading.Thread | None = None
 
@@ -283,7 +284,12 @@ class NcclBackend(Backend):
         self._device.release(ready)
         try:
             self._queue(plan, stream, known=known)
-        except BrokenError as exc:
+        except Exception as exc:  # torch may have no memory, or no kernel
+            self._wreck.append((batch, plan))  # some of it may be under way
+            if not isinstance(exc, BrokenError):
+                error = BackendError(f"nccl could not start {batch[0].op}: {type(exc).__name__}: {exc}")
+                error.__cause__ = exc
+                exc = error
             self._on_error(exc)  # which fails the Works, and with them whoever waits for the flight
             return
         event = stream.record()
@@ -313,6 +319,8 @@ class NcclBackend(Backend):
         for submission in batch:
             if not isinstance(submission.op, TensorOp) and not _is_collective(submission):
                 raise RuntimeError(f"{submission.op} cannot become part of a CUDA graph: it needs the host")
+            if isinstance(submission.op, Send | Recv) and submission.op.peer == self._rank and len(batch) == 1:
+                raise RuntimeError(f"{submission.op} to oneself can be captured in a batch only: NCCL needs both ends")
         if not self._connected or self._waiting:
             raise RuntimeError(
                 "NCCL is not connected yet: run a collective on this comm, and await it, before capturing"

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
@@ -90,7 +91,7 @@ class Communicator:
 
         A communicator that is not blocking never does: a thread of NCCL's own launches every group.
         """
-        return self._blocking and all(_kind(call) in self._known for call in calls)
+        return self._blocking and self._known.issuperset(_kinds(calls))
 
     def issue(self, calls: Sequence[NcclCall], *, stream: Stream | None = None, known: bool) -> None:
         """Queue ``calls`` as one group, on ``stream`` or else the communicator's own. Blocks unless all are ``known``.
@@ -118,7 +119,7 @@ class Communicator:
             finally:
                 for reduction in made:
                     nccl.drop_reduction(reduction, handle)
-        self._known.update([_kind(call) for call in calls])
+        self._known |= _kinds(calls)
 
     def _prepared(
         self, call: NcclCall, handle: Comm, stream: int, made: list[int]
@@ -155,10 +156,16 @@ def _pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _kind(call: NcclCall) -> tuple[object, ...]:
-    """What decides how NCCL connects, as far as one can tell: its size counts to a power of two."""
-    size = (call.count * call.dtype.itemsize).bit_length()
-    return call.name, size, call.peer, call.dtype, call.reduction
+def _kinds(calls: Sequence[NcclCall]) -> set[tuple[object, ...]]:
+    """What decides how NCCL connects, as far as one can tell. Sizes count to a power of two, each and together."""
+    kinds: set[tuple[object, ...]] = set()
+    totals: defaultdict[tuple[object, ...], int] = defaultdict(int)
+    for call in calls:
+        nbytes = call.count * call.dtype.itemsize
+        like = call.name, call.dtype, call.reduction
+        kinds.add((*like, call.peer, nbytes.bit_length()))
+        totals[like] += nbytes
+    return kinds.union((*like, total.bit_length()) for like, total in totals.items())
 
 
 def end_all(nccl: Nccl, device: Device, communicators: Sequence[Communicator], *, abort: bool) -> threading.Thread:
@@ -177,6 +184,9 @@ def end_all(nccl: Nccl, device: Device, communicators: Sequence[Communicator], *
             for handle in handles:
                 _try(nccl.finalize, handle)
             for handle in handles:
+                with contextlib.suppress(AsyncCommError):
+                    while not nccl.progress(handle):  # else one that does not block could not be destroyed
+                        time.sleep(LOOK_SECONDS)
                 _try(nccl.destroy, handle)
 
     thread = threading.Thread(target=end, name="asynccomm-nccl-end", daemon=True)

@@ -138,6 +138,11 @@ class Cuda:
             major = built.partition(".")[0]
             raise BackendError(f"backend 'nccl' needs the package cuda-python: install asynccomm[cu{major}]") from exc
         self._device = device
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        error, number = self._driver.cuDeviceGet(device.index)
+        self._check(error, "find the device")
+        error, self._context = self._driver.cuDevicePrimaryCtxRetain(number)  # which is torch's; kept for good
+        self._check(error, "make a context")
         self.events: EventPool[torch.cuda.Event] = EventPool(_new_event, lambda event: None)  # torch destroys them
 
     def current_stream(self) -> Stream:
@@ -150,7 +155,7 @@ class Cuda:
             if free:
                 return _CudaStream(self, free.pop(), high_priority=high_priority)
         with torch.cuda.device(self._device):
-            torch.cuda.current_stream()  # makes the context, if this is the first use of the device
+            self._bind()
             error, least, greatest = self._driver.cuCtxGetStreamPriorityRange()
             self._check(error, "look up the priorities of streams")
             flags = self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING
@@ -158,6 +163,11 @@ class Cuda:
             self._check(error, "make a stream")
         stream = torch.cuda.ExternalStream(int(made), self._device)  # type: ignore[no-untyped-call]
         return _CudaStream(self, stream, high_priority=high_priority)
+
+    def _bind(self) -> None:
+        """Give the calling thread the device's context: torch leaves a new thread without where that is device 0."""
+        (error,) = self._driver.cuCtxSetCurrent(self._context)
+        self._check(error, "use its context")
 
     def end_stream(self, stream: Stream) -> None:
         # kept and not destroyed: memory that torch has cached for it would outlive it
@@ -208,6 +218,7 @@ class Cuda:
 
     def enter(self) -> None:
         torch.cuda.set_device(self._device)
+        self._bind()
         self._exchange(self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
 
     @contextlib.contextmanager

@@ -286,6 +286,8 @@ class _Reducing:
 
     def __init__(self, plan: Plan, dtype: torch.dtype, reduction: ReduceOp) -> None:
         self._plan = plan
+        if isinstance(reduction.factor, Tensor) and reduction.factor.device.type == "cpu":
+            reduction = ReduceOp.PREMUL_SUM(reduction.factor.item())  # a copy to the device would wait for the stream
         self.given = reduction
         kind = reduction.type
         self.bools = dtype == torch.bool

@@ -223,7 +223,12 @@ class Messenger:
                 accept = partial(self._transfers.accept, source, number, landings, task.ready, Flight(self._device))
                 transfers.append(accept)
         finish = partial(self._finish, task, [*steps, delivery.finish])
-        all_here = Countdown(len(transfers), partial(self._guarded, finish))
+
+        def finish_later(error: BrokenError | None) -> None:
+            # copies between host and device wait, which is not for the poller's thread
+            self._lanes.put("finish", partial(self._guarded, finish, error))
+
+        all_here = Countdown(len(transfers), finish_later)
         for transfer in transfers:
             transfer(all_here)
         if not transfers:

@@ -83,7 +83,7 @@ async def all_reduce_coalesced_every_dtype_and_op(comm: Comm) -> None:
 
 
 async def all_reduce_coalesced_is_bitwise_identical(comm: Comm) -> None:
-    generator = torch.Generator().manual_seed(comm.rank)
+    generator = torch.Generator(comm.device).manual_seed(comm.rank)
     shapes = [(3,), (1001,), (), (17, 5), (0,), (40_003,), (2,)]
     tensors = [
         torch.randn(shape, generator=generator, dtype=torch.float64).mul(1e3).to(dtype)

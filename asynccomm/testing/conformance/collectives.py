@@ -46,7 +46,7 @@ async def all_reduce_every_shape_and_layout(comm: Comm) -> None:
 
 
 async def all_reduce_is_bitwise_identical(comm: Comm) -> None:
-    generator = torch.Generator().manual_seed(comm.rank)
+    generator = torch.Generator(comm.device).manual_seed(comm.rank)
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         tensor = torch.randn(10_007, generator=generator, dtype=torch.float64).mul(1e3).to(dtype)
         await comm.all_reduce(tensor)

@@ -52,19 +52,21 @@ def sample(rank: int, shape: Sequence[int], dtype: torch.dtype = torch.float32, 
     """Rank's data: small whole numbers that depend on rank and position, exact in every dtype and sum."""
     shape = torch.Size(shape)
     count = shape.numel()
-    pattern = _pattern((rank * 3 + salt * 11) % 7, dtype)
+    pattern = _pattern((rank * 3 + salt * 11) % 7, dtype, torch.get_default_device())
     if count > len(pattern):
         pattern = pattern.view(torch.uint8).repeat(-(-count // len(pattern))).view(dtype)
     return pattern[:count].clone().view(shape)
 
 
 @cache
-def _pattern(start: int, dtype: torch.dtype) -> Tensor:
+def _pattern(start: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The beginning of a long sample, which repeats it."""
-    index = torch.arange(49 * 40, dtype=torch.int64)
+    index = torch.arange(49 * 40, dtype=torch.int64, device=device)
     values = (index * 5 + index // 7 + start) % 7 + 1  # 7 is prime: ranks 0 to 6 all differ
     if dtype == torch.bool:
         values = values % 2 == 0
+    elif dtype in FLOAT8:
+        values = values.clamp(max=4)  # products of four are exact
     elif dtype.is_complex:
         values = values.to(torch.complex64).mul(1 - 2j)
     return values.to(dtype)

@@ -110,6 +110,8 @@ class Memory(bytearray):
 
 
 async def works_let_go_of_tensors(comm: Comm) -> None:
+    if comm.device.type != "cpu":
+        return  # their memory is not Python's, and cannot be watched
     memory = Memory(4 * 64)
     reference = weakref.ref(memory)  # not of the tensor: a backend may hold its memory by another one
     tensor = torch.frombuffer(memory, dtype=torch.float32)

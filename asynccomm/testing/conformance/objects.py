@@ -26,7 +26,12 @@ class Custom:
 
 
 def _objects(rank: int) -> list[Any]:
-    """Objects of one rank: plain, nested, with tensors, large, tiny."""
+    """Objects of one rank: plain, nested, with tensors, large, tiny. On the CPU, where all objects arrive."""
+    with torch.device("cpu"):
+        return _made_objects(rank)
+
+
+def _made_objects(rank: int) -> list[Any]:
     tensor = sample(rank, (3, 4))
     return [
         None,
@@ -49,7 +54,7 @@ def expect_same(actual: object, expected: object, what: str) -> None:
     """Compare objects with tensors in them, and their types."""
     if isinstance(expected, Tensor):
         assert isinstance(actual, Tensor), f"{what}: got {actual!r}, expected a tensor"
-        assert actual.device.type == "cpu", f"{what}: a tensor arrived on {actual.device}"
+        assert actual.device == expected.device, f"{what}: a tensor arrived on {actual.device}"
         expect_equal(actual, expected, what)
         return
     assert type(actual) is type(expected), f"{what}: got {actual!r}, expected {expected!r}"
@@ -110,7 +115,9 @@ async def large_objects(comm: Comm) -> None:
     following, previous = (rank + 1) % size, (rank - 1) % size
 
     def large(owner: int) -> Any:
-        return {"bytes": bytes([owner]) * LARGE, "tensor": sample(owner, (LARGE // 8,)), "list": list(range(9999))}
+        with torch.device("cpu"):
+            tensor = sample(owner, (LARGE // 8,))
+        return {"bytes": bytes([owner]) * LARGE, "tensor": tensor, "list": list(range(9999))}
 
     expect_same(await comm.broadcast_object(large(0) if rank == 0 else None, 0), large(0), "a large broadcast_object")
     received, sent = comm.recv_object(previous, 1), comm.send_object(large(rank), following, 1)

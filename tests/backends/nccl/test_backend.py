@@ -49,7 +49,7 @@ async def conform(size: int, only: list[str] | None = None) -> None:
     assert not SimulatedNccl.comms
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 async def test_conformance(size: int) -> None:
     await conform(size)
 
@@ -313,6 +313,33 @@ async def test_a_call_that_nccl_refuses_breaks_the_comm(world: World) -> None:
         for work in works:
             with pytest.raises(BrokenError, match="unhandled cuda error"):
                 await work
+
+
+async def test_a_step_that_torch_refuses_breaks_the_comm(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(2) as comms:
+        await asyncio.gather(*(comm.all_reduce(torch.ones(4)) for comm in comms))
+        stream = backend_of(comms[0])._communicator.stream
+
+        def run(step: Callable[[], object]) -> None:
+            raise torch.OutOfMemoryError("no memory is left")
+
+        monkeypatch.setattr(stream, "run", run)
+        strided = [torch.ones(4, 2)[:, 0] for _ in comms]  # is to be copied
+        works = [comm.all_reduce(tensor) for comm, tensor in zip(comms, strided, strict=True)]
+        for work in works:
+            with pytest.raises(BrokenError, match=r"could not start all_reduce.*no memory is left"):
+                await work
+
+
+async def test_a_message_to_oneself_alone_cannot_be_captured(world: World) -> None:
+    async with world(1) as (comm,):
+        await comm.all_reduce(torch.ones(4))
+        backend = backend_of(comm)
+        await until(lambda: not backend._waiting)
+        backend.device.capture = SimulatedStream()
+        with pytest.raises(RuntimeError, match="to oneself can be captured in a batch only"):
+            comm.send(torch.ones(1), 0)
+        backend.device.capture = None
 
 
 async def test_an_error_that_comes_later_is_seen_while_something_hangs(world: World) -> None:

@@ -41,6 +41,7 @@ class Driver(ModuleType):
         super().__init__("cuda.bindings.driver")
         self.events: dict[int, Result] = {}
         self.modes = threading.local()
+        self.bound = threading.local()  # by thread, its context
         self.streams: list[tuple[int, int]] = []  # flags and priorities
         self.result = Result.CUDA_SUCCESS
 
@@ -52,7 +53,21 @@ class Driver(ModuleType):
         self.modes.mode = mode
         return Result.CUDA_SUCCESS, before
 
+    def cuDeviceGet(self, index: int) -> tuple[Result, str]:
+        return Result.CUDA_SUCCESS, f"device {index}"
+
+    def cuDevicePrimaryCtxRetain(self, device: str) -> tuple[Result, str]:
+        return Result.CUDA_SUCCESS, f"context of {device}"
+
+    def cuCtxSetCurrent(self, context: str) -> tuple[Result]:
+        self.bound.context = context
+        return (Result.CUDA_SUCCESS,)
+
+    def has_context(self) -> bool:
+        return hasattr(self.bound, "context")
+
     def cuCtxGetStreamPriorityRange(self) -> tuple[Result, int, int]:
+        assert self.has_context(), "this thread has no context"
         return self.result, 0, -5
 
     def cuStreamCreateWithPriority(self, flags: int, priority: int) -> tuple[Result, int]:
@@ -127,6 +142,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
     for name in ("device", "stream", "set_device", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: fake.current[-1])
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "ExternalStream", FakeStream)
     monkeypatch.setattr(module, "_streams", {})
@@ -259,6 +275,14 @@ def test_looking_lasts_as_long_as_it_is_within(cuda: Cuda, driver: Driver) -> No
     assert mode(driver) == "global"
 
 
+def test_streams_are_made_on_threads_that_never_used_the_device(cuda: Cuda, driver: Driver) -> None:
+    made: list[object] = []
+    thread = threading.Thread(target=lambda: made.append(cuda.new_stream(high_priority=False)))
+    thread.start()
+    thread.join()
+    assert len(made) == 1
+
+
 def test_a_thread_that_enters_stays_so(cuda: Cuda, driver: Driver, fake: FakeTorch) -> None:
     modes: list[str] = []
 
@@ -267,6 +291,7 @@ def test_a_thread_that_enters_stays_so(cuda: Cuda, driver: Driver, fake: FakeTor
         with cuda.looking():
             pass
         modes.append(mode(driver))
+        assert driver.has_context()
 
     thread = threading.Thread(target=main)
     thread.start()
