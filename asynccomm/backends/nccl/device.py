@@ -143,7 +143,7 @@ class Cuda:
         self._check(error, "find the device")
         error, self._context = self._driver.cuDevicePrimaryCtxRetain(number)  # which is torch's; kept for good
         self._check(error, "make a context")
-        self.events: EventPool[torch.cuda.Event] = EventPool(_new_event, lambda event: None)  # torch destroys them
+        self.events: EventPool[torch.cuda.Event] = EventPool(_new_event)
 
     def current_stream(self) -> Stream:
         return _CudaStream(self, torch.cuda.current_stream(self._device))

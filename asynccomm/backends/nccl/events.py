@@ -16,7 +16,6 @@ for bookkeeping only, never for a query or a call.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import logging
 import math
@@ -444,19 +443,16 @@ def _broken(exc: Exception) -> BrokenError:
 class EventPool(Generic[E]):
     """Events to be used again, since making one costs more than recording it. From any thread.
 
-    An event may be given back once it has passed: when the poller has called ``done(None)`` for it, not before.
+    An event may be given back once nobody asks for it, or is to wait for it, any more.
 
     Args:
         make: makes a new one.
-        destroy: for those that are too many.
-        limit: how many are kept, about.
+        limit: how many are kept; the others are dropped.
     """
 
-    def __init__(self, make: Callable[[], E], destroy: Callable[[E], object], limit: int = POOLED) -> None:
+    def __init__(self, make: Callable[[], E], limit: int = POOLED) -> None:
         self._make = make
-        self._destroy = destroy
-        self._limit = limit
-        self._free: deque[E] = deque()
+        self._free: deque[E] = deque(maxlen=limit)
 
     def take(self) -> E:
         """One that nobody uses."""
@@ -466,22 +462,8 @@ class EventPool(Generic[E]):
             return self._make()
 
     def give(self, event: E) -> None:
-        """Put ``event``, which has passed, back."""
-        if len(self._free) < self._limit:
-            self._free.append(event)
-        else:
-            self._destroy(event)
-
-    def drop(self, event: E) -> None:
-        """Give up ``event``, which may never pass: it is not used again."""
-        self._destroy(event)
-
-    def close(self) -> None:
-        """Destroy what is kept, and from now on what is given back."""
-        self._limit = 0
-        with contextlib.suppress(IndexError):
-            while True:
-                self._destroy(self._free.pop())
+        """Put ``event`` back."""
+        self._free.append(event)
 
 
 _pollers: weakref.WeakSet[Poller[Any]] = weakref.WeakSet()
