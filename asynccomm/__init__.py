@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from asynccomm.backends.registry import backend_names as backend_names
+    from asynccomm.coalescing.scope import Batch as Batch
+    from asynccomm.coalescing.scope import Estimate as Estimate
     from asynccomm.comm import Comm as Comm
     from asynccomm.connect import new_comm as new_comm
     from asynccomm.errors import AbortedError as AbortedError
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "backend_names": "asynccomm.backends.registry",
+    "Batch": "asynccomm.coalescing.scope",
+    "Estimate": "asynccomm.coalescing.scope",
     "Comm": "asynccomm.comm",
     "CommStatistics": "asynccomm.traffic",
     "new_comm": "asynccomm.connect",
@@ -56,6 +60,7 @@ _HOMES = {
     "ClosedError": "asynccomm.errors",
     "CollectiveMismatchError": "asynccomm.errors",
     "CollectiveTimeoutError": "asynccomm.errors",
+    "NotSentError": "asynccomm.errors",
     "PayloadError": "asynccomm.errors",
     "MonitoredBarrierError": "asynccomm.errors",
     "PeerLostError": "asynccomm.errors",
@@ -65,6 +70,7 @@ _HOMES = {
     "StoreTimeoutError": "asynccomm.errors",
     "WouldBlockError": "asynccomm.errors",
     "BatchSendRecv": "asynccomm.methods.messages",
+    "coalesce": "asynccomm.methods.scopes",
     "Sink": "asynccomm.methods.streams",
     "Stream": "asynccomm.methods.streams",
     "CommOptions": "asynccomm.options",

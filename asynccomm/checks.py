@@ -18,12 +18,14 @@ from asynccomm.dtypes import COMPLEX, REAL, in_reals
 from asynccomm.reduce_op import ReduceOp
 
 __all__ = [
+    "MAX_LABEL",
     "MAX_TAG",
     "Group",
     "as_index",
     "as_list",
     "check_dim",
     "check_dtype",
+    "check_label",
     "check_length",
     "check_list",
     "check_numel",
@@ -43,6 +45,7 @@ __all__ = [
     "times",
 ]
 
+MAX_LABEL = 1024  # bytes of a collective's tag, which may have to travel with every operation
 MAX_TAG = 2**28 - 2  # gloo has 31 bits: one is its own, two are for channels, and one tag for ending a group
 
 
@@ -232,6 +235,22 @@ def check_tag(tag: object) -> int:
     if not 0 <= value <= MAX_TAG:
         raise ValueError(f"tag must be in [0, {MAX_TAG}], got {value}")
     return value
+
+
+def check_label(tag: object) -> str:
+    """The tag of a collective: a plain str that can be sent as UTF-8."""
+    if not isinstance(tag, str):
+        raise TypeError(f"tag must be a str, got {tag!r} ({type(tag).__name__})")
+    if type(tag) is not str:
+        tag = str.__str__(tag)  # what others compare and hash must not depend on a class of the caller's
+    try:
+        length = len(tag.encode())
+    except UnicodeEncodeError:
+        raise ValueError(f"tag must be text that can be encoded in UTF-8, got {tag[:MAX_LABEL]!r}") from None
+    if not 1 <= length <= MAX_LABEL:
+        shown = repr(tag) if length <= MAX_LABEL else f"{tag[:20]!r}..."
+        raise ValueError(f"tag must have 1 to {MAX_LABEL} bytes in UTF-8, got {length} ({shown})")
+    return tag
 
 
 def check_reduction(op: object, dtype: torch.dtype, *, paired: bool = False) -> ReduceOp:

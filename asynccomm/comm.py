@@ -18,6 +18,7 @@ from asynccomm.methods.graphs import Graphs
 from asynccomm.methods.groups import Groups
 from asynccomm.methods.messages import Messages
 from asynccomm.methods.objects import Objects
+from asynccomm.methods.scopes import Scopes
 from asynccomm.methods.states import States
 from asynccomm.methods.streams import Streams
 from asynccomm.methods.uneven import UnevenCollectives
@@ -36,6 +37,7 @@ class Comm(
     States,
     Streams,
     Barriers,
+    Scopes,
     Groups,
     Graphs,
 ):
@@ -46,6 +48,9 @@ class Comm(
 
     - ``timeout``: seconds (or a timedelta) from the call until the operation counts as failed and the comm as broken;
       None: the comm's; ``math.inf``: never. ``hints``: strings for the backend; what it does not know is ignored.
+    - ``tag``, of collectives: a str of 1 to 1024 bytes in UTF-8, shown in ``Work.op`` and in errors. With
+      ``ordering="agreed"`` it pairs the ranks' calls. In program order it must be the same on all ranks, as the rest of
+      the operation: so tasks that mix up their turns are told. (The ``tag`` of point-to-point methods is a number.)
     - Raises at the call, before anything is sent: TypeError and ValueError naming the argument, ClosedError,
       BrokenError. The rest is raised by awaiting: a BrokenError ends the comm, a PayloadError only that operation.
     - Autograd is not involved: a tensor that requires grad is read and written as plain data.

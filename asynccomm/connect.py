@@ -42,6 +42,7 @@ def new_comm(
     hints: Mapping[str, str] | None = None,
     abort_process_on_timeout_or_error: bool = False,
     high_priority_stream: bool = False,
+    ordering: str = "program",
     max_ops: int = MAX_OPS,
     max_bytes: int = MAX_BYTES,
 ) -> Connecting[Comm]:
@@ -66,6 +67,10 @@ def new_comm(
             ignored.
         abort_process_on_timeout_or_error: end the process (SIGABRT) when the comm breaks, instead of only raising.
         high_priority_stream: CUDA only: communicate on a stream of high priority.
+        ordering: ``"program"``: all ranks call the same collectives in the same order. ``"agreed"``: in any order, so
+            that many tasks can share the comm: collectives with the same ``tag=`` belong together, those under one tag
+            (or none) in the order of each rank's calls. Rank 0 hears what every rank has called, and all ranks then run
+            what all have called, in one order, in batches. Costs about two messages' time for what is called at once.
         max_ops, max_bytes: what may be in flight before ``await comm.ready()`` waits.
 
     Raises:
@@ -86,6 +91,7 @@ def new_comm(
         hints=checked,
         abort_process_on_timeout_or_error=abort_process_on_timeout_or_error,
         high_priority_stream=high_priority_stream,
+        ordering=ordering,
         max_ops=max_ops,
         max_bytes=max_bytes,
     )
@@ -101,7 +107,7 @@ async def _connect(
     world = place.world, group.rank
     claim = Claim(world, group.name)
     try:
-        meeting, epoch, members = await _join(place, group, asked, options.timeout, start)
+        meeting, epoch, members = await _join(place, group, asked, options, start)
     except BaseException:
         claim.release()
         raise
@@ -113,15 +119,18 @@ async def _connect(
 
 
 async def _join(
-    place: Place, group: Group, asked: str, timeout: float, start: float
+    place: Place, group: Group, asked: str, options: CommOptions, start: float
 ) -> tuple[Meeting, str, list[Member]]:
     """Meet the others; again if that was at a store on its way out, whose host had closed an earlier comm there."""
+    timeout, ordering = options.timeout, options.ordering
     spent = 0.0
     while True:
         meeting = await meet(place, max(0.0, timeout - spent))
         scope = meeting.store.prefix(place.scope)
         try:
-            epoch, members = await join(scope, group.name, group.rank, group.size, asked, timeout, spent=spent)
+            epoch, members = await join(
+                scope, group.name, group.rank, group.size, asked, timeout, ordering=ordering, spent=spent
+            )
         except BaseException as exc:
             await meeting.aclose()
             lost = type(exc) is StoreError and meeting.owned and not place.hosting

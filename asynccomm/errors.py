@@ -3,6 +3,7 @@
 AsyncCommError
  ├─ ClosedError               you closed the comm (or the store) and used it again
  ├─ WouldBlockError           a blocking call on a thread whose event loop is running
+ ├─ NotSentError              the operation was held back by a scope and then dropped
  ├─ PayloadError              what a peer sent could not be taken; the comm goes on
  ├─ MonitoredBarrierError     ranks did not come to a monitored barrier in time; the comm goes on
  ├─ StoreError                the key-value store that ranks meet on
@@ -28,6 +29,7 @@ __all__ = [
     "AsyncCommError",
     "ClosedError",
     "WouldBlockError",
+    "NotSentError",
     "PayloadError",
     "MonitoredBarrierError",
     "StoreError",
@@ -55,6 +57,23 @@ class ClosedError(AsyncCommError):
 
 class WouldBlockError(AsyncCommError):
     """A blocking wait was asked for on a thread with a running event loop; use ``await`` there."""
+
+
+class NotSentError(AsyncCommError):
+    """The operation was held back by a scope, and never sent: the scope was left by an exception, or only estimates.
+
+    Args:
+        op: the operation.
+        comm: name of the comm, which goes on.
+        reason: what became of the scope.
+    """
+
+    def __init__(self, op: Op, comm: str, reason: str) -> None:
+        super().__init__(op, comm, reason)
+        self.op, self.comm, self.reason = op, comm, reason
+
+    def __str__(self) -> str:
+        return f"{self.op} on comm {self.comm!r} was never sent: {self.reason}"
 
 
 class PayloadError(AsyncCommError):
@@ -124,7 +143,7 @@ class CollectiveTimeoutError(BrokenError, TimeoutError):
 
     Args:
         op: the operation.
-        seq: its number on the comm (collectives and point-to-point are numbered apart).
+        seq: its number on the comm (collectives and point-to-point are numbered apart); -1 if it was held back.
         comm: name of the comm.
         rank: the rank that reports.
         elapsed: seconds since the call.
@@ -141,9 +160,14 @@ class CollectiveTimeoutError(BrokenError, TimeoutError):
 
     def __str__(self) -> str:
         text = (
-            f"{self.op} #{self.seq} on comm {self.comm!r}, rank {self.rank}: "
+            f"{numbered(self.op, self.seq)} on comm {self.comm!r}, rank {self.rank}: "
             f"not finished after {self.elapsed:.1f} s (timeout {self.timeout:g} s)"
         )
+        if self.seq < 0 and self.missing == (self.rank,):
+            return text + "; it is still held back here: a scope of coalesce() has not been left"
+        if self.seq < 0 and self.missing:
+            ranks = f"rank {self.missing[0]} has" if len(self.missing) == 1 else f"ranks {list(self.missing)} have"
+            return text + f"; {ranks} not issued {repr(self.op.label) if self.op.label else 'it'}"
         return text + (f"; not arrived: ranks {list(self.missing)}" if self.missing else "")
 
 
@@ -151,7 +175,7 @@ class CollectiveMismatchError(BrokenError):
     """Two ranks issued operations that do not belong together.
 
     Args:
-        seq: number of the operation on the comm.
+        seq: number of the operation on the comm; -1 if it was not numbered yet.
         rank, op: one side.
         other_rank, other_op: the other side.
     """
@@ -161,9 +185,8 @@ class CollectiveMismatchError(BrokenError):
         self.seq, self.rank, self.op, self.other_rank, self.other_op = seq, rank, op, other_rank, other_op
 
     def __str__(self) -> str:
-        return (
-            f"operation #{self.seq} differs: rank {self.rank} has {self.op}, rank {self.other_rank} has {self.other_op}"
-        )
+        what = f"operation #{self.seq}" if self.seq >= 0 else "an operation"
+        return f"{what} differs: rank {self.rank} has {self.op}, rank {self.other_rank} has {self.other_op}"
 
 
 class AbortedError(BrokenError):
@@ -180,6 +203,11 @@ class AbortedError(BrokenError):
 
     def __str__(self) -> str:
         return f"aborted by rank {self.rank}: {self.reason}"
+
+
+def numbered(op: Op, seq: int) -> str:
+    """An operation with its number, if it has one."""
+    return f"#{seq} {op}" if seq >= 0 else str(op)
 
 
 class BackendError(BrokenError):

@@ -36,7 +36,15 @@ FAREWELL = 2.0  # seconds that rank 0, which may host the store, gives the other
 
 
 async def join(
-    store: Store, name: str, rank: int, size: int, backend: str, timeout: float, *, spent: float = 0.0
+    store: Store,
+    name: str,
+    rank: int,
+    size: int,
+    backend: str,
+    timeout: float,
+    *,
+    ordering: str = "program",
+    spent: float = 0.0,
 ) -> tuple[str, list[Member]]:
     """Meet the others of comm ``name``; returns its epoch and its members in rank order. Cancelling is safe.
 
@@ -50,6 +58,7 @@ async def join(
         "rank": rank,
         "size": size,
         "backend": backend,
+        "ordering": ordering,
         "version": __version__,
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -109,7 +118,7 @@ async def _arrivals(room: Store, seen: set[int], deadline: float) -> list[dict[s
 def _misfit(mine: dict[str, Any], theirs: dict[str, Any], hellos: dict[int, dict[str, Any]]) -> str:
     """Why a rank cannot be taken in; empty if it can."""
     rank = theirs["rank"]
-    for key in ("size", "backend", "version"):
+    for key in ("version", "size", "backend", "ordering"):
         if theirs[key] != mine[key]:
             return f"{key} differs: rank 0 has {mine[key]!r}, rank {rank} has {theirs[key]!r}"
     if rank in hellos:

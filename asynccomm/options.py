@@ -15,6 +15,7 @@ MAX_SECONDS = 1e9  # above, no clock of the system could take it: as good as nev
 DEFAULT_TIMEOUT = 600.0  # seconds; what torchcomms allows for set-up and for one operation
 MAX_OPS = 4096  # operations in flight at which ready() begins to hold back
 MAX_BYTES = 1 << 30  # bytes in flight at which ready() begins to hold back
+ORDERINGS = ("program", "agreed")
 
 _log = logging.getLogger("asynccomm")
 
@@ -75,10 +76,15 @@ class CommOptions:
     hints: Mapping[str, str] = field(default_factory=dict)  #: what the backend was told, checked
     abort_process_on_timeout_or_error: bool = False  #: end the process when the comm breaks, instead of raising
     high_priority_stream: bool = False  #: CUDA only: run on a stream of high priority
+    ordering: str = (
+        "program"  #: who puts collectives in order: the program, or (``"agreed"``) the ranks among each other
+    )
     max_ops: int = MAX_OPS  #: operations in flight at which ``await comm.ready()`` waits
     max_bytes: int = MAX_BYTES  #: bytes in flight at which ``await comm.ready()`` waits
 
     def __post_init__(self) -> None:
+        if self.ordering not in ORDERINGS:
+            raise ValueError(f"ordering must be one of {', '.join(map(repr, ORDERINGS))}, got {self.ordering!r}")
         for name in ("max_ops", "max_bytes"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

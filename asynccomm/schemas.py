@@ -262,8 +262,16 @@ class SentSchemas:
         self._peers: dict[int, dict[int, OrderedDict[bytes, int]]] = {}  # by tag; slots by schema, the oldest first
 
     @contextmanager
-    def heading(self, channel: Channel, schema: bytes) -> Iterator[bytes]:
-        """The beginning of the head of a parcel, which is to be sent before this ends, unless it ends in an error."""
+    def heading(self, channel: Channel, schema: bytes, *, now: bool = True) -> Iterator[bytes]:
+        """The beginning of the head of a parcel, which is to be sent before this ends, unless it ends in an error.
+
+        Args:
+            now: it will be sent then. Otherwise it is told nothing that others rely on: it may be sent out of turn, or
+                never.
+        """
+        if not now:
+            yield _heading(_NO_SLOT, schema)
+            return
         peer, tag = channel
         with self._lock:
             channels = self._peers.setdefault(peer, {})

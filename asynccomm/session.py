@@ -1,7 +1,7 @@
 """One rank's part in a comm, from its beginning to its end. The engine room of :class:`asynccomm.Comm`.
 
-What it submits is ``traffic``'s business. Here is the rest: how it connects, how it ends, and what the ranks tell each
-other of that over the ``bulletin``.
+What it submits is the business of ``calls`` and ``traffic``. Here is the rest: how it connects, how it ends, and what
+the ranks tell each other of that over the ``bulletin``.
 
 States: open, then closed or broken, for good. Broken means: what was pending has failed with one error, the peers have
 been told why, and later calls raise that error again. What breaks a session: an operation past its deadline, a
@@ -26,7 +26,10 @@ from typing import Any, final
 
 from asynccomm.backends.base import Backend, BackendContext, UnsuitableError, own_hints
 from asynccomm.bulletin import Bulletin
+from asynccomm.calls import Calls
 from asynccomm.checks import Group
+from asynccomm.coalescing.agreement import Agreement
+from asynccomm.coalescing.holding import Hold
 from asynccomm.errors import (
     AbortedError,
     AsyncCommError,
@@ -43,8 +46,8 @@ from asynccomm.news import error_of, news_of
 from asynccomm.ops import Channel, Recv, RecvParcel, Send, SendParcel
 from asynccomm.options import CommOptions
 from asynccomm.store.base import within
-from asynccomm.traffic import Traffic, weakly
-from asynccomm.work import Work
+from asynccomm.traffic import weakly
+from asynccomm.work import UNNUMBERED, Work
 
 __all__ = ["Session"]
 
@@ -58,7 +61,7 @@ _alive: weakref.WeakSet[Session] = weakref.WeakSet()  # only to disown them in a
 
 
 @final
-class Session(Traffic):
+class Session(Calls):
     """Connects, submits, watches, and ends.
 
     Args:
@@ -102,6 +105,8 @@ class Session(Traffic):
                 await self.seat.room.set(f"here/{self.group.rank}", b"1")
                 await self._connect_first(backends, timeout)
             self._connecting = None
+            if self.options.ordering == "agreed":
+                self._agree()
             if isinstance(self.error, BrokenError):  # just now
                 self._abort_backend()
                 raise self.error
@@ -148,6 +153,17 @@ class Session(Traffic):
                 self.options = replace(self.options, hints=hints)
                 return
 
+    def _agree(self) -> None:
+        """From now on, have the ranks agree on the order of collectives."""
+        assert self.backend is not None
+        run, fail = weakly(self.run_agreed), weakly(self._disagreed)
+        self.agreement = Agreement(self.group, self.mailbox, self.backend, self._lock, run, fail)
+        self._resources.push_async_callback(self.agreement.aclose)
+
+    def _disagreed(self, error: BrokenError) -> None:
+        """On every rank, by itself."""
+        self._fail(error, tell=False)
+
     async def _why_not_connected(self, exc: BaseException) -> BaseException:
         """What to raise for ``exc``, which ended connecting."""
         if isinstance(exc, PeerLostError) and self.error is None:
@@ -193,6 +209,7 @@ class Session(Traffic):
         if self._closing is None:  # a task of its own: cleaning up goes on when the caller is cancelled
             closed = ClosedError(f"comm {self.group.name!r} is closed")
             with self._lock:
+                self.flush_all()
                 self.error = self.error or closed
             self._end_streams()
             self._closing = self.mailbox.loop.create_task(self._close(closed), name="asynccomm close")
@@ -288,6 +305,8 @@ class Session(Traffic):
             os.abort()
 
     def _abort_backend(self) -> None:
+        if self.agreement is not None:
+            self.agreement.end()
         if self.backend is not None:
             self.backend.abort()
 
@@ -316,14 +335,15 @@ class Session(Traffic):
     def _heard(self, item: dict[str, Any]) -> None:
         error = error_of(item)
         if error is None:
-            self._begin(self._answer(item["number"]))  # a roll call
+            self._begin(self._answer(item["number"], item.get("tag")))  # a roll call
         elif not (isinstance(error, PeerLostError) and error.rank == self.group.rank):
             self._fail(error, tell=False)
 
-    async def _answer(self, number: int) -> None:
+    async def _answer(self, number: int, tag: str | None) -> None:
+        issued = 0 if tag is None or self.agreement is None else self.agreement.outstanding(tag)
         with contextlib.suppress(TimeoutError, AsyncCommError):
             async with asyncio.timeout(TELL_SECONDS):
-                await self._bulletin.reply(number, collectives=self._collectives)
+                await self._bulletin.reply(number, collectives=self._collectives, issued=issued)
 
     def _expired(self, work: Work[Any]) -> None:
         self._begin(self._expire(work))
@@ -338,21 +358,29 @@ class Session(Traffic):
         return CollectiveTimeoutError(work.op, work.seq, group.name, group.rank, elapsed, work.timeout, missing)
 
     async def _expire(self, work: Work[Any]) -> None:
+        missing = await self._missing(work)
+        if not work.done():  # it may have come in meanwhile
+            self._fail(self._timeout_of(work, tuple(missing)), tell=True)
+
+    async def _missing(self, work: Work[Any]) -> list[int]:
+        """The ranks that have not issued what ``work`` is part of, as far as can be found out in a second."""
         others = [rank for rank in range(self.group.size) if rank != self.group.rank]
-        missing = others
+        undecided = work.seq == UNNUMBERED
+        if undecided and (self.agreement is None or isinstance(work.driver, Hold)):
+            return [self.group.rank]  # it is held back here, and nobody has heard of it
         if isinstance(work.op, (Send, Recv, SendParcel, RecvParcel)):
-            if work.op.peer is not None:
-                missing = [work.op.peer]
-        elif others:
-            missing = []
-            with contextlib.suppress(TimeoutError, AsyncCommError):
-                async with asyncio.timeout(2 * ROLL_CALL_SECONDS):  # the store itself may be what hangs
-                    number = await self._bulletin.post(kind="roll call")
-                    said = await self._bulletin.replies(number, others, ROLL_CALL_SECONDS)
-                missing = [r for r in others if r not in said or said[r]["collectives"] <= work.seq]
-        if work.done():
-            return  # it came in during the roll call
-        self._fail(self._timeout_of(work, tuple(missing)), tell=True)
+            return others if work.op.peer is None else [work.op.peer]
+        if not others:
+            return []
+        with contextlib.suppress(TimeoutError, AsyncCommError):
+            async with asyncio.timeout(2 * ROLL_CALL_SECONDS):  # the store itself may be what hangs
+                about = {"tag": work.op.label} if undecided else {}
+                number = await self._bulletin.post(kind="roll call", **about)
+                said = await self._bulletin.replies(number, others, ROLL_CALL_SECONDS)
+            if undecided:
+                return [r for r in others if r not in said or not said[r]["issued"]]
+            return [r for r in others if r not in said or said[r]["collectives"] <= work.seq]
+        return []
 
 
 def _explain_seconds(error: BrokenError) -> float:

@@ -10,20 +10,19 @@ import abc
 import asyncio
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from datetime import timedelta
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
-import torch
-
-from asynccomm.backends.base import Backend, Submission
+from asynccomm.backends.base import Backend
 from asynccomm.checks import Group
+from asynccomm.coalescing.batches import Batch
 from asynccomm.deadlines import Deadlines
 from asynccomm.errors import AbortedError, AsyncCommError, StoreTimeoutError
 from asynccomm.mailbox import Mailbox
-from asynccomm.ops import Call, Op, Together
+from asynccomm.ops import Call, Op
 from asynccomm.options import CommOptions, check_strings, seconds
-from asynccomm.work import Order, Work
+from asynccomm.work import UNNUMBERED, Driver, Work
 
 __all__ = ["CommStatistics", "Traffic", "weakly"]
 
@@ -34,10 +33,16 @@ class CommStatistics(NamedTuple):
     submitted: int  #: operations called so far
     in_flight: int  #: operations not settled yet
     bytes_in_flight: int  #: bytes of the larger side (inputs or outputs) of those
+    held: int = 0  #: those in flight that were not sent: a scope holds them back, or the ranks have not agreed on them
+    batches: int = 0  #: batches sent so far, of more than one operation
+    waiting: int = 0  #: tasks that wait in ``ready()`` now
+    waits: int = 0  #: how often ``ready()`` had to wait so far
 
 
 class Traffic(abc.ABC):
-    """Submits and counts. What ends a comm is for :class:`~asynccomm.session.Session`.
+    """Counts, hands on, and watches.
+
+    How calls come here is for :class:`~asynccomm.calls.Calls`; what ends a comm, for ``Session``.
 
     Args:
         group, options: as the comm shows them.
@@ -57,115 +62,71 @@ class Traffic(abc.ABC):
         self._collectives = 0
         self._p2p = 0
         self._aside = 0  # operations that are no backend's
+        self._called = 0  # operations of any sort
+        self._batches = self._waiting = self._waits = 0
         self._changed: list[asyncio.Future[None]] = []  # who waits for something to settle
         self._deadlines = Deadlines(mailbox, weakly(self._expired))
 
     def statistics(self) -> CommStatistics:
         """How much is going on."""
-        pending = list(self._pending.values())
-        return CommStatistics(self._collectives + self._p2p + self._aside, len(pending), sum(pending))
+        pending = self._pending.copy()
+        return CommStatistics(
+            self._called,
+            len(pending),
+            sum(pending.values()),
+            sum([work.seq == UNNUMBERED for work in pending]),
+            self._batches,
+            self._waiting,
+            self._waits,
+        )
 
-    def submit(self, call: Call, timeout: float | timedelta | None, hints: Mapping[str, str] | None) -> Work[Any]:
-        """Number ``call`` and hand it on. From any thread."""
-        limit = self._checked(timeout, hints)
-        op = call.op
-        with self._lock:
-            self.check_open()
-            backend = self.backend
-            assert backend is not None
-            seq = self._p2p if op.p2p else self._collectives
-            work: Work[Any] = Work(
-                op,
-                seq,
-                self.mailbox,
-                value=call.result,
-                finish=call.finish,
-                timeout=limit,
-                on_settled=self._settled,
-                on_overdue=self._overdue,
-                driver=backend,
-            )
-            submission = Submission(call, work)
-            self._pending[work] = submission.nbytes
-            try:
-                backend.submit((submission,))
-            except BaseException:
-                self._settled(work)
-                raise
-            if op.p2p:
-                self._p2p += 1
-            else:
-                self._collectives += 1
-        if not work.done():
-            self._deadlines.add(work)
-        return work
-
-    def submit_together(
-        self, calls: Sequence[Call], result: Any, timeout: float | timedelta | None, hints: Mapping[str, str] | None
+    def _work(
+        self,
+        call: Call,
+        limit: float,
+        driver: Driver | None,
+        seq: int = UNNUMBERED,
+        *,
+        settled: Callable[[Work[Any]], object] | None = None,
     ) -> Work[Any]:
-        """Number ``calls`` and hand them on as one batch; the Work of ``result`` is done when all are. From any thread.
+        return Work(
+            call.op,
+            seq,
+            self.mailbox,
+            value=call.result,
+            finish=call.finish,
+            timeout=limit,
+            on_settled=self._settled if settled is None else settled,
+            on_overdue=self._overdue,
+            driver=driver,
+        )
 
-        The Work carries the number of the first.
-        """
-        limit = self._checked(timeout, hints)
-        works: list[Work[Any]] = []
-        left = list(range(len(calls)))  # several threads may take one each: whoever gets 0 is the last
-
-        def settled(work: Work[Any]) -> None:
-            self._settled(work)
-            if left.pop() == 0:
-                errors = [part.surrender() for part in works]
-                if any(part.captured for part in works):
-                    together.capture()
-                    return
-                together.settle(next((error for error in errors if error is not None), None))
-
-        with self._lock:
-            self.check_open()
-            backend = self.backend
-            assert backend is not None
-            numbers = [self._collectives, self._p2p]
-            for call in calls:
-                seq = numbers[call.op.p2p]
-                numbers[call.op.p2p] += 1
-                works.append(
-                    Work(
-                        call.op,
-                        seq,
-                        self.mailbox,
-                        value=None,
-                        timeout=limit,
-                        on_settled=settled,
-                        on_overdue=self._overdue,
-                        driver=backend,
-                    )
-                )
-            together: Work[Any] = Work(
-                Together(tuple([call.op for call in calls])),
-                works[0].seq,
-                self.mailbox,
-                value=result,
-                timeout=limit,
-                on_settled=_nothing,
-                driver=_Drivers(backend, works),
-            )
-            batch = [Submission(call, work) for call, work in zip(calls, works, strict=True)]
-            for submission in batch:
-                self._pending[submission.work] = submission.nbytes
-            try:
-                backend.submit(batch)
-            except BaseException:
-                for work in works:
-                    self._pending.pop(work, None)
-                raise
-            self._collectives, self._p2p = numbers
-        orders = [work.order for work in works]
-        if all(orders):
-            together.order = _Orders([order for order in orders if order is not None])
-        for work in works:
-            if not work.done():
-                self._deadlines.add(work)
-        return together
+    def _hand_on(self, batch: Batch) -> None:
+        """Number a batch and give it to the backend. Under the lock."""
+        backend = self.backend
+        assert backend is not None
+        numbers = [self._collectives, self._p2p]
+        for item in batch.items:
+            work = item.work
+            p2p = work.op.p2p
+            work.seq = numbers[p2p]
+            numbers[p2p] += 1
+        for lot in batch.lots:
+            lot.prepare(backend)
+        try:
+            backend.submit([lot.submission for lot in batch.lots])
+        except BaseException:
+            for item in batch.items:
+                item.work.seq = UNNUMBERED
+            raise
+        self._collectives, self._p2p = numbers
+        self._batches += len(batch.items) > 1
+        for lot in batch.lots:
+            lot.sent()
+            if not lot.submission.work.done():
+                self._deadlines.add(lot.most_urgent)
+        for whole in dict.fromkeys([item.whole for item in batch.items if item.whole is not None]):
+            whole.sent()
 
     def submit_aside(
         self, op: Op, steps: Callable[[Work[Any]], Coroutine[Any, Any, None]], timeout: float | timedelta | None
@@ -182,6 +143,7 @@ class Traffic(abc.ABC):
                 op, self._aside, self.mailbox, value=None, timeout=limit, on_settled=self._settled, on_overdue=_late
             )
             self._aside += 1
+            self._called += 1
             self._pending[work] = 0
         self.mailbox.post(lambda: self._begin(self._run_aside(work, steps)))
         return work
@@ -223,15 +185,26 @@ class Traffic(abc.ABC):
         """Wait until less is in flight than the options allow. Raises: ClosedError, BrokenError."""
         self.check_loop()
         self.check_open()
-        while self._crowded():
-            waiter = self._hear_of_settling()
-            if self._crowded():  # looked at after leaving word: see Work
-                await waiter
-            self.check_open()
+        if not self._crowded():
+            return
+        self._waits += 1
+        self._waiting += 1
+        try:
+            while self._crowded():
+                waiter = self._hear_of_settling()
+                if self._crowded():  # looked at after leaving word: see Work
+                    await waiter
+                self.check_open()
+        finally:
+            self._waiting -= 1
 
     def _crowded(self) -> bool:
-        now = self.statistics()
-        return now.in_flight >= self.options.max_ops or now.bytes_in_flight >= self.options.max_bytes
+        """Whether more is in flight than is allowed. What is held back does not count: only its scope can send it."""
+        works = list(self._pending.items())
+        if len(works) < self.options.max_ops and sum([n for _, n in works]) < self.options.max_bytes:
+            return False
+        sent = [nbytes for work, nbytes in works if work.seq != UNNUMBERED]
+        return len(sent) >= self.options.max_ops or sum(sent) >= self.options.max_bytes
 
     def _hear_of_settling(self) -> asyncio.Future[None]:
         waiter: asyncio.Future[None] = self.mailbox.loop.create_future()
@@ -253,6 +226,10 @@ class Traffic(abc.ABC):
             raise again from error
 
     @abc.abstractmethod
+    def abort(self, reason: str) -> None:
+        """Break, and tell the peers; does nothing once broken or closed. From any thread."""
+
+    @abc.abstractmethod
     def _overdue(self, work: Work[Any]) -> None:
         """A thread has waited for ``work`` for longer than the loop, which must be blocked, should have let it."""
 
@@ -265,57 +242,9 @@ class Traffic(abc.ABC):
         """Run it in a task, which closing waits for. On the loop."""
 
 
-@final
-class _Drivers:
-    """Moves several operations on, for somebody who waits for all of them."""
-
-    def __init__(self, backend: Backend, works: Sequence[Work[Any]]) -> None:
-        self._backend = backend
-        self._works = works
-
-    def hurry(self, work: Work[Any]) -> None:
-        for part in self._works:
-            if not part.done():
-                self._backend.hurry(part)
-
-    def relieve(self, work: Work[Any]) -> None:
-        for part in self._works:
-            if not part.done():
-                self._backend.relieve(part)
-
-
-@final
-class _Orders:
-    """The place of several operations in the streams of a GPU."""
-
-    def __init__(self, orders: Sequence[Order]) -> None:
-        self._orders = orders
-        self.prompt = all(order.prompt for order in orders)
-
-    @property
-    def issued(self) -> bool:
-        return all(order.issued for order in self._orders)
-
-    def listen(self, listener: Callable[[], object]) -> None:
-        def one_more() -> None:
-            if self.issued:
-                listener()
-
-        for order in self._orders:
-            order.listen(one_more)
-
-    def order(self, stream: torch.cuda.Stream | None) -> None:
-        for order in self._orders:
-            order.order(stream)
-
-
 def _late(work: Work[Any]) -> None:
     """A thread has waited for ``work`` for longer than the loop, which must be blocked, should have let it."""
     work.settle(StoreTimeoutError(f"{work.op} was not done within {work.timeout:g} s: the event loop is blocked"))
-
-
-def _nothing(work: Work[Any]) -> None:
-    pass
 
 
 def weakly(method: Callable[[Any], object]) -> Callable[[Any], None]:

@@ -28,13 +28,14 @@ from typing import Any, Generic, Protocol, TypeVar, final
 
 import torch
 
-from asynccomm.errors import AsyncCommError, WouldBlockError
+from asynccomm.errors import AsyncCommError, WouldBlockError, numbered
 from asynccomm.mailbox import Mailbox
 from asynccomm.ops import Op
 from asynccomm.options import seconds
 
-__all__ = ["Order", "Work"]
+__all__ = ["UNNUMBERED", "Driver", "Order", "Work"]
 
+UNNUMBERED = -1  # of a Work that was not sent yet
 GRACE = 2.0  # seconds past its deadline that wait() leaves to the loop to say which ranks are missing
 
 T = TypeVar("T")
@@ -86,7 +87,6 @@ class Work(Generic[T]):
         "__weakref__",
         "_callbacks",
         "_done",
-        "_driver",
         "_error",
         "_events",
         "_finish",
@@ -97,6 +97,7 @@ class Work(Generic[T]):
         "_value",
         "_waiters",
         "captured",
+        "driver",
         "finished",
         "op",
         "order",
@@ -120,7 +121,8 @@ class Work(Generic[T]):
         driver: Driver | None = None,
     ) -> None:
         self.op = op  #: what was submitted; holds no tensors
-        self.seq = seq  #: its number on the comm: collectives count from 0, point-to-point apart
+        #: its number on the comm: collectives count from 0, point-to-point apart; -1 as long as it is held back
+        self.seq = seq
         self.timeout = timeout  #: seconds from the call until the comm counts as broken
         self.started = time.monotonic()  #: when it was called, on the ``time.monotonic`` clock
         self.finished: float | None = None  #: when it settled, same clock; None while pending
@@ -133,7 +135,7 @@ class Work(Generic[T]):
         self._done = False
         self.captured = False  #: it is part of a CUDA graph: done whenever that has run
         self.order: Order | None = None  #: its place in the streams of a GPU, if it has one; for backends
-        self._driver = driver  # these are dropped once done
+        self.driver = driver  #: what moves it on; for whoever runs it. This and the next are dropped once done
         self._on_overdue = on_overdue
         self._events: list[threading.Event] = []
         self._waiters: list[asyncio.Future[None]] = []
@@ -176,7 +178,7 @@ class Work(Generic[T]):
         loop = asyncio.get_running_loop()
         if loop is not mailbox.loop:
             raise RuntimeError(f"{self!r} belongs to the event loop its comm was made on, not to the running one")
-        driver = self._driver
+        driver = self.driver
         if driver is not None:
             driver.hurry(self)
         if self._done:
@@ -208,6 +210,7 @@ class Work(Generic[T]):
                 ``TimeoutError`` and abandons only this wait; the operation's own deadline is another matter.
         """
         limit = math.inf if timeout is None else seconds("timeout", timeout, 0.0)
+        self._send()
         if self.order is not None:
             return self._follow(self.order, None, limit)
         if asyncio._get_running_loop() is not None:
@@ -218,7 +221,7 @@ class Work(Generic[T]):
     def _block(self, limit: float, issued: Order | None = None) -> None:
         """Block until the operation is done, or in a stream if ``issued`` is given."""
         end = time.monotonic() + limit
-        driver = self._driver
+        driver = self.driver
         if driver is not None:
             driver.relieve(self)
         if self._done:
@@ -252,6 +255,7 @@ class Work(Generic[T]):
 
         Raises: RuntimeError if the operation has no place in a stream; the operation's error if it has failed already.
         """
+        self._send()
         order = self.order
         if order is None:
             raise RuntimeError(
@@ -266,6 +270,7 @@ class Work(Generic[T]):
         Suspends only until the operation is in its own stream. Where it has none (on the CPU), the same as ``await``.
         Cancelling is safe.
         """
+        self._send()
         order = self.order
         if order is None:
             return await self
@@ -283,6 +288,14 @@ class Work(Generic[T]):
             self.add_done_callback(lambda _: wake())
             await waiter
         return self._follow(order, stream, math.inf)
+
+    def _send(self) -> None:
+        """Have it sent if a scope holds it back: it has no place in a stream before."""
+        if self.seq == UNNUMBERED and (driver := self.driver) is not None:
+            if asyncio._get_running_loop() is None:
+                driver.relieve(self)
+            else:
+                driver.hurry(self)
 
     def _follow(self, order: Order, stream: torch.cuda.Stream | None, limit: float) -> T:
         """Order ``stream`` after the operation; the output."""
@@ -326,7 +339,7 @@ class Work(Generic[T]):
                 self._finish = None
                 self._traceback = error.__traceback__
             self.finished = time.monotonic()
-            self._driver = self._on_overdue = None
+            self.driver = self._on_overdue = None
             self._done = True
         del value
         for event in self._events:
@@ -376,12 +389,12 @@ class Work(Generic[T]):
 
     def __repr__(self) -> str:
         if not self._done:
-            state = "pending"
+            state = "pending" if self.seq >= 0 else "held back"
         elif self._error is None:
             state = "captured" if self.captured else "done"
         else:
             state = f"failed: {type(self._error).__name__}"
-        return f"<Work #{self.seq} {self.op} {state}>"
+        return f"<Work {numbered(self.op, self.seq)} {state}>"
 
     def __del__(self) -> None:
         error = getattr(self, "_error", None)

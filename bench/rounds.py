@@ -18,7 +18,7 @@ from report import median
 
 from asynccomm.comm import Comm
 
-__all__ = ["Body", "arguments", "in_turns", "start_ranks", "timed"]
+__all__ = ["ROUNDS", "Body", "arguments", "in_turns", "start_ranks", "timed"]
 
 BUDGET = 0.06  # seconds that one contender may take per round, as far as a first estimate can tell
 LEAST, MOST = 3, 1000  # operations per round

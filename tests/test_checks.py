@@ -5,6 +5,7 @@ What each operation makes of its arguments is in ``tests/ops``.
 
 from __future__ import annotations
 
+import enum
 import itertools
 import sys
 import warnings
@@ -19,9 +20,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from asynccomm.checks import (
+    MAX_LABEL,
     MAX_TAG,
     Group,
     check_dtype,
+    check_label,
     check_pair,
     counts_of,
     divided,
@@ -428,6 +431,44 @@ def test_shapes() -> None:
         text = fails(ValueError, divided, "x", tensor, 3)
         assert text.startswith("x must divide evenly among 3 ranks along dim 0")
         assert text.endswith(f"got shape {tuple(tensor.shape)}")
+
+
+# -- tags of collectives
+
+
+@pytest.mark.parametrize("tag", ["x", "layer3.bias", " ", "\0", "ü" * (MAX_LABEL // 2), "x" * MAX_LABEL, "\U0001f600"])
+def test_tags_of_collectives(tag: str) -> None:
+    assert check_label(tag) is tag
+
+
+class Layer(enum.StrEnum):
+    BIAS = "layer3.bias"
+
+
+@pytest.mark.parametrize("tag", [Layer.BIAS, np.str_("layer3.bias")], ids=["enum", "numpy"])
+def test_what_is_a_str_becomes_a_plain_one(tag: str) -> None:
+    found = check_label(tag)
+    assert type(found) is str
+    assert found == "layer3.bias"
+
+
+@pytest.mark.parametrize("tag", [3, True, b"x", ["x"], object], ids=repr)
+def test_a_tag_of_a_collective_is_a_str(tag: object) -> None:
+    assert fails(TypeError, check_label, tag) == f"tag must be a str, got {tag!r} ({type(tag).__name__})"
+
+
+@pytest.mark.parametrize(
+    ("tag", "text"),
+    [
+        ("", "tag must have 1 to 1024 bytes in UTF-8, got 0 ('')"),
+        ("x" * 1025, f"tag must have 1 to 1024 bytes in UTF-8, got 1025 ('{'x' * 20}'...)"),
+        ("ü" * 513, f"tag must have 1 to 1024 bytes in UTF-8, got 1026 ('{'ü' * 20}'...)"),
+        ("a\ud800", r"tag must be text that can be encoded in UTF-8, got 'a\ud800'"),
+    ],
+    ids=["empty", "long", "long in bytes", "surrogate"],
+)
+def test_a_tag_of_a_collective_can_be_sent(tag: str, text: str) -> None:
+    assert fails(ValueError, check_label, tag) == text
 
 
 # -- overlaps

@@ -121,9 +121,9 @@ async def test_an_operation_that_comes_in_during_the_roll_call_is_no_failure(mon
         asked = asyncio.Event()
         answer = b._session._answer
 
-        async def late_answer(number: int) -> None:
+        async def late_answer(number: int, tag: str | None) -> None:
             asked.set()
-            await answer(number)
+            await answer(number, tag)
 
         monkeypatch.setattr(b._session, "_answer", late_answer)
         hub_of(a).hold()

@@ -169,7 +169,7 @@ async def test_the_comm_goes_on_when_decoding_fails() -> None:
             with pytest.raises(PayloadError, match=f"no {n}"):
                 await work
         assert "open" in repr(a)
-        assert a.statistics() == (1, 0, 0)
+        assert a.statistics()[:3] == (1, 0, 0)
         tensors = [torch.ones(2), torch.ones(2)]
         await asyncio.gather(a.all_reduce(tensors[0]), b.all_reduce(tensors[1]))
         assert tensors[0].tolist() == [2, 2]

@@ -9,6 +9,8 @@ A backend promises:
   thread. An exception out of it means that nothing of the batch was handed on.
 - Collectives take effect in the order of submission on every rank. Point-to-point operations are ordered per pair and
   tag, and never hold up a collective, nor each other across pairs or tags.
+- A batch is the same on all ranks as far as its collectives go, and no two of its operations touch memory that one of
+  them writes: so they may run in any order, or all at once.
 - Each submission is settled exactly once when the operation is over, from any thread, and references to its tensors
   are kept until then, also when the Work failed early because the comm broke.
 - A transport error goes to ``context.on_error``; the comm decides what it means and fails what is pending.
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, final
 
@@ -33,7 +36,7 @@ from asynccomm.backends.arithmetic import landing
 from asynccomm.checks import Group
 from asynccomm.errors import AsyncCommError, BackendError, BrokenError, PayloadError
 from asynccomm.mailbox import Mailbox
-from asynccomm.ops import Call, Op
+from asynccomm.ops import Call, Op, Parcel, Place
 from asynccomm.store.base import Store
 from asynccomm.work import Work
 
@@ -54,27 +57,41 @@ class Submission:
     It owns the tensors until the backend lets go of it, with the memory that they had when it was made: they are
     detached, so ``tensor.data = ...`` frees nothing under an operation, and autograd sees nothing of it. Where an
     operation works in place, ``inputs`` is ``outputs``.
+
+    Args:
+        detached: its tensors are so already.
     """
 
-    __slots__ = ("error", "inputs", "nbytes", "op", "outputs", "parcels", "place", "work")
+    # most have these: what is not assigned takes no time
+    parcels: tuple[Parcel, ...] = ()
+    place: Place | None = None
+    #: what ``Backend.origin`` said at the call, if that was some time ago; of collectives of tensors that were merged
+    #: into one, a tuple of what it said at each
+    origin: Any = None
+    members: tuple[Op, ...] = ()  #: what it was merged from, for errors
+    numbers: tuple[int, ...] = ()  #: and how they are numbered
+    error: AsyncCommError | None = None  #: what the Work is to fail with, while the comm goes on
+    whole: Any = None  #: for the comm: what it is a part of
 
-    def __init__(self, call: Call, work: Work[Any]) -> None:
+    def __init__(self, call: Call, work: Work[Any], *, detached: bool = False) -> None:
         self.op: Op = call.op
-        self.inputs = held = _detached(call.inputs)
-        self.outputs = held if call.outputs is call.inputs else _detached(call.outputs)
-        self.parcels = call.parcels
-        self.place = call.place
+        inputs, outputs = call.inputs, call.outputs
+        if detached:
+            self.inputs, self.outputs = inputs, outputs
+        elif outputs is inputs and len(inputs) == 1:  # the usual case, and this is on the way of every small operation
+            self.inputs = self.outputs = (inputs[0].detach(),)
+        else:
+            self.inputs = held = tuple([tensor.detach() for tensor in inputs])
+            self.outputs = held if outputs is inputs else tuple([tensor.detach() for tensor in outputs])
+        self.nbytes = _nbytes(self.inputs)  #: of the larger side, as far as that is known
+        if outputs is not inputs:
+            self.nbytes = max(self.nbytes, _nbytes(self.outputs))
         self.work = work
-        self.error: AsyncCommError | None = None  #: what the Work is to fail with, while the comm goes on
-        self.nbytes = max(_nbytes(held), _nbytes(self.outputs))  #: of the larger side, as far as that is known
+        if call.place is not None:
+            self.place = call.place
         if call.parcels or call.expected:
+            self.parcels = call.parcels
             self.nbytes = max(call.expected, *[parcel.nbytes for parcel in call.parcels], 0)
-
-
-def _detached(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    if len(tensors) == 1:  # the usual case, and this is on the way of every small operation
-        return (tensors[0].detach(),)
-    return tuple([tensor.detach() for tensor in tensors])
 
 
 def _nbytes(tensors: tuple[Tensor, ...]) -> int:
@@ -178,6 +195,23 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def submit(self, batch: Sequence[Submission]) -> None:
         """Start the operations of ``batch``, which belong together, in order."""
+
+    def origin(self) -> Any:
+        """Where the calling thread's tensors come from at this moment, for what is called now and submitted later.
+
+        It goes into ``Submission.origin``. None: the backend does not care. From any thread, with or without the lock.
+        """
+        return None
+
+    def estimate(self, batch: Sequence[Submission]) -> Future[float]:
+        """How many seconds the collectives of ``batch`` will probably take; none of them runs, or is settled.
+
+        A collective itself, called like ``submit``: under the comm's lock and by all ranks in the same place, since the
+        backend may have to connect for it. It cannot be cancelled, and may be done by any thread.
+
+        Raises: ValueError for what is no collective of tensors, RuntimeError in a capture, NotImplementedError.
+        """
+        raise NotImplementedError(f"backend {self.name!r} cannot estimate how long operations take")
 
     def hurry(self, work: Work[Any]) -> None:
         """A task on the loop is about to suspend: settle ``work`` now if that takes no longer than a wake-up would."""

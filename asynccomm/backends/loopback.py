@@ -7,6 +7,9 @@ The ranks meet in a :class:`Hub`, one per comm, which is found through the ``Mem
 
 An operation runs when its last rank arrives, in that call. For tests a hub can be told to hold operations back,
 to release them, and to fail.
+
+Collectives that one rank submits in one batch all ranks do, the same ones in the same order: a batch runs when all of
+it has arrived everywhere. One collective by itself is no batch, whatever messages are submitted with it.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import itemgetter
 from typing import Any, Self, final
 from weakref import WeakKeyDictionary
 
@@ -64,7 +69,8 @@ class Hub:
         self._lock = threading.RLock()
         self._contexts: dict[int, BackendContext] = {}
         self._next = [0] * size  # collectives submitted so far, by rank
-        self._arrived: defaultdict[int, dict[int, Submission]] = defaultdict(dict)
+        # by the number of the first of them: what each rank has submitted at once
+        self._arrived: defaultdict[int, dict[int, Sequence[Submission]]] = defaultdict(dict)
         self._messages: list[Matching[Submission, Submission]] = [Matching(size) for _ in range(size)]  # by receiver
         self._held: deque[tuple[frozenset[int], Callable[[], None]]] | None = None  # with the ranks that take part
 
@@ -90,26 +96,36 @@ class Hub:
         """Report a transport error to every rank."""
         self._report(BackendError(f"loopback: {detail}"))
 
-    def submit(self, rank: int, submission: Submission) -> None:
+    def submit(self, rank: int, batch: Sequence[Submission]) -> None:
         with self._lock:
-            op = submission.op
-            if isinstance(op, (Send, SendParcel)):
-                self._send(rank, submission, op.peer, _key(op))
-            elif isinstance(op, (Recv, RecvParcel)):
-                found = self._messages[rank].post(submission, op.peer, _key(op))
-                if found is not None:
-                    self._meet(found[0], rank, found[1], submission)
-            else:
-                number = self._next[rank]
-                self._next[rank] += 1
-                arrived = self._arrived[number]
-                arrived[rank] = submission
-                if len(arrived) == self._size:
-                    del self._arrived[number]
-                    everybody = frozenset(range(self._size))
-                    self._run_or_hold(
-                        everybody, lambda: self._collective(number, [arrived[r] for r in sorted(everybody)])
-                    )
+            for submission in batch:
+                op = submission.op
+                if isinstance(op, (Send, SendParcel)):
+                    self._send(rank, submission, op.peer, _key(op))
+                elif isinstance(op, (Recv, RecvParcel)):
+                    found = self._messages[rank].post(submission, op.peer, _key(op))
+                    if found is not None:
+                        self._meet(found[0], rank, found[1], submission)
+            collectives = [submission for submission in batch if not submission.op.p2p]
+            if collectives:
+                self._gather(rank, collectives)
+
+    def _gather(self, rank: int, batch: Sequence[Submission]) -> None:
+        number = self._next[rank]
+        self._next[rank] += len(batch)
+        arrived = self._arrived[number]  # the same number everywhere: up to here all batches were alike
+        arrived[rank] = batch
+        if len(arrived) < self._size:
+            return
+        del self._arrived[number]
+        batches = [arrived[rank] for rank in range(self._size)]
+        everybody = frozenset(arrived)
+        mismatch = _mismatch(batches)
+        if mismatch is not None:
+            self._run_or_hold(everybody, lambda: self._report(mismatch))
+            return
+        for ranks in zip(*batches, strict=True):
+            self._run_or_hold(everybody, partial(self._collective, ranks))
 
     def drop(self, rank: int) -> None:
         """Let go of everything that ``rank`` has submitted."""
@@ -154,11 +170,7 @@ class Hub:
         recv.work.source = source
         send.work.settle()
 
-    def _collective(self, number: int, ranks: Sequence[Submission]) -> None:
-        for other, submission in enumerate(ranks):
-            if not ranks[0].op.fits(submission.op):
-                self._report(CollectiveMismatchError(number, 0, str(ranks[0].op), other, str(submission.op)))
-                return
+    def _collective(self, ranks: Sequence[Submission]) -> None:
         op = ranks[0].op
         if isinstance(op, Parcels):
             for rank, submission in enumerate(ranks):
@@ -167,13 +179,6 @@ class Hub:
                 else:
                     submission.work.settle()
             return
-        if isinstance(op, AllToAll):
-            misfit = _misfit(ranks)
-            if misfit is not None:
-                source, rank = misfit
-                sides = source, str(ranks[source].op), rank, str(ranks[rank].op)
-                self._report(CollectiveMismatchError(number, *sides))
-                return
         _perform(ranks)
         for submission in ranks:
             submission.work.settle()
@@ -254,13 +259,58 @@ def _narrow(total: Tensor, outputs: Sequence[Tensor], reduction: ReduceOp, size:
             arithmetic.narrow(part.clone(), output, reduction, size)
 
 
-def _misfit(ranks: Sequence[Submission]) -> tuple[int, int] | None:
+def _mismatch(batches: Sequence[Sequence[Submission]]) -> CollectiveMismatchError | None:
+    """What is wrong with what the ranks have submitted at one place, if anything."""
+    mine = batches[0]
+    for rank, theirs in enumerate(batches):
+        if len(mine) != len(theirs) or not all(a.op.fits(b.op) for a, b in zip(mine, theirs, strict=True)):
+            return _difference(mine, rank, theirs)
+    for ranks in zip(*batches, strict=True):
+        if isinstance(ranks[0].op, AllToAll):
+            misfit = _misfit([submission.op for submission in ranks])
+            if misfit is not None:
+                source, rank = misfit
+                sides = source, str(ranks[source].op), rank, str(ranks[rank].op)
+                return CollectiveMismatchError(ranks[0].work.seq, *sides)
+    return None
+
+
+def _difference(mine: Sequence[Submission], rank: int, theirs: Sequence[Submission]) -> CollectiveMismatchError:
+    """How ``theirs``, of ``rank``, differs from ``mine``, of rank 0: in an operation as it was called, if it does."""
+    ours, others = _as_called(mine), _as_called(theirs)
+    for (seq, op), (_, other) in zip(ours, others, strict=False):
+        if not op.fits(other):
+            return CollectiveMismatchError(seq, 0, str(op), rank, str(other))
+    seq, op = ours[0]
+    if len(ours) != len(others):
+        return CollectiveMismatchError(seq, 0, _extent(op, len(ours)), rank, _extent(others[0][1], len(others)))
+    parts = [", ".join([str(submission.op) for submission in batch]) for batch in (mine, theirs)]
+    what = _extent(op, len(ours))
+    return CollectiveMismatchError(seq, 0, f"{what}, merged into {parts[0]}", rank, f"{what}, merged into {parts[1]}")
+
+
+def _as_called(batch: Sequence[Submission]) -> list[tuple[int, Op]]:
+    """The operations of a batch before any were merged, with their numbers, in order."""
+    called: list[tuple[int, Op]] = []
+    for submission in batch:
+        if submission.members:
+            called += zip(submission.numbers, submission.members, strict=True)
+        else:
+            called.append((submission.work.seq, submission.op))
+    return sorted(called, key=itemgetter(0))
+
+
+def _extent(first: Op, count: int) -> str:
+    return f"{first} alone" if count == 1 else f"a batch of {count} from {first} on"
+
+
+def _misfit(ops: Sequence[Op]) -> tuple[int, int] | None:
     """A rank, and one that receives another number of elements from it than it sends."""
-    for source, sender in enumerate(ranks):
-        for rank, receiver in enumerate(ranks):
-            assert isinstance(sender.op, AllToAll)
-            assert isinstance(receiver.op, AllToAll)
-            if sender.op.sends[rank] != receiver.op.receives[source]:
+    for source, sender in enumerate(ops):
+        for rank, receiver in enumerate(ops):
+            assert isinstance(sender, AllToAll)
+            assert isinstance(receiver, AllToAll)
+            if sender.sends[rank] != receiver.receives[source]:
                 return source, rank
     return None
 
@@ -323,8 +373,7 @@ class LoopbackBackend(Backend):
         return cls(hub, context.group.rank)
 
     def submit(self, batch: Sequence[Submission]) -> None:
-        for submission in batch:
-            self.hub.submit(self._rank, submission)
+        self.hub.submit(self._rank, batch)
 
     async def aclose(self) -> None:
         self.hub.drop(self._rank)

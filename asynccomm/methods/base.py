@@ -84,7 +84,15 @@ class CommBase:
             f"{self.statistics().in_flight} in flight>"
         )
 
-    def _submit(self, call: Call, timeout: float | timedelta | None, hints: Mapping[str, str] | None) -> Work[Any]:
+    def _submit(
+        self,
+        call: Call,
+        timeout: float | timedelta | None,
+        hints: Mapping[str, str] | None,
+        tag: str | None = None,
+    ) -> Work[Any]:
+        if tag is not None:
+            call = call.labelled(tag)
         return self._session.submit(call, timeout, hints)
 
     def _submit_together(
@@ -93,8 +101,11 @@ class CommBase:
         result: Any,
         timeout: float | timedelta | None,
         hints: Mapping[str, str] | None,
+        tag: str | None = None,
     ) -> Work[Any]:
         """One Work for all ``calls``, of ``result``."""
+        if tag is not None:
+            calls = [call.labelled(tag) for call in calls]
         if len(calls) == 1:
             return self._session.submit(calls[0]._replace(result=result), timeout, hints)
         return self._session.submit_together(calls, result, timeout, hints)

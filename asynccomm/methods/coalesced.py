@@ -29,12 +29,13 @@ class CoalescedCollectives(CommBase):
         *,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[list[Tensor]]:
         """:meth:`all_reduce` each of ``tensors``, in place; at least one.
 
         Returns: Work of ``tensors``.
         """
-        return self._submit_together(several.all_reduce(self._group, tensors, op), tensors, timeout, hints)
+        return self._submit_together(several.all_reduce(self._group, tensors, op), tensors, timeout, hints, tag)
 
     def broadcast_coalesced(
         self,
@@ -43,12 +44,13 @@ class CoalescedCollectives(CommBase):
         *,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[list[Tensor]]:
         """:meth:`broadcast` each of ``tensors``, in place; at least one.
 
         Returns: Work of ``tensors``.
         """
-        return self._submit(several.broadcast(self._group, tensors, root), timeout, hints)
+        return self._submit(several.broadcast(self._group, tensors, root), timeout, hints, tag)
 
     def all_gather_coalesced(
         self,
@@ -57,6 +59,7 @@ class CoalescedCollectives(CommBase):
         *,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[list[list[Tensor]]]:
         """Collect each of the ranks' ``tensors``; at least one.
 
@@ -65,7 +68,7 @@ class CoalescedCollectives(CommBase):
 
         Returns: Work of ``output_lists``.
         """
-        return self._submit(several.all_gather(self._group, output_lists, tensors), timeout, hints)
+        return self._submit(several.all_gather(self._group, output_lists, tensors), timeout, hints, tag)
 
     def reduce_scatter_coalesced(
         self,
@@ -75,6 +78,7 @@ class CoalescedCollectives(CommBase):
         *,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[list[Tensor]]:
         """:meth:`reduce_scatter_single` each of ``inputs``; at least one.
 
@@ -85,7 +89,7 @@ class CoalescedCollectives(CommBase):
         Returns: Work of ``outputs``.
         """
         calls, result = several.reduce_scatter(self._group, outputs, inputs, op)
-        return self._submit_together(calls, result, timeout, hints)
+        return self._submit_together(calls, result, timeout, hints, tag)
 
     def all_gather_v_coalesced(
         self,
@@ -96,6 +100,7 @@ class CoalescedCollectives(CommBase):
         *,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[list[Tensor]]:
         """:meth:`all_gather_v` each of ``inputs``; at least one. So a model's experts are sent their tokens.
 
@@ -107,8 +112,8 @@ class CoalescedCollectives(CommBase):
         Returns: Work of ``outputs``.
         """
         if sizes is None:
-            return self._submit(uneven.all_gather_v_coalesced(self._group, outputs, inputs, dim), timeout, hints)
-        return self._submit(several.all_gather_v(self._group, outputs, inputs, sizes, dim), timeout, hints)
+            return self._submit(uneven.all_gather_v_coalesced(self._group, outputs, inputs, dim), timeout, hints, tag)
+        return self._submit(several.all_gather_v(self._group, outputs, inputs, sizes, dim), timeout, hints, tag)
 
     def reduce_scatter_v_coalesced(
         self,
@@ -120,6 +125,7 @@ class CoalescedCollectives(CommBase):
         *,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[list[Tensor]]:
         """:meth:`reduce_scatter_v` each of ``inputs``; at least one.
 
@@ -130,4 +136,4 @@ class CoalescedCollectives(CommBase):
         Returns: Work of ``outputs``.
         """
         calls, result = several.reduce_scatter_v(self._group, outputs, inputs, sizes, op, dim)
-        return self._submit_together(calls, result, timeout, hints)
+        return self._submit_together(calls, result, timeout, hints, tag)

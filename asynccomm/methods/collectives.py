@@ -28,6 +28,7 @@ class Collectives(CommBase):
         out: Tensor | None = None,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[Tensor]:
         """Combine all ranks' ``tensor`` elementwise on all ranks, in place; bitwise the same everywhere.
 
@@ -38,7 +39,7 @@ class Collectives(CommBase):
 
         Returns: Work of ``tensor``, or of ``out``.
         """
-        return self._submit(ops.AllReduce.of(self._group, tensor, op, out), timeout, hints)
+        return self._submit(ops.AllReduce.of(self._group, tensor, op, out), timeout, hints, tag)
 
     def broadcast(
         self,
@@ -47,12 +48,13 @@ class Collectives(CommBase):
         *,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[Tensor]:
         """Copy ``tensor`` of rank ``root`` into everybody's, in place.
 
         Returns: Work of ``tensor``.
         """
-        return self._submit(ops.Broadcast.of(self._group, tensor, root), timeout, hints)
+        return self._submit(ops.Broadcast.of(self._group, tensor, root), timeout, hints, tag)
 
     def reduce(
         self,
@@ -63,6 +65,7 @@ class Collectives(CommBase):
         out: Tensor | None = None,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[Tensor | None]:
         """Combine all ranks' ``tensor`` in place on rank ``root``; the others' tensors stay as they are.
 
@@ -72,7 +75,7 @@ class Collectives(CommBase):
 
         Returns: Work of ``tensor``, or of ``out``, on the root; of None elsewhere.
         """
-        return self._submit(ops.Reduce.of(self._group, tensor, root, op, out), timeout, hints)
+        return self._submit(ops.Reduce.of(self._group, tensor, root, op, out), timeout, hints, tag)
 
     def all_gather(
         self,
@@ -81,6 +84,7 @@ class Collectives(CommBase):
         *,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[list[Tensor]]:
         """Collect every rank's ``tensor`` on all ranks, one output each.
 
@@ -91,7 +95,7 @@ class Collectives(CommBase):
 
         Returns: Work of ``tensor_list``, in rank order.
         """
-        return self._submit(ops.AllGather.of(self._group, tensor_list, tensor), timeout, hints)
+        return self._submit(ops.AllGather.of(self._group, tensor_list, tensor), timeout, hints, tag)
 
     def all_gather_single(
         self,
@@ -101,6 +105,7 @@ class Collectives(CommBase):
         *,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[Tensor]:
         """Collect every rank's ``input`` on all ranks, in one output.
 
@@ -112,7 +117,7 @@ class Collectives(CommBase):
 
         Returns: Work of ``output``.
         """
-        return self._submit(along.all_gather_single(self._group, output, input, dim), timeout, hints)
+        return self._submit(along.all_gather_single(self._group, output, input, dim), timeout, hints, tag)
 
     def reduce_scatter(
         self,
@@ -122,6 +127,7 @@ class Collectives(CommBase):
         *,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[Tensor]:
         """Combine the ranks' ``input_list[r]`` for each r, and leave the result of ``input_list[rank]`` here.
 
@@ -131,7 +137,7 @@ class Collectives(CommBase):
 
         Returns: Work of ``output``.
         """
-        return self._submit(ops.ReduceScatter.of(self._group, output, input_list, op), timeout, hints)
+        return self._submit(ops.ReduceScatter.of(self._group, output, input_list, op), timeout, hints, tag)
 
     def reduce_scatter_single(
         self,
@@ -142,6 +148,7 @@ class Collectives(CommBase):
         *,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[Tensor]:
         """Combine the ranks' ``input``, and leave chunk ``rank`` of the result here.
 
@@ -153,7 +160,7 @@ class Collectives(CommBase):
 
         Returns: Work of ``output``.
         """
-        return self._submit(along.reduce_scatter_single(self._group, output, input, op, dim), timeout, hints)
+        return self._submit(along.reduce_scatter_single(self._group, output, input, op, dim), timeout, hints, tag)
 
     def scatter(
         self,
@@ -163,6 +170,7 @@ class Collectives(CommBase):
         *,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[Tensor]:
         """Give each rank r the root's ``input_list[r]``.
 
@@ -172,7 +180,7 @@ class Collectives(CommBase):
 
         Returns: Work of ``output``.
         """
-        return self._submit(ops.Scatter.of(self._group, output, input_list, root), timeout, hints)
+        return self._submit(ops.Scatter.of(self._group, output, input_list, root), timeout, hints, tag)
 
     def gather(
         self,
@@ -182,6 +190,7 @@ class Collectives(CommBase):
         *,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[list[Tensor] | None]:
         """Collect every rank's ``input`` on the root.
 
@@ -191,7 +200,7 @@ class Collectives(CommBase):
 
         Returns: Work of ``output_list`` on the root, of None elsewhere.
         """
-        return self._submit(ops.Gather.of(self._group, output_list, input, root), timeout, hints)
+        return self._submit(ops.Gather.of(self._group, output_list, input, root), timeout, hints, tag)
 
     def gather_single(
         self,
@@ -202,6 +211,7 @@ class Collectives(CommBase):
         *,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[Tensor | None]:
         """Collect every rank's ``input`` on the root, concatenated along ``dim``.
 
@@ -211,7 +221,7 @@ class Collectives(CommBase):
 
         Returns: Work of ``output`` on the root, of None elsewhere.
         """
-        return self._submit(along.gather_single(self._group, output, input, root, dim), timeout, hints)
+        return self._submit(along.gather_single(self._group, output, input, root, dim), timeout, hints, tag)
 
     def scatter_single(
         self,
@@ -222,6 +232,7 @@ class Collectives(CommBase):
         *,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[Tensor]:
         """Give each rank its chunk along ``dim`` of the root's ``input``.
 
@@ -231,7 +242,7 @@ class Collectives(CommBase):
 
         Returns: Work of ``output``.
         """
-        return self._submit(along.scatter_single(self._group, output, input, root, dim), timeout, hints)
+        return self._submit(along.scatter_single(self._group, output, input, root, dim), timeout, hints, tag)
 
     def all_to_all(
         self,
@@ -240,6 +251,7 @@ class Collectives(CommBase):
         *,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[list[Tensor]]:
         """Send ``input_list[r]`` to each rank r; ``output_list[s]`` comes from rank s.
 
@@ -251,8 +263,8 @@ class Collectives(CommBase):
         Returns: Work of ``output_list``.
         """
         if output_list is None:
-            return self._submit(uneven.all_to_all(self._group, input_list), timeout, hints)
-        return self._submit(ops.AllToAll.of(self._group, output_list, input_list), timeout, hints)
+            return self._submit(uneven.all_to_all(self._group, input_list), timeout, hints, tag)
+        return self._submit(ops.AllToAll.of(self._group, output_list, input_list), timeout, hints, tag)
 
     def all_to_all_single(
         self,
@@ -261,6 +273,7 @@ class Collectives(CommBase):
         *,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[Tensor]:
         """Send chunk r of ``input`` to each rank r; chunk s of ``output`` comes from rank s.
 
@@ -270,10 +283,14 @@ class Collectives(CommBase):
 
         Returns: Work of ``output``.
         """
-        return self._submit(ops.AllToAllSingle.of(self._group, output, input), timeout, hints)
+        return self._submit(ops.AllToAllSingle.of(self._group, output, input), timeout, hints, tag)
 
     def barrier(
-        self, *, timeout: float | timedelta | None = None, hints: Mapping[str, str] | None = None
+        self,
+        *,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[None]:
         """Done when every rank has called it. Moves no tensor."""
-        return self._submit(ops.Barrier.of(self._group), timeout, hints)
+        return self._submit(ops.Barrier.of(self._group), timeout, hints, tag)

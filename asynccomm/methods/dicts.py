@@ -44,6 +44,7 @@ class TensorDicts(ParcelMethods):
         max_bytes: int = MAX_BYTES,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[dict[Any, Any]]:
         """Give everybody the ``tensor_dict`` of rank ``root``; the others' are not looked at.
 
@@ -54,9 +55,9 @@ class TensorDicts(ParcelMethods):
         op = Parcels("broadcast_tensor_dict", giver=giver)
         if giver == self.rank:
             described = describe(_checked(tensor_dict), self.device)
-            return self._submit_dict(op, (EVERYBODY, EVERYBODY), described, tensor_dict, timeout, hints)
+            return self._submit_dict(op, (EVERYBODY, EVERYBODY), described, tensor_dict, timeout, hints, tag)
         inbox = _DictInbox(op.what, self._group, EVERYBODY, terms, self._received_schemas, None)
-        return self._submit(Call(op, (), (), None, inbox.finish, place=inbox), timeout, hints)
+        return self._submit(Call(op, (), (), None, inbox.finish, place=inbox), timeout, hints, tag)
 
     def send_tensor_dict(
         self,
@@ -128,14 +129,16 @@ class TensorDicts(ParcelMethods):
         result: object,
         timeout: float | timedelta | None,
         hints: Mapping[str, str] | None,
+        tag: str | None = None,
     ) -> Work[Any]:
         head, tensors = b"", described.tensors
         if described.values:
             head, more = encode(Kind.TENSOR_DICT, described.values, "tensor_dict")
             tensors.extend(more)
-        with self._sent_schemas.heading(channel, described.schema) as heading:
+        now = self._session.sends_now(p2p=op.p2p)
+        with self._sent_schemas.heading(channel, described.schema, now=now) as heading:
             parcel = Parcel(heading + head, tuple(tensors))
-            return self._submit(Call(op, (), (), result, parcels=(parcel,)), timeout, hints)
+            return self._submit(Call(op, (), (), result, parcels=(parcel,)), timeout, hints, tag)
 
 
 def _checked(tensor_dict: object) -> dict[Any, Any]:

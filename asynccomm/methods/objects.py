@@ -42,6 +42,7 @@ class Objects(ParcelMethods):
         max_bytes: int = MAX_BYTES,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[list[object]]:
         """Collect every rank's ``obj`` on all ranks.
 
@@ -51,7 +52,7 @@ class Objects(ParcelMethods):
         parcel = encode(Kind.OBJECT, obj)
         inbox.keep_own(parcel)
         call = Call(Parcels("all_gather_object"), (), (), None, inbox.all, (parcel,), inbox)
-        return self._submit(call, timeout, hints)
+        return self._submit(call, timeout, hints, tag)
 
     def gather_object(
         self,
@@ -62,6 +63,7 @@ class Objects(ParcelMethods):
         max_bytes: int = MAX_BYTES,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[list[object] | None]:
         """Collect every rank's ``obj`` on rank ``root``.
 
@@ -72,9 +74,9 @@ class Objects(ParcelMethods):
         parcel = encode(Kind.OBJECT, obj)
         op = Parcels("gather_object", taker=taker)
         if taker != self.rank:
-            return self._submit(Call(op, (), (), None, parcels=(parcel,)), timeout, hints)
+            return self._submit(Call(op, (), (), None, parcels=(parcel,)), timeout, hints, tag)
         inbox.keep_own(parcel)
-        return self._submit(Call(op, (), (), None, inbox.all, (parcel,), inbox), timeout, hints)
+        return self._submit(Call(op, (), (), None, inbox.all, (parcel,), inbox), timeout, hints, tag)
 
     def broadcast_object(
         self,
@@ -85,6 +87,7 @@ class Objects(ParcelMethods):
         max_bytes: int = MAX_BYTES,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[object]:
         """Give everybody the ``obj`` of rank ``root``; the others' are not looked at.
 
@@ -94,8 +97,8 @@ class Objects(ParcelMethods):
         inbox = self._inbox("broadcast_object", Kind.OBJECT, weights_only, max_bytes)
         op = Parcels("broadcast_object", giver=giver)
         if giver == self.rank:
-            return self._submit(Call(op, (), (), obj, parcels=(encode(Kind.OBJECT, obj),)), timeout, hints)
-        return self._submit(Call(op, (), (), None, inbox.only, place=inbox), timeout, hints)
+            return self._submit(Call(op, (), (), obj, parcels=(encode(Kind.OBJECT, obj),)), timeout, hints, tag)
+        return self._submit(Call(op, (), (), None, inbox.only, place=inbox), timeout, hints, tag)
 
     def broadcast_object_list(
         self,
@@ -106,6 +109,7 @@ class Objects(ParcelMethods):
         max_bytes: int = MAX_BYTES,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[list[Any]]:
         """Replace the items of everybody's ``object_list`` by those of rank ``root``.
 
@@ -121,8 +125,8 @@ class Objects(ParcelMethods):
         op = Parcels("broadcast_object_list", giver=giver)
         if giver == self.rank:
             parcel = encode(Kind.OBJECT_LIST, list(object_list), "object_list")
-            return self._submit(Call(op, (), (), object_list, parcels=(parcel,)), timeout, hints)
-        return self._submit(Call(op, (), (), object_list, _filling(inbox), place=inbox), timeout, hints)
+            return self._submit(Call(op, (), (), object_list, parcels=(parcel,)), timeout, hints, tag)
+        return self._submit(Call(op, (), (), object_list, _filling(inbox), place=inbox), timeout, hints, tag)
 
     def scatter_object_list(
         self,
@@ -133,6 +137,7 @@ class Objects(ParcelMethods):
         max_bytes: int = MAX_BYTES,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[object]:
         """Give each rank r the root's ``input_list[r]``.
 
@@ -149,7 +154,7 @@ class Objects(ParcelMethods):
                 raise ValueError(
                     f"input_list must be None or empty except on the root (rank {giver}), got {input_list!r}"
                 )
-            return self._submit(Call(op, (), (), None, inbox.only, place=inbox), timeout, hints)
+            return self._submit(Call(op, (), (), None, inbox.only, place=inbox), timeout, hints, tag)
         if input_list is None:
             raise ValueError(f"input_list must be given on the root (rank {giver}), got None")
         if not _is_sequence(input_list):
@@ -161,7 +166,7 @@ class Objects(ParcelMethods):
         parcels = [encode(Kind.OBJECT, obj, f"input_list[{r}]") for r, obj in enumerate(input_list)]
         inbox.keep_own(parcels[giver])
         parcels[giver] = _NOTHING
-        return self._submit(Call(op, (), (), None, inbox.only, tuple(parcels), inbox), timeout, hints)
+        return self._submit(Call(op, (), (), None, inbox.only, tuple(parcels), inbox), timeout, hints, tag)
 
     def send_object(
         self,

@@ -35,6 +35,7 @@ class States(CommBase):
         *,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[State]:
         """Copy all tensors of rank ``root``'s ``state`` into those of the same names of everybody's, in place.
 
@@ -55,7 +56,7 @@ class States(CommBase):
             call = Call(op, (), (), state, parcels=(Parcel(named.head, tuple(named.tensors)),))
         else:
             call = Call(op, (), (), state, place=named, expected=sum([tensor.nbytes for tensor in named.tensors]))
-        return self._submit(call, timeout, hints)
+        return self._submit(call, timeout, hints, tag)
 
 
 @final

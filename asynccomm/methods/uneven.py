@@ -33,6 +33,7 @@ class UnevenCollectives(CommBase):
         *,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[Tensor]:
         """Concatenate the ranks' ``input`` along ``dim``, of which each rank has an extent of its own.
 
@@ -44,8 +45,8 @@ class UnevenCollectives(CommBase):
         Returns: Work of ``output``.
         """
         if sizes is None:
-            return self._submit(uneven.all_gather_v(self._group, output, input, dim), timeout, hints)
-        return self._submit(along.all_gather_v(self._group, output, input, sizes, dim), timeout, hints)
+            return self._submit(uneven.all_gather_v(self._group, output, input, dim), timeout, hints, tag)
+        return self._submit(along.all_gather_v(self._group, output, input, sizes, dim), timeout, hints, tag)
 
     def reduce_scatter_v(
         self,
@@ -57,6 +58,7 @@ class UnevenCollectives(CommBase):
         *,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[Tensor]:
         """Combine the ranks' ``input``; rank r gets the next ``sizes[r]`` indices along ``dim`` of the result.
 
@@ -69,7 +71,7 @@ class UnevenCollectives(CommBase):
 
         Returns: Work of ``output``.
         """
-        return self._submit(along.reduce_scatter_v(self._group, output, input, sizes, op, dim), timeout, hints)
+        return self._submit(along.reduce_scatter_v(self._group, output, input, sizes, op, dim), timeout, hints, tag)
 
     def all_to_all_v_single(
         self,
@@ -80,6 +82,7 @@ class UnevenCollectives(CommBase):
         *,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[Tensor]:
         """Send the next ``input_split_sizes[r]`` rows of ``input`` to each rank r; rows come in rank order.
 
@@ -95,7 +98,7 @@ class UnevenCollectives(CommBase):
             call = uneven.all_to_all_v_single(self._group, output, input, input_split_sizes)
         else:
             call = along.all_to_all_v_single(self._group, output, input, output_split_sizes, input_split_sizes)
-        return self._submit(call, timeout, hints)
+        return self._submit(call, timeout, hints, tag)
 
     def gather_v(
         self,
@@ -105,6 +108,7 @@ class UnevenCollectives(CommBase):
         *,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[list[Tensor] | None]:
         """Collect the ranks' ``input`` on the root, each of a shape and dtype of its own.
 
@@ -114,7 +118,7 @@ class UnevenCollectives(CommBase):
 
         Returns: Work of ``output_list`` on the root, of None elsewhere.
         """
-        return self._submit(uneven.gather_v(self._group, output_list, input, root), timeout, hints)
+        return self._submit(uneven.gather_v(self._group, output_list, input, root), timeout, hints, tag)
 
     def scatter_v(
         self,
@@ -124,6 +128,7 @@ class UnevenCollectives(CommBase):
         *,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
     ) -> Work[Tensor]:
         """Give each rank r the root's ``input_list[r]``, each of a shape and dtype of its own.
 
@@ -133,4 +138,4 @@ class UnevenCollectives(CommBase):
 
         Returns: Work of ``output``.
         """
-        return self._submit(uneven.scatter_v(self._group, output, input_list, root), timeout, hints)
+        return self._submit(uneven.scatter_v(self._group, output, input_list, root), timeout, hints, tag)

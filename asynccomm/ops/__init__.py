@@ -22,6 +22,7 @@ from asynccomm.ops.base import Parcel as Parcel
 from asynccomm.ops.base import Place as Place
 from asynccomm.ops.base import TensorOp as TensorOp
 from asynccomm.ops.base import Together as Together
+from asynccomm.ops.base import layout_of as layout_of
 from asynccomm.ops.messages import Recv as Recv
 from asynccomm.ops.messages import Send as Send
 from asynccomm.ops.moves import AllGather as AllGather

@@ -9,12 +9,13 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
 
+from asynccomm.checks import check_label
 from asynccomm.dtypes import REAL
 
 __all__ = [
@@ -33,10 +34,15 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """What one rank asked for. Equal on all ranks unless a field is marked as the rank's own."""
+    """What one rank asked for. Equal on all ranks unless a field is marked as the rank's own.
+
+    ``label`` is what the call of a collective gave as its ``tag``; empty: nothing. Point-to-point operations have none:
+    their tags are numbers, and mean something else.
+    """
 
     kind: ClassVar[str]
     p2p: ClassVar[bool] = False  # point-to-point operations stand outside the sequence of collectives
+    label: str = field(default="", kw_only=True)
 
     @property
     def nbytes(self) -> int:
@@ -46,6 +52,13 @@ class Op:
     def fits(self, other: Op) -> bool:
         """Whether ``other``, issued by another rank at the same place, is the same collective."""
         return self == other
+
+    def shown(self, name: str, *arguments: object) -> str:
+        """The text of a collective: as a call, with the tag if it has one."""
+        parts = [str(argument) for argument in arguments]
+        if self.label:
+            parts.append(f"tag={self.label!r}")
+        return f"{name}({', '.join(parts)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +132,12 @@ class Call(NamedTuple):
     parcels: tuple[Parcel, ...] = ()  #: what this rank gives: one for everybody, or one for each rank
     place: Place | None = None  #: for the parcels that come
     expected: int = 0  #: bytes that will probably come in parcels, if that is known
+
+    def labelled(self, tag: object) -> Call:
+        """This call, with ``tag`` as its operation's label. Raises: TypeError, ValueError naming ``tag``."""
+        op = self.op
+        assert not op.p2p, f"{op} cannot have a label"
+        return self._replace(op=replace(op, label=check_label(tag)))  # calls that are alike may share one operation
 
 
 def layout_of(numbers: Sequence[int]) -> int:

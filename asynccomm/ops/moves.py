@@ -64,7 +64,7 @@ class Broadcast(TensorOp):
         return Call(op, items if mine else (), () if mine else items, tensors)
 
     def __str__(self) -> str:
-        return f"broadcast({described(self)}, root={self.root})"
+        return self.shown("broadcast", described(self), f"root={self.root}")
 
 
 @final
@@ -108,7 +108,7 @@ class AllGather(TensorOp):
         return Call(op, tuple(inputs), outputs, output_lists)
 
     def __str__(self) -> str:
-        return f"all_gather({described(self, self.counts)})"
+        return self.shown("all_gather", described(self, self.counts))
 
 
 @final
@@ -132,7 +132,7 @@ class AllGatherSingle(TensorOp):
         return Call(cls(*moved(source.dtype, source.numel())), (source,), (target,), output)
 
     def __str__(self) -> str:
-        return f"all_gather_single({described(self)})"
+        return self.shown("all_gather_single", described(self))
 
 
 @final
@@ -161,7 +161,7 @@ class Scatter(TensorOp):
         return Call(cls(*moved(target.dtype, target.numel()), rank), tuple(inputs), (target,), output)
 
     def __str__(self) -> str:
-        return f"scatter({described(self)}, root={self.root})"
+        return self.shown("scatter", described(self), f"root={self.root}")
 
 
 @final
@@ -191,7 +191,7 @@ class Gather(TensorOp):
         return Call(cls(*moved(source.dtype, source.numel()), rank), (source,), tuple(outputs), result)
 
     def __str__(self) -> str:
-        return f"gather({described(self)}, root={self.root})"
+        return self.shown("gather", described(self), f"root={self.root}")
 
 
 @final
@@ -219,7 +219,7 @@ class AllToAllSingle(TensorOp):
         return Call(cls(*moved(source.dtype, source.numel())), (source,), (target,), output)
 
     def __str__(self) -> str:
-        return f"all_to_all_single({described(self)})"
+        return self.shown("all_to_all_single", described(self))
 
 
 @final
@@ -260,11 +260,11 @@ class AllToAll(Op):
         return cls(real, tuple([each * n for n in sends]), tuple([each * n for n in receives]))
 
     def fits(self, other: Op) -> bool:
-        return type(other) is AllToAll and self.dtype == other.dtype
+        return type(other) is AllToAll and self.dtype == other.dtype and self.label == other.label
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"all_to_all({dtype}, sends {list(self.sends)}, receives {list(self.receives)})"
+        return self.shown("all_to_all", dtype, f"sends {list(self.sends)}", f"receives {list(self.receives)}")
 
 
 @final
@@ -279,7 +279,7 @@ class Barrier(Op):
         return Call(cls(), (), (), None)
 
     def __str__(self) -> str:
-        return "barrier()"
+        return self.shown("barrier")
 
 
 def _check_even(name: str, tensors: Sequence[Tensor], numels: Sequence[int], numel: int, like: str) -> None:

@@ -62,7 +62,7 @@ class Parcels(Op):
 
     def __str__(self) -> str:
         root = self.giver if self.giver is not None else self.taker
-        return f"{self.what}({'' if root is None else f'root={root}'})"
+        return self.shown(self.what, *(() if root is None else (f"root={root}",)))
 
 
 @final

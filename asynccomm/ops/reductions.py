@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsIndex, final
 
+import torch
 from torch import Tensor
 
 from asynccomm.checks import (
@@ -23,9 +24,11 @@ from asynccomm.checks import (
     empty_like,
 )
 from asynccomm.ops.base import Call, Op, TensorOp, described, layout_of, layout_of_shares
-from asynccomm.reduce_op import ReduceOp
+from asynccomm.reduce_op import RedOpType, ReduceOp
 
 __all__ = ["AllReduce", "Reduce", "ReduceScatter", "ReduceScatterSingle"]
+
+MOST_KNOWN = 1024  # forms of all_reduce that are kept
 
 
 @final
@@ -42,8 +45,7 @@ class AllReduce(TensorOp):
     @classmethod
     def of(cls, group: Group, tensor: Tensor, op: object, out: Tensor | None = None) -> Call:
         check_tensor(group, "tensor", tensor, written=out is None)
-        reduction = check_reduction(op, tensor.dtype)
-        value = cls(tensor.dtype, tensor.numel(), reduction)
+        value = _all_reduce(tensor.dtype, tensor.numel(), op)
         inputs = (tensor,)
         if out is None:
             return Call(value, inputs, inputs, tensor)
@@ -63,7 +65,7 @@ class AllReduce(TensorOp):
         return type(other) is AllReduce and _reductions_fit(self, other)
 
     def __str__(self) -> str:
-        return f"all_reduce({described(self)}, {self.reduction})"
+        return self.shown("all_reduce", described(self), self.reduction)
 
 
 @final
@@ -93,7 +95,7 @@ class Reduce(TensorOp):
         return type(other) is Reduce and self.root == other.root and _reductions_fit(self, other)
 
     def __str__(self) -> str:
-        return f"reduce({described(self)}, root={self.root}, {self.reduction})"
+        return self.shown("reduce", described(self), f"root={self.root}", self.reduction)
 
 
 @final
@@ -143,7 +145,7 @@ class ReduceScatter(TensorOp):
         return type(other) is ReduceScatter and self.counts == other.counts and _reductions_fit(self, other)
 
     def __str__(self) -> str:
-        return f"reduce_scatter({described(self, self.counts)}, {self.reduction})"
+        return self.shown("reduce_scatter", described(self, self.counts), self.reduction)
 
 
 @final
@@ -172,7 +174,23 @@ class ReduceScatterSingle(TensorOp):
         return type(other) is ReduceScatterSingle and _reductions_fit(self, other)
 
     def __str__(self) -> str:
-        return f"reduce_scatter_single({described(self)}, {self.reduction})"
+        return self.shown("reduce_scatter_single", described(self), self.reduction)
+
+
+_known: dict[tuple[torch.dtype, int, RedOpType], AllReduce] = {}
+
+
+def _all_reduce(dtype: torch.dtype, numel: int, op: object) -> AllReduce:
+    """The operation, checked; one for all calls that are alike, for programs repeat themselves."""
+    if type(op) is not ReduceOp or op.factor is not None:
+        return AllReduce(dtype, numel, check_reduction(op, dtype))
+    key = dtype, numel, op.type
+    value = _known.get(key)
+    if value is None:
+        if len(_known) >= MOST_KNOWN:
+            _known.clear()
+        value = _known[key] = AllReduce(dtype, numel, check_reduction(op, dtype))
+    return value
 
 
 def _check_out(group: Group, out: Tensor, tensor: Tensor) -> None:
@@ -188,5 +206,6 @@ def _reductions_fit(mine: Any, other: Any) -> bool:
         mine.dtype == other.dtype
         and mine.numel == other.numel
         and mine.layout == other.layout
+        and mine.label == other.label
         and mine.reduction.type is other.reduction.type
     )

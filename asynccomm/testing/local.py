@@ -23,6 +23,7 @@ async def loopback_world(
     timeout: float | timedelta | None = None,
     hints: Mapping[str, str] | None = None,
     abort_process_on_timeout_or_error: bool = False,
+    ordering: str = "program",
     max_ops: int = MAX_OPS,
     max_bytes: int = MAX_BYTES,
 ) -> AsyncIterator[list[Comm]]:
@@ -43,6 +44,7 @@ async def loopback_world(
                 timeout=timeout,
                 hints=hints,
                 abort_process_on_timeout_or_error=abort_process_on_timeout_or_error,
+                ordering=ordering,
                 max_ops=max_ops,
                 max_bytes=max_bytes,
             )

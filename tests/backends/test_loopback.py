@@ -1,12 +1,17 @@
 """Loopback: the conformance suite, and what its hub lets tests do."""
 
 import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from asynccomm import MemoryStore, new_comm
-from asynccomm.backends.loopback import LoopbackBackend
+from asynccomm import CollectiveMismatchError, Comm, MemoryStore, ReduceOp, Work, new_comm
+from asynccomm.backends.base import Submission
+from asynccomm.backends.loopback import Hub, LoopbackBackend
+from asynccomm.ops import AllReduce, AllToAll, Barrier, Call, Recv, Send
 from asynccomm.testing import check_backend, loopback_world
 
 
@@ -45,3 +50,201 @@ async def test_a_rank_that_closes_takes_only_its_own_operations_with_it() -> Non
         await comms[0].aclose()
         backend.hub.release()
         await asyncio.gather(send, recv)
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
+
+
+def hub_of(comm: Comm) -> Hub:
+    backend = comm.unsafe_get_backend()
+    assert isinstance(backend, LoopbackBackend)
+    return backend.hub
+
+
+def reduced(comm: Comm, *numels: int) -> list[Call]:
+    return [AllReduce.of(comm._group, torch.ones(numel), ReduceOp.SUM) for numel in numels]
+
+
+def together(comm: Comm, calls: Sequence[Call]) -> Work[Any]:
+    return comm._session.submit_together(calls, None, None, None)
+
+
+def merged(comm: Comm, *lots: Sequence[int]) -> Work[Any]:
+    """A batch of all_reduces: one for each lot, made of those of these numbers, which have number + 1 elements."""
+    backend = comm.unsafe_get_backend()
+    calls = [AllReduce.of_several(comm._group, [torch.ones(i + 1) for i in lot], ReduceOp.SUM) for lot in lots]
+
+    def submit(batch: Sequence[Submission]) -> None:
+        for submission, lot in zip(batch, lots, strict=True):
+            submission.members = tuple([call.op for i in lot for call in reduced(comm, i + 1)])
+            submission.numbers = tuple(lot)
+        backend.submit(batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm._session, "backend", SimpleNamespace(submit=submit))
+        return together(comm, calls)
+
+
+async def expect_mismatch(comms: Sequence[Comm], works: Sequence[Work[Any]], text: str) -> None:
+    errors = await asyncio.gather(*works, return_exceptions=True)
+    assert [str(error) for error in errors] == [text] * len(works)
+    assert all(isinstance(error, CollectiveMismatchError) for error in errors)
+    assert all("broken" in repr(comm) for comm in comms), "on all ranks"
+
+
+async def test_a_batch_meets_the_same_batch() -> None:
+    async with loopback_world(3) as comms:
+        for _ in range(2):
+            outputs = [torch.ones(4) for _ in comms]
+            works = []
+            for comm, output in zip(comms, outputs, strict=True):
+                group = comm._group
+                calls = [Barrier.of(group), AllReduce.of(group, output, ReduceOp.SUM), *reduced(comm, 2)]
+                assert not any(work.done() for work in works)
+                works.append(together(comm, calls))
+            assert all(work.done() for work in works)
+            assert all(output.eq(3).all() for output in outputs)
+            await asyncio.gather(*works)
+            await asyncio.gather(*(comm.barrier() for comm in comms))
+
+
+async def test_messages_do_not_count() -> None:
+    async with loopback_world(2) as (a, b):
+        received = torch.zeros(1)
+        sent = Send.of(a._group, torch.full((1,), 5.0), 1, 0)
+        first = together(a, [sent, *reduced(a, 3), sent])
+        works = [first, b.recv(received), b.all_reduce(torch.ones(3))]
+        await asyncio.gather(b.recv(received), *works)
+        assert received.item() == 5
+        calls = reduced(b, 1, 2)
+        works = [
+            together(b, [calls[0], Recv.of(b._group, received, 0, 0), calls[1]]),
+            together(a, reduced(a, 1, 2)),
+            a.send(torch.full((1,), 6.0), 1),
+        ]
+        await asyncio.gather(*works)
+        assert received.item() == 6
+
+
+ALONE = "all_reduce(float32[1], SUM) alone"
+BATCHES: list[tuple[list[list[int]], list[list[int]], str]] = [
+    (
+        [[1, 2, 3]],
+        [[1], [2], [3]],
+        f"operation #0 differs: rank 0 has a batch of 3 from all_reduce(float32[1], SUM) on, rank 1 has {ALONE}",
+    ),
+    (
+        [[1], [2, 3]],
+        [[1, 2, 3]],
+        f"operation #0 differs: rank 0 has {ALONE}, rank 1 has a batch of 3 from all_reduce(float32[1], SUM) on",
+    ),
+    (
+        [[9], [1, 2, 3, 4]],
+        [[9], [1, 2], [3, 4]],
+        "operation #1 differs: rank 0 has a batch of 4 from all_reduce(float32[1], SUM) on, "
+        "rank 1 has a batch of 2 from all_reduce(float32[1], SUM) on",
+    ),
+    (
+        [[1, 2, 3]],
+        [[1, 4, 3]],
+        "operation #1 differs: rank 0 has all_reduce(float32[2], SUM), rank 1 has all_reduce(float32[4], SUM)",
+    ),
+    (
+        [[9, 8], [1, 2, 3]],
+        [[9, 8], [1, 3]],
+        "operation #3 differs: rank 0 has all_reduce(float32[2], SUM), rank 1 has all_reduce(float32[3], SUM)",
+    ),
+    (
+        [[1, 2]],
+        [[3]],
+        "operation #0 differs: rank 0 has all_reduce(float32[1], SUM), rank 1 has all_reduce(float32[3], SUM)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("mine", "theirs", "text"), BATCHES)
+async def test_another_batch_is_a_mismatch_on_all_ranks(
+    mine: list[list[int]], theirs: list[list[int]], text: str
+) -> None:
+    async with loopback_world(3) as comms:
+        tensors = []
+        works = []
+        for comm, batches in zip(comms, [mine, theirs, mine], strict=True):
+            for batch in batches:
+                calls = reduced(comm, *batch)
+                tensors += [call.outputs[0] for call in calls if 9 not in batch]
+                works.append(together(comm, calls))
+        await expect_mismatch(comms, [work for work in works if 9 not in [op.numel for op in work.op.ops]], text)  # type: ignore[attr-defined]
+        assert all(tensor.eq(1).all() for tensor in tensors), "nothing of a wrong batch is done"
+
+
+async def test_a_mismatch_is_held_back_too() -> None:
+    async with loopback_world(2) as (a, b):
+        hub_of(a).hold()
+        works = [together(a, reduced(a, 1, 2)), b.all_reduce(torch.ones(1))]
+        await asyncio.sleep(0)
+        assert not any(work.done() for work in works)
+        hub_of(a).release()
+        for work in works:
+            with pytest.raises(CollectiveMismatchError, match="alone"):
+                await work
+
+
+async def test_merged_operations_meet() -> None:
+    async with loopback_world(2) as comms:
+        works = [merged(comm, [0, 2], [1, 3, 4]) for comm in comms]
+        await asyncio.gather(*works)
+
+
+MERGED: list[tuple[list[list[int]], list[list[int]], str]] = [
+    (
+        [[0, 2, 3]],
+        [[0, 2, 4]],
+        "operation #3 differs: rank 0 has all_reduce(float32[4], SUM), rank 1 has all_reduce(float32[5], SUM)",
+    ),
+    (
+        [[0, 3], [1, 2]],
+        [[0, 3], [1]],
+        "operation #2 differs: rank 0 has all_reduce(float32[3], SUM), rank 1 has all_reduce(float32[4], SUM)",
+    ),
+    (
+        [[0, 1, 2]],
+        [[0, 1]],
+        "operation #0 differs: rank 0 has a batch of 3 from all_reduce(float32[1], SUM) on, "
+        "rank 1 has a batch of 2 from all_reduce(float32[1], SUM) on",
+    ),
+    (
+        [[0, 1], [2, 3]],
+        [[0, 1], [2], [3]],
+        "operation #0 differs: rank 0 has a batch of 4 from all_reduce(float32[1], SUM) on, merged into "
+        "all_reduce(float32[3] in pieces, SUM), all_reduce(float32[7] in pieces, SUM), "
+        "rank 1 has a batch of 4 from all_reduce(float32[1], SUM) on, merged into "
+        "all_reduce(float32[3] in pieces, SUM), all_reduce(float32[3] in pieces, SUM), "
+        "all_reduce(float32[4] in pieces, SUM)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("mine", "theirs", "text"), MERGED)
+async def test_merged_operations_that_differ(mine: list[list[int]], theirs: list[list[int]], text: str) -> None:
+    async with loopback_world(2) as comms:
+        works = [merged(comm, *lots) for comm, lots in zip(comms, [mine, theirs], strict=True)]
+        await expect_mismatch(comms, works, text)
+
+
+async def test_sizes_that_do_not_fit_are_seen_before_anything_is_done() -> None:
+    async with loopback_world(2) as (a, b):
+        tensor = torch.ones(1)
+
+        def exchanged(comm: Comm, sends: list[int], receives: list[int]) -> Call:
+            tensors = [torch.zeros(n) for n in receives], [torch.zeros(n) for n in sends]
+            return AllToAll.of(comm._group, *tensors)
+
+        works = [
+            together(a, [AllReduce.of(a._group, tensor, ReduceOp.SUM), exchanged(a, [1, 2], [1, 2])]),
+            together(b, [*reduced(b, 1), exchanged(b, [3, 4], [2, 4])]),
+        ]
+        for work in works:
+            with pytest.raises(CollectiveMismatchError, match="operation #1 differs"):
+                await work
+        assert tensor.item() == 1

@@ -100,6 +100,52 @@ def test_completion_measures_latency_wake_ups_and_cpu(tmp_path: Path) -> None:
     ]
 
 
+def test_agreed_simulates_each_number_of_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    done = bench("agreed.py", *("--simulate", "1,3"), *("--ops", 5), *("--rounds", 1), "--json", out)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())
+    assert [(row["ranks"], row["ops"], row["messages_per_op"]) for row in rows] == [(1, 5, 0.4), (3, 5, 0.4)]
+    assert all(0 < row["council_us_per_op"] * row["ranks"] * 5 == pytest.approx(row["council_us"]) for row in rows)
+    assert all(0 < row["announcement_bytes"] <= 6 and row["decision_bytes"] <= 6 for row in rows)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_agreed_measures_real_ranks(tmp_path: Path, backend: str) -> None:
+    out = tmp_path / "rows.json"
+    done = bench("agreed.py", *("--ranks", 2), *("--backend", backend), *("--rounds", 1), "--json", out)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(out.read_text())
+    assert (row["ranks"], row["backend"], row["tasks"]) == (2, backend, 50)
+    assert row["times"] == pytest.approx(row["agreed_us"] / row["program_us"])
+    assert row["scope_us"] > 0
+    # one message there and one back for all tasks; more where they come apart
+    assert 0.99 * 2 / 50 <= row["messages_per_op"] <= 2
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_coalesce_has_a_row_per_list(tmp_path: Path, backend: str) -> None:
+    out = tmp_path / "rows.json"
+    done = bench(
+        "coalesce.py", *("--backend", backend), *("--lists", "100 x 1 KiB,64 x 64 B"), *("--rounds", 1), "--json", out
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())
+    assert [(row["tensors"], row["bytes"], row["ranks"], row["backend"]) for row in rows] == [
+        ("100 x 1 KiB", 100 << 10, 2, backend),
+        ("64 x 64 B", 64 * 64, 2, backend),
+    ]
+    for row in rows:
+        assert row["over_gloo"] == pytest.approx(row["gloo_us"] / row["scope_us"])
+        assert row["over_one_by_one"] == pytest.approx(row["one_by_one_us"] / row["scope_us"])
+
+
+def test_models_are_of_the_size_that_is_known() -> None:
+    done = bench("models.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "ResNet-50: 161 parameters, 25,557,032 numbers\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -107,8 +153,13 @@ def test_completion_measures_latency_wake_ups_and_cpu(tmp_path: Path) -> None:
         (["hints.py", "--backend", "gloo", "--hint", "nonsense=1"], "argument --hint: gloo knows no 'nonsense'"),
         (["forms.py", "--only", "telepathy"], "argument --only: no form contains 'telepathy'"),
         (["completion.py", "--rounds", "0"], "arguments --delays, --rounds, --late: must be positive"),
+        (["agreed.py", "--simulate", "2,0"], "arguments --simulate, --ops, --rounds, --ranks: must be positive"),
+        (
+            ["coalesce.py", "--lists", "64 x 64 B,a shopping list"],
+            "argument --lists: there is no list 'a shopping list'",
+        ),
     ],
-    ids=["peers", "hint", "only", "rounds"],
+    ids=["peers", "hint", "only", "rounds", "ranks", "lists"],
 )
 def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:
     done = bench(*arguments)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import asynccomm
 from asynccomm import AbortedError, Comm, ReduceOp, Work, new_comm
+from asynccomm.backends.base import Submission
+from asynccomm.backends.nccl.backend import NcclBackend
 from asynccomm.errors import CollectiveTimeoutError
+from asynccomm.ops import AllGatherSingle, AllReduce, Broadcast, Call, Gather, ReduceScatterSingle
 from asynccomm.testing import check_backend
 
 pytestmark = [
@@ -108,6 +114,193 @@ async def test_native_reductions(dtype: torch.dtype) -> None:
         factor = torch.tensor(2, dtype=dtype, device=comm.device)
         scaled = await comm.all_reduce(tensor.clone(), ReduceOp.PREMUL_SUM(factor))
         assert scaled.tolist() == [2 * sum(ranks)] * 3
+
+
+# -- batches: what to look at first on a new machine, since much of it is only known from NCCL's source ----------------
+
+
+def backend_of(comm: Comm) -> NcclBackend:
+    backend = comm._session.backend
+    assert isinstance(backend, NcclBackend)
+    return backend
+
+
+def together(comm: Comm, calls: Sequence[Call]) -> Work[Any]:
+    return comm._session.submit_together(calls, None, None, None)
+
+
+def estimated(comm: Comm, *calls: Call) -> asyncio.Future[float]:
+    return asyncio.wrap_future(backend_of(comm).estimate([Submission(call, None) for call in calls]))  # type: ignore[arg-type]
+
+
+class Mixed:
+    """Calls of several kinds, dtypes and reductions, some with copies around them, and their tensors."""
+
+    def __init__(self, comm: Comm, n: int = 1000) -> None:
+        device, group, own = comm.device, comm._group, comm.rank + 1.0
+        self.size = comm.size
+        self.sums = [torch.full((n + i,), own, device=device) for i in range(5)]
+        self.strided = torch.full((n, 2), own, device=device)
+        self.largest = torch.full((n,), comm.rank + 1, dtype=torch.int32, device=device)
+        self.bits = torch.full((n,), 1 << comm.rank, dtype=torch.int16, device=device)
+        self.moved = torch.full((n,), own, dtype=torch.bfloat16, device=device)
+        self.gathered = torch.zeros(n * comm.size, device=device)
+        self.scattered = torch.zeros(n, device=device)
+        self.listed = [torch.zeros(n, device=device) for _ in range(comm.size)]
+        self.estimable = [
+            AllReduce.of_several(group, self.sums, ReduceOp.SUM),
+            AllReduce.of(group, self.strided[:, 0], ReduceOp.AVG),
+            AllReduce.of(group, self.largest, ReduceOp.MAX),
+            Broadcast.of(group, self.moved, comm.size - 1),
+            AllGatherSingle.of(group, self.gathered, torch.full((n,), own, device=device)),
+            ReduceScatterSingle.of(
+                group, self.scattered, torch.full((n * comm.size,), own, device=device), ReduceOp.PREMUL_SUM(0.5)
+            ),
+        ]
+        self.calls = [
+            *self.estimable,
+            AllReduce.of(group, self.bits, ReduceOp.BOR),
+            Gather.of(group, self.listed if comm.rank == 0 else None, torch.full((n,), own, device=device), 0),
+        ]
+        self.root = comm.rank == 0
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.sums, self.strided, self.largest, self.bits, self.moved, self.gathered, self.scattered]
+
+    def check(self) -> None:
+        total = self.size * (self.size + 1) / 2
+        for tensor in self.sums:
+            assert tensor.eq(total).all()
+        assert self.strided[:, 0].eq(total / self.size).all()
+        assert self.largest.eq(self.size).all()
+        assert self.bits.eq((1 << self.size) - 1).all()
+        assert self.moved.eq(self.size).all()
+        assert self.scattered.eq(total / 2).all()
+        for rank in range(self.size):
+            assert self.gathered.chunk(self.size)[rank].eq(rank + 1).all()
+            if self.root:
+                assert self.listed[rank].eq(rank + 1).all()
+
+
+@pytest.mark.ranks([1, 2])
+async def test_a_mixed_batch_is_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_comm() as comm:
+        nccl = backend_of(comm)._platform.nccl
+        ended: list[None] = []
+        group_end = nccl.group_end
+        monkeypatch.setattr(nccl, "group_end", lambda: (ended.append(None), group_end())[1])
+        for _ in range(3):  # by a thread while NCCL connects, and in the call
+            ended.clear()
+            mixed = Mixed(comm)
+            await together(comm, mixed.calls)
+            mixed.check()
+            assert len(ended) == 1
+
+
+@pytest.mark.ranks([1, 2])
+async def test_batches_on_the_same_memory_come_one_after_the_other() -> None:
+    async with open_comm() as comm:
+        group, size = comm._group, comm.size
+        for _ in range(3):
+            column = torch.full((1 << 16, 3), comm.rank + 1.0, device=comm.device)[:, 1]  # copied for each
+            torch.cuda._sleep(LONG)
+            works = [
+                together(comm, [AllReduce.of(group, column, ReduceOp.SUM)]),
+                together(
+                    comm, [Broadcast.of(group, column, 0), AllReduce.of(group, torch.ones_like(column), ReduceOp.MAX)]
+                ),
+                together(comm, [AllReduce.of(group, column, ReduceOp.PREMUL_SUM(2.0))]),
+            ]
+            await asyncio.gather(*works)
+            assert column.eq(size * (size + 1) / 2 * 2 * size).all()
+
+
+@pytest.mark.ranks([1, 2])
+async def test_what_was_held_follows_the_streams_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_comm() as comm:
+        backend = backend_of(comm)
+        await comm.all_reduce(torch.ones(1 << 16, device=comm.device))
+        for _ in range(3):
+            noted, tensors = [], [torch.zeros(1 << 16, device=comm.device) for _ in range(2)]
+            torch.cuda.synchronize()
+            for tensor in tensors:
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    torch.cuda._sleep(LONG)
+                    tensor += comm.rank + 1
+                    noted.append(backend.origin())
+            submit = backend.submit
+
+            def with_origins(batch: Sequence[Submission], submit: Any = submit, noted: Any = tuple(noted)) -> None:
+                batch[0].origin = noted
+                submit(batch)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(backend, "submit", with_origins)
+                work = together(comm, [AllReduce.of_several(comm._group, tensors, ReduceOp.SUM)])
+            await work
+            for tensor in tensors:
+                assert tensor.eq(comm.size * (comm.size + 1) / 2).all()
+
+
+@pytest.mark.ranks([1, 2])
+async def test_what_was_called_on_the_other_side_of_a_capture() -> None:
+    async with open_comm() as comm:
+        backend = backend_of(comm)
+        await comm.all_reduce(torch.ones(10, device=comm.device))
+        graph, stream, tensor = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.ones(10, device=comm.device)
+        outside = backend.origin()
+        with torch.cuda.graph(graph, stream=stream):
+            inside = backend.origin()
+            assert inside.capture > 0 == outside.capture
+            submission = Submission(AllReduce.of(comm._group, tensor, ReduceOp.SUM), None)  # type: ignore[arg-type]
+            submission.origin = outside
+            with pytest.raises(RuntimeError, match="outside of the capture"):
+                backend.submit([submission])
+            tensor += 1
+        submission.origin = inside
+        with pytest.raises(RuntimeError, match="within the capture"):
+            backend.submit([submission])
+        graph.replay()  # it was not spoilt
+        torch.cuda.synchronize()
+        assert tensor.eq(2).all()
+
+
+@pytest.mark.ranks(2)
+async def test_estimates() -> None:
+    """Also by one rank alone, once NCCL has connected: what it leaves in line must not run with what comes next."""
+    async with open_comm() as comm:
+        mixed = Mixed(comm)
+        before = [tensor.clone() for tensor in mixed.tensors()]
+        first = await estimated(comm, *mixed.estimable)  # connects, so all ranks call it
+        assert 0 < first < 1
+        await together(comm, Mixed(comm).calls)  # which would also run what was estimated
+        for tensor, had in zip(mixed.tensors(), before, strict=True):
+            assert torch.equal(tensor, had)
+        if comm.rank == 0:
+            for _ in range(3):
+                assert await estimated(comm, *mixed.estimable) == pytest.approx(first)
+        for _ in range(3):
+            again = Mixed(comm)
+            await together(comm, again.calls)
+            again.check()
+        for tensor, had in zip(mixed.tensors(), before, strict=True):
+            assert torch.equal(tensor, had)
+        sizes = [torch.ones(1 << n, device=comm.device) for n in (10, 20, 24)]
+        seconds = [await estimated(comm, AllReduce.of(comm._group, tensor, ReduceOp.SUM)) for tensor in sizes]
+        assert seconds == sorted(seconds)
+        assert seconds[0] < seconds[-1]
+        with pytest.raises(NotImplementedError, match="makes of messages"):
+            estimated(comm, *mixed.calls)
+
+
+@pytest.mark.ranks(1)
+async def test_there_is_no_estimate_where_nccl_would_run_it() -> None:
+    async with open_comm() as comm:
+        with pytest.raises(NotImplementedError, match="one rank"):
+            estimated(comm, *Mixed(comm).estimable)
+
+
+# -- graphs ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks([1, 2])

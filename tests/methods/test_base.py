@@ -54,9 +54,9 @@ async def test_nothing_is_sent_when_an_argument_is_wrong(comms: list[Comm], meth
         if what.split(" ")[0].rstrip(",:") == method:
             with pytest.raises(error, match=f"^{name.split('[')[0]}"):
                 call(comm)
-            assert comm.statistics() == (0, 0, 0), what
+            assert comm.statistics()[:3] == (0, 0, 0), what
     await works_still(comms)
-    assert comm.statistics() == (1, 0, 0)
+    assert comm.statistics()[:3] == (1, 0, 0)
 
 
 BAD_KEYWORDS: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -77,7 +77,7 @@ async def test_timeouts_and_hints_are_checked(comms: list[Comm], use: Callable[.
         with pytest.raises(error) as caught:
             use(comms[RANK], **keywords)
         assert str(caught.value) == text
-        assert comms[RANK].statistics() == (0, 0, 0)
+        assert comms[RANK].statistics()[:3] == (0, 0, 0)
 
 
 @good
@@ -106,7 +106,7 @@ async def test_a_closed_comm_takes_nothing(comms: list[Comm], use: Callable[...,
     await comms[RANK].aclose()
     with pytest.raises(ClosedError, match="comm 'test' is closed"):
         use(comms[RANK])
-    assert comms[RANK].statistics() == (0, 0, 0)
+    assert comms[RANK].statistics()[:3] == (0, 0, 0)
 
 
 @good

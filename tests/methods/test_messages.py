@@ -60,8 +60,8 @@ async def test_recording_sends_nothing() -> None:
         assert batch.ops == [Send(F, 2, 1, 5), Recv(F, 3, None, 6)]
         batch.ops.clear()
         assert len(batch.ops) == 2, "a list of its own"
-        assert a.statistics() == (0, 0, 0)
-        assert b.statistics() == (0, 0, 0)
+        assert a.statistics()[:3] == (0, 0, 0)
+        assert b.statistics()[:3] == (0, 0, 0)
 
 
 async def test_arguments_are_checked_when_recorded() -> None:
@@ -83,7 +83,7 @@ async def test_an_empty_batch() -> None:
         batch = comm.batch_op_create()
         with pytest.raises(ValueError, match="nothing was recorded in this batch"):
             batch.issue()
-        assert comm.statistics() == (0, 0, 0)
+        assert comm.statistics()[:3] == (0, 0, 0)
         batch.send(full(1), 0)
         batch.recv(full(1), 0)
         await batch.issue()  # not too late
@@ -99,7 +99,7 @@ async def test_a_batch_is_issued_once() -> None:
             with pytest.raises(RuntimeError, match="this batch was issued; make a new one"):
                 again()
         await work
-        assert comm.statistics() == (2, 0, 0)
+        assert comm.statistics()[:3] == (2, 0, 0)
         assert len(batch.ops) == 2
 
 
@@ -112,7 +112,7 @@ async def test_what_was_not_issued_can_be_issued_again() -> None:
             batch.issue(timeout=0)
         with pytest.raises(TypeError, match="hints must be a mapping"):
             batch.issue(hints=["x"])  # type: ignore[arg-type]
-        assert comm.statistics() == (0, 0, 0)
+        assert comm.statistics()[:3] == (0, 0, 0)
         await batch.issue(timeout=5, hints={"unknown": "ignored"})
 
 
@@ -126,7 +126,7 @@ async def test_one_work_of_all_tensors_in_the_order_of_recording() -> None:
         work = batch.issue()
         assert isinstance(work.op, Together)
         assert list(work.op.ops) == batch.ops
-        assert a.statistics() == (3, 3, 28)
+        assert a.statistics()[:3] == (3, 3, 28)
         await asyncio.gather(b.send(full(5), 0, 7), b.recv(full(0), 0))
         assert not work.done(), "one is still missing"
         b.send(full(6, 3), 0, 8)
@@ -134,7 +134,7 @@ async def test_one_work_of_all_tensors_in_the_order_of_recording() -> None:
         assert [x is y for x, y in zip(results, [first, sent, second], strict=True)] == [True] * 3
         assert first.tolist() == [5, 5]
         assert second.tolist() == [6, 6, 6]
-        assert a.statistics() == (3, 0, 0)
+        assert a.statistics()[:3] == (3, 0, 0)
 
 
 async def test_a_batch_of_one() -> None:
@@ -176,7 +176,7 @@ async def test_a_subset_of_the_ranks() -> None:
             works.append(batch.issue())
         await asyncio.gather(*works)
         assert [outs[0][0].item(), outs[2][0].item()] == [12, 10]
-        assert comms[1].statistics() == (0, 0, 0)
+        assert comms[1].statistics()[:3] == (0, 0, 0)
         works = [comm.barrier() for comm in comms]
         assert [work.seq for work in works] == [0, 0, 0], "collectives are numbered apart"
         await asyncio.gather(*works)

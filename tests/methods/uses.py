@@ -34,10 +34,10 @@ class Recorder(Collectives, UnevenCollectives, CoalescedCollectives, Messages):
     def __init__(self, group: Group = GROUP) -> None:
         self._group = group
 
-    def _submit(self, call: Call, timeout: Any, hints: Mapping[str, str] | None) -> Any:
+    def _submit(self, call: Call, timeout: Any, hints: Mapping[str, str] | None, tag: str | None = None) -> Any:
         return call
 
-    def _submit_together(self, calls: Sequence[Call], result: Any, timeout: Any, hints: Any) -> Any:
+    def _submit_together(self, calls: Sequence[Call], result: Any, timeout: Any, hints: Any, tag: Any = None) -> Any:
         return list(calls), result
 
 
@@ -463,3 +463,24 @@ GOOD: dict[str, Callable[..., Any]] = {
     "recv": lambda c, **k: c.recv(t(4), 0, **k),
 }
 good = pytest.mark.parametrize("use", list(GOOD.values()), ids=list(GOOD))
+
+
+def _at_root(comm: Any, value: Any) -> Any:
+    """``value`` on rank 0, None elsewhere."""
+    return value if comm.rank == 0 else None
+
+
+# Every collective of a comm once, as any rank may call it.
+COLLECTIVES: dict[str, Callable[..., Any]] = {
+    **{name: use for name, use in GOOD.items() if name not in ("send", "recv")},
+    "scatter": lambda c, **k: c.scatter(t(4), _at_root(c, several()), 0, **k),
+    "scatter_single": lambda c, **k: c.scatter_single(t(4), _at_root(c, t(12)), 0, **k),
+    "scatter_v": lambda c, **k: c.scatter_v(None, _at_root(c, several()), 0, **k),
+    "all_gather_object": lambda c, **k: c.all_gather_object("x", **k),
+    "gather_object": lambda c, **k: c.gather_object("x", 0, **k),
+    "broadcast_object": lambda c, **k: c.broadcast_object("x", 0, **k),
+    "broadcast_object_list": lambda c, **k: c.broadcast_object_list(["x"], 0, **k),
+    "scatter_object_list": lambda c, **k: c.scatter_object_list(_at_root(c, ["x"] * SIZE), 0, **k),
+    "broadcast_tensor_dict": lambda c, **k: c.broadcast_tensor_dict({"x": t(2)}, 0, **k),
+    "broadcast_state": lambda c, **k: c.broadcast_state({"x": t(2)}, 0, **k),
+}

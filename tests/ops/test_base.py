@@ -75,6 +75,7 @@ OPS: list[tuple[Op, str]] = [
 values = pytest.mark.parametrize(("op", "text"), OPS, ids=[text for _, text in OPS])
 
 OTHER: dict[str, Any] = {
+    "label": "layer3.bias",
     "dtype": torch.float16,
     "numel": 99,
     "layout": 77,
@@ -102,6 +103,41 @@ def test_text(op: Op, text: str) -> None:
     assert str(op) == text
     if not isinstance(op, (Parcels, SendParcel, RecvParcel)):  # these go by the name of the method
         assert text.startswith(op.kind + "(")
+
+
+@values
+def test_text_of_what_has_a_tag(op: Op, text: str) -> None:
+    if op.p2p or isinstance(op, Together):  # one has tags of another kind, the other several collectives' own
+        return
+    separator = "" if text.endswith("()") else ", "
+    assert str(dataclasses.replace(op, label="layer3.bias")) == f"{text[:-1]}{separator}tag='layer3.bias')"
+    assert str(dataclasses.replace(op, label="it's\n")) == f'{text[:-1]}{separator}tag="it\'s\\n")'
+
+
+def test_several_operations_show_a_tag_each() -> None:
+    op = Together((Barrier(label="a"), Barrier()))
+    assert str(op) == "together(barrier(tag='a'), barrier())"
+    assert not op.fits(Together((Barrier(), Barrier())))
+
+
+def test_a_call_is_labelled() -> None:
+    call = Call(AllReduce(F, 7, SUM), (torch.zeros(7),), (), None)
+    assert call.op.label == ""
+    assert call.labelled("layer3.bias") is call
+    assert call.op == AllReduce(F, 7, SUM, label="layer3.bias") != AllReduce(F, 7, SUM)
+    assert hash(call.op) == hash(AllReduce(F, 7, SUM, label="layer3.bias"))
+
+
+def test_what_is_no_tag_labels_nothing() -> None:
+    call = Call(Barrier(), (), (), None)
+    with pytest.raises(TypeError, match=r"^tag must be a str, got 3 "):
+        call.labelled(3)
+    assert call.op == Barrier()
+
+
+def test_point_to_point_has_no_label() -> None:
+    with pytest.raises(AssertionError, match="cannot have a label"):
+        Call(Send(F, 7, 1, 5), (), (), None).labelled("x")
 
 
 def test_kinds_differ() -> None:

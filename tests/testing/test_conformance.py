@@ -1,6 +1,7 @@
 """The conformance suite must catch backends that do not keep their promises: here is one broken in each way."""
 
 import asyncio
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from asynccomm.backends import arithmetic, loopback
 from asynccomm.backends.base import Delivery, Submission
 from asynccomm.backends.loopback import Hub, LoopbackBackend
 from asynccomm.backends.matching import Matching
+from asynccomm.coalescing import plan
 from asynccomm.methods import dicts, groups, states
 from asynccomm.monitored_barrier import MonitoredBarriers
 from asynccomm.ops import (
@@ -186,7 +188,9 @@ def prefers_receives_from_any_source(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def looks_memory_up_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asynccomm.backends.base._detached", lambda tensors: tensors)
+    original: Any = Submission.__init__
+    late = functools.partialmethod(original, detached=True)
+    monkeypatch.setattr(Submission, "__init__", late)
 
 
 def runs_what_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,6 +353,10 @@ def monitors_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MonitoredBarriers, "pass_through", pass_through)
 
 
+def merges_across_conflicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_cuts_by_memory", plan._cuts_by_kind)
+
+
 # What is broken, how, and the check that must see it.
 BROKEN: dict[str, tuple[Patch, str]] = {
     "swapped chunks": (patch_perform(swapped_chunks), "all_to_all_single_in_and_out_of_place"),
@@ -389,6 +397,7 @@ BROKEN: dict[str, tuple[Patch, str]] = {
     "names ignored": (ignores_names, "states_from_every_root"),
     "shares mixed up": (sends_the_first_share, "shares_of_dicts_from_group_to_group"),
     "ranks sorted": (sorts_ranks, "groups_in_order_and_permuted"),
+    "conflicts ignored": (merges_across_conflicts, "operations_on_the_same_tensors_in_one_scope"),
     "nothing monitored": (monitors_nothing, "monitored_barriers_name_who_is_missing"),
 }
 

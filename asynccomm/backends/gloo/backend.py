@@ -2,8 +2,9 @@
 
 An operation is started on the thread that calls; gloo only queues it. Collectives come back through gloo's future, on
 gloo's thread, which also does what is left: divide, convert, copy back. An operation may be several of gloo's
-(``several.py``): it is settled when all are done. Point-to-point works have no future: a thread waits for each of their
-lanes (``lanes.py``). Collectives of parcels are made of such messages (``exchange.py``).
+(``several.py``): it is settled when all are done. Those that share memory wait for each other (``in_flight.py``).
+Point-to-point works have no future: a thread waits for each of their lanes (``lanes.py``). Collectives of parcels are
+made of such messages (``exchange.py``).
 
 There are two gloo groups. With one thread, a group is up to twice as fast for small collectives; from 16 MiB on, one
 with torch's default of two is faster by a tenth.
@@ -26,6 +27,7 @@ from torch import distributed as dist
 
 from asynccomm.backends.base import Backend, BackendContext, Submission
 from asynccomm.backends.gloo.exchange import Exchange
+from asynccomm.backends.gloo.in_flight import InFlight
 from asynccomm.backends.gloo.lowering import start
 from asynccomm.backends.gloo.p2p import PointToPoint
 from asynccomm.backends.gloo.several import is_divided, lines_of
@@ -70,6 +72,7 @@ class GlooBackend(Backend):
         self._rank = group.rank
         self._size = group.size
         self._on_error = context.on_error
+        self._in_flight = InFlight(self._start, self._not_started)
         name = f"asynccomm-gloo-{group.name}"
         self._lanes = Lanes(name, int(context.hints.get("p2p_threads", P2P_THREADS)))
         self._p2p = PointToPoint(group.rank, self._lanes, self._complete, context.on_error)
@@ -126,26 +129,26 @@ class GlooBackend(Backend):
             if isinstance(submission.op, (Recv, RecvParcel)) and submission.op.peer is None:
                 raise ValueError("backend 'gloo' cannot receive from any source; name one: src=")
         for submission in batch:
+            op = submission.op
             try:
-                self._start(self._gloos, submission)
+                if op.p2p:
+                    self._p2p.submit(self._gloos.small, submission)
+                elif isinstance(op, Parcels):
+                    self._exchange.submit(self._gloos.small, op, submission)
+                else:
+                    self._in_flight.submit(submission)
             except RuntimeError as exc:  # the group died, and this call is the first to see it
-                error = BackendError(f"gloo could not start {submission.op}: {str(exc).strip()}")
-                error.__cause__ = exc
-                self._on_error(error)  # which fails the Work with the reason behind this, if there is one
+                self._not_started(submission, exc)
 
-    def _start(self, gloos: Gloos, submission: Submission) -> None:
-        op = submission.op
-        if op.p2p:
-            self._p2p.submit(gloos.small, submission)
-            return
-        if isinstance(op, Parcels):
-            self._exchange.submit(gloos.small, op, submission)
-            return
+    def _start(self, submission: Submission, settle: Callable[[], object]) -> None:
+        """Start a collective of tensors."""
+        gloos = self._gloos
+        assert gloos is not None, "started on a closed backend"
         if is_divided(submission):
             lines = lines_of(gloos, submission, self._rank, self._size)
-            run(lines, submission.work.settle, partial(self._failed, submission))
+            run(lines, settle, partial(self._failed, submission))
             return
-        work, finish = start(gloos.by_size(op.nbytes), submission, self._size)
+        work, finish = start(gloos.by_size(submission.op.nbytes), submission, self._size)
 
         def done(future: torch.futures.Future[object]) -> None:
             try:
@@ -155,7 +158,7 @@ class GlooBackend(Backend):
             except Exception as exc:
                 self._failed(submission, exc)
             else:
-                submission.work.settle()
+                settle()
 
         work.get_future().add_done_callback(done)
 
@@ -169,7 +172,14 @@ class GlooBackend(Backend):
         else:
             submission.work.settle(submission.error)
 
+    def _not_started(self, submission: Submission, exc: Exception) -> None:
+        error = BackendError(f"gloo could not start {submission.op}: {str(exc).strip()}")
+        error.__cause__ = exc
+        self._in_flight.end()
+        self._on_error(error)  # which fails the Work with the reason behind this, if there is one
+
     def _failed(self, submission: Submission, exc: Exception) -> None:
+        self._in_flight.end()
         if not isinstance(exc, BrokenError):
             error = BackendError(f"gloo failed in {submission.op}: {str(exc).strip()}")
             error.__cause__ = exc
@@ -180,6 +190,7 @@ class GlooBackend(Backend):
         await anyio.to_thread.run_sync(self._close)
 
     def _close(self) -> None:
+        self._in_flight.end()
         if not self._lanes.join(LINGER_SECONDS):  # receives that were given up: nothing else ends them
             self.abort()
             self._lanes.join(CLOSE_SECONDS)
@@ -187,6 +198,7 @@ class GlooBackend(Backend):
         self._parcel_lane.join(CLOSE_SECONDS)
         self._parcel_lane.end()
         self._p2p.drop()
+        self._in_flight.join(CLOSE_SECONDS)  # the threads that may be starting something are gloo's own
         gloos, self._gloos = [self._gloos], None
         # the last reference ends gloo's threads; one in fifty aborted groups has one that nothing can wake
         ending = threading.Thread(target=gloos.clear, name="asynccomm-gloo-end", daemon=True)
@@ -200,6 +212,7 @@ class GlooBackend(Backend):
         self._close()
 
     def abort(self) -> None:
+        self._in_flight.end()
         with self._ending:
             if self._poisoned or self._gloos is None:
                 return

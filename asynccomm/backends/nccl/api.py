@@ -14,6 +14,10 @@ What a caller has to know of NCCL (2.28 to 2.32):
 - Groups are per thread. When a call in a group fails, ``group_end`` must still be called. It starts what the group has,
   unless NCCL itself refused a call (then it may fail as well), so work out all arguments before ``group_start``.
 - Communicators that block and those that do not cannot be in one group.
+- A group that is ended by ``group_estimate`` still connects what it needs, so it may wait for the other ranks. It tells
+  the time of one of its collectives only, unless they are alike: then NCCL takes them as one. Messages, and whatever is
+  made of them, have none. On a non-blocking communicator the group would run, as it does at once with a single rank.
+  NCCL keeps what was estimated in line and would launch it with the next group, had ``drop_queued`` not emptied that.
 - One thread at a time may call NCCL for a device, also for different communicators. Only ``abort`` and ``progress``
   may come from elsewhere.
 - The current CUDA device must be the communicator's in all calls that make one; that is the caller's business.
@@ -21,6 +25,7 @@ What a caller has to know of NCCL (2.28 to 2.32):
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -74,8 +79,11 @@ _OPTIONAL: Final = {
     "scatter": "Scatter",
     "shrink": "CommShrink",
     "revoke": "CommRevoke",
+    "estimate": "GroupSimulateEnd",
 }
 _NO_COLOR: Final = -1
+_MICROSECOND: Final = 1e-6  # NCCL's unit of estimates, which nccl4py passes on as it is, whatever its documents say
+_NO_ROOT: Final = -1
 _IN_PROGRESS: Final = 7
 _DEPTH: Final = 16  # more groups within each other than anybody opens
 
@@ -154,7 +162,7 @@ class Nccl(Protocol):
 
     @property
     def native(self) -> frozenset[str]:
-        """Which of all_to_all, gather, scatter, shrink and revoke the library has."""
+        """Which of all_to_all, gather, scatter, shrink, revoke and estimate the library has."""
 
     def unique_id(self) -> bytes:
         """128 bytes, for all ranks of one new communicator; they meet in this process, so one of the ranks makes it."""
@@ -197,6 +205,15 @@ class Nccl(Protocol):
         """What this thread calls from now on is started at once, by ``group_end``."""
 
     def group_end(self) -> None: ...
+
+    def group_estimate(self) -> float:
+        """End a group without running it; returns the seconds that it would take, negative where NCCL cannot tell.
+
+        To be followed by ``drop_queued``, whatever comes of it.
+        """
+
+    def drop_queued(self, comm: Comm, buf: int, stream: int) -> None:
+        """Make ``comm`` forget what was only estimated. ``buf`` is a byte on the device, which stays as it is."""
 
     def all_reduce(self, send: int, recv: int, count: int, dtype: int, op: int, comm: Comm, stream: int) -> None: ...
 
@@ -383,6 +400,23 @@ class _Loaded:
 
     def group_end(self) -> None:
         self._do("start the operations of a group", None, self._nccl.group_end)
+
+    def group_estimate(self) -> float:
+        info = self._do("estimate the time of a group", None, self._nccl.group_simulate_end)
+        return float(info.estimated_time) * _MICROSECOND
+
+    def drop_queued(self, comm: Comm, buf: int, stream: int) -> None:
+        # no call does that, but NCCL does when a group fails: so here is one, of a call that is right and one that is
+        # not, with a root that there never is
+        self._do("start a group", None, self._nccl.group_start)
+        for root in (0, _NO_ROOT):
+            with contextlib.suppress(*self._errors):
+                self._nccl.broadcast(buf, buf, 1, DTYPES[torch.uint8], root, comm, stream)
+        try:
+            self._nccl.group_end()
+        except self._errors:
+            return
+        raise BackendError("NCCL took a call with a wrong root, and so may have run what was only to be estimated")
 
     def all_reduce(self, send: int, recv: int, count: int, dtype: int, op: int, comm: Comm, stream: int) -> None:
         self._do("start all_reduce", comm, self._nccl.all_reduce, send, recv, count, dtype, op, comm, stream)

@@ -1,14 +1,17 @@
 """GPU collectives by NCCL.
 
 One NCCL communicator and one stream for the collectives of a comm: a batch of operations is lowered to calls
-(``lowering``), which go to NCCL as one group between two events. The stream follows what the caller had queued on its
-current stream at the call, and the caller's streams follow it where they are told to (``Work.wait_stream``). The
-completion poller (``events``) sees the second event pass; until then the submissions keep their tensors.
+(``lowering``), which go to NCCL as one group between two events. The stream follows what the callers had queued on
+their current streams at the calls (``origins``), and their streams follow it where they are told to
+(``Work.wait_stream``). The completion poller (``events``) sees the second event pass; until then the submissions keep
+their tensors. Batches so take effect one after the other, also on the same memory, whatever is copied before and after.
 
 Messages, parcels and barriers are told of over a side channel on the host (``side``, ``parcels``); what they move from
-device to device has communicators of its own (``transfers``).
+device to device has communicators and streams of its own (``transfers``), which follow the callers' streams and not the
+collectives': what has the memory of one that is not done yet must wait for that first.
 
 In a stream that is being captured, operations on tensors are queued on that very stream, and become part of its graph.
+How long operations would take, NCCL is asked in groups that do not run (``estimates``).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Self
@@ -24,24 +28,24 @@ from weakref import WeakKeyDictionary
 
 import anyio
 import anyio.to_thread
-import torch
 
 from asynccomm.backends.base import Backend, BackendContext, Submission
 from asynccomm.backends.lanes import Lanes
-from asynccomm.backends.nccl.api import Config
+from asynccomm.backends.nccl import estimates, origins
 from asynccomm.backends.nccl.communicator import END_SECONDS, Communicator, end_all
 from asynccomm.backends.nccl.device import Event, Stream
 from asynccomm.backends.nccl.flight import Flight
-from asynccomm.backends.nccl.lowering import Ability, Plan, lower
+from asynccomm.backends.nccl.hints import HINTS, check, config_of
+from asynccomm.backends.nccl.lowering import lower
 from asynccomm.backends.nccl.parcels import Messenger
+from asynccomm.backends.nccl.plan import Ability, Plan, Step
 from asynccomm.backends.nccl.platform import Platform
 from asynccomm.backends.nccl.side import Side
 from asynccomm.backends.nccl.transfers import Transfers
 from asynccomm.backends.nccl.turns import Countdown
-from asynccomm.backends.registry import load_backend
 from asynccomm.errors import BackendError, BrokenError
 from asynccomm.mailbox import Mailbox
-from asynccomm.ops import Barrier, Call, Recv, RecvParcel, Send, TensorOp
+from asynccomm.ops import Barrier, Call, Op, Recv, RecvParcel, Send, TensorOp, Together
 from asynccomm.work import Work
 
 __all__ = ["NcclBackend"]
@@ -51,18 +55,6 @@ QUIET_SECONDS: Final = 1.0  # for threads to get to the end of what was aborted
 LANES: Final = 16  # threads that take what came, and 4 for each rank: those wait for NCCL to connect, both ways
 
 _log = logging.getLogger("asynccomm")
-_CPU: Final = torch.device("cpu")
-_NUMBERS: Final = ("min_ctas", "max_ctas", "cga_cluster_size", "traffic_class")
-_HINTS: Final[Mapping[str, str]] = {
-    "blocking": "1 (default): a call of NCCL launches; 0: a thread of NCCL's does, which abort() can stop at any time",
-    "connect": "when to connect NCCL: eager (default: with the comm) or lazy (with the first collective)",
-    "side": "backend of the channel on the host: auto (default), shm or gloo",
-    "min_ctas": "blocks of the GPU that an NCCL kernel takes at least",
-    "max_ctas": "blocks of the GPU that an NCCL kernel takes at most",
-    "cga_cluster_size": "size of the clusters that these blocks form, 0 to 8",
-    "traffic_class": "traffic class for network operations",
-    "net_name": "network that NCCL is to use, such as IB or Socket",
-}
 
 
 class NcclBackend(Backend):
@@ -70,7 +62,7 @@ class NcclBackend(Backend):
 
     name = "nccl"
     devices = frozenset({"cuda"})
-    hints = _HINTS
+    hints = HINTS
 
     def __init__(self, context: BackendContext, platform: Platform, side: Side, unique_id: bytes) -> None:
         group = context.group
@@ -80,7 +72,7 @@ class NcclBackend(Backend):
         self._device, self._poller = device, poller = platform.device, platform.poller
         dtypes = frozenset([dtype for dtype in platform.nccl.dtypes if device.reduces(dtype)])
         self._ability = Ability(dtypes, platform.nccl.native)
-        self._config = config = _config(context)
+        self._config = config = config_of(context)
         self._unique_id = unique_id
         self._lanes = Lanes(f"asynccomm-nccl-{group.name}", LANES + 4 * group.size)
         self._high_priority = context.high_priority_stream
@@ -116,18 +108,7 @@ class NcclBackend(Backend):
 
     @classmethod
     def check_hints(cls, hints: Mapping[str, str]) -> None:
-        for key in _NUMBERS:
-            if key in hints and not hints[key].isdecimal():
-                raise ValueError(f"hint {key!r} must be a number, got {hints[key]!r}")
-        if hints.get("blocking", "1") not in ("0", "1"):
-            raise ValueError(f"hint 'blocking' must be 0 or 1, got {hints['blocking']!r}")
-        if hints.get("connect", "eager") not in ("eager", "lazy"):
-            raise ValueError(f"hint 'connect' must be eager or lazy, got {hints['connect']!r}")
-        if hints.get("side", "auto") != "auto":
-            try:
-                load_backend(hints["side"], _CPU)
-            except ValueError as exc:
-                raise ValueError(f"hint 'side' must name a backend for the CPU: {exc}") from exc
+        check(hints)
 
     @classmethod
     def _platform_for(cls, context: BackendContext) -> Platform:
@@ -206,14 +187,20 @@ class NcclBackend(Backend):
             self._capture(batch)
             return
         together = [submission for submission in batch if _is_collective(submission)]
+        others = [submission for submission in batch if not _is_collective(submission)]
+        # all of them before anything is handed on: this may raise
+        before = origins.streams(self._device, together) if together else []
+        alone = [origins.stream(self._device, submission) for submission in others]
         if together:
-            self._begin(together)
-        for submission in batch:
-            if not _is_collective(submission):
-                self._tell(submission)
+            self._begin(together, before)
+        for submission, stream in zip(others, alone, strict=True):
+            self._tell(submission, stream)
 
-    def _tell(self, submission: Submission) -> None:
-        """Start what begins on the side channel."""
+    def origin(self) -> origins.Origin:
+        return origins.note(self._device)
+
+    def _tell(self, submission: Submission, stream: Stream) -> None:
+        """Start what begins on the side channel. It follows ``stream``."""
         work = submission.work
         if isinstance(submission.op, Barrier):
             # everybody has called it, and what this rank has called before is done, as elsewhere
@@ -224,7 +211,7 @@ class NcclBackend(Backend):
         flight = Flight(self._device, prompt=False)
         if isinstance(submission.op, TensorOp):
             work.order = flight
-        self._driven[work] = self._messenger.submit(submission, flight)
+        self._driven[work] = self._messenger.submit(submission, stream, flight)
 
     def _after_all(self, done: Callable[[BrokenError | None], object]) -> None:
         """Call ``done`` once all collectives so far have passed."""
@@ -246,25 +233,32 @@ class NcclBackend(Backend):
 
         self._poller.watch(stream.handle, event, passed)
 
-    def _begin(self, batch: Sequence[Submission]) -> None:
+    def _lowered(self, batch: Sequence[Submission], stream: Stream) -> Plan:
+        plan = Plan(self._rank, self._size, self._ability, partial(self._device.empty, stream=stream))
+        for submission in batch:
+            lower(submission, plan)
+        return plan
+
+    def _now(self, plan: Plan) -> bool:
+        """Whether ``plan`` can be issued without waiting for other ranks, and is next. With the lock held."""
+        return not self._waiting and self._connected and self._communicator.knows(plan.calls)
+
+    def _begin(self, batch: Sequence[Submission], before: Sequence[Stream]) -> None:
         """Issue collectives as one group, or have it done by a thread if that could wait for other ranks."""
         flight = Flight(self._device)
         with self._lock:
-            stream = self._communicator.stream
-            plan = Plan(self._rank, self._size, self._ability, partial(self._device.empty, stream=stream))
-            for submission in batch:
-                lower(submission, plan)
-            ready = self._device.current_stream().record()
+            plan = self._lowered(batch, self._communicator.stream)
+            ready = [stream.record() for stream in before]
             for submission in batch:
                 submission.work.order = flight
             self._last = flight
-            if self._waiting or not self._connected or not self._communicator.knows(plan.calls):
+            if self._now(plan):
+                self._issue(batch, plan, ready, flight, known=True)
+            else:
                 self._waiting += 1
                 self._lanes.put("collectives", partial(self._issue_later, batch, plan, ready, flight))
-            else:
-                self._issue(batch, plan, ready, flight, known=True)
 
-    def _issue_later(self, batch: Sequence[Submission], plan: Plan, ready: Event, flight: Flight) -> None:
+    def _issue_later(self, batch: Sequence[Submission], plan: Plan, ready: Sequence[Event], flight: Flight) -> None:
         """On a lane."""
         try:
             if self._ending is not None:
@@ -278,18 +272,19 @@ class NcclBackend(Backend):
             with self._lock:
                 self._waiting -= 1
 
-    def _issue(self, batch: Sequence[Submission], plan: Plan, ready: Event, flight: Flight, *, known: bool) -> None:
+    def _issue(
+        self, batch: Sequence[Submission], plan: Plan, ready: Sequence[Event], flight: Flight, *, known: bool
+    ) -> None:
         stream = self._communicator.stream
-        stream.wait(ready)
-        self._device.release(ready)
+        for event in ready:
+            stream.wait(event)
+            self._device.release(event)
         try:
             self._queue(plan, stream, known=known)
         except Exception as exc:  # torch may have no memory, or no kernel
             self._wreck.append((batch, plan))  # some of it may be under way
             if not isinstance(exc, BrokenError):
-                error = BackendError(f"nccl could not start {batch[0].op}: {type(exc).__name__}: {exc}")
-                error.__cause__ = exc
-                exc = error
+                exc = _not_started(_all_of(batch), exc)
             self._on_error(exc)  # which fails the Works, and with them whoever waits for the flight
             return
         event = stream.record()
@@ -297,12 +292,10 @@ class NcclBackend(Backend):
         self._poller.watch(stream.handle, event, partial(self._passed, batch, plan, flight))
 
     def _queue(self, plan: Plan, stream: Stream, *, known: bool) -> None:
-        for step in plan.before:
-            stream.run(step)
+        _run(plan.before, stream)
         if plan.calls:
             self._communicator.issue(plan.calls, stream=stream, known=known)
-        for step in plan.after:
-            stream.run(step)
+        _run(plan.after, stream)
 
     def _passed(
         self, batch: Sequence[Submission], plan: Plan, flight: Flight, error: BrokenError | None
@@ -326,15 +319,56 @@ class NcclBackend(Backend):
                 "NCCL is not connected yet: run a collective on this comm, and await it, before capturing"
             )
         stream = self._device.current_stream()
-        plan = Plan(self._rank, self._size, self._ability, partial(self._device.empty, stream=stream))
-        for submission in batch:
-            lower(submission, plan)
+        before = origins.streams(self._device, batch)
+        plan = self._lowered(batch, stream)
+        for other in before:
+            if other.handle != stream.handle:
+                stream.wait(other.record(captured=True))
         self._queue(plan, stream, known=self._communicator.knows(plan.calls))
         flight = Flight(self._device)
         flight.issue(stream.record(captured=True), captured=True)
         for submission in batch:
             submission.work.order = flight
             submission.work.capture()
+
+    def estimate(self, batch: Sequence[Submission]) -> Future[float]:
+        for submission in batch:
+            if not _is_collective(submission):
+                raise ValueError(f"nccl cannot estimate how long {submission.op} takes: it begins on the host")
+        estimates.check_comm(self._platform.nccl, self._config, self._size)
+        if self._device.capturing():
+            raise RuntimeError("how long operations take cannot be estimated while a CUDA graph is captured")
+        future: Future[float] = Future()
+        future.set_running_or_notify_cancel()  # from here on it is not to be cancelled: others may be waiting for this
+        with self._lock:
+            plan = self._lowered(batch, self._communicator.stream)
+            estimates.check_calls(plan.calls)
+            if self._now(plan):
+                self._estimate(plan, future, known=True)
+            else:
+                self._waiting += 1
+                self._lanes.put("collectives", partial(self._estimate_later, plan, future))
+        return future
+
+    def _estimate_later(self, plan: Plan, future: Future[float]) -> None:
+        """On a lane."""
+        try:
+            self._estimate(plan, future, known=False)
+        finally:
+            with self._lock:
+                self._waiting -= 1
+
+    def _estimate(self, plan: Plan, future: Future[float], *, known: bool) -> None:
+        try:
+            if self._ending is not None:
+                raise BackendError("the comm has ended")
+            if not self._connected:
+                self._connect()
+            future.set_result(estimates.estimate(plan.calls, self._communicator, known=known))
+        except Exception as exc:
+            if isinstance(exc, BrokenError):
+                self._on_error(exc)
+            future.set_exception(exc)
 
     def _all_is_well(self) -> bool:
         """Look for errors of the transport; whether to look again. On the poller's thread."""
@@ -412,15 +446,25 @@ async def _all_have_one(context: BackendContext) -> None:
     await context.store.wait([f"ready/{rank}" for rank in range(context.group.size)], context.timeout)
 
 
+def _run(steps: Sequence[Step], stream: Stream) -> None:
+    for step in steps:
+        try:
+            stream.run(step)
+        except Exception as exc:
+            raise _not_started(step.op, exc) from exc
+
+
+def _all_of(batch: Sequence[Submission]) -> Op:
+    return batch[0].op if len(batch) == 1 else Together(tuple([submission.op for submission in batch]))
+
+
+def _not_started(op: Op, exc: Exception) -> BackendError:
+    error = BackendError(f"nccl could not start {op}: {type(exc).__name__}: {exc}")
+    error.__cause__ = exc
+    return error
+
+
 def _is_collective(submission: Submission) -> bool:
     """Whether it is NCCL's alone."""
     op = submission.op
     return (isinstance(op, TensorOp) and not op.p2p) or op.kind == "all_to_all"
-
-
-def _config(context: BackendContext) -> Config:
-    hints = context.hints
-    numbers: dict[str, Any] = {key: int(hints[key]) for key in _NUMBERS if key in hints}
-    return Config(
-        name=context.group.name, net_name=hints.get("net_name"), blocking=hints.get("blocking") != "0", **numbers
-    )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from asynccomm.backends.nccl.api import Comm, Config, Nccl
 from asynccomm.backends.nccl.device import ISSUING, Device, Stream
-from asynccomm.backends.nccl.lowering import NcclCall
+from asynccomm.backends.nccl.plan import NcclCall
 from asynccomm.errors import AsyncCommError, BackendError
 from asynccomm.reduce_op import RedOpType
 
@@ -96,23 +96,14 @@ class Communicator:
     def issue(self, calls: Sequence[NcclCall], *, stream: Stream | None = None, known: bool) -> None:
         """Queue ``calls`` as one group, on ``stream`` or else the communicator's own. Blocks unless all are ``known``.
 
-        Raises: BackendError; then none of them runs.
+        Raises: BackendError, which names the operation whose call NCCL refused; then none of them runs.
         """
         nccl = self._nccl
         where = (self.stream if stream is None else stream).handle
         made: list[int] = []  # reductions
         with self._device.here(), self._inside() as handle, ISSUING if known else contextlib.nullcontext():
             try:
-                # everything that can go wrong on our side does so before the group begins: half a group would hang
-                prepared = [self._prepared(call, handle, where, made) for call in calls]
-                nccl.group_start()
-                try:
-                    for function, arguments in prepared:
-                        function(*arguments)
-                except BaseException:
-                    with contextlib.suppress(AsyncCommError):
-                        nccl.group_end()  # raises, too, and runs nothing
-                    raise
+                self._start(calls, handle, where, made)
                 nccl.group_end()
                 if not known:
                     self._until_ready()
@@ -120,6 +111,42 @@ class Communicator:
                 for reduction in made:
                     nccl.drop_reduction(reduction, handle)
         self._known |= _kinds(calls)
+
+    def estimate(self, calls: Sequence[NcclCall], *, known: bool) -> float:
+        """Seconds that ``calls`` take as one group, as far as NCCL can tell: negative if not. Nothing runs.
+
+        Only for one that is blocking and has several ranks; of calls that NCCL takes as one, see ``estimates``. Blocks
+        unless all are ``known``. Raises: BackendError.
+        """
+        nccl, stream = self._nccl, self.stream.handle
+        made: list[int] = []  # reductions
+        with self._device.here(), self._inside() as handle, ISSUING if known else contextlib.nullcontext():
+            try:
+                self._start(calls, handle, stream, made)
+                return nccl.group_estimate()
+            finally:
+                for reduction in made:
+                    nccl.drop_reduction(reduction, handle)
+                nccl.drop_queued(handle, _memory(calls[0]).data_ptr(), stream)
+
+    def _start(self, calls: Sequence[NcclCall], handle: Comm, stream: int, made: list[int]) -> None:
+        """Start a group of ``calls``; it is ended when this raises. Reductions that it needs are added to ``made``."""
+        nccl = self._nccl
+        # everything that can go wrong on our side does so before the group begins: half a group would hang
+        prepared = [self._prepared(call, handle, stream, made) for call in calls]
+        nccl.group_start()
+        done = 0
+        try:
+            for function, arguments in prepared:
+                function(*arguments)
+                done += 1
+        except BaseException as exc:
+            with contextlib.suppress(AsyncCommError):
+                nccl.group_end()  # raises, too, and runs nothing
+            op = calls[done].op
+            if op is None or not isinstance(exc, AsyncCommError):
+                raise
+            raise BackendError(f"nccl could not start {op}: {exc}") from exc
 
     def _prepared(
         self, call: NcclCall, handle: Comm, stream: int, made: list[int]
@@ -150,6 +177,12 @@ class Communicator:
             handle, self._handle = self._handle, None
             self._lock.wait_for(lambda: not self._users, LEAVE_SECONDS)
         return handle
+
+
+def _memory(call: NcclCall) -> Tensor:
+    tensor = call.target if call.source is None else call.source
+    assert tensor is not None
+    return tensor
 
 
 def _pointer(tensor: Tensor | None) -> int:

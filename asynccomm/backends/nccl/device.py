@@ -66,6 +66,9 @@ class Device(Protocol):
     def capturing(self) -> bool:
         """Whether the calling thread's current stream is being captured into a graph."""
 
+    def capture_of(self, stream: Stream) -> int:
+        """Which capture into a graph ``stream`` is part of, by a number of its own; 0: none."""
+
     def here(self) -> contextlib.AbstractContextManager[object]:
         """Within, the device is the calling thread's current one."""
 
@@ -137,6 +140,9 @@ class Cuda:
         except ImportError as exc:
             major = built.partition(".")[0]
             raise BackendError(f"backend 'nccl' needs the package cuda-python: install asynccomm[cu{major}]") from exc
+        # the newer one, where there are two: the other fails for graphs with data on their edges
+        name = "cuStreamGetCaptureInfo"
+        self._capture_info = getattr(self._driver, f"{name}_v3", None) or getattr(self._driver, name)
         self._device = device
         torch.cuda.init()  # type: ignore[no-untyped-call]
         error, number = self._driver.cuDeviceGet(device.index)
@@ -185,6 +191,17 @@ class Cuda:
     def capturing(self) -> bool:
         with torch.cuda.device(self._device):
             return torch.cuda.is_current_stream_capturing()
+
+    def capture_of(self, stream: Stream) -> int:
+        error, status, number, *_ = self._capture_info(stream.handle)
+        if error == self._driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
+            return 0  # the default stream, which never is, beside another that is
+        self._check(error, "look up whether a stream is captured")
+        if status == self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
+            return 0
+        if status == self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
+            return int(number)
+        return -1  # one that has failed, and has no number any more
 
     def here(self) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.device(self._device)

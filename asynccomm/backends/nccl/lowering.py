@@ -10,8 +10,7 @@ Several tensors, or shares of their own size, are as many calls in the group; no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Final, final
 
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
+from asynccomm.backends.nccl.plan import Plan
 from asynccomm.backends.regions import Occupied, adjoining, bytes_of
 from asynccomm.dtypes import REAL
 from asynccomm.ops import (
@@ -39,7 +39,7 @@ from asynccomm.ops import (
 )
 from asynccomm.reduce_op import RedOpType, ReduceOp
 
-__all__ = ["Ability", "NcclCall", "Plan", "lower"]
+__all__ = ["lower"]
 
 _SUM_LIKE: Final = frozenset({RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM})
 _PLAIN: Final = frozenset({RedOpType.SUM, RedOpType.PRODUCT, RedOpType.MIN, RedOpType.MAX})
@@ -55,81 +55,10 @@ _OF_BOOLS: Final = {
 _BYTE: Final = torch.uint8
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Ability:
-    """What the loaded library can do."""
-
-    dtypes: frozenset[torch.dtype]  #: that it reduces
-    native: frozenset[str]  #: of all_to_all, gather and scatter, those that it has as calls of their own
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class NcclCall:
-    """One call in a group."""
-
-    name: str  #: the method of ``api.Nccl``
-    source: Tensor | None
-    target: Tensor | None
-    count: int  #: as that call counts: of one rank's share
-    dtype: torch.dtype
-    peer: int = -1  #: the root of a collective, or the other end of a message
-    reduction: RedOpType | None = None
-    factor: Tensor | None = None  #: of PREMUL_SUM: one element of ``dtype`` on the device
-
-
-@final
-class Plan:
-    """What an operation becomes.
-
-    Args:
-        empty: new memory on the device, of so many bytes.
-    """
-
-    def __init__(self, rank: int, size: int, ability: Ability, empty: Callable[[int], Tensor]) -> None:
-        self.rank, self.size, self.ability, self._empty = rank, size, ability, empty
-        self.before: list[Callable[[], object]] = []  #: to be queued on the stream, in order
-        self.calls: list[NcclCall] = []
-        self.after: list[Callable[[], object]] = []
-
-    def room(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._empty(numel * dtype.itemsize).view(dtype)
-
-    def source(self, tensor: Tensor, *, copied: bool = False) -> Tensor:
-        """The bytes of ``tensor`` in plain memory: a copy if need be, or if it is to be ``copied``."""
-        if arithmetic.is_plain(tensor) and not copied:
-            return bytes_of(tensor)
-        memory = self.room(tensor.numel(), tensor.dtype)
-        self.before.append(partial(arithmetic.write, memory.view(tensor.shape), tensor))
-        return memory.view(_BYTE)
-
-    def target(self, tensor: Tensor) -> Tensor:
-        """Where the bytes of ``tensor`` are to come; if that is not its own memory, they are copied there later."""
-        if arithmetic.is_plain(tensor):
-            return bytes_of(tensor)
-        memory = self.room(tensor.numel(), tensor.dtype)
-        self.after.append(partial(arithmetic.write, tensor, memory.view(tensor.shape)))
-        return memory.view(_BYTE)
-
-    def call(
-        self,
-        name: str,
-        source: Tensor | None,
-        target: Tensor | None,
-        count: int,
-        dtype: torch.dtype = _BYTE,
-        peer: int = -1,
-        reduction: RedOpType | None = None,
-        factor: Tensor | None = None,
-    ) -> None:
-        if count:
-            self.calls.append(NcclCall(name, source, target, count, dtype, peer, reduction, factor))
-
-
 def lower(submission: Submission, plan: Plan) -> None:
     """Add to ``plan`` what the operation of ``submission`` becomes."""
     inputs, outputs = submission.inputs, submission.outputs
+    plan.op = submission.op
     match submission.op:
         case AllReduce(reduction=reduction):
             twice = len(outputs) > 1 and Occupied(outputs).twice  # or one call would read what another writes
@@ -209,7 +138,7 @@ def _gather(plan: Plan, source: Tensor, outputs: Sequence[Tensor], root: int) ->
         if outputs:
             target = whole if whole is not None else plan.room(share * plan.size, _BYTE)
             if whole is None:
-                plan.after += _spreading(target, outputs)
+                _spread(plan, target, outputs)
         plan.call("gather", data, target, share, peer=root)
         return
     plan.call("send", data, None, share, peer=root)
@@ -226,7 +155,7 @@ def _scatter(plan: Plan, inputs: Sequence[Tensor], output: Tensor, root: int) ->
             whole = adjoining(inputs)
             if whole is None or overlaps:
                 source = plan.room(share * plan.size, _BYTE)
-                plan.before += _collecting(source, inputs)
+                _collect(plan, source, inputs)
             else:
                 source = whole
         plan.call("scatter", source, plan.target(output), share, peer=root)
@@ -256,22 +185,16 @@ def _all_to_all(plan: Plan, inputs: Sequence[Tensor], outputs: Sequence[Tensor])
         plan.call("recv", None, plan.target(output), output.nbytes, peer=rank)
 
 
-def _collecting(memory: Tensor, tensors: Sequence[Tensor]) -> list[Callable[[], object]]:
-    """Steps that copy ``tensors`` into bytes, one after the other."""
-    parts = memory.split_with_sizes([tensor.nbytes for tensor in tensors])
-    return [
-        partial(arithmetic.write, part.view(tensor.dtype).view(tensor.shape), tensor)
-        for part, tensor in zip(parts, tensors, strict=True)
-    ]
+def _collect(plan: Plan, memory: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Have ``tensors`` copied into bytes, one after the other."""
+    for part, tensor in zip(memory.split_with_sizes([tensor.nbytes for tensor in tensors]), tensors, strict=True):
+        plan.prepare(partial(arithmetic.write, part.view(tensor.dtype).view(tensor.shape), tensor))
 
 
-def _spreading(memory: Tensor, tensors: Sequence[Tensor]) -> list[Callable[[], object]]:
-    """Steps that copy bytes into ``tensors``, one after the other."""
-    parts = memory.split_with_sizes([tensor.nbytes for tensor in tensors])
-    return [
-        partial(arithmetic.write, tensor, part.view(tensor.dtype).view(tensor.shape))
-        for part, tensor in zip(parts, tensors, strict=True)
-    ]
+def _spread(plan: Plan, memory: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Have bytes copied into ``tensors``, one after the other."""
+    for part, tensor in zip(memory.split_with_sizes([tensor.nbytes for tensor in tensors]), tensors, strict=True):
+        plan.finish(partial(arithmetic.write, tensor, part.view(tensor.dtype).view(tensor.shape)))
 
 
 # -- reductions ----------------------------------------------------------------------------------------------------
@@ -316,10 +239,10 @@ class _Reducing:
         memory = self._plan.room(1, dtype)
         factor = reduction.factor
         if isinstance(factor, Tensor):
-            self._plan.before.append(partial(arithmetic.write, memory, factor.detach().reshape(1)))
+            self._plan.prepare(partial(arithmetic.write, memory, factor.detach().reshape(1)))
         else:
             assert isinstance(factor, (int, float))
-            self._plan.before.append(partial(memory.fill_, factor))
+            self._plan.prepare(partial(memory.fill_, factor))
         return memory
 
     def source(self, tensor: Tensor, *, copied: bool = False) -> Tensor:
@@ -328,7 +251,7 @@ class _Reducing:
         if self._as_it_is:
             return plan.source(tensor, copied=copied).view(self.dtype)
         memory = plan.room(self.pairs * tensor.numel(), self.dtype)
-        plan.before.append(lambda: memory.copy_(arithmetic.widen(tensor, self.given)))
+        plan.prepare(lambda: memory.copy_(arithmetic.widen(tensor, self.given)))
         return memory
 
     def target(self, output: Tensor) -> Tensor:
@@ -343,9 +266,9 @@ class _Reducing:
         """Have the result brought from ``memory`` to ``output``."""
         if self._as_it_is:
             values = memory.view(_BYTE).view(output.dtype).view(output.shape)
-            self._plan.after.append(partial(arithmetic.write, output, values))
+            self._plan.finish(partial(arithmetic.write, output, values))
         else:
-            self._plan.after.append(partial(arithmetic.narrow, memory, output, self.given, self._plan.size))
+            self._plan.finish(partial(arithmetic.narrow, memory, output, self.given, self._plan.size))
 
     def combine(self, rows: Tensor, output: Tensor) -> None:
         """Reduce ``rows``, one from each rank, on our own."""
@@ -354,7 +277,7 @@ class _Reducing:
         def step() -> None:
             arithmetic.narrow(arithmetic.combine(rows, given, bools=self.bools), output, given, size)
 
-        self._plan.after.append(step)
+        self._plan.finish(step)
 
 
 def _reduce(

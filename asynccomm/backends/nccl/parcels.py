@@ -63,10 +63,11 @@ class Messenger:
         self._stream = stream
         self._turns = Turns()
 
-    def submit(self, submission: Submission, flight: Flight) -> Work[None]:
+    def submit(self, submission: Submission, stream: Stream, flight: Flight) -> Work[None]:
         """Start a message or a collective of parcels; returns what drives it on the side channel.
 
         Args:
+            stream: the caller's, to be followed.
             flight: to follow the payload of a Send or Recv by.
         """
         parcels = submission.parcels
@@ -75,17 +76,17 @@ class Messenger:
                 head = _MESSAGE.pack(CODES[dtype], numel, submission.work.seq)
                 gifts = [(head, [(bytes_of(tensor), True) for tensor in submission.inputs if numel])]
                 op = SendParcel("send", peer, tag, Channel.TENSORS)
-                return self._send(_Task(self._device, submission, gifts, 2), op, flight)
+                return self._send(_Task(self._device, stream, submission, gifts, 2), op, flight)
             case SendParcel() as op:
-                task = _Task(self._device, submission, [self._segments(parcel) for parcel in parcels], 2)
+                task = _Task(self._device, stream, submission, [self._segments(parcel) for parcel in parcels], 2)
                 return self._send(task, op, Flight(self._device))
             case Recv(peer=source, tag=tag) as wanted:
-                step = partial(self._take_message, _Task(self._device, submission, (), 1), wanted, flight)
+                step = partial(self._take_message, _Task(self._device, stream, submission, (), 1), wanted, flight)
                 return self._receive(RecvParcel("recv", source, tag, Channel.TENSORS), step)
             case RecvParcel() as op:
-                return self._receive(op, partial(self._take_parcels, _Task(self._device, submission, (), 1)))
+                return self._receive(op, partial(self._take_parcels, _Task(self._device, stream, submission, (), 1)))
             case Parcels() as op:
-                return self._collective(submission, op)
+                return self._collective(submission, stream, op)
             case other:
                 raise AssertionError(f"no such message: {other}")
 
@@ -112,12 +113,12 @@ class Messenger:
                 task.part_done(None)
         return packed(number, head, segments)
 
-    def _collective(self, submission: Submission, op: Parcels) -> Work[None]:
+    def _collective(self, submission: Submission, stream: Stream, op: Parcels) -> Work[None]:
         others = [rank for rank in range(self._size) if rank != self._rank]
         takers = [rank for rank in others if op.gives(self._rank) and op.takes(rank)]
         givers = [rank for rank in others if op.takes(self._rank) and op.gives(rank)]
         gifts = [self._segments(parcel) for parcel in submission.parcels]
-        task = _Task(self._device, submission, gifts, 1 + len(takers) + bool(givers))
+        task = _Task(self._device, stream, submission, gifts, 1 + len(takers) + bool(givers))
         parcels: list[Parcel] = []
         if op.shared and takers:
             parcels = [self._packed(task, 0, {rank: Flight(self._device) for rank in takers})]
@@ -281,6 +282,7 @@ class _Task:
     def __init__(
         self,
         device: Device,
+        stream: Stream,
         submission: Submission,
         gifts: Sequence[tuple[bytes, Sequence[tuple[Tensor, bool]]]],
         parts: int,
@@ -288,7 +290,7 @@ class _Task:
         self._device = device
         self._countdown = Countdown(parts, self._end)
         self.gifts = gifts  #: what is given: heads, and the bytes of segments with whether these are on the device
-        self.stream: Stream = device.current_stream()  #: the caller's
+        self.stream = stream  #: the caller's
         self.ready: Event = self.stream.record()  #: behind all that it has queued, the making of ``gifts`` included
         self.work = submission.work
         self.outputs = submission.outputs

@@ -29,7 +29,7 @@ from asynccomm.backends.nccl.communicator import Communicator
 from asynccomm.backends.nccl.device import Device, Event, Stream
 from asynccomm.backends.nccl.events import Poller
 from asynccomm.backends.nccl.flight import Flight
-from asynccomm.backends.nccl.lowering import NcclCall
+from asynccomm.backends.nccl.plan import NcclCall
 from asynccomm.backends.nccl.side import Side
 from asynccomm.errors import AsyncCommError, BackendError, BrokenError
 from asynccomm.ops import Call, Channel, Parcel, RecvParcel, SendParcel

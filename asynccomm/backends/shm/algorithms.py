@@ -3,11 +3,14 @@
 A generator yields True when it got on and False when it has to wait for other ranks; it never waits itself. So one
 thread can keep any number of them going. Four forms are all there is:
 
-- ``publish``: a slot is for all readers (broadcast, all_gather, gather);
-- ``exchange``: a slot holds a part for each reader (scatter, all_to_all, and reduce_scatter, which combines them);
+- ``published``: a slot is for all readers (broadcast, all_gather, gather);
+- ``exchanged``: a slot holds a part for each reader (scatter, all_to_all, and reduce_scatter, which combines them);
 - ``reduce_whole``: small reductions; everybody who wants the result combines all slots;
 - ``reduce_parts``: large ones; each rank combines its part of every step and publishes that (reduce-scatter, then
   all-gather), chunk by chunk through slots that stay in the caches.
+
+All but the last can share a step with others, each at its own place in the slots: they are a :class:`Part`, which
+``transfer`` takes through the steps of a collective by itself, and ``collectives.py`` through one step for all.
 
 Reductions go in rank order, whoever computes them, so every rank holds the same bits.
 
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from ctypes import memmove
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,17 +34,21 @@ from asynccomm.backends.shm.segment import LINE, rounded_up
 from asynccomm.backends.shm.vectors import Operand, Share, copy, read, where, write
 
 __all__ = [
+    "Part",
     "Progress",
-    "exchange",
+    "combine",
+    "combined",
+    "exchanged",
     "free",
     "meet",
     "part_bytes",
     "pipeline",
     "posted",
-    "publish",
+    "published",
     "reduce_parts",
     "reduce_whole",
     "steps_for",
+    "transfer",
 ]
 
 Progress = Generator[bool, None, None]
@@ -99,12 +107,58 @@ def meet(board: Board, step: int) -> Progress:
     board.finish(step)
 
 
-def publish(board: Board, first: int, steps: int, source: Share | None, targets: Sequence[Share]) -> Progress:
+class Part(NamedTuple):
+    """What a rank does in the steps of a collective, wherever in the slots that has its place."""
+
+    #: (byte of the vectors, how many fit, address in this rank's slot)
+    fill: Callable[[int, int, int], None]
+    #: (step, byte of the vectors, how many fit, byte of the slots)
+    take: Callable[[int, int, int, int], None]
+    givers: Sequence[int]  #: ranks other than this one whose slots it takes from
+    lands: Sequence[Callable[[], object]] = ()  #: to be called at the end
+    owners: object = None  #: of the vectors' memory; to be kept
+
+
+def transfer(board: Board, first: int, steps: int, room: int, part: Part) -> Progress:
+    """A collective by itself, ``room`` bytes in a step."""
+    fill, take, givers, lands, _ = part
+    me = board.rank
+    if steps == 1:
+        while not board.free(first):
+            yield False
+        fill(0, room, board.slot_address(first, me))
+        board.post(first)
+        while not board.posted(first, givers):
+            yield False
+        take(first, 0, room, 0)
+        board.finish(first)
+    else:
+
+        def fill_one(i: int) -> None:
+            fill(i * room, room, board.slot_address(first + i, me))
+            board.post(first + i)
+
+        def take_one(i: int) -> None:
+            take(first + i, i * room, room, 0)
+            board.finish(first + i)
+
+        yield from pipeline(steps, (free(board, first), fill_one), (posted(board, first, givers), take_one))
+    for land in lands:
+        land()
+
+
+def published(
+    board: Board,
+    source: Share | None,
+    targets: Sequence[Share],
+    lands: Sequence[Callable[[], object]] = (),
+    owners: object = None,
+) -> Part:
     """Fill the slot from ``source``, if there is one; copy the slots of the ranks that ``targets`` are for there.
 
     Without targets this rank waits for nobody.
     """
-    me, room = board.rank, board.chunk
+    me = board.rank
     givers = []
     for rank, target, nbytes in targets:
         if rank != me:
@@ -112,22 +166,18 @@ def publish(board: Board, first: int, steps: int, source: Share | None, targets:
         elif source is not None:
             copy(source[1], target, nbytes)
 
-    def fill(i: int) -> None:
+    def fill(start: int, room: int, address: int) -> None:
         if source is not None:
             _, vector, nbytes = source
-            start = i * room
             if start < nbytes:
-                read(vector, start, min(room, nbytes - start), board.slot_address(first + i, me))
-        board.post(first + i)
+                read(vector, start, min(room, nbytes - start), address)
 
-    def take(i: int) -> None:
-        start = i * room
+    def take(step: int, start: int, room: int, at: int) -> None:
         for rank, target, nbytes in targets:
             if rank != me and start < nbytes:
-                write(target, start, min(room, nbytes - start), board.slot_address(first + i, rank))
-        board.finish(first + i)
+                write(target, start, min(room, nbytes - start), board.slot_address(step, rank) + at)
 
-    return pipeline(steps, (free(board, first), fill), (posted(board, first, givers), take))
+    return Part(fill, take, givers, lands, owners)
 
 
 def part_bytes(board: Board) -> int:
@@ -135,36 +185,26 @@ def part_bytes(board: Board) -> int:
     return board.chunk // board.size // LINE * LINE
 
 
-def exchange(
-    board: Board,
-    first: int,
-    steps: int,
+def exchanged(
     sources: Sequence[Share],
     givers: Sequence[int],
-    take: Callable[[int, int], None],
-) -> Progress:
+    take: Callable[[int, int, int, int], None],
+    lands: Sequence[Callable[[], object]] = (),
+    owners: object = None,
+) -> Part:
     """Fill the slot with a part for each rank; have ``take`` fetch the parts that are for this rank.
 
     Args:
         sources: what other ranks are to get, and this rank too if it is to be in the slot.
-        givers: the ranks that give, apart from this one.
-        take: called with a step and the byte at which it begins in the vectors, once the givers' slots are filled; the
-            parts for this rank are ``rank * part_bytes(board)`` into them.
+        take: the parts for this rank are ``rank * room`` into each giver's.
     """
-    room = part_bytes(board)
 
-    def fill(i: int) -> None:
-        slot, start = board.slot_address(first + i, board.rank), i * room
+    def fill(start: int, room: int, address: int) -> None:
         for rank, source, nbytes in sources:
             if start < nbytes:
-                read(source, start, min(room, nbytes - start), slot + rank * room)
-        board.post(first + i)
+                read(source, start, min(room, nbytes - start), address + rank * room)
 
-    def fetch(i: int) -> None:
-        take(first + i, i * room)
-        board.finish(first + i)
-
-    return pipeline(steps, (free(board, first), fill), (posted(board, first, givers), fetch))
+    return Part(fill, take, givers, lands, owners)
 
 
 def reduce_whole(board: Board, step: int, source: Operand, target: Operand | None, reduction: Reduction) -> Progress:
@@ -181,14 +221,40 @@ def reduce_whole(board: Board, step: int, source: Operand, target: Operand | Non
     if target is not None:
         while not board.posted(step, board.others):
             yield False
-        parts = board.parts(reduction.dtype, step, 0, nbytes // reduction.dtype.itemsize)
-        if isinstance(target, Tensor):
-            reduction.combine(parts, target)
-        else:
-            values = torch.empty_like(parts[0])
-            reduction.combine(parts, values)
-            target.write(0, nbytes, values.data_ptr())
+        combine(board, step, 0, nbytes, target, reduction)
     board.finish(step)
+
+
+def combined(
+    board: Board,
+    source: Operand,
+    target: Operand | None,
+    reduction: Reduction,
+    lands: Sequence[Callable[[], object]] = (),
+) -> Part:
+    """The same where it shares a step."""
+    nbytes = source.nbytes
+
+    def fill(start: int, room: int, address: int) -> None:
+        read(where(source), 0, nbytes, address)
+
+    def take(step: int, start: int, room: int, at: int) -> None:
+        if target is not None:
+            combine(board, step, at, nbytes, target, reduction)
+
+    return Part(fill, take, () if target is None else board.others, lands)
+
+
+def combine(board: Board, step: int, at: int, nbytes: int, target: Operand, reduction: Reduction) -> None:
+    """Combine the ``nbytes`` from byte ``at`` of all slots into ``target``."""
+    item = reduction.dtype.itemsize
+    parts = board.parts(reduction.dtype, step, at // item, nbytes // item)
+    if isinstance(target, Tensor):
+        reduction.combine(parts, target)
+    else:
+        values = torch.empty_like(parts[0])
+        reduction.combine(parts, values)
+        target.write(0, nbytes, values.data_ptr())
 
 
 def reduce_parts(

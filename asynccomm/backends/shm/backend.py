@@ -1,8 +1,9 @@
 """CPU collectives through shared memory, between ranks on one machine; Linux only.
 
 The parts, lowest first: ``segment`` (what lies where), ``fence`` (memory ordering), ``memory`` and ``meeting`` (how the
-ranks come to share one), ``rings`` and ``messages`` (point to point), ``board``, ``reduction``, ``algorithms`` and
-``collectives`` (steps of collectives), ``worker`` and ``engine`` (who moves them on, and when).
+ranks come to share one), ``rings`` and ``messages`` (point to point), ``batches`` (what shares a step), ``board``,
+``reduction``, ``algorithms``, ``parts`` and ``collectives`` (steps of collectives), ``worker`` and ``engine`` (who
+moves them on, and when).
 """
 
 from __future__ import annotations
@@ -81,8 +82,7 @@ class ShmBackend(Backend):
             return backend
 
     def submit(self, batch: Sequence[Submission]) -> None:
-        for submission in batch:
-            self._engine.submit(submission)
+        self._engine.submit(batch)
 
     def hurry(self, work: Work[object]) -> None:
         self._engine.hurry(work)

@@ -9,22 +9,26 @@ a *result*, which the others read too. A slot may be filled again once all have 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from ctypes import memmove, string_at
 from typing import Final, final
 
 import torch
 from torch import Tensor
 
+from asynccomm.backends.shm.batches import MOST, Bundle, size_of_batch
 from asynccomm.backends.shm.fence import Fence
-from asynccomm.backends.shm.segment import HEADER, Layout, Word
-from asynccomm.backends.shm.signature import Signature, describe, differing_layout, signature
+from asynccomm.backends.shm.listing import Issued, Listed, difference, listing, read_listing
+from asynccomm.backends.shm.segment import HEADER, WORD, Layout, Word
 from asynccomm.errors import CollectiveMismatchError
 from asynccomm.ops import Barrier, Op
+from asynccomm.ops.signature import Signature, describe, differing_layout, signature
 
 __all__ = ["Board"]
 
 MIX: Final = 0x9E3779B97F4A7C15  # any odd number whose bits are well mixed
 MASK: Final = (1 << 64) - 1
-CACHED_VIEWS: Final = 256  # of parts of slots
+CACHED_VIEWS: Final = 4 * MOST  # of parts of slots: a bundle in each bank
+BUNDLE: Final = (1 << 64) - 1  # as the first word of a signature; the second is a hash of those of the collectives
 
 
 @final
@@ -47,7 +51,10 @@ class Board:
         self.step = 0  #: the first step of the next collective
         self.signature: Signature = (0, 0)  #: of the collective under way
         self._op: Op = Barrier()  # the same, for errors
-        self._history = 0  # a hash of all collectives before it
+        self._history = 0  # a hash of all collectives before it, in which all of its bits depend on the last one
+        self._mark = 0  # that, combined with the place in a batch
+        self._bundle: Bundle | None = None  # the part of a batch that is under way, and its place there
+        self._place = 0
         self.number = 0  #: of that collective on the comm, for errors
         self._banks = layout.banks
         self._words = words
@@ -71,16 +78,41 @@ class Board:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def begin(self, number: int, op: Op, steps: int) -> int:
-        """Take ``steps`` steps for collective ``number``; returns the first."""
+    def begin(self, number: int, op: Op, steps: int, words: Signature | None = None) -> int:
+        """Take ``steps`` steps for collective ``number``; returns the first.
+
+        Args:
+            words: in place of the operation's signature.
+        """
         first = self.step
         self.step += steps
         self.number = number
         code, numel = self.signature
-        self._history = (self._history * MIX + code * 31 + numel) & MASK
-        self.signature = signature(op)
+        self._history = (self._mark + code * 31 + numel) * MIX & MASK
+        self._mark = self._history ^ self._place
+        self.signature = signature(op) if words is None else words
         self._op = op
         return first
+
+    def enter(self, bundle: Bundle | None) -> None:
+        """What is begun from now on is part of a batch; None: no more."""
+        self._bundle = bundle
+        self._place = bundle.place if bundle is not None else 0
+
+    def begin_bundle(self, bundle: Bundle) -> int:
+        """Take the step that the collectives of ``bundle``, which was entered, share."""
+        mixed = 0
+        for words in bundle.signatures[: len(bundle.submissions)]:
+            for word in words:
+                mixed = (mixed ^ word) * MIX & MASK
+                mixed ^= mixed >> 32
+        return self.begin(bundle.submissions[0].work.seq, bundle.op, 1, (BUNDLE, mixed))
+
+    def put_listing(self, step: int, bundle: Bundle) -> None:
+        """Write into this rank's slot what it is filled for. To be posted with the slot."""
+        words = listing(bundle.listed, bundle.signatures, self.chunk - bundle.used)
+        memmove(self.slot_address(step, self.rank) + bundle.used, words.buffer_info()[0], len(words) * WORD)
+        self.put(step, 0, (bundle.used, len(words), bundle.total))
 
     def extend(self, steps: int) -> None:
         """Take ``steps`` more steps for the collective that was begun last; all ranks do, and before the next one."""
@@ -100,7 +132,7 @@ class Board:
         words = self._words
         what = self._what[step % self._banks][self.rank]
         words[what], words[what + 1] = self.signature
-        words[what + 2] = self._history
+        words[what + 2] = self._mark
         self._order()
         words[self._all_posted[self.rank]] = step + 1
         self._notify()
@@ -116,11 +148,11 @@ class Board:
                 return False
         self._order()
         code, numel = self.signature
-        history = self._history
+        mark = self._mark
         what = self._what[step % self._banks]
         for rank in ranks:
             i = what[rank]
-            if words[i] != code or words[i + 1] != numel or words[i + 2] != history:
+            if words[i] != code or words[i + 1] != numel or words[i + 2] != mark:
                 raise self._mismatch(rank, step)
         return True
 
@@ -152,12 +184,32 @@ class Board:
     def _mismatch(self, rank: int, step: int) -> CollectiveMismatchError:
         i = self._what[step % self._banks][rank]
         words = self._words[i], self._words[i + 1]
-        theirs = describe(words)
-        if words == self.signature:  # an earlier one differed, that did not have to wait
-            theirs += ", and the ranks differed in a collective before it"
+        total = size_of_batch(self._words[i + 2] ^ self._history)  # None: not even what was before is the same
+        if total is not None and (self._bundle is not None or total > 1):
+            mine, theirs = self._issued(step, self.rank, self.signature), self._issued(step, rank, words, total)
+            number, ours, other = difference(mine, theirs)
+            return CollectiveMismatchError(number, self.rank, ours, rank, other)
+        described = "a batch" if words[0] == BUNDLE else describe(words)
+        if total is None:  # an earlier one differed, that did not have to wait
+            described += ", and the ranks differed in a collective before it"
         elif differing_layout(words, self.signature):
-            theirs += ", divided otherwise"
-        return self.mismatch(rank, theirs)
+            described += ", divided otherwise"
+        return self.mismatch(rank, described)
+
+    def _issued(self, step: int, rank: int, words: Signature, total: int = 1) -> Issued:
+        """What a rank has in ``step``."""
+        listed = [Listed(self.number, words)]
+        if words[0] == BUNDLE:
+            used, n, total = self.get(step, rank, 0)
+            data = string_at(self.slot_address(step, rank) + used, n * WORD)
+            listed = read_listing(memoryview(data).cast("Q").tolist())
+        if rank != self.rank:
+            return Issued(total, listed)
+        bundle = self._bundle
+        if bundle is None:
+            return Issued(1, listed, (self._op,))
+        ops = [op for submission in bundle.listed for op in (*submission.members, submission.op)]
+        return Issued(bundle.total, listed, ops)
 
     def mismatch(self, rank: int, theirs: str) -> CollectiveMismatchError:
         """The error for the collective under way, where ``rank`` has something else."""

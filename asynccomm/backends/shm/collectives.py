@@ -1,42 +1,27 @@
-"""From operations to algorithms: which form, on which vectors, in how many steps.
-
-What is only moved travels as bytes. Output that is not plain memory (strides, lazy conjugation) is received beside it
-and copied there at the end. Inputs that overlap outputs in a way that the steps would clobber are cloned first.
-"""
+"""From operations to algorithms: which form, in how many steps; and several in one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final
-
-from torch import Tensor
 
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
 from asynccomm.backends.shm.algorithms import (
     Progress,
-    exchange,
     meet,
     part_bytes,
-    publish,
     reduce_parts,
     reduce_whole,
     steps_for,
+    transfer,
 )
+from asynccomm.backends.shm.batches import Bundle, extent
 from asynccomm.backends.shm.board import Board
 from asynccomm.backends.shm.parcels import parcels
-from asynccomm.backends.shm.reduction import Reduction, reduction_for
+from asynccomm.backends.shm.parts import Lands, by_rank, clones, landed, part_of, reducing
 from asynccomm.backends.shm.streams import Stream, Taker, stream
-from asynccomm.backends.shm.vectors import (
-    Operand,
-    Share,
-    collide,
-    copy,
-    scattered,
-    share_of,
-    where,
-    write,
-)
+from asynccomm.backends.shm.vectors import collide, copy, write
 from asynccomm.ops import (
     AllGather,
     AllGatherSingle,
@@ -52,13 +37,14 @@ from asynccomm.ops import (
     ReduceScatter,
     ReduceScatterSingle,
     Scatter,
+    Together,
 )
 
 __all__ = ["start"]
 
 
-def start(board: Board, submission: Submission, whole: int) -> Progress:
-    """Begin a collective.
+def start(board: Board, submission: Submission | Bundle, whole: int) -> Progress:
+    """Begin a collective, or what is one step of several.
 
     Args:
         whole: bytes up to which a reduction is done by everybody at once.
@@ -67,217 +53,48 @@ def start(board: Board, submission: Submission, whole: int) -> Progress:
 
 
 def _barrier(board: Board, submission: Submission, whole: int) -> Progress:
-    return meet(board, _begin(board, submission, 1))
+    return meet(board, board.begin(submission.work.seq, submission.op, 1))
 
 
 def _parcels(board: Board, submission: Submission, whole: int) -> Progress:
     return parcels(board, submission)
 
 
-# -- reductions -------------------------------------------------------------------------------------------------------
-
-
 def _reduce(board: Board, submission: Submission, whole: int) -> Progress:
     """all_reduce and reduce."""
-    op: Any = submission.op
-    reduction = reduction_for(op.dtype, op.reduction, board.size)
-    inputs, outputs = submission.inputs, submission.outputs
-    source = _contribution(reduction, inputs)
-    lands: list[Callable[[], object]] = []
-    target: Operand | None = None
-    if outputs is inputs and _is_in(source, inputs):
-        target = source
-    elif outputs:
-        target = _target(reduction, outputs, lands)
-        if outputs is not inputs and collide([(0, where(source), source.nbytes)], [(0, where(target), target.nbytes)]):
-            source = _contribution(reduction, _clones(inputs))
+    source, target, reduction, lands = reducing(board, submission)
     nbytes = source.nbytes
     if nbytes <= whole:
-        yield from reduce_whole(board, _begin(board, submission, 1), source, target, reduction)
+        yield from reduce_whole(board, board.begin(submission.work.seq, submission.op, 1), source, target, reduction)
     else:
         steps = steps_for(nbytes, board.chunk)
-        yield from reduce_parts(board, _begin(board, submission, steps), steps, source, target, reduction)
+        yield from reduce_parts(
+            board, board.begin(submission.work.seq, submission.op, steps), steps, source, target, reduction
+        )
     for land in lands:
         land()
 
 
-def _reduce_scatter(board: Board, submission: Submission, whole: int) -> Progress:
-    op: Any = submission.op
-    size, me = board.size, board.rank
-    reduction = reduction_for(op.dtype, op.reduction, size)
-    lands: list[Callable[[], object]] = []
-    target = _target(reduction, submission.outputs, lands)
-    sources, shares = _sources(reduction, op, submission.inputs, size)
-    # in place is fine where it is this rank's share, but what is combined is read again for each rank
-    direct = not collide(shares, [(-1, where(target), target.nbytes)])
-    if not direct and collide(shares, [(me, where(target), target.nbytes)]):
-        sources, shares = _sources(reduction, op, _clones(submission.inputs), size)
-        direct = True
-    own = sources[me]
-    steps = steps_for(max([nbytes for _, _, nbytes in shares]), part_bytes(board))
-    if isinstance(own, Tensor):
-        del shares[me]  # it is read from where it is
-    take = _combine_parts(board, own, target, reduction, direct=direct)
-    yield from exchange(board, _begin(board, submission, steps), steps, shares, board.others, take)
-    for land in lands:
-        land()
-
-
-def _sources(
-    reduction: Reduction, op: Op, inputs: Sequence[Tensor], size: int
-) -> tuple[Sequence[Operand], list[Share]]:
-    """What this rank contributes to each rank's result, and where that is."""
-    sources: Sequence[Operand]
-    if isinstance(op, ReduceScatterSingle):
-        vector = reduction.contribution(inputs[0])
-        sources = vector.view(size, -1).unbind() if vector.numel() else [vector] * size
-    else:
-        each = len(inputs) // size
-        sources = [_contribution(reduction, inputs[rank * each : (rank + 1) * each]) for rank in range(size)]
-    return sources, [(rank, where(source), source.nbytes) for rank, source in enumerate(sources)]
-
-
-def _combine_parts(
-    board: Board, own: Operand, target: Operand, reduction: Reduction, *, direct: bool
-) -> Callable[[int, int], None]:
-    """What combines a step's parts for this rank into ``target``, ``direct``ly or by way of its otherwise idle result.
-
-    Its ``own`` part is in its slot too if it is scattered.
-    """
-    me, dtype = board.rank, reduction.dtype
-    item = dtype.itemsize
-    room = part_bytes(board) // item
-    mine = me * room
-    length = target.nbytes // item
-
-    def take(step: int, byte: int) -> None:
-        start = byte // item
-        n = min(room, length - start)
-        if n <= 0:
-            return
-        rows = list(board.parts(dtype, step, mine, n))
-        if isinstance(own, Tensor):
-            rows[me] = own[start : start + n]
-        if direct and isinstance(target, Tensor):
-            reduction.combine(rows, target[start : start + n])
-        else:
-            reduction.combine(rows, board.result(dtype, step, me)[:n])
-            write(where(target), byte, n * item, board.result_address(step, me))
-
-    return take
-
-
-def _contribution(reduction: Reduction, tensors: Sequence[Tensor]) -> Operand:
-    if len(tensors) == 1:
-        return reduction.contribution(tensors[0])
-    return scattered(reduction.contributions(tensors))
-
-
-def _target(reduction: Reduction, outputs: Sequence[Tensor], lands: list[Callable[[], object]]) -> Operand:
-    """Where the result goes; what brings it to the outputs from there goes to ``lands``."""
-    if len(outputs) == 1:
-        target, land = reduction.target(outputs[0])
-        if land is not None:
-            lands.append(land)
-        return target
-    targets, more = reduction.targets(outputs)
-    lands += more
-    return scattered(targets)
-
-
-def _is_in(source: Operand, tensors: Sequence[Tensor]) -> bool:
-    """Whether ``source`` is the memory of ``tensors``, and can be written."""
-    if isinstance(source, Tensor):
-        return source.data_ptr() == tensors[0].data_ptr() and not tensors[0].is_inference()
-    owners: Any = source.owners
-    return all(a is b for a, b in zip(owners, tensors, strict=True))
-
-
-# -- moves ------------------------------------------------------------------------------------------------------------
-
-
-def _publish(board: Board, submission: Submission, whole: int) -> Progress:
-    """broadcast, all_gather, all_gather_single, gather."""
-    op: Any = submission.op
-    me = board.rank
-    copies: list[Callable[[], object]] = []
-    outputs = [_landing(output, copies) for output in submission.outputs]
-    targets = _targets(op, outputs, board.size)
-    inputs = [arithmetic.plain(tensor) for tensor in submission.inputs]
-    source: Share | None = None
-    if inputs:
-        source = share_of(me, inputs)
-        if targets and collide([source], targets):
-            inputs = _clones(inputs)
-            source = share_of(me, inputs)
-    steps = steps_for(op.nbytes, board.chunk)
-    yield from publish(board, _begin(board, submission, steps), steps, source, targets)
-    for land in copies:
-        land()
-
-
-def _targets(op: Op, outputs: Sequence[Tensor], size: int) -> list[Share]:
-    """Where what each rank publishes goes."""
-    if not outputs:
-        return []
-    if isinstance(op, Broadcast):
-        return [share_of(op.root, outputs)]
-    if isinstance(op, AllGatherSingle):
-        return _chunks(outputs[0], op.nbytes, size)
-    if len(outputs) == size:
-        return _each(outputs)
-    each = len(outputs) // size
-    return [share_of(rank, outputs[rank * each : (rank + 1) * each]) for rank in range(size)]
-
-
-def _distribute(board: Board, submission: Submission, whole: int) -> Progress:
-    """scatter and all_to_all_single."""
-    op: Any = submission.op
-    size, me = board.size, board.rank
-    copies: list[Callable[[], object]] = []
-    output = _landing(submission.outputs[0], copies)
-    inputs = [arithmetic.plain(tensor) for tensor in submission.inputs]
-    if isinstance(op, AllToAllSingle):
-        nbytes = op.nbytes // size
-        # the same place in both is the same chunk
-        if collide([(0, inputs[0].data_ptr(), op.nbytes)], [(0, output.data_ptr(), op.nbytes)]):
-            inputs = _clones(inputs)
-        sources, targets = _chunks(inputs[0], nbytes, size), _chunks(output, nbytes, size)
-        givers = board.others
-    else:
-        nbytes = op.nbytes
-        targets = [(me, output.data_ptr(), nbytes)] * size
-        if collide(_each(inputs), targets[:1]):
-            inputs = _clones(inputs)
-        sources = _each(inputs)
-        givers = [] if me == op.root else [op.root]
-    if sources:
-        copy(sources[me][1], targets[me][1], nbytes)
-        del sources[me]
-    room = part_bytes(board)
-
-    def take(step: int, start: int) -> None:
-        n = min(room, nbytes - start)
-        for rank in givers:
-            write(targets[rank][1], start, n, board.slot_address(step, rank) + me * room)
-
+def _transfer(board: Board, submission: Submission, whole: int) -> Progress:
+    """What is one part, of which each step takes what fits."""
+    part = part_of(board, submission)
+    nbytes, split = extent(submission.op, board.size)
+    room = part_bytes(board) if split else board.chunk
     steps = steps_for(nbytes, room)
-    yield from exchange(board, _begin(board, submission, steps), steps, sources, givers, take)
-    for land in copies:
-        land()
+    return transfer(board, board.begin(submission.work.seq, submission.op, steps), steps, room, part)
 
 
 def _all_to_all(board: Board, submission: Submission, whole: int) -> Progress:
     op = submission.op
     assert isinstance(op, AllToAll)
     me, item = board.rank, op.dtype.itemsize
-    copies: list[Callable[[], object]] = []
-    outputs = [_landing(output, copies) for output in submission.outputs]
+    copies: Lands = []
+    outputs = [landed(output, copies) for output in submission.outputs]
     inputs = [arithmetic.plain(tensor) for tensor in submission.inputs]
-    targets = _each(outputs)
-    if collide(_each(inputs), targets):
-        inputs = _clones(inputs)
-    sources = _each(inputs)
+    targets = by_rank(outputs)
+    if collide(by_rank(inputs), targets):
+        inputs = clones(inputs)
+    sources = by_rank(inputs)
     copy(sources[me][1], targets[me][1], inputs[me].nbytes)
 
     def begin(lengths: Mapping[int, tuple[int, int]]) -> None:
@@ -292,51 +109,69 @@ def _all_to_all(board: Board, submission: Submission, whole: int) -> Progress:
 
     gives = {rank: Stream(0, nbytes, address) for rank, address, nbytes in sources}
     gives[me] = Stream(0, 0, 0)
-    first = _begin(board, submission, 1)
+    first = board.begin(submission.work.seq, submission.op, 1)
     yield from stream(board, first, part_bytes(board), me, gives, board.others, Taker(begin, take))
     for land in copies:
         land()
 
 
-def _each(tensors: Sequence[Tensor]) -> list[Share]:
-    """One plain tensor for each rank."""
-    return [(rank, tensor.data_ptr(), tensor.nbytes) for rank, tensor in enumerate(tensors)]
+# -- batches ----------------------------------------------------------------------------------------------------------
 
 
-def _chunks(tensor: Tensor, nbytes: int, size: int) -> list[Share]:
-    """Equal parts of a plain tensor for each rank."""
-    start = tensor.data_ptr()
-    return [(rank, start + rank * nbytes, nbytes) for rank in range(size)]
+def _bundle(board: Board, bundle: Bundle, whole: int) -> Progress:
+    board.enter(bundle)
+    if bundle.places:
+        yield from _together(board, bundle)
+    else:
+        (submission,) = bundle.submissions
+        bundle.op = submission.op
+        yield from start(board, submission, whole)
+    board.enter(None)
 
 
-_FORMS: Final[Mapping[type[Op], Callable[[Board, Submission, int], Progress]]] = {
+def _together(board: Board, bundle: Bundle) -> Progress:
+    """One step for all; every rank waits for all others."""
+    everything, submissions, places = bundle.op, bundle.submissions, bundle.places
+    parts = []
+    for submission in submissions:
+        bundle.op = submission.op
+        parts.append(part_of(board, submission))
+    bundle.op = everything
+    step = board.begin_bundle(bundle)
+    while not board.free(step):
+        yield False
+    slot = board.slot_address(step, board.rank)
+    for submission, (start, room), part in zip(submissions, places, parts, strict=True):
+        bundle.op = submission.op
+        part.fill(0, room, slot + start)
+    bundle.op = everything
+    board.put_listing(step, bundle)
+    board.post(step)
+    while not board.posted(step, board.others):
+        yield False
+    for submission, (start, room), part in zip(submissions, places, parts, strict=True):
+        bundle.op = submission.op
+        part.take(step, 0, room, start)
+    board.finish(step)
+    for submission, part in zip(submissions, parts, strict=True):
+        bundle.op = submission.op
+        for land in part.lands:
+            land()
+
+
+_FORMS: Final[Mapping[type[Op], Callable[[Board, Any, int], Progress]]] = {
     AllReduce: _reduce,
     Reduce: _reduce,
-    ReduceScatter: _reduce_scatter,
-    ReduceScatterSingle: _reduce_scatter,
-    Broadcast: _publish,
-    AllGather: _publish,
-    AllGatherSingle: _publish,
-    Gather: _publish,
-    Scatter: _distribute,
-    AllToAllSingle: _distribute,
+    ReduceScatter: _transfer,
+    ReduceScatterSingle: _transfer,
+    Broadcast: _transfer,
+    AllGather: _transfer,
+    AllGatherSingle: _transfer,
+    Gather: _transfer,
+    Scatter: _transfer,
+    AllToAllSingle: _transfer,
     AllToAll: _all_to_all,
     Parcels: _parcels,
     Barrier: _barrier,
+    Together: _bundle,
 }
-
-
-def _begin(board: Board, submission: Submission, steps: int) -> int:
-    return board.begin(submission.work.seq, submission.op, steps)
-
-
-def _landing(output: Tensor, copies: list[Callable[[], object]]) -> Tensor:
-    """Plain memory to be filled for ``output``; what brings it there, if it is not its own, goes to ``copies``."""
-    place, copy = arithmetic.landing(output)
-    if copy is not None:
-        copies.append(copy)
-    return place
-
-
-def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.clone() for tensor in tensors]

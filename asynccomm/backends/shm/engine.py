@@ -22,12 +22,14 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Final, final
 
 import torch
 
 from asynccomm.backends.base import BackendContext, Submission
 from asynccomm.backends.shm.algorithms import Progress
+from asynccomm.backends.shm.batches import Bundle, cut
 from asynccomm.backends.shm.bells import Bell, Bells
 from asynccomm.backends.shm.board import Board
 from asynccomm.backends.shm.collectives import start
@@ -80,7 +82,7 @@ class Engine:
         # neither of these three may refer to this engine: a cycle would keep the segment until the next collection
         self._bells = Bells(group.rank, layout, words, fence, circle.bells)
         self._board = Board(group.rank, layout, words, circle.segment.data, fence, self._bells.ring_all)
-        self._finished: deque[Submission] = deque()  # to be settled when the lock is free
+        self._finished: deque[Submission | Bundle] = deque()  # to be settled when the lock is free
         self._faults: deque[BrokenError] = deque()
         self._grown = grown = deque[tuple[Submission, int]]()  # receives that turned out to be of so many bytes
         self._messages = Messages(
@@ -94,8 +96,8 @@ class Engine:
         )
         self._lock = threading.Lock()  # of whoever drives
         self._news = False  # something has happened since somebody began to drive
-        self._inbox: deque[Submission] = deque()
-        self._queue: deque[Submission] = deque()  # collectives, the first under way
+        self._inbox: deque[Submission | Bundle] = deque()
+        self._queue: deque[Submission | Bundle] = deque()  # collectives, the first under way
         self._current: Progress | None = None
         self._dead = False
         self._gone: set[int] = set()  # ranks that have closed
@@ -110,23 +112,29 @@ class Engine:
 
     # -- from the comm ------------------------------------------------------------------------------------------------
 
-    def submit(self, submission: Submission) -> None:
-        """Take an operation, and move it as far as it goes at once. In order; from any thread."""
-        if submission.nbytes > self._inline_bytes:
-            self._large_in += 1
-            self._inbox.append(submission)
+    def submit(self, batch: Sequence[Submission]) -> None:
+        """Take operations, and move them as far as they go at once. In order; from any thread."""
+        items: Sequence[Submission | Bundle] = batch
+        if len(batch) != 1 or batch[0].members:
+            items = cut(batch, self._board.size, self._board.chunk, self._whole_bytes)
+        large = False
+        for item in items:
+            if item.nbytes > self._inline_bytes:
+                self._large_in += 1
+                large = True
+            self._inbox.append(item)
+        if large:
             self._to_worker()
-            return
-        self._inbox.append(submission)
-        if asyncio._get_running_loop() is self._loop:
+        elif asyncio._get_running_loop() is self._loop:
             self._drive(arm=False)
             if not self._arming and (self._queue or self._messages.pending):
                 self._arming = True
                 self._loop.call_soon(self._arm)
         else:
             self._drive()
-            if not submission.work.done():
-                self._without_loop(submission.work)
+            for submission in batch:
+                if not submission.work.done():
+                    self._without_loop(submission.work)
 
     def hurry(self, work: Work[Any]) -> None:
         """A task on the loop is about to wait for ``work``: look out for the peers for a moment, if that pays."""
@@ -246,11 +254,11 @@ class Engine:
         queue, inbox = self._queue, self._inbox
         try:
             while inbox:
-                submission = inbox.popleft()
-                if submission.op.p2p:
-                    self._messages.submit(submission)
+                item = inbox.popleft()
+                if item.op.p2p and isinstance(item, Submission):
+                    self._messages.submit(item)
                 else:
-                    queue.append(submission)
+                    queue.append(item)
             while queue and (one or not self._large):
                 current = self._current
                 if current is None:
@@ -297,9 +305,12 @@ class Engine:
         finished: list[Submission] = []
         faults: list[BrokenError] = []
         while self._finished:
-            submission = self._finished.popleft()
-            finished.append(submission)
-            if self._large and submission.nbytes > self._inline_bytes:
+            item = self._finished.popleft()
+            if isinstance(item, Submission):
+                finished.append(item)
+            else:
+                finished += item.submissions
+            if self._large and item.nbytes > self._inline_bytes:
                 self._large_out += 1
         if self._dead:
             faults = list(self._faults)

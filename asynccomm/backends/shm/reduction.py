@@ -111,7 +111,10 @@ class Reduction:
         Their dtype may be another than that in which they travel: they are for ``vectors.Scattered``.
         """
         if self._raw:
-            return [arithmetic.plain(tensor) for tensor in tensors]
+            # is_plain, without a call for each: there may be hundreds
+            return [
+                t if t.is_contiguous() and not (t.is_neg() or t.is_conj()) else arithmetic.plain(t) for t in tensors
+            ]
         return [self.contribution(tensor) for tensor in tensors]
 
     def targets(self, outputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Callable[[], object]]]:

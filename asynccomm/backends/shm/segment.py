@@ -35,7 +35,7 @@ class Word(IntEnum):
     FINISHED = 2  #: steps in which this rank reads no more
     STATE = 3  #: a :class:`State`
     SLEEPING = 8  #: for each of this rank's two bells, whether to ring it when there is news; whoever rings clears it
-    WHAT = 16  #: for each bank, three words that say which collective the step belongs to, and after which others
+    WHAT = 16  #: for each bank, three words that say which collectives the step belongs to, and after which others
 
 
 @final

@@ -22,6 +22,7 @@ from asynccomm.testing.conformance import (
     handles,
     inplace,
     objects,
+    scopes,
     uneven,
 )
 
@@ -39,7 +40,7 @@ def _checks(module: ModuleType) -> list[Check]:
 
 
 _TENSORS = (collectives, handles, along, uneven, coalesced, inplace, complexes, batches)
-_OTHERS = (objects, dicts, groups, crowds)
+_OTHERS = (objects, dicts, groups, crowds, scopes)
 _HARMLESS = [check for module in (*_TENSORS, *_OTHERS) for check in _checks(module)]
 _BREAKING = _checks(failures)
 CHECKS: dict[str, Check] = {check.__name__: check for check in [*_HARMLESS, *_BREAKING]}

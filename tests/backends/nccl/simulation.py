@@ -2,7 +2,8 @@
 
 It is strict where the real ones are undefined: calls of ranks that do not belong together, a message that does not fit,
 calls outside of a group and groups left open are errors. Like NCCL, the first group of its kind waits in ``group_end``
-until the other ranks have come that far, too.
+until the other ranks have come that far, too. So does one that is only estimated, which tells the time of its last kind
+of calls, and of no messages; what it leaves in line must be dropped before anything runs.
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ class SimulatedDevice:
     def __init__(self) -> None:
         self.user = UserStream()
         self.capture: SimulatedStream | None = None  #: the stream that is being captured, if one is
+        self.joined: dict[int, int] = {}  #: captures that other streams are part of, by handles
         self.recorded = 0
 
     def current_stream(self) -> Any:
@@ -130,6 +132,10 @@ class SimulatedDevice:
 
     def capturing(self) -> bool:
         return self.capture is not None
+
+    def capture_of(self, stream: Any) -> int:
+        assert stream is not self.capture or stream.handle
+        return stream.handle if stream is self.capture else self.joined.get(stream.handle, 0)
 
     def here(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
@@ -207,6 +213,8 @@ class SimulatedComm:
     aborted: bool = False
     ended: bool = False
     collectives: int = 0
+    estimates: int = 0
+    queued: bool = False  #: something that was only estimated
     messages: defaultdict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
     reductions: dict[int, int] = field(default_factory=dict)  # PREMUL_SUM: address of the factor
 
@@ -219,7 +227,9 @@ class SimulatedNccl:
     ids = itertools.count(1)
     comms: list[SimulatedComm] = []  # of all ranks, that have not ended
 
-    def __init__(self, *, native: Sequence[str] = ("all_to_all", "gather", "scatter"), connects: bool = True) -> None:
+    def __init__(
+        self, *, native: Sequence[str] = ("all_to_all", "gather", "scatter", "estimate"), connects: bool = True
+    ) -> None:
         self.dtypes = {dtype: number for number, dtype in enumerate(DTYPES)}
         self.reductions = {kind: number for number, kind in enumerate(REDUCTIONS)}
         self.native = frozenset(native)
@@ -270,13 +280,13 @@ class SimulatedNccl:
 
     def _end(self, comm: SimulatedComm) -> None:
         assert not comm.ended
-        assert not comm.reductions
+        assert comm.aborted or not comm.reductions
         comm.ended = True
         self.comms.remove(comm)
 
     def pre_mul_sum(self, scalar: int, dtype: int, comm: SimulatedComm, *, on_device: bool) -> int:
         assert on_device
-        number = next(self.ids)
+        number = 100 + next(self.ids)  # none of those that there always are
         comm.reductions[number] = scalar
         return number
 
@@ -296,10 +306,37 @@ class SimulatedNccl:
         if calls:
             comm, stream = calls[0][1], calls[0][2]
             assert all(call[1] is comm and call[2] == stream for call in calls)
+            assert not comm.queued, "what was only estimated would run"
             numbered = [self._number(ready, comm) for ready, _, _ in calls]
             if self.connects:
                 self._meet(comm, numbered)
             SimulatedStream.by_handle[stream].put(lambda: _run(comm, numbered))
+
+    def group_estimate(self) -> float:
+        calls, self._open.calls = self._open.calls, None
+        self._note("?")
+        if any(call is None for call in calls):
+            raise BackendError("a call of the group was wrong")
+        comm = calls[0][1]
+        assert comm.blocking, "NCCL would run it"
+        assert comm.group.size > 1, "NCCL has run it"
+        assert not comm.queued
+        comm.queued = True
+        comm.estimates += 1
+        if self.connects:
+            self._meet(comm, [(ready, ("estimate", comm.estimates, i)) for i, (ready, _, _) in enumerate(calls)])
+        last = calls[-1][0]
+        if last.name in ("send", "recv", "gather", "scatter", "all_to_all"):
+            return -1e-6
+        alike = [
+            ready for ready, _, _ in calls if (ready.name, ready.dtype, ready.op) == (last.name, last.dtype, last.op)
+        ]
+        return 1e-6 + 1e-9 * sum(ready.count * DTYPES[ready.dtype].itemsize for ready in alike)
+
+    def drop_queued(self, comm: SimulatedComm, buf: int, stream: int) -> None:
+        assert buf
+        self._note("drop")
+        comm.queued = False
 
     def _number(self, ready: Ready, comm: SimulatedComm) -> tuple[Ready, object]:
         if ready.name in ("send", "recv"):
@@ -316,13 +353,14 @@ class SimulatedNccl:
         group = comm.group
         with group.lock:
             for ready, key in calls:
-                group.announced[key].add(comm.rank if isinstance(key, int) else 2 * comm.rank + (ready.name == "send"))
+                message = ready.name in ("send", "recv")
+                group.announced[key].add(2 * comm.rank + (ready.name == "send") if message else comm.rank)
             group.lock.notify_all()
             for ready, key in calls:
                 kind = (ready.name, ready.peer, comm.rank)
                 if kind in group.known:
                     continue
-                needed = group.size if isinstance(key, int) else 2
+                needed = 2 if ready.name in ("send", "recv") else group.size
                 met = group.lock.wait_for(
                     lambda key=key, needed=needed: comm.aborted or len(group.announced[key]) == needed, LIMIT
                 )

@@ -1,7 +1,8 @@
 /* A libnccl that does nothing but write down how it was called, one line per call, to the file $NCCL_STUB_LOG.
  *
  * $NCCL_STUB_<function> is what that function returns, instead of 0 for success. More of these variables: VERSION,
- * ASYNC (the state that communicators are in), LAST_ERROR, and LATE: new communicators are handed over when ASYNC is 0.
+ * ASYNC (the state that communicators are in), LAST_ERROR, MICROSECONDS (that a group would take), TAKES_ANY_ROOT (there
+ * is no wrong root, so a group with one does not fail), and LATE: new communicators are handed over when ASYNC is 0.
  */
 #include <stdarg.h>
 #include <stddef.h>
@@ -26,7 +27,13 @@ typedef struct {
   int collnetEnable, CTAPolicy, shrinkShare, nvlsCTAs;
 } Config;
 
-static int depth;
+typedef struct {
+  size_t size;
+  unsigned int magic, version;
+  float time;
+} SimInfo;
+
+static int depth, wrong;
 static void **late;
 
 static const char *setting(const char *name) {
@@ -130,8 +137,15 @@ int ncclGroupStart(void) {
 }
 
 int ncclGroupEnd(void) {
-  int code = called("ncclGroupEnd", "");
-  return depth-- > 0 ? code : (depth = 0, 5);
+  int code = called("ncclGroupEnd", ""), failed = wrong;
+  wrong = 0;
+  return depth-- > 0 ? (failed ? 4 : code) : (depth = 0, 5);
+}
+
+int ncclGroupSimulateEnd(SimInfo *info) {
+  info->time = number("MICROSECONDS", 0);
+  depth--;
+  return called("ncclGroupSimulateEnd", "%x", info->magic);
 }
 
 int ncclRedOpCreatePreMulSum(int *op, void *scalar, int dtype, int residence, void *comm) {
@@ -155,6 +169,7 @@ int ncclReduce(void *from, void *to, size_t count, int dtype, int op, int root, 
 
 #define ROOTED(name)                                                                                            \
   int name(void *from, void *to, size_t count, int dtype, int root, void *comm, void *stream) {                  \
+    wrong = wrong || (root < 0 && !setting("TAKES_ANY_ROOT"));                                                   \
     return called(#name, "%p %p %zu %d %d %p %p", from, to, count, dtype, root, comm, stream);                   \
   }
 ROOTED(ncclBroadcast)

@@ -136,8 +136,9 @@ def test_functions_are_missing(load) -> None:
 
 
 def test_what_is_native_depends_on_the_library(load) -> None:
-    assert load(Bindings()).native == {"all_to_all", "gather", "scatter", "shrink", "revoke"}
-    assert load(Bindings(without=("AlltoAll", "CommRevoke"))).native == {"gather", "scatter", "shrink"}
+    assert load(Bindings()).native == {"all_to_all", "gather", "scatter", "shrink", "revoke", "estimate"}
+    without = ("AlltoAll", "CommRevoke", "GroupSimulateEnd")
+    assert load(Bindings(without=without)).native == {"gather", "scatter", "shrink"}
 
 
 def test_a_function_that_is_not_there(load) -> None:
@@ -198,7 +199,7 @@ def test_it_is_loaded_once(nccl: api.Nccl) -> None:
     assert nccl.version >= 22800
     assert nccl.dtypes == api.DTYPES
     assert nccl.reductions == api.REDUCTIONS
-    assert {"all_to_all", "gather", "scatter", "shrink"} <= nccl.native
+    assert {"all_to_all", "gather", "scatter", "shrink", "estimate"} <= nccl.native
 
 
 def test_unique_ids(nccl: api.Nccl) -> None:
@@ -456,3 +457,30 @@ def test_what_cannot_be_aborted_does_not_keep_the_others(stub: Stub) -> None:
 
 def test_a_reduction_has_a_number(stub: Stub) -> None:
     assert stub.run(f"nccl.pre_mul_sum(1, 7, {COMM}, on_device=True)")["value"] == 17
+
+
+def test_an_estimate_is_in_seconds(stub: Stub) -> None:
+    """nccl4py hands on NCCL's microseconds."""
+    done = stub.run("str(round([nccl.group_start(), nccl.group_estimate()][1], 9))", MICROSECONDS=250)
+    assert (done["value"], done["error"]) == ("0.00025", None)
+    assert done["calls"] == ["ncclGroupStart", "ncclGroupSimulateEnd 74685283"]
+
+
+def test_an_estimate_that_fails(stub: Stub) -> None:
+    error = stub.run("[nccl.group_start(), nccl.group_estimate()]", ncclGroupSimulateEnd=3)["error"]
+    assert error["text"] == "NCCL could not estimate the time of a group: error 3"
+    assert error["code"] == 3
+
+
+def test_what_was_estimated_is_dropped_by_a_group_that_fails(stub: Stub) -> None:
+    done = stub.run(f"nccl.drop_queued({COMM}, 1, 9)")
+    good, bad = (f"ncclBroadcast 0x1 0x1 1 1 {root} 0xab 0x9" for root in (0, -1))
+    assert (done["calls"], done["error"]) == (["ncclGroupStart", good, bad, "ncclGroupEnd"], None)
+    # it has ended the group, whatever of it was refused
+    done = stub.run(f"nccl.drop_queued({COMM}, 1, 9)", ncclBroadcast=4)
+    assert ([function(call) for call in done["calls"]][-1], done["error"]) == ("ncclGroupEnd", None)
+
+
+def test_a_group_that_should_have_failed_is_told_of(stub: Stub) -> None:
+    error = stub.run(f"nccl.drop_queued({COMM}, 1, 9)", TAKES_ANY_ROOT=1)["error"]
+    assert error["text"] == "NCCL took a call with a wrong root, and so may have run what was only to be estimated"

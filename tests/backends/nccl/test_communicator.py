@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from asynccomm.backends.nccl import communicator as module
 from asynccomm.backends.nccl.api import DTYPES, REDUCTIONS, Config
 from asynccomm.backends.nccl.communicator import Communicator, end_all
 from asynccomm.backends.nccl.device import ISSUING
-from asynccomm.backends.nccl.lowering import NcclCall
+from asynccomm.backends.nccl.plan import NcclCall
 from asynccomm.errors import BackendError
+from asynccomm.ops import Barrier, Broadcast
 from asynccomm.reduce_op import RedOpType
 
 from .simulation import SimulatedDevice, SimulatedNccl, SimulatedStream
@@ -66,7 +68,7 @@ class Library:
     def __getattr__(self, name: str) -> Any:
         if name not in (
             *("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"),
-            *("send", "recv", "group_start", "group_end", "finalize", "destroy", "abort"),
+            *("send", "recv", "group_start", "group_end", "finalize", "destroy", "abort", "drop_queued"),
         ):
             raise AttributeError(name)
         return lambda *arguments: self._note(name, *arguments)
@@ -86,6 +88,10 @@ class Library:
         self._note("pre_mul_sum", scalar, dtype, handle)
         self.made.append(100 + len(self.calls))
         return self.made[-1]
+
+    def group_estimate(self) -> float:
+        self._note("group_estimate")
+        return 0.5
 
     def drop_reduction(self, number: int, handle: object) -> None:
         self._note("drop_reduction", number, handle)
@@ -344,6 +350,25 @@ def test_the_group_fails(opened: Communicator, library: Library, where: str) -> 
     assert opened.knows(calls)
 
 
+def test_a_call_that_nccl_refuses_names_its_operation(opened: Communicator, library: Library) -> None:
+    error = BackendError("invalid argument")
+    library.fail["broadcast"] = error
+    calls = [all_reduce(torch.ones(1), op=Barrier()), replace(broadcast(torch.ones(1)), op=Broadcast(torch.int8, 1, 0))]
+    with pytest.raises(
+        BackendError, match=r"^nccl could not start broadcast\(int8\[1\].*\): invalid argument$"
+    ) as caught:
+        opened.issue(calls, known=True)
+    assert caught.value.__cause__ is error
+    assert library.names == ["group_start", "all_reduce", "broadcast", "group_end"]
+
+
+def test_an_interrupt_is_not_blamed_on_an_operation(opened: Communicator, library: Library) -> None:
+    library.fail["all_reduce"] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        opened.issue([all_reduce(torch.ones(1), op=Barrier())], known=True)
+    assert library.names == ["group_start", "all_reduce", "group_end"]
+
+
 def test_what_is_not_known_blocks_until_it_is_connected(opened: Communicator, library: Library) -> None:
     library.busy = 3
     opened.issue([broadcast(torch.ones(1))], known=False)
@@ -436,6 +461,49 @@ def test_half_a_group_does_not_run() -> None:
     assert (target.tolist(), source.tolist()) == ([1, 1], [2, 2])
     end_all(nccl, SimulatedDevice(), [communicator], abort=False).join(SECONDS)
     assert nccl.comms == []
+
+
+# -- estimate ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_is_estimated_and_dropped(opened: Communicator, library: Library) -> None:
+    a, b = torch.ones(4), scaled(torch.ones(2))
+    assert opened.estimate([NcclCall("broadcast", None, a, 4, torch.float32, 0), b], known=True) == 0.5
+    assert library.names == [
+        *("pre_mul_sum", "group_start", "broadcast", "all_reduce", "group_estimate", "drop_reduction", "drop_queued")
+    ]
+    assert library.calls[-1][1] == (first, a.data_ptr(), opened.stream.handle)
+    assert library.made == []
+    assert not opened.knows([b]), "NCCL has not run it"
+
+
+@pytest.mark.parametrize("where", ["pre_mul_sum", "group_start", "all_reduce", "group_estimate"])
+def test_an_estimate_fails(opened: Communicator, library: Library, where: str) -> None:
+    library.fail[where] = BackendError("remote error")
+    with pytest.raises(BackendError, match="remote error"):
+        opened.estimate([scaled(torch.ones(1))], known=True)
+    assert library.made == []
+    assert library.names[-1] == "drop_queued", "whatever of it NCCL has"
+    ended = [name for name in library.names if name in ("group_end", "group_estimate")]
+    assert len(ended) == (where in ("all_reduce", "group_estimate")), "a group that was started is ended, once"
+
+
+def test_others_are_kept_out_of_nccl_while_it_estimates_what_it_knows(
+    opened: Communicator, library: Library, gpu: Gpu
+) -> None:
+    answers: list[bool] = []
+    for name in ("group_start", "all_reduce", "group_estimate", "drop_queued"):
+        library.within[name] = lambda: answers.append(held() and gpu.inside == 1)
+    for known in (True, False):
+        opened.estimate([all_reduce(torch.ones(1))], known=known)
+        assert answers == [known] * 4
+        answers.clear()
+
+
+def test_there_is_nothing_to_ask(opened: Communicator) -> None:
+    opened.take()
+    with pytest.raises(BackendError, match="was ended"):
+        opened.estimate([all_reduce(torch.ones(1))], known=True)
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ class Result(Enum):
     CUDA_SUCCESS = 0
     CUDA_ERROR_INVALID_VALUE = 1
     CUDA_ERROR_NOT_READY = 600
+    CUDA_ERROR_STREAM_CAPTURE_IMPLICIT = 906
     CUDA_ERROR_ILLEGAL_ADDRESS = 700
 
 
@@ -32,6 +33,11 @@ class Driver(ModuleType):
     """cuda-python's, as far as it is used."""
 
     CUresult = Result
+    CUstreamCaptureStatus = SimpleNamespace(
+        CU_STREAM_CAPTURE_STATUS_NONE="none",
+        CU_STREAM_CAPTURE_STATUS_ACTIVE="active",
+        CU_STREAM_CAPTURE_STATUS_INVALIDATED="invalidated",
+    )
     CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
     CUstreamCaptureMode = SimpleNamespace(
         CU_STREAM_CAPTURE_MODE_GLOBAL="global", CU_STREAM_CAPTURE_MODE_THREAD_LOCAL="thread local"
@@ -44,6 +50,10 @@ class Driver(ModuleType):
         self.bound = threading.local()  # by thread, its context
         self.streams: list[tuple[int, int]] = []  # flags and priorities
         self.result = Result.CUDA_SUCCESS
+        self.captures: dict[int, tuple[Any, ...]] = {}  # what is known of streams
+
+    def cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:
+        return (*self.captures[stream], "graph", "nodes", "edges", 1)
 
     def cuEventQuery(self, event: int) -> tuple[Result]:
         return (self.events[event],)
@@ -299,6 +309,34 @@ def test_a_thread_that_enters_stays_so(cuda: Cuda, driver: Driver, fake: FakeTor
     assert modes == ["thread local"]
     assert mode(driver) == "global", "another thread's is its own"
     assert fake.devices == [DEVICE]
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        ((Result.CUDA_SUCCESS, "none", None), 0),
+        ((Result.CUDA_SUCCESS, "active", 12), 12),
+        ((Result.CUDA_SUCCESS, "invalidated", None), -1),
+        ((Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, None, None), 0),
+    ],
+)
+@pytest.mark.parametrize("newer", [False, True])
+def test_which_capture_a_stream_is_part_of(
+    cuda: Cuda, driver: Driver, answer: tuple[Any, ...], number: int, newer: bool
+) -> None:
+    stream = cuda.wrap(FakeStream(9, DEVICE))
+    if newer:  # of an older cuda-python, whose first function cannot tell of every graph
+        driver.cuStreamGetCaptureInfo_v3 = driver.cuStreamGetCaptureInfo  # type: ignore[attr-defined]
+        driver.cuStreamGetCaptureInfo = None  # type: ignore[assignment,method-assign]
+        cuda = Cuda(DEVICE)
+    driver.captures[9] = answer
+    assert cuda.capture_of(stream) == number
+
+
+def test_which_capture_cannot_be_found_out(cuda: Cuda, driver: Driver) -> None:
+    driver.captures[9] = (Result.CUDA_ERROR_INVALID_VALUE, None, None)
+    with pytest.raises(BackendError, match="CUDA could not look up whether a stream is captured on cuda:1"):
+        cuda.capture_of(cuda.wrap(FakeStream(9, DEVICE)))
 
 
 def test_capturing_is_asked_of_the_right_device(cuda: Cuda, fake: FakeTorch) -> None:

@@ -19,7 +19,8 @@ from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
 from asynccomm.backends.loopback import Hub
 from asynccomm.backends.nccl import api
-from asynccomm.backends.nccl.lowering import Ability, NcclCall, Plan, lower
+from asynccomm.backends.nccl.lowering import lower
+from asynccomm.backends.nccl.plan import Ability, NcclCall, Plan
 from asynccomm.backends.regions import bytes_of
 from asynccomm.checks import Group
 from asynccomm.ops import (

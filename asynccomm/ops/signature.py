@@ -1,19 +1,27 @@
-"""A collective in two words, so that ranks can see in shared memory whether they are in the same one.
+"""A collective in two words of 64 bits, so that ranks can see cheaply whether they are in the same one.
 
-The words say what must agree (kind, dtype, reduction, root, layout; number of elements) and can be turned into a
+The words say what must agree (kind, dtype, reduction, root, layout; number of elements; tag) and can be turned into a
 description again, for the error when they do not. From the lowest bit on, the first word is::
 
-    kind 8   dtype 8   reduction 4   root 20   layout 24
+    kind 7   tagged 1   dtype 8   reduction 4   root 20   layout 24
 
-with ranks and reductions counted from 1, and 0 for none. A collective with parcels has no dtype or reduction, but
-whether they are shared; its root is the giver, and the taker stands for the layout. Its second word is a hash of the
-method's name.
+with ranks and reductions counted from 1, and 0 for none. The second is the number of elements. A collective with
+parcels has no dtype or reduction, but whether they are shared; its root is the giver, and the taker stands for the
+layout. Its second word is a hash of the method's name.
+
+A hash of the tag is laid over the 24 highest bits of the second word, by exclusive or. What stands there otherwise is
+0 below 2**40 elements, so both can be read; beyond, an error may state them wrongly, but all that could be told apart
+without a tag still can: two operations with the same tag differ if their numbers do, and so do one with and one without
+a tag. What may go unseen is one difference of tags in 2**24, as with layouts.
 """
 
 from __future__ import annotations
 
+import hashlib
 import zlib
-from typing import Final
+from array import array
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 
@@ -37,7 +45,7 @@ from asynccomm.ops import (
 )
 from asynccomm.reduce_op import RedOpType, ReduceOp
 
-__all__ = ["Signature", "describe", "differing_layout", "signature"]
+__all__ = ["Signature", "describe", "differing_layout", "signature", "signature_of"]
 
 Signature = tuple[int, int]
 
@@ -63,10 +71,16 @@ _REDUCTION: Final = 16
 _ROOT: Final = 20
 _LAYOUT: Final = 40
 _SHARED: Final = 1 << _DTYPE
+_TAGGED: Final = 1 << 7
+_KIND: Final = _TAGGED - 1  # the bits of the kind
+_TAG: Final = 40  # the lowest bit of the tag's hash in the second word
+REMEMBERED: Final = 4096  # tags, for errors: a program may have ever new ones
 # each grows to as many as a program has forms of calls
 _codes: dict[tuple[type[Op], torch.dtype, RedOpType | None, int], int] = {}
 _hashes: dict[str, int] = {}
 _names: dict[int, str] = {}  # what those hashes are of
+_tag_hashes: dict[str, int] = {}
+_tags: dict[int, str] = {}  # what those hashes are of
 
 
 def signature(op: Op) -> Signature:
@@ -79,12 +93,25 @@ def signature(op: Op) -> Signature:
             code = _codes[key] = _code(*key)
         if op.layout:
             code |= op.layout << _LAYOUT
-        return code, op.numel
-    if isinstance(op, Parcels):
-        return _of_parcels(op)
-    if isinstance(op, AllToAll):
-        return _code(AllToAll, op.dtype), 0
-    return _KINDS.index(type(op)), 0
+        second = op.numel
+    elif isinstance(op, Parcels):
+        code, second = _of_parcels(op)
+    elif isinstance(op, AllToAll):
+        code, second = _code(AllToAll, op.dtype), 0
+    else:
+        code, second = _KINDS.index(type(op)), 0
+    if op.label:
+        return code | _TAGGED, second ^ _hash_of_tag(op.label) << _TAG
+    return code, second
+
+
+def signature_of(ops: Sequence[Op]) -> Signature:
+    """Of several operations that belong together; of one, its own."""
+    if len(ops) == 1:
+        return signature(ops[0])
+    words = array("Q", [word for op in ops for word in signature(op)]).tobytes()
+    digest = hashlib.blake2b(words, digest_size=16).digest()
+    return int.from_bytes(digest[:8]), int.from_bytes(digest[8:])
 
 
 def _code(kind: type[Op], dtype: torch.dtype, reduced: RedOpType | None = None, root: int = -1) -> int:
@@ -92,6 +119,18 @@ def _code(kind: type[Op], dtype: torch.dtype, reduced: RedOpType | None = None, 
     if reduced is not None:
         code |= (_REDUCTIONS.index(reduced) + 1) << _REDUCTION
     return code
+
+
+def _hash_of_tag(tag: str) -> int:
+    hashed = _tag_hashes.get(tag)
+    if hashed is None:
+        if len(_tag_hashes) >= REMEMBERED:
+            _tag_hashes.clear()
+            _tags.clear()
+        # no checksum: those of two tags that differ in a digit would be related
+        hashed = _tag_hashes[tag] = int.from_bytes(hashlib.blake2b(tag.encode(), digest_size=3).digest())
+        _tags[hashed] = tag
+    return hashed
 
 
 def _of_parcels(op: Parcels) -> Signature:
@@ -113,14 +152,24 @@ def differing_layout(one: Signature, other: Signature) -> bool:
     """Whether two operations on tensors differ, but only in how the shares are divided."""
     low = (1 << _LAYOUT) - 1
     same = one[1] == other[1] and one[0] & low == other[0] & low
-    return same and one != other and one[0] & 0xFF != _KINDS.index(Parcels)
+    return same and one != other and one[0] & _KIND != _KINDS.index(Parcels)
 
 
 def describe(words: Signature) -> str:
     """What the words say, as the operation itself would as far as it can be known; for an error."""
     code, second = words
+    if not code & _TAGGED:
+        return _describe(code, second)
+    tag = _tags.get(second >> _TAG)
+    text = _describe(code & ~_TAGGED, second & (1 << _TAG) - 1).removesuffix(")")
+    said = "tag unknown here" if tag is None else f"tag={tag!r}"
+    return f"{text}{'' if text.endswith('(') else ', '}{said})"
+
+
+def _describe(code: int, second: int) -> str:
+    """The same without a tag."""
     try:
-        kind = _KINDS[code & 0xFF]
+        kind = _KINDS[code & _KIND]
         if kind is Barrier:
             return str(Barrier())
         if kind is Parcels:
@@ -128,7 +177,7 @@ def describe(words: Signature) -> str:
         dtype = _DTYPES[code >> _DTYPE & 0xFF]
         if kind is AllToAll:
             return f"all_to_all({str(dtype).removeprefix('torch.')})"
-        fields: dict[str, object] = {"dtype": dtype, "numel": second, "layout": code >> _LAYOUT}
+        fields: dict[str, Any] = {"dtype": dtype, "numel": second, "layout": code >> _LAYOUT}
         root = code >> _ROOT & 0xFFFFF
         if root:
             fields["root"] = root - 1

@@ -1,0 +1,262 @@
+"""From operations to their parts in a step: on which vectors, and what becomes of them at the end.
+
+What is only moved travels as bytes. Output that is not plain memory (strides, lazy conjugation) is received beside it
+and copied there at the end. Inputs that overlap outputs in a way that the steps would clobber are cloned first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from torch import Tensor
+
+from asynccomm.backends import arithmetic
+from asynccomm.backends.base import Submission
+from asynccomm.backends.shm.algorithms import Part, combined, exchanged, published
+from asynccomm.backends.shm.board import Board
+from asynccomm.backends.shm.reduction import Reduction, reduction_for
+from asynccomm.backends.shm.vectors import Operand, Share, collide, copy, scattered, share_of, where, write
+from asynccomm.ops import (
+    AllGather,
+    AllGatherSingle,
+    AllReduce,
+    AllToAllSingle,
+    Barrier,
+    Broadcast,
+    Gather,
+    Op,
+    Reduce,
+    ReduceScatter,
+    ReduceScatterSingle,
+    Scatter,
+)
+
+__all__ = ["Lands", "by_rank", "clones", "landed", "part_of", "reducing"]
+
+Lands = list[Callable[[], object]]
+
+
+def part_of(board: Board, submission: Submission) -> Part:
+    """This rank's part in any collective whose sizes all ranks know."""
+    return _PARTS[type(submission.op)](board, submission)
+
+
+def _barrier(board: Board, submission: Submission) -> Part:
+    return Part(lambda *_: None, lambda *_: None, board.others)
+
+
+# -- reductions -------------------------------------------------------------------------------------------------------
+
+
+def reducing(board: Board, submission: Submission) -> tuple[Operand, Operand | None, Reduction, Lands]:
+    """Source and target of an all_reduce or reduce, which may be the same; how, and what is left for the end."""
+    op: Any = submission.op
+    reduction = reduction_for(op.dtype, op.reduction, board.size)
+    inputs, outputs = submission.inputs, submission.outputs
+    source = _contribution(reduction, inputs)
+    lands: Lands = []
+    target: Operand | None = None
+    if outputs is inputs and _is_in(source, inputs):
+        target = source
+    elif outputs:
+        target = _target(reduction, outputs, lands)
+        if outputs is not inputs and collide([(0, where(source), source.nbytes)], [(0, where(target), target.nbytes)]):
+            source = _contribution(reduction, clones(inputs))
+    return source, target, reduction, lands
+
+
+def _reduce(board: Board, submission: Submission) -> Part:
+    return combined(board, *reducing(board, submission))
+
+
+def _reduce_scatter(board: Board, submission: Submission) -> Part:
+    op: Any = submission.op
+    size, me = board.size, board.rank
+    reduction = reduction_for(op.dtype, op.reduction, size)
+    lands: Lands = []
+    target = _target(reduction, submission.outputs, lands)
+    sources, shares = _sources(reduction, op, submission.inputs, size)
+    # in place is fine where it is this rank's share, but what is combined is read again for each rank
+    direct = not collide(shares, [(-1, where(target), target.nbytes)])
+    if not direct and collide(shares, [(me, where(target), target.nbytes)]):
+        sources, shares = _sources(reduction, op, clones(submission.inputs), size)
+        direct = True
+    own = sources[me]
+    if isinstance(own, Tensor):
+        del shares[me]  # it is read from where it is
+    take = _combine_parts(board, own, target, reduction, direct=direct)
+    return exchanged(shares, board.others, take, lands, sources)
+
+
+def _sources(
+    reduction: Reduction, op: Op, inputs: Sequence[Tensor], size: int
+) -> tuple[Sequence[Operand], list[Share]]:
+    """What this rank contributes to each rank's result, and where that is."""
+    sources: Sequence[Operand]
+    if isinstance(op, ReduceScatterSingle):
+        vector = reduction.contribution(inputs[0])
+        sources = vector.view(size, -1).unbind() if vector.numel() else [vector] * size
+    else:
+        each = len(inputs) // size
+        sources = [_contribution(reduction, inputs[rank * each : (rank + 1) * each]) for rank in range(size)]
+    return sources, [(rank, where(source), source.nbytes) for rank, source in enumerate(sources)]
+
+
+def _combine_parts(
+    board: Board, own: Operand, target: Operand, reduction: Reduction, *, direct: bool
+) -> Callable[[int, int, int, int], None]:
+    """What combines a step's parts for this rank into ``target``, ``direct``ly or by way of its otherwise idle result.
+
+    Its ``own`` part is in its slot too if it is scattered.
+    """
+    me, dtype = board.rank, reduction.dtype
+    item = dtype.itemsize
+    length = target.nbytes // item
+
+    def take(step: int, byte: int, room: int, at: int) -> None:
+        start = byte // item
+        n = min(room // item, length - start)
+        if n <= 0:
+            return
+        rows = list(board.parts(dtype, step, (at + me * room) // item, n))
+        if isinstance(own, Tensor):
+            rows[me] = own[start : start + n]
+        if direct and isinstance(target, Tensor):
+            reduction.combine(rows, target[start : start + n])
+        else:
+            reduction.combine(rows, board.result(dtype, step, me)[:n])
+            write(where(target), byte, n * item, board.result_address(step, me))
+
+    return take
+
+
+def _contribution(reduction: Reduction, tensors: Sequence[Tensor]) -> Operand:
+    if len(tensors) == 1:
+        return reduction.contribution(tensors[0])
+    return scattered(reduction.contributions(tensors))
+
+
+def _target(reduction: Reduction, outputs: Sequence[Tensor], lands: Lands) -> Operand:
+    """Where the result goes; what brings it to the outputs from there goes to ``lands``."""
+    if len(outputs) == 1:
+        target, land = reduction.target(outputs[0])
+        if land is not None:
+            lands.append(land)
+        return target
+    targets, more = reduction.targets(outputs)
+    lands += more
+    return scattered(targets)
+
+
+def _is_in(source: Operand, tensors: Sequence[Tensor]) -> bool:
+    """Whether ``source`` is the memory of ``tensors``, and can be written."""
+    if isinstance(source, Tensor):
+        return source.data_ptr() == tensors[0].data_ptr() and not tensors[0].is_inference()
+    owners: Any = source.owners
+    return all(a is b for a, b in zip(owners, tensors, strict=True))
+
+
+# -- moves ------------------------------------------------------------------------------------------------------------
+
+
+def _publish(board: Board, submission: Submission) -> Part:
+    """broadcast, all_gather, all_gather_single, gather."""
+    op: Any = submission.op
+    me = board.rank
+    copies: Lands = []
+    outputs = [landed(output, copies) for output in submission.outputs]
+    targets = _targets(op, outputs, board.size)
+    inputs = [arithmetic.plain(tensor) for tensor in submission.inputs]
+    source: Share | None = None
+    if inputs:
+        source = share_of(me, inputs)
+        if targets and collide([source], targets):
+            inputs = clones(inputs)
+            source = share_of(me, inputs)
+    return published(board, source, targets, copies, (inputs, outputs))
+
+
+def _targets(op: Op, outputs: Sequence[Tensor], size: int) -> list[Share]:
+    """Where what each rank publishes goes."""
+    if not outputs:
+        return []
+    if isinstance(op, Broadcast):
+        return [share_of(op.root, outputs)]
+    if isinstance(op, AllGatherSingle):
+        return _chunks(outputs[0], op.nbytes, size)
+    if len(outputs) == size:
+        return by_rank(outputs)
+    each = len(outputs) // size
+    return [share_of(rank, outputs[rank * each : (rank + 1) * each]) for rank in range(size)]
+
+
+def _distribute(board: Board, submission: Submission) -> Part:
+    """scatter and all_to_all_single."""
+    op: Any = submission.op
+    size, me = board.size, board.rank
+    copies: Lands = []
+    output = landed(submission.outputs[0], copies)
+    inputs = [arithmetic.plain(tensor) for tensor in submission.inputs]
+    if isinstance(op, AllToAllSingle):
+        nbytes = op.nbytes // size
+        # the same place in both is the same chunk
+        if collide([(0, inputs[0].data_ptr(), op.nbytes)], [(0, output.data_ptr(), op.nbytes)]):
+            inputs = clones(inputs)
+        sources, targets = _chunks(inputs[0], nbytes, size), _chunks(output, nbytes, size)
+        givers = board.others
+    else:
+        nbytes = op.nbytes
+        targets = [(me, output.data_ptr(), nbytes)] * size
+        if collide(by_rank(inputs), targets[:1]):
+            inputs = clones(inputs)
+        sources = by_rank(inputs)
+        givers = [] if me == op.root else [op.root]
+    if sources:
+        copy(sources[me][1], targets[me][1], nbytes)
+        del sources[me]
+
+    def take(step: int, start: int, room: int, at: int) -> None:
+        n = min(room, nbytes - start)
+        for rank in givers:
+            write(targets[rank][1], start, n, board.slot_address(step, rank) + at + me * room)
+
+    return exchanged(sources, givers, take, copies, (inputs, output))
+
+
+def by_rank(tensors: Sequence[Tensor]) -> list[Share]:
+    """One plain tensor for each rank."""
+    return [(rank, tensor.data_ptr(), tensor.nbytes) for rank, tensor in enumerate(tensors)]
+
+
+def _chunks(tensor: Tensor, nbytes: int, size: int) -> list[Share]:
+    """Equal parts of a plain tensor for each rank."""
+    start = tensor.data_ptr()
+    return [(rank, start + rank * nbytes, nbytes) for rank in range(size)]
+
+
+_PARTS: Final[Mapping[type[Op], Callable[[Board, Submission], Part]]] = {
+    AllReduce: _reduce,
+    Reduce: _reduce,
+    ReduceScatter: _reduce_scatter,
+    ReduceScatterSingle: _reduce_scatter,
+    Broadcast: _publish,
+    AllGather: _publish,
+    AllGatherSingle: _publish,
+    Gather: _publish,
+    Scatter: _distribute,
+    AllToAllSingle: _distribute,
+    Barrier: _barrier,
+}
+
+
+def landed(output: Tensor, copies: Lands) -> Tensor:
+    """Plain memory to be filled for ``output``; what brings it there, if it is not its own, goes to ``copies``."""
+    place, copy = arithmetic.landing(output)
+    if copy is not None:
+        copies.append(copy)
+    return place
+
+
+def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.clone() for tensor in tensors]
