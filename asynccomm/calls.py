@@ -16,9 +16,10 @@ from typing import Any
 
 from asynccomm.backends.base import Backend, Submission
 from asynccomm.checks import Group
-from asynccomm.coalescing.agreement import Agreement
+from asynccomm.coalescing.agreement import ALONE, Agreement
 from asynccomm.coalescing.batches import Batch, Lot, batches_of
 from asynccomm.coalescing.holding import Hold, caller
+from asynccomm.coalescing.merging import can_merge
 from asynccomm.coalescing.plan import Meter
 from asynccomm.coalescing.together import Whole
 from asynccomm.errors import NotSentError
@@ -214,6 +215,8 @@ class Calls(Traffic):
         assert self.agreement is not None
         ops = [item.op for item in items]
         nbytes = sum([op.nbytes for op in ops])
+        if not all(can_merge(self.group.size, item) for item in items):
+            nbytes = ALONE  # so it is in a batch of its own on all ranks, whose tensors may lie otherwise
         text = str(ops[0] if len(ops) == 1 else Together(tuple(ops)))
         self.agreement.issue(ops[0].label, signature_of(ops), text, nbytes, items)
 
@@ -229,6 +232,7 @@ class Calls(Traffic):
                 wholes.setdefault(item if item.whole is None else item.whole, []).append(item)
         for items in wholes.values():
             self._issue(items)
+            self._deadlines.add(items[0].work)
         return messages
 
     def run_agreed(self, batch: Sequence[Sequence[Submission]]) -> None:

@@ -65,6 +65,8 @@ class Comm(
         """Wait until less is in flight than ``options.max_ops`` and ``options.max_bytes``.
 
         Calls are never refused for being too many; await this between them in a producer that could run far ahead.
+        What is held back does not count: what a scope holds, and what the ranks have not agreed on yet (or two of them
+        that call in different orders might wait for each other here).
         Cancelling is safe. Raises: ClosedError, BrokenError.
         """
         await self._session.ready()

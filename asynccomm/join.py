@@ -119,8 +119,8 @@ def _misfit(mine: dict[str, Any], theirs: dict[str, Any], hellos: dict[int, dict
     """Why a rank cannot be taken in; empty if it can."""
     rank = theirs["rank"]
     for key in ("version", "size", "backend", "ordering"):
-        if theirs[key] != mine[key]:
-            return f"{key} differs: rank 0 has {mine[key]!r}, rank {rank} has {theirs[key]!r}"
+        if theirs.get(key) != mine[key]:  # another version may not say everything
+            return f"{key} differs: rank 0 has {mine[key]!r}, rank {rank} has {theirs.get(key)!r}"
     if rank in hellos:
         first, second = (f"process {h['pid']} on {h['host']}" for h in (hellos[rank], theirs))
         return f"rank {rank} is taken twice, by {first} and {second}; each needs its own RANK"

@@ -161,8 +161,8 @@ class Session(Calls):
         self._resources.push_async_callback(self.agreement.aclose)
 
     def _disagreed(self, error: BrokenError) -> None:
-        """On every rank, by itself."""
-        self._fail(error, tell=False)
+        """What all hear is told, too: who hears it first ends its transport, and must not be taken for the cause."""
+        self._fail(error, tell=True)
 
     async def _why_not_connected(self, exc: BaseException) -> BaseException:
         """What to raise for ``exc``, which ended connecting."""

@@ -203,7 +203,8 @@ class Work(Generic[T]):
         business there (objects, dicts, barriers, uneven tensors of sizes unknown) waits as on the CPU.
 
         On the CPU, block the calling thread until the operation is done. On a thread with a running event loop this
-        raises ``WouldBlockError``, finished or not: use ``await`` there.
+        raises ``WouldBlockError``, finished or not: use ``await`` there. With agreed ordering the comm's loop must be
+        running in another thread: it brings the agreement about.
 
         Args:
             timeout: seconds to wait at most, None for no limit of its own. Passing it raises the builtin

@@ -6,7 +6,7 @@ Every task steers a small search for the minimum of a function of its own: each 
 ranks average where they got to, and go on from there until all are close enough. How long a task takes between two
 averages depends on the data, and differs from rank to rank: so the ranks' tasks come to the comm in different orders.
 With ``ordering="agreed"`` that is fine, since each task has a tag of its own and the ranks agree on an order as they
-go. In program order the tags do not fit, and all ranks raise an error that names both:
+go. In program order the tags do not fit, and every rank ends with an error that names its own:
 
     asynccomm run -n 2 examples/many_tasks.py --ordering program
 """

@@ -121,6 +121,7 @@ async def test_a_stale_world_that_waits_is_left(store: MemoryStore) -> None:
     [
         ({"size": 4}, "size differs: rank 0 has 3, rank 2 has 4"),
         ({"backend": "nccl"}, "backend differs: rank 0 has 'gloo', rank 2 has 'nccl'"),
+        ({"ordering": "agreed"}, "ordering differs: rank 0 has 'program', rank 2 has 'agreed'"),
     ],
 )
 async def test_what_differs_is_said_on_all_ranks(stores: list[Store], changes: dict[str, Any], text: str) -> None:
@@ -181,6 +182,7 @@ async def test_two_ranks_zero(store: MemoryStore, monkeypatch: pytest.MonkeyPatc
         "rank": 0,
         "size": 2,
         "backend": "gloo",
+        "ordering": "program",
         "version": module.__version__,
         "host": "h",
         "pid": 1,

@@ -23,7 +23,7 @@ from asynccomm.ops import (
     layout_of,
 )
 
-__all__ = ["merge"]
+__all__ = ["can_merge", "is_divisible", "merge"]
 
 Tensors = tuple[Tensor, ...]
 
@@ -81,6 +81,17 @@ def _outputs(parts: Sequence[Submission]) -> Tensors:
     return tuple([tensor for part in parts for tensor in part.outputs])
 
 
+def can_merge(size: int, part: Submission) -> bool:
+    """Whether this rank's tensors of ``part`` can be divided where they are; others' may lie otherwise."""
+    if isinstance(part.op, AllGatherSingle):
+        return is_divisible(part.outputs[0], size)
+    return not isinstance(part.op, ReduceScatterSingle) or is_divisible(part.inputs[0], size)
+
+
+def is_divisible(whole: Tensor, size: int) -> bool:
+    return size == 1 or not whole.numel() or whole.is_contiguous() or whole.shape[0] % size == 0
+
+
 def _shares(tensors: Tensors, size: int, op: Op) -> Sequence[Sequence[Tensor]]:
     """What belongs to each rank of an operation's lists, or of its single tensor: views, so that nothing is copied."""
     if size == 1:
@@ -93,7 +104,7 @@ def _shares(tensors: Tensors, size: int, op: Op) -> Sequence[Sequence[Tensor]]:
         return [tensors] * size
     if whole.is_contiguous():
         return [(share,) for share in whole.view(size, -1).unbind()]
-    if whole.shape[0] % size:
+    if not is_divisible(whole, size):
         raise ValueError(
             f"{op}: a tensor that is not contiguous can only be sent together with others if the ranks divide its "
             f"first dimension, got shape {tuple(whole.shape)} for {size} ranks"

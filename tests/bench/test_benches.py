@@ -120,7 +120,7 @@ def test_agreed_measures_real_ranks(tmp_path: Path, backend: str) -> None:
     assert row["times"] == pytest.approx(row["agreed_us"] / row["program_us"])
     assert row["scope_us"] > 0
     # one message there and one back for all tasks; more where they come apart
-    assert 0.99 * 2 / 50 <= row["messages_per_op"] <= 2
+    assert 1.8 / 50 <= row["messages_per_op"] <= 2  # the receive for the next round may be posted after the count
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])

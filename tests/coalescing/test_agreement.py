@@ -445,7 +445,7 @@ async def test_a_scope_on_one_rank_is_nothing_to_the_others() -> None:
         await asyncio.gather(*works)
         assert not batch.works[0].done()
         await b.all_reduce(ones(), tag="x")
-        assert [work.seq for work in batch.works] == [2, 1, 0] or {work.seq for work in batch.works} == {0, 1, 2}
+        assert sorted([work.seq for work in batch.works]) == [0, 1, 2]
         await batch
 
 
@@ -589,6 +589,7 @@ async def test_a_mismatch_between_processes(comm: Comm) -> None:
     for i in range(5):
         async with new_comm(comm.backend, name=f"doomed {i}", ordering="agreed", timeout=30) as shared:
             await shared.barrier(tag="before")
+            await comm.barrier()  # all are through that one
             size = 5 if comm.rank == i % 3 else 4
             error = await error_of(called(shared, size))
             assert isinstance(error, CollectiveMismatchError), repr(error)
@@ -665,6 +666,7 @@ async def test_an_operation_in_a_scope_there_has_not_been_issued() -> None:
 async def test_a_deadline_between_processes(comm: Comm) -> None:
     async with new_comm(comm.backend, name="late", ordering="agreed", timeout=30) as shared:
         await shared.barrier()
+        await comm.barrier()  # all are through that one
         if comm.rank == 2:
             await until(lambda: "broken" in repr(shared))
             with pytest.raises(AbortedError, match=r"rank 2 has not issued 'x'"):
@@ -822,7 +824,7 @@ async def test_ranks_close_one_after_the_other(order: tuple[int, ...]) -> None:
         start = time.monotonic()
         for rank in order:
             await comms[rank].aclose()
-            assert repr(comms[rank]).count("closed")
+            assert "closed" in repr(comms[rank])
         assert time.monotonic() - start < module.GOODBYE_SECONDS, "nobody had to give up waiting"
 
 
@@ -993,6 +995,7 @@ async def test_a_rank_that_is_busy_while_the_other_closes(comm: Comm, busy: int)
 async def test_abort_between_processes(comm: Comm) -> None:
     async with new_comm(comm.backend, name="aborted", ordering="agreed", timeout=30) as shared:
         await shared.barrier()
+        await comm.barrier()  # all are through that one
         work = shared.all_reduce(ones(), tag=f"{comm.rank}")
         if comm.rank == 1:
             await turns()
@@ -1082,6 +1085,7 @@ async def test_nonsense_between_processes(comm: Comm) -> None:
     for source in range(2):
         async with new_comm(comm.backend, name=f"nonsense {source}", ordering="agreed", timeout=30) as shared:
             await shared.barrier()
+            await comm.barrier()  # the other is through that one, too
             if comm.rank == source:
                 push(shared, 1 - source, NONSENSE["with a payload"])
             await until(lambda: "broken" in repr(shared))
