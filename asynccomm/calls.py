@@ -17,11 +17,12 @@ from typing import Any
 from asynccomm.backends.base import Backend, Submission
 from asynccomm.checks import Group
 from asynccomm.coalescing.agreement import ALONE, Agreement
-from asynccomm.coalescing.batches import Batch, Lot, batches_of
+from asynccomm.coalescing.batches import Batch, Lot, batches_of, planned
 from asynccomm.coalescing.holding import Hold, caller
-from asynccomm.coalescing.merging import can_merge
-from asynccomm.coalescing.plan import Meter
+from asynccomm.coalescing.merging import can_merge, check_merge
+from asynccomm.coalescing.plan import Meter, check_messages
 from asynccomm.coalescing.together import Whole
+from asynccomm.coalescing.undecided import Undecided
 from asynccomm.errors import NotSentError
 from asynccomm.mailbox import Mailbox
 from asynccomm.ops import Call, Together
@@ -40,6 +41,7 @@ class Calls(Traffic):
         super().__init__(group, options, mailbox)
         self._holds: dict[object, Hold] = {}  # by who is in a scope
         self.agreement: Agreement | None = None  #: what puts the operations in order, unless the program does
+        self._undecided = Undecided()
 
     def submit(self, call: Call, timeout: float | timedelta | None, hints: Mapping[str, str] | None) -> Work[Any]:
         """Number ``call`` and hand it on, or hold it back in the caller's scope. From any thread."""
@@ -55,6 +57,8 @@ class Calls(Traffic):
             backend = self.backend
             assert backend is not None
             if self._holds and (hold := self._holds.get(caller())) is not None:
+                if self.agreement is None:
+                    check_merge(self.group.size, call)
                 work: Work[Any] = Work(
                     op,
                     UNNUMBERED,
@@ -201,6 +205,7 @@ class Calls(Traffic):
             assert self.backend is not None
             try:
                 if self.agreement is not None:
+                    check_messages([planned(item) for item in held])
                     held = self._issue_all(held)
                 for batch in batches_of(held, self.group.size, self.backend, self.mailbox):
                     self._hand_on(batch)
@@ -215,7 +220,8 @@ class Calls(Traffic):
         assert self.agreement is not None
         ops = [item.op for item in items]
         nbytes = sum([op.nbytes for op in ops])
-        if not all(can_merge(self.group.size, item) for item in items):
+        conflicts = self._undecided.enter(items)
+        if conflicts or not all(can_merge(self.group.size, item) for item in items):
             nbytes = ALONE  # so it is in a batch of its own on all ranks, whose tensors may lie otherwise
         text = str(ops[0] if len(ops) == 1 else Together(tuple(ops)))
         self.agreement.issue(ops[0].label, signature_of(ops), text, nbytes, items)
@@ -238,7 +244,9 @@ class Calls(Traffic):
     def run_agreed(self, batch: Sequence[Sequence[Submission]]) -> None:
         """Hand on what was agreed on: all at once. On the loop."""
         with self._lock:
-            items = [item for call in batch for item in call if not item.work.done()]
+            items = [item for call in batch for item in call]
+            self._undecided.leave(items)
+            items = [item for item in items if not item.work.done()]
             if not items:
                 return  # the comm has broken
             assert self.backend is not None

@@ -186,6 +186,8 @@ class Traffic(abc.ABC):
         self.check_loop()
         self.check_open()
         if not self._crowded():
+            if self._much():
+                await asyncio.sleep(0)  # what was held back can be agreed on only when the loop turns
             return
         self._waits += 1
         self._waiting += 1
@@ -200,11 +202,15 @@ class Traffic(abc.ABC):
 
     def _crowded(self) -> bool:
         """Whether more is in flight than is allowed. What is held back does not count: only its scope can send it."""
-        works = list(self._pending.items())
-        if len(works) < self.options.max_ops and sum([n for _, n in works]) < self.options.max_bytes:
+        if not self._much():
             return False
-        sent = [nbytes for work, nbytes in works if work.seq != UNNUMBERED]
+        sent = [nbytes for work, nbytes in list(self._pending.items()) if work.seq != UNNUMBERED]
         return len(sent) >= self.options.max_ops or sum(sent) >= self.options.max_bytes
+
+    def _much(self) -> bool:
+        """Whether it is more with what is held back."""
+        options = self.options
+        return len(self._pending) >= options.max_ops or sum(list(self._pending.values())) >= options.max_bytes
 
     def _hear_of_settling(self) -> asyncio.Future[None]:
         waiter: asyncio.Future[None] = self.mailbox.loop.create_future()

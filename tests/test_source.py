@@ -34,6 +34,7 @@ LAYERS = [
     "backends.nccl.turns backends.nccl.gifts backends.nccl.transfers backends.nccl.parcels",
     "backends.nccl.backend",
     "coalescing coalescing.plan coalescing.merging coalescing.together coalescing.holding coalescing.batches",
+    "coalescing.undecided",
     "coalescing.announcements coalescing.agreed coalescing.agreement",
     "bulletin join connecting family monitored_barrier traffic calls coalescing.scope session",
     "methods methods.base methods.collectives methods.uneven methods.coalesced methods.messages methods.barriers",

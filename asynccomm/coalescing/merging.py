@@ -23,7 +23,7 @@ from asynccomm.ops import (
     layout_of,
 )
 
-__all__ = ["can_merge", "is_divisible", "merge"]
+__all__ = ["can_merge", "check_merge", "merge"]
 
 Tensors = tuple[Tensor, ...]
 
@@ -31,8 +31,11 @@ Tensors = tuple[Tensor, ...]
 def merge(size: int, parts: Sequence[Submission]) -> Call:
     """The call that does what ``parts``, at least two of one ``plan.sort_of``, do one by one on ``size`` ranks.
 
-    Raises: ValueError for a tensor that cannot be divided where it is.
+    Raises: what ``check_merge`` raises.
     """
+    for part in parts:
+        if isinstance(part.op, (AllGatherSingle, ReduceScatterSingle)):
+            check_merge(size, part)
     return _MERGERS[type(parts[0].op)](size, parts)
 
 
@@ -81,14 +84,31 @@ def _outputs(parts: Sequence[Submission]) -> Tensors:
     return tuple([tensor for part in parts for tensor in part.outputs])
 
 
-def can_merge(size: int, part: Submission) -> bool:
+def can_merge(size: int, part: Call | Submission) -> bool:
     """Whether this rank's tensors of ``part`` can be divided where they are; others' may lie otherwise."""
+    whole = _whole(part)
+    return whole is None or is_divisible(whole, size)
+
+
+def check_merge(size: int, part: Call | Submission) -> None:
+    """Raise ValueError if they cannot."""
+    whole = _whole(part)
+    if whole is not None and not is_divisible(whole, size):
+        raise ValueError(
+            f"{part.op}: a tensor that is not contiguous can only be sent together with others if the ranks divide its "
+            f"first dimension, got shape {tuple(whole.shape)} for {size} ranks"
+        )
+
+
+def _whole(part: Call | Submission) -> Tensor | None:
+    """The tensor that has a share for each rank, if it is a single one."""
     if isinstance(part.op, AllGatherSingle):
-        return is_divisible(part.outputs[0], size)
-    return not isinstance(part.op, ReduceScatterSingle) or is_divisible(part.inputs[0], size)
+        return part.outputs[0]
+    return part.inputs[0] if isinstance(part.op, ReduceScatterSingle) else None
 
 
 def is_divisible(whole: Tensor, size: int) -> bool:
+    """Whether each rank's share of ``whole`` can be a view."""
     return size == 1 or not whole.numel() or whole.is_contiguous() or whole.shape[0] % size == 0
 
 
@@ -104,11 +124,6 @@ def _shares(tensors: Tensors, size: int, op: Op) -> Sequence[Sequence[Tensor]]:
         return [tensors] * size
     if whole.is_contiguous():
         return [(share,) for share in whole.view(size, -1).unbind()]
-    if not is_divisible(whole, size):
-        raise ValueError(
-            f"{op}: a tensor that is not contiguous can only be sent together with others if the ranks divide its "
-            f"first dimension, got shape {tuple(whole.shape)} for {size} ranks"
-        )
     return [(share,) for share in whole.chunk(size)]
 
 

@@ -42,7 +42,7 @@ from asynccomm.ops import (
     Scatter,
 )
 
-__all__ = ["Batch", "Item", "Meter", "conflict", "item_of", "plan", "sort_of"]
+__all__ = ["Batch", "Item", "Meter", "Use", "check_messages", "conflict", "everywhere", "item_of", "plan", "sort_of"]
 
 MERGED_BYTES: Final = 1 << 20  # of one operation; a larger one gains nothing by going with others
 
@@ -106,7 +106,7 @@ def plan(items: Sequence[Item], *, max_ops: int | None = None, max_bytes: int | 
     if _disjoint(items):
         cuts = _cuts_by_kind(items)
     else:
-        _check_messages(items)
+        check_messages(items)
         cuts = _cuts_by_memory(items)
     batches: list[Batch] = []
     lots: dict[object, list[int]] = {}
@@ -211,15 +211,21 @@ def _cuts_by_memory(items: Sequence[Item]) -> set[int]:
     return cuts
 
 
-def _check_messages(items: Sequence[Item]) -> None:
-    messages = [item for item in items if item[0].p2p]
-    for message in messages:
-        for item in items:
-            if item is not message and conflict(message, item):
-                raise ValueError(
-                    f"{message[0]} shares memory with {item[0]}, which is sent together with it; await one of them "
-                    f"before the other is called"
-                )
+def check_messages(items: Sequence[Item]) -> None:
+    """Raise ValueError if a message shares memory with anything else: no order is promised there."""
+    if not any(op.p2p for op, _, _ in items) or _disjoint(items):
+        return
+    messages, others = Use(), Use()
+    for item in items:
+        apart = (messages, others) if item[0].p2p else (messages,)
+        if any(use.conflicts(item) for use in apart):
+            other = next(b for b in items if b is not item and (b[0].p2p or item[0].p2p) and conflict(item, b))
+            message, other = (item, other) if item[0].p2p else (other, item)
+            raise ValueError(
+                f"{message[0]} shares memory with {other[0]}, which is sent together with it; await one of them "
+                f"before the other is called"
+            )
+        (messages if item[0].p2p else others).add(item)
 
 
 def conflict(one: Item, other: Item) -> bool:
@@ -233,7 +239,7 @@ def _touch(spans: Iterable[Span], others: Sequence[Span]) -> bool:
     return any(start < end and begin < stop for start, stop in spans for begin, end in others)
 
 
-def _everywhere(item: Item) -> Item:
+def everywhere(item: Item) -> Item:
     """As it counts on all ranks."""
     op, reads, writes = item
     return (op, (), [*reads, *writes]) if isinstance(op, Broadcast) else item
@@ -250,7 +256,7 @@ class _Memory:
 
     def conflicts(self, item: Item) -> bool:
         """Whether ``item`` must come after what is there."""
-        op, reads, writes = _everywhere(item)
+        op, reads, writes = everywhere(item)
         root = op.root if isinstance(op, Broadcast) else None
         touched = [*reads, *writes]
         if self._written.touch(touched) or self._read.touch(writes):
@@ -258,12 +264,31 @@ class _Memory:
         return any(spans.touch(touched) for other, spans in self._broadcast.items() if other != root)
 
     def add(self, item: Item) -> None:
-        op, reads, writes = _everywhere(item)
+        op, reads, writes = everywhere(item)
         self._read.add(reads)
         if isinstance(op, Broadcast):
             self._broadcast.setdefault(op.root, _Spans()).add(writes)
         else:
             self._written.add(writes)
+
+
+@final
+class Use:
+    """What some operations read and write on this rank."""
+
+    def __init__(self) -> None:
+        self._read = _Spans()
+        self._written = _Spans()
+
+    def conflicts(self, item: Item) -> bool:
+        """Whether ``item`` writes what they use, or uses what they write."""
+        _, reads, writes = item
+        return self._written.touch(writes) or self._written.touch(reads) or self._read.touch(writes)
+
+    def add(self, item: Item) -> None:
+        _, reads, writes = item
+        self._read.add(reads)
+        self._written.add(writes)
 
 
 @final

@@ -13,7 +13,7 @@ from asynccomm.backends.base import Submission
 from asynccomm.calls import Calls, named
 from asynccomm.coalescing.batches import planned
 from asynccomm.coalescing.holding import Hold
-from asynccomm.coalescing.plan import Item, Meter, conflict
+from asynccomm.coalescing.plan import Item, Meter, Use, conflict
 from asynccomm.work import Work
 
 __all__ = ["Batch", "Estimate", "check_limit"]
@@ -138,18 +138,24 @@ class Batch:
         """Raise ValueError if operations of different comms share memory: no order is promised between them."""
         if len(self._holds) < 2:
             return
-        seen: list[tuple[str, Item]] = []
-        for calls, hold in zip(self._many, self._holds, strict=True):
-            name = calls.group.name
-            mine = [(name, planned(s)) for s in hold.items]
-            for _, item in mine:
-                for other, before in seen:
-                    if conflict(item, before):
-                        raise ValueError(
-                            f"{item[0]} on comm {name!r} shares memory with {before[0]} on comm {other!r}, which is "
-                            f"held in the same scope; await one of them before the other is called"
-                        )
-            seen += mine
+        before = Use()
+        for i, (calls, hold) in enumerate(zip(self._many, self._holds, strict=True)):
+            items = [planned(submission) for submission in hold.items]
+            for item in items:
+                if before.conflicts(item):
+                    name, other = self._partner(item, i)
+                    raise ValueError(
+                        f"{item[0]} on comm {calls.group.name!r} shares memory with {other[0]} on comm {name!r}, which "
+                        f"is held in the same scope; await one of them before the other is called"
+                    )
+            for item in items:
+                before.add(item)
+
+    def _partner(self, item: Item, end: int) -> tuple[str, Item]:
+        """What ``item`` shares memory with, on one of the comms before number ``end``."""
+        pairs = zip(self._many[:end], self._holds, strict=False)
+        held = [(calls.group.name, planned(submission)) for calls, hold in pairs for submission in hold.items]
+        return next((name, other) for name, other in held if conflict(item, other))
 
 
 @final

@@ -1125,3 +1125,53 @@ async def test_much_at_once_and_much_that_waits_for_a_busy_rank(comm: Comm) -> N
                 {tag: work.seq for tag, work in zip(tags, works, strict=True)}
             )
             assert found[0] == found[1] == found[2]
+
+
+async def test_memory_that_one_rank_alone_shares() -> None:
+    """What conflicts there is decided in batches of its own on all ranks."""
+    async with agreed(2) as comms:
+        for _ in range(3):
+            works = []
+            for comm in comms:
+                tensor = torch.ones(4)
+                other = tensor if comm.rank == 0 else torch.empty(4)
+                works.append((comm.broadcast(other, 0, tag="a"), comm.all_reduce(tensor, out=torch.empty(4), tag="b")))
+            for first, second in works:
+                assert (await first).tolist() == [1] * 4
+                assert (await second).tolist() == [2] * 4
+
+
+async def test_a_producer_that_never_waits_is_heard_all_the_same() -> None:
+    async with agreed(2, max_ops=8) as comms:
+
+        async def produce(comm: Comm) -> int:
+            works, most = [], 0
+            for _ in range(200):
+                await comm.ready()
+                works.append(comm.all_reduce(ones(), tag="x"))
+                most = max(most, comm.statistics().in_flight)
+            await asyncio.gather(*works)
+            return most
+
+        assert max(await asyncio.gather(*map(produce, comms))) < 50
+
+
+async def test_messages_in_a_scope_share_no_memory_with_collectives() -> None:
+    async with agreed(2) as (a, _):
+        tensor = ones()
+        with pytest.raises(ValueError, match="shares memory with"):
+            async with a.coalesce():
+                work = a.all_reduce(tensor)
+                a.send(tensor, 1)
+        with pytest.raises(NotSentError):
+            await work
+        assert a.statistics().in_flight == 0
+
+
+@pytest.mark.ranks(4, backend=["gloo"])
+async def test_the_agreement_leaves_the_lanes_to_messages(comm: Comm) -> None:
+    hints = {"p2p_threads": "1"}
+    async with new_comm("gloo", name="one lane", ordering="agreed", timeout=30, hints=hints) as shared:
+        if comm.rank < 2:
+            await (shared.send(ones(), 1) if comm.rank == 0 else shared.recv(ones(), 0))
+        await shared.barrier()

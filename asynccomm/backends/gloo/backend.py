@@ -75,7 +75,8 @@ class GlooBackend(Backend):
         self._in_flight = InFlight(self._start, self._not_started)
         name = f"asynccomm-gloo-{group.name}"
         self._lanes = Lanes(name, int(context.hints.get("p2p_threads", P2P_THREADS)))
-        self._p2p = PointToPoint(group.rank, self._lanes, self._complete, context.on_error)
+        self._internal_lanes = Lanes(f"{name}-internal", 2 * group.size)
+        self._p2p = PointToPoint(group.rank, self._lanes, self._internal_lanes, self._complete, context.on_error)
         self._parcel_lane = Lanes(f"{name}-parcels", 1)  # apart from messages, which must not hold up a collective
         self._exchange = Exchange(group.rank, group.size, self._parcel_lane, self._complete)
         self._ending = threading.Lock()
@@ -191,10 +192,13 @@ class GlooBackend(Backend):
 
     def _close(self) -> None:
         self._in_flight.end()
-        if not self._lanes.join(LINGER_SECONDS):  # receives that were given up: nothing else ends them
+        messages = (self._lanes, self._internal_lanes)
+        if not all(lanes.join(LINGER_SECONDS) for lanes in messages):  # receives given up: nothing else ends them
             self.abort()
-            self._lanes.join(CLOSE_SECONDS)
-        self._lanes.end()
+            for lanes in messages:
+                lanes.join(CLOSE_SECONDS)
+        for lanes in messages:
+            lanes.end()
         self._parcel_lane.join(CLOSE_SECONDS)
         self._parcel_lane.end()
         self._p2p.drop()

@@ -28,7 +28,7 @@ from asynccomm.backends.matching import Matching
 from asynccomm.backends.regions import bytes_of
 from asynccomm.dtypes import BY_CODE, CODES
 from asynccomm.errors import BrokenError, CollectiveMismatchError
-from asynccomm.ops import Recv, RecvParcel, Send, SendParcel
+from asynccomm.ops import Channel, Recv, RecvParcel, Send, SendParcel
 
 __all__ = ["PointToPoint"]
 
@@ -47,6 +47,8 @@ class PointToPoint:
     """Sends and receives of one rank.
 
     Args:
+        lanes: for messages of users.
+        internal: for those between the ranks themselves, which users' messages must not hold up, nor the other way.
         complete: runs the steps that end an operation, settles it, and reports what goes wrong; called on a lane.
         on_error: where a mismatch goes.
     """
@@ -55,11 +57,13 @@ class PointToPoint:
         self,
         rank: int,
         lanes: Lanes,
+        internal: Lanes,
         complete: Callable[[Submission, Sequence[Callable[[], object]]], None],
         on_error: Callable[[BrokenError], object],
     ) -> None:
         self._rank = rank
         self._lanes = lanes
+        self._internal = internal
         self._complete = complete
         self._on_error = on_error
         self._own: Matching[Submission, Submission] = Matching(1)  # from this rank to itself, its only source
@@ -129,7 +133,7 @@ class PointToPoint:
             self._complete(submission, steps)
             staged.clear()
 
-        self._lanes.put(("send", peer, key), job)
+        self._lanes_of(key).put(("send", peer, key), job)
 
     def _recv_parcel(self, gloo: Gloo, peer: int, key: int, submission: Submission) -> None:
         parcel = Incoming(gloo, peer, key)
@@ -141,7 +145,10 @@ class PointToPoint:
             submission.work.source = peer
             conclude(delivery, submission)
 
-        self._lanes.put(("recv", peer, key), partial(self._complete, submission, [take]))
+        self._lanes_of(key).put(("recv", peer, key), partial(self._complete, submission, [take]))
+
+    def _lanes_of(self, key: int) -> Lanes:
+        return self._internal if key >= Channel.INTERNAL.key(0) else self._lanes
 
     def _to_self(self, op: Send | Recv | SendParcel | RecvParcel, key: int, submission: Submission) -> None:
         if isinstance(op, (Send, SendParcel)):
