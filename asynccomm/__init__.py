@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from asynccomm.errors import CollectiveMismatchError as CollectiveMismatchError
     from asynccomm.errors import CollectiveTimeoutError as CollectiveTimeoutError
     from asynccomm.errors import MonitoredBarrierError as MonitoredBarrierError
+    from asynccomm.errors import NotSentError as NotSentError
     from asynccomm.errors import PayloadError as PayloadError
     from asynccomm.errors import PeerLostError as PeerLostError
     from asynccomm.errors import RendezvousError as RendezvousError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from asynccomm.errors import StoreTimeoutError as StoreTimeoutError
     from asynccomm.errors import WouldBlockError as WouldBlockError
     from asynccomm.methods.messages import BatchSendRecv as BatchSendRecv
+    from asynccomm.methods.scopes import coalesce as coalesce
     from asynccomm.methods.streams import Sink as Sink
     from asynccomm.methods.streams import Stream as Stream
     from asynccomm.options import CommOptions as CommOptions

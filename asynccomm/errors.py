@@ -160,7 +160,7 @@ class CollectiveTimeoutError(BrokenError, TimeoutError):
 
     def __str__(self) -> str:
         text = (
-            f"{numbered(self.op, self.seq)} on comm {self.comm!r}, rank {self.rank}: "
+            f"{self.op}{f' #{self.seq}' if self.seq >= 0 else ''} on comm {self.comm!r}, rank {self.rank}: "
             f"not finished after {self.elapsed:.1f} s (timeout {self.timeout:g} s)"
         )
         if self.seq < 0 and self.missing == (self.rank,):
@@ -203,11 +203,6 @@ class AbortedError(BrokenError):
 
     def __str__(self) -> str:
         return f"aborted by rank {self.rank}: {self.reason}"
-
-
-def numbered(op: Op, seq: int) -> str:
-    """An operation with its number, if it has one."""
-    return f"#{seq} {op}" if seq >= 0 else str(op)
 
 
 class BackendError(BrokenError):

@@ -28,7 +28,7 @@ from typing import Any, Generic, Protocol, TypeVar, final
 
 import torch
 
-from asynccomm.errors import AsyncCommError, WouldBlockError, numbered
+from asynccomm.errors import AsyncCommError, WouldBlockError
 from asynccomm.mailbox import Mailbox
 from asynccomm.ops import Op
 from asynccomm.options import seconds
@@ -395,7 +395,8 @@ class Work(Generic[T]):
             state = "captured" if self.captured else "done"
         else:
             state = f"failed: {type(self._error).__name__}"
-        return f"<Work {numbered(self.op, self.seq)} {state}>"
+        number = f"#{self.seq} " if self.seq >= 0 else ""
+        return f"<Work {number}{self.op} {state}>"
 
     def __del__(self) -> None:
         error = getattr(self, "_error", None)

@@ -18,6 +18,7 @@ from asynccomm.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     MonitoredBarrierError,
+    NotSentError,
     PayloadError,
     PeerLostError,
     RendezvousError,
@@ -30,10 +31,15 @@ from asynccomm.ops import AllReduce
 from asynccomm.reduce_op import ReduceOp
 
 OP = AllReduce(torch.float32, 7, ReduceOp.PREMUL_SUM(0.5))
+TAGGED = AllReduce(torch.float32, 7, ReduceOp.SUM, label="x")
 EXAMPLES: list[tuple[AsyncCommError, list[str]]] = [
     (AsyncCommError("something"), ["something"]),
     (ClosedError("comm 'a' is closed"), ["comm 'a' is closed"]),
     (WouldBlockError("use await"), ["use await"]),
+    (
+        NotSentError(OP, "grads", "it was only estimated"),
+        ["all_reduce", "'grads'", "never sent: it was only estimated"],
+    ),
     (PayloadError("rank 2 sent 7 bytes where 8 fit"), ["rank 2 sent 7 bytes"]),
     (MonitoredBarrierError("grads", 1, (0, 3), 2.04), ["monitored_barrier", "'grads'", "rank 1", "[0, 3]", "2.0 s"]),
     (StoreError("refused"), ["refused"]),
@@ -47,9 +53,16 @@ EXAMPLES: list[tuple[AsyncCommError, list[str]]] = [
         ["all_reduce", "float32[7]", "PREMUL_SUM(0.5)", "#12", "'grads'", "rank 1", "30.0 s", "timeout 30 s", "[2, 5]"],
     ),
     (CollectiveTimeoutError(OP, 12, "grads", 1, 0.26, 0.25), ["0.3 s", "timeout 0.25 s"]),
+    (CollectiveTimeoutError(OP, -1, "grads", 1, 0.26, 0.25, (1,)), ["still held back here", "coalesce()"]),
+    (CollectiveTimeoutError(OP, -1, "grads", 1, 0.26, 0.25, (2,)), ["; rank 2 has not issued it"]),
+    (CollectiveTimeoutError(TAGGED, -1, "grads", 1, 0.26, 0.25, (2, 3)), ["; ranks [2, 3] have not issued 'x'"]),
     (
         CollectiveMismatchError(4, 0, "barrier()", 6, "broadcast(int8[1], root=0)"),
         ["#4", "rank 0", "barrier()", "rank 6", "broadcast(int8[1], root=0)"],
+    ),
+    (
+        CollectiveMismatchError(-1, 0, "barrier()", 6, "barrier(tag='x')"),
+        ["an operation differs: rank 0 has barrier()"],
     ),
     (AbortedError(2, "ValueError: no"), ["rank 2", "ValueError: no"]),
     (BackendError("gloo: pair closed"), ["gloo: pair closed"]),

@@ -56,7 +56,7 @@ def batches_of(held: Sequence[Submission], size: int, backend: Backend, mailbox:
     Raises: ValueError if it cannot be sent together.
     """
     batches = []
-    for lots in plan([planned(s) for s in held]):
+    for lots in plan([planned(s) for s in held], merged_bytes=backend.merged_bytes):
         made = [_lot([held[i] for i in lot], size, backend, mailbox) for lot in lots]
         items = (
             held if len(held) == sum(map(len, lots)) else [held[i] for i in sorted([i for lot in lots for i in lot])]

@@ -44,7 +44,7 @@ from asynccomm.ops import (
 
 __all__ = ["Batch", "Item", "Meter", "Use", "check_messages", "conflict", "everywhere", "item_of", "plan", "sort_of"]
 
-MERGED_BYTES: Final = 1 << 20  # of one operation; a larger one gains nothing by going with others
+MERGED_BYTES: Final = 1 << 20  # of one operation that is merged, unless the backend says otherwise
 
 Batch = list[list[int]]  # lots: the numbers of operations that move as one
 
@@ -98,8 +98,14 @@ class Meter:
         return self._ops >= self._max_ops or self._bytes >= self._max_bytes
 
 
-def plan(items: Sequence[Item], *, max_ops: int | None = None, max_bytes: int | None = None) -> list[Batch]:
+def plan(
+    items: Sequence[Item], *, max_ops: int | None = None, max_bytes: int | None = None, merged_bytes: int = MERGED_BYTES
+) -> list[Batch]:
     """Batches of ``items``, as numbers; each number once. Lots stand in the order of their first operation.
+
+    Args:
+        max_ops, max_bytes: of a batch.
+        merged_bytes: of an operation that may share a lot; a larger one gains nothing by that.
 
     Raises: ValueError if a message shares memory with anything else that is sent with it: no order is promised there.
     """
@@ -120,7 +126,7 @@ def plan(items: Sequence[Item], *, max_ops: int | None = None, max_bytes: int | 
             meter.clear()
         sort = sorts.get(id(op), sorts)
         if sort is sorts:
-            sort = sorts[id(op)] = sort_of(op)
+            sort = sorts[id(op)] = sort_of(op, merged_bytes)
         if sort is None:
             lots[i] = [i]
         elif (lot := lots.get(sort)) is None:
@@ -134,9 +140,9 @@ def plan(items: Sequence[Item], *, max_ops: int | None = None, max_bytes: int | 
     return batches
 
 
-def sort_of(op: Op) -> object:
+def sort_of(op: Op, merged_bytes: int = MERGED_BYTES) -> object:
     """What must be equal for operations to move as one; None: this one goes by itself."""
-    if op.nbytes > MERGED_BYTES:
+    if op.nbytes > merged_bytes:
         return None
     match op:
         case AllReduce(reduction=reduction) if reduction.factor is None:

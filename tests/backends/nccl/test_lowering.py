@@ -1060,7 +1060,7 @@ def test_the_same_as_on_another_backend(settings: tuple[Any, ...]) -> None:
     hub = Hub(size)
     works = [Settled() for _ in range(size)]
     for rank in range(size):
-        hub.submit(rank, Submission(theirs.call(rank), works[rank]))  # type: ignore[arg-type]
+        hub.submit(rank, [Submission(theirs.call(rank), works[rank])])  # type: ignore[arg-type]
     assert all(work.done for work in works)
     run([plan_of(ours.call(rank), rank=rank, size=size, native=ours.native) for rank in range(size)])
     for i, (one, other) in enumerate(zip(ours.memory, theirs.memory, strict=True)):
