@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from asynccomm.coalescing.scope import Estimate as Estimate
     from asynccomm.comm import Comm as Comm
     from asynccomm.connect import new_comm as new_comm
+    from asynccomm.control.diagnosis import Diagnosis as Diagnosis
+    from asynccomm.control.diagnosis import PendingOp as PendingOp
+    from asynccomm.control.diagnosis import RankState as RankState
     from asynccomm.errors import AbortedError as AbortedError
     from asynccomm.errors import AsyncCommError as AsyncCommError
     from asynccomm.errors import BackendError as BackendError
@@ -55,6 +58,9 @@ _HOMES = {
     "Comm": "asynccomm.comm",
     "CommStatistics": "asynccomm.traffic",
     "new_comm": "asynccomm.connect",
+    "Diagnosis": "asynccomm.control.diagnosis",
+    "PendingOp": "asynccomm.control.diagnosis",
+    "RankState": "asynccomm.control.diagnosis",
     "AbortedError": "asynccomm.errors",
     "AsyncCommError": "asynccomm.errors",
     "BackendError": "asynccomm.errors",

@@ -28,6 +28,7 @@ from asynccomm.mailbox import Mailbox
 from asynccomm.ops import Call, Together
 from asynccomm.ops.signature import signature_of
 from asynccomm.options import CommOptions
+from asynccomm.sites import call_site
 from asynccomm.traffic import Traffic
 from asynccomm.work import UNNUMBERED, Work
 
@@ -70,9 +71,13 @@ class Calls(Traffic):
                     on_overdue=self._overdue,
                     driver=hold,
                 )
+                if self.reporter is not None:
+                    work.site = call_site()
                 submission = Submission(call, work)
                 submission.origin = backend.origin()
                 self._pending[work] = submission.nbytes
+                if self.error is not None:
+                    self._check_late([work])
                 self._called += 1
                 hold.works.append(work)
                 self._add(hold, [submission])
@@ -100,6 +105,10 @@ class Calls(Traffic):
             else:
                 self._collectives += 1
             self._called += 1
+            if self.reporter is not None:
+                self.reporter.issued(work, 1)
+            if self.error is not None:
+                self._check_late([work])
         if not work.done():
             self._deadlines.add(work)
         return work
@@ -162,6 +171,8 @@ class Calls(Traffic):
         submission.whole = whole
         submission.origin = origin
         self._pending[work] = submission.nbytes
+        if self.error is not None:
+            self._check_late([work])
         return submission
 
     def _add(self, hold: Hold, items: Sequence[Submission]) -> None:

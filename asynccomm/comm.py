@@ -13,6 +13,7 @@ from typing import Self, final
 from asynccomm.methods.barriers import Barriers
 from asynccomm.methods.coalesced import CoalescedCollectives
 from asynccomm.methods.collectives import Collectives
+from asynccomm.methods.diagnosing import Diagnosing
 from asynccomm.methods.dicts import TensorDicts
 from asynccomm.methods.graphs import Graphs
 from asynccomm.methods.groups import Groups
@@ -38,6 +39,7 @@ class Comm(
     Streams,
     Barriers,
     Scopes,
+    Diagnosing,
     Groups,
     Graphs,
 ):

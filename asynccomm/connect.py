@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import socket
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -11,14 +14,16 @@ from typing import SupportsIndex
 import torch
 from torch import distributed as dist
 
-from asynccomm.backends.base import Backend, Member, device_of, own_hints
+from asynccomm.backends.base import Backend, device_of, own_hints
 from asynccomm.backends.registry import candidates, load_backend
 from asynccomm.checks import Group
 from asynccomm.comm import Comm
 from asynccomm.connecting import Connecting
+from asynccomm.control.channel import Channel, Doors
+from asynccomm.control.roster import Contact
 from asynccomm.errors import StoreError
 from asynccomm.family import Claim, Family, Seat
-from asynccomm.join import join
+from asynccomm.join import Joined, join
 from asynccomm.mailbox import Mailbox
 from asynccomm.options import DEFAULT_TIMEOUT, MAX_BYTES, MAX_OPS, CommOptions, check_hints, check_name, seconds
 from asynccomm.session import Session
@@ -105,31 +110,46 @@ async def _connect(
 ) -> Comm:
     start = time.monotonic()
     world = place.world, group.rank
-    claim = Claim(world, group.name)
-    try:
-        meeting, epoch, members = await _join(place, group, asked, options, start)
-    except BaseException:
-        claim.release()
-        raise
-    room = meeting.store.prefix(place.scope).prefix(group.name).prefix(epoch)
-    seat = Seat(Family(world, group, room, meeting), claim, room, members, range(group.size))
+    async with contextlib.AsyncExitStack() as unless_met:
+        claim = Claim(world, group.name)
+        unless_met.callback(claim.release)
+        doors = None
+        if options.hints.get("control") != "off":
+            doors = Doors(group.rank, place.run)
+            unless_met.callback(doors.close)
+        meeting, joined = await _join(place, group, asked, options, doors, start)
+        unless_met.push_async_callback(meeting.aclose)
+        room = meeting.store.prefix(place.scope).prefix(group.name).prefix(joined.epoch)
+        channel = None if doors is None else await _open_channel(place, room, joined, doors)
+        unless_met.pop_all()
+    ranks = range(group.size)
+    seat = Seat(Family(world, group, room, meeting, channel), claim, room, joined.members, ranks, ranks)
     session = Session(group, options, Mailbox(asyncio.get_running_loop()), seat)
     await session.connect(backends, max(0.1, start + options.timeout - time.monotonic()))
     return Comm(session, session.backend_name)
 
 
 async def _join(
-    place: Place, group: Group, asked: str, options: CommOptions, start: float
-) -> tuple[Meeting, str, list[Member]]:
+    place: Place, group: Group, asked: str, options: CommOptions, doors: Doors | None, start: float
+) -> tuple[Meeting, Joined]:
     """Meet the others; again if that was at a store on its way out, whose host had closed an earlier comm there."""
     timeout, ordering = options.timeout, options.ordering
+    contact = None if doors is None else doors.contact
     spent = 0.0
     while True:
         meeting = await meet(place, max(0.0, timeout - spent))
         scope = meeting.store.prefix(place.scope)
         try:
-            epoch, members = await join(
-                scope, group.name, group.rank, group.size, asked, timeout, ordering=ordering, spent=spent
+            joined = await join(
+                scope,
+                group.name,
+                group.rank,
+                group.size,
+                asked,
+                timeout,
+                ordering=ordering,
+                contact=contact,
+                spent=spent,
             )
         except BaseException as exc:
             await meeting.aclose()
@@ -139,4 +159,25 @@ async def _join(
                 raise
             await asyncio.sleep(RETRY_SECONDS)
         else:
-            return meeting, epoch, members
+            return meeting, joined
+
+
+async def _open_channel(place: Place, room: Store, joined: Joined, doors: Doors) -> Channel | None:
+    """The control channel of the ranks that have met."""
+    contacts = joined.contacts
+    if len({member.host for member in joined.members}) > 1:
+        doors.open_tcp(_address_towards(place.host))
+        await room.set(f"control/{doors.contact.rank}", json.dumps(doors.contact.as_json()))
+        said = await room.multi_get([f"control/{contact.rank}" for contact in contacts])
+        contacts = [Contact.of_json(json.loads(text)) for text in said]
+    return await Channel.open(doors.contact.rank, contacts, joined.tokens, doors)
+
+
+def _address_towards(host: str) -> str:
+    """The address of the interface by which ``host`` is reached, where the others reach this one, too."""
+    with contextlib.suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(host or socket.gethostname(), 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as sock:
+            sock.connect(address)  # sends nothing
+            return str(sock.getsockname()[0])
+    return "127.0.0.1"

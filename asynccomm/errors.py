@@ -148,27 +148,47 @@ class CollectiveTimeoutError(BrokenError, TimeoutError):
         rank: the rank that reports.
         elapsed: seconds since the call.
         timeout: seconds that were allowed.
-        missing: ranks known not to have arrived; empty when the backend cannot tell.
+        missing: ranks known not to have called it; empty when that cannot be told.
+        arrived: ranks known to have called it.
+        doing: by missing rank, in order, what it did last and where, or why it does not say; may be empty.
+        site: where it was called, if that is known.
     """
 
     def __init__(
-        self, op: Op, seq: int, comm: str, rank: int, elapsed: float, timeout: float, missing: tuple[int, ...] = ()
+        self,
+        op: Op,
+        seq: int,
+        comm: str,
+        rank: int,
+        elapsed: float,
+        timeout: float,
+        missing: tuple[int, ...] = (),
+        arrived: tuple[int, ...] = (),
+        doing: tuple[str, ...] = (),
+        site: str = "",
     ) -> None:
-        super().__init__(op, seq, comm, rank, elapsed, timeout, missing)
+        super().__init__(op, seq, comm, rank, elapsed, timeout, missing, arrived, doing, site)
         self.op, self.seq, self.comm, self.rank = op, seq, comm, rank
-        self.elapsed, self.timeout, self.missing = elapsed, timeout, missing
+        self.elapsed, self.timeout = elapsed, timeout
+        self.missing, self.arrived, self.doing, self.site = missing, arrived, doing, site
 
     def __str__(self) -> str:
         text = (
             f"{self.op}{f' #{self.seq}' if self.seq >= 0 else ''} on comm {self.comm!r}, rank {self.rank}: "
             f"not finished after {self.elapsed:.1f} s (timeout {self.timeout:g} s)"
         )
+        if self.site:
+            text += f", called at {self.site}"
         if self.seq < 0 and self.missing == (self.rank,):
             return text + "; it is still held back here: a scope of coalesce() has not been left"
         if self.seq < 0 and self.missing:
             ranks = f"rank {self.missing[0]} has" if len(self.missing) == 1 else f"ranks {list(self.missing)} have"
-            return text + f"; {ranks} not issued {repr(self.op.label) if self.op.label else 'it'}"
-        return text + (f"; not arrived: ranks {list(self.missing)}" if self.missing else "")
+            text += f"; {ranks} not issued {repr(self.op.label) if self.op.label else 'it'}"
+        elif self.missing:
+            text += f"; not arrived: ranks {list(self.missing)}"
+        if self.arrived:
+            text += f"; arrived: ranks {list(self.arrived)}"
+        return "\n".join([text, *(f"  rank {r}: {what}" for r, what in zip(self.missing, self.doing, strict=False))])
 
 
 class CollectiveMismatchError(BrokenError):
@@ -178,15 +198,22 @@ class CollectiveMismatchError(BrokenError):
         seq: number of the operation on the comm; -1 if it was not numbered yet.
         rank, op: one side.
         other_rank, other_op: the other side.
+        site, other_site: where each side called its operation, if that is known.
     """
 
-    def __init__(self, seq: int, rank: int, op: str, other_rank: int, other_op: str) -> None:
-        super().__init__(seq, rank, op, other_rank, other_op)
+    def __init__(
+        self, seq: int, rank: int, op: str, other_rank: int, other_op: str, site: str = "", other_site: str = ""
+    ) -> None:
+        super().__init__(seq, rank, op, other_rank, other_op, site, other_site)
         self.seq, self.rank, self.op, self.other_rank, self.other_op = seq, rank, op, other_rank, other_op
+        self.site, self.other_site = site, other_site
 
     def __str__(self) -> str:
         what = f"operation #{self.seq}" if self.seq >= 0 else "an operation"
-        return f"{what} differs: rank {self.rank} has {self.op}, rank {self.other_rank} has {self.other_op}"
+        mine, theirs = (f" at {site}" if site else "" for site in (self.site, self.other_site))
+        return (
+            f"{what} differs: rank {self.rank} has {self.op}{mine}, rank {self.other_rank} has {self.other_op}{theirs}"
+        )
 
 
 class AbortedError(BrokenError):

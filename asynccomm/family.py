@@ -1,4 +1,4 @@
-"""What the comms of one process share when they were split off one another: the connection to the store, and names.
+"""What the comms of one process share that were split off one another: the store, the control channel, and names.
 
 A family begins with a comm of ``new_comm``; whatever is split off its members belongs to it. Its comms fail and close
 apart from each other, in any order. The store stays connected until the last of them has closed, and only then does
@@ -23,8 +23,9 @@ from weakref import WeakValueDictionary
 
 from asynccomm.backends.base import Member
 from asynccomm.checks import Group
+from asynccomm.control.channel import Channel
 from asynccomm.errors import AsyncCommError, ClosedError
-from asynccomm.store.base import Store, within
+from asynccomm.store.base import PrefixStore, Store, within
 from asynccomm.store.rendezvous import Meeting
 
 __all__ = ["Claim", "Family", "Seat", "World"]
@@ -64,11 +65,14 @@ class Family:
     Args:
         world: of the rank.
         group, room: of the first of them, which all ranks of the family's comms belong to.
-        meeting: closed with the last of them.
+        meeting, channel: closed with the last of them. No channel: there is none.
     """
 
-    def __init__(self, world: World, group: Group, room: Store, meeting: Meeting) -> None:
+    def __init__(
+        self, world: World, group: Group, room: Store, meeting: Meeting, channel: Channel | None = None
+    ) -> None:
         self.world = world
+        self.channel = channel
         self._group = group
         self._room = room
         self._meeting = meeting
@@ -89,7 +93,11 @@ class Family:
             try:
                 await self._say_goodbye()
             finally:
-                await self._meeting.aclose()
+                try:
+                    if self.channel is not None:
+                        await self.channel.aclose()
+                finally:
+                    await self._meeting.aclose()
 
     async def _say_goodbye(self) -> None:
         """Say that this rank is done; the host of the store waits for the others, who may still need it."""
@@ -98,13 +106,18 @@ class Family:
             async with within(LEAVE_SECONDS):
                 gone = await self._room.add("gone", 1)
                 if self._meeting.hosted is not None:
-                    while gone < size:
+                    while gone + self._lost < size:
                         await asyncio.sleep(0.01)
                         gone = await self._room.add("gone", 0)
         except TimeoutError:
             _log.warning("comm %r: not all ranks have closed within %g s; the store ends now", name, LEAVE_SECONDS)
         except AsyncCommError as exc:
             _log.debug("comm %r: the store was gone before this rank left: %s", name, exc)
+
+    @property
+    def _lost(self) -> int:
+        """Ranks that will not say so any more."""
+        return 0 if self.channel is None else sum(bool(how) for how in self.channel.gone.values())
 
 
 @final
@@ -117,15 +130,24 @@ class Seat:
         room: keys of this comm alone.
         members: in rank order.
         parent_ranks: what they are called in the comm that this one was split off.
+        job_ranks: what they are called in the first comm of the family.
     """
 
     def __init__(
-        self, family: Family, claim: Claim, room: Store, members: Sequence[Member], parent_ranks: Sequence[int]
+        self,
+        family: Family,
+        claim: Claim,
+        room: Store,
+        members: Sequence[Member],
+        parent_ranks: Sequence[int],
+        job_ranks: Sequence[int],
     ) -> None:
         self.family = family
         self.room = room
         self.members = tuple(members)
         self.parent_ranks = tuple(parent_ranks)
+        self.job_ranks = tuple(job_ranks)
+        self.key = _digest(_path(room))  #: of this comm in the control channel
         self._claim = claim
         self._splits: Counter[str] = Counter()
         family.enter()
@@ -136,7 +158,7 @@ class Seat:
         It follows from the name, the ranks, and how often these have split so: what all of them know. A split that
         failed or was cancelled counts, or the others, who tried it, would be one ahead for ever.
         """
-        digest = hashlib.sha256(json.dumps([name, list(ranks)]).encode()).hexdigest()[:16]
+        digest = _digest(json.dumps([name, list(ranks)]))
         number = self._splits[digest]
         self._splits[digest] += 1
         return self.room.prefix(f"split/{name}/{digest}/{number}")
@@ -155,6 +177,18 @@ class Seat:
             await self.family.leave()
         finally:
             self.free_name()
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _path(room: Store) -> str:
+    names = []
+    while isinstance(room, PrefixStore):
+        names.append(room.name)
+        room = room.underlying
+    return "/".join(reversed(names))
 
 
 def _renew_lock() -> None:

@@ -20,19 +20,30 @@ import os
 import secrets
 import socket
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from asynccomm.backends.base import Member
+from asynccomm.control.links import Tokens
+from asynccomm.control.roster import Contact
 from asynccomm.errors import RendezvousError, StoreTimeoutError
 from asynccomm.store.base import Store
 from asynccomm.version import __version__
 
-__all__ = ["join"]
+__all__ = ["Joined", "join"]
 
 FIRST_LOOK = 0.05  # seconds until a rank that got no answer looks for a newer epoch; doubles up to LAST_LOOK
 LAST_LOOK = 1.0
 GRACE = 1.0  # seconds that rank 0, once it knows that the ranks do not fit, gives others to come and be told too
 FAREWELL = 2.0  # seconds that rank 0, which may host the store, gives the others to read that they were rejected
+
+
+class Joined(NamedTuple):
+    """What a rank knows of the others, once they have met."""
+
+    epoch: str
+    members: list[Member]  #: in rank order
+    contacts: list[Contact]  #: of those that have a control channel
+    tokens: Tokens  #: of that
 
 
 async def join(
@@ -44,11 +55,13 @@ async def join(
     timeout: float,
     *,
     ordering: str = "program",
+    contact: Contact | None = None,
     spent: float = 0.0,
-) -> tuple[str, list[Member]]:
-    """Meet the others of comm ``name``; returns its epoch and its members in rank order. Cancelling is safe.
+) -> Joined:
+    """Meet the others of comm ``name``. Cancelling is safe.
 
     Args:
+        contact: where this rank's control channel listens, if it has one.
         timeout: seconds allowed for becoming a comm.
         spent: how many of them are gone already.
 
@@ -63,6 +76,7 @@ async def join(
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "nonce": secrets.token_hex(8),
+        "contact": None if contact is None else contact.as_json(),
     }
     deadline = time.monotonic() + timeout - spent
     place = store.prefix(name)
@@ -71,14 +85,11 @@ async def join(
     return await _ask(place, name, hello, deadline, timeout)
 
 
-async def _welcome(
-    place: Store, name: str, mine: dict[str, Any], size: int, deadline: float, timeout: float
-) -> tuple[str, list[Member]]:
+async def _welcome(place: Store, name: str, mine: dict[str, Any], size: int, deadline: float, timeout: float) -> Joined:
     epoch = secrets.token_hex(8)
     room = place.prefix(epoch)
     await place.set("epoch", epoch)
-    if size == 1:
-        return epoch, [Member(0, mine["host"], mine["pid"])]
+    tokens = Tokens()
     hellos: dict[int, dict[str, Any]] = {0: mine}
     others: list[dict[str, Any]] = []  # all who said hello, whether or not they fit
     seen: set[int] = set()
@@ -94,10 +105,24 @@ async def _welcome(
         problem = f"ranks {missing} of {size} did not come within {timeout:g} s"
     if problem:
         raise await _reject(room, others, f"comm {name!r}: {problem}")
-    members = [{key: hellos[rank][key] for key in ("rank", "host", "pid")} for rank in range(size)]
-    answer = json.dumps({"members": members})
-    await room.multi_set({f"answer/{theirs['nonce']}": answer for theirs in others})
-    return epoch, [Member(**m) for m in members]
+    keys = "rank", "host", "pid", "contact"
+    answer = {
+        "members": [{key: hellos[rank].get(key) for key in keys} for rank in range(size)],
+        "tokens": [tokens.ask, tokens.answer],
+    }
+    text = json.dumps(answer)
+    await room.multi_set({f"answer/{theirs['nonce']}": text for theirs in others})
+    return _joined(epoch, answer)
+
+
+def _joined(epoch: str, answer: dict[str, Any]) -> Joined:
+    members = answer["members"]
+    return Joined(
+        epoch,
+        [Member(m["rank"], m["host"], m["pid"]) for m in members],
+        [Contact.of_json(m["contact"]) for m in members if m["contact"] is not None],
+        Tokens(*answer["tokens"]),
+    )
 
 
 async def _arrivals(room: Store, seen: set[int], deadline: float) -> list[dict[str, Any]]:
@@ -134,9 +159,7 @@ async def _reject(room: Store, others: list[dict[str, Any]], reason: str) -> Ren
     return RendezvousError(reason)
 
 
-async def _ask(
-    place: Store, name: str, mine: dict[str, Any], deadline: float, timeout: float
-) -> tuple[str, list[Member]]:
+async def _ask(place: Store, name: str, mine: dict[str, Any], deadline: float, timeout: float) -> Joined:
     def left() -> float:
         return max(0.0, deadline - time.monotonic())
 
@@ -165,4 +188,4 @@ async def _ask(
             await room.set(f"heard/{mine['nonce']}", b"")
             await room.check([])  # a reply: the server has it before the connection closes
             raise RendezvousError(answer["error"])
-        return epoch, [Member(**m) for m in answer["members"]]
+        return _joined(epoch, answer)

@@ -9,13 +9,17 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import final
 
-__all__ = ["CommOptions", "check_hints", "check_name", "check_strings", "seconds"]
+__all__ = ["HINTS", "CommOptions", "check_hints", "check_name", "check_strings", "seconds"]
 
 MAX_SECONDS = 1e9  # above, no clock of the system could take it: as good as never
 DEFAULT_TIMEOUT = 600.0  # seconds; what torchcomms allows for set-up and for one operation
 MAX_OPS = 4096  # operations in flight at which ready() begins to hold back
 MAX_BYTES = 1 << 30  # bytes in flight at which ready() begins to hold back
 ORDERINGS = ("program", "agreed")
+HINTS = {
+    "control": '"off": no control channel, and with it no news of why others fail, no diagnosis, no shrinking (default '
+    '"on")',
+}  # what every backend's comm understands
 
 _log = logging.getLogger("asynccomm")
 
@@ -53,6 +57,9 @@ def check_hints(hints: Mapping[str, str] | None, known: Mapping[str, str], backe
     if hints is None:
         return {}
     check_strings(hints)
+    if hints.get("control", "on") not in ("on", "off"):
+        raise ValueError(f"hint 'control' must be 'on' or 'off', got {hints['control']!r}")
+    known = {**HINTS, **known}
     for key in sorted(hints.keys() - known.keys()):
         _log.warning("hint %r is unknown to backend %r and ignored; it knows %s", key, backend, sorted(known))
     return {key: value for key, value in hints.items() if key in known}

@@ -1,7 +1,7 @@
 """One rank's part in a comm, from its beginning to its end. The engine room of :class:`asynccomm.Comm`.
 
 What it submits is the business of ``calls`` and ``traffic``. Here is the rest: how it connects, how it ends, and what
-the ranks tell each other of that over the ``bulletin``.
+becomes of what the ranks tell each other (``reporting``).
 
 States: open, then closed or broken, for good. Broken means: what was pending has failed with one error, the peers have
 been told why, and later calls raise that error again. What breaks a session: an operation past its deadline, a
@@ -19,13 +19,13 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from asynccomm.backends.base import Backend, BackendContext, UnsuitableError, own_hints
-from asynccomm.bulletin import Bulletin
 from asynccomm.calls import Calls
 from asynccomm.checks import Group
 from asynccomm.coalescing.agreement import Agreement
@@ -36,22 +36,24 @@ from asynccomm.errors import (
     BackendError,
     BrokenError,
     ClosedError,
+    CollectiveMismatchError,
     CollectiveTimeoutError,
     PeerLostError,
 )
 from asynccomm.family import Seat
 from asynccomm.mailbox import Mailbox
 from asynccomm.monitored_barrier import MonitoredBarriers
-from asynccomm.news import error_of, news_of
 from asynccomm.ops import Channel, Recv, RecvParcel, Send, SendParcel
 from asynccomm.options import CommOptions
+from asynccomm.reporting import Reporter
+from asynccomm.sites import show
 from asynccomm.store.base import within
 from asynccomm.traffic import weakly
 from asynccomm.work import UNNUMBERED, Work
 
 __all__ = ["Session"]
 
-TELL_SECONDS = 2.0  # for the store to take the news of an abort; the peers learn from the transport otherwise
+TELL_SECONDS = 2.0  # for the store to say who came
 LOST_SECONDS = 0.03  # to look for the reason why a rank is gone; all are to know within 0.1 that it is
 EXPLAIN_SECONDS = 1.0  # the same for other errors of the transport
 ROLL_CALL_SECONDS = 0.5  # for peers to say what they have issued, once an operation is past its deadline
@@ -83,7 +85,11 @@ class Session(Calls):
         self._closing: asyncio.Task[None] | None = None
         # others hold these for long; they must not keep a forgotten comm alive
         self.transport_failed = weakly(self._transport_failed)  #: for the backend: hears of transport errors
-        self._bulletin = Bulletin(seat.room, group.rank, weakly(self._heard))
+        self._aftermath: Future[None] | None = None  # done once the transport of a broken comm has ended
+        self._breaking = threading.Lock()  # held for moments: the other one may be held by who is stuck in a call
+        channel = seat.family.channel
+        if channel is not None:
+            self.reporter = Reporter(group, channel, seat.key, seat.job_ranks, self, mailbox.loop)
         _alive.add(self)
 
     async def connect(
@@ -149,6 +155,8 @@ class Session(Calls):
                     raise
                 _log.info("backend %r does not suit, so another is tried: %s", name, exc)
             else:
+                if self.reporter is not None:
+                    self.reporter.compares = not backend.compares
                 self._resources.push_async_callback(self.backend.aclose)
                 self.options = replace(self.options, hints=hints)
                 return
@@ -166,7 +174,7 @@ class Session(Calls):
 
     async def _why_not_connected(self, exc: BaseException) -> BaseException:
         """What to raise for ``exc``, which ended connecting."""
-        if isinstance(exc, PeerLostError) and self.error is None:
+        if isinstance(exc, PeerLostError) and self.error is None and self.reporter is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(EXPLAIN_SECONDS) as self._connecting:
                     await self.mailbox.loop.create_future()  # until the news of why it left
@@ -210,7 +218,8 @@ class Session(Calls):
             closed = ClosedError(f"comm {self.group.name!r} is closed")
             with self._lock:
                 self.flush_all()
-                self.error = self.error or closed
+                with self._breaking:
+                    self.error = self.error or closed
             self._end_streams()
             self._closing = self.mailbox.loop.create_task(self._close(closed), name="asynccomm close")
         try:
@@ -235,15 +244,16 @@ class Session(Calls):
         await asyncio.sleep(0)  # an abort from another thread may just be on its way through the mailbox
         while self._ending:
             await asyncio.wait(set(self._ending))
+        if self._aftermath is not None:
+            await asyncio.wrap_future(self._aftermath)
         await self._free()
         self.error = closed
 
     async def _free(self) -> None:
         self._deadlines.close()
-        try:
-            await self._bulletin.aclose()
-        finally:
-            await self._resources.aclose()
+        if self.reporter is not None:
+            self.reporter.end(in_good_order=isinstance(self.error, ClosedError))
+        await self._resources.aclose()
 
     def forget(self) -> None:
         """End without telling anybody why: the comm was dropped unclosed. From any thread, at any time."""
@@ -263,23 +273,26 @@ class Session(Calls):
         """Refuse everything: this is a forked child, where neither threads nor connections are ours."""
         self._lock = threading.RLock()  # threads that are not in the child may have held the old ones
         self.error = ClosedError(f"comm {self.group.name!r} was made before this process was forked; make a new one")
-        self.backend = None
+        self.backend = self.reporter = None
 
     def _fail(self, error: BrokenError, *, tell: bool) -> bool:
-        """Become broken by ``error``, unless it has ended otherwise; from any thread."""
-        with self._lock:
+        """Become broken by ``error``, unless it has ended otherwise; from any thread, whatever others are stuck in."""
+        with self._breaking:
             draining = isinstance(self.error, ClosedError) and self._pending
             if self.error is not None and not draining:
                 return False
             self.error = error
+            self._aftermath = Future()
         for work in list(self._pending):
             work.settle(error)
         for child in list(self._growing):
             child._fail(error, tell=True)
-        if self.mailbox.loop.is_closed():
-            self._abort_backend()
+        # the others are told before the transport goes, so that they hear of the cause and not of a lost connection
+        if tell and self.reporter is not None:
+            self.reporter.tell(error, lambda: self._end(error))
         else:
-            self.mailbox.post(lambda: self._begin(self._end(error, tell=tell)))
+            self._end(error)
+        self.mailbox.post(self._stop_waiting)
         return True
 
     def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -287,19 +300,19 @@ class Session(Calls):
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
-    async def _end(self, error: BrokenError, *, tell: bool) -> None:
-        """Tell the peers why before the transport goes, so that they hear of the cause and not of a lost connection."""
+    def _stop_waiting(self) -> None:
         self._deadlines.close()
         if self._connecting is not None:
             with contextlib.suppress(RuntimeError):  # it is at its end already
                 self._connecting.reschedule(0.0)
+
+    def _end(self, error: BrokenError) -> None:
+        """End the transport; from any thread."""
+        assert self._aftermath is not None
         try:
-            if tell:
-                with contextlib.suppress(TimeoutError, AsyncCommError):
-                    async with asyncio.timeout(TELL_SECONDS):
-                        await self._bulletin.post(**news_of(error))
-        finally:
             self._abort_backend()
+        finally:
+            self._aftermath.set_result(None)
         if self.options.abort_process_on_timeout_or_error and not isinstance(error, AbortedError):
             _log.critical("ending the process: %s", error)
             os.abort()
@@ -312,80 +325,87 @@ class Session(Calls):
 
     # -- what others tell us ------------------------------------------------------------------------------------------
 
+    def break_by(self, error: BrokenError) -> None:
+        """Others have told of ``error``. On the control thread."""
+        self._fail(error, tell=False)
+
+    def outstanding(self, tag: str) -> int:
+        """Operations under ``tag`` that were issued and not agreed on yet. From any thread."""
+        return 0 if self.agreement is None else self.agreement.outstanding(tag)
+
     def _transport_failed(self, error: BrokenError) -> None:
-        """From any thread."""
-        # the loop may be blocked, by somebody who waits for just what failed
-        late = threading.Timer(2 * _explain_seconds(error), lambda: self._fail(error, tell=True))
-        self.mailbox.post(lambda: self._begin(self._explain(error, late)))
-        if asyncio._get_running_loop() is not self.mailbox.loop:
-            late.daemon = True
-            with contextlib.suppress(RuntimeError):  # there may be too many threads
-                late.start()
+        """From any thread. What is behind it may be on its way to us: a rank gave up, or its process ended."""
+        reporter, channel = self.reporter, self.seat.family.channel
+        if channel is None or reporter is None:
+            self._fail(error, tell=True)
+        elif isinstance(error, CollectiveMismatchError):
+            channel.start(self._explain_difference(reporter, error))
+        elif isinstance(error, (BackendError, PeerLostError)):
+            seconds = LOST_SECONDS if isinstance(error, PeerLostError) else EXPLAIN_SECONDS
+            channel.later(seconds, lambda: self._fail(error, tell=True))
+        else:
+            self._fail(error, tell=True)
 
-    async def _explain(self, error: BrokenError, late: threading.Timer) -> None:
-        """Find out whether the transport failed because a rank gave up, and break with what is behind it."""
-        if isinstance(error, (BackendError, PeerLostError)):
-            with contextlib.suppress(TimeoutError, AsyncCommError):
-                async with asyncio.timeout(_explain_seconds(error)):
-                    for item in await self._bulletin.look():
-                        self._heard(item)
-        self._fail(error, tell=True)
-        late.cancel()
-
-    def _heard(self, item: dict[str, Any]) -> None:
-        error = error_of(item)
-        if error is None:
-            self._begin(self._answer(item["number"], item.get("tag")))  # a roll call
-        elif not (isinstance(error, PeerLostError) and error.rank == self.group.rank):
-            self._fail(error, tell=False)
-
-    async def _answer(self, number: int, tag: str | None) -> None:
-        issued = 0 if tag is None or self.agreement is None else self.agreement.outstanding(tag)
-        with contextlib.suppress(TimeoutError, AsyncCommError):
-            async with asyncio.timeout(TELL_SECONDS):
-                await self._bulletin.reply(number, collectives=self._collectives, issued=issued)
+    async def _explain_difference(self, reporter: Reporter, error: CollectiveMismatchError) -> None:
+        """On the control thread."""
+        self._fail(await reporter.complete(error), tell=True)
 
     def _expired(self, work: Work[Any]) -> None:
         self._begin(self._expire(work))
 
     def _overdue(self, work: Work[Any]) -> None:
         """A thread has waited for ``work`` for longer than the loop, which must be blocked, should have let it."""
-        self._fail(self._timeout_of(work, ()), tell=True)
+        self._fail(self._timeout_of(work, _Arrivals()), tell=True)
 
-    def _timeout_of(self, work: Work[Any], missing: tuple[int, ...]) -> CollectiveTimeoutError:
+    def _timeout_of(self, work: Work[Any], found: _Arrivals) -> CollectiveTimeoutError:
         elapsed = time.monotonic() - work.started
         group = self.group
-        return CollectiveTimeoutError(work.op, work.seq, group.name, group.rank, elapsed, work.timeout, missing)
+        return CollectiveTimeoutError(
+            work.op,
+            work.seq,
+            group.name,
+            group.rank,
+            elapsed,
+            work.timeout,
+            tuple(found.missing),
+            tuple(found.arrived),
+            tuple(found.doing),
+            show(work.site),
+        )
 
     async def _expire(self, work: Work[Any]) -> None:
-        missing = await self._missing(work)
+        found = await self._arrivals(work)
         if not work.done():  # it may have come in meanwhile
-            self._fail(self._timeout_of(work, tuple(missing)), tell=True)
+            self._fail(self._timeout_of(work, found), tell=True)
 
-    async def _missing(self, work: Work[Any]) -> list[int]:
-        """The ranks that have not issued what ``work`` is part of, as far as can be found out in a second."""
+    async def _arrivals(self, work: Work[Any]) -> _Arrivals:
+        """Which ranks have issued what ``work`` is part of, as far as can be found out in a second."""
         others = [rank for rank in range(self.group.size) if rank != self.group.rank]
         undecided = work.seq == UNNUMBERED
         if undecided and (self.agreement is None or isinstance(work.driver, Hold)):
-            return [self.group.rank]  # it is held back here, and nobody has heard of it
+            return _Arrivals([self.group.rank])  # it is held back here, and nobody has heard of it
+        reporter = self.reporter
+        if reporter is None:
+            return _Arrivals()
         if isinstance(work.op, (Send, Recv, SendParcel, RecvParcel)):
-            return others if work.op.peer is None else [work.op.peer]
-        if not others:
-            return []
-        with contextlib.suppress(TimeoutError, AsyncCommError):
-            async with asyncio.timeout(2 * ROLL_CALL_SECONDS):  # the store itself may be what hangs
-                about = {"tag": work.op.label} if undecided else {}
-                number = await self._bulletin.post(kind="roll call", **about)
-                said = await self._bulletin.replies(number, others, ROLL_CALL_SECONDS)
-            if undecided:
-                return [r for r in others if r not in said or not said[r]["issued"]]
-            return [r for r in others if r not in said or said[r]["collectives"] <= work.seq]
-        return []
+            missing = others if work.op.peer is None else [work.op.peer]
+            states = await reporter.states(missing, ROLL_CALL_SECONDS)
+            return _Arrivals(missing, doing=[states[rank].doing for rank in missing])
+        states = await reporter.states(others, ROLL_CALL_SECONDS, tag=work.op.label if undecided else None)
+        if undecided:
+            missing = [rank for rank in others if not states[rank].issued]
+        else:
+            missing = [rank for rank in others if states[rank].collectives <= work.seq]
+        arrived = [rank for rank in range(self.group.size) if rank not in missing]
+        return _Arrivals(missing, arrived, [states[rank].doing for rank in missing])
 
 
-def _explain_seconds(error: BrokenError) -> float:
-    """How long to look for what is behind ``error``."""
-    return LOST_SECONDS if isinstance(error, PeerLostError) else EXPLAIN_SECONDS
+class _Arrivals(NamedTuple):
+    """The ranks that have not issued an operation, those that have, and what the former do instead."""
+
+    missing: Sequence[int] = ()
+    arrived: Sequence[int] = ()
+    doing: Sequence[str] = ()
 
 
 def _abandon_all() -> None:

@@ -10,18 +10,21 @@ import abc
 import asyncio
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from asynccomm.backends.base import Backend
 from asynccomm.checks import Group
 from asynccomm.coalescing.batches import Batch
 from asynccomm.deadlines import Deadlines
-from asynccomm.errors import AbortedError, AsyncCommError, StoreTimeoutError
+from asynccomm.errors import AbortedError, AsyncCommError, BrokenError, StoreTimeoutError
 from asynccomm.mailbox import Mailbox
 from asynccomm.ops import Call, Op
 from asynccomm.options import CommOptions, check_strings, seconds
+from asynccomm.reporting import Reporter
+from asynccomm.sites import call_site
 from asynccomm.work import UNNUMBERED, Driver, Work
 
 __all__ = ["CommStatistics", "Traffic", "weakly"]
@@ -55,6 +58,7 @@ class Traffic(abc.ABC):
         self.mailbox = mailbox
         self.backend: Backend | None = None  #: None until connected, and in a forked child
         self.error: AsyncCommError | None = None  #: why there are no more calls
+        self.reporter: Reporter | None = None  #: keeps what is called, for the other ranks; None: nobody asks
         self._lock = threading.RLock()  # held while submitting, so that order is one
         # bytes by operation. Used without _lock, one atomic step of the dict at a time: a backend may settle another
         # rank's operation inside submit(), with that one's _lock held by a thread that waits for the backend
@@ -89,7 +93,7 @@ class Traffic(abc.ABC):
         *,
         settled: Callable[[Work[Any]], object] | None = None,
     ) -> Work[Any]:
-        return Work(
+        work: Work[Any] = Work(
             call.op,
             seq,
             self.mailbox,
@@ -100,6 +104,9 @@ class Traffic(abc.ABC):
             on_overdue=self._overdue,
             driver=driver,
         )
+        if self.reporter is not None:
+            work.site = call_site()
+        return work
 
     def _hand_on(self, batch: Batch) -> None:
         """Number a batch and give it to the backend. Under the lock."""
@@ -121,6 +128,13 @@ class Traffic(abc.ABC):
             raise
         self._collectives, self._p2p = numbers
         self._batches += len(batch.items) > 1
+        if self.reporter is not None:
+            together = sum([not item.op.p2p for item in batch.items])
+            for item in batch.items:
+                self.reporter.issued(item.work, together)
+                if not item.op.p2p:
+                    together = 0  # said with the first
+        self._check_late([item.work for item in batch.items])
         for lot in batch.lots:
             lot.sent()
             if not lot.submission.work.done():
@@ -145,6 +159,7 @@ class Traffic(abc.ABC):
             self._aside += 1
             self._called += 1
             self._pending[work] = 0
+        self._check_late([work])
         self.mailbox.post(lambda: self._begin(self._run_aside(work, steps)))
         return work
 
@@ -169,6 +184,22 @@ class Traffic(abc.ABC):
             check_strings(hints)
         self.check_loop()
         return self.options.timeout if timeout is None else seconds("timeout", timeout, 0.0)
+
+    def _check_late(self, works: Sequence[Work[Any]]) -> None:
+        """To be called once ``works`` are pending: what broke the comm meanwhile may have missed them."""
+        error = self.error
+        if isinstance(error, BrokenError):
+            for work in works:
+                work.settle(error)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Collectives and point-to-point operations issued so far."""
+        return self._collectives, self._p2p
+
+    def pending(self) -> list[Work[Any]]:
+        """What is not done, oldest first. From any thread."""
+        return sorted(self._pending.copy(), key=attrgetter("started"))
 
     def _settled(self, work: Work[Any]) -> None:
         self._pending.pop(work, None)

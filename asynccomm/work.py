@@ -32,6 +32,7 @@ from asynccomm.errors import AsyncCommError, WouldBlockError
 from asynccomm.mailbox import Mailbox
 from asynccomm.ops import Op
 from asynccomm.options import seconds
+from asynccomm.sites import Site
 
 __all__ = ["UNNUMBERED", "Driver", "Order", "Work"]
 
@@ -102,6 +103,7 @@ class Work(Generic[T]):
         "op",
         "order",
         "seq",
+        "site",
         "source",
         "started",
         "timeout",
@@ -133,6 +135,7 @@ class Work(Generic[T]):
         self._error: AsyncCommError | None = None
         self._traceback: TracebackType | None = None
         self._done = False
+        self.site: Site | None = None  #: where it was called, if the comm keeps that; for the comm
         self.captured = False  #: it is part of a CUDA graph: done whenever that has run
         self.order: Order | None = None  #: its place in the streams of a GPU, if it has one; for backends
         self.driver = driver  #: what moves it on; for whoever runs it. This and the next are dropped once done

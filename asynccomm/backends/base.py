@@ -179,6 +179,7 @@ class Backend(abc.ABC):
     devices: ClassVar[frozenset[str]]  #: device types whose tensors it takes
     hints: ClassVar[Mapping[str, str]] = {}  #: hints it understands, with what they mean
     any_source: ClassVar[bool] = True  #: whether a receive may leave its source open
+    compares: ClassVar[bool] = False  #: whether it sees itself when ranks issue different collectives
     merged_bytes: ClassVar[int] = 1 << 20  #: of one operation up to which it gains by being merged with others
 
     @classmethod

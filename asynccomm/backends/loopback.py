@@ -351,6 +351,7 @@ class LoopbackBackend(Backend):
 
     name = "loopback"
     devices = frozenset({"cpu"})
+    compares = True
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self.hub = hub

@@ -151,7 +151,8 @@ class Groups(CommBase):
             parent.check_loop()
             if not called:
                 raise RuntimeError(f"this split of {child.name!r} was awaited before; call split() again")
-            seat = Seat(family, called.pop(), room, parent.seat.members_of(ranks), ranks)
+            jobs = [parent.seat.job_ranks[rank] for rank in ranks]
+            seat = Seat(family, called.pop(), room, parent.seat.members_of(ranks), ranks, jobs)
             session = Session(child, options, Mailbox(parent.mailbox.loop), seat)
             await session.connect({self._backend_name: backend}, options.timeout, parent)
             return type(self)(session, session.backend_name)

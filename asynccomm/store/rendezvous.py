@@ -50,6 +50,12 @@ class Place:
     hosting: bool = False  #: whether this rank starts the server
 
     @property
+    def run(self) -> str:
+        """What the launcher calls this run; empty if it does not say."""
+        name = self.scope.split("/")[1]
+        return "" if name == "run" else name
+
+    @property
     def world(self) -> object:
         """What tells this world from another in one process."""
         if self.store is not None:

@@ -33,8 +33,8 @@ from _pytest.pathlib import ImportMode, import_path
 
 from asynccomm.connect import new_comm
 from asynccomm.errors import AbortedError
+from asynccomm.stacks import describe
 from asynccomm.testing.messages import Failed, Job, Passed, Setup, ShowStacks, Skipped, Stacks
-from asynccomm.testing.stacks import describe
 from asynccomm.work import Work
 
 PR_SET_PDEATHSIG = 1
@@ -92,7 +92,7 @@ class Worker:
             except (EOFError, OSError):
                 os._exit(0)  # the parent is gone, and with it whoever could be interested
             if isinstance(message, ShowStacks):
-                self._send(Stacks(describe(self._main_thread, self._loop)))
+                self._send(Stacks(describe(self._main_thread, self._loop, __file__)))
             else:
                 self._jobs.put(message)
 

@@ -38,6 +38,7 @@ class ShmBackend(Backend):
     name = "shm"
     devices = frozenset({"cpu"})
     hints = HINTS
+    compares = True
     merged_bytes = 256 << 10  # what is larger is better combined from where it is than from pieces (2 ranks on 2 cores)
 
     def __init__(self, context: BackendContext, engine: Engine, circle: Circle, worker: Worker, bell: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from asynccomm.mailbox import Mailbox
 from asynccomm.ops import Barrier
-from asynccomm.testing.stacks import DEPTH, describe
+from asynccomm.stacks import DEPTH, describe
 from asynccomm.work import Work
 
 from .conftest import wait_until

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import traceback
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -15,17 +14,19 @@ __all__ = ["describe"]
 
 DEPTH = 8  # calls shown of a thread; enough to lead back to the test from most libraries
 
-WORKER = str(Path(__file__).with_name("worker.py"))  # calls every test: says nothing about where this one is
 
+def describe(thread_id: int, loop: asyncio.AbstractEventLoop | None, caller: str = "") -> str:
+    """The stack of the thread, and of the loop's tasks if it runs there. From any thread.
 
-def describe(thread_id: int, loop: asyncio.AbstractEventLoop | None) -> str:
-    """The stack of the thread, and of the loop's tasks if it runs there. From any thread."""
+    Args:
+        caller: a file that runs everything: what it does says nothing.
+    """
     parts = []
     frame = sys._current_frames().get(thread_id)
     if frame is not None and not frame.f_code.co_filename.endswith("selectors.py"):  # else the loop is idle
-        parts.append("main thread:\n" + "".join(_tail(frame)))
+        parts.append("main thread:\n" + "".join(_tail(frame, caller)))
     for task in _tasks(loop):
-        frames, work = _awaits(task.get_coro())
+        frames, work = _awaits(task.get_coro(), caller)
         if frames:
             waiting = f"waiting for {work!r}\n" if work is not None else ""
             lines = traceback.format_list([_summary(frame) for frame in frames])
@@ -33,10 +34,10 @@ def describe(thread_id: int, loop: asyncio.AbstractEventLoop | None) -> str:
     return "\n".join(parts)
 
 
-def _tail(frame: FrameType) -> list[str]:
-    """The innermost calls, without those that lead from our worker to the test."""
+def _tail(frame: FrameType, caller: str) -> list[str]:
+    """The innermost calls, without those that lead to the caller's."""
     summaries = traceback.extract_stack(frame)
-    ours = [number for number, summary in enumerate(summaries) if summary.filename == WORKER]
+    ours = [number for number, summary in enumerate(summaries) if summary.filename == caller]
     start = ours[-1] + 1 if ours else 0
     return traceback.format_list(summaries[start:][-DEPTH:] or summaries[-DEPTH:])
 
@@ -53,12 +54,12 @@ def _tasks(loop: asyncio.AbstractEventLoop | None) -> list[asyncio.Task[Any]]:
     return []
 
 
-def _awaits(awaitable: Any) -> tuple[list[FrameType], Work[Any] | None]:
+def _awaits(awaitable: Any, caller: str) -> tuple[list[FrameType], Work[Any] | None]:
     frames: list[FrameType] = []
     work: Work[Any] | None = None
     while awaitable is not None:
         frame = getattr(awaitable, "cr_frame", None) or getattr(awaitable, "gi_frame", None)
-        if frame is not None and frame.f_code.co_filename != WORKER:
+        if frame is not None and frame.f_code.co_filename != caller:
             owner = frame.f_locals.get("self")
             if isinstance(owner, Work):
                 work = owner

@@ -1,0 +1,123 @@
+"""What the ranks of a comm are at: as data, and as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self, final
+
+__all__ = ["Diagnosis", "PendingOp", "RankState"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PendingOp:
+    """An operation that is not done, or the last one that was called."""
+
+    op: str
+    seq: int  #: its number on the comm; -1 if it was not sent yet
+    age: float  #: seconds since the call
+    site: str  #: where it was called; empty if that is not known
+
+    @classmethod
+    def of_json(cls, data: Any) -> Self:
+        return cls(str(data["op"]), int(data["seq"]), float(data["age"]), str(data.get("site", "")))
+
+    def __str__(self) -> str:
+        number = f" #{self.seq}" if self.seq >= 0 else ""
+        return f"{self.op}{number} {self.age:.1f} s ago" + (f" at {self.site}" if self.site else "")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """One rank."""
+
+    rank: int
+    answered: bool  #: if not, all that follows but ``silent`` and ``gone`` says nothing
+    silent: float | None = None  #: seconds since it was last heard, if it did not answer; None: never, or not known
+    gone: str | None = None  #: how it went, if it did; empty: in good order
+    state: str = ""  #: "open", "closed", or "broken: " and why
+    host: str = ""
+    pid: int = 0
+    collectives: int = 0  #: issued so far
+    messages: int = 0  #: point-to-point operations issued so far
+    last: PendingOp | None = None  #: what it called last
+    pending: tuple[PendingOp, ...] = ()  #: the oldest that are not done
+    in_flight: int = 0  #: how many those are
+    blocked: bool = False  #: whether its event loop did not turn when it was asked to
+    issued: int = 0  #: operations that are not agreed on yet, under the tag that was asked for
+    stacks: str = ""  #: of its threads and tasks, if they were asked for
+
+    @classmethod
+    def of_answer(cls, rank: int, answer: Mapping[str, Any]) -> Self:
+        """From what the rank says. An empty answer: it has no such comm (any more)."""
+        if not answer:
+            return cls(rank, True, state="closed")
+        last = answer.get("last")
+        return cls(
+            rank,
+            True,
+            state=str(answer.get("state", "")),
+            host=str(answer.get("host", "")),
+            pid=int(answer.get("pid", 0)),
+            collectives=int(answer.get("collectives", 0)),
+            messages=int(answer.get("messages", 0)),
+            last=None if last is None else PendingOp.of_json(last),
+            pending=tuple(PendingOp.of_json(one) for one in answer.get("pending", ())),
+            in_flight=int(answer.get("in_flight", 0)),
+            blocked=bool(answer.get("blocked")),
+            issued=int(answer.get("issued", 0)),
+            stacks=str(answer.get("stacks", "")),
+        )
+
+    @property
+    def doing(self) -> str:
+        """In a line: what it did last, and whether it can do anything."""
+        if self.gone is not None:
+            return f"is gone: {self.gone}" if self.gone else "has left in good order"
+        if not self.answered:
+            heard = "" if self.silent is None else f": it was last heard {self.silent:.1f} s ago"
+            return f"does not answer{heard}; it is stopped, or something holds its interpreter lock"
+        parts = []
+        if self.state not in ("", "open"):
+            parts.append(f"is {self.state}")
+        if self.last is None:
+            parts.append("has called nothing")
+        else:
+            done = not any(one.seq == self.last.seq and one.op == self.last.op for one in self.pending)
+            parts.append(f"called last {self.last}{', which is done' if done else ''}")
+        if self.blocked:
+            parts.append("its event loop is blocked")
+        return "; ".join(parts)
+
+    def __str__(self) -> str:
+        where = f" (process {self.pid} on {self.host})" if self.pid else ""
+        lines = [f"rank {self.rank}{where} {self.doing}"]
+        lines += [f"    waits for {one}" for one in self.pending]
+        if self.in_flight > len(self.pending):
+            lines.append(f"    and for {self.in_flight - len(self.pending)} more")
+        lines += [f"    | {line}" for line in self.stacks.splitlines()]
+        return "\n".join(lines)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What all ranks of a comm are at; ``str()`` tells it to people."""
+
+    comm: str
+    ranks: tuple[RankState, ...]  #: in rank order
+
+    @property
+    def behind(self) -> tuple[int, ...]:
+        """The ranks that have issued fewer collectives than others, or do not say."""
+        most = max((state.collectives for state in self.ranks), default=0)
+        return tuple(s.rank for s in self.ranks if not s.answered or s.gone is not None or s.collectives < most)
+
+    def __str__(self) -> str:
+        count = max((state.collectives for state in self.ranks), default=0)
+        head = f"comm {self.comm!r}, {len(self.ranks)} ranks, {count} collectives issued"
+        if self.behind:
+            head += f"; behind: ranks {list(self.behind)}"
+        return "\n".join([head, *map(str, self.ranks)])

@@ -1,0 +1,88 @@
+"""Whether all ranks of a comm issue the same collectives: the fingerprints of each, compared as they come in. Pure.
+
+A fingerprint is the number of a collective, the two words of its signature (``ops.signature``), and how many were sent
+together with it if it is the first of a batch. They are kept only until all ranks have sent theirs.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, Final, NamedTuple, final
+
+__all__ = ["Difference", "Ledger", "Ledgers", "Print"]
+
+OPEN: Final = 1 << 16  # collectives of a comm that one rank may be ahead of another; beyond, the oldest go unchecked
+COMMS: Final = 1024
+
+Print = tuple[int, int, int, int]  # number, two words, length of the batch
+
+
+class Difference(NamedTuple):
+    """Two ranks have something else under one number."""
+
+    seq: int
+    rank: int
+    other: int
+
+
+@final
+class Ledger:
+    """The fingerprints of one comm."""
+
+    __slots__ = ("_differs", "_open", "_size")
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._open: OrderedDict[int, tuple[Print, int, set[int]]] = OrderedDict()
+        self._differs = False
+
+    def take(self, rank: int, prints: list[Print]) -> Difference | None:
+        """What ``rank`` has issued. Returns the first difference there ever is."""
+        for one in prints:
+            if self._differs:
+                return None
+            seq = one[0]
+            entry = self._open.get(seq)
+            if entry is None:
+                if self._size > 1:
+                    self._open[seq] = one, rank, {rank}
+                    if len(self._open) > OPEN:
+                        self._open.popitem(last=False)
+                continue
+            first, whose, seen = entry
+            if first != one:
+                self._differs = True
+                self._open.clear()
+                return Difference(seq, whose, rank)
+            seen.add(rank)
+            if len(seen) == self._size:
+                del self._open[seq]
+        return None
+
+
+@final
+class Ledgers:
+    """Those of all comms of a job, at its root."""
+
+    def __init__(self) -> None:
+        self._comms: OrderedDict[str, Ledger] = OrderedDict()
+
+    def take(self, key: Any, rank: int, size: Any, prints: Any) -> Difference | None:
+        """As :meth:`Ledger.take`. Raises: ValueError for what are no fingerprints."""
+        if not isinstance(key, str) or type(size) is not int or not isinstance(prints, list):
+            raise ValueError("no fingerprints")
+        checked: list[Print] = []
+        for one in prints:
+            if not isinstance(one, (list, tuple)) or len(one) != 4 or not all(type(number) is int for number in one):
+                raise ValueError(f"no fingerprint: {one!r:.100}")
+            checked.append((one[0], one[1], one[2], one[3]))
+        ledger = self._comms.get(key)
+        if ledger is None:
+            ledger = self._comms[key] = Ledger(size)
+            if len(self._comms) > COMMS:
+                self._comms.popitem(last=False)
+        return ledger.take(rank, checked)
+
+    def forget(self, key: str) -> None:
+        """The comm has ended somewhere."""
+        self._comms.pop(key, None)

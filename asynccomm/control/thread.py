@@ -1,0 +1,111 @@
+"""The thread that the control channels of a process run on, with an event loop of its own.
+
+So a rank answers, hears and is heard while its own loop is blocked or stuck in a call that does not return. The thread
+lives as long as somebody uses it, and sleeps in one system call while there is nothing to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, Final, TypeVar, final
+
+__all__ = ["ControlThread", "control_thread"]
+
+END_SECONDS: Final = 2.0  # for the thread to end, when the process does
+
+T = TypeVar("T")
+_making = threading.RLock()
+_thread: ControlThread | None = None
+
+
+@final
+class ControlThread:
+    """One thread and its loop; see :func:`control_thread`."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.SelectorEventLoop()
+        self._users = 0
+        self._thread = threading.Thread(target=self._run, name="asynccomm control", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.close()
+
+    def acquire(self) -> None:
+        """One more user."""
+        self._users += 1
+
+    def release(self) -> None:
+        """One less; with the last one, the thread ends. From any thread."""
+        global _thread
+        with _making:
+            self._users -= 1
+            if self._users == 0:
+                if _thread is self:
+                    _thread = None
+                self.loop.call_soon_threadsafe(self.loop.stop)
+
+    def call(self, function: Callable[[], object]) -> bool:
+        """Run ``function`` on the thread, soon; or now, if this is it. From any thread; False if it has ended."""
+        if threading.current_thread() is self._thread:
+            function()
+            return True
+        try:
+            self.loop.call_soon_threadsafe(function)
+        except RuntimeError:
+            return False
+        return True
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run ``coroutine`` on the thread. From any other thread. Raises: RuntimeError if it has ended."""
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        except RuntimeError:
+            coroutine.close()
+            raise
+
+    def join(self) -> None:
+        """Wait until the thread has ended, a little."""
+        self._thread.join(END_SECONDS)
+
+    def end(self) -> None:
+        """The process ends: no thread may run into that."""
+        with _making:
+            self._users = 0
+            self.call(self.loop.stop)
+        self._thread.join(END_SECONDS)
+
+
+def control_thread() -> ControlThread:
+    """The thread of this process, with one more user: call its ``release`` in the end."""
+    global _thread
+    with _making:
+        if _thread is None:
+            _thread = ControlThread()
+        _thread.acquire()
+        return _thread
+
+
+def _end_thread() -> None:
+    thread = _thread
+    if thread is not None:
+        thread.end()
+
+
+def _forget_in_child() -> None:
+    global _thread, _making
+    _thread, _making = None, threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+atexit.register(_end_thread)

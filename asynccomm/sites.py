@@ -1,0 +1,50 @@
+"""Where in the user's program a call came from. Taken with every operation, so it costs little until it is shown."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import CodeType
+from typing import Final
+
+__all__ = ["Site", "call_site", "show"]
+
+Site = tuple[CodeType, int]  # and the instruction in it
+
+
+def call_site() -> Site | None:
+    """Where this package was called from."""
+    frame = sys._getframe(1)
+    while _ours.get(name := frame.f_code.co_filename, True):
+        if name not in _ours:
+            _ours[name] = _is_ours(name)
+            continue
+        above = frame.f_back
+        if above is None:
+            return None
+        frame = above
+    return frame.f_code, frame.f_lasti
+
+
+# the interpreter names all files of a package in the same way
+_PACKAGE: Final = os.path.dirname(call_site.__code__.co_filename) + os.sep
+_ours: dict[str, bool] = {}  # by file, whether it is this package's; as many as a program has files
+
+
+def _is_ours(name: str) -> bool:
+    if not name.startswith(_PACKAGE):
+        return False
+    return not name.startswith(f"{_PACKAGE}testing{os.sep}")  # which uses the package as its users do
+
+
+def show(site: Site | None) -> str:
+    """``site`` for people; empty if it is not known."""
+    if site is None:
+        return ""
+    code, instruction = site
+    line = code.co_firstlineno
+    for start, end, number in code.co_lines():
+        if start <= instruction < end and number is not None:
+            line = number
+            break
+    return f"{code.co_filename}:{line} in {code.co_name}"
