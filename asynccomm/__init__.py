@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from asynccomm.coalescing.scope import Batch as Batch
     from asynccomm.coalescing.scope import Estimate as Estimate
     from asynccomm.comm import Comm as Comm
+    from asynccomm.connect import join_comm as join_comm
     from asynccomm.connect import new_comm as new_comm
     from asynccomm.control.diagnosis import Diagnosis as Diagnosis
     from asynccomm.control.diagnosis import PendingOp as PendingOp
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from asynccomm.errors import ClosedError as ClosedError
     from asynccomm.errors import CollectiveMismatchError as CollectiveMismatchError
     from asynccomm.errors import CollectiveTimeoutError as CollectiveTimeoutError
+    from asynccomm.errors import LeftOutError as LeftOutError
     from asynccomm.errors import MonitoredBarrierError as MonitoredBarrierError
     from asynccomm.errors import NotSentError as NotSentError
     from asynccomm.errors import PayloadError as PayloadError
@@ -57,6 +59,7 @@ _HOMES = {
     "Estimate": "asynccomm.coalescing.scope",
     "Comm": "asynccomm.comm",
     "CommStatistics": "asynccomm.traffic",
+    "join_comm": "asynccomm.connect",
     "new_comm": "asynccomm.connect",
     "Diagnosis": "asynccomm.control.diagnosis",
     "PendingOp": "asynccomm.control.diagnosis",
@@ -70,6 +73,7 @@ _HOMES = {
     "CollectiveTimeoutError": "asynccomm.errors",
     "NotSentError": "asynccomm.errors",
     "PayloadError": "asynccomm.errors",
+    "LeftOutError": "asynccomm.errors",
     "MonitoredBarrierError": "asynccomm.errors",
     "PeerLostError": "asynccomm.errors",
     "RendezvousError": "asynccomm.errors",

@@ -19,6 +19,7 @@ from asynccomm.methods.graphs import Graphs
 from asynccomm.methods.groups import Groups
 from asynccomm.methods.messages import Messages
 from asynccomm.methods.objects import Objects
+from asynccomm.methods.regrouping import Regrouping
 from asynccomm.methods.scopes import Scopes
 from asynccomm.methods.states import States
 from asynccomm.methods.streams import Streams
@@ -40,6 +41,7 @@ class Comm(
     Barriers,
     Scopes,
     Diagnosing,
+    Regrouping,
     Groups,
     Graphs,
 ):

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
-import socket
-import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import SupportsIndex
@@ -14,25 +9,18 @@ from typing import SupportsIndex
 import torch
 from torch import distributed as dist
 
-from asynccomm.backends.base import Backend, device_of, own_hints
+from asynccomm.assembly import assemble
+from asynccomm.backends.base import device_of, own_hints
 from asynccomm.backends.registry import candidates, load_backend
 from asynccomm.checks import Group
 from asynccomm.comm import Comm
 from asynccomm.connecting import Connecting
-from asynccomm.control.channel import Channel, Doors
-from asynccomm.control.roster import Contact
-from asynccomm.errors import StoreError
-from asynccomm.family import Claim, Family, Seat
-from asynccomm.join import Joined, join
-from asynccomm.mailbox import Mailbox
+from asynccomm.incoming import come_in
 from asynccomm.options import DEFAULT_TIMEOUT, MAX_BYTES, MAX_OPS, CommOptions, check_hints, check_name, seconds
-from asynccomm.session import Session
 from asynccomm.store.base import Store
-from asynccomm.store.rendezvous import Meeting, Place, find_place, meet
+from asynccomm.store.rendezvous import find_place
 
-__all__ = ["new_comm"]
-
-RETRY_SECONDS = 0.05  # until a rank whose store went away under it looks for the new one
+__all__ = ["join_comm", "new_comm"]
 
 
 def new_comm(
@@ -102,82 +90,69 @@ def new_comm(
     )
     place = find_place(store, rank, size)
     group = Group(name, place.rank, place.size, where)
-    return Connecting(lambda: _connect(place, group, backend, backends, options))
+
+    async def connect() -> Comm:
+        session = await assemble(place, group, backend, backends, options)
+        return Comm(session, session.backend_name)
+
+    return Connecting(connect)
 
 
-async def _connect(
-    place: Place, group: Group, asked: str, backends: Mapping[str, type[Backend]], options: CommOptions
-) -> Comm:
-    start = time.monotonic()
-    world = place.world, group.rank
-    async with contextlib.AsyncExitStack() as unless_met:
-        claim = Claim(world, group.name)
-        unless_met.callback(claim.release)
-        doors = None
-        if options.hints.get("control") != "off":
-            doors = Doors(group.rank, place.run)
-            unless_met.callback(doors.close)
-        meeting, joined = await _join(place, group, asked, options, doors, start)
-        unless_met.push_async_callback(meeting.aclose)
-        room = meeting.store.prefix(place.scope).prefix(group.name).prefix(joined.epoch)
-        channel = None if doors is None else await _open_channel(place, room, joined, doors)
-        unless_met.pop_all()
-    ranks = range(group.size)
-    seat = Seat(Family(world, group, room, meeting, channel), claim, room, joined.members, ranks, ranks)
-    session = Session(group, options, Mailbox(asyncio.get_running_loop()), seat)
-    await session.connect(backends, max(0.1, start + options.timeout - time.monotonic()))
-    return Comm(session, session.backend_name)
+def join_comm(
+    backend: str = "auto",
+    device: str | torch.device = "cpu",
+    *,
+    name: str = "main",
+    timeout: float | timedelta | None = None,
+    store: Store | dist.Store | str | None = None,
+    hints: Mapping[str, str] | None = None,
+    abort_process_on_timeout_or_error: bool = False,
+    high_priority_stream: bool = False,
+    max_ops: int = MAX_OPS,
+    max_bytes: int = MAX_BYTES,
+) -> Connecting[Comm]:
+    """Wait to be taken into a comm that is there already; ``await`` it, or better ``async with`` it.
 
+    The ranks of that comm see this process in ``comm.newcomers()``, and take it in by ``comm.reconfigure(...)``. What
+    comes back is the comm that goes on then, with this process among its ranks.
 
-async def _join(
-    place: Place, group: Group, asked: str, options: CommOptions, doors: Doors | None, start: float
-) -> tuple[Meeting, Joined]:
-    """Meet the others; again if that was at a store on its way out, whose host had closed an earlier comm there."""
-    timeout, ordering = options.timeout, options.ordering
-    contact = None if doors is None else doors.contact
-    spent = 0.0
-    while True:
-        meeting = await meet(place, max(0.0, timeout - spent))
-        scope = meeting.store.prefix(place.scope)
-        try:
-            joined = await join(
-                scope,
-                group.name,
-                group.rank,
-                group.size,
-                asked,
-                timeout,
-                ordering=ordering,
-                contact=contact,
-                spent=spent,
-            )
-        except BaseException as exc:
-            await meeting.aclose()
-            lost = type(exc) is StoreError and meeting.owned and not place.hosting
-            spent = time.monotonic() - start
-            if not lost or spent > timeout:
-                raise
-            await asyncio.sleep(RETRY_SECONDS)
-        else:
-            return meeting, joined
+    Args:
+        backend: ``"auto"``: the one that the comm has.
+        name: of the comm.
+        timeout: seconds or a timedelta (default 600), for being taken in and then for each operation.
+        store: where the comm's ranks met, see ``new_comm``; it must be alive. RANK and WORLD_SIZE play no part.
+        device, hints, abort_process_on_timeout_or_error, high_priority_stream, max_ops, max_bytes: see ``new_comm``.
 
+    Raises:
+        ValueError, TypeError: at the call, naming the argument or environment variable.
+        RendezvousError: from awaiting: nobody has taken this process in, the store is not there, or another backend is
+            in use.
+        LeftOutError: from awaiting: it was invited, and then they went on without it.
+        BackendError: from awaiting: the transport could not connect.
 
-async def _open_channel(place: Place, room: Store, joined: Joined, doors: Doors) -> Channel | None:
-    """The control channel of the ranks that have met."""
-    contacts = joined.contacts
-    if len({member.host for member in joined.members}) > 1:
-        doors.open_tcp(_address_towards(place.host))
-        await room.set(f"control/{doors.contact.rank}", json.dumps(doors.contact.as_json()))
-        said = await room.multi_get([f"control/{contact.rank}" for contact in contacts])
-        contacts = [Contact.of_json(json.loads(text)) for text in said]
-    return await Channel.open(doors.contact.rank, contacts, joined.tokens, doors)
+    Cancelling the await is safe.
+    """
+    check_name(name)
+    where = device_of(device)
+    allowed = candidates(backend, where)
+    backends = {candidate: load_backend(candidate, where) for candidate in allowed}
+    checked = check_hints(hints, {key: text for b in backends.values() for key, text in b.hints.items()}, backend)
+    if checked.get("control") == "off":
+        raise ValueError("hint 'control' must be 'on' for join_comm, got 'off'")
+    for backend_class in backends.values():
+        backend_class.check_hints(own_hints(backend_class, checked))
+    options = CommOptions(
+        timeout=seconds("timeout", timeout, DEFAULT_TIMEOUT),
+        hints=checked,
+        abort_process_on_timeout_or_error=abort_process_on_timeout_or_error,
+        high_priority_stream=high_priority_stream,
+        max_ops=max_ops,
+        max_bytes=max_bytes,
+    )
+    place = find_place(store, 1, 2)  # not the first, who would host it; the others are told who this is
 
+    async def connect() -> Comm:
+        session = await come_in(place, name, where, backend, allowed, options)
+        return Comm(session, session.backend_name)
 
-def _address_towards(host: str) -> str:
-    """The address of the interface by which ``host`` is reached, where the others reach this one, too."""
-    with contextlib.suppress(OSError):
-        family, kind, _, _, address = socket.getaddrinfo(host or socket.gethostname(), 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as sock:
-            sock.connect(address)  # sends nothing
-            return str(sock.getsockname()[0])
-    return "127.0.0.1"
+    return Connecting(connect)

@@ -10,6 +10,7 @@ AsyncCommError
  │   ├─ StoreProtocolError    the server (or something else on that port) spoke nonsense
  │   ├─ StoreTimeoutError     a key did not appear in time
  │   └─ RendezvousError       the ranks could not find or accept each other
+ ├─ LeftOutError              the other ranks go on without this one
  └─ BrokenError               the comm is beyond repair; every pending Work fails with it
      ├─ PeerLostError         a rank died
      ├─ CollectiveTimeoutError  an operation passed its deadline
@@ -32,6 +33,7 @@ __all__ = [
     "NotSentError",
     "PayloadError",
     "MonitoredBarrierError",
+    "LeftOutError",
     "StoreError",
     "StoreProtocolError",
     "StoreTimeoutError",
@@ -100,6 +102,22 @@ class MonitoredBarrierError(AsyncCommError, TimeoutError):
             f"monitored_barrier on comm {self.comm!r}, rank {self.rank}: "
             f"ranks {list(self.missing)} did not come within {self.elapsed:.1f} s"
         )
+
+
+class LeftOutError(AsyncCommError):
+    """The other ranks of a comm go on as another one, without this rank.
+
+    Args:
+        comm: name of the comm.
+        reason: why.
+    """
+
+    def __init__(self, comm: str, reason: str) -> None:
+        super().__init__(comm, reason)
+        self.comm, self.reason = comm, reason
+
+    def __str__(self) -> str:
+        return f"comm {self.comm!r} goes on without this rank: {self.reason}"
 
 
 class StoreError(AsyncCommError):

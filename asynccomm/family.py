@@ -18,6 +18,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import final
 from weakref import WeakValueDictionary
 
@@ -26,9 +27,9 @@ from asynccomm.checks import Group
 from asynccomm.control.channel import Channel
 from asynccomm.errors import AsyncCommError, ClosedError
 from asynccomm.store.base import PrefixStore, Store, within
-from asynccomm.store.rendezvous import Meeting
+from asynccomm.store.rendezvous import Meeting, Place
 
-__all__ = ["Claim", "Family", "Seat", "World"]
+__all__ = ["Claim", "Family", "Origin", "Seat", "World"]
 
 LEAVE_SECONDS = 10.0  # the rank that hosts the store stays for the others this long after it has closed its comms
 
@@ -59,6 +60,19 @@ class Claim:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the first of the comms met that followed each other, and as which of its ranks this process was there."""
+
+    place: Place
+    rank: int
+
+    @property
+    def world(self) -> World:
+        return self.place.world, self.rank
+
+
+@final
 class Family:
     """The comms of this process that came of one another.
 
@@ -66,16 +80,25 @@ class Family:
         world: of the rank.
         group, room: of the first of them, which all ranks of the family's comms belong to.
         meeting, channel: closed with the last of them. No channel: there is none.
+        origin: None: nothing can follow this family.
     """
 
     def __init__(
-        self, world: World, group: Group, room: Store, meeting: Meeting, channel: Channel | None = None
+        self,
+        world: World,
+        group: Group,
+        room: Store,
+        meeting: Meeting,
+        channel: Channel | None = None,
+        origin: Origin | None = None,
     ) -> None:
         self.world = world
         self.channel = channel
+        self.origin = origin
         self._group = group
         self._room = room
         self._meeting = meeting
+        self.store = meeting.store
         self._seats = 0
         self._over = False
 

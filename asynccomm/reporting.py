@@ -84,6 +84,7 @@ class Reporter:
         session: Reported,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
+        self.succeeded = False  #: another comm goes on in place of this one: who closes it has not left the others
         self.compares = False  #: whether fingerprints are to be compared, because the backend does not
         self.channel = channel
         self.recent: deque[Called] = deque(maxlen=REMEMBERED)  #: the last calls that were numbered
@@ -96,6 +97,8 @@ class Reporter:
         self._main = threading.get_ident()
         self._closed: set[int] = set()  # ranks that have closed the comm in good order
         self._prints: deque[tuple[int, Op, int]] = deque()
+        self._met: dict[str, Message] = {}  # where members of the next comm meet, by what was decided
+        self._meeting: list[asyncio.Future[None]] = []
         self._ping: float | None = None  # when the loop was asked to turn, if it has not
         if channel is not None:
             channel.enroll(key, self)
@@ -118,11 +121,31 @@ class Reporter:
         else:
             self.channel.tell(self._key, {"rank": self._group.rank, **news_of(error)}, then)
 
-    def end(self, *, in_good_order: bool) -> None:
-        """Hear nothing more; tell the others of it if that is no failure."""
+    def say(self, item: Message) -> None:
+        """Tell the others something that is no error. From any thread."""
+        assert self.channel is not None
+        self.channel.tell(self._key, {"rank": self._group.rank, **item})
+
+    async def heard_of(self, key: str) -> Message:
+        """What a rank says of where the members of a decision meet, once it does. On the comm's loop."""
+        while key not in self._met:
+            waiter: asyncio.Future[None] = self._loop.create_future()
+            self._meeting.append(waiter)
+            if key not in self._met:
+                await waiter
+        return self._met[key]
+
+    def _wake(self) -> None:
+        waiters, self._meeting = self._meeting, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def end(self) -> None:
+        """Hear nothing more, and tell the others of it."""
         if self.channel is not None:
             item: Message = {"rank": self._group.rank, "kind": "closed"}
-            self.channel.withdraw(self._key, item if in_good_order else None)
+            self.channel.withdraw(self._key, None if self.succeeded else item)
 
     async def ask(self, ranks: Sequence[int], timeout: float, **question: Any) -> dict[int, Message]:
         """What ``ranks`` of the comm answer within ``timeout`` seconds. On the comm's loop."""
@@ -188,6 +211,11 @@ class Reporter:
             return
         if item.get("kind") == "closed":
             self._closed.add(rank)
+            return
+        if item.get("kind") == "meet":
+            self._met[str(item["key"])] = item
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._wake)
             return
         error = error_of({**item, "rank": rank})
         if error is not None and not (isinstance(error, PeerLostError) and error.rank == self._group.rank):
@@ -270,6 +298,8 @@ class Reporter:
             "blocked": self._ping is not None and now - self._ping > PING_SECONDS / 2,
             "issued": session.outstanding(tag) if isinstance(tag, str) else 0,
         }
+        if self._jobs != list(range(len(self._jobs))):  # not said where it goes without saying
+            answer["jobs"] = self._jobs
         if stacks:
             answer["stacks"] = describe(self._main, self._loop)
         return answer

@@ -43,6 +43,7 @@ from asynccomm.errors import (
 from asynccomm.family import Seat
 from asynccomm.mailbox import Mailbox
 from asynccomm.monitored_barrier import MonitoredBarriers
+from asynccomm.newcomers import Invitation
 from asynccomm.ops import Channel, Recv, RecvParcel, Send, SendParcel
 from asynccomm.options import CommOptions
 from asynccomm.reporting import Reporter
@@ -76,6 +77,7 @@ class Session(Calls):
         super().__init__(group, options, mailbox)
         self.seat = seat
         self.backend_name = ""  #: of the one in use, or the last one tried
+        self.regrouping = False  #: a task waits for what goes on in place of this
         self.barriers = MonitoredBarriers(group, seat.room)
         self._connecting: asyncio.Timeout | None = None
         self._growing: set[Session] = set()  # split off this one, and not connected yet
@@ -205,6 +207,24 @@ class Session(Calls):
         """Whether closing has come to its end."""
         return self._closing is not None and self._closing.done() and not self._closing.cancelled()
 
+    def invitation(self) -> Invitation:
+        """For newcomers to this comm."""
+        channel = self.seat.family.channel
+        assert channel is not None
+        contacts = list(channel.roster.contacts.values())
+        jobs = list(self.seat.job_ranks)
+        return Invitation(self.seat.key, jobs, contacts, channel.tokens, self.backend_name, self.options.ordering)
+
+    async def come_to_rest(self) -> None:
+        """Wait until nothing is in flight, and take no more calls: other comms go on in place of this one."""
+        if self.error is None:
+            with self._lock:
+                self.flush_all()
+            while self._pending and self.error is None:
+                waiter = self._hear_of_settling()
+                if self._pending:
+                    await waiter
+
     # -- ending -------------------------------------------------------------------------------------------------------
 
     def abort(self, reason: str) -> None:
@@ -252,7 +272,7 @@ class Session(Calls):
     async def _free(self) -> None:
         self._deadlines.close()
         if self.reporter is not None:
-            self.reporter.end(in_good_order=isinstance(self.error, ClosedError))
+            self.reporter.end()
         await self._resources.aclose()
 
     def forget(self) -> None:

@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from asynccomm.cli import doctor, run
+from asynccomm.cli import diagnose, doctor, run
 from asynccomm.version import __version__
 
 __all__ = ["main"]
@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     run.add_command(commands)
     doctor.add_command(commands)
+    diagnose.add_command(commands)
     arguments = parser.parse_args(argv)
     code: int = arguments.command(arguments)
     return code

@@ -10,27 +10,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import math
 import os
 import secrets
 import socket
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final, Protocol, final
 
-from asynccomm.control.frames import Message
+from asynccomm.control.elections import Elections
+from asynccomm.control.frames import MESSAGE_BYTES, Message
 from asynccomm.control.ledger import Difference, Ledgers, Print
-from asynccomm.control.links import Connection, Listener, Tokens, connect, local_socket, tcp_socket
-from asynccomm.control.node import ALL, ROOT, Node
+from asynccomm.control.links import Connection, Listener, Tokens, connect, knock, local_socket, tcp_socket
+from asynccomm.control.node import ALL, HERE, ROOT, Node
 from asynccomm.control.roster import Contact, Roster
 from asynccomm.control.thread import ControlThread, control_thread
 
-__all__ = ["Channel", "Doors", "Member", "Tokens"]
+__all__ = ["Channel", "Doors", "Member", "Tokens", "run_name"]
 
 ATTACH_SECONDS: Final = 10.0  # for the first connection; without it, there is no control channel
+PROBE_SECONDS: Final = 1.0  # for a rank to take a connection
+REACH_SECONDS: Final = 5.0  # after which one that cannot be reached counts as lost
 RETRY_SECONDS: Final = 0.02  # until another try to reach the next one above
 PULSE_SECONDS: Final = 1.0  # between heartbeats
 PRINT_SECONDS: Final = 0.05  # between looks at what was issued, while something is
@@ -41,7 +46,11 @@ EVERY: Final = "*"  # in place of a comm's key
 QUIET_LOOKS: Final = 4  # looks without anything new, after which they end
 KEPT_COMMS: Final = 256  # comms that are not enrolled yet, for which news are kept
 KEPT_NEWS: Final = 64  # of each
+LINGER_SECONDS: Final = 30.0  # for the others to learn what was agreed on with this rank
+ANSWER_BYTES: Final = MESSAGE_BYTES - 4096  # the rest is for the message that carries it
 MAX_NAME: Final = 40  # characters; the system takes names of about a hundred bytes
+
+NOT_THE_ROOT: Final = "newcomers talk to the root"
 
 _log = logging.getLogger("asynccomm")
 
@@ -62,6 +71,12 @@ class Member(Protocol):
         """The size of the comm, and the fingerprints of the collectives issued since this was last called."""
 
 
+def run_name(run: str) -> str:
+    """What a run is called in the names of its ranks' sockets."""
+    text = run.encode("ascii", "replace").decode()
+    return "".join(char if char.isprintable() else "?" for char in text).replace("/", "-")[:MAX_NAME]
+
+
 @final
 class Doors:
     """Where one rank listens, from before it is known who the others are.
@@ -74,8 +89,7 @@ class Doors:
     def __init__(self, rank: int, name: str) -> None:
         self._socks: list[socket.socket] = []
         self._taken = False
-        run = name.encode("ascii", "replace").decode().replace("/", "-")[:MAX_NAME]
-        local = f"asynccomm/{run}/{rank}/{os.getpid()}/{secrets.token_hex(8)}"
+        local = f"asynccomm/{run_name(name)}/{rank}/{os.getpid()}/{secrets.token_hex(8)}"
         sock = local_socket(local)
         if sock is not None:
             self._socks.append(sock)
@@ -114,7 +128,7 @@ class Channel:
         self.rank = rank
         self.roster = Roster(contacts)
         self.gone: dict[int, str] = {}  #: ranks of the job that are, and how; to be read from any thread
-        self._tokens = tokens
+        self.tokens = tokens
         self._thread: ControlThread = control_thread()
         self._node = Node(rank, self.roster, self._deliver, self._lose)
         self._listener = Listener(tokens, self._refusal, self._welcome, self._look)
@@ -123,18 +137,25 @@ class Channel:
         self._questions: dict[int, tuple[set[int], dict[int, Any], asyncio.Future[None]]] = {}
         self._asked = 0
         self._ledgers = Ledgers()
+        self._guests: dict[str, Connection] = {}
+        self.elections = Elections(self._node, self._thread.loop, self)  #: on the control thread
         self._tasks: set[asyncio.Task[Any]] = set()
         self._climbing: asyncio.Task[None] | None = None
+        self._probing: asyncio.Task[None] | None = None
         self._looking = False  # at what is issued
         self._quiet = 0
         self._pulse: asyncio.TimerHandle | None = None
         self._closed = False
-        self.handlers: dict[str, Callable[[Message], object]] = {
+        self._handlers: dict[str, Callable[[Message], object]] = {
             "news": self._hear_news,
             "ask": self._hear_question,
             "reply": self._hear_reply,
             "prints": self._hear_prints,
-        }  #: by kind of message, who takes it; for what is built on top
+            "report": self.elections.hear_report,
+            "order": self.elections.hear_order,
+            "poll": lambda message: self.elections.hear_poll(message, self._members.__contains__),
+            HERE: self._hear_here,
+        }
 
     # -- from any thread ----------------------------------------------------------------------------------------------
 
@@ -201,6 +222,10 @@ class Channel:
         """Run ``coroutine`` on the control thread. From any thread."""
         self._thread.call(lambda: self._begin(coroutine))
 
+    def call(self, call: Callable[[], object]) -> None:
+        """Make ``call`` on the control thread. From any thread."""
+        self._thread.call(call)
+
     def silence(self, rank: int) -> float | None:
         """For how many seconds ``rank`` of the job was not heard, as far as is known here. From any thread."""
         return self._node.silence(rank)
@@ -230,6 +255,10 @@ class Channel:
     async def _close(self) -> None:
         if self._closed:
             return
+        if self.elections.lingers:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LINGER_SECONDS):
+                    await self.elections.settled()
         self._node.depart()
         self._begin_closing()
 
@@ -238,6 +267,9 @@ class Channel:
             return
         self._closed = True
         self._listener.close()
+        self.elections.close()
+        for guest in self._guests.values():
+            guest.close()
         if self._pulse is not None:
             self._pulse.cancel()
         for task in self._tasks:
@@ -263,29 +295,58 @@ class Channel:
             self._climb()  # who is above may have changed meanwhile
 
     async def _connect_above(self) -> None:
+        tried = time.monotonic()
         while (above := self._node.above) is not None and self._node.up is None:
             contacts = self.roster.contacts
-            local = contacts[above].host == contacts[self.rank].host
             try:
-                link = await connect(contacts[above], local, self._tokens, self.rank, self._received, self._ended)
-            except PermissionError as exc:  # the others have given this rank up
-                for rank in list(contacts):
-                    if rank != self.rank:
-                        self._node.give_up(rank, f"it refuses rank {self.rank}: {exc.strerror}")
+                link = await connect(
+                    contacts[above], self._is_local(above), self.tokens, self.rank, self._received, self._ended
+                )
+            except PermissionError as exc:
+                self._node.fence(exc.strerror or "")
                 return
-            except OSError:
+            except ConnectionRefusedError:  # it listens as long as it lives
+                self._node.give_up(above, "nobody listens at its control socket any more")
+                continue
+            except OSError as exc:
+                if time.monotonic() - tried > REACH_SECONDS:
+                    self._node.give_up(above, f"it cannot be reached: {exc}")
+                    tried = time.monotonic()
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             if above in self._node.gone:
                 link.close()
                 continue
             self._node.attach(above, link)
+            self.elections.attached()
 
     async def _wait_and(self, seconds: float, call: Callable[[], object]) -> None:
         try:
             await asyncio.sleep(seconds)
         finally:
             call()
+
+    def _look_for_the_missing(self) -> None:
+        """At the root: who should be connected and is not may have died with the one between."""
+        if self._probing is None and self._node.is_root and self._node.missing and not self._closed:
+            self._probing = self._begin(self._probe())
+            self._probing.add_done_callback(self._probed)
+
+    def _probed(self, task: asyncio.Task[None]) -> None:
+        self._probing = None
+
+    async def _probe(self) -> None:
+        contacts = self.roster.contacts
+        for rank in self._node.missing:
+            try:
+                await asyncio.wait_for(knock(contacts[rank], self._is_local(rank)), PROBE_SECONDS)
+            except ConnectionRefusedError:
+                self._node.give_up(rank, "nobody listens at its control socket any more")
+            except (OSError, TimeoutError) as exc:
+                _log.debug("rank %d, which is not connected, cannot be reached: %s", rank, exc)
+
+    def _is_local(self, rank: int) -> bool:
+        return self.roster.contacts[rank].host == self.roster.contacts[self.rank].host
 
     def _begin(self, coroutine: Any) -> asyncio.Task[Any]:
         task = self._thread.loop.create_task(coroutine)
@@ -295,14 +356,26 @@ class Channel:
 
     def _beat(self) -> None:
         self._node.pulse()
+        self._look_for_the_missing()
+        self.elections.look_around()
         self._pulse = self._thread.loop.call_later(PULSE_SECONDS, self._beat)
 
     # -- on the control thread: what comes ----------------------------------------------------------------------------
 
     def _refusal(self, who: Any) -> str:
-        return self._node.refusal(who) if type(who) is int else "it does not say which rank it is"
+        if type(who) is int:
+            return self._node.refusal(who)
+        if not isinstance(who, str) or not who:
+            return "it does not say which rank it is"
+        if not self._node.is_root:
+            return NOT_THE_ROOT
+        return "there is one of that name already" if who in self._guests else ""
 
     def _welcome(self, who: Any, connection: Connection) -> None:
+        if isinstance(who, str):
+            self._guests[who] = connection
+            connection.received, connection.ended = partial(self._hear_guest, who), partial(self._lose_guest, who)
+            return
         connection.received, connection.ended = self._received, self._ended
         self._node.welcome(who, connection)
 
@@ -315,7 +388,7 @@ class Channel:
             self._climb()
 
     def _deliver(self, message: Message) -> None:
-        handler = self.handlers.get(message["kind"])
+        handler = self._handlers.get(message["kind"])
         if handler is not None:
             handler(message)
 
@@ -327,8 +400,12 @@ class Channel:
             due.discard(rank)
             if not due and not enough.done():
                 enough.set_result(None)
+        self.elections.gone(rank, how)
         if not self._closed:
             self._thread.loop.call_soon(self._climb)
+            self._look_for_the_missing()
+            if self._node.is_root:  # maybe only now
+                self._thread.loop.call_soon(self.elections.attached)
 
     def _enroll(self, key: str, member: Member) -> None:
         self._members[key] = member
@@ -341,6 +418,8 @@ class Channel:
         key, item, rank = message.get("comm"), message.get("item"), message["from"]
         if not isinstance(key, str) or not isinstance(item, dict):
             raise ValueError("news of no comm")
+        if item.get("kind") == "closed":
+            self.elections.left(key, rank)
         if rank == self.rank:
             return
         member = self._members.get(key)
@@ -359,6 +438,28 @@ class Channel:
             call()
         except Exception:
             _log.exception("comm %s could not take a message of the control channel", key)
+
+    def _hear_here(self, message: Message) -> None:
+        self.elections.here(message["from"])
+
+    # -- guests -------------------------------------------------------------------------------------------------------
+
+    def send(self, name: str, message: Message) -> None:
+        """Tell a newcomer, if it is here."""
+        guest = self._guests.get(name)
+        if guest is not None:
+            guest.send(message)
+
+    def _hear_guest(self, name: str, connection: Connection, message: Message) -> None:
+        key, ranks = message.get("comm"), message.get("ranks")
+        if not isinstance(key, str) or not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
+            raise ValueError("a report of no comm")
+        self.elections.take_report(key, ranks, name, message.get("report"))
+
+    def _lose_guest(self, name: str, connection: Connection, how: str) -> None:
+        if self._guests.get(name) is connection:
+            del self._guests[name]
+            self.elections.gone(name, how)
 
     # -- questions ----------------------------------------------------------------------------------------------------
 
@@ -385,20 +486,35 @@ class Channel:
         key, question = message.get("comm"), message.get("question")
         if not isinstance(key, str) or not isinstance(question, dict):
             raise ValueError("a question of no comm")
-        self._node.send(message["from"], "reply", number=message.get("number"), answer=self._answer(key, question))
+        self._node.send(message["from"], "reply", number=message.get("number"), answer=self._fitting(key, question))
 
     def _look(self, connection: Connection, message: Message) -> None:
-        self._begin(self._show(connection, bool(message.get("stacks"))))
+        asked = message.get("ranks")
+        ranks = [rank for rank in self.roster.contacts if not isinstance(asked, list) or rank in asked]
+        self._begin(self._show(connection, ranks, bool(message.get("stacks"))))
 
-    async def _show(self, connection: Connection, stacks: bool) -> None:
-        """Tell somebody who looks on what all ranks are at."""
-        ranks = list(self.roster.contacts)
-        await self.gather(EVERY, ranks, {"what": "ping"}, ANSWER_SECONDS)
-        await asyncio.sleep(PING_SECONDS)
-        said = await self.gather(EVERY, ranks, {"what": "state", "stacks": stacks}, ANSWER_SECONDS)
-        silent = {rank: self._node.silence(rank) for rank in ranks if rank not in said}
-        connection.send({"said": said, "silent": silent, "gone": self.gone})
-        connection.close()
+    async def _show(self, connection: Connection, ranks: Sequence[int], stacks: bool) -> None:
+        """Tell somebody who looks on what ``ranks`` are at; each in a message of its own, or many would be too long."""
+        try:
+            said: dict[int, Message] = {}
+            if ranks:
+                await self.gather(EVERY, ranks, {"what": "ping"}, ANSWER_SECONDS)
+                await asyncio.sleep(PING_SECONDS)
+                said = await self.gather(EVERY, ranks, {"what": "state", "stacks": stacks}, ANSWER_SECONDS)
+            for rank, answer in said.items():
+                connection.send({"said": {rank: answer}})
+            silent = {rank: self._node.silence(rank) for rank in ranks if rank not in said and rank not in self.gone}
+            doors = {rank: contact.local for rank, contact in self.roster.contacts.items()}
+            connection.send({"silent": silent, "gone": self.gone, "doors": doors})
+        finally:  # also if the channel ends meanwhile
+            connection.close()
+
+    def _fitting(self, key: str, question: Message) -> Message:
+        """The answer; without stacks if it would be too long with them, as with ten thousand tasks."""
+        answer = self._answer(key, question)
+        if question.get("stacks") and len(json.dumps(answer)) > ANSWER_BYTES:
+            return self._answer(key, {**question, "stacks": False})
+        return answer
 
     def _answer(self, key: str, question: Message) -> Message:
         if key == EVERY:

@@ -25,7 +25,7 @@ from typing import Any, Final, final
 from asynccomm.control.frames import MESSAGE_BYTES, Decoder, GarbledError, Message, encode
 from asynccomm.control.roster import Contact
 
-__all__ = ["Connection", "Listener", "Tokens", "connect", "local_socket", "tcp_socket"]
+__all__ = ["Connection", "Listener", "Tokens", "connect", "knock", "local_socket", "tcp_socket"]
 
 STRANGERS: Final = 64  # connections that have not said who they are, at once; more push out the oldest
 HELLO_SECONDS: Final = 5.0  # for a stranger to say it
@@ -263,6 +263,15 @@ async def connect(
     if contact.port:
         return await _connect((contact.address, contact.port), tokens, who, received, ended)
     raise problem or OSError(errno.EHOSTUNREACH, f"rank {contact.rank} has no address that can be reached from here")
+
+
+async def knock(contact: Contact, local: bool) -> None:
+    """Connect to a rank, and hang up. Raises: OSError; ConnectionRefusedError if nobody listens there."""
+    if local and contact.local:
+        (await _local(f"\0{contact.local}")).close()
+    elif contact.port:
+        _, writer = await asyncio.open_connection(contact.address, contact.port)
+        writer.close()
 
 
 async def _connect(

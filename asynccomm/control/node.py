@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol, final
 from asynccomm.control.frames import Message
 from asynccomm.control.roster import Roster
 
-__all__ = ["ALL", "ROOT", "Link", "Node"]
+__all__ = ["ALL", "HERE", "ROOT", "Link", "Node"]
 
 ALL: Final = "all"
 ROOT: Final = "root"
@@ -59,6 +59,7 @@ class Node:
         self.up: Link | None = None  #: to the next one above
         self.gone: dict[int, str] = {}  #: by rank, how; empty: it left in good order
         self.heard: dict[int, float] = {}  #: when each rank below or above was last heard, as far as is known here
+        self.fenced = ""  #: why the others go on without this rank, if they do
         self._deliver = deliver
         self._tell_gone = gone
         self._up_rank: int | None = None
@@ -80,6 +81,11 @@ class Node:
     def links(self) -> list[Link]:
         """All connections."""
         return [*self._down, *([] if self.up is None else [self.up])]
+
+    @property
+    def missing(self) -> list[int]:
+        """At the root: the ranks that are not gone, and not connected either."""
+        return [r for r in self.roster.contacts if r != self.rank and r not in self.gone and r not in self._routes]
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
@@ -109,7 +115,7 @@ class Node:
         kind = message["kind"]
         if kind in (LOST, LEFT):
             self._hear_gone(message)
-        elif kind not in (PULSE, HERE):  # of those it counts that they came by
+        elif kind != PULSE:
             self._deliver(message)
 
     # -- connections --------------------------------------------------------------------------------------------------
@@ -194,9 +200,22 @@ class Node:
         else:
             self._route(message, None)
 
+    def fence(self, why: str) -> None:
+        """The others have given this rank up, and go on without it."""
+        self.fenced = self.fenced or why or "the others have given it up"
+        for other in self.roster.contacts:
+            if other != self.rank:
+                self._note_gone(other, f"it goes on without rank {self.rank}: {why}")
+
     def give_up(self, rank: int, how: str) -> None:
         """Take ``rank`` for lost, though its connection stands: it does not answer any more."""
         self._declare(rank, how)
+
+    def give_up_silent(self, seconds: float) -> None:
+        """Take the rank above for lost if it was not heard for so long."""
+        rank = self._up_rank
+        if rank is not None and (silence := self.silence(rank)) is not None and silence > seconds:
+            self._declare(rank, f"it was silent for {silence:.1f} s, and others go on without it")
 
     def depart(self) -> None:
         """Say goodbye to all."""
@@ -218,10 +237,8 @@ class Node:
         if message["kind"] == LOST:
             how = how or "it was lost"
         if rank == self.rank:
-            if message["kind"] == LOST and message["to"] != ROOT:  # the others go on without this one
-                for other in self.roster.contacts:
-                    if other != self.rank:
-                        self._note_gone(other, f"it has given up rank {self.rank}: {how}")
+            if message["kind"] == LOST and message["to"] != ROOT:
+                self.fence(how)
             return
         if rank in self.gone:
             return

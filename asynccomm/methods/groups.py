@@ -15,7 +15,7 @@ from asynccomm.methods.base import CommBase
 from asynccomm.options import check_hints, check_name, seconds
 from asynccomm.session import Session
 
-__all__ = ["Groups"]
+__all__ = ["Groups", "distinct"]
 
 Ranks = Sequence[SupportsIndex]
 
@@ -64,7 +64,7 @@ class Groups(CommBase):
         Cancelling the await is safe; the other ranks hear of it. Ranks are told apart by ``ranks``, ``name`` and how
         often they have split so, thus each of them must have called this as often.
         """
-        return self._split(_distinct(self._group, "ranks", ranks), name, hints, timeout)
+        return self._split(distinct(self._group, "ranks", ranks), name, hints, timeout)
 
     def dup(
         self, name: str = "dup", *, hints: Mapping[str, str] | None = None, timeout: float | timedelta | None = None
@@ -109,7 +109,7 @@ class Groups(CommBase):
         mine: Sequence[int] = ()
         homes: dict[int, int] = {}  # number of its list, by rank
         for i, group in enumerate(groups):
-            ranks = _distinct(self._group, f"groups[{i}]", group)
+            ranks = distinct(self._group, f"groups[{i}]", group)
             if not ranks:
                 raise ValueError(f"groups[{i}] must have at least one rank, got {group!r}")
             for rank in ranks:
@@ -164,7 +164,7 @@ async def _nobody() -> None:
     """The comm of no ranks."""
 
 
-def _distinct(group: Group, name: str, ranks: object) -> list[int]:
+def distinct(group: Group, name: str, ranks: object) -> list[int]:
     """``ranks`` as a list of different ranks. Raises ``ValueError`` naming ``name``."""
     if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Sequence):
         raise ValueError(f"{name} must be a list of ranks, got {ranks!r}")

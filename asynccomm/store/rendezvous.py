@@ -14,7 +14,7 @@ import operator
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import SupportsIndex, final
 from urllib.parse import SplitResult, parse_qs, urlsplit
 from weakref import WeakValueDictionary
@@ -28,7 +28,7 @@ from asynccomm.store.client import StoreClient
 from asynccomm.store.host import HostedStore, listen, serve
 from asynccomm.store.torch_store import TorchStore
 
-__all__ = ["Meeting", "Place", "find_place", "meet"]
+__all__ = ["Meeting", "Place", "find_place", "host_anew", "meet"]
 
 # A port can be served once per process, however many comms meet there. Not state of any comm: the kernel's.
 _hosted: WeakValueDictionary[tuple[str, int], HostedStore] = WeakValueDictionary()
@@ -161,6 +161,19 @@ def _host(place: Place) -> HostedStore:
             hosted = serve(place.host, listen(place.host if local else "", place.port))
             _hosted[address] = hosted
     return hosted
+
+
+def host_anew(place: Place, address: str) -> Place:
+    """A place of this process's own at ``address``, in place of one whose store is gone; blocks for milliseconds.
+
+    Somebody must meet there next, or the store ends.
+
+    Raises: RendezvousError.
+    """
+    hosted = serve(address, listen(address, 0))
+    with _hosting:
+        _hosted[(hosted.host, hosted.port)] = hosted
+    return replace(place, store=None, path=None, host=hosted.host, port=hosted.port, hosting=True)
 
 
 def _rank_and_size(

@@ -27,7 +27,7 @@ from asynccomm.backends.lanes import Lanes
 from asynccomm.backends.matching import Matching
 from asynccomm.backends.regions import bytes_of
 from asynccomm.dtypes import BY_CODE, CODES
-from asynccomm.errors import BrokenError, CollectiveMismatchError
+from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import Channel, Recv, RecvParcel, Send, SendParcel
 
 __all__ = ["PointToPoint"]
@@ -104,12 +104,16 @@ class PointToPoint:
         self._lanes.put(("send", op.peer, op.tag), job)
 
     def _recv(self, gloo: Gloo, op: Recv, peer: int, submission: Submission) -> None:
-        message = torch.empty(HEADER + SHORT, dtype=torch.uint8, device="cpu")
+        # zeros: one that is too short leaves the rest as it is, and nothing is to be made of what was there before
+        message = torch.zeros(HEADER + SHORT, dtype=torch.uint8, device="cpu")
         arrival = gloo.recv(message, peer, 2 * op.tag)
 
         def take_payload() -> None:
             numel, code = message[:HEADER].view(torch.int64).tolist()
-            sent = Send(BY_CODE.get(code, torch.uint8), numel, self._rank, op.tag)
+            if code not in BY_CODE or numel < 0:
+                what = f"{numel} elements of a dtype unknown here (code {code:#x})"
+                raise BackendError(f"rank {peer} sent what is no message for {op}: {what}")
+            sent = Send(BY_CODE[code], numel, self._rank, op.tag)
             if not op.takes(sent):
                 raise CollectiveMismatchError(submission.work.seq, peer, str(sent), self._rank, str(op))
             values, copy_back = place(submission.outputs[0])

@@ -7,6 +7,9 @@ which would end the process.
 
 A segment is a large tensor or a part of one, which is sent out of its own memory; or a few small ones copied together.
 The receiver's tensors may be cut differently: what does not lie in one of them goes through memory of its own.
+
+What a header or a table says must be what an :class:`Outgoing` would say, or it is a BackendError. So no number in them
+makes a receiver take more memory than a head of the largest size, twice.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ SHORT: Final = 4096  # bytes that travel in the header's message, which saves a 
 SEGMENT: Final = 16 << 20  # bytes of a message at most; what is not wanted is received into as much
 SMALL: Final = 256 << 10  # bytes of a tensor that is copied together with others
 PACK: Final = 4 << 20  # bytes of such a pack at most
+MOST_SEGMENTS: Final = MAX_HEAD // 8  # their lengths take no more than a head may; that is for a terabyte at least
 WINDOW: Final = 64 << 20  # bytes that are on their way at the same time
 
 _HEADER: Final = struct.Struct("<qqqI60s")  # bytes of the head, of the payload; segments; code and text
@@ -46,6 +50,14 @@ class _Note(NamedTuple):
     segments: int  # messages of payload; 0: it came along
     code: int
     text: bytes
+
+    @property
+    def possible(self) -> bool:
+        """Whether a sender can have said this; whatever there is of the head is for others to judge."""
+        if self.segments:  # those that are copied together are packs between large tensors, or full
+            most = min(2 * (self.payload // SMALL) + 1, MOST_SEGMENTS)
+            return 0 < self.segments <= most and self.head >= 0 and self.head + self.payload > SHORT
+        return self.head >= 0 <= self.payload and (not self.payload or self.front <= SHORT)
 
     @property
     def front(self) -> int:
@@ -88,6 +100,7 @@ class Outgoing:
             front = torch.cat([front, *[bytes_of(tensor) for tensor in parcel.tensors]])
         header = _tensor(_HEADER.pack(len(head), payload, len(segments), code, text.encode()[:60]))
         along = len(front) <= SHORT
+        assert len(segments) <= MOST_SEGMENTS, f"{len(segments)} segments, of which {MOST_SEGMENTS} are taken"
         self._first = torch.cat([header, front]) if along else header
         self._rest = segments if along else [front, *segments]
 
@@ -115,7 +128,7 @@ class Incoming:
     def read(self, check: Callable[[int, str], object] | None = None) -> None:
         """Wait for the head. ``check`` looks at code and text before anything else is taken.
 
-        Raises: BackendError for a head that is too long.
+        Raises: BackendError for a head that is too long, and for what no sender says.
         """
         self._arrival.wait()
         note = _Note(*_HEADER.unpack_from(self._memory))
@@ -123,6 +136,11 @@ class Incoming:
             check(note.code, note.text.rstrip(b"\0").decode(errors="replace"))
         if note.head > MAX_HEAD:
             raise BackendError(f"rank {self._peer} sent a head of {note.head} bytes; {MAX_HEAD} are allowed")
+        if not note.possible:
+            raise BackendError(
+                f"rank {self._peer} sent a header that cannot be: {note.payload} bytes in {note.segments} segments "
+                f"behind a head of {note.head} bytes"
+            )
         front = memoryview(self._memory)[_HEADER.size :]
         if note.front > SHORT:
             memory = bytearray(note.front)
@@ -130,6 +148,10 @@ class Incoming:
             front = memoryview(memory)
         table = 8 * note.segments
         self._lengths = struct.unpack_from(f"<{note.segments}q", front)
+        if note.segments and not (0 < min(self._lengths) <= max(self._lengths) <= SEGMENT):
+            raise BackendError(f"rank {self._peer} sent a segment of a length that cannot be")
+        if note.segments and sum(self._lengths) != note.payload:
+            raise BackendError(f"rank {self._peer} sent segments of other lengths than it has announced")
         self.head = bytes(front[table : table + note.head])
         self.nbytes = note.payload
         if note.payload and not note.segments:

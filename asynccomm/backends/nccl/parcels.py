@@ -186,6 +186,8 @@ class Messenger:
         sent = Send(BY_CODE[code], numel, self._rank, op.tag)
         if not op.takes(sent):
             raise CollectiveMismatchError(seq, source, str(sent), self._rank, str(op))
+        if gift.nbytes != sent.nbytes or (numel and gift.segments != [(sent.nbytes, True)]):
+            raise BackendError(f"rank {source} offers {gift.nbytes} bytes in {len(gift.segments)} segments as {sent}")
         if not numel:
             flight.pass_()
             task.part_done(None)

@@ -53,6 +53,7 @@ class Landing(NamedTuple):
 
 @final
 class _Offer(NamedTuple):
+    peer: int
     segments: Sequence[Tensor]
     ready: Event
     flight: Flight
@@ -116,7 +117,7 @@ class Transfers:
             ready: when they may be read; the caller's, who keeps it until ``done``.
         """
         with self._lock:
-            self._offers[number] = _Offer(segments, ready, flight, done)
+            self._offers[number] = _Offer(peer, segments, ready, flight, done)
         if peer != self._rank:
             op = RecvParcel("clear to send", peer, _TAG, Channel.INTERNAL)
             self._side.submit(Call(op, (), (), None, place=self._heard), _nothing)
@@ -130,6 +131,8 @@ class Transfers:
         try:
             number, accepted = _VERDICT.unpack_from(head)
             with self._lock:
+                if self._offers[number].peer != peer:
+                    raise KeyError(number)
                 offer = self._offers.pop(number)
         except (struct.error, KeyError) as exc:
             raise BackendError(f"rank {peer} sent a wrong answer to an offer: {exc!r}") from exc

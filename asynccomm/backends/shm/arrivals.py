@@ -55,7 +55,8 @@ class ParcelArrival:
         self._source = source
         self._head_left = head
         self._payload = payload
-        self._chunks: list[bytes] | None = []  # of the head; None once it was handed on
+        # of the head; None once it was handed on. Not a list of what came: that could be a byte at a time
+        self._chunks: bytearray | None = bytearray()
         self._pieces: Pieces | None = None  # where the payload goes; None: away
         self._delivery = Delivery(receive)
 
@@ -66,14 +67,14 @@ class ParcelArrival:
         if chunks is not None:
             size = min(nbytes, self._head_left)
             if size:
-                chunks.append(ctypes.string_at(address, size))
+                chunks += ctypes.string_at(address, size)
                 self._head_left -= size
                 address += size
                 nbytes -= size
             if self._head_left:
                 return False
             self._chunks = None
-            tensors = self._delivery.accept(self._source, b"".join(chunks), {self._source: self._payload})
+            tensors = self._delivery.accept(self._source, bytes(chunks), {self._source: self._payload})
             if tensors is not None:
                 self._pieces = Pieces(tensors)
         if nbytes and self._pieces is not None:

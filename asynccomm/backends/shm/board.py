@@ -19,7 +19,7 @@ from asynccomm.backends.shm.batches import MOST, Bundle, size_of_batch
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.listing import Issued, Listed, difference, listing, read_listing
 from asynccomm.backends.shm.segment import HEADER, WORD, Layout, Word
-from asynccomm.errors import CollectiveMismatchError
+from asynccomm.errors import BackendError, CollectiveMismatchError
 from asynccomm.ops import Barrier, Op
 from asynccomm.ops.signature import Signature, describe, differing_layout, signature
 
@@ -28,6 +28,7 @@ __all__ = ["Board"]
 MIX: Final = 0x9E3779B97F4A7C15  # any odd number whose bits are well mixed
 MASK: Final = (1 << 64) - 1
 CACHED_VIEWS: Final = 4 * MOST  # of parts of slots: a bundle in each bank
+LARGEST: Final = 1 << 48  # number that a header may have: more bytes, or steps, than any memory has
 BUNDLE: Final = (1 << 64) - 1  # as the first word of a signature; the second is a hash of those of the collectives
 
 
@@ -140,7 +141,7 @@ class Board:
     def posted(self, step: int, ranks: Sequence[int]) -> bool:
         """Whether ``ranks`` have filled their slots of ``step``.
 
-        Raises: CollectiveMismatchError if one has filled it for something else.
+        Raises: CollectiveMismatchError if one has filled it for something else, BackendError if it does not say what.
         """
         words, posted = self._words, self._all_posted
         for rank in ranks:
@@ -181,12 +182,16 @@ class Board:
         """Whether ``rank`` has still to take part in a collective that was begun here."""
         return bool(self._words[self._all_posted[rank]] < self.step)
 
-    def _mismatch(self, rank: int, step: int) -> CollectiveMismatchError:
+    def _mismatch(self, rank: int, step: int) -> CollectiveMismatchError | BackendError:
         i = self._what[step % self._banks][rank]
         words = self._words[i], self._words[i + 1]
         total = size_of_batch(self._words[i + 2] ^ self._history)  # None: not even what was before is the same
         if total is not None and (self._bundle is not None or total > 1):
-            mine, theirs = self._issued(step, self.rank, self.signature), self._issued(step, rank, words, total)
+            mine = self._issued(step, self.rank, self.signature)
+            try:
+                theirs = self._issued(step, rank, words, total)
+            except ValueError as exc:
+                return BackendError(f"rank {rank} differs from {self._op}, and its list of a batch is corrupt: {exc}")
             number, ours, other = difference(mine, theirs)
             return CollectiveMismatchError(number, self.rank, ours, rank, other)
         described = "a batch" if words[0] == BUNDLE else describe(words)
@@ -197,10 +202,12 @@ class Board:
         return self.mismatch(rank, described)
 
     def _issued(self, step: int, rank: int, words: Signature, total: int = 1) -> Issued:
-        """What a rank has in ``step``."""
+        """What a rank has in ``step``. Raises: ValueError if its list is none, and touches nothing but its slot."""
         listed = [Listed(self.number, words)]
         if words[0] == BUNDLE:
             used, n, total = self.get(step, rank, 0)
+            if used + n * WORD > self.chunk:
+                raise ValueError(f"{n} words behind {used} bytes")
             data = string_at(self.slot_address(step, rank) + used, n * WORD)
             listed = read_listing(memoryview(data).cast("Q").tolist())
         if rank != self.rank:
@@ -249,9 +256,12 @@ class Board:
         words[i], words[i + 1], words[i + 2] = header
 
     def get(self, step: int, rank: int, part: int) -> tuple[int, int, int]:
-        """The header of a part of a slot that was posted."""
+        """The header of a part of a slot that was posted. Raises: BackendError for numbers that cannot be."""
         words, i = self._words, self._headers[step % self._banks][rank] + part * HEADER
-        return words[i], words[i + 1], words[i + 2]
+        header = words[i], words[i + 1], words[i + 2]
+        if max(header) > LARGEST:
+            raise BackendError(f"rank {rank} announces for {self._op} what cannot be: {header}")
+        return header
 
     def parts(self, dtype: torch.dtype, step: int, start: int, n: int) -> Sequence[Tensor]:
         """Elements ``start`` to ``start + n`` of every rank's slot. Cached: operations repeat themselves."""

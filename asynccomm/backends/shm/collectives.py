@@ -98,8 +98,8 @@ def _all_to_all(board: Board, submission: Submission, whole: int) -> Progress:
     copy(sources[me][1], targets[me][1], inputs[me].nbytes)
 
     def begin(lengths: Mapping[int, tuple[int, int]]) -> None:
-        for rank, (_, body) in lengths.items():
-            if body != outputs[rank].nbytes:
+        for rank, (head, body) in lengths.items():
+            if head or body != outputs[rank].nbytes:  # what came behind a head would be written beyond the output
                 dtype = str(op.dtype).removeprefix("torch.")
                 raise board.mismatch(rank, f"all_to_all({dtype}, sends {body // item} elements to rank {me})")
 

@@ -80,17 +80,24 @@ class Line:
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         sock.setblocking(False)
-        self._loop.add_reader(sock.fileno(), self._read)
+        self._loop.add_reader(sock.fileno(), self.read)
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Take the next message now, if there is one."""
         fds = array.array("i")
         room = socket.CMSG_SPACE(MESSAGE_DESCRIPTORS * fds.itemsize)
-        try:  # not by socket.recv_fds: that drops its flags
-            data, ancillary, flags, _ = self._sock.recvmsg(MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
-        except BlockingIOError:
-            return
-        except OSError:
-            data, ancillary, flags = b"", [], 0
+        data, flags = b"", 0
+        ancillary: list[tuple[int, int, bytes]] = []
+        for _ in range(2):
+            try:  # not by socket.recv_fds: that drops its flags
+                data, ancillary, flags, _ = self._sock.recvmsg(MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                continue  # it left without reading everything; the system tells that before what it had sent
+            except OSError:
+                pass
+            break
         for level, kind, content in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 fds.frombytes(content[: len(content) // fds.itemsize * fds.itemsize])

@@ -2,7 +2,8 @@
 
 A short message is one frame, and is over for its sender when it is in the ring. The receiver takes it out into the
 receive that waits for it, or else into memory of its own, of which a sender may fill no more than the size of a ring:
-the receiver publishes how many bytes of short messages it has matched, in the line of the tail.
+the receiver publishes how many bytes of short messages it has matched, in the line of the tail. It counts what comes,
+and takes no more than that. Nor does it keep more than ``MOST_OFFERS`` offers.
 
 A long message, or a short one beyond that limit, is announced by an OFFER. When it is matched the receiver answers
 CLEAR, and the sender streams DATA as the ring has room, in turn with the other messages to that rank.
@@ -34,6 +35,8 @@ __all__ = ["CLEAR", "DATA", "OFFER", "SHORT", "SHORT_BYTES", "Arrival", "Kept", 
 SHORT_BYTES: Final = 64 << 10
 # bytes of a DATA frame with its header: 4 MiB at 33 GB/s; frames of half the size 28, of a quarter 17 to 22
 FRAME: Final = 256 << 10
+
+MOST_OFFERS: Final = 1 << 20  # of one rank that may have come and wait for their receives: some 300 bytes each
 
 SHORT, OFFER, CLEAR, DATA = 2, 3, 4, 5  # kinds of frames; 1 is padding
 _IDENTS = 1 << 32  # a message's number is used again after so many offers
@@ -124,12 +127,14 @@ class Link:
     """Everything between this rank and one other."""
 
     __slots__ = (
+        "_came",
         "_clears",
         "_frame",
         "_matched",
         "_matched_at",
         "_next_ident",
         "_offered",
+        "_offers",
         "_ring",
         "_sent",
         "_short",
@@ -171,7 +176,9 @@ class Link:
         self._next_ident = 0
         self._sent = 0  # bytes of short frames written, ever
         self._taken_at = (layout.ring_start(rank, peer) + LINE) // WORD + 1  # word with how many of them were matched
-        self._matched = 0  # bytes of short frames that came and were matched, ever
+        self._came = 0  # bytes of short frames that came, ever
+        self._matched = 0  # those of them that were matched
+        self._offers = 0  # that came and are not matched
         self._matched_at = (layout.ring_start(peer, rank) + LINE) // WORD + 1  # word that says so
 
     @property
@@ -281,6 +288,22 @@ class Link:
         if arrival is None or not 0 < nbytes <= arrival.left:
             raise BackendError(f"rank {self.peer} sends {nbytes} bytes of message {ident}, which are not due")
         return arrival
+
+    def short_came(self, nbytes: int) -> None:
+        """There is a short message. Raises BackendError if it may not be sent yet."""
+        self._came += framed(nbytes)
+        if self._came - self._matched > self._unmatched:
+            raise BackendError(f"rank {self.peer} sends more than {self._unmatched} bytes before they are asked for")
+
+    def keep_offer(self) -> None:
+        """An offer has no receive yet. Raises BackendError if there are too many."""
+        self._offers += 1
+        if self._offers > MOST_OFFERS:
+            raise BackendError(f"rank {self.peer} has sent {self._offers} messages that nobody has asked for")
+
+    def forget_offer(self) -> None:
+        """One that was kept has its receive."""
+        self._offers -= 1
 
     def count(self, nbytes: int) -> None:
         """A short message was matched: tell the sender that it may send so much more ahead of its receive."""

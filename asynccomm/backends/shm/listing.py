@@ -64,13 +64,18 @@ def _runs(submission: Submission) -> list[int]:
 
 
 def read_listing(words: Sequence[int]) -> list[Listed]:
-    """What is in a list, in the order of the program."""
-    return sorted(_read(words))
+    """What is in a list, in the order of the program. Raises: ValueError for what is no list, or an empty one."""
+    listed = sorted(_read(words))
+    if not listed:
+        raise ValueError("it lists nothing")
+    return listed
 
 
 def _read(words: Sequence[int]) -> Iterator[Listed]:
     at = 0
     while at < len(words):
+        if at + 2 > len(words) or at + 2 + 2 * words[at + 1] > len(words):
+            raise ValueError("it ends in the middle of a run")
         code, n = words[at], words[at + 1]
         sizes, numbers = words[at + 2 : at + 2 + n], words[at + 2 + n : at + 2 + 2 * n]
         for number, size in zip(numbers, sizes, strict=True):

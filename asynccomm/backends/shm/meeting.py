@@ -12,6 +12,12 @@ namespaces and users.
 The connections stay open until everything has been said, so one that ends earlier is a rank that is gone and cannot
 say so. They are served in callbacks that never block, and only for news is there anything to await: that makes it safe
 to cancel at any point.
+
+Anybody on the host can connect to rank 0. Whoever has not shown yet to be a rank is a stranger: there may be only so
+many at once, and each has only so much time. A rank says who it is as soon as it has connected, so a crowd can at most
+make it try again. How many were refused, and why, is logged once, when rank 0 stops listening.
+
+Nothing that another process has written is believed to have the right form, neither in the store nor on a connection.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ import contextlib
 import errno
 import functools
 import json
+import logging
 import math
 import os
 import resource
@@ -28,23 +35,31 @@ import secrets
 import socket
 import struct
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn, final
+from typing import Any, Final, NamedTuple, NoReturn, final
 
 from asynccomm.backends.base import BackendContext, UnsuitableError
 from asynccomm.backends.shm.line import MESSAGE_DESCRIPTORS, Descriptors, Line, Message, user_of
 from asynccomm.backends.shm.memory import Segment, create
 from asynccomm.backends.shm.segment import Layout
+from asynccomm.checks import Group
 from asynccomm.errors import BackendError, PeerLostError
 from asynccomm.store.base import Store
 
 __all__ = ["Circle", "decline", "meet", "unsupported"]
 
+_log = logging.getLogger("asynccomm")
+
 RETRY_SECONDS: Final = 0.005  # until another try to connect to rank 0, when too many do at once
+HELLO_SECONDS: Final = 5.0  # until a stranger must have said which rank it is
+STRANGERS: Final = 64  # at once, and as many more as there are ranks: then the oldest has to go
+BACKLOG: Final = 4096  # connections that the system keeps until they are taken; it may have a lower limit
+ACCEPTS: Final = 64  # connections taken in one turn of the loop
 TOKEN_BYTES: Final = 16
 OK: Final = "ok"
+REFUSED: Final = b"refused"  # to whoever need not try again
 
 _hello = struct.Struct(f"={TOKEN_BYTES}sI")  # token, rank
 _Handed = tuple[int, int, int]  # what each rank hands to the others: two bells and its life
@@ -104,7 +119,7 @@ async def meet(context: BackendContext, settings: Mapping[str, int], layout: Lay
         try:
             there, life = (ours.add(fd) for fd in os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
             mine = (*bells, there)
-            side = _Host(size, ours, mine) if rank == 0 else _Guest(ours, mine)
+            side = _Host(context.group, ours, mine) if rank == 0 else _Guest(size, ours, mine)
         except OSError as exc:
             await decline(context, str(exc.strerror))
         with contextlib.closing(side):
@@ -128,7 +143,7 @@ async def _receive_guests(
     context: BackendContext, settings: Mapping[str, int], layout: Layout, host: _Host
 ) -> tuple[Segment, dict[int, _Handed]]:
     """Rank 0's part; returns the segment and what the ranks handed over."""
-    await context.store.set("address", json.dumps({"problem": "", "settings": dict(settings), **host.address}))
+    await context.store.set("address", host.address(settings).written())
     await _hear(context.store, "reach", range(1, context.group.size), host.gone)
     host.stop_listening()
     await _agree(context, "reach", host.problem, host.gone)
@@ -150,15 +165,15 @@ async def _visit(
 ) -> tuple[Segment, dict[int, _Handed]]:
     """Any other rank's part; returns the segment and what the ranks handed over."""
     rank, hosts = context.group.rank, [member.host for member in context.members]
-    address = json.loads(await context.store.get("address", math.inf))
-    problem = address["problem"] or _difference(settings, address["settings"], rank)
-    if not problem:
+    address = _address_from(await context.store.get("address", math.inf))
+    problem = address if isinstance(address, str) else _difference(settings, address.settings, rank)
+    if not problem and isinstance(address, _Address):
         try:
             await guest.introduce(rank, address)
         except OSError as exc:
             problem = (
                 f"rank {rank} on host {hosts[rank]!r} cannot reach rank 0 on host {hosts[0]!r} by a local socket: "
-                f"{exc.strerror}"
+                f"{exc.strerror or exc}"
             )
     await _agree(context, "reach", problem, guest.gone)
     try:
@@ -171,7 +186,35 @@ async def _visit(
     return segment, handed
 
 
-def _difference(mine: Mapping[str, int], host: Mapping[str, int], rank: int) -> str:
+class _Address(NamedTuple):
+    """What the other ranks need to know of rank 0."""
+
+    settings: Mapping[str, object]
+    name: str
+    ask: bytes  # tokens: what rank 0 asks for, and what it answers
+    answer: bytes
+
+    def written(self) -> str:
+        tokens = {"ask": self.ask.hex(), "answer": self.answer.hex()}
+        return json.dumps({"problem": "", "settings": dict(self.settings), "name": self.name, **tokens})
+
+
+def _address_from(said: bytes) -> _Address | str:
+    """What rank 0 said in the store; if that is a problem, or no address at all, its text."""
+    try:
+        match json.loads(said):
+            case {"problem": str(problem)} if problem:
+                return problem
+            case {"settings": dict(settings), "name": str(name), "ask": str(ask), "answer": str(answer)}:
+                address = _Address(settings, name, bytes.fromhex(ask), bytes.fromhex(answer))
+                if name.isascii() and len(address.ask) == len(address.answer) == TOKEN_BYTES:
+                    return address
+    except (ValueError, RecursionError):
+        pass
+    return "the address of rank 0 in the store cannot be read"
+
+
+def _difference(mine: Mapping[str, int], host: Mapping[str, object], rank: int) -> str:
     for key in sorted({*mine, *host}):
         if mine.get(key) != host.get(key):
             return f"hint {key!r} differs: rank 0 has {host.get(key)}, rank {rank} has {mine.get(key)}"
@@ -199,7 +242,7 @@ async def _hear(store: Store, what: str, ranks: Iterable[int], gone: asyncio.Fut
         # whoever leaves in good order has read it all before, so then it is all there
         if not asking.done() and not await store.check(keys):
             raise gone.result()
-        return [said.decode() for said in await asking]
+        return [said.decode(errors="replace") for said in await asking]
     finally:
         asking.cancel()
 
@@ -213,71 +256,124 @@ class _Host:
         mine: what this rank hands to the others.
     """
 
-    def __init__(self, size: int, ours: Descriptors, mine: _Handed) -> None:
+    def __init__(self, group: Group, ours: Descriptors, mine: _Handed) -> None:
         self.ours = ours
         self.handed = {0: mine}  #: by rank
         self.problem = ""  #: why no more ranks could be received
         self.gone: asyncio.Future[PeerLostError] = asyncio.get_running_loop().create_future()
-        self.address: dict[str, str] = {}  #: what the others need to know
-        self._size = size
+        self._comm, self._size = group.name, group.size
         self._loop = asyncio.get_running_loop()
+        self._name = f"asynccomm-{secrets.token_hex(16)}"
         self._ask, self._answer = secrets.token_bytes(TOKEN_BYTES), secrets.token_bytes(TOKEN_BYTES)
         self._lines: dict[int, Line] = {}  # by rank
-        self._strangers: set[Line] = set()  # who have not said yet who they are
+        self._strangers: dict[Line, asyncio.TimerHandle] = {}  # with the end of their time; the oldest first
+        self._refused: Counter[str] = Counter()  # strangers, by what was wrong with them
         self._listener: socket.socket | None = None
-        if size > 1:
+        if group.size > 1:
             self._listen()
 
+    def address(self, settings: Mapping[str, int]) -> _Address:
+        """What the others need to know."""
+        # the name alone is no secret: anybody on the host can list the names in use
+        return _Address(settings, self._name, self._ask, self._answer)
+
     def _listen(self) -> None:
-        name = f"asynccomm-{secrets.token_hex(16)}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            listener.bind(f"\0{name}")
-            listener.listen(self._size)
+            listener.bind(f"\0{self._name}")
+            listener.listen(max(self._size, BACKLOG))
         except OSError:
             listener.close()
             raise
         listener.setblocking(False)
         self._listener = listener
         self._loop.add_reader(listener.fileno(), self._accept)
-        # the name alone is no secret: anybody on the host can list the names in use
-        self.address = {"name": name, "ask": self._ask.hex(), "answer": self._answer.hex()}
 
     def _accept(self) -> None:
-        assert self._listener is not None
-        try:
-            sock, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return
-        except OSError as exc:
-            self.problem = f"rank 0 cannot share memory: it cannot take connections: {exc.strerror}"
-            self.stop_listening()
-            return
-        if user_of(sock) != os.geteuid():
-            sock.close()
-            return
+        """Take some of those who have connected; if there are more, the loop calls again."""
+        for _ in range(ACCEPTS):
+            if self._listener is None:
+                return
+            try:
+                sock, _ = self._listener.accept()
+            except ConnectionAbortedError:
+                continue
+            except BlockingIOError:
+                return
+            except OSError as exc:
+                if self._strangers:  # they may be what there is no room for
+                    self._drop_oldest()
+                    continue
+                self.problem = f"rank 0 cannot share memory: it cannot take connections: {exc.strerror}"
+                self.stop_listening()
+                return
+            if user_of(sock) != os.geteuid():
+                self._refused["of another user"] += 1
+                with contextlib.suppress(OSError):
+                    sock.send(REFUSED, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                sock.close()
+                continue
+            while len(self._strangers) >= STRANGERS + self._size:
+                self._drop_oldest()
+            self._watch(sock)
+
+    def _watch(self, sock: socket.socket) -> None:
         line = Line(sock, lambda message: self._greet(line, message))
-        self._strangers.add(line)
+
+        def too_late() -> None:
+            line.read()
+            if line in self._strangers:
+                self._refuse(line, f"silent for {HELLO_SECONDS:g} s")
+
+        self._strangers[line] = self._loop.call_later(HELLO_SECONDS, too_late)
+
+    def _drop_oldest(self) -> None:
+        """Make room for another stranger, unless the oldest turns out to be none."""
+        line = next(iter(self._strangers))
+        line.read()
+        if line in self._strangers:
+            self._refuse(line, "too many at once")
+
+    def _refuse(self, line: Line, reason: str) -> None:
+        self._strangers.pop(line).cancel()
+        self._refused[reason] += 1
+        line.close()
 
     def _greet(self, line: Line, message: Message) -> None:
         """Welcome a rank and keep what it hands over; drop anybody else."""
-        self._strangers.discard(line)
-        token, rank = _hello.unpack(message.data) if len(message.data) == _hello.size else (b"", 0)
-        welcome = secrets.compare_digest(token, self._ask) and 0 < rank < self._size and rank not in self._lines
-        if welcome and not message.whole:
-            self.problem = f"rank 0 cannot share memory: {_too_many(self._size)}"
-        if welcome and message.whole and len(message.fds) == 3:
-            bell, second_bell, life = (self.ours.add(fd) for fd in message.fds)
-            self.handed[rank] = (bell, second_bell, life)
-            self._lines[rank] = line
-            line.receive = functools.partial(self._leaves, rank)
-            with contextlib.suppress(OSError):  # if it is gone again, its line says so
-                line.send_now(self._answer)
-            self._tell_who_is_gone()
-        else:
+        rank, wrong = self._look_at(message)
+        if wrong:
             for fd in message.fds:
                 os.close(fd)
-            line.close()
+            with contextlib.suppress(OSError):
+                line.send_now(REFUSED)
+            self._refuse(line, wrong)
+            return
+        self._strangers.pop(line).cancel()
+        bell, second_bell, life = (self.ours.add(fd) for fd in message.fds)
+        self.handed[rank] = (bell, second_bell, life)
+        self._lines[rank] = line
+        line.receive = functools.partial(self._leaves, rank)
+        with contextlib.suppress(OSError):  # if it is gone again, its line says so
+            line.send_now(self._answer)
+        self._tell_who_is_gone()
+
+    def _look_at(self, message: Message) -> tuple[int, str]:
+        """Which rank says hello; or what is wrong with that."""
+        if not message.data:
+            return 0, "gone without a word"
+        if len(message.data) != _hello.size:
+            return 0, "without a hello"
+        token, rank = _hello.unpack(message.data)
+        if not secrets.compare_digest(token, self._ask):
+            return 0, "with a wrong token"
+        if not 0 < rank < self._size or rank in self._lines:
+            return 0, "as a rank that has come already or does not exist"
+        if not message.whole:
+            self.problem = f"rank 0 cannot share memory: {_too_many(self._size)}"
+        if not message.whole or len(message.fds) != 3:
+            return 0, "without the descriptors of a rank"
+        return rank, ""
 
     def _leaves(self, rank: int, message: Message) -> None:
         """A rank's line has ended; or it talks nonsense, which is the end as well."""
@@ -309,13 +405,17 @@ class _Host:
                     await line.send(b"{}", fds[i : i + MESSAGE_DESCRIPTORS])
 
     def stop_listening(self) -> None:
-        for line in self._strangers:
-            line.close()
-        self._strangers.clear()
+        for line in list(self._strangers):
+            self._refuse(line, "silent")
         if self._listener is not None:
             self._loop.remove_reader(self._listener.fileno())
             self._listener.close()
             self._listener = None
+        if self._refused:
+            reasons = ", ".join([f"{count} {reason}" for reason, count in self._refused.items()])
+            total = self._refused.total()
+            _log.warning("comm %r: rank 0 refused %d connections of strangers: %s", self._comm, total, reasons)
+            self._refused.clear()
 
     def close(self) -> None:
         self.stop_listening()
@@ -327,44 +427,74 @@ class _Host:
 class _Guest:
     """Any other rank's side of the connection; arguments as for ``_Host``."""
 
-    def __init__(self, ours: Descriptors, mine: _Handed) -> None:
+    def __init__(self, size: int, ours: Descriptors, mine: _Handed) -> None:
         self.ours = ours
         self.gone: asyncio.Future[PeerLostError] = asyncio.get_running_loop().create_future()
+        self._size = size
         self._mine = mine
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._sock = _socket()
         self._line: Line | None = None
         self._answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._inbox: deque[tuple[str, Message]] = deque()  # problems, and messages with descriptors
+        self._welcome = b""
+        self._due = 1 + 3 * (size - 1)  # descriptors that are to come
+        self._garbled = False
         self._news = asyncio.Event()
 
-    async def introduce(self, rank: int, address: Mapping[str, str]) -> None:
+    async def introduce(self, rank: int, address: _Address) -> None:
         """Connect to rank 0, hand over, and be welcomed. Raises: OSError."""
-        self._sock.setblocking(False)
-        while True:
-            try:
-                self._sock.connect(f"\0{address['name']}")
-                break
-            except BlockingIOError:  # unlike TCP, it does not go on by itself
-                await asyncio.sleep(RETRY_SECONDS)
+        self._welcome = address.answer
+        while not await self._try(rank, address):  # strangers may have crowded us out
+            await asyncio.sleep(RETRY_SECONDS)
+            self.close()
+            self._sock = _socket()
+            self._answer = asyncio.get_running_loop().create_future()
+
+    async def _try(self, rank: int, address: _Address) -> bool:
+        """Whether rank 0 has said anything. Raises: OSError if that is no welcome."""
+        try:
+            self._sock.connect(f"\0{address.name}")
+        except BlockingIOError:  # unlike TCP, it does not go on by itself
+            return False
         if (user := user_of(self._sock)) != os.geteuid():
             raise PermissionError(errno.EPERM, f"it runs as user {user}, this rank as user {os.geteuid()}")
         self._line = Line(self._sock, self._receive)
-        await self._line.send(_hello.pack(bytes.fromhex(address["ask"]), rank), self._mine)
+        try:
+            await self._line.send(_hello.pack(address.ask, rank), self._mine)
+        except OSError as exc:
+            # it has left, and may have said something before
+            if not (self._answer.done() or isinstance(exc, (BrokenPipeError, ConnectionResetError))):
+                raise
         await asyncio.wait([self._answer])  # which leaves it alone when cancelled
-        if not secrets.compare_digest(self._answer.result(), bytes.fromhex(address["answer"])):
+        answer = self._answer.result()
+        if answer and answer != address.answer:
             raise ConnectionResetError(errno.ECONNRESET, "it hung up")
+        return bool(answer)
 
     def _receive(self, message: Message) -> None:
+        if not self._answer.done():
+            for fd in message.fds:
+                os.close(fd)
+            self._answer.set_result(message.data)  # if that is a refusal, rank 0 may still say why in the store
+            if message.data and not secrets.compare_digest(message.data, self._welcome) and self._line is not None:
+                self._line.close()  # its end would count as that of rank 0
+            return
+        self._due -= len(message.fds)
         for fd in message.fds:
             self.ours.add(fd)
-        if not self._answer.done():
-            self._answer.set_result(message.data)  # if that is the end, rank 0 may still say why in the store
-            return
-        news: dict[str, Any] = json.loads(message.data) if message.data else {"lost": 0}
-        if "lost" not in news:
-            self._inbox.append((news.get("problem", ""), message))
-        elif not self.gone.done():
-            self.gone.set_result(_lost(news["lost"]))
+        lost, problem = _news_from(message.data, self._size)
+        if lost is not None:
+            if not self.gone.done():
+                self.gone.set_result(_lost(lost))
+        elif not self._garbled:  # nothing is believed after that
+            if problem is None or self._due < 0:
+                problem, self._garbled = "rank 0 sends what cannot be read", True
+            if problem or message.fds:
+                self._inbox.append((problem, message))
+        if self._due < 0:
+            for fd in message.fds:
+                self.ours.close_one(fd)
+            self._due += len(message.fds)
         self._news.set()
 
     async def take(self, others: Sequence[int]) -> tuple[int, dict[int, _Handed]]:
@@ -387,6 +517,32 @@ class _Guest:
         if self._line is not None:
             self._line.close()
         self._sock.close()
+
+
+def _news_from(data: bytes, size: int) -> tuple[int | None, str | None]:
+    """What rank 0 says after its welcome: which rank is lost, if one is, and what the problem is.
+
+    An empty problem: there is none; None: it makes no sense.
+    """
+    if not data:
+        return 0, None
+    try:
+        match json.loads(data):
+            case {"lost": int(rank)} if 0 <= rank < size:
+                return rank, None
+            case {"problem": str(problem)}:
+                return None, problem
+            case {**others} if not others:
+                return None, ""
+    except (ValueError, RecursionError):
+        pass
+    return None, None
+
+
+def _socket() -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.setblocking(False)
+    return sock
 
 
 def _lost(rank: int) -> PeerLostError:

@@ -182,6 +182,7 @@ class Messages:
 
     def _short_came(self, link: Link, tag: int, extra: int, length: int, nbytes: int) -> None:
         _check(link, tag, extra, length, nbytes)
+        link.short_came(nbytes)
         receive = self._matching.claim(link.peer, tag)
         at = link.reader.payload
         if receive is None or tag in link.lines:
@@ -203,6 +204,7 @@ class Messages:
         _check(link, tag, offer.extra, offer.length)
         receive = self._matching.claim(link.peer, tag)
         if receive is None:
+            link.keep_offer()
             self._matching.keep(offer, link.peer, tag)
         else:
             self._accept(link, tag, receive, offer)
@@ -221,6 +223,8 @@ class Messages:
             self._meet(message, receive)
             return
         link = self._links[source]
+        if isinstance(message, Offer):
+            link.forget_offer()
         self._accept(link, tag, receive, message)
         if not link.idle:
             self._writing.add(link)

@@ -68,6 +68,7 @@ class Deliveries:
         self._payloads: dict[int, int] = {}
         self._heads: dict[int, list[bytes]] = {}  # as far as they have come
         self._targets: dict[int, Scattered | None] = {}  # of those whose head is complete; None: to be thrown away
+        self._left: dict[int, int] = {}  # bytes that are due
 
     def begin(self, lengths: Mapping[int, tuple[int, int]]) -> None:
         """Learn the lengths of all that will come."""
@@ -77,11 +78,13 @@ class Deliveries:
         self._lengths = lengths
         self._payloads = {rank: body for rank, (_, body) in lengths.items()}
         self._heads = {rank: [] for rank in lengths}
+        self._left = {rank: head + body for rank, (head, body) in lengths.items()}
 
     def take(self, source: int, start: int, n: int, address: int) -> None:
         """Bytes ``start`` to ``start + n`` of the stream from ``source`` are at ``address``."""
         head = self._lengths[source][0]
         end = start + n
+        self._left[source] -= n
         if start < head:
             self._heads[source].append(ctypes.string_at(address, min(end, head) - start))
         if end >= head and source not in self._targets:
@@ -93,7 +96,10 @@ class Deliveries:
                 target.write(start + skip - head, n - skip, address + skip)
 
     def finish(self) -> None:
-        """All has come."""
+        """The giver has no more. Raises: BackendError if that is not all that it has announced."""
+        for rank, left in self._left.items():
+            if left:
+                raise BackendError(f"rank {rank} has not sent {left} bytes of those that it has announced")
         self._delivery.finish()
         self._submission.error = self._delivery.error
 

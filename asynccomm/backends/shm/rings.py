@@ -78,8 +78,9 @@ class Writer:
         self._start = start + 2 * LINE
         self._ring = mapped.layout.ring
         self._order = fence.order
-        self._head = self._words[self._head_at]
-        self._tail = self._words[self._tail_at]  # as last seen
+        # the memory is new, and both are 0; only what the other side writes later is looked up there
+        self._head = 0
+        self._tail = 0  # as last seen
         self._at = self._end = self._nbytes = 0  # of the frame that was reserved
 
     @property
@@ -157,7 +158,7 @@ class Reader:
         self._ring = mapped.layout.ring
         self._order = fence.order
         self._source = source
-        self.tail = self._words[self._tail_at]  #: bytes read so far
+        self.tail = 0  #: bytes read so far
         self._head = self.tail  # as seen by open
         self._told = self.tail  # the tail when the writer last heard of room
         self._size = 0  # of the frame that take returned

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from asynccomm.backends.shm.algorithms import Progress, free, pipeline, posted, steps_for
 from asynccomm.backends.shm.board import Board
 from asynccomm.backends.shm.vectors import Vector, read
+from asynccomm.errors import BackendError
 
 __all__ = ["Stream", "Taker", "stream"]
 
@@ -71,6 +72,9 @@ def stream(
     while not board.posted(first, givers):
         yield False
     headers = [board.get(first, rank, part) for rank in givers]
+    for rank, (head, body, needed) in zip(givers, headers, strict=True):
+        if head + body > needed * room:
+            raise BackendError(f"rank {rank} announces {head + body} bytes in {needed} steps of {room}")
     steps = max([own_steps, *[header[2] for header in headers]])
     board.extend(steps - 1)
     lengths = {rank: (head, body) for rank, (head, body, _) in zip(givers, headers, strict=True)}

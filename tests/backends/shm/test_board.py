@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from asynccomm import ops
-from asynccomm.backends.shm.board import CACHED_VIEWS, Board
+from asynccomm.backends.shm.board import CACHED_VIEWS, LARGEST, Board
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.segment import Layout
 from asynccomm.errors import CollectiveMismatchError
@@ -89,9 +89,9 @@ def test_a_collective_is_extended_while_it_is_under_way() -> None:
 
 def test_headers() -> None:
     mine, theirs = boards(2, chunk=256)
-    theirs.put(5, 1, (7, (1 << 64) - 1, 3))
-    assert mine.get(5, 1, 1) == (7, (1 << 64) - 1, 3)
-    assert mine.get(1, 1, 1) == (7, (1 << 64) - 1, 3)  # the same bank
+    theirs.put(5, 1, (7, LARGEST, 3))
+    assert mine.get(5, 1, 1) == (7, LARGEST, 3)
+    assert mine.get(1, 1, 1) == (7, LARGEST, 3)  # the same bank
     assert mine.get(5, 1, 0) == mine.get(5, 0, 1) == mine.get(6, 1, 1) == (0, 0, 0)
 
 

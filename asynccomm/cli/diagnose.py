@@ -1,0 +1,433 @@
+"""``asynccomm diagnose``: what the ranks of a running job are at, seen from a shell on their host.
+
+Each rank listens at a local socket, whose name says of which run it is and which process. Who knocks there is told at
+whose sockets the ranks listen that belong together: those of one ``new_comm``, a family. One of them is asked what all
+are at, and asks the others over the control channel. Whom it cannot reach, because the way there leads over a rank that
+is stopped, is asked at its own socket. Only processes of the same user are talked to.
+
+A rank is late if it has not issued what others had issued a moment before: in a job that runs, some rank is always an
+operation ahead, so a single look cannot tell. Nothing waits for longer than some seconds for anybody.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import re
+import socket
+import struct
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final, Self, final
+
+from asynccomm.cli.run import Commands
+from asynccomm.control.channel import run_name
+from asynccomm.control.diagnosis import Diagnosis, RankState
+from asynccomm.control.frames import MESSAGE_BYTES, Decoder, Message, encode
+
+__all__ = ["Door", "Family", "Job", "View", "add_command", "doors_in", "jobs_of"]
+
+_DESCRIPTION = """\
+Show what each rank of a running job is at: what it called last and where, what it waits for, who is behind, who does
+not answer or is gone. Works while the job hangs, and disturbs nothing.
+
+    asynccomm diagnose              the only run that you have on this host
+    asynccomm diagnose RUN          its id (as given to run --run-id, or by torchrun), or the pid of a rank or launcher
+
+The exit code is 1 if a rank of a comm is behind, silent, gone or broken, 0 if none is, and 2 if there is no such run.
+"""
+
+KNOCK_SECONDS: Final = 1.5  # for a rank to open; its control thread has nothing else to do
+LOOK_SECONDS: Final = 5.0  # for a rank to ask the others, which it gives about two
+
+_LISTENS: Final = 0x10000  # __SO_ACCEPTCON, of a socket in /proc/net/unix
+_line = re.compile(r"[0-9a-f]+: \S+ \S+ (?P<flags>[0-9A-F]+) \S+ \S+ +\d+ @(?P<name>asynccomm/.*)")  # anybody's
+_credentials = struct.Struct("=iII")  # process, user, group
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Where one rank listens."""
+
+    name: str  #: of the abstract socket
+    run: str
+    rank: int
+    pid: int
+
+    @classmethod
+    def of_name(cls, name: str) -> Self | None:
+        """None if it is no rank's."""
+        parts = name.split("/")
+        if len(parts) != 5 or parts[0] != "asynccomm" or not (parts[2].isdecimal() and parts[3].isdecimal()):
+            return None
+        return cls(name, parts[1], int(parts[2]), int(parts[3]))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Ranks that belong together."""
+
+    doors: tuple[Door, ...]  #: on this host, in rank order
+    opened: tuple[Door, ...] = ()  #: those of them that answer
+
+
+@final
+@dataclass(slots=True)
+class Job:
+    """The families of some processes."""
+
+    families: list[Family]
+
+    @property
+    def doors(self) -> list[Door]:
+        return [door for family in self.families for door in family.doors]
+
+    @property
+    def pids(self) -> set[int]:
+        return {door.pid for door in self.doors}
+
+    @property
+    def run(self) -> str:
+        return self.doors[0].run
+
+    @property
+    def title(self) -> str:
+        return f"run {self.run!r}" if self.run else "a run without an id"
+
+    @property
+    def opened(self) -> bool:
+        """Whether any rank answers."""
+        return any(family.opened for family in self.families)
+
+    def __str__(self) -> str:
+        pids = sorted(self.pids)
+        return f"{self.title}, {_count(pids, 'rank')} here, {_processes(pids)}"
+
+
+@final
+@dataclass(slots=True)
+class Said:
+    """What the ranks of a family say, by rank of the job."""
+
+    answers: dict[int, Mapping[str, Any]] = field(default_factory=dict)  #: by comm's key
+    silent: dict[int, float | None] = field(default_factory=dict)
+    gone: dict[int, str] = field(default_factory=dict)
+
+    def take(self, message: Message) -> None:
+        """Raises: ValueError, TypeError, KeyError, AttributeError for what no rank says."""
+        self.answers |= {int(rank): dict(answer["comms"]) for rank, answer in message.get("said", {}).items()}
+        for rank, seconds in message.get("silent", {}).items():
+            self.silent[int(rank)] = None if seconds is None else float(seconds)
+        self.gone |= {int(rank): str(how) for rank, how in message.get("gone", {}).items()}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class View:
+    """One comm."""
+
+    diagnosis: Diagnosis
+    late: tuple[int, ...]  #: ranks that are behind for longer than a moment, silent, gone or broken
+
+    def as_json(self) -> dict[str, Any]:
+        found = self.diagnosis
+        ranks = [asdict(state) for state in found.ranks]
+        return {"comm": found.comm, "size": len(ranks), "late": list(self.late), "ranks": ranks}
+
+    def __str__(self) -> str:
+        text = str(self.diagnosis)
+        return text if self.late or not self.diagnosis.behind else f"{text}\nwho is behind catches up: nobody is stuck"
+
+
+# -- finding ranks ----------------------------------------------------------------------------------------------------
+
+
+def doors_in(text: str) -> list[Door]:
+    """The ranks' sockets among those of /proc/net/unix."""
+    lines = [_line.fullmatch(line) for line in text.split("\n")]
+    doors = [Door.of_name(line["name"]) for line in lines if line is not None and int(line["flags"], 16) & _LISTENS]
+    return [door for door in doors if door is not None]
+
+
+def _doors_here() -> list[Door]:
+    """Of this user's processes, as far as that can be known without a knock, which others would take for an attack."""
+    text = Path("/proc/net/unix").read_text(errors="replace")
+    return [door for door in doors_in(text) if _owner(door.pid) in (None, os.geteuid())]
+
+
+def _owner(pid: int) -> int | None:
+    """None: not known; what must not be dumped is root's, whoever runs it."""
+    with contextlib.suppress(OSError):
+        return os.stat(f"/proc/{pid}").st_uid or None
+    return None
+
+
+def _status(pid: int) -> tuple[str, int]:
+    """A process's state, one letter, and its parent; nothing and 0 if it is not there."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", 0
+    return fields[0], int(fields[1])
+
+
+def _descends(pid: int, ancestor: int) -> bool:
+    """Whether it is that process, or one that it has started."""
+    while pid != ancestor and pid > 0:
+        pid = _status(pid)[1]
+    return pid == ancestor
+
+
+def jobs_of(knocks: Mapping[Door, Iterable[str] | None]) -> list[Job]:
+    """Sort ranks by what belongs together.
+
+    Args:
+        knocks: by door, the names of the doors of the whole family; None: nobody has opened.
+    """
+    by_name = {door.name: door for door in knocks}
+    families: dict[frozenset[Door], list[Door]] = {}
+    for door, names in knocks.items():
+        if names is not None:
+            whole = frozenset(by_name[name] for name in names if name in by_name) | {door}
+            families.setdefault(whole, []).append(door)
+    known = {door for whole in families for door in whole}
+    found = [Family(_in_order(whole), _in_order(opened)) for whole, opened in families.items()]
+    jobs: list[Job] = []
+    for family in found:
+        pids = {door.pid for door in family.doors}
+        kin = [job for job in jobs if job.pids & pids]
+        jobs = [job for job in jobs if job not in kin]
+        jobs.append(Job([*(other for job in kin for other in job.families), family]))
+    for door in _in_order(knocks.keys() - known):
+        _place(Family((door,)), jobs)
+    return sorted(jobs, key=lambda job: (job.run, sorted(job.pids)))
+
+
+def _place(closed: Family, jobs: list[Job]) -> None:
+    """Put a rank that nobody knows where it can belong: its process tells, else its run if there is one such job."""
+    door = closed.doors[0]
+    kin = [job for job in jobs if door.pid in job.pids] or [job for job in jobs if door.run and job.run == door.run]
+    kin = [job for job in kin if not job.opened] or kin
+    if len(kin) == 1:
+        kin[0].families.append(closed)
+    else:
+        jobs.append(Job([closed]))
+
+
+def _in_order(doors: Iterable[Door]) -> tuple[Door, ...]:
+    return tuple(sorted(doors, key=lambda door: (door.rank, door.pid, door.name)))
+
+
+# -- asking them ------------------------------------------------------------------------------------------------------
+
+
+def _connect(door: Door) -> socket.socket:
+    """Raises: OSError; PermissionError if another user listens there."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        sock.connect(f"\0{door.name}")  # done at once, or not at all
+        user = _credentials.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size))[1]
+        if user != os.geteuid():
+            raise PermissionError(f"who listens there is user {user}'s")
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def _ask(door: Door, question: Message, seconds: float) -> list[Message]:
+    """All that is said there. Raises: OSError, TimeoutError being one; ValueError for what is no message."""
+    reader, writer = await asyncio.open_unix_connection(sock=_connect(door))
+    messages: list[Message] = []
+    try:
+        writer.write(encode({"look": True, **question}))
+        decoder = Decoder(limit=MESSAGE_BYTES)
+        async with asyncio.timeout(seconds):
+            while data := await reader.read(1 << 20):
+                decoder.feed(data)
+                while (message := decoder.next()) is not None:
+                    messages.append(message)
+    finally:
+        writer.transport.abort()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+    if not messages or "doors" not in messages[-1]:
+        raise ConnectionResetError("it broke off")
+    return messages
+
+
+async def _knock(door: Door) -> tuple[bool, list[str] | None]:
+    """Whether it is there, and this user's; the names of the doors of its family, if it opens."""
+    try:
+        said = await _ask(door, {"ranks": []}, KNOCK_SECONDS)
+        return True, [str(name) for name in said[-1]["doors"].values()]
+    except (PermissionError, ConnectionRefusedError):  # or it has closed just now
+        return False, None
+    except (OSError, ValueError, AttributeError):
+        return True, None
+
+
+async def _find(wanted: str | None) -> list[Job]:
+    """The jobs that ``wanted`` may mean: those of a run of that name, else that of a process."""
+    doors = _doors_here()
+    pid = 0
+    if wanted is not None:
+        named = [door for door in doors if door.run == run_name(wanted)]
+        if not named and wanted.isdecimal():
+            pid = int(wanted)
+            runs = {door.run for door in doors if _descends(door.pid, pid)}
+            named = [door for door in doors if door.run in runs]
+        doors = named
+    knocks = dict(zip(doors, await asyncio.gather(*map(_knock, doors)), strict=True))
+    jobs = jobs_of({door: names for door, (ours, names) in knocks.items() if ours})
+    return [job for job in jobs if not pid or any(_descends(each, pid) for each in job.pids)]
+
+
+async def _listen(family: Family, stacks: bool) -> Said:
+    """What all ranks of the family are at, as far as any that answers can find out."""
+    said = Said()
+
+    async def ask(door: Door, **question: Any) -> bool:
+        try:
+            for message in await _ask(door, {"stacks": stacks, **question}, LOOK_SECONDS):
+                said.take(message)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return False
+        return True
+
+    for door in family.opened:
+        if await ask(door):
+            break
+    await asyncio.gather(*(ask(door, ranks=[door.rank]) for door in family.opened if door.rank not in said.answers))
+    return said
+
+
+# -- what it comes to -------------------------------------------------------------------------------------------------
+
+
+def _diagnoses(family: Family, said: Said) -> dict[str, Diagnosis]:
+    """By the comm's key, the first comm first."""
+    keys = dict.fromkeys(key for _, answer in sorted(said.answers.items()) for key, own in answer.items() if own)
+    found = {}
+    for key in keys:
+        answers = {rank: comms[key] for rank, comms in said.answers.items() if comms.get(key)}
+        one = next(iter(answers.values()))
+        with contextlib.suppress(TypeError, ValueError, KeyError, AttributeError):  # it cannot say
+            jobs = one.get("jobs") or range(int(one["size"]))
+            states = tuple(_state(rank, job, key, family, said) for rank, job in enumerate(jobs))
+            found[key] = Diagnosis(str(one["comm"]), states)
+    return found
+
+
+def _state(rank: int, job: int, key: str, family: Family, said: Said) -> RankState:
+    if job in said.answers:
+        return RankState.of_answer(rank, said.answers[job].get(key, {}))
+    if job in said.gone:
+        return RankState(rank, False, gone=said.gone[job])
+    pid = next((door.pid for door in family.doors if door.rank == job), 0)
+    host = socket.gethostname() if pid else ""
+    return RankState(rank, False, silent=said.silent.get(job), host=host, pid=pid)
+
+
+def _late(found: Diagnosis, bar: int) -> tuple[int, ...]:
+    """The ranks that are not as they should be; ``bar``: the collectives that all should have issued."""
+    return tuple(s.rank for s in found.ranks if not s.answered or s.state != "open" or s.collectives < bar)
+
+
+async def _examine(family: Family, stacks: bool) -> list[View]:
+    found = _diagnoses(family, await _listen(family, stacks))
+    least = {key: max(state.collectives for state in one.ranks) for key, one in found.items()}
+    behind = any(_late(one, least[key]) for key, one in found.items())
+    if behind and not any(_late(one, 0) for one in found.values()):  # nothing worse than that: is it so still?
+        found = _diagnoses(family, await _listen(family, stacks))
+    return [View(one, _late(one, least.get(key, 0))) for key, one in found.items()]
+
+
+async def _report(job: Job, stacks: bool) -> tuple[list[View], list[tuple[Door, str]]]:
+    """The comms of a job, and the ranks about which nothing can be found out, with what can be seen from outside."""
+    views = await asyncio.gather(*(_examine(family, stacks) for family in job.families if family.opened))
+    closed = [door for family in job.families if not family.opened for door in family.doors]
+    comms = sorted((view for each in views for view in each), key=lambda view: view.diagnosis.comm)
+    return comms, [(door, _outside(door)) for door in closed]
+
+
+def _outside(door: Door) -> str:
+    if _status(door.pid)[0] in ("T", "t"):
+        return "does not answer: it is stopped"
+    return "does not answer: it waits for the others in new_comm, or something holds its interpreter lock"
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def add_command(commands: Commands) -> None:
+    """Make ``diagnose`` known to the command line."""
+    parser = commands.add_parser(
+        "diagnose",
+        help="show what the ranks of a running job are at",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        usage="asynccomm diagnose [RUN] [options]",
+    )
+    add = parser.add_argument
+    add("run", nargs="?", metavar="RUN", help="a run's id, or the pid of a rank or launcher (default: the only one)")
+    add("--stacks", action="store_true", help="also show the stacks of each rank's main thread and tasks")
+    add("--comm", metavar="NAME", help="show this comm only")
+    add("--json", action="store_true", help="print it for machines")
+    parser.set_defaults(command=lambda arguments: _diagnose(parser, arguments))
+
+
+def _diagnose(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    if sys.platform != "linux":
+        parser.error(f"runs are found by their abstract sockets in /proc/net/unix, which {sys.platform} does not have")
+    jobs = asyncio.run(_find(arguments.run))
+    if not jobs:
+        wanted = "" if arguments.run is None else f" that is called {arguments.run!r} or has such a process"
+        parser.error(f"there is no run of yours on this host{wanted}")
+    if len(jobs) > 1:
+        parser.error(
+            "\n  ".join([f"argument RUN: say which, by its id or a pid; there are {len(jobs)}:", *map(str, jobs)])
+        )
+    job = jobs[0]
+    views, closed = asyncio.run(_report(job, arguments.stacks))
+    if arguments.comm is not None:
+        names = sorted({view.diagnosis.comm for view in views})
+        views = [view for view in views if view.diagnosis.comm == arguments.comm]
+        if not views and not closed:
+            there = ", ".join(map(repr, names)) or "none"
+            parser.error(f"argument --comm: {job.title} has no open comm {arguments.comm!r}; there are: {there}")
+    fine = not closed and not any(view.late for view in views)
+    print(_as_json(job, views, closed, fine) if arguments.json else _as_text(job, views, closed))
+    return 0 if fine else 1
+
+
+def _as_json(job: Job, views: Sequence[View], closed: Sequence[tuple[Door, str]], fine: bool) -> str:
+    silent = [{"rank": door.rank, "pid": door.pid, "how": how} for door, how in closed]
+    comms = [view.as_json() for view in views]
+    return json.dumps({"run": job.run, "ok": fine, "comms": comms, "silent": silent}, indent=2)
+
+
+def _as_text(job: Job, views: Sequence[View], closed: Sequence[tuple[Door, str]]) -> str:
+    parts = [str(view) for view in views]
+    if closed:
+        parts.append("\n".join(f"rank {door.rank} (process {door.pid}) {how}" for door, how in closed))
+    if not views:
+        parts.append("no rank answers" if not job.opened else "no comm is open")
+    return "\n\n".join([str(job), *parts])
+
+
+def _count(items: Sequence[object], noun: str) -> str:
+    return f"{len(items)} {noun}{'s' * (len(items) != 1)}"
+
+
+def _processes(pids: Sequence[int]) -> str:
+    return f"process{'es' * (len(pids) != 1)} {' '.join(map(str, pids))}"

@@ -1,0 +1,343 @@
+"""What is said while ranks agree who goes on: the reports of participants and the orders of the coordinator.
+
+Both are dicts that JSON can carry. What comes from the other side is believed only as far as it was looked at:
+:func:`parse_report` and :func:`parse_order` raise GarbledError for everything that is not one of ours.
+
+A report is always the whole state of its participant, so that it means the same whoever hears it, and however often.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final, NamedTuple, TypeAlias, final
+
+__all__ = [
+    "Who",
+    "Decision",
+    "State",
+    "Report",
+    "Decided",
+    "Committed",
+    "Again",
+    "Over",
+    "Refused",
+    "LeftOut",
+    "Order",
+    "Message",
+    "GarbledError",
+    "check_proposal",
+    "listed",
+    "named",
+    "order_message",
+    "parse_order",
+    "parse_report",
+    "plain",
+    "report_message",
+]
+
+Who: TypeAlias = int | str  # a rank of the comm, or a newcomer
+Message: TypeAlias = dict[str, object]  # what JSON can carry
+
+MAX_RANK: Final = 2**31 - 1
+MAX_PEOPLE: Final = 2**16  # in a proposal
+MAX_NAME: Final = 256  # characters of a newcomer's name and of a key
+MAX_TEXT: Final = 2000  # characters of a reason; longer ones are cut
+MAX_PLACE: Final = 2**16  # characters of a place as JSON
+MAX_ATTEMPT: Final = 2**31  # in a report; a coordinator's orders may say a little more
+SHOWN: Final = 16  # participants in a text
+
+
+class GarbledError(ValueError):
+    """No participant or coordinator of this agreement says this. Nothing of it was taken."""
+
+
+@final
+class Decision(NamedTuple):
+    """Who goes on."""
+
+    key: str  #: fresh, and nobody else's
+    by: int  #: the coordinator that made it; a later one has a higher rank
+    attempt: int
+    members: tuple[Who, ...]  #: in the order that was proposed
+    place: object = None  #: where they meet; only the coordinator's owner and the members' owners know what it means
+
+
+class State(enum.StrEnum):
+    """Of a participant that has anything to report."""
+
+    WANTS = "wants"
+    JOINS = "joins"  # has heard a decision, and connects
+    PREPARED = "prepared"  # is connected: takes no other decision unless the coordinator says again
+    FAILED = "failed"  # could not connect
+    COMMITTED = "committed"
+    REFUSED = "refused"  # its last call was
+    OUT = "out"  # the others went on without it: it takes no part any more
+
+
+@final
+class Report(NamedTuple):
+    """The whole state of a participant."""
+
+    state: State
+    attempt: int
+    proposal: tuple[Who, ...] | None = None  #: None: all ranks
+    wait: float = math.inf  #: seconds that it waits for others to ask
+    decision: Decision | None = None
+    why: str = ""
+    mistake: bool = False  #: as in Refused
+
+
+@final
+class Decided(NamedTuple):
+    """Connect the members, then call ``prepared`` or ``failed``."""
+
+    decision: Decision
+
+
+@final
+class Committed(NamedTuple):
+    """All members are prepared: the new comm may be used."""
+
+    key: str
+
+
+@final
+class Again(NamedTuple):
+    """Drop what was connected. The participant goes on wanting by itself."""
+
+    key: str
+    attempt: int  #: the next one
+    why: str
+
+
+@final
+class Over(NamedTuple):
+    """Every member that can has taken the decision: this rank may leave the channel."""
+
+    key: str
+
+
+@final
+class Refused(NamedTuple):
+    """Nothing was decided for the calls up to this attempt; all ranks hear so, and may call again."""
+
+    attempt: int
+    why: str
+    mistake: bool  #: whether the proposals are at fault, and not the connecting
+
+
+@final
+class LeftOut(NamedTuple):
+    """The others go on without this participant. If it had committed, the comm that it got is void."""
+
+    why: str
+
+
+Order: TypeAlias = Decided | Committed | Again | Over | Refused | LeftOut
+
+
+def named(who: Who) -> str:
+    """A participant for people."""
+    return f"rank {who}" if isinstance(who, int) else f"newcomer {who!r}"
+
+
+def listed(people: Sequence[Who]) -> str:
+    """Participants for people, not too many of them."""
+    if len(people) <= SHOWN:
+        return repr(list(people))
+    return f"[{', '.join(map(repr, people[:SHOWN]))}, ... {len(people)} in all]"
+
+
+def check_proposal(proposal: Sequence[object], ranks: Collection[int]) -> tuple[Who, ...]:
+    """Raises: ValueError: it names nobody, or somebody twice, or a rank that is not of the comm."""
+    if not 0 < len(proposal) <= MAX_PEOPLE:
+        raise ValueError(f"a proposal names 1 to {MAX_PEOPLE} participants, got {len(proposal)}")
+    found: list[Who] = []
+    for who in proposal:
+        if isinstance(who, bool) or not isinstance(who, int | str):
+            raise ValueError(f"a participant is a rank or a newcomer's name, got a {type(who).__name__}")
+        if isinstance(who, str) and not 0 < len(who) <= MAX_NAME:
+            raise ValueError(f"a newcomer's name has 1 to {MAX_NAME} characters, got {len(who)}")
+        if isinstance(who, int) and who not in ranks:
+            raise ValueError(f"{_short(who)} is not a rank of the comm")
+        found.append(who)
+    if len(set(found)) < len(found):
+        raise ValueError("a proposal names each participant once")
+    return tuple(found)
+
+
+def plain(place: object) -> object:
+    """A copy as it looks after JSON has carried it, so that all who have a decision have an equal one.
+
+    Raises: ValueError: JSON cannot carry it, or it is too large.
+    """
+    try:
+        text = json.dumps(place, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise ValueError("a place is something that JSON can carry") from None
+    if len(text) > MAX_PLACE:
+        raise ValueError(f"a place has at most {MAX_PLACE} characters as JSON, got {len(text)}")
+    found: object = json.loads(text)
+    return found
+
+
+def report_message(report: Report) -> Message:
+    return {
+        "state": report.state.value,
+        "attempt": report.attempt,
+        "proposal": None if report.proposal is None else list(report.proposal),
+        "wait": None if math.isinf(report.wait) else report.wait,
+        "decision": None if report.decision is None else _decision_message(report.decision),
+        "why": report.why[:MAX_TEXT],
+        "mistake": report.mistake,
+    }
+
+
+def parse_report(message: object, who: Who, ranks: Collection[int]) -> Report:
+    """What ``who`` reports to the coordinator of a comm of these ranks.
+
+    Raises: GarbledError.
+    """
+    fields = _Fields(message)
+    try:
+        state = State(fields.text("state", MAX_NAME))
+    except ValueError:
+        raise GarbledError("a report with no state that there is") from None
+    wait = fields.get("wait")
+    if wait is None:
+        wait = math.inf
+    elif isinstance(wait, bool) or not isinstance(wait, int | float) or not 0 <= wait < math.inf:
+        raise GarbledError("a wait is seconds, or null")
+    proposal, decision = fields.get("proposal"), fields.get("decision")
+    holds = state in (State.JOINS, State.PREPARED, State.FAILED, State.COMMITTED)
+    if holds != (decision is not None):
+        raise GarbledError(f"{state} goes {'with a' if holds else 'without'} decision")
+    report = Report(
+        state=state,
+        attempt=fields.number("attempt", MAX_ATTEMPT),
+        proposal=None if proposal is None else _people(proposal, ranks),
+        wait=_seconds(wait),
+        decision=None if decision is None else _parse_decision(decision, ranks),
+        why=fields.text("why", MAX_TEXT),
+        mistake=fields.flag("mistake"),
+    )
+    if report.decision is not None and who not in report.decision.members:
+        raise GarbledError(f"{named(who)} holds a decision that is not for it")
+    return report
+
+
+def order_message(order: Order) -> Message:
+    match order:
+        case Decided(decision):
+            return {"say": "decided", "decision": _decision_message(decision)}
+        case Committed(key):
+            return {"say": "committed", "key": key}
+        case Again(key, attempt, why):
+            return {"say": "again", "key": key, "attempt": attempt, "why": why[:MAX_TEXT]}
+        case Over(key):
+            return {"say": "over", "key": key}
+        case Refused(attempt, why, mistake):
+            return {"say": "refused", "attempt": attempt, "why": why[:MAX_TEXT], "mistake": mistake}
+        case LeftOut(why):
+            return {"say": "left out", "why": why[:MAX_TEXT]}
+
+
+def parse_order(message: object, ranks: Collection[int]) -> Order:
+    """What the coordinator says to a participant in a comm of these ranks.
+
+    Raises: GarbledError.
+    """
+    fields = _Fields(message)
+    say = fields.get("say")
+    if say == "decided":
+        return Decided(_parse_decision(fields.get("decision"), ranks))
+    if say == "committed":
+        return Committed(fields.text("key", MAX_NAME))
+    if say == "again":
+        return Again(
+            fields.text("key", MAX_NAME), fields.number("attempt", 2 * MAX_ATTEMPT), fields.text("why", MAX_TEXT)
+        )
+    if say == "over":
+        return Over(fields.text("key", MAX_NAME))
+    if say == "refused":
+        return Refused(fields.number("attempt", 2 * MAX_ATTEMPT), fields.text("why", MAX_TEXT), fields.flag("mistake"))
+    if say == "left out":
+        return LeftOut(fields.text("why", MAX_TEXT))
+    raise GarbledError("an order that there is not")
+
+
+def _decision_message(decision: Decision) -> Message:
+    return {**decision._asdict(), "members": list(decision.members)}
+
+
+def _parse_decision(message: object, ranks: Collection[int]) -> Decision:
+    fields = _Fields(message)
+    try:
+        place = plain(fields.get("place"))
+    except ValueError as exc:
+        raise GarbledError(str(exc)) from None
+    return Decision(
+        key=fields.text("key", MAX_NAME),
+        by=fields.number("by", MAX_RANK),
+        attempt=fields.number("attempt", 2 * MAX_ATTEMPT),
+        members=_people(fields.get("members"), ranks),
+        place=place,
+    )
+
+
+def _people(value: object, ranks: Collection[int]) -> tuple[Who, ...]:
+    if not isinstance(value, list):
+        raise GarbledError("participants are a list")
+    try:
+        return check_proposal(value, ranks)
+    except ValueError as exc:
+        raise GarbledError(str(exc)) from None
+
+
+def _seconds(wait: float) -> float:
+    try:
+        return float(wait)
+    except OverflowError:  # an int may be larger than any float
+        raise GarbledError("a wait that no clock will see the end of") from None
+
+
+def _short(number: int) -> str:
+    return str(number) if abs(number) <= MAX_RANK else "so large a number"
+
+
+@final
+class _Fields:
+    """A message of which nothing is known yet."""
+
+    __slots__ = ("_message",)
+
+    def __init__(self, message: object) -> None:
+        if not isinstance(message, Mapping):
+            raise GarbledError(f"a message is a dict, got a {type(message).__name__}")
+        self._message: Mapping[object, object] = message
+
+    def get(self, name: str) -> object:
+        if name not in self._message:
+            raise GarbledError(f"a message without {name!r}")
+        return self._message[name]
+
+    def text(self, name: str, most: int) -> str:
+        value = self.get(name)
+        if not isinstance(value, str) or len(value) > most:
+            raise GarbledError(f"{name!r} is a text of at most {most} characters")
+        return value
+
+    def number(self, name: str, most: int) -> int:
+        value = self.get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+            raise GarbledError(f"{name!r} is a number from 0 to {most}")
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self.get(name)
+        if not isinstance(value, bool):
+            raise GarbledError(f"{name!r} is true or false")
+        return value

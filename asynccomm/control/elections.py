@@ -1,0 +1,258 @@
+"""Carries the agreement on who goes on (``quorum``) over the control channel, for all comms of a job.
+
+Each rank that asks has a candidate here, and the root has a coordinator for each comm that somebody asks for. A rank
+that has committed stays on the channel until nobody needs it there any more: see :meth:`Elections.lingers`. All of this
+is on the control thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, Protocol, final
+
+from asynccomm.control.ballots import Again, Committed, GarbledError, LeftOut, Order, Over, Refused, Who
+from asynccomm.control.candidate import Candidate
+from asynccomm.control.frames import Message
+from asynccomm.control.node import ROOT, Node
+from asynccomm.control.quorum import Coordinator
+
+__all__ = ["PATIENCE", "Elections", "Guests"]
+
+PATIENCE: Final = 30.0  # seconds for a member to connect the new comm, or to report to a new root
+SILENT_SECONDS: Final = 3.0  # after which a rank that should be heard every second counts as stopped
+ORDERS: Final = 1024  # comms that a root remembers to have coordinated
+
+_log = logging.getLogger("asynccomm")
+
+
+class Guests(Protocol):
+    """Those who are not of the job, and want in."""
+
+    def send(self, name: str, message: Message) -> None:
+        """Tell the one of that name, if it is here."""
+
+
+@final
+class _Candidacy:
+    """This rank's part in one comm's agreement."""
+
+    __slots__ = ("candidate", "hear", "ranks")
+
+    def __init__(self, candidate: Candidate, ranks: Sequence[int], hear: Callable[[Order], object]) -> None:
+        self.candidate = candidate
+        self.ranks = list(ranks)
+        self.hear = hear
+
+
+@final
+class Elections:
+    """Those of one rank of a job.
+
+    Args:
+        node: sends the messages, and knows who is gone.
+        loop: the control thread's.
+        guests: newcomers, who are connected to the root.
+    """
+
+    def __init__(self, node: Node, loop: asyncio.AbstractEventLoop, guests: Guests) -> None:
+        self._node = node
+        self._loop = loop
+        self._guests = guests
+        self._first_root = node.roster.root(())
+        self._candidacies: dict[str, _Candidacy] = {}
+        self._coordinators: dict[str, Coordinator] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._changed: asyncio.Future[None] | None = None
+
+    # -- this rank asks -----------------------------------------------------------------------------------------------
+
+    def ask(
+        self,
+        key: str,
+        ranks: Sequence[int],
+        proposal: Sequence[Who] | None,
+        wait: float,
+        hear: Callable[[Order], object],
+    ) -> None:
+        """Want to go on in place of the comm of that key; ``hear`` is called with what the coordinator says.
+
+        Raises: ValueError for a proposal that is none.
+        """
+        if self._node.fenced:  # it must not go on alone, as if the others were lost
+            hear(LeftOut(self._node.fenced))
+            return
+        candidacy = self._candidacies.get(key)
+        if candidacy is None:
+            candidacy = _Candidacy(Candidate(self._node.rank, ranks), ranks, hear)
+        candidacy.candidate.ask(proposal, wait)
+        candidacy.hear = hear
+        self._candidacies[key] = candidacy
+        self._report(key)
+
+    def prepared(self, key: str, decision: str) -> None:
+        """The members of a decision are connected."""
+        self._candidacies[key].candidate.prepared(decision)
+        self._report(key)
+
+    def failed(self, key: str, decision: str, why: str) -> None:
+        """They could not be."""
+        self._candidacies[key].candidate.failed(decision, why)
+        self._report(key)
+
+    def give_up(self, key: str) -> None:
+        """This rank takes no part any more."""
+        if self._candidacies.pop(key, None) is not None:
+            self._node.send(ROOT, "report", comm=key, ranks=[], report=None, left=True)
+
+    @property
+    def lingers(self) -> bool:
+        """Whether this rank holds a commit that not all members may know of."""
+        return any(not each.candidate.may_leave for each in self._candidacies.values())
+
+    async def settled(self) -> None:
+        """Wait until it does not any more."""
+        while self.lingers:
+            self._changed = self._changed or self._loop.create_future()
+            await asyncio.shield(self._changed)
+
+    def _report(self, key: str, *, even_nothing: bool = False) -> None:
+        candidacy = self._candidacies.get(key)
+        report = None if candidacy is None else candidacy.candidate.report()
+        if report is not None or even_nothing:
+            ranks = [] if candidacy is None else candidacy.ranks
+            self._node.send(ROOT, "report", comm=key, ranks=ranks, report=report, left=False)
+
+    def hear_order(self, message: Message) -> None:
+        """The coordinator says something."""
+        key = message.get("comm")
+        candidacy = self._candidacies.get(key) if isinstance(key, str) else None
+        if candidacy is None:
+            return
+        assert isinstance(key, str)
+        try:
+            order = candidacy.candidate.hear(message.get("order"))
+        except GarbledError as exc:
+            _log.warning("rank %s coordinates what it cannot: %s", message.get("from"), exc)
+            return
+        if isinstance(order, (Again, Committed, Refused, LeftOut)):
+            self._report(key)
+        if order is not None:
+            candidacy.hear(order)
+        if isinstance(order, (Over, LeftOut)) and self._changed is not None:
+            self._changed.set_result(None)
+            self._changed = None
+
+    def hear_poll(self, message: Message, known: Callable[[str], bool]) -> None:
+        """A new coordinator wants to know what everybody holds."""
+        key = message.get("comm")
+        if not isinstance(key, str):
+            return
+        if key in self._candidacies or known(key):
+            self._report(key, even_nothing=True)
+        else:
+            self._node.send(ROOT, "report", comm=key, ranks=[], report=None, left=True)
+
+    # -- this rank coordinates ----------------------------------------------------------------------------------------
+
+    def hear_report(self, message: Message) -> None:
+        """A participant reports."""
+        key, ranks, who = message.get("comm"), message.get("ranks"), message["from"]
+        if not isinstance(key, str) or not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
+            raise ValueError("a report of no comm")
+        self.take_report(key, ranks, who, message.get("report"), left=message.get("left") is True)
+
+    def take_report(self, key: str, ranks: Sequence[int], who: Who, report: Any, *, left: bool = False) -> None:
+        """``who`` reports."""
+        coordinator = self._coordinators.get(key)
+        if coordinator is None:
+            if report is None or not ranks:
+                return  # nobody asks
+            coordinator = self._coordinate(key, ranks)
+        try:
+            if left:
+                coordinator.left(who)
+            else:
+                coordinator.hear(who, report, time.monotonic())
+        except GarbledError as exc:
+            _log.warning("%s reports what it cannot: %s", who, exc)
+            return
+        self._advance(key)
+
+    def _coordinate(self, key: str, ranks: Sequence[int]) -> Coordinator:
+        node = self._node
+        heir = node.rank != self._first_root
+        gone: Mapping[Who, str] = {r: "was lost" if how else "has left" for r, how in node.gone.items() if r in ranks}
+        coordinator = Coordinator(node.rank, ranks, patience=PATIENCE, heir=heir, gone=gone)
+        self._coordinators[key] = coordinator
+        while len(self._coordinators) > ORDERS:
+            del self._coordinators[next(iter(self._coordinators))]
+        if heir:
+            self._poll(key, ranks)
+        return coordinator
+
+    def _poll(self, key: str, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            if rank not in self._node.gone:
+                self._node.send(rank, "poll", comm=key)
+
+    def _advance(self, key: str) -> None:
+        """Send what is to be said now, and look again when it is time."""
+        coordinator = self._coordinators[key]
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+        for who, order in coordinator.advance(time.monotonic()):
+            if isinstance(who, int):
+                self._node.send(who, "order", comm=key, order=order)
+            else:
+                self._guests.send(who, {"comm": key, "order": order})
+        due = coordinator.due
+        if due is not None:
+            delay = max(0.0, due - time.monotonic())
+            self._timers[key] = self._loop.call_later(delay, partial(self._advance, key))
+
+    # -- what happens to others ---------------------------------------------------------------------------------------
+
+    def gone(self, who: Who, how: str) -> None:
+        """``who`` is gone; ``how`` is empty if it left in good order."""
+        for key, coordinator in list(self._coordinators.items()):
+            (coordinator.lost if how else coordinator.left)(who)
+            self._loop.call_soon(self._advance, key)  # not now: another may take over first
+
+    def left(self, key: str, rank: int) -> None:
+        """``rank`` has closed one comm."""
+        coordinator = self._coordinators.get(key)
+        if coordinator is not None:
+            coordinator.left(rank)
+            self._advance(key)
+
+    def attached(self) -> None:
+        """This rank has come to a root, maybe a new one: it must know all."""
+        for key in list(self._candidacies):
+            self._report(key)
+
+    def here(self, rank: int) -> None:
+        """``rank`` has come to this one, the root."""
+        for key in self._coordinators:
+            if self._node.rank != self._first_root:
+                self._poll(key, [rank])
+
+    def look_around(self) -> None:
+        """Now and then: give up waiting for who is silent."""
+        for key, coordinator in list(self._coordinators.items()):
+            for rank in self._node.roster.contacts:
+                silence = self._node.silence(rank)
+                if silence is not None and silence > SILENT_SECONDS:
+                    coordinator.silent(rank)
+            self._advance(key)
+        if any(each.candidate.asking for each in self._candidacies.values()):
+            self._node.give_up_silent(SILENT_SECONDS)
+
+    def close(self) -> None:
+        """Coordinate no more."""
+        for timer in self._timers.values():
+            timer.cancel()

@@ -1,0 +1,107 @@
+"""What ranks say to each other about an agreed order, with mistakes in it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+
+import pytest
+
+from asynccomm.coalescing.agreed import Council, Voice
+from asynccomm.coalescing.announcements import GarbledError, Mismatch, Reader, Writer, notice
+
+from .mutations import little_memory, mutated
+
+OPS = [("tag", (1, 2), "all_reduce(float32[3])", 12), ("", (3, 4), "barrier()", 0), ("ä" * 20, (2**64 - 1, 0), "", 5)]
+
+
+def spoken() -> list[bytes]:
+    """What a Voice says, in full and by ids, and what a Council answers."""
+    said: list[bytes] = []
+    voice: Voice[int] = Voice()
+    council = Council(1, max_ops=2)
+    for turn in range(3):
+        for op in OPS * (1 + turn):
+            voice.issue(*op, 0)
+        announced = voice.message()
+        assert announced is not None
+        council.hear(0, announced)
+        decided = council.message()
+        assert decided is not None
+        voice.hear(decided)
+        said += [announced, decided]
+    writer = Writer()
+    writer.mismatch(Mismatch("tag", 0, "barrier()", 1, "all_reduce(float32[3])"))
+    return [*said, writer.written()]
+
+
+SPOKEN = spoken()
+
+
+def read(message: bytes) -> None:
+    reader = Reader(message)
+    for token in reader:
+        if token == -1:
+            reader.announced()
+        elif token == -3:
+            reader.mismatch()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_messages_that_are_almost_right(seed: int) -> None:
+    choose = random.Random(seed)
+    with little_memory():
+        for _ in range(300):
+            message = mutated(choose.choice(SPOKEN), choose) if choose.random() < 0.8 else choose.randbytes(40)
+            with contextlib.suppress(GarbledError):
+                read(message)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_council_that_hears_nonsense_takes_nothing_of_it(seed: int) -> None:
+    """So the others are decided on as ever."""
+    choose = random.Random(seed)
+    for _ in range(50):
+        council = Council(2)
+        garbled = False
+        for _ in range(5):
+            message = mutated(choose.choice(SPOKEN), choose)
+            try:
+                council.hear(1, message)
+            except GarbledError:
+                garbled = True
+                break
+        if garbled and council.undecided is None and council.message() is None:
+            for rank in range(2):
+                voice: Voice[int] = Voice()
+                voice.issue("other", (1, 1), "barrier()", 0, 7)
+                announced = voice.message()
+                assert announced is not None
+                council.hear(rank, announced)
+            decided = council.message()
+            assert decided is not None
+            assert voice.hear(decided) == [[7]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_voice_that_hears_nonsense(seed: int) -> None:
+    choose = random.Random(seed)
+    for _ in range(100):
+        voice: Voice[int] = Voice()
+        for op in OPS:
+            voice.issue(*op, 0)
+        voice.message()
+        try:
+            for _ in range(5):
+                voice.hear(mutated(choose.choice(SPOKEN), choose))
+        except (GarbledError, Mismatch) as exc:
+            assert len(str(exc)) < 10_000
+
+
+def test_a_length_takes_no_memory() -> None:
+    with little_memory(64 << 20):
+        for size in (b"\xff" * 8 + b"\x7f", b"\x80\x80\x80\x80\x10"):
+            with pytest.raises(GarbledError):
+                read(b"\0" + size + b"tag")
+    said = notice("t", (1, 2), "x", 0)
+    assert said == ("t", (1, 2), "x", 0)

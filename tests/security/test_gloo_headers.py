@@ -1,0 +1,312 @@
+"""What gloo brings from another rank: headers, tables and short payloads that a receiver must not believe.
+
+A message that is longer than the receive that waits for it ends the process, in gloo itself: nothing here can help
+against that. So these have the lengths that the receiver asks for.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from asynccomm import BackendError, BrokenError, Comm
+from asynccomm.backends.base import Delivery, Submission
+from asynccomm.backends.gloo import wire
+from asynccomm.backends.gloo.exchange import Exchange
+from asynccomm.backends.gloo.p2p import PointToPoint
+from asynccomm.backends.gloo.wire import Incoming, Outgoing
+from asynccomm.checks import Group
+from asynccomm.dtypes import CODES
+from asynccomm.errors import CollectiveMismatchError
+from asynccomm.ops import Call, Channel, Parcel, Parcels, Recv, RecvParcel
+from asynccomm.ops.parcels import MAX_HEAD
+
+from .mutations import HUGE, little_memory, mutated
+
+
+class Peer:
+    """A gloo whose messages come from a list; after that they are zeros. Says what was asked for."""
+
+    def __init__(self, messages: Sequence[bytes]) -> None:
+        self.messages = list(messages)
+        self.asked: list[int] = []
+
+    def recv(self, tensor: Tensor, src: int, tag: int) -> Any:
+        self.asked.append(len(tensor))
+        assert len(tensor) <= 2 * MAX_HEAD, "more memory than a head may take"
+        data = self.messages.pop(0) if self.messages else b""
+
+        def wait() -> None:
+            n = min(len(tensor), len(data))
+            tensor[:n] = torch.frombuffer(bytearray(data[:n] or b"\0"), dtype=torch.uint8)[:n]
+
+        return SimpleNamespace(wait=wait)
+
+    def send(self, tensor: Tensor, dst: int, tag: int) -> Any:
+        self.messages.append(bytes(tensor.tolist()))
+        return SimpleNamespace(wait=lambda: None)
+
+
+def sent(parcel: Parcel, code: int = 0, text: str = "") -> list[bytes]:
+    peer = Peer([])
+    Outgoing(parcel, code, text).send(peer, 1, 0)  # type: ignore[arg-type]
+    return peer.messages
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what is cut up is small."""
+    for name, value in (("SHORT", 100), ("SEGMENT", 400), ("SMALL", 50), ("PACK", 120)):
+        monkeypatch.setattr(wire, name, value)
+
+
+def take(messages: Sequence[bytes], room: int | None) -> BackendError | None:
+    """Receive a parcel into ``room`` bytes, with nothing around them touched; None: throw it away."""
+    memory = torch.zeros(2 * 1000 + (room or 0), dtype=torch.uint8)
+    peer: Any = Peer(messages)
+    try:
+        incoming = Incoming(peer, 1, 0)
+        incoming.read(lambda code, text: None)
+        assert 0 <= len(incoming.head) <= MAX_HEAD
+        assert incoming.nbytes >= 0
+        # what a place makes room for is what was announced: all others are refused before this
+        fits = room is not None and incoming.nbytes == room
+        incoming.take([memory[1000 : 1000 + room]] if fits and room is not None else None)
+    except BackendError as exc:
+        return exc
+    finally:
+        assert not memory[:1000].any()
+        assert not memory[1000 + (room or 0) :].any()
+    return None
+
+
+PARCELS = [
+    Parcel(b"", ()),
+    Parcel(b"head", (torch.arange(30, dtype=torch.uint8),)),
+    Parcel(b"h" * 300, ()),
+    Parcel(b"h" * 20, (torch.arange(1000).to(torch.uint8), torch.ones(20, dtype=torch.uint8))),
+    Parcel(b"", tuple(torch.full((30,), 1, dtype=torch.uint8) for _ in range(20))),
+]
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("seed", range(40))
+def test_messages_that_are_almost_right(seed: int) -> None:
+    choose = random.Random(seed)
+    with little_memory():
+        for _ in range(100):
+            parcel = choose.choice(PARCELS)
+            messages = sent(parcel, 5, "#1 x")
+            which = choose.randrange(min(2, len(messages)))
+            messages[which] = mutated(messages[which], choose)
+            take(messages, choose.choice([None, parcel.nbytes]))
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_what_was_not_changed_is_taken() -> None:
+    for parcel in PARCELS:
+        for room in (None, parcel.nbytes):
+            assert take(sent(parcel), room) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_headers_of_any_numbers(seed: int) -> None:
+    choose = random.Random(seed)
+    numbers = [0, 1, 8, 4096, 4097, 1 << 20, 1 << 26, *HUGE]
+    with little_memory(600 << 20):
+        for _ in range(50):
+            head, payload, segments = (choose.choice(numbers) for _ in range(3))
+            first = struct.pack("<qqqI60s", head, payload, segments, 0, b"x").ljust(wire._HEADER.size + wire.SHORT)
+            take([first, choose.randbytes(100)], choose.choice([None, 8]))
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        (-1, 0, 0),
+        (0, -1, 0),
+        (0, 5000, 0),
+        (4000, 97, 0),
+        (0, 2**60, 0),
+        (0, 5000, -1),
+        (-8, 5000, 1),
+        (0, 5000, 2),
+        (0, 2**60, 2**43),
+        (0, 2**62, 2**44),
+        (0, 10, 1),
+        (0, 0, 1),
+    ],
+    ids=str,
+)
+def test_notes_that_cannot_be(note: tuple[int, int, int]) -> None:
+    first = struct.pack("<qqqI60s", *note, 0, b"").ljust(wire._HEADER.size + wire.SHORT, b"\1")
+    with little_memory(64 << 20):
+        error = take([first, b"\1" * 1000], None)
+    assert "rank 1 sent a header that cannot be" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "what"),
+    [
+        ([0, 600_000], "a length that cannot be"),
+        ([-1, 600_001], "a length that cannot be"),
+        ([(16 << 20) + 1, 600_000], "a length that cannot be"),
+        ([300_000, 299_999], "other lengths than it has announced"),
+        ([2**62, 2**62], "a length that cannot be"),
+    ],
+)
+def test_tables_that_cannot_be(lengths: list[int], what: str) -> None:
+    first = struct.pack("<qqqI60s", 0, 600_000, len(lengths), 0, b"") + struct.pack(f"<{len(lengths)}q", *lengths)
+    with little_memory(64 << 20):
+        error = take([first.ljust(wire._HEADER.size + wire.SHORT)], 600_000)
+    assert what in str(error)
+
+
+def test_many_small_tensors_between_large_ones_are_not_too_many_segments() -> None:
+    """The limit is what a sender can come to at most."""
+    small, large = torch.ones(1, dtype=torch.uint8), torch.ones(wire.SMALL + 1, dtype=torch.uint8)
+    parcel = Parcel(b"", (*[small, large] * 20, small))
+    peer: Any = Peer([])
+    Outgoing(parcel).send(peer, 1, 0)
+    assert len(peer.messages) == 42
+    incoming = Incoming(peer, 1, 0)
+    incoming.read()
+    room = torch.zeros(parcel.nbytes, dtype=torch.uint8)
+    incoming.take([room])
+    assert room.all()
+
+
+# -- where they are received ------------------------------------------------------------------------------------------
+
+
+class Lane:
+    """Runs its jobs at once."""
+
+    def put(self, lane: object, job: Callable[[], None]) -> None:
+        job()
+
+
+def outcome(submission: Submission, steps: Sequence[Callable[[], object]]) -> None:
+    """As a backend completes: what goes wrong is kept, to be looked at."""
+    try:
+        for step in steps:
+            step()
+    except Exception as exc:
+        submission.work.error = exc  # type: ignore[attr-defined]
+
+
+def receiving(call: Call) -> Submission:
+    work: Any = SimpleNamespace(seq=3, source=None, error=None)
+    return Submission(call, work)
+
+
+GROUP = Group("test", 0, 2, torch.device("cpu"))
+
+
+def received(message: bytes, n: int = 8) -> BaseException | None:
+    guard = torch.zeros(3000, dtype=torch.uint8)
+    lane: Any = Lane()
+    point = PointToPoint(0, lane, lane, outcome, lambda error: None)
+    gloo: Any = Peer([message, b"\2" * 100])
+    submission = receiving(Recv.of(GROUP, guard[1000 : 1000 + n], 1, 0))
+    point.submit(gloo, submission)
+    assert not guard[:1000].any()
+    assert not guard[1000 + n :].any()
+    error: BaseException | None = submission.work.error  # type: ignore[attr-defined]
+    return error
+
+
+BYTE = CODES[torch.uint8]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_headers_of_tensors_that_are_almost_right(seed: int) -> None:
+    choose = random.Random(seed)
+    for _ in range(50):
+        right = struct.pack("=qq", 8, BYTE) + b"\1" * 8
+        error = received(mutated(right, choose))
+        assert error is None or isinstance(error, BrokenError), error
+
+
+@pytest.mark.parametrize("code", [0, -1, 1 << 40, BYTE + 1, 2**63 - 1])
+@pytest.mark.parametrize("numel", [8, 0, -1])
+def test_a_dtype_that_there_is_not_is_no_bytes(code: int, numel: int) -> None:
+    error = received(struct.pack("=qq", numel, code) + b"\1" * 8)
+    assert isinstance(error, BackendError)
+    assert "rank 1 sent what is no message for recv(uint8[8], src=1, tag=0)" in str(error)
+
+
+@pytest.mark.parametrize("numel", [-1, -(2**63), 7, 9, 2**62])
+def test_other_numbers_of_elements(numel: int) -> None:
+    error = received(struct.pack("=qq", numel, BYTE) + b"\1" * 8)
+    assert isinstance(error, BackendError if numel < 0 else CollectiveMismatchError)
+
+
+def test_a_message_without_a_header() -> None:
+    for message in (b"", b"\x08", struct.pack("=q", 8)):
+        assert isinstance(received(message), BackendError)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_collectives_of_parcels(seed: int) -> None:
+    choose = random.Random(seed)
+    lane: Any = Lane()
+    exchange = Exchange(0, 2, lane, outcome)
+    op = Parcels("broadcast", giver=1)
+    for _ in range(50):
+        parcel = Parcel(b"head", (torch.ones(30, dtype=torch.uint8),))
+        messages = sent(parcel, choose.getrandbits(32), choose.choice(["#3 x", "", "#9", "ä" * 40, "# " * 40]))
+        if choose.random() < 0.5:
+            messages[0] = mutated(messages[0], choose)
+        call = Call(op, (), (), None, place=lambda *_: [torch.zeros(30, dtype=torch.uint8)])
+        submission = receiving(call)
+        gloo: Any = Peer(messages)
+        exchange.submit(gloo, op, submission)
+        error = submission.work.error  # type: ignore[attr-defined]
+        assert isinstance(error, (CollectiveMismatchError, BackendError)), error
+
+
+def test_a_parcel_whose_place_has_other_room_is_thrown_away() -> None:
+    lane: Any = Lane()
+    point = PointToPoint(0, lane, lane, outcome, lambda error: None)
+    op = RecvParcel("recv_object", 1, 0, Channel.OBJECTS)
+    submission = receiving(Call(op, (), (), None, place=lambda *_: [torch.zeros(3)]))
+    gloo: Any = Peer(sent(Parcel(b"", (torch.ones(30),))))
+    point.submit(gloo, submission)
+    assert "where 12 fit" in str(submission.error)
+    assert Delivery(submission).error is None
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("what", ["tensor", "parcel", "collective"])
+async def test_a_rank_that_sends_nonsense_over_a_real_gloo(comm: Comm, what: str) -> None:
+    """The receiver lives on, and says what was wrong."""
+    from asynccomm import new_comm
+    from asynccomm.backends.gloo.backend import GlooBackend
+
+    async with new_comm("gloo", name=f"nonsense {what}", timeout=30) as doomed:
+        if comm.rank == 0:
+            backend = doomed._session.backend
+            assert isinstance(backend, GlooBackend)
+            assert backend._gloos is not None
+            key = {"tensor": 0, "parcel": Channel.OBJECTS.key(0), "collective": Channel.INTERNAL.key(0)}[what]
+            message = torch.full((200,), 255, dtype=torch.uint8)
+            backend._gloos.small.send(message, 1, 2 * key).wait()
+            await comm.barrier()
+        else:
+            works: dict[str, Callable[[], Any]] = {
+                "tensor": lambda: doomed.recv(torch.ones(8), 0),
+                "parcel": lambda: doomed.recv_object(0),
+                "collective": lambda: doomed.broadcast_object(None, 0),
+            }
+            with pytest.raises(BrokenError, match=r"rank 0 (sent|has)"):
+                await works[what]()
+            await comm.barrier()
+    await comm.barrier()

@@ -1,0 +1,569 @@
+"""Strangers at the socket that ranks meet at, a host and a store that lie, and crowds.
+
+Rank 0 must let every rank in, keep nothing of anybody else, and complain once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import logging
+import os
+import random
+import resource
+import select
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import uvloop
+
+from asynccomm import MemoryStore, PeerLostError
+from asynccomm.backends.base import BackendContext, Member, UnsuitableError
+from asynccomm.backends.shm import meeting
+from asynccomm.backends.shm.line import MESSAGE_BYTES
+from asynccomm.backends.shm.meeting import Circle, meet
+from asynccomm.backends.shm.segment import Layout
+from asynccomm.checks import Group
+from asynccomm.mailbox import Mailbox
+
+from .mutations import little_memory, mutated
+
+SETTINGS = {"chunk_bytes": 4096}
+
+
+class World:
+    """Ranks in this process."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.store = MemoryStore()
+        self.bells = [(os.eventfd(0, os.EFD_NONBLOCK), os.eventfd(0, os.EFD_NONBLOCK)) for _ in range(size)]
+
+    def rank(self, rank: int) -> Awaitable[Circle]:
+        context = BackendContext(
+            group=Group("test", rank, self.size, torch.device("cpu")),
+            members=[Member(r, "here", r) for r in range(self.size)],
+            store=self.store,
+            mailbox=Mailbox(asyncio.get_running_loop()),
+            timeout=20,
+            on_error=lambda error: None,
+        )
+        return meet(context, SETTINGS, Layout(self.size, 4096, 2, 1024), self.bells[rank])
+
+    async def address(self) -> dict[str, Any]:
+        return dict(json.loads(await self.store.get("address", 20)))
+
+    def stranger(self, address: dict[str, Any]) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.connect(f"\0{address['name']}")
+        return sock
+
+    def hello(self, address: dict[str, Any], rank: int) -> bytes:
+        return meeting._hello.pack(bytes.fromhex(address["ask"]), rank)
+
+    def close(self) -> None:
+        for fd in [fd for bells in self.bells for fd in bells]:
+            os.close(fd)
+
+
+@pytest.fixture
+def world_of() -> Iterator[Callable[[int], World]]:
+    """Worlds, of which no descriptor is left at the end."""
+    uvloop.new_event_loop().close()
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    worlds: list[World] = []
+
+    def make(size: int) -> World:
+        worlds.append(World(size))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def warnings_of(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    caplog.set_level(logging.WARNING, "asynccomm")
+    return lambda: [record.getMessage() for record in caplog.records if "strangers" in record.getMessage()]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def close_all(circles: Sequence[object]) -> None:
+    assert all(isinstance(circle, Circle) for circle in circles), circles
+    for circle in circles:
+        assert isinstance(circle, Circle)
+        circle.segment.words[0] = 1
+        circle.close()
+
+
+async def all_come(world: World, zero: Awaitable[Circle]) -> None:
+    async with asyncio.timeout(20):
+        close_all(await asyncio.gather(zero, *(world.rank(rank) for rank in range(1, world.size))))
+
+
+def heard(sock: socket.socket) -> tuple[bytes, bool]:
+    """What was said on this connection, and whether it has ended."""
+    sock.setblocking(False)
+    said = b""
+    for _ in range(3):  # a reset is told once, and before what was said
+        try:
+            while data := sock.recv(100):
+                said += data
+        except BlockingIOError:
+            return said, False
+        except ConnectionResetError:
+            continue
+        return said, True
+    return said, True
+
+
+# -- what strangers say -----------------------------------------------------------------------------------------------
+
+
+def pipes(count: int) -> list[tuple[int, int]]:
+    return [os.pipe() for _ in range(count)]
+
+
+async def test_descriptors_of_strangers_are_closed(
+    world_of: Callable[[int], World], warnings_of: Callable[[], list[str]]
+) -> None:
+    """Nobody else has the pipes' other ends: that they end shows that rank 0 has not kept them."""
+    world = world_of(2)
+    zero = asyncio.ensure_future(world.rank(0))
+    address = await world.address()
+    wrong = meeting._hello.pack(b"x" * 16, 1)
+    given, strangers = [], []
+    for data in (
+        b"x",
+        wrong,
+        world.hello(address, 0),
+        world.hello(address, 2),
+        world.hello(address, 1),
+        b"",
+        b"x" * 5000,
+    ):
+        for count in (1, 2, 4, 100, 253):
+            ends = pipes(1)
+            sock = world.stranger(address)
+            socket.send_fds(sock, [data], [ends[0][1]] * count)
+            os.close(ends[0][1])
+            given.append(ends[0][0])
+            strangers.append(sock)
+    ended = [asyncio.get_running_loop().run_in_executor(None, os.read, fd, 1) for fd in given]
+    async with asyncio.timeout(20):
+        assert set(await asyncio.gather(*ended)) == {b""}
+    for sock in strangers:
+        assert heard(sock) in ((b"", True), (meeting.REFUSED, True))
+        sock.close()
+    for fd in given:
+        os.close(fd)
+    # with the right token and too many descriptors for a message, it may be a rank that ran into a limit
+    with contextlib.suppress(UnsuitableError):
+        await all_come(world, zero)
+    await asyncio.gather(zero, return_exceptions=True)
+    (warning,) = warnings_of()
+    assert "refused 35 connections of strangers" in warning
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_hellos_that_are_almost_right(world_of: Callable[[int], World], seed: int) -> None:
+    choose = random.Random(seed)
+    world = world_of(3)
+    zero = asyncio.ensure_future(world.rank(0))
+    address = await world.address()
+    null = os.open(os.devnull, os.O_RDONLY)
+    for _ in range(30):
+        hello = world.hello(address, choose.choice([0, 1, 2, 3, 2**32 - 1]))
+        data = mutated(hello, choose)
+        if data[:16] == hello[:16] and len(data) == len(hello):
+            continue  # that would be a rank
+        with world.stranger(address) as sock:
+            socket.send_fds(sock, [data], [null] * choose.randrange(5))
+            if choose.random() < 0.5:
+                await asyncio.sleep(0)
+    os.close(null)
+    await all_come(world, zero)
+
+
+async def test_an_oversized_message_is_no_hello(world_of: Callable[[int], World]) -> None:
+    world = world_of(2)
+    zero = asyncio.ensure_future(world.rank(0))
+    address = await world.address()
+    with world.stranger(address) as sock:
+        sock.send(world.hello(address, 1) + b"\0" * 100_000)
+        await until(lambda: heard(sock) == (b"", True) or select.select([sock], [], [], 0)[0])
+    with world.stranger(address) as sock:
+        sock.send(b"\0" * (MESSAGE_BYTES + 1))
+    await all_come(world, zero)
+
+
+# -- silence ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_who_says_nothing_is_dropped_after_some_time(
+    world_of: Callable[[int], World],
+    monkeypatch: pytest.MonkeyPatch,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop],
+    warnings_of: Callable[[], list[str]],
+) -> None:
+    async def main() -> None:
+        world = world_of(2)
+        zero = asyncio.ensure_future(world.rank(0))
+        address = await world.address()
+        strangers = [world.stranger(address) for _ in range(5)]
+        await until(lambda: all(heard(sock)[1] for sock in strangers))
+        for sock in strangers:
+            sock.close()
+        await all_come(world, zero)
+        assert warnings_of() == ["comm 'test': rank 0 refused 5 connections of strangers: 5 silent for 0.05 s"]
+
+    monkeypatch.setattr(meeting, "HELLO_SECONDS", 0.05)
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(main())
+
+
+async def test_a_rank_that_has_spoken_has_all_the_time(
+    world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "HELLO_SECONDS", 0.02)
+    world = world_of(3)
+    two = [asyncio.ensure_future(world.rank(rank)) for rank in (0, 1)]
+    await world.store.wait(["reach/1"], 20)
+    with world.stranger(await world.address()) as late:
+        await until(lambda: heard(late)[1])
+    close_all(await asyncio.gather(*two, world.rank(2)))
+
+
+async def test_who_was_dropped_for_its_silence_comes_again(
+    world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank may be stopped just between connecting and saying who it is."""
+    world = world_of(2)
+    send, tries = meeting.Line.send, 0
+
+    async def slow(self: meeting.Line, data: bytes, fds: Sequence[int] = ()) -> None:
+        nonlocal tries
+        if len(data) == meeting._hello.size:
+            tries += 1
+            if tries < 3:
+                await asyncio.sleep(0.1)
+        await send(self, data, fds)
+
+    monkeypatch.setattr(meeting, "HELLO_SECONDS", 0.01)
+    monkeypatch.setattr(meeting.Line, "send", slow)
+    await all_come(world, asyncio.ensure_future(world.rank(0)))
+    assert tries == 3
+
+
+# -- crowds -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_thousand_strangers_that_stay(
+    world_of: Callable[[int], World], warnings_of: Callable[[], list[str]]
+) -> None:
+    world = world_of(3)
+    before = len(os.listdir("/proc/self/fd"))
+    zero = asyncio.ensure_future(world.rank(0))
+    address = await world.address()
+    strangers = []
+    for _ in range(1000):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.setblocking(False)
+        while True:
+            try:
+                sock.connect(f"\0{address['name']}")
+                break
+            except BlockingIOError:
+                await asyncio.sleep(0.001)
+        strangers.append(sock)
+        if len(strangers) % 100 == 0:
+            await asyncio.sleep(0.001)
+    most = meeting.STRANGERS + world.size
+    await until(lambda: sum(heard(sock)[1] for sock in strangers) == 1000 - most)
+    assert [heard(sock)[1] for sock in strangers] == [True] * (1000 - most) + [False] * most, "the oldest had to go"
+    assert len(os.listdir("/proc/self/fd")) - before - 1000 < most + 20
+    await all_come(world, zero)
+    for sock in strangers:
+        sock.close()
+    (warning,) = warnings_of()
+    assert "refused 1000 connections of strangers: " in warning
+    assert "too many at once, " in warning
+
+
+async def test_a_rank_whose_hello_is_there_is_not_dropped_as_the_oldest(
+    world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop takes connections before it reads: it must look before it throws out."""
+    monkeypatch.setattr(meeting, "STRANGERS", 0)
+    monkeypatch.setattr(meeting, "ACCEPTS", 1000)
+    world = world_of(2)
+    zero = asyncio.ensure_future(world.rank(0))
+    address = await world.address()
+    one = asyncio.ensure_future(world.rank(1))
+    tries = 0
+    introduce = meeting._Guest._try
+
+    async def counted(self: Any, rank: int, there: Any) -> bool:
+        nonlocal tries
+        tries += 1
+        return await introduce(self, rank, there)
+
+    monkeypatch.setattr(meeting._Guest, "_try", counted)
+    send = meeting.Line.send
+    strangers: list[socket.socket] = []
+
+    async def crowd(self: meeting.Line, data: bytes, fds: Sequence[int] = ()) -> None:
+        await send(self, data, fds)
+        if len(data) == meeting._hello.size:  # right behind the rank, before the loop sees any of it
+            strangers.extend(world.stranger(address) for _ in range(20))
+
+    monkeypatch.setattr(meeting.Line, "send", crowd)
+    async with asyncio.timeout(20):
+        close_all(await asyncio.gather(zero, one))
+    assert tries == 1
+    for sock in strangers:
+        sock.close()
+
+
+FLOOD = """
+import socket, sys
+kept = []
+print("ready", flush=True)
+while True:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.connect("\\0" + sys.argv[1])
+    except OSError:
+        sock.close()
+        continue
+    if len(sys.argv) > 2:
+        sock.send(b"x" * 50)
+    kept.append(sock)
+    if len(kept) > 500:
+        kept.pop(0).close()
+"""
+
+
+@pytest.mark.parametrize("says", [[], ["something"]], ids=["silent", "loud"])
+async def test_a_flood_keeps_no_rank_out(
+    world_of: Callable[[int], World], says: list[str], warnings_of: Callable[[], list[str]]
+) -> None:
+    world = world_of(4)
+    zero = asyncio.ensure_future(world.rank(0))
+    name = (await world.address())["name"]
+    floods = [
+        subprocess.Popen([sys.executable, "-S", "-c", FLOOD, name, *says], stdout=subprocess.PIPE) for _ in range(2)
+    ]
+    try:
+        for flood in floods:
+            assert flood.stdout is not None
+            await asyncio.get_running_loop().run_in_executor(None, flood.stdout.readline)
+        async with asyncio.timeout(60):
+            close_all(await asyncio.gather(zero, *(world.rank(rank) for rank in range(1, 4))))
+    finally:
+        for flood in floods:
+            flood.kill()
+            flood.communicate()
+    assert len(warnings_of()) == 1
+
+
+async def test_strangers_that_use_up_all_descriptors_have_to_go(world_of: Callable[[int], World]) -> None:
+    world = world_of(2)
+    one = asyncio.ensure_future(world.rank(0))
+    address = await world.address()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    strangers = [world.stranger(address) for _ in range(30)]
+    spare = os.dup(0)
+    os.close(spare)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (spare + 10, limits[1]))  # for a third of them
+    try:
+        while sum(heard(sock)[1] for sock in strangers) < 20:
+            await asyncio.sleep(0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for sock in strangers:
+            sock.close()
+    await all_come(world, one)
+
+
+# -- a host and a store that lie --------------------------------------------------------------------------------------
+
+RIGHT = {"problem": "", "settings": SETTINGS, "name": "nobody", "ask": "00" * 16, "answer": "11" * 16}
+
+
+def addresses() -> Iterator[bytes]:
+    yield from (b"", b"\xff\xfe", b"null", b"7", b"[]", b"{}", b'"x"', b"[" * 100_000, b'{"a":' * 100_000, b"1e999")
+    for key in RIGHT:
+        for value in (None, 7, [], {}, "x", "é", "zz" * 16, "a" * 5000, 1e400):
+            yield json.dumps({**RIGHT, key: value}).encode()
+        yield json.dumps({other: RIGHT[other] for other in RIGHT if other != key}).encode()
+    choose = random.Random(1)
+    for _ in range(200):
+        yield mutated(json.dumps(RIGHT).encode(), choose)
+
+
+async def test_an_address_that_is_none(world_of: Callable[[int], World]) -> None:
+    """All ranks go on to another backend, as if memory could not be shared."""
+    world = world_of(2)
+    for address in addresses():
+        world.store = MemoryStore()
+        await world.store.set("address", address)
+        await world.store.set("reach/0", "ok")
+        async with asyncio.timeout(5):
+            with pytest.raises(UnsuitableError) as caught:
+                await world.rank(1)
+        caught.value.__traceback__ = None
+
+
+@pytest.mark.parametrize("word", [b"\xff\xfe\xfd", b"", b"\0" * 1000])
+@pytest.mark.parametrize("key", ["reach/1", "mapped/1"])
+async def test_words_in_the_store_that_are_none(world_of: Callable[[int], World], key: str, word: bytes) -> None:
+    world = world_of(2)
+
+    class Lying(MemoryStore):  # type: ignore[misc]
+        async def set(self, name: str, value: bytes | str) -> None:
+            await super().set(name, word if name == key else value)
+
+    world.store = Lying()
+    async with asyncio.timeout(20):
+        outcomes = await asyncio.gather(world.rank(0), world.rank(1), return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [UnsuitableError] * 2
+    for outcome in outcomes:
+        assert isinstance(outcome, UnsuitableError)
+        outcome.__traceback__ = None
+
+
+class LyingHost:
+    """A rank 0 that lets rank 1 in, and then says what it is told to."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener.bind(f"\0asynccomm-test-{os.getpid()}-{id(self)}")
+        self.listener.listen(5)
+        self.listener.setblocking(False)
+
+    async def receive(self) -> tuple[socket.socket, asyncio.Future[Circle]]:
+        name = self.listener.getsockname()[1:].decode()
+        await self.world.store.set("address", json.dumps({**RIGHT, "name": name}))
+        one = asyncio.ensure_future(self.world.rank(1))
+        await until(lambda: select.select([self.listener], [], [], 0)[0])
+        sock, _ = self.listener.accept()
+        await until(lambda: select.select([sock], [], [], 0)[0])
+        _, fds, _, _ = socket.recv_fds(sock, 100, 10)
+        for fd in fds:
+            os.close(fd)
+        sock.send(bytes.fromhex(str(RIGHT["answer"])))
+        await self.world.store.set("reach/0", "ok")
+        return sock, one
+
+    def close(self) -> None:
+        self.listener.close()
+
+
+NEWS = [
+    b"x",
+    b"\xff",
+    b"null",
+    b"[]",
+    b"7",
+    b"[" * 4000,
+    b'{"lost": "x"}',
+    b'{"lost": -1}',
+    b'{"lost": 2}',
+    b'{"lost": null}',
+    b'{"problem": 7}',
+    b'{"other": 1}',
+    b"{" + b" " * 5000 + b"}",
+]
+
+
+@pytest.mark.parametrize("count", [0, 1, 5], ids=["alone", "with a descriptor", "with too many"])
+@pytest.mark.parametrize("news", [*NEWS, b"{}"], ids=range(len(NEWS) + 1))
+async def test_news_that_are_none(world_of: Callable[[int], World], news: bytes, count: int) -> None:
+    world = world_of(2)
+    host = LyingHost(world)
+    sock, one = await host.receive()
+    null = os.open(os.devnull, os.O_RDONLY)
+    socket.send_fds(sock, [news], [null] * count)
+    await world.store.set("mapped/0", "ok")
+    if (news, count) in ((b"{}", 0), (b"{}", 1)):
+        socket.send_fds(sock, [b"{}"], [null] * (4 - count))
+    async with asyncio.timeout(20):
+        with pytest.raises(UnsuitableError, match="rank 1 cannot share memory") as caught:
+            await one
+    caught.value.__traceback__ = None
+    sock.close()
+    host.close()
+    os.close(null)
+
+
+async def test_a_host_that_sends_descriptors_without_end(world_of: Callable[[int], World]) -> None:
+    world = world_of(2)
+    host = LyingHost(world)
+    sock, one = await host.receive()
+    before = len(os.listdir("/proc/self/fd"))
+    null = os.open(os.devnull, os.O_RDONLY)
+    sock.setblocking(False)
+    sent = 0
+    with little_memory(64 << 20):
+        async with asyncio.timeout(20):
+            while sent < 300:
+                try:
+                    socket.send_fds(sock, [b"{}"], [null] * 100)
+                    sent += 1
+                except (BlockingIOError, BrokenPipeError):
+                    await asyncio.sleep(0.001)
+                    if one.done():
+                        break
+                assert len(os.listdir("/proc/self/fd")) < before + 20
+    await world.store.set("mapped/0", "ok")
+    with pytest.raises(UnsuitableError, match="rank 1 cannot share memory: rank 0 sends what cannot be read") as caught:
+        await one
+    caught.value.__traceback__ = None
+    os.close(null)
+    sock.close()
+    host.close()
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_news_that_are_almost_right(world_of: Callable[[int], World], seed: int) -> None:
+    choose = random.Random(seed)
+    world = world_of(2)
+    host = LyingHost(world)
+    sock, one = await host.receive()
+    null = os.open(os.devnull, os.O_RDONLY)
+    for _ in range(20):
+        news = mutated(choose.choice([b'{"lost": 1}', b'{"problem": "no memory"}', b"{}"]), choose)
+        with contextlib.suppress(OSError):
+            socket.send_fds(sock, [news or b"x"], [null] * choose.choice([0, 0, 1, 3]))
+    sock.close()
+    await world.store.set("mapped/0", "ok")
+    async with asyncio.timeout(20):
+        with pytest.raises((UnsuitableError, PeerLostError)) as caught:
+            await one
+    caught.value.__traceback__ = None
+    host.close()
+    os.close(null)
+
+
+def test_the_hello_is_what_this_file_thinks_it_is() -> None:
+    assert meeting._hello.size == struct.calcsize("=16sI") == 20

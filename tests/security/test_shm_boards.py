@@ -1,0 +1,238 @@
+"""What a rank may find on the board: words, headers, lists and slots that another one has written."""
+
+from __future__ import annotations
+
+import random
+import struct
+from typing import Any
+
+import pytest
+import torch
+
+from asynccomm import ops
+from asynccomm.backends.shm.batches import Bundle, cut, size_of_batch
+from asynccomm.backends.shm.board import BUNDLE, LARGEST, Board
+from asynccomm.backends.shm.collectives import start
+from asynccomm.backends.shm.listing import read_listing
+from asynccomm.backends.shm.segment import Word
+from asynccomm.checks import Group
+from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
+from asynccomm.ops import Call, Parcel, Parcels
+from asynccomm.ops.signature import describe, differing_layout, signature
+from asynccomm.reduce_op import ReduceOp
+
+from ..backends.shm.world import boards, submission  # noqa: TID252
+from .mutations import HUGE, little_memory, mutated
+
+GROUP = Group("test", 0, 2, torch.device("cpu"))
+ALL_REDUCE = ops.AllReduce(torch.float32, 6, ReduceOp.SUM)
+
+
+def all_reduce(n: int) -> Call:
+    return ops.AllReduce.of(GROUP, torch.ones(n), ReduceOp.SUM)
+
+
+def a_bundle(board: Board, sizes: tuple[int, ...]) -> Bundle:
+    (bundle,) = cut([submission(all_reduce(n), i) for i, n in enumerate(sizes)], 2, board.chunk, 512)
+    assert isinstance(bundle, Bundle)
+    return bundle
+
+
+def drive(progress: Any, turns: int = 50) -> BaseException | None:
+    """What it ends with; None if it still waits, or is done."""
+    try:
+        for _ in range(turns):
+            if next(progress, None) is None:
+                return None
+    except BrokenError as exc:
+        assert len(str(exc)) < 2000
+        return exc
+    return None
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_words_can_be_described(seed: int) -> None:
+    choose = random.Random(seed)
+    right = [
+        signature(op)
+        for op in (ALL_REDUCE, ops.Barrier(), Parcels("broadcast", giver=1), ops.Broadcast(torch.int8, 9, 1))
+    ]
+    for _ in range(2000):
+        words = choose.choice([(choose.getrandbits(64), choose.getrandbits(64)), choose.choice(right)])
+        bit = 1 << choose.randrange(64)
+        words = choose.choice([words, (words[0] ^ bit, words[1]), (words[0], words[1] ^ bit), (words[0] & 0xFF, 2**63)])
+        text = describe(words)
+        assert isinstance(text, str)
+        assert len(text) < 400
+        differing_layout(words, right[0])
+        size_of_batch(words[0])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_words_that_a_rank_has_written(seed: int) -> None:
+    choose = random.Random(seed)
+    with little_memory():
+        for _ in range(30):
+            mine, theirs = boards(2)
+            if choose.random() < 0.5:
+                bundle = a_bundle(mine, (6, 7))
+                progress = start(mine, bundle, 512)
+            else:
+                progress = start(mine, submission(all_reduce(6), 0), 512)
+            theirs.begin(0, ALL_REDUCE, 1)
+            theirs.put(0, 0, tuple(choose.choice([0, 8, 64, 1016, *HUGE]) % 2**64 for _ in range(3)))  # type: ignore[arg-type]
+            theirs.post(0)
+            layout, words = mine.layout, mine._words
+            for word in (Word.POSTED, Word.REDUCED, Word.FINISHED):
+                if choose.random() < 0.3:
+                    words[layout.word(1, word)] = choose.choice([1, *HUGE]) % 2**64
+            if choose.random() < 0.7:
+                what = layout.what(1, 0)
+                words[what + choose.randrange(3)] ^= 1 << choose.randrange(64)
+            if choose.random() < 0.5:
+                words[layout.what(1, 0)] = BUNDLE
+                words[layout.what(1, 0) + 2] = mine._mark ^ choose.choice([0, 1 << 20, 3 << 20, 2**40])
+            drive(progress)
+
+
+# -- lists ------------------------------------------------------------------------------------------------------------
+
+LIST = [7, 2, 10, 20, 0, 1, 9, 1, 30, 2]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_list(seed: int) -> None:
+    choose = random.Random(seed)
+    with little_memory():
+        for _ in range(300):
+            data = mutated(struct.pack(f"={len(LIST)}Q", *LIST), choose)
+            words = list(struct.unpack(f"={len(data) // 8}Q", data[: len(data) // 8 * 8]))
+            try:
+                listed = read_listing(words)
+            except ValueError:
+                continue
+            assert 0 < len(listed) <= len(words) // 2 + 1
+
+
+@pytest.mark.parametrize(
+    "words", [[], [1], [7, 2**63], [7, 2**64 - 1, 1, 2], [7, 1], [7, 1, 2], [7, 3, 1, 2, 3], [7, 0], [7, 0, 1]], ids=str
+)
+def test_what_is_no_list(words: list[int]) -> None:
+    with little_memory(64 << 20), pytest.raises(ValueError):
+        read_listing(words)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [(0, 2**47, 2), (2**47, 1, 2), (1024, 1, 2), (1017, 1, 2), (0, 129, 2), (0, 0, 2), (1000, 3, 2)],
+    ids=str,
+)
+def test_a_list_outside_of_its_slot_is_not_looked_at(header: tuple[int, int, int]) -> None:
+    mine, theirs = boards(2)
+    progress = start(mine, a_bundle(mine, (6, 7)), 512)
+    assert next(progress) is False
+    their_bundle = a_bundle(theirs, (6, 8))
+    theirs.enter(their_bundle)
+    step = theirs.begin_bundle(their_bundle)
+    theirs.put(step, 0, header)
+    theirs.post(step)
+    with (
+        little_memory(64 << 20),
+        pytest.raises(BackendError, match=r"rank 1 differs from .* list of a batch is corrupt"),
+    ):
+        next(progress)
+
+
+def test_a_list_of_anything() -> None:
+    choose = random.Random(1)
+    seen = set()
+    for _ in range(300):
+        mine, theirs = boards(2)
+        progress = start(mine, a_bundle(mine, (6, 7)), 512)
+        next(progress)
+        their_bundle = a_bundle(theirs, (6, 8))
+        theirs.enter(their_bundle)
+        step = theirs.begin_bundle(their_bundle)
+        theirs.put_listing(step, their_bundle)
+        at = mine.layout.slot(0, 1) + their_bundle.used
+        changed = mutated(bytes(mine._data[at : at + 96].tolist()), choose)[:96]
+        mine._data[at : at + len(changed)] = torch.tensor(list(changed), dtype=torch.uint8)
+        theirs.post(step)
+        error = drive(progress)
+        assert isinstance(error, (CollectiveMismatchError, BackendError))
+        seen.add(type(error))
+    assert seen == {CollectiveMismatchError, BackendError}
+
+
+# -- headers of streams -----------------------------------------------------------------------------------------------
+
+
+def taking(board: Board) -> tuple[Any, list[int]]:
+    asked: list[int] = []
+
+    def place(source: int, head: bytes, lengths: Any) -> list[torch.Tensor]:
+        asked.append(lengths[source])
+        return [torch.zeros(lengths[source], dtype=torch.uint8)]
+
+    op = Parcels("broadcast", giver=1)
+    return start(board, submission(Call(op, (), (), None, place=place), 0), 512), asked
+
+
+@pytest.mark.parametrize("at", range(3))
+@pytest.mark.parametrize("number", [LARGEST + 1, 2**60, 2**64 - 1])
+def test_numbers_that_cannot_be(at: int, number: int) -> None:
+    mine, theirs = boards(2)
+    progress, asked = taking(mine)
+    theirs.begin(0, Parcels("broadcast", giver=1), 1)
+    header = [0, 8, 1]
+    header[at] = number
+    theirs.put(0, 0, (header[0], header[1], header[2]))
+    theirs.post(0)
+    with pytest.raises(BackendError, match=r"rank 1 announces for broadcast\(root=1\) what cannot be"):
+        list(progress)
+    assert asked == []
+
+
+@pytest.mark.parametrize("header", [(0, 5000, 1), (3000, 0, 1), (1025, 0, 1), (0, 5000, 4), (2000, 5000, 3)], ids=str)
+def test_a_stream_that_ends_before_all_has_come(header: tuple[int, int, int]) -> None:
+    """It would be taken as complete, with whatever was in the memory before."""
+    mine, theirs = boards(2)
+    progress, _ = taking(mine)
+    next(progress, None)
+    theirs.begin(0, Parcels("broadcast", giver=1), header[2])
+    theirs.put(0, 0, header)
+    for step in range(header[2]):
+        theirs.post(step)
+    error = drive(progress)
+    assert isinstance(error, BackendError)
+    assert str(error).startswith(("rank 1 has not sent", "rank 1 announces"))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_headers(seed: int) -> None:
+    choose = random.Random(seed)
+    with little_memory():
+        for _ in range(30):
+            mine, theirs = boards(2)
+            shared = choose.random() < 0.5
+            op = Parcels("all_gather") if shared else Parcels("all_to_all", shared=False)
+            given = [Parcel(b"abc", (torch.ones(300),))] * (1 if shared else 2)
+
+            def place(source: int, head: bytes, lengths: Any) -> list[torch.Tensor]:
+                if lengths[source] > 1 << 20:
+                    raise ValueError("too much")
+                return [torch.zeros(lengths[source], dtype=torch.uint8)]
+
+            call = Call(op, (), (), None, parcels=tuple(given), place=place)
+            progress = start(mine, submission(call, 0), 512)
+            theirs.begin(0, op, 1)
+            for part in range(2):
+                numbers = [choose.choice([0, 3, 8, 900, 5000, 2**31, 2**47, *HUGE]) % 2**64 for _ in range(3)]
+                theirs.put(0, part, (numbers[0], numbers[1], choose.choice([0, 1, 2, 5, numbers[2]])))
+            for step in range(choose.choice([1, 5])):
+                theirs.post(step)
+                theirs.finish(step)
+            drive(progress, 30)
