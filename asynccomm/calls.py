@@ -48,7 +48,7 @@ class Calls(Traffic):
         """Number ``call`` and hand it on, or hold it back in the caller's scope. From any thread."""
         running = asyncio._get_running_loop()
         if timeout is None and hints is None and (running is self.mailbox.loop or running is None):
-            limit = self.options.timeout
+            limit = self._limit
         else:
             limit = self._checked(timeout, hints)
         op = call.op

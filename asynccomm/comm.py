@@ -7,6 +7,7 @@ together, with how a comm ends.
 from __future__ import annotations
 
 import warnings
+from datetime import timedelta
 from types import TracebackType
 from typing import Self, final
 
@@ -24,6 +25,7 @@ from asynccomm.methods.scopes import Scopes
 from asynccomm.methods.states import States
 from asynccomm.methods.streams import Streams
 from asynccomm.methods.uneven import UnevenCollectives
+from asynccomm.options import duration
 
 __all__ = ["Comm"]
 
@@ -74,6 +76,27 @@ class Comm(
         Cancelling is safe. Raises: ClosedError, BrokenError.
         """
         await self._session.ready()
+
+    def set_timeout(self, timeout: float | timedelta) -> None:
+        """Change the time limit of operations that are called from now on without ``timeout=``, on this rank alone.
+
+        Args:
+            timeout: seconds or a timedelta; ``math.inf``: no limit. ``options.timeout`` shows it, and comms that are
+                split off from now on inherit it.
+
+        Raises: TypeError, ValueError. From any thread.
+        """
+        self._session.set_timeout(duration("timeout", timeout))
+
+    def extend_timeout(self, extra: float | timedelta) -> None:
+        """Give what is called from now on ``extra`` seconds more, until the first of it is done; on this rank alone.
+
+        For one operation that is known to take long: a first step that compiles, say, or one after a checkpoint.
+        Operations with a ``timeout=`` of their own are not touched. Calls add up.
+
+        Raises: TypeError, ValueError. From any thread.
+        """
+        self._session.extend_timeout(duration("extra", extra))
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Stop everything at once, here and on the other ranks; waits for nobody. From any thread.

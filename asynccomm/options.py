@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import final
 
-__all__ = ["HINTS", "CommOptions", "check_hints", "check_name", "check_strings", "seconds"]
+__all__ = ["HINTS", "CommOptions", "check_hints", "check_name", "check_strings", "duration", "seconds"]
 
 MAX_SECONDS = 1e9  # above, no clock of the system could take it: as good as never
 DEFAULT_TIMEOUT = 600.0  # seconds; what torchcomms allows for set-up and for one operation
@@ -29,8 +29,11 @@ def seconds(name: str, value: float | timedelta | None, default: float) -> float
 
     Raises: TypeError, ValueError naming ``name``.
     """
-    if value is None:
-        return default
+    return default if value is None else duration(name, value)
+
+
+def duration(name: str, value: float | timedelta) -> float:
+    """``value`` as seconds; ``math.inf`` is allowed. Raises: TypeError, ValueError naming ``name``."""
     if isinstance(value, timedelta):
         value = value.total_seconds()
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import math
 import threading
+import time
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -63,6 +66,8 @@ class Traffic(abc.ABC):
         # bytes by operation. Used without _lock, one atomic step of the dict at a time: a backend may settle another
         # rank's operation inside submit(), with that one's _lock held by a thread that waits for the backend
         self._pending: dict[Work[Any], int] = {}
+        self._limit = options.timeout  # seconds for an operation that brings no time limit of its own
+        self._extended = math.inf  # since when that is longer than usual; inf: it is not
         self._collectives = 0
         self._p2p = 0
         self._aside = 0  # operations that are no backend's
@@ -183,7 +188,19 @@ class Traffic(abc.ABC):
         if hints is not None:
             check_strings(hints)
         self.check_loop()
-        return self.options.timeout if timeout is None else seconds("timeout", timeout, 0.0)
+        return self._limit if timeout is None else seconds("timeout", timeout, 0.0)
+
+    def set_timeout(self, timeout: float) -> None:
+        """Give operations that are called from now on ``timeout`` seconds. From any thread."""
+        with self._lock:
+            self.options = replace(self.options, timeout=timeout)
+            self._limit, self._extended = timeout, math.inf
+
+    def extend_timeout(self, extra: float) -> None:
+        """Give them so many seconds more, until the first of them is done. From any thread."""
+        with self._lock:
+            self._limit = self._limit + extra
+            self._extended = time.monotonic()
 
     def _check_late(self, works: Sequence[Work[Any]]) -> None:
         """To be called once ``works`` are pending: what broke the comm meanwhile may have missed them."""
@@ -203,6 +220,8 @@ class Traffic(abc.ABC):
 
     def _settled(self, work: Work[Any]) -> None:
         self._pending.pop(work, None)
+        if work.started > self._extended:
+            self._limit, self._extended = self.options.timeout, math.inf
         if self._changed:
             self.mailbox.post(self._wake)
 

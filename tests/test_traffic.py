@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from datetime import timedelta
 
+import pytest
 import torch
 
 from asynccomm import Comm, CommStatistics
@@ -54,3 +57,34 @@ async def test_who_waits_until_there_is_less() -> None:
         hub_of(a).release()
         await waiting[1]
         assert a.statistics()[-2:] == (0, 2)
+
+
+async def test_a_new_timeout_is_for_later_calls_only() -> None:
+    async with loopback_world(2, timeout=30) as (a, b):
+        before = a.all_reduce(torch.ones(1))
+        a.set_timeout(timedelta(seconds=5))
+        after, own = a.all_reduce(torch.ones(1)), a.all_reduce(torch.ones(1), timeout=7)
+        assert (before.timeout, after.timeout, own.timeout) == (30, 5, 7)
+        assert a.options.timeout == 5
+        assert b.options.timeout == 30
+        await asyncio.gather(*(b.all_reduce(torch.ones(1)) for _ in range(3)))
+        for bad in (0, -1, math.nan, "1", True, None):
+            with pytest.raises((TypeError, ValueError), match="timeout must be"):
+                a.set_timeout(bad)  # type: ignore[arg-type]
+
+
+async def test_an_extended_timeout_ends_with_the_first_call_after_it() -> None:
+    async with loopback_world(2, timeout=30) as (a, b):
+        before = a.all_reduce(torch.ones(1))
+        a.extend_timeout(10)
+        await b.all_reduce(torch.ones(1))
+        await before  # was called earlier
+        first, second = a.all_reduce(torch.ones(1)), a.all_reduce(torch.ones(1))
+        own = a.all_reduce(torch.ones(1), timeout=3)
+        assert (first.timeout, second.timeout, own.timeout) == (40, 40, 3)
+        await b.all_reduce(torch.ones(1))
+        await first
+        assert a.all_reduce(torch.ones(1)).timeout == 30
+        with pytest.raises(ValueError, match="extra must be positive, got -1"):
+            a.extend_timeout(-1)
+        await asyncio.gather(*(b.all_reduce(torch.ones(1)) for _ in range(3)))
