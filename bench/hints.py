@@ -3,7 +3,7 @@
     python bench/hints.py --backend gloo --hint gloo_threads=1,2 --op all_reduce --sizes 1048576,67108864 --ranks 2
 
 A row per size, a column per value; medians over rounds of rank 0's microseconds for one operation. Without
---backend, it is measured on the one that knows the hint.
+--backend, it is measured on the one that knows the hint; one that all know (control=on,off) on shm.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rounds import Body, arguments, in_turns, start_ranks, timed
 from asynccomm.backends.registry import backend_names, load_backend
 from asynccomm.comm import Comm
 from asynccomm.connect import new_comm
+from asynccomm.options import HINTS, check_hints
 from asynccomm.runner import run
 
 CPU = torch.device("cpu")
@@ -109,18 +110,19 @@ def parse() -> argparse.Namespace:
         with contextlib.suppress(ValueError):  # not for the CPU
             known[name] = load_backend(name, CPU)
     if args.backend == "auto":
-        args.backend = next((name for name, backend in known.items() if key in backend.hints), None)
+        known_to = {name for name, backend in known.items() if key in backend.hints}
+        args.backend = "shm" if key in HINTS else next(iter(known_to), None)
         if args.backend is None:
             parser.error(f"argument --hint: no backend knows {key!r}")
     elif args.backend not in known:
         parser.error(f"argument --backend: {args.backend!r} is not one of auto, {', '.join(known)}")
     backend = known[args.backend]
-    if key not in backend.hints:
-        knows = ", ".join(sorted(backend.hints)) or "none"
+    if key not in {**HINTS, **backend.hints}:
+        knows = ", ".join(sorted({**HINTS, **backend.hints}))
         parser.error(f"argument --hint: {args.backend} knows no {key!r}; it knows {knows}")
     try:
         for value in values:
-            backend.check_hints({key: value})
+            backend.check_hints(check_hints({key: value}, backend.hints, args.backend))
     except ValueError as exc:
         parser.error(f"argument --hint: {exc}")
     return args
