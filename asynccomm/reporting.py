@@ -107,10 +107,14 @@ class Reporter:
 
     def issued(self, work: Work[Any], batch: int) -> None:
         """An operation was numbered and handed on; ``batch`` collectives with it if it is their first, else 0."""
-        op, seq = work.op, work.seq
-        self.recent.append((op, work.site, seq, work.started))
-        if self.compares and not op.p2p:
-            self._prints.append((seq, op, batch))
+        self.recent.append((work.op, work.site, work.seq, work.started))
+        if self.compares:
+            self.compare(work, batch)
+
+    def compare(self, work: Work[Any], batch: int) -> None:
+        """The same, of one that is remembered already."""
+        if not work.op.p2p:
+            self._prints.append((work.seq, work.op, batch))
             assert self.channel is not None
             self.channel.issued()
 

@@ -12,9 +12,12 @@ __all__ = ["Site", "call_site", "show"]
 Site = tuple[CodeType, int]  # and the instruction in it
 
 
-def call_site() -> Site | None:
-    """Where this package was called from."""
-    frame = sys._getframe(1)
+def call_site(depth: int = 1) -> Site | None:
+    """Where this package was called from; ``depth`` frames up, at least."""
+    try:
+        frame = sys._getframe(depth)
+    except ValueError:  # it was called in another way
+        frame = sys._getframe(1)
     while _ours.get(name := frame.f_code.co_filename, True):
         if name not in _ours:
             _ours[name] = _is_ours(name)
