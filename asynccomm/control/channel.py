@@ -23,7 +23,7 @@ from typing import Any, Final, Protocol, final
 
 from asynccomm.control.frames import Message
 from asynccomm.control.ledger import Difference, Ledgers, Print
-from asynccomm.control.links import Connection, Listener, Tokens, connect, local_socket, tcp_socket
+from asynccomm.control.links import Connection, Listener, Tokens, connect, listens, local_socket, tcp_socket
 from asynccomm.control.node import ALL, ROOT, Node
 from asynccomm.control.roster import Contact, Roster
 from asynccomm.control.thread import ControlThread, control_thread
@@ -32,11 +32,14 @@ __all__ = ["Channel", "Doors", "Member", "Tokens"]
 
 ATTACH_SECONDS: Final = 10.0  # for the first connection; without it, there is no control channel
 RETRY_SECONDS: Final = 0.02  # until another try to reach the next one above
+REFUSED_SECONDS: Final = 1.0  # that a rank does not listen, without news that it has left, until it counts as lost
+GOODBYE_SECONDS: Final = 2.0  # for the others to hear that this rank leaves
 PULSE_SECONDS: Final = 1.0  # between heartbeats
 PRINT_SECONDS: Final = 0.05  # between looks at what was issued, while something is
 PRINTS: Final = 4096  # in one message
 ANSWER_SECONDS: Final = 1.0  # for two ranks that differ to say what they have issued
 PING_SECONDS: Final = 0.1  # for the loops to turn, before they count as blocked
+NOT_THERE: Final = "it does not listen any more"
 EVERY: Final = "*"  # in place of a comm's key
 QUIET_LOOKS: Final = 4  # looks without anything new, after which they end
 KEPT_COMMS: Final = 256  # comms that are not enrolled yet, for which news are kept
@@ -128,6 +131,9 @@ class Channel:
         self._looking = False  # at what is issued
         self._quiet = 0
         self._pulse: asyncio.TimerHandle | None = None
+        self._absent: dict[int, float] = {}  # at the root: ranks that do not listen, and since when
+        self._search: asyncio.Task[None] | None = None  # for them
+        self._leaving: asyncio.Future[None] | None = None  # done once the others know
         self._closed = False
         self.handlers: dict[str, Callable[[Message], object]] = {
             "news": self._hear_news,
@@ -230,8 +236,16 @@ class Channel:
     async def _close(self) -> None:
         if self._closed:
             return
-        self._node.depart()
+        if self._leaving is None:
+            self._leaving = self._thread.loop.create_future()
+            self._node.depart()
+            self._look_whether_departed()
+        await asyncio.wait([self._leaving], timeout=GOODBYE_SECONDS)
         self._begin_closing()
+
+    def _look_whether_departed(self) -> None:
+        if self._leaving is not None and not self._leaving.done() and self._node.departed:
+            self._leaving.set_result(None)
 
     def _begin_closing(self) -> None:
         if self._closed:
@@ -263,23 +277,42 @@ class Channel:
             self._climb()  # who is above may have changed meanwhile
 
     async def _connect_above(self) -> None:
+        refused: dict[int, float] = {}  # since when
         while (above := self._node.above) is not None and self._node.up is None:
             contacts = self.roster.contacts
-            local = contacts[above].host == contacts[self.rank].host
             try:
-                link = await connect(contacts[above], local, self._tokens, self.rank, self._received, self._ended)
+                link = await connect(
+                    contacts[above], self._is_near(above), self._tokens, self.rank, self._received, self._ended
+                )
             except PermissionError as exc:  # the others have given this rank up
-                for rank in list(contacts):
-                    if rank != self.rank:
-                        self._node.give_up(rank, f"it refuses rank {self.rank}: {exc.strerror}")
+                self._node.fence(f"it refuses rank {self.rank}: {exc.strerror}")
                 return
-            except OSError:
+            except OSError as exc:
+                if not isinstance(exc, ConnectionRefusedError):
+                    refused.pop(above, None)
+                elif self._thread.loop.time() - refused.setdefault(above, self._thread.loop.time()) > REFUSED_SECONDS:
+                    self._node.give_up(above, NOT_THERE)
+                    continue
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             if above in self._node.gone:
                 link.close()
                 continue
             self._node.attach(above, link)
+
+    def _is_near(self, rank: int) -> bool:
+        contacts = self.roster.contacts
+        return contacts[rank].host == contacts[self.rank].host
+
+    async def _look_for_absent(self) -> None:
+        """At the root: a rank that is not connected may have gone when nobody saw it."""
+        for rank in self._node.absent:
+            if await listens(self.roster.contacts[rank], self._is_near(rank)):
+                self._absent.pop(rank, None)
+                continue
+            now = self._thread.loop.time()
+            if now - self._absent.setdefault(rank, now) > REFUSED_SECONDS and rank in self._node.absent:
+                self._node.give_up(rank, NOT_THERE)
 
     async def _wait_and(self, seconds: float, call: Callable[[], object]) -> None:
         try:
@@ -295,6 +328,8 @@ class Channel:
 
     def _beat(self) -> None:
         self._node.pulse()
+        if self._node.absent and (self._search is None or self._search.done()):
+            self._search = self._begin(self._look_for_absent())
         self._pulse = self._thread.loop.call_later(PULSE_SECONDS, self._beat)
 
     # -- on the control thread: what comes ----------------------------------------------------------------------------
@@ -308,11 +343,13 @@ class Channel:
 
     def _received(self, connection: Connection, message: Message) -> None:
         self._node.received(connection, message)
+        self._look_whether_departed()
 
     def _ended(self, connection: Connection, how: str) -> None:
         if not self._closed:
             self._node.ended(connection, how)
             self._climb()
+            self._look_whether_departed()
 
     def _deliver(self, message: Message) -> None:
         handler = self.handlers.get(message["kind"])
@@ -329,6 +366,7 @@ class Channel:
                 enough.set_result(None)
         if not self._closed:
             self._thread.loop.call_soon(self._climb)
+            self._thread.loop.call_soon(self._look_whether_departed)
 
     def _enroll(self, key: str, member: Member) -> None:
         self._members[key] = member
@@ -364,6 +402,8 @@ class Channel:
 
     async def gather(self, key: str, ranks: Sequence[int], question: Message, timeout: float) -> dict[int, Message]:
         """What ``ranks`` answer, as far as they do within ``timeout`` seconds. On the control thread."""
+        if self._closed:
+            return {}
         due = {rank for rank in ranks if rank not in self.gone and rank in self.roster.contacts}
         answers: dict[int, Message] = {}
         enough: asyncio.Future[None] = self._thread.loop.create_future()
@@ -413,9 +453,11 @@ class Channel:
             return {"problem": f"{type(exc).__name__}: {exc}"}
 
     def _hear_reply(self, message: Message) -> None:
-        asked = self._questions.get(message.get("number", -1))
-        answer = message.get("answer")
-        if asked is None or not isinstance(answer, dict):
+        number, answer = message.get("number"), message.get("answer")
+        if type(number) is not int or not isinstance(answer, dict):
+            raise ValueError("no reply")
+        asked = self._questions.get(number)
+        if asked is None:
             return
         due, answers, enough = asked
         rank = message["from"]
