@@ -178,8 +178,8 @@ class Reporter:
         if answer is not None:
             with contextlib.suppress(TypeError, ValueError, KeyError, AttributeError):
                 return RankState.of_answer(rank, answer)
-        if channel is None:
-            return RankState(rank, False)
+        if channel is None or job not in channel.roster.contacts:
+            return RankState(rank, False, reachable=False)
         if job in channel.gone:
             return RankState(rank, False, gone=channel.gone[job])
         return RankState(rank, False, silent=channel.silence(job))

@@ -53,6 +53,15 @@ EXAMPLES: list[tuple[AsyncCommError, list[str]]] = [
         ["all_reduce", "float32[7]", "PREMUL_SUM(0.5)", "#12", "'grads'", "rank 1", "30.0 s", "timeout 30 s", "[2, 5]"],
     ),
     (CollectiveTimeoutError(OP, 12, "grads", 1, 0.26, 0.25), ["0.3 s", "timeout 0.25 s"]),
+    (
+        CollectiveTimeoutError(
+            OP, 12, "g", 1, 0.26, 0.25, (2, 5), (0, 1), ("called last barrier() #3", "is gone"), "train.py:7 in step"
+        ),
+        [
+            "(timeout 0.25 s), called at train.py:7 in step; not arrived: ranks [2, 5]; arrived: ranks [0, 1]\n",
+            "\n  rank 2: called last barrier() #3\n  rank 5: is gone",
+        ],
+    ),
     (CollectiveTimeoutError(OP, -1, "grads", 1, 0.26, 0.25, (1,)), ["still held back here", "coalesce()"]),
     (CollectiveTimeoutError(OP, -1, "grads", 1, 0.26, 0.25, (2,)), ["; rank 2 has not issued it"]),
     (CollectiveTimeoutError(TAGGED, -1, "grads", 1, 0.26, 0.25, (2, 3)), ["; ranks [2, 3] have not issued 'x'"]),
@@ -63,6 +72,10 @@ EXAMPLES: list[tuple[AsyncCommError, list[str]]] = [
     (
         CollectiveMismatchError(-1, 0, "barrier()", 6, "barrier(tag='x')"),
         ["an operation differs: rank 0 has barrier()"],
+    ),
+    (
+        CollectiveMismatchError(4, 0, "barrier()", 6, "broadcast(int8[1], root=0)", "a.py:1 in f", "b.py:2 in g"),
+        ["rank 0 has barrier() at a.py:1 in f, rank 6 has broadcast(int8[1], root=0) at b.py:2 in g"],
     ),
     (AbortedError(2, "ValueError: no"), ["rank 2", "ValueError: no"]),
     (BackendError("gloo: pair closed"), ["gloo: pair closed"]),
@@ -107,15 +120,17 @@ def test_survives_copy(error: AsyncCommError, words: list[str]) -> None:
 
 def test_keywords_make_the_same_error() -> None:
     by_name = CollectiveTimeoutError(op=OP, seq=12, comm="g", rank=1, elapsed=2.0, timeout=1.0, missing=(3,))
-    assert by_name.args == (OP, 12, "g", 1, 2.0, 1.0, (3,))
+    assert by_name.args == (OP, 12, "g", 1, 2.0, 1.0, (3,), (), (), "")
     assert (by_name.op, by_name.seq, by_name.comm, by_name.rank) == (OP, 12, "g", 1)
     assert (by_name.elapsed, by_name.timeout, by_name.missing) == (2.0, 1.0, (3,))
+    assert (by_name.arrived, by_name.doing, by_name.site) == ((), (), "")
     lost = PeerLostError(rank=1, detail="gone")
     assert (lost.rank, lost.detail) == (1, "gone")
     aborted = AbortedError(rank=1, reason="enough")
     assert (aborted.rank, aborted.reason) == (1, "enough")
     differs = CollectiveMismatchError(seq=1, rank=0, op="a", other_rank=2, other_op="b")
     assert (differs.seq, differs.rank, differs.op, differs.other_rank, differs.other_op) == (1, 0, "a", 2, "b")
+    assert (differs.site, differs.other_site) == ("", "")
 
 
 @pytest.mark.parametrize(

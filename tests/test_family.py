@@ -35,7 +35,7 @@ def make(store: MemoryStore, *, hosting: bool = False, size: int = 2) -> tuple[F
 
 def seat_in(family: Family, name: str, store: MemoryStore) -> Seat:
     members = [Member(rank, f"host {rank}", 100 + rank) for rank in range(3)]
-    return Seat(family, Claim(WORLD, name), store.prefix(name), members, range(3))
+    return Seat(family, Claim(WORLD, name), store.prefix(name), members, range(3), range(3))
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ async def test_the_last_one_closes_the_store(order: tuple[int, ...]) -> None:
     assert await store.get("room/gone") == b"1"
     claim = Claim(WORLD, "late")
     with pytest.raises(ClosedError, match="'main' and all that were split off it are closed"):
-        Seat(family, claim, store, [], [])
+        Seat(family, claim, store, [], [], [])
 
 
 async def test_the_host_waits_for_the_others() -> None:
@@ -145,3 +145,52 @@ async def test_a_store_that_has_gone_is_no_obstacle(monkeypatch: pytest.MonkeyPa
     await seat.leave()
     assert meeting.closed == 1
     Claim(WORLD, "a").release()
+
+
+class Line:
+    """Stands for the control channel."""
+
+    def __init__(self, gone: dict[int, str]) -> None:
+        self.gone = gone
+        self.closed = 0
+
+    async def aclose(self) -> None:
+        self.closed += 1
+
+
+async def test_the_channel_is_closed_with_the_last_comm() -> None:
+    store = MemoryStore()
+    family, meeting = make(store)
+    line = Line({})
+    family.channel = line  # type: ignore[assignment]
+    seats = [seat_in(family, name, store) for name in "ab"]
+    await seats[0].leave()
+    assert (line.closed, meeting.closed) == (0, 0)
+    await seats[1].leave()
+    assert (line.closed, meeting.closed) == (1, 1)
+
+
+async def test_the_host_does_not_wait_for_the_dead() -> None:
+    store = MemoryStore()
+    family, meeting = make(store, hosting=True, size=3)
+    gone: dict[int, str] = {}
+    family.channel = Line(gone)  # type: ignore[assignment]
+    leaving = asyncio.ensure_future(seat_in(family, "a", store).leave())
+    gone[1] = ""  # which has left in good order, and so has said so in the store, or will
+    await store.add("room/gone", 1)
+    await asyncio.sleep(0.05)
+    assert not leaving.done()
+    gone[2] = "its process ended"
+    async with asyncio.timeout(5):
+        await leaving
+    assert meeting.closed == 1
+
+
+def test_comms_have_keys_of_their_own_that_all_ranks_find() -> None:
+    store = MemoryStore()
+    one, other = seat_in(make(store)[0], "parent", store), seat_in(make(store)[0], "other", store)
+    assert one.key != other.key
+    again = Seat(make(store)[0], Claim(WORLD, "again"), store.prefix("parent"), [], [], [])
+    assert again.key == one.key
+    for seat in (one, other, again):
+        seat.free_name()

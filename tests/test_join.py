@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from asynccomm import join as module
-from asynccomm.backends.base import Member
+from asynccomm.control.roster import Contact
 from asynccomm.errors import RendezvousError
-from asynccomm.join import join
+from asynccomm.join import Joined, join
 from asynccomm.store.base import Store
 from asynccomm.store.client import StoreClient
 from asynccomm.store.host import listen, serve
@@ -41,13 +41,20 @@ def store() -> MemoryStore:
     return MemoryStore()
 
 
-def start(store: Store, rank: int, size: int = 2, **changes: Any) -> asyncio.Task[tuple[str, list[Member]]]:
+def start(store: Store, rank: int, size: int = 2, **changes: Any) -> asyncio.Task[Joined]:
     options = {"name": "world", "backend": "gloo", "timeout": LIMIT} | changes
     return asyncio.create_task(join(store, rank=rank, size=size, **options))
 
 
 async def outcomes(*tasks: asyncio.Task[Any]) -> list[Any]:
     return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def check_same(results: list[Joined]) -> None:
+    """All know the same."""
+    tokens = [(joined.tokens.ask, joined.tokens.answer) for joined in results]
+    assert all(joined._replace(tokens=results[0].tokens) == results[0] for joined in results)
+    assert all(pair == tokens[0] for pair in tokens)
 
 
 async def hello_of(store: Store, epoch: str, number: int) -> dict[str, Any]:
@@ -57,10 +64,9 @@ async def hello_of(store: Store, epoch: str, number: int) -> dict[str, Any]:
 
 async def test_eight_ranks_join_at_once(stores: list[Store]) -> None:
     results = await asyncio.gather(*(start(store, rank, 8) for rank, store in enumerate(stores)))
-    assert all(result == results[0] for result in results)
-    epoch, members = results[0]
-    assert epoch
-    assert [member.rank for member in members] == list(range(8))
+    check_same(results)
+    assert results[0].epoch
+    assert [member.rank for member in results[0].members] == list(range(8))
 
 
 async def test_in_any_order_of_arrival(stores: list[Store]) -> None:
@@ -69,20 +75,29 @@ async def test_in_any_order_of_arrival(stores: list[Store]) -> None:
         tasks.append(start(stores[rank], rank, 8))
         await stores[rank].check([])
     results = await asyncio.gather(*tasks)
-    assert all(result == results[0] for result in results)
+    check_same(results)
 
 
 async def test_a_world_of_one(store: MemoryStore) -> None:
-    _, members = await join(store, "world", 0, 1, "gloo", LIMIT)
-    assert [member.rank for member in members] == [0]
+    joined = await join(store, "world", 0, 1, "gloo", LIMIT)
+    assert [member.rank for member in joined.members] == [0]
+
+
+async def test_contacts_of_those_who_have_a_control_channel_are_shared(stores: list[Store]) -> None:
+    contacts = [Contact(rank, "host", rank, f"name {rank}") if rank != 1 else None for rank in range(3)]
+    results = await asyncio.gather(*(start(stores[rank], rank, 3, contact=contacts[rank]) for rank in range(3)))
+    check_same(results)
+    assert results[2].contacts == [contacts[0], contacts[2]]
+    assert len({results[0].tokens.ask, results[0].tokens.answer}) == 2
 
 
 async def test_names_are_worlds_of_their_own(store: MemoryStore) -> None:
     tasks = [start(store, rank, name=name) for name in ("a", "b") for rank in range(2)]
     a0, a1, b0, b1 = await asyncio.gather(*tasks)
-    assert a0 == a1
-    assert b0 == b1
-    assert a0[0] != b0[0]
+    check_same([a0, a1])
+    check_same([b0, b1])
+    assert a0.epoch != b0.epoch
+    assert a0.tokens.ask != b0.tokens.ask
 
 
 async def test_a_name_can_be_used_again_and_again(stores: list[Store]) -> None:
@@ -92,8 +107,8 @@ async def test_a_name_can_be_used_again_and_again(stores: list[Store]) -> None:
         for _ in range(5):  # they read the epoch of the life before, and claim to be there
             await stores[0].check([])
         results = await asyncio.gather(start(stores[0], 0, 3), *tasks)
-        assert len({epoch for epoch, _ in results}) == 1
-        epochs.add(results[0][0])
+        assert len({joined.epoch for joined in results}) == 1
+        epochs.add(results[0].epoch)
     assert len(epochs) == 5
 
 
@@ -104,7 +119,7 @@ async def test_a_stale_rejection_is_not_believed(stores: list[Store]) -> None:
     for _ in range(5):
         await stores[0].check([])
     zero, one = await asyncio.gather(start(stores[0], 0), again)
-    assert zero == one
+    check_same([zero, one])
 
 
 async def test_a_stale_world_that_waits_is_left(store: MemoryStore) -> None:
@@ -113,7 +128,7 @@ async def test_a_stale_world_that_waits_is_left(store: MemoryStore) -> None:
     await hello_of(store, (await store.get("world/epoch")).decode(), 1)
     abandoned.cancel()  # as if killed: it says nothing
     results = await asyncio.gather(start(store, 0, 3), one, start(store, 2, 3))
-    assert all(result == results[0] for result in results)
+    check_same(results)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +238,7 @@ async def test_a_rank_that_went_away_in_the_middle_of_its_hello(
     epoch = (await store.get("world/epoch")).decode()
     assert await store.add(f"world/{epoch}/arrivals", 1) == 1  # and no hello/1
     zero_result, one_result = await asyncio.gather(zero, start(store, 1))
-    assert zero_result == one_result
+    check_same([zero_result, one_result])
 
 
 async def test_rank_0_lets_the_others_read_why_before_it_leaves(store: MemoryStore) -> None:
@@ -249,7 +264,7 @@ async def test_joining_can_be_cancelled_anywhere(stores: list[Store], rank: int)
         assert isinstance((await outcomes(leaver))[0], asyncio.CancelledError)
         await stores[rank].check([])
     zero, one = await asyncio.gather(start(stores[0], 0), start(stores[1], 1))
-    assert zero == one
+    check_same([zero, one])
 
 
 async def test_joining_obeys_a_timeout_from_outside(store: MemoryStore) -> None:

@@ -65,7 +65,18 @@ def test_unknown_hints_are_logged_and_left_out(caplog: pytest.LogCaptureFixture)
     for message, hint in zip(messages, ("'algo'", "'thread'"), strict=True):
         assert message.startswith(f"hint {hint} ")
         assert "'gloo'" in message
-        assert "['interface', 'threads']" in message
+        assert "['control', 'interface', 'threads']" in message
+
+
+@pytest.mark.parametrize("value", ["on", "off"])
+def test_every_backend_knows_the_hint_for_the_control_channel(value: str) -> None:
+    assert check_hints({"control": value}, {}, "gloo") == {"control": value}
+
+
+@pytest.mark.parametrize("value", ["", "no", "OFF"])
+def test_the_control_channel_is_on_or_off(value: str) -> None:
+    with pytest.raises(ValueError, match=f"hint 'control' must be 'on' or 'off', got {value!r}"):
+        check_hints({"control": value}, KNOWN, "gloo")
 
 
 @pytest.mark.parametrize("hints", ["threads=2", [("threads", "2")], 3])

@@ -1,6 +1,7 @@
 """How a session ends: every way there is. On loopback where one process is enough, else on gloo."""
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -11,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,10 +26,15 @@ from asynccomm import (
     CollectiveTimeoutError,
     Comm,
     MemoryStore,
+    PeerLostError,
     ReduceOp,
+    Work,
     new_comm,
 )
+from asynccomm.backends.base import Backend
 from asynccomm.backends.loopback import Hub, LoopbackBackend
+from asynccomm.control.channel import Channel
+from asynccomm.control.diagnosis import RankState
 from asynccomm.testing.local import loopback_world
 
 
@@ -35,6 +42,12 @@ def hub_of(comm: Comm) -> Hub:
     backend = comm.unsafe_get_backend()
     assert isinstance(backend, LoopbackBackend)
     return backend.hub
+
+
+def channel_of(comm: Comm) -> Channel:
+    channel = comm._session.seat.family.channel
+    assert channel is not None
+    return channel
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -118,19 +131,23 @@ async def test_deadline_of_a_receive_from_any_source_names_all_others() -> None:
 
 async def test_an_operation_that_comes_in_during_the_roll_call_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     async with loopback_world(2) as (a, b):
-        asked = asyncio.Event()
-        answer = b._session._answer
+        asked, released = asyncio.Event(), asyncio.Event()
+        reporter = a._session.reporter
+        assert reporter is not None
+        states = reporter.states
 
-        async def late_answer(number: int, tag: str | None) -> None:
+        async def late_states(*args: Any, **kwargs: Any) -> dict[int, RankState]:
             asked.set()
-            await answer(number, tag)
+            await released.wait()
+            return await states(*args, **kwargs)
 
-        monkeypatch.setattr(b._session, "_answer", late_answer)
+        monkeypatch.setattr(reporter, "states", late_states)
         hub_of(a).hold()
         work = a.barrier(timeout=0.05)
         b.barrier()
         await asked.wait()
         hub_of(a).release()
+        released.set()
         await work
         await a.aclose()
         assert work.exception() is None
@@ -281,17 +298,19 @@ async def test_a_deadline_on_processes_names_the_absent_rank(comm: Comm) -> None
 @pytest.mark.ranks(2, backend="gloo")
 async def test_a_stopped_rank_is_the_deadlines_business(comm: Comm) -> None:
     """SIGSTOP: the connection stays, nothing answers."""
-    pids = await comm.all_gather(None, torch.tensor(os.getpid()))
     if comm.rank == 1:
         with pytest.raises(BrokenError):
+            await comm.all_gather(None, torch.tensor(os.getpid()))  # it may be stopped before it has heard of its end
             while True:
                 await comm.barrier()
         return
+    pids = await comm.all_gather(None, torch.tensor(os.getpid()))
     os.kill(int(pids[1]), signal.SIGSTOP)
     try:
         start = time.monotonic()
         with pytest.raises(CollectiveTimeoutError) as caught:
-            await comm.barrier(timeout=0.3)
+            while True:  # it may have called some before it was stopped
+                await comm.barrier(timeout=0.3)
         assert caught.value.missing == (1,)
         assert time.monotonic() - start < 10
     finally:
@@ -340,32 +359,34 @@ async def test_by_option_a_broken_comm_ends_the_process(monkeypatch: pytest.Monk
     assert ended == [True], "the rank whose operation failed ends, not those that only hear of it"
 
 
-async def test_a_store_that_hangs_does_not_hold_up_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with loopback_world(2) as (a, _):
-        forever = asyncio.Event()
-
-        async def hang(**item: object) -> int:
-            await forever.wait()
-            return 0
-
-        monkeypatch.setattr(a._session._bulletin, "post", hang)
+async def test_ranks_that_do_not_answer_do_not_hold_up_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with loopback_world(2) as (a, b):
+        monkeypatch.setitem(channel_of(b)._handlers, "ask", lambda message: None)
         with pytest.raises(CollectiveTimeoutError) as caught:
             await a.barrier(timeout=0.05)
-        assert caught.value.missing == ()
-        monkeypatch.undo()
+        assert caught.value.missing == (1,)
+        assert "rank 1: does not answer" in str(caught.value)
+
+
+async def test_a_deadline_without_a_control_channel_names_nobody() -> None:
+    async with loopback_world(2, hints={"control": "off"}) as (a, b):
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            await a.barrier(timeout=0.05)
+        assert (caught.value.missing, caught.value.arrived) == ((), ())
+        b.abort("nobody has told it")
 
 
 async def test_cancelled_while_cleaning_up_aclose_can_be_awaited_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async with loopback_world(1) as (comm,):
         held, entered = asyncio.Event(), asyncio.Event()
-        close = comm._session._bulletin.aclose
+        close = channel_of(comm).aclose
 
         async def slow_close() -> None:
             entered.set()
             await held.wait()
             await close()
 
-        monkeypatch.setattr(comm._session._bulletin, "aclose", slow_close)
+        monkeypatch.setattr(channel_of(comm), "aclose", slow_close)
         closing = asyncio.ensure_future(comm.aclose())
         await entered.wait()
         closing.cancel()
@@ -376,17 +397,17 @@ async def test_cancelled_while_cleaning_up_aclose_can_be_awaited_again(monkeypat
             await comm.aclose()
 
 
-async def test_closing_frees_everything_also_when_the_news_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closing_frees_everything_also_when_the_channel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     comm = await new_comm("loopback", name="t", store=store, rank=0, size=1)
-    bulletin = comm._session._bulletin
-    close = bulletin.aclose
+    channel = channel_of(comm)
+    close = channel.aclose
 
     async def fail() -> None:
         await close()
         raise ZeroDivisionError("cannot divide")
 
-    monkeypatch.setattr(bulletin, "aclose", fail)
+    monkeypatch.setattr(channel, "aclose", fail)
     with pytest.raises(ZeroDivisionError):
         await comm.aclose()
     async with new_comm("loopback", name="t", store=store, rank=0, size=1) as again:
@@ -407,13 +428,84 @@ def test_threads_on_several_ranks_do_not_lock_each_other_out() -> None:
     asyncio.run(main())
 
 
-async def test_news_are_looked_up_while_they_arrive() -> None:
+class Stuck:
+    """In place of a backend: a call of it does not come back until it is told to."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.inside, self.release = threading.Event(), threading.Event()
+        self.aborted = False
+        self._backend = backend
+
+    def submit(self, batch: object) -> None:
+        self.inside.set()
+        self.release.wait(30)
+
+    def abort(self) -> None:
+        self.aborted = True
+        self._backend.abort()
+
+    def hurry(self, work: object) -> None:
+        pass
+
+
+async def test_abort_while_another_thread_is_stuck_in_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the lock of the comm, and abort must not wait for it."""
     async with loopback_world(2) as (a, b):
-        for _ in range(20):
-            await a._session._bulletin.post(kind="nothing of interest")
-        look = asyncio.ensure_future(b._session._bulletin.look())
-        async with asyncio.timeout(10):
-            await look
+        backend = a._session.backend
+        assert backend is not None
+        pending = a.barrier()
+        stuck = Stuck(backend)
+        monkeypatch.setattr(a._session, "backend", stuck)
+        calling = asyncio.ensure_future(asyncio.to_thread(a.all_reduce, torch.ones(1)))
+        assert await asyncio.to_thread(stuck.inside.wait, 10)
+        await asyncio.wait_for(asyncio.to_thread(a.abort, "from a third thread"), 10)
+        assert isinstance(pending.exception(), AbortedError)
+        await until(lambda: "broken" in repr(b))
+        with pytest.raises(AbortedError, match="from a third thread"):
+            b.barrier()
+        assert not calling.done()
+        await until(lambda: stuck.aborted)
+        stuck.release.set()
+        work = await calling
+        assert isinstance(work.exception(), AbortedError), "also what was just being submitted"
+        monkeypatch.undo()
+
+
+async def test_nothing_stays_pending_that_was_called_while_the_comm_broke() -> None:
+    for turn in range(40):
+        async with loopback_world(2) as (a, b):
+            works: list[Work[Any]] = []
+            started = threading.Event()
+
+            def calls(comm: Comm = a, works: list[Work[Any]] = works, started: threading.Event = started) -> None:
+                with contextlib.suppress(AbortedError):
+                    while True:
+                        works.append(comm.all_reduce(torch.ones(1)))
+                        started.set()
+                        if len(works) % 7 == 0:
+                            with comm.coalesce():
+                                works.append(comm.all_reduce(torch.ones(1)))
+
+            threads = [asyncio.ensure_future(asyncio.to_thread(calls)) for _ in range(2)]
+            assert await asyncio.to_thread(started.wait, 10)
+            (a if turn % 2 else b).abort("enough")
+            await asyncio.wait_for(asyncio.gather(*threads), 20)
+            await until(lambda works=works: all(work.done() for work in works))
+            assert all(isinstance(work.exception(), AbortedError) for work in works)
+
+
+async def test_who_left_the_child_in_good_order_may_die_in_peace() -> None:
+    async with loopback_world(2) as (a, b):
+        one, other = await asyncio.gather(a.dup("child"), b.dup("child"))
+        await other.aclose()
+        channel = channel_of(b)
+        channel._thread.call(channel._begin_closing)  # as if it was killed
+        await until(lambda: "broken" in repr(a))
+        with pytest.raises(PeerLostError, match="rank 1 was lost"):
+            a.barrier()
+        assert "broken" not in repr(one)
+        await one.aclose()
+        b.abort("it is gone")
 
 
 EXITS_IN_FLIGHT = """

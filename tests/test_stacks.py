@@ -14,7 +14,7 @@ from asynccomm.ops import Barrier
 from asynccomm.stacks import DEPTH, describe
 from asynccomm.work import Work
 
-from .conftest import wait_until
+from .testing.conftest import wait_until
 
 MAIN = threading.get_ident()
 

@@ -16,7 +16,6 @@ import math
 import os
 import secrets
 import socket
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -26,7 +25,7 @@ from typing import Any, Final, Protocol, final
 from asynccomm.control.elections import Elections
 from asynccomm.control.frames import MESSAGE_BYTES, Message
 from asynccomm.control.ledger import Difference, Ledgers, Print
-from asynccomm.control.links import Connection, Listener, Tokens, connect, knock, local_socket, tcp_socket
+from asynccomm.control.links import Connection, Listener, Tokens, connect, listens, local_socket, tcp_socket
 from asynccomm.control.node import ALL, HERE, ROOT, Node
 from asynccomm.control.roster import Contact, Roster
 from asynccomm.control.thread import ControlThread, control_thread
@@ -34,14 +33,16 @@ from asynccomm.control.thread import ControlThread, control_thread
 __all__ = ["Channel", "Doors", "Member", "Tokens", "run_name"]
 
 ATTACH_SECONDS: Final = 10.0  # for the first connection; without it, there is no control channel
-PROBE_SECONDS: Final = 1.0  # for a rank to take a connection
 REACH_SECONDS: Final = 5.0  # after which one that cannot be reached counts as lost
 RETRY_SECONDS: Final = 0.02  # until another try to reach the next one above
+REFUSED_SECONDS: Final = 0.2  # that a rank does not listen, without news that it has left, until it counts as lost
+GOODBYE_SECONDS: Final = 2.0  # for the others to hear that this rank leaves
 PULSE_SECONDS: Final = 1.0  # between heartbeats
 PRINT_SECONDS: Final = 0.05  # between looks at what was issued, while something is
 PRINTS: Final = 4096  # in one message
 ANSWER_SECONDS: Final = 1.0  # for two ranks that differ to say what they have issued
 PING_SECONDS: Final = 0.1  # for the loops to turn, before they count as blocked
+NOT_THERE: Final = "it does not listen any more"
 EVERY: Final = "*"  # in place of a comm's key
 QUIET_LOOKS: Final = 4  # looks without anything new, after which they end
 KEPT_COMMS: Final = 256  # comms that are not enrolled yet, for which news are kept
@@ -141,10 +142,11 @@ class Channel:
         self.elections = Elections(self._node, self._thread.loop, self)  #: on the control thread
         self._tasks: set[asyncio.Task[Any]] = set()
         self._climbing: asyncio.Task[None] | None = None
-        self._probing: asyncio.Task[None] | None = None
         self._looking = False  # at what is issued
         self._quiet = 0
         self._pulse: asyncio.TimerHandle | None = None
+        self._search: asyncio.Task[None] | None = None  # at the root: for ranks that are not connected
+        self._leaving: asyncio.Future[None] | None = None  # done once the others know
         self._closed = False
         self._handlers: dict[str, Callable[[Message], object]] = {
             "news": self._hear_news,
@@ -259,8 +261,16 @@ class Channel:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_SECONDS):
                     await self.elections.settled()
-        self._node.depart()
+        if self._leaving is None:
+            self._leaving = self._thread.loop.create_future()
+            self._node.depart()
+            self._look_whether_departed()
+        await asyncio.wait([self._leaving], timeout=GOODBYE_SECONDS)
         self._begin_closing()
+
+    def _look_whether_departed(self) -> None:
+        if self._leaving is not None and not self._leaving.done() and self._node.departed:
+            self._leaving.set_result(None)
 
     def _begin_closing(self) -> None:
         if self._closed:
@@ -295,23 +305,27 @@ class Channel:
             self._climb()  # who is above may have changed meanwhile
 
     async def _connect_above(self) -> None:
-        tried = time.monotonic()
+        tried = self._thread.loop.time()
+        refused: dict[int, float] = {}  # since when
         while (above := self._node.above) is not None and self._node.up is None:
             contacts = self.roster.contacts
             try:
                 link = await connect(
-                    contacts[above], self._is_local(above), self.tokens, self.rank, self._received, self._ended
+                    contacts[above], self._is_near(above), self.tokens, self.rank, self._received, self._ended
                 )
-            except PermissionError as exc:
+            except PermissionError as exc:  # the others have given this rank up
                 self._node.fence(exc.strerror or "")
                 return
-            except ConnectionRefusedError:  # it listens as long as it lives
-                self._node.give_up(above, "nobody listens at its control socket any more")
-                continue
             except OSError as exc:
-                if time.monotonic() - tried > REACH_SECONDS:
-                    self._node.give_up(above, f"it cannot be reached: {exc}")
-                    tried = time.monotonic()
+                now = self._thread.loop.time()
+                if not isinstance(exc, ConnectionRefusedError):
+                    refused.pop(above, None)
+                    if now - tried > REACH_SECONDS:
+                        self._node.give_up(above, f"it cannot be reached: {exc}")
+                        tried = now
+                elif now - refused.setdefault(above, now) > REFUSED_SECONDS:
+                    self._node.give_up(above, NOT_THERE)
+                    continue
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             if above in self._node.gone:
@@ -320,33 +334,35 @@ class Channel:
             self._node.attach(above, link)
             self.elections.attached()
 
+    def _is_near(self, rank: int) -> bool:
+        contacts = self.roster.contacts
+        return contacts[rank].host == contacts[self.rank].host
+
+    async def _look_for_absent(self) -> None:
+        """A rank that is not connected may have gone when nobody saw it."""
+        refused: dict[int, float] = {}  # since when
+        while True:
+            for rank in self._node.absent:
+                if await listens(self.roster.contacts[rank], self._is_near(rank)):
+                    refused.pop(rank, None)
+                    continue
+                now = self._thread.loop.time()
+                if now - refused.setdefault(rank, now) > REFUSED_SECONDS and rank in self._node.absent:
+                    self._node.give_up(rank, NOT_THERE)
+            if not refused.keys() & set(self._node.absent):
+                return  # those that listen will come; there is another look with the next heartbeat
+            await asyncio.sleep(RETRY_SECONDS)
+
     async def _wait_and(self, seconds: float, call: Callable[[], object]) -> None:
         try:
             await asyncio.sleep(seconds)
         finally:
             call()
 
-    def _look_for_the_missing(self) -> None:
-        """At the root: who should be connected and is not may have died with the one between."""
-        if self._probing is None and self._node.is_root and self._node.missing and not self._closed:
-            self._probing = self._begin(self._probe())
-            self._probing.add_done_callback(self._probed)
-
-    def _probed(self, task: asyncio.Task[None]) -> None:
-        self._probing = None
-
-    async def _probe(self) -> None:
-        contacts = self.roster.contacts
-        for rank in self._node.missing:
-            try:
-                await asyncio.wait_for(knock(contacts[rank], self._is_local(rank)), PROBE_SECONDS)
-            except ConnectionRefusedError:
-                self._node.give_up(rank, "nobody listens at its control socket any more")
-            except (OSError, TimeoutError) as exc:
-                _log.debug("rank %d, which is not connected, cannot be reached: %s", rank, exc)
-
-    def _is_local(self, rank: int) -> bool:
-        return self.roster.contacts[rank].host == self.roster.contacts[self.rank].host
+    def _search_absent(self) -> None:
+        """At the root: see whether those live that should be connected and are not."""
+        if self._node.absent and not self._closed and (self._search is None or self._search.done()):
+            self._search = self._begin(self._look_for_absent())
 
     def _begin(self, coroutine: Any) -> asyncio.Task[Any]:
         task = self._thread.loop.create_task(coroutine)
@@ -356,7 +372,7 @@ class Channel:
 
     def _beat(self) -> None:
         self._node.pulse()
-        self._look_for_the_missing()
+        self._search_absent()
         self.elections.look_around()
         self._pulse = self._thread.loop.call_later(PULSE_SECONDS, self._beat)
 
@@ -381,11 +397,13 @@ class Channel:
 
     def _received(self, connection: Connection, message: Message) -> None:
         self._node.received(connection, message)
+        self._look_whether_departed()
 
     def _ended(self, connection: Connection, how: str) -> None:
         if not self._closed:
             self._node.ended(connection, how)
             self._climb()
+            self._look_whether_departed()
 
     def _deliver(self, message: Message) -> None:
         handler = self._handlers.get(message["kind"])
@@ -403,7 +421,8 @@ class Channel:
         self.elections.gone(rank, how)
         if not self._closed:
             self._thread.loop.call_soon(self._climb)
-            self._look_for_the_missing()
+            self._search_absent()
+            self._thread.loop.call_soon(self._look_whether_departed)
             if self._node.is_root:  # maybe only now
                 self._thread.loop.call_soon(self.elections.attached)
 
@@ -465,6 +484,8 @@ class Channel:
 
     async def gather(self, key: str, ranks: Sequence[int], question: Message, timeout: float) -> dict[int, Message]:
         """What ``ranks`` answer, as far as they do within ``timeout`` seconds. On the control thread."""
+        if self._closed:
+            return {}
         due = {rank for rank in ranks if rank not in self.gone and rank in self.roster.contacts}
         answers: dict[int, Message] = {}
         enough: asyncio.Future[None] = self._thread.loop.create_future()
@@ -529,9 +550,11 @@ class Channel:
             return {"problem": f"{type(exc).__name__}: {exc}"}
 
     def _hear_reply(self, message: Message) -> None:
-        asked = self._questions.get(message.get("number", -1))
-        answer = message.get("answer")
-        if asked is None or not isinstance(answer, dict):
+        number, answer = message.get("number"), message.get("answer")
+        if type(number) is not int or not isinstance(answer, dict):
+            raise ValueError("no reply")
+        asked = self._questions.get(number)
+        if asked is None:
             return
         due, answers, enough = asked
         rank = message["from"]

@@ -34,9 +34,10 @@ class RankState:
     """One rank."""
 
     rank: int
-    answered: bool  #: if not, all that follows but ``silent`` and ``gone`` says nothing
+    answered: bool  #: if not, nothing is known but ``silent``, ``gone`` and ``reachable``
     silent: float | None = None  #: seconds since it was last heard, if it did not answer; None: never, or not known
     gone: str | None = None  #: how it went, if it did; empty: in good order
+    reachable: bool = True  #: whether it has a control channel
     state: str = ""  #: "open", "closed", or "broken: " and why
     host: str = ""
     pid: int = 0
@@ -48,12 +49,15 @@ class RankState:
     blocked: bool = False  #: whether its event loop did not turn when it was asked to
     issued: int = 0  #: operations that are not agreed on yet, under the tag that was asked for
     stacks: str = ""  #: of its threads and tasks, if they were asked for
+    problem: str = ""  #: why it could not say what it is at
 
     @classmethod
     def of_answer(cls, rank: int, answer: Mapping[str, Any]) -> Self:
         """From what the rank says. An empty answer: it has no such comm (any more)."""
         if not answer:
             return cls(rank, True, state="closed")
+        if "problem" in answer:
+            return cls(rank, True, problem=str(answer["problem"]))
         last = answer.get("last")
         return cls(
             rank,
@@ -76,9 +80,13 @@ class RankState:
         """In a line: what it did last, and whether it can do anything."""
         if self.gone is not None:
             return f"is gone: {self.gone}" if self.gone else "has left in good order"
+        if not self.reachable:
+            return "has no control channel"
         if not self.answered:
             heard = "" if self.silent is None else f": it was last heard {self.silent:.1f} s ago"
             return f"does not answer{heard}; it is stopped, or something holds its interpreter lock"
+        if self.problem:
+            return f"could not say: {self.problem}"
         parts = []
         if self.state not in ("", "open"):
             parts.append(f"is {self.state}")

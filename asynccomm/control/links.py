@@ -25,7 +25,7 @@ from typing import Any, Final, final
 from asynccomm.control.frames import MESSAGE_BYTES, Decoder, GarbledError, Message, encode
 from asynccomm.control.roster import Contact
 
-__all__ = ["Connection", "Listener", "Tokens", "connect", "knock", "local_socket", "tcp_socket"]
+__all__ = ["Connection", "Listener", "Tokens", "connect", "listens", "local_socket", "tcp_socket"]
 
 STRANGERS: Final = 64  # connections that have not said who they are, at once; more push out the oldest
 HELLO_SECONDS: Final = 5.0  # for a stranger to say it
@@ -33,6 +33,8 @@ UNSENT_BYTES: Final = 64 << 20  # towards one that does not read any more: as go
 RETRY_SECONDS: Final = 0.005  # until another try to connect to a local socket whose line is full
 KEEP_ALIVE: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # a silent host is gone after about 11 s
 USER_TIMEOUT_MS: Final = 10_000  # for what was sent to be received by a host
+
+ENDED: Final = "its control connection ended"
 
 _credentials = struct.Struct("=iII")  # process, user, group
 _log = logging.getLogger("asynccomm")
@@ -71,7 +73,8 @@ class Connection(asyncio.Protocol):
         self.decoder = Decoder()
         self._made = made
         self._transport: asyncio.Transport | None = None
-        self._how = "its control connection ended"
+        self._how = ENDED
+        self._held = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -90,15 +93,27 @@ class Connection(asyncio.Protocol):
         sock = self._transport.get_extra_info("socket")
         if sock.family != socket.AF_UNIX:
             return None
-        return int(_credentials.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size))[1])
+        return _user(sock)
 
     def data_received(self, data: bytes) -> None:
         self.decoder.feed(data)
+        self._read()
+
+    def _read(self) -> None:
         try:
-            while self._transport is not None and (message := self.decoder.next()) is not None:
+            while self._transport is not None and not self._held and (message := self.decoder.next()) is not None:
                 self.received(self, message)
         except ValueError as exc:
             self.drop(f"its control connection carried nonsense: {exc}")
+
+    def hold(self) -> None:
+        """Keep what follows until those who wait for this connection have run, and know what to do with it."""
+        self._held = True
+        asyncio.get_running_loop().call_soon(self._release)
+
+    def _release(self) -> None:
+        self._held = False
+        self._read()
 
     def send(self, message: Message) -> None:
         """Put ``message`` on its way."""
@@ -127,13 +142,23 @@ class Connection(asyncio.Protocol):
             _replace(self._transport.get_extra_info("socket").fileno())
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if isinstance(exc, OSError):
+            self._read_the_rest()
         self._transport = None
         _open.discard(self)
-        if exc is not None and self._how == "its control connection ended":
-            self._how = f"its control connection ended: {exc}"
+        if exc is not None and self._how == ENDED:
+            self._how = f"{ENDED}: {exc}"
         ended, self.ended = self.ended, _nothing
         self.received = _nothing
         ended(self, self._how)
+
+    def _read_the_rest(self) -> None:
+        """Writing failed. What the other side has said before it went may be here still, a goodbye for one."""
+        assert self._transport is not None
+        fd = self._transport.get_extra_info("socket").fileno()
+        with contextlib.suppress(OSError):
+            while data := os.read(fd, 1 << 16):
+                self.data_received(data)
 
 
 @final
@@ -160,6 +185,7 @@ class Listener:
         self._strangers: dict[Connection, asyncio.TimerHandle] = {}
         self._servers: list[asyncio.Server] = []
         self._refused = 0
+        self._closed = False
 
     async def listen(self, sock: socket.socket) -> None:
         """Take connections on ``sock``, which becomes ours."""
@@ -176,6 +202,9 @@ class Listener:
                 _replace(sock.fileno())
 
     def _arrived(self, connection: Connection) -> None:
+        if self._closed:  # it had been taken already
+            connection.drop("nobody listens any more")
+            return
         if connection.user not in (None, os.geteuid()):
             self._refuse(connection, f"it is user {connection.user}'s")
             return
@@ -193,8 +222,7 @@ class Listener:
             connection.ended = _nothing
             self._look(connection, message)
             return
-        token = message.get("token")
-        if not isinstance(token, str) or not secrets.compare_digest(token.encode(), self._tokens.ask.encode()):
+        if not _same(message.get("token"), self._tokens.ask):
             self._refuse(connection, "it does not know the token")
             return
         who = message.get("who")
@@ -207,9 +235,11 @@ class Listener:
             self._welcome(who, connection)
 
     def _ended(self, connection: Connection, how: str) -> None:
-        timer = self._strangers.pop(connection, None)  # it has changed its mind
+        timer = self._strangers.pop(connection, None)
         if timer is not None:
             timer.cancel()
+            if not how.startswith(ENDED):  # else it has changed its mind
+                self._count(how)
 
     def _refuse(self, connection: Connection, reason: str) -> None:
         timer = self._strangers.pop(connection, None)
@@ -227,6 +257,7 @@ class Listener:
 
     def close(self) -> None:
         """Take no more connections."""
+        self._closed = True
         for server in self._servers:
             server.close()
         _listening.discard(self)
@@ -265,15 +296,6 @@ async def connect(
     raise problem or OSError(errno.EHOSTUNREACH, f"rank {contact.rank} has no address that can be reached from here")
 
 
-async def knock(contact: Contact, local: bool) -> None:
-    """Connect to a rank, and hang up. Raises: OSError; ConnectionRefusedError if nobody listens there."""
-    if local and contact.local:
-        (await _local(f"\0{contact.local}")).close()
-    elif contact.port:
-        _, writer = await asyncio.open_connection(contact.address, contact.port)
-        writer.close()
-
-
 async def _connect(
     address: str | tuple[str, int],
     tokens: Tokens,
@@ -285,8 +307,9 @@ async def _connect(
     answer: asyncio.Future[None] = loop.create_future()
 
     def hear(connection: Connection, message: Message) -> None:
-        token = message.get("token")
-        if not isinstance(token, str) or not secrets.compare_digest(token.encode(), tokens.answer.encode()):
+        if answer.done():
+            return
+        if not _same(message.get("token"), tokens.answer):
             raise GarbledError("it does not know the answer")
         if refused := message.get("refused"):
             answer.set_exception(PermissionError(errno.EACCES, str(refused)))
@@ -294,6 +317,7 @@ async def _connect(
         connection.decoder.limit = MESSAGE_BYTES
         connection.received, connection.ended = received, ended
         answer.set_result(None)
+        connection.hold()
 
     def over(connection: Connection, how: str) -> None:
         if not answer.done():
@@ -302,10 +326,11 @@ async def _connect(
     connection = Connection(hear, over)
     if isinstance(address, str):
         sock = await _local(address)
-        user = int(_credentials.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size))[1])
+        user = _user(sock)
         if user != os.geteuid():
             sock.close()
-            raise PermissionError(errno.EPERM, f"who listens there is user {user}'s")
+            # not that rank, which is gone, and not a word of it is to be believed
+            raise ConnectionRefusedError(errno.ECONNREFUSED, f"who listens there is user {user}'s")
         await loop.create_unix_connection(lambda: connection, sock=sock)
     else:
         await loop.create_connection(lambda: connection, *address)
@@ -315,8 +340,36 @@ async def _connect(
         return connection
     except BaseException:
         answer.cancel()
+        if not answer.cancelled():
+            answer.exception()  # nobody will look at it
         connection.close()
         raise
+
+
+async def listens(contact: Contact, local: bool) -> bool:
+    """Whether a rank still listens, for all that can be told: False if the system of its host refuses to connect."""
+    loop = asyncio.get_running_loop()
+    address: Any = f"\0{contact.local}" if local and contact.local else (contact.address, contact.port)
+    try:
+        if isinstance(address, str):
+            with await _local(address) as sock:
+                return _user(sock) == os.geteuid()
+        transport, _ = await loop.create_connection(asyncio.Protocol, *address)
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return True
+    transport.abort()
+    return True
+
+
+def _user(sock: socket.socket) -> int:
+    """Who is on the other side of a local socket."""
+    return int(_credentials.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size))[1])
+
+
+def _same(token: Any, expected: str) -> bool:
+    return isinstance(token, str) and secrets.compare_digest(token.encode(errors="replace"), expected.encode())
 
 
 async def _local(address: str) -> socket.socket:

@@ -38,6 +38,7 @@ from asynccomm.testing.messages import Failed, Job, Passed, Setup, ShowStacks, S
 from asynccomm.work import Work
 
 PR_SET_PDEATHSIG = 1
+OWN_SECONDS = 0.05  # for other ranks, which may fail in the same place, to do so by themselves and not by our abort
 PACKAGE = str(Path(__file__).parent.parent) + os.sep
 
 __all__ = ["main"]
@@ -138,7 +139,11 @@ class Worker:
                 arguments["comm"] = await stack.enter_async_context(
                     new_comm(world.backend, world.device, name="test", hints=world.hints, timeout=world.timeout)
                 )
-            await function(**arguments)
+            try:
+                await function(**arguments)
+            except BaseException:
+                await asyncio.sleep(OWN_SECONDS)
+                raise
 
     def _failed(self, exc: BaseException, job: Job) -> Failed:
         info = pytest.ExceptionInfo.from_exception(exc)

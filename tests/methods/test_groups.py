@@ -665,7 +665,8 @@ async def test_any_order_of_closing_where_rank_0_hosts_the_store(comm: Comm, tmp
     start = time.monotonic()
     for number, one in enumerate(comms):  # rank 0, which has the store, is ahead
         await asyncio.sleep(0.1 * rank)
-        await one._session._bulletin.post(kind="the store is still there")
+        await one._session.seat.room.set("the store", "is still there")
+        await one._session.seat.room.check([])
         await one.aclose()
         if order != "another order each":
             assert [await total(other, 1) for other in comms[number + 1 :]] == [2] * (2 - number)

@@ -53,18 +53,23 @@ async def _all_are_past_the_barrier(comm: Comm, informed: int) -> None:
     """A barrier after which rank ``informed`` may break the comm without catching another rank still inside of it."""
     await comm.barrier()
     if comm.rank == informed:
-        for rank in range(comm.size):
-            if rank != informed:
-                await comm.recv(torch.empty(1), rank, 99)
+        await _all_have_called(comm)
     else:
         comm.send(torch.ones(1), informed, 99)
 
 
+async def _all_have_called(comm: Comm) -> None:
+    for rank in range(comm.size):
+        if rank != comm.rank:
+            await comm.recv(torch.empty(1), rank, 99)
+
+
 async def abort_ends_everybody(comm: Comm) -> None:
-    await _all_are_past_the_barrier(comm, 0)
+    await comm.barrier()
     if comm.size == 1:
         comm.abort("enough")
     elif comm.rank == 0:
+        await _all_have_called(comm)
         reduces = [comm.all_reduce(torch.ones(1 << 16)) for _ in range(3)]  # some may come to an end before
         pending = [comm.recv(torch.ones(3), 1, 9), comm.recv(torch.ones(3), 1, 10)]
         comm.abort("enough")
@@ -73,7 +78,9 @@ async def abort_ends_everybody(comm: Comm) -> None:
         await _fails(pending, AbortedError, 0, "enough")
     else:
         reduces = [comm.all_reduce(torch.ones(1 << 16)) for _ in range(4)]  # the aborting rank has called three
-        await _fails([comm.recv(torch.ones(3), 0, 8), reduces[3]], AbortedError, 0, "enough")
+        never = comm.recv(torch.ones(3), 0, 8)
+        comm.send(torch.ones(1), 0, 99)  # from now on, a call may find the comm aborted
+        await _fails([never, reduces[3]], AbortedError, 0, "enough")
     try:
         comm.all_reduce(torch.ones(1))
     except BrokenError as exc:
