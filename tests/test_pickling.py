@@ -68,7 +68,7 @@ PLAIN = [
 ]
 
 
-@pytest.mark.parametrize("obj", PLAIN, ids=lambda obj: repr(obj)[:20])
+@pytest.mark.parametrize("obj", PLAIN, ids=[f"{type(obj).__name__}-{i}" for i, obj in enumerate(PLAIN)])
 def test_plain_data_comes_back_without_torch(obj: object) -> None:
     assert form_of(obj) == 1
     back = through(obj)

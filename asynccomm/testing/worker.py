@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import faulthandler
+import gc
 import inspect
 import os
 import pickle
@@ -54,6 +55,8 @@ class Worker:
         self._main_thread = threading.get_ident()
         self._sending = threading.Lock()
         self._config = self._set_up(channel.recv())
+        gc.collect()
+        gc.freeze()  # what is imported stays; a collection in a test would look at all of it again
 
     def _set_up(self, setup: Setup) -> Config:
         os.chdir(setup.cwd)

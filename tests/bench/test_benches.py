@@ -146,22 +146,43 @@ def test_models_are_of_the_size_that_is_known() -> None:
     assert done.stdout == "ResNet-50: 161 parameters, 25,557,032 numbers\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["collectives.py", "--peers", "gloo,carrier-pigeon"], "argument --peers: 'carrier-pigeon' is not one of"),
-        (["hints.py", "--backend", "gloo", "--hint", "nonsense=1"], "argument --hint: gloo knows no 'nonsense'"),
-        (["forms.py", "--only", "telepathy"], "argument --only: no form contains 'telepathy'"),
-        (["completion.py", "--rounds", "0"], "arguments --delays, --rounds, --late: must be positive"),
-        (["agreed.py", "--simulate", "2,0"], "arguments --simulate, --ops, --rounds, --ranks: must be positive"),
-        (
-            ["coalesce.py", "--lists", "64 x 64 B,a shopping list"],
-            "argument --lists: there is no list 'a shopping list'",
-        ),
-    ],
-    ids=["peers", "hint", "only", "rounds", "ranks", "lists"],
-)
-def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:
-    done = bench(*arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
+BAD_ARGUMENTS = {
+    "peers": (["collectives.py", "--peers", "gloo,carrier-pigeon"], "argument --peers: 'carrier-pigeon' is not one of"),
+    "hint": (["hints.py", "--backend", "gloo", "--hint", "nonsense=1"], "argument --hint: gloo knows no 'nonsense'"),
+    "only": (["forms.py", "--only", "telepathy"], "argument --only: no form contains 'telepathy'"),
+    "rounds": (["completion.py", "--rounds", "0"], "arguments --delays, --rounds, --late: must be positive"),
+    "ranks": (["agreed.py", "--simulate", "2,0"], "arguments --simulate, --ops, --rounds, --ranks: must be positive"),
+    "lists": (
+        ["coalesce.py", "--lists", "64 x 64 B,a shopping list"],
+        "argument --lists: there is no list 'a shopping list'",
+    ),
+}
+ONE_AFTER_THE_OTHER = """
+import contextlib, io, json, runpy, sys
+ends = {}
+for name, arguments in json.loads(sys.argv[1]).items():
+    sys.argv[:] = arguments
+    said, code = io.StringIO(), None
+    with contextlib.redirect_stderr(said):
+        try:
+            runpy.run_path(arguments[0], run_name="__main__")
+        except SystemExit as exc:
+            code = exc.code
+    ends[name] = code, said.getvalue()
+print(json.dumps(ends))
+"""
+
+
+@pytest.fixture(scope="module")
+def refusals() -> dict[str, tuple[int | None, str]]:
+    """How the benches end that are given bad arguments, and what they say; in one process, which imports torch once."""
+    done = bench("-c", ONE_AFTER_THE_OTHER, json.dumps({name: given for name, (given, _) in BAD_ARGUMENTS.items()}))
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+def test_bad_arguments_are_named(refusals: dict[str, tuple[int | None, str]], name: str) -> None:
+    code, said = refusals[name]
+    assert code == 2, said
+    assert BAD_ARGUMENTS[name][1] in said

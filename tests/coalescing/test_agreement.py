@@ -959,6 +959,7 @@ async def test_a_rank_that_closes_between_processes_is_named(comm: Comm) -> None
     for closing in range(3):
         shared = await new_comm(comm.backend, name=f"left {closing}", ordering="agreed", timeout=30)
         await shared.barrier()
+        await comm.barrier()  # all are through that one
         if comm.rank == closing:
             await shared.aclose()
         else:
@@ -973,22 +974,24 @@ async def test_a_rank_that_closes_between_processes_is_named(comm: Comm) -> None
 @pytest.mark.parametrize("busy", [0, 1])
 async def test_a_rank_that_is_busy_while_the_other_closes(comm: Comm, busy: int) -> None:
     """It has not said goodbye, and finds the other gone when it comes to that."""
-    for use in (False, True):
-        shared = await new_comm(comm.backend, name=f"busy {use}", ordering="agreed", timeout=30)
-        await shared.barrier()
-        await comm.barrier()
-        if comm.rank == busy:
-            await asyncio.sleep(0)
-            time.sleep(module.GOODBYE_SECONDS + 0.5)
-            if use:
-                error = await error_of(called(shared))
-                assert isinstance(error, BackendError)
-                assert f"rank {1 - busy} has closed the comm" in str(error), str(error)
-            else:
-                await asyncio.sleep(0.1)
-                assert "open" in repr(shared), repr(shared._session.error)
-        await shared.aclose()
-        await comm.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "GOODBYE_SECONDS", 0.2)
+        for use in (False, True):
+            shared = await new_comm(comm.backend, name=f"busy {use}", ordering="agreed", timeout=30)
+            await shared.barrier()
+            await comm.barrier()
+            if comm.rank == busy:
+                await asyncio.sleep(0)
+                time.sleep(module.GOODBYE_SECONDS + 0.5)
+                if use:
+                    error = await error_of(called(shared))
+                    assert isinstance(error, BackendError)
+                    assert f"rank {1 - busy} has closed the comm" in str(error), str(error)
+                else:
+                    await asyncio.sleep(0.1)
+                    assert "open" in repr(shared), repr(shared._session.error)
+            await shared.aclose()
+            await comm.barrier()
 
 
 @pytest.mark.ranks(2, backend=BACKENDS)

@@ -71,8 +71,11 @@ PASS = """
 
 FAIL = """
     @pytest.mark.ranks(2)
-    async def test_all(comm):
+    async def test_all(comm, tmp_path):
         print("output of", comm.rank)
+        (tmp_path / str(comm.rank)).touch()
+        while len(os.listdir(tmp_path)) < 2:  # the loop is blocked: neither hears of the other's failure
+            time.sleep(0.001)
         left = [1, 2, comm.rank]
         assert left == [1, 2, 7]
 

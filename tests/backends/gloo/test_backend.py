@@ -16,6 +16,8 @@ from asynccomm.checks import Group
 from asynccomm.mailbox import Mailbox
 from asynccomm.testing import check_backend
 
+from ..conformance import MANY_RANKS  # noqa: TID252
+
 
 async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     async with asyncio.timeout(seconds):
@@ -23,9 +25,14 @@ async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
             await asyncio.sleep(0.001)
 
 
-@pytest.mark.ranks([1, 2, 3, 4, 5], backend="gloo", timeout=240)
+@pytest.mark.ranks([1, 2, 3], backend="gloo", timeout=240)
 async def test_conformance() -> None:
     await check_backend(lambda name: new_comm("gloo", name=name, timeout=50))
+
+
+@pytest.mark.ranks([4, 5], backend="gloo", timeout=240)
+async def test_conformance_on_more_ranks() -> None:
+    await check_backend(lambda name: new_comm("gloo", name=name, timeout=50), only=MANY_RANKS)
 
 
 async def test_a_thread_that_waits_for_a_peer_leaves_when_connecting_is_cancelled() -> None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import queue
 import threading
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -50,11 +52,34 @@ class SimulatedEvent:
         self.released = False
 
 
+class Threads:
+    """Threads that are started once and lent again and again: a start costs more than what most are needed for."""
+
+    def __init__(self) -> None:
+        self._idle: list[queue.SimpleQueue[Callable[[], object]]] = []
+
+    def run(self, step: Callable[[], object]) -> None:
+        """Run ``step`` on a thread on which nothing else runs meanwhile."""
+        try:
+            inbox = self._idle.pop()
+        except IndexError:
+            inbox = queue.SimpleQueue()
+            threading.Thread(target=self._main, args=(inbox,), name="simulated stream", daemon=True).start()
+        inbox.put(step)
+
+    def _main(self, inbox: queue.SimpleQueue[Callable[[], object]]) -> None:
+        while True:
+            inbox.get()()
+            self._idle.append(inbox)
+
+
 class SimulatedStream:
-    """Runs what is queued on a thread of its own, which ends when there is nothing left."""
+    """Runs what is queued on one thread, which it gives back when there is nothing left."""
+
+    threads = Threads()
 
     handles = itertools.count(1)
-    by_handle: dict[int, SimulatedStream] = {}
+    by_handle: weakref.WeakValueDictionary[int, SimulatedStream] = weakref.WeakValueDictionary()
 
     def __init__(self) -> None:
         self.handle = next(self.handles)
@@ -70,7 +95,7 @@ class SimulatedStream:
             if self._busy:
                 return
             self._busy = True
-        threading.Thread(target=self._main, name="simulated stream", daemon=True).start()
+        self.threads.run(self._main)
 
     def _main(self) -> None:
         while True:
@@ -179,6 +204,7 @@ class SimulatedDevice:
 class Group:
     """The ranks of one communicator."""
 
+    unique_id: bytes
     size: int
     lock: threading.Condition = field(default_factory=threading.Condition)
     joined: set[int] = field(default_factory=set)
@@ -245,7 +271,7 @@ class SimulatedNccl:
     def init(self, size: int, rank: int, unique_id: bytes, config: Config) -> SimulatedComm:
         self._note("init")
         self.configs.append(config)
-        group = self.groups.setdefault(unique_id, Group(size))
+        group = self.groups.setdefault(unique_id, Group(unique_id, size))
         assert group.size == size
         comm = SimulatedComm(group, rank, config.blocking)
         self.comms.append(comm)
@@ -283,6 +309,9 @@ class SimulatedNccl:
         assert comm.aborted or not comm.reductions
         comm.ended = True
         self.comms.remove(comm)
+        group = comm.group
+        if len(group.joined) == group.size and not any(other.group is group for other in self.comms):
+            self.groups.pop(group.unique_id)  # with everything that was ever sent
 
     def pre_mul_sum(self, scalar: int, dtype: int, comm: SimulatedComm, *, on_device: bool) -> int:
         assert on_device

@@ -462,7 +462,7 @@ async def test_nccl_cannot_connect(ends: Ends, monkeypatch: pytest.MonkeyPatch, 
 
     def init(size: int, rank: int, unique_id: bytes, config: Config) -> Any:
         # the other end sees it leave
-        group = SimulatedNccl.groups.setdefault(unique_id, simulation.Group(size))
+        group = SimulatedNccl.groups.setdefault(unique_id, simulation.Group(unique_id, size))
         with group.lock:
             group.joined.add(rank)
             group.lock.notify_all()

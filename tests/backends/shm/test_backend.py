@@ -1,14 +1,23 @@
 """Shared memory on real processes: the conformance suite, and what is shm's own."""
 
+import os
+
 import pytest
 
 from asynccomm import new_comm
 from asynccomm.testing import check_backend
 
+from ..conformance import MANY_RANKS  # noqa: TID252
 
-@pytest.mark.ranks([1, 2, 3, 4, 5], backend="shm")
+
+@pytest.mark.ranks([1, 2, 3], backend="shm")
 async def test_conformance() -> None:
     await check_backend(lambda name: new_comm("shm", name=name, timeout=50))
+
+
+@pytest.mark.ranks([4, 5], backend="shm")
+async def test_conformance_on_more_ranks() -> None:
+    await check_backend(lambda name: new_comm("shm", name=name, timeout=50), only=MANY_RANKS)
 
 
 @pytest.mark.ranks(8, backend="shm")
@@ -27,4 +36,5 @@ async def test_many_ranks() -> None:
 @pytest.mark.ranks([2, 3], backend="shm")
 async def test_conformance_with_tiny_slots_and_everything_on_the_worker() -> None:
     hints = {"chunk_bytes": "1024", "whole_bytes": "64", "inline_bytes": "0", "message_bytes": "1024"}
-    await check_backend(lambda name: new_comm("shm", name=name, timeout=50, hints=hints))
+    only = None if os.environ["WORLD_SIZE"] == "2" else MANY_RANKS
+    await check_backend(lambda name: new_comm("shm", name=name, timeout=50, hints=hints), only=only)

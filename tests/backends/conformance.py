@@ -1,0 +1,30 @@
+"""What of the conformance suite is run on more ranks than three."""
+
+from asynccomm.testing.conformance import CHECKS
+
+# Each goes through all dtypes, reductions, layouts or forms, one after the other, and takes the same way for every one
+# of them on four ranks as on three. What they have in common with the others (roots, uneven sizes, the forms) is left.
+OF_EVERY_KIND = {
+    "all_gather_coalesced_every_dtype",
+    "all_reduce_coalesced_every_dtype_and_op",
+    "all_reduce_every_dtype_and_op",
+    "complex_on_some_ranks_and_real_on_others",
+    "complex_outputs_of_real_inputs",
+    "conjugated_tensors_in_every_form",
+    "every_dtype_along_a_dim",
+    "every_dtype_in_every_form",
+    "every_layout_along_a_dim",
+    "negated_tensors_in_every_form",
+    "real_outputs_of_complex_inputs",
+    "reduce_scatter_coalesced_every_dtype_and_op",
+    "reduce_scatter_list_and_single",
+    "scalars_in_every_form",
+    "scopes_with_limits",
+    "send_and_recv_in_a_ring",
+    "strided_tensors_in_every_form",
+    "tensors_of_inference_mode_in_every_form",
+    "uneven_sizes_of_every_dtype",
+}
+assert set(CHECKS) >= OF_EVERY_KIND
+
+MANY_RANKS = [name for name in CHECKS if name not in OF_EVERY_KIND]
