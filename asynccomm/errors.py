@@ -166,7 +166,7 @@ class CollectiveTimeoutError(BrokenError, TimeoutError):
         rank: the rank that reports.
         elapsed: seconds since the call.
         timeout: seconds that were allowed.
-        missing: ranks known not to have called it; empty when that cannot be told.
+        missing: ranks that have not called it, or do not answer; those without a control channel are not asked.
         arrived: ranks known to have called it.
         doing: by missing rank, in order, what it did last and where, or why it does not say; may be empty.
         site: where it was called, if that is known.

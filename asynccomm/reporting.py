@@ -28,7 +28,7 @@ from asynccomm.ops import Op
 from asynccomm.ops.signature import signature
 from asynccomm.sites import Site, show
 from asynccomm.stacks import describe
-from asynccomm.work import Work
+from asynccomm.work import UNNUMBERED, Work
 
 __all__ = ["Reported", "Reporter", "Status"]
 
@@ -295,6 +295,7 @@ class Reporter:
             "pid": os.getpid(),
             "state": "open" if error is None else f"broken: {error}" if isinstance(error, BrokenError) else "closed",
             "collectives": collectives,
+            "finished": collectives - sum(not work.op.p2p and work.seq != UNNUMBERED for work in pending),
             "messages": messages,
             "in_flight": len(pending),
             "pending": [_called((work.op, work.site, work.seq, work.started), now) for work in pending[:SHOWN]],

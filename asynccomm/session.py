@@ -412,11 +412,12 @@ class Session(Calls):
             states = await reporter.states(missing, ROLL_CALL_SECONDS)
             return _Arrivals(missing, doing=[states[rank].doing for rank in missing])
         states = await reporter.states(others, ROLL_CALL_SECONDS, tag=work.op.label if undecided else None)
+        known = [rank for rank in others if states[rank].reachable]
         if undecided:
-            missing = [rank for rank in others if not states[rank].issued]
+            missing = [rank for rank in known if not states[rank].issued]
         else:
-            missing = [rank for rank in others if states[rank].collectives <= work.seq]
-        arrived = [rank for rank in range(self.group.size) if rank not in missing]
+            missing = [rank for rank in known if states[rank].collectives <= work.seq]
+        arrived = sorted({self.group.rank, *known} - {*missing})
         return _Arrivals(missing, arrived, [states[rank].doing for rank in missing])
 
 

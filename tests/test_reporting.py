@@ -324,3 +324,8 @@ async def test_a_split_comm_has_ranks_of_its_own() -> None:
             await work
         await asyncio.gather(*(comm.barrier() for comm in comms))
         await asyncio.gather(one.aclose(), two.aclose())
+
+
+async def test_how_many_collectives_are_done(parts: Parts) -> None:
+    parts.session.works = [parts.issue(REDUCE, 2), parts.issue(Send(torch.float32, 3, 1, 0), 0)]
+    assert parts.reporter.answer({"what": "state"})["finished"] == 2, "of three, of which one is not"

@@ -574,3 +574,26 @@ def test_a_process_that_leaves_with_an_idle_comm_exits_cleanly(tmp_path: Path) -
         ]
         errors = [process.communicate(timeout=60)[1] for process in processes]
         assert [process.returncode for process in processes] == [0, 0], errors
+
+
+async def test_ranks_that_cannot_be_asked_are_not_said_to_be_missing() -> None:
+    store = MemoryStore()
+    off = {"control": "off"}
+    comms = await asyncio.gather(
+        *(
+            new_comm("loopback", store=store, rank=rank, size=3, timeout=0.3, hints=off if rank == 2 else None)
+            for rank in range(3)
+        )
+    )
+    works = [comm.barrier() for comm in comms[:2]]
+    with pytest.raises(BrokenError):
+        await works[1]
+    error = works[0].exception()
+    if not isinstance(error, CollectiveTimeoutError):  # the other one was quicker
+        error = works[1].exception()
+    assert isinstance(error, CollectiveTimeoutError)
+    assert error.missing == ()
+    assert error.arrived == (0, 1)
+    for comm in comms:
+        comm.abort()
+        await comm.aclose()

@@ -439,6 +439,7 @@ class Channel:
             raise ValueError("news of no comm")
         if item.get("kind") == "closed":
             self.elections.left(key, rank)
+            self._ledgers.forget(key)
         if rank == self.rank:
             return
         member = self._members.get(key)

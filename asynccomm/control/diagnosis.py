@@ -42,6 +42,7 @@ class RankState:
     host: str = ""
     pid: int = 0
     collectives: int = 0  #: issued so far
+    finished: int = 0  #: of those, as many are done
     messages: int = 0  #: point-to-point operations issued so far
     last: PendingOp | None = None  #: what it called last
     pending: tuple[PendingOp, ...] = ()  #: the oldest that are not done
@@ -66,6 +67,7 @@ class RankState:
             host=str(answer.get("host", "")),
             pid=int(answer.get("pid", 0)),
             collectives=int(answer.get("collectives", 0)),
+            finished=int(answer.get("finished", 0)),
             messages=int(answer.get("messages", 0)),
             last=None if last is None else PendingOp.of_json(last),
             pending=tuple(PendingOp.of_json(one) for one in answer.get("pending", ())),
