@@ -8,6 +8,8 @@ Each call of a rank is a round, numbered by how many it has made. In a round:
 A rank whose time is up without a verdict makes one itself. The first verdict of a round is the one that counts, for
 everybody: also for rank 0, and for a rank that comes later, which thus fails at once and with the same error. So a
 failed round stays failed, and no word of it can be taken for one of the next: who fell behind catches up call by call.
+
+What is there as a verdict is checked; if it is none, the round fails by an error of the store.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Final, final
 
 from asynccomm.checks import Group
-from asynccomm.errors import AsyncCommError, MonitoredBarrierError, StoreTimeoutError
+from asynccomm.errors import AsyncCommError, MonitoredBarrierError, StoreProtocolError, StoreTimeoutError
 from asynccomm.ops import Op
 from asynccomm.store.base import Store, within
 from asynccomm.work import Work
@@ -29,6 +32,9 @@ from asynccomm.work import Work
 __all__ = ["MonitoredBarrier", "MonitoredBarriers"]
 
 VERDICT_SECONDS = 0.75  # that a rank past its deadline leaves to rank 0, whose deadline may be a little later
+VERDICT_BYTES: Final = 1024  # and RANK_BYTES for each rank
+RANK_BYTES: Final = 24
+SHOWN: Final = 200  # characters of what is no verdict, in an error
 STORE_SECONDS = 0.5  # for the store to answer after that, else it is what hangs
 
 
@@ -63,7 +69,7 @@ class MonitoredBarriers:
     async def pass_through(self, work: Work[None]) -> None:
         """Take part in the next round, for ``work``, a MonitoredBarrier.
 
-        Raises: MonitoredBarrierError, StoreError.
+        Raises: MonitoredBarrierError, StoreError; StoreProtocolError if what is in the store is no verdict.
         """
         limit = work.timeout + VERDICT_SECONDS + STORE_SECONDS
         async with self._turn:
@@ -79,7 +85,7 @@ class MonitoredBarriers:
                 raise StoreTimeoutError(f"the store did not answer within {limit:g} s in a monitored barrier") from exc
         if verdict["missing"]:
             raise MonitoredBarrierError(
-                self._group.name, verdict["rank"], tuple(verdict["missing"]), verdict["elapsed"]
+                self._group.name, verdict["rank"], tuple(verdict["missing"]), float(verdict["elapsed"])
             )
 
     async def _collect(self, room: Store, work: Work[None]) -> dict[str, Any]:
@@ -98,10 +104,10 @@ class MonitoredBarriers:
         """The others' part; returns the verdict."""
         await room.set(f"came/{self._group.rank}", b"1")
         with contextlib.suppress(StoreTimeoutError):
-            return await _verdict(room, _left(work))
+            return self._read(await room.get("verdict", _left(work)))
         if await room.check(["came/0"]):
             with contextlib.suppress(StoreTimeoutError):
-                return await _verdict(room, VERDICT_SECONDS)
+                return self._read(await room.get("verdict", VERDICT_SECONDS))
         return await self._decide(room, work, await self._missing(room) or [0])
 
     async def _missing(self, room: Store) -> list[int]:
@@ -120,8 +126,28 @@ class MonitoredBarriers:
         decided = await room.compare_set("decided", "", json.dumps(mine))
         await room.set("verdict", decided)  # a key of its own: compare_set does not wake who waits
         await room.check([])  # a reply: the server has it, however soon this rank goes
-        verdict: dict[str, Any] = json.loads(decided)
+        return self._read(decided)
+
+    def _read(self, text: bytes) -> dict[str, Any]:
+        """A verdict. Raises: StoreProtocolError."""
+        try:
+            verdict: Any = json.loads(text) if len(text) <= VERDICT_BYTES + RANK_BYTES * self._group.size else None
+        except (ValueError, RecursionError):
+            verdict = None
+        if type(verdict) is not dict or not self._is_verdict(verdict):
+            shown = repr(text[:SHOWN]) + ("..." if len(text) > SHOWN else "")
+            raise StoreProtocolError(f"what is in the store as the verdict of a monitored barrier is none: {shown}")
         return verdict
+
+    def _is_verdict(self, verdict: dict[str, Any]) -> bool:
+        rank, missing = verdict.get("rank"), verdict.get("missing")
+        elapsed: Any = verdict.get("elapsed")
+        if type(missing) is not list or len(missing) > self._group.size or not all(map(self._is_rank, missing)):
+            return False
+        return self._is_rank(rank) and type(elapsed) in (int, float) and 0 <= elapsed < math.inf
+
+    def _is_rank(self, value: object) -> bool:
+        return type(value) is int and 0 <= value < self._group.size
 
     async def _tidy(self, number: int, verdict: dict[str, Any]) -> None:
         """Delete what nobody will look for: this rank has left the round, and if all came, they left those before."""
@@ -132,11 +158,6 @@ class MonitoredBarriers:
             self._swept = number
         with contextlib.suppress(AsyncCommError):
             await asyncio.gather(*deletions)
-
-
-async def _verdict(room: Store, timeout: float) -> dict[str, Any]:
-    verdict: dict[str, Any] = json.loads(await room.get("verdict", timeout))
-    return verdict
 
 
 def _left(work: Work[None]) -> float:

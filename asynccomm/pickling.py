@@ -20,7 +20,7 @@ The head of a parcel::
 
 Guarantees: memory is asked for only when the head agrees with the length of the payload. With ``weights_only`` nothing
 that a sender writes makes a receiver run code of the sender's choice; it does not guard against one that is out to use
-up the receiver's memory. Whatever comes, only PayloadError is raised.
+up the receiver's memory, or its stack by what is nested very deeply. What comes damaged is a PayloadError.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from torch import distributed as dist
 
 from asynccomm import MemoryStore, MonitoredBarrierError, Store, TorchStore, Work
 from asynccomm.checks import Group
+from asynccomm.errors import StoreProtocolError
 from asynccomm.mailbox import Mailbox
 from asynccomm.monitored_barrier import MonitoredBarrier, MonitoredBarriers
 
@@ -62,3 +63,34 @@ async def test_the_first_verdict_counts() -> None:
     assert again is not None
     assert str(again) == str(error)
     assert (again.rank, again.missing) == (1, (0,))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"nonsense",
+        b"\xff",
+        b"[" * 10_000,
+        b"null",
+        b"[]",
+        b"{}",
+        b'{"rank": 5, "missing": [1], "elapsed": 1.0}',
+        b'{"rank": true, "missing": [1], "elapsed": 1.0}',
+        b'{"rank": 0, "missing": 1, "elapsed": 1.0}',
+        b'{"rank": 0, "missing": ["1"], "elapsed": 1.0}',
+        b'{"rank": 0, "missing": [2], "elapsed": 1.0}',
+        b'{"rank": 0, "missing": [1, 1, 1], "elapsed": 1.0}',
+        b'{"rank": 0, "missing": [1], "elapsed": "1"}',
+        b'{"rank": 0, "missing": [1], "elapsed": NaN}',
+        b'{"rank": 0, "missing": [1], "elapsed": -1}',
+    ],
+)
+async def test_what_is_no_verdict_is_named(rank: int, text: bytes) -> None:
+    store = MemoryStore()
+    side = sides(store, 2)[rank]
+    for key in ("decided", "verdict"):
+        await store.set(f"monitored/0/{key}", text)
+    with pytest.raises(StoreProtocolError, match="as the verdict of a monitored barrier is none: b'") as caught:
+        await take_part(side, 5)
+    assert len(str(caught.value)) < 1000

@@ -53,3 +53,41 @@ def test_a_deadline_is_an_abort_by_the_rank_that_had_it() -> None:
 
 def test_other_news_are_no_error() -> None:
     assert error_of({"rank": 1, "number": 4, "kind": "roll call"}) is None
+
+
+BAD = [
+    {"kind": "abort"},
+    {"kind": "abort", "reason": 5},
+    {"kind": "lost", "reason": "x"},
+    {"kind": "lost", "lost": "1", "reason": "x"},
+    {"kind": "lost", "lost": True, "reason": "x"},
+    {"kind": "lost", "lost": -1, "reason": "x"},
+    {"kind": "lost", "lost": 1, "reason": None},
+    {"kind": "mismatch"},
+    {"kind": "mismatch", "sides": 7},
+    {"kind": "mismatch", "sides": []},
+    {"kind": "mismatch", "sides": ["3", 0, "a", 1, "b"]},
+    {"kind": "mismatch", "sides": [3, 0, "a", 1]},
+    {"kind": "mismatch", "sides": [3, 0, "a", 1, None]},
+    {"kind": "mismatch", "sides": [3, 0, "a", 1, "b", "c", "d", "e"]},
+    {"kind": "transport", "reason": {}},
+]
+
+
+@pytest.mark.parametrize("item", BAD, ids=str)
+def test_an_error_that_cannot_be_read_is_one_of_the_transport(item: dict[str, object]) -> None:
+    found = error_of({**item, "rank": 2})
+    assert type(found) is BackendError
+    assert str(found) == f"rank 2 reports an error that cannot be read, of the kind {item['kind']!r}"
+
+
+@pytest.mark.parametrize("kind", [None, 5, ["abort"], {}])
+def test_news_of_nothing_are_passed_over(kind: object, caplog: pytest.LogCaptureFixture) -> None:
+    assert error_of({"rank": 2, "kind": kind, "reason": "x"}) is None
+    assert error_of({"rank": 2}) is None
+    assert "rank 2 has news that say not of what" in caplog.text
+
+
+def test_long_reasons_are_cut_off() -> None:
+    found = error_of({"rank": 2, "kind": "abort", "reason": "x" * (1 << 20)})
+    assert len(str(found)) < 1 << 15

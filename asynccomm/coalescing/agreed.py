@@ -14,7 +14,9 @@ Guarantees:
 - an operation is decided as soon as all ranks have announced it, whatever else is missing elsewhere;
 - two operations that do not fit together are found when the second is announced, and every rank hears of it;
 - an operation that was decided before is announced and decided by its id, usually in one byte;
-- work is proportional to what is new, memory to what is undecided, plus :data:`CAPACITY` known operations.
+- work is proportional to what is new, memory to what is undecided, plus :data:`CAPACITY` known operations;
+- a rank of whose operations more than :data:`UNDECIDED` are undecided is not listened to: the Council refuses the
+  message, before it takes any of it. An operation takes some hundred bytes there, at worst 6 KiB and 8 bytes per rank.
 
 How an id is never announced in vain. The Council has forgotten an id once it has given out ``capacity`` later ones. It
 gives one out only with a decision, and decides only what this rank, too, has announced. So while ``n`` operations of
@@ -28,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import Generic, TypeVar, final
+from typing import Final, Generic, TypeVar, final
 
 from asynccomm.coalescing.announcements import (
     CAPACITY,
@@ -44,7 +46,9 @@ from asynccomm.coalescing.announcements import (
     notice,
 )
 
-__all__ = ["Council", "GarbledError", "Mismatch", "Voice"]
+__all__ = ["UNDECIDED", "Council", "GarbledError", "Mismatch", "Voice"]
+
+UNDECIDED: Final = 1 << 17  # operations of one rank; whoever waits for what it issued has some thousands
 
 T = TypeVar("T")
 
@@ -176,7 +180,18 @@ class Council:
         capacity: as that of the Voices.
     """
 
-    __slots__ = ("_book", "_lines", "_max_bytes", "_max_ops", "_mismatch", "_ready", "_size", "_told")
+    __slots__ = (
+        "_book",
+        "_complete",
+        "_heard",
+        "_lines",
+        "_max_bytes",
+        "_max_ops",
+        "_mismatch",
+        "_ready",
+        "_size",
+        "_told",
+    )
 
     def __init__(
         self, size: int, max_ops: int | None = None, max_bytes: int | None = None, capacity: int = CAPACITY
@@ -186,6 +201,8 @@ class Council:
         self._max_bytes = math.inf if max_bytes is None else max_bytes
         self._book = Book(capacity)
         self._lines: dict[str, _Line] = {}  # what is not ready, by tag
+        self._heard = [0] * size  # operations that each rank has announced and that were not told as decided
+        self._complete = 0  # of these, how many all ranks have announced
         self._ready: list[Notice] = []
         self._mismatch: Mismatch | None = None
         self._told = False
@@ -193,12 +210,14 @@ class Council:
     def hear(self, rank: int, message: bytes) -> None:
         """Take a Voice's announcements; after a mismatch, not any more.
 
-        Raises: GarbledError: no Voice of this agreement said this. Nothing of it was taken.
+        Raises: GarbledError: no Voice of this agreement said this, or too much is undecided. Nothing of it was taken.
         """
         assert 0 <= rank < self._size, f"there is no rank {rank}"
         if self._mismatch is not None:
             return
-        for said in self._announced(message):
+        announced = self._announced(message, UNDECIDED + self._complete - self._heard[rank])
+        self._heard[rank] += len(announced)
+        for said in announced:
             tag = said[0]
             line = self._lines.get(tag)
             if line is None:
@@ -217,6 +236,7 @@ class Council:
             op.missing -= 1
             if not op.missing:
                 del line.waiting[turn]
+                self._complete += 1
                 if not line.waiting:  # so all ranks have taken the same number of turns
                     del self._lines[tag]
                 self._ready.append(op.said)
@@ -257,11 +277,15 @@ class Council:
                 writer.decided(said[0])
                 book.add(said)
         self._ready.clear()
+        self._heard = [heard - self._complete for heard in self._heard]
+        self._complete = 0
 
-    def _announced(self, message: bytes) -> list[Notice]:
+    def _announced(self, message: bytes, most: int) -> list[Notice]:
         reader = Reader(message)
-        found = []
+        found: list[Notice] = []
         for token in reader:
+            if len(found) == most:
+                raise GarbledError(f"it has announced more than {UNDECIDED} operations that are undecided")
             if token < FULL:
                 raise GarbledError("a rank announces what only the coordinator decides")
             found.append(self._book.known(token) if token >= 0 else reader.announced())

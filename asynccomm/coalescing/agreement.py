@@ -110,7 +110,10 @@ class Agreement:
         if message is None:
             return
         if self._council is not None:
-            self._consider(_COORDINATOR, message)
+            try:
+                self._consider(_COORDINATOR, message)
+            except GarbledError as exc:  # it has issued too much
+                self._garbled(_COORDINATOR, exc)
         elif _COORDINATOR in self._listening:
             self._send(_COORDINATOR, _NEWS + message)
         else:

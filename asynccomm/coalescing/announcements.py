@@ -235,7 +235,10 @@ class Reader:
         tag = self.tag()
         first, second = _WHAT.unpack(self._take(_WHAT.size))
         nbytes = self._number()
-        return tag, (first, second), self._text(), nbytes
+        text = self._text()
+        if len(text) > MAX_TEXT:
+            raise GarbledError(f"a text of {len(text)} characters, where {MAX_TEXT} are the limit")
+        return tag, (first, second), text, nbytes
 
     def tag(self) -> str:
         """The tag whose oldest operation was decided."""

@@ -1,0 +1,91 @@
+"""How much a rank can make the coordinator of an agreed order remember."""
+
+from __future__ import annotations
+
+import pytest
+
+from asynccomm.coalescing import agreed
+from asynccomm.coalescing.agreed import Council, Voice
+from asynccomm.coalescing.announcements import MAX_TAG, MAX_TEXT, GarbledError, Writer, notice
+
+from .mutations import little_memory
+
+LIMIT = 100
+
+
+REAL = agreed.UNDECIDED
+
+
+@pytest.fixture(autouse=True)
+def _lower_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreed, "UNDECIDED", LIMIT)
+
+
+def announced(count: int, tag: str = "tag") -> bytes:
+    voice: Voice[int] = Voice()
+    for _ in range(count):
+        voice.issue(tag, (1, 2), "barrier()", 0, 0)
+    message = voice.message()
+    assert message is not None
+    return message
+
+
+def knowing() -> Council:
+    """One that knows an operation by the id 0, as all ranks do."""
+    council = Council(2)
+    for rank in range(2):
+        council.hear(rank, announced(1))
+    assert council.message() is not None
+    return council
+
+
+def test_the_limit_is_far_above_what_is_decided_together() -> None:
+    assert REAL >= 32 * 4096
+
+
+def test_ids_in_a_row_take_no_memory() -> None:
+    """64 MiB of them would be two thousand million announcements."""
+    council = knowing()
+    with little_memory(64 << 20), pytest.raises(GarbledError, match=f"more than {LIMIT} operations that are undecided"):
+        council.hear(1, b"\4" * (16 << 20))  # the id 0, again and again
+
+
+def test_nothing_of_what_is_too_much_is_taken() -> None:
+    council = Council(2)
+    with pytest.raises(GarbledError):
+        council.hear(1, announced(LIMIT + 1))
+    assert council.undecided is None
+    council.hear(1, announced(LIMIT))
+    with pytest.raises(GarbledError):
+        council.hear(1, announced(1))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_messages_that_never_end(rank: int) -> None:
+    council = Council(2)
+    with pytest.raises(GarbledError, match="undecided"):
+        for turn in range(LIMIT + 1):
+            council.hear(rank, announced(1, tag=str(turn)))
+    council.hear(1 - rank, announced(1, tag="0"))  # the others are heard
+    assert council.message() is not None
+
+
+def test_what_is_decided_does_not_count() -> None:
+    council = Council(2)
+    for _ in range(5):
+        for rank in range(2):
+            council.hear(rank, announced(LIMIT))
+        assert council.message() is not None
+    council.hear(1, announced(LIMIT))
+    with pytest.raises(GarbledError):
+        council.hear(1, announced(1))
+
+
+def test_a_description_is_as_long_as_its_writer_may_make_it() -> None:
+    writer = Writer()
+    writer.announced(notice("t" * MAX_TAG, (0, 0), "ä" * (2 * MAX_TEXT), 0))
+    Council(2).hear(1, writer.written())
+    writer = Writer()
+    writer.announced(("t", (0, 0), "x" * (MAX_TEXT + 1), 0))
+    with pytest.raises(GarbledError, match="a text of 1025 characters"):
+        Council(2).hear(1, writer.written())
