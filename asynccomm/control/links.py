@@ -29,6 +29,7 @@ __all__ = ["Connection", "Listener", "Tokens", "connect", "knock", "local_socket
 
 STRANGERS: Final = 64  # connections that have not said who they are, at once; more push out the oldest
 HELLO_SECONDS: Final = 5.0  # for a stranger to say it
+READ_BYTES: Final = 1 << 16  # at once
 UNSENT_BYTES: Final = 64 << 20  # towards one that does not read any more: as good as gone
 RETRY_SECONDS: Final = 0.005  # until another try to connect to a local socket whose line is full
 KEEP_ALIVE: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # a silent host is gone after about 11 s
@@ -127,6 +128,8 @@ class Connection(asyncio.Protocol):
             _replace(self._transport.get_extra_info("socket").fileno())
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if isinstance(exc, OSError):
+            self._read_rest()
         self._transport = None
         _open.discard(self)
         if exc is not None and self._how == "its control connection ended":
@@ -134,6 +137,14 @@ class Connection(asyncio.Protocol):
         ended, self.ended = self.ended, _nothing
         self.received = _nothing
         ended(self, self._how)
+
+    def _read_rest(self) -> None:
+        """Writing has failed: what the other side has said before may still be there, and say why it has gone."""
+        assert self._transport is not None
+        fd = self._transport.get_extra_info("socket").fileno()
+        with contextlib.suppress(OSError):
+            while data := os.read(fd, READ_BYTES):
+                self.data_received(data)
 
 
 @final
@@ -176,6 +187,9 @@ class Listener:
                 _replace(sock.fileno())
 
     def _arrived(self, connection: Connection) -> None:
+        if self not in _listening:  # it was taken from the line just before the end
+            connection.close()
+            return
         if connection.user not in (None, os.geteuid()):
             self._refuse(connection, f"it is user {connection.user}'s")
             return
@@ -228,7 +242,11 @@ class Listener:
     def close(self) -> None:
         """Take no more connections."""
         for server in self._servers:
-            server.close()
+            loop = server.get_loop()
+            for sock in server.sockets:
+                loop.remove_reader(sock.fileno())
+            # one that was just taken needs the server for another turn, or asyncio would lose its socket
+            loop.call_soon(loop.call_soon, server.close)
         _listening.discard(self)
         for connection in list(self._strangers):
             self._strangers.pop(connection).cancel()

@@ -255,15 +255,21 @@ class Node:
             return
         self.gone[rank] = how
         self._routes.pop(rank, None)
+        given_up = bool(how) and not self.fenced
+        farewell = self._gone_message(rank, how, rank)  # it may be alive, and must not go on alone
         for link, below in list(self._down.items()):
             if below == rank:
                 del self._down[link]
+                if given_up:
+                    link.send(farewell)
                 for other in [other for other, route in self._routes.items() if route is link]:
                     del self._routes[other]  # they come back by another way
                 link.close()
         if self._up_rank == rank:
             up, self.up, self._up_rank = self.up, None, None
             if up is not None:
+                if given_up:
+                    up.send(farewell)
                 up.close()
         self._tell_gone(rank, how)
 

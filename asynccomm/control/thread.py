@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar, final
 
 __all__ = ["ControlThread", "control_thread"]
 
+LAST_TURNS: Final = 8  # of the loop; closing a connection that is just being made takes some
 END_SECONDS: Final = 2.0  # for the thread to end, when the process does
 
 T = TypeVar("T")
@@ -38,6 +39,7 @@ class ControlThread:
         try:
             self.loop.run_forever()
         finally:
+            self.loop.run_until_complete(_last_turns())
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()
 
@@ -84,6 +86,12 @@ class ControlThread:
             self._users = 0
             self.call(self.loop.stop)
         self._thread.join(END_SECONDS)
+
+
+async def _last_turns() -> None:
+    """Let what is being closed come to its end."""
+    for _ in range(LAST_TURNS):
+        await asyncio.sleep(0)
 
 
 def control_thread() -> ControlThread:
