@@ -14,7 +14,7 @@ from asynccomm.checks import Group
 from asynccomm.control.channel import Channel, Doors
 from asynccomm.control.roster import Contact
 from asynccomm.errors import StoreError
-from asynccomm.family import Claim, Family, Origin, Seat
+from asynccomm.family import HOST_KEY, Claim, Family, Origin, Seat
 from asynccomm.join import Joined, join
 from asynccomm.mailbox import Mailbox
 from asynccomm.options import CommOptions
@@ -62,6 +62,8 @@ async def assemble(
         meeting, joined = await _join(place, group, asked, options.ordering, limit, doors, start)
         unless_met.push_async_callback(meeting.aclose)
         room = meeting.store.prefix(place.scope).prefix(group.name).prefix(joined.epoch)
+        if meeting.hosted is not None:
+            await room.set(HOST_KEY, str(group.rank))
         channel = None if doors is None else await _open_channel(place, room, joined, doors)
         unless_met.pop_all()
     ranks = range(group.size)

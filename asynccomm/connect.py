@@ -120,7 +120,8 @@ def join_comm(
         backend: ``"auto"``: the one that the comm has.
         name: of the comm.
         timeout: seconds or a timedelta (default 600), for being taken in and then for each operation.
-        store: where the comm's ranks met, see ``new_comm``; it must be alive. RANK and WORLD_SIZE play no part.
+        store: where the comm's ranks met, see ``new_comm``; it must be alive. RANK and WORLD_SIZE play no part, but
+            TORCHELASTIC_RUN_ID and TORCHELASTIC_RESTART_COUNT must be theirs, if their launcher has set them.
         device, hints, abort_process_on_timeout_or_error, high_priority_stream, max_ops, max_bytes: see ``new_comm``.
 
     Raises:

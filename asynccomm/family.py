@@ -11,6 +11,7 @@ without talking to each other. See :meth:`Seat.room_for`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
@@ -29,8 +30,10 @@ from asynccomm.errors import AsyncCommError, ClosedError
 from asynccomm.store.base import PrefixStore, Store, within
 from asynccomm.store.rendezvous import Meeting, Place
 
-__all__ = ["Claim", "Family", "Origin", "Seat", "World"]
+__all__ = ["HOST_KEY", "Claim", "Family", "Origin", "Seat", "World"]
 
+HOST_KEY = "host"  # in a family's room: which of its ranks hosts the store, if one does
+FOLLOWED_SECONDS = 1.0  # to say goodbye when the store may be gone, and another comm goes on
 LEAVE_SECONDS = 10.0  # the rank that hosts the store stays for the others this long after it has closed its comms
 
 World = tuple[object, int]  # where the ranks met, and as which of them this process did
@@ -62,7 +65,7 @@ class Claim:
 @final
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where the first of the comms met that followed each other, and as which of its ranks this process was there."""
+    """Where comms that follow each other meet, and as which rank of the first of them this process was there."""
 
     place: Place
     rank: int
@@ -95,8 +98,9 @@ class Family:
         self.world = world
         self.channel = channel
         self.origin = origin
+        self.followed = False  #: comms of another family go on in place of these: the store is theirs now
+        self.room = room
         self._group = group
-        self._room = room
         self._meeting = meeting
         self.store = meeting.store
         self._seats = 0
@@ -126,13 +130,15 @@ class Family:
         """Say that this rank is done; the host of the store waits for the others, who may still need it."""
         name, size = self._group.name, self._group.size
         try:
-            async with within(LEAVE_SECONDS):
-                gone = await self._room.add("gone", 1)
-                if self._meeting.hosted is not None:
+            async with within(FOLLOWED_SECONDS if self.followed else LEAVE_SECONDS):
+                gone = await self.room.add("gone", 1)
+                if self._meeting.hosted is not None and not self.followed:
                     while gone + self._lost < size:
                         await asyncio.sleep(0.01)
-                        gone = await self._room.add("gone", 0)
+                        gone = await self.room.add("gone", 0)
         except TimeoutError:
+            if self.followed:
+                return
             _log.warning("comm %r: not all ranks have closed within %g s; the store ends now", name, LEAVE_SECONDS)
         except AsyncCommError as exc:
             _log.debug("comm %r: the store was gone before this rank left: %s", name, exc)
@@ -193,6 +199,11 @@ class Seat:
     def free_name(self) -> None:
         """Let another comm take the name. From any thread."""
         self._claim.release()
+
+    def retake_name(self) -> None:
+        """Take it back, unless somebody else has it."""
+        with contextlib.suppress(ValueError):
+            self._claim = Claim(self.family.world, self._claim.name)
 
     async def leave(self) -> None:
         """The comm has ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from asynccomm.assembly import assemble
+from asynccomm.backends.base import Backend
 from asynccomm.backends.registry import load_backend
 from asynccomm.checks import Group
 from asynccomm.control.ballots import Decision
@@ -24,6 +26,8 @@ from asynccomm.store.rendezvous import Place, meet
 
 __all__ = ["come_in"]
 
+LAST_SECONDS = 1.0  # to come in, for one that is invited in the last moment
+
 
 async def come_in(
     place: Place, name: str, device: torch.device, asked: str, allowed: Sequence[str], options: CommOptions
@@ -38,21 +42,29 @@ async def come_in(
     """
     start = time.monotonic()
     limit = options.timeout
+
+    def left() -> float:
+        return max(0.0, start + limit - time.monotonic())
+
     meeting = await meet(place, limit)
     try:
         lobby = Lobby(meeting.store.prefix(place.scope), name)
         try:
-            async with within(limit):
+            async with within(left()):
                 me, number = await lobby.enter()
                 invitation = await lobby.invited(me, number)
         except TimeoutError:
             raise RendezvousError(f"nobody took this process into comm {name!r} within {limit:g} s") from None
     finally:
         await meeting.aclose()
-    if invitation.backend not in allowed and asked != "auto":
-        raise RendezvousError(f"comm {name!r} uses backend {invitation.backend!r}, and {asked!r} was asked for here")
-    backends = {invitation.backend: load_backend(invitation.backend, device)}
+    guest = Guest(me, invitation.key, invitation.ranks, invitation.contacts, invitation.tokens)
+    try:
+        backends = _backends(invitation.backend, name, device, asked, allowed)
+    except BaseException:
+        guest.give_up()  # they have invited it, and wait
+        raise
     theirs = replace(options, ordering=invitation.ordering)
+    ranks = {job: rank for rank, job in enumerate(invitation.ranks)}
 
     async def form(decision: Decision) -> Session:
         rank, size = decision.members.index(me), len(decision.members)
@@ -63,12 +75,26 @@ async def come_in(
             backends,
             theirs,
             origin=Origin(place, -number),  # no rank of those who met first
-            parent_ranks=[who if isinstance(who, int) else -1 for who in decision.members],
+            parent_ranks=[ranks[who] if isinstance(who, int) else -1 for who in decision.members],
             limit=min(limit, CONNECT_SECONDS),
         )
 
-    guest = Guest(me, invitation.key, invitation.ranks, invitation.contacts, invitation.tokens)
     try:
-        return await go_on(guest, None, max(1.0, start + limit - time.monotonic()), form, name)
+        async with within(max(LAST_SECONDS, left())):
+            return await go_on(guest, None, math.inf, form, name)
+    except TimeoutError:
+        raise RendezvousError(f"comm {name!r} has invited this process, and not gone on within {limit:g} s") from None
     finally:
         guest.close()
+
+
+def _backends(
+    name: str, comm: str, device: torch.device, asked: str, allowed: Sequence[str]
+) -> dict[str, type[Backend]]:
+    """The one of that ``name``, which the comm uses. Raises: RendezvousError: it is not for this process."""
+    if name not in allowed and asked != "auto":
+        raise RendezvousError(f"comm {comm!r} uses backend {name!r}, and {asked!r} was asked for here")
+    try:
+        return {name: load_backend(name, device)}
+    except ValueError as exc:
+        raise RendezvousError(f"comm {comm!r} uses backend {name!r}, which cannot be used here: {exc}") from exc

@@ -83,6 +83,7 @@ class Lobby:
         await room.set(f"{name}/ask/{asked}", b"")
         with contextlib.suppress(StoreTimeoutError):
             await room.wait([f"{name}/here/{asked}"], ANSWER_SECONDS)
+            await asyncio.gather(room.delete(f"{name}/ask/{asked}"), room.delete(f"{name}/here/{asked}"))
             return name
         return ""
 

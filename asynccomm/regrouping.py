@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final, Protocol, final
+from typing import Any, Final, Protocol, TypeVar, final
 
 import anyio.to_thread
 
@@ -20,17 +19,20 @@ from asynccomm.assembly import assemble
 from asynccomm.checks import Group
 from asynccomm.control.ballots import Again, Committed, Decided, Decision, LeftOut, Order, Refused, Who
 from asynccomm.control.channel import Channel
-from asynccomm.errors import AsyncCommError, BackendError, LeftOutError
+from asynccomm.errors import AsyncCommError, BackendError, ClosedError, LeftOutError
+from asynccomm.family import HOST_KEY
+from asynccomm.newcomers import Lobby
 from asynccomm.session import Session
 from asynccomm.store.rendezvous import Place, host_anew
 
-__all__ = ["CONNECT_SECONDS", "Voter", "go_on", "regroup", "scope_of"]
+__all__ = ["CONNECT_SECONDS", "Voter", "go_on", "lobby_of", "regroup", "scope_of"]
 
 STORE_SECONDS: Final = 1.0  # for a store to answer, or it counts as dead
 CONNECT_SECONDS: Final = 20.0  # for the members to connect, once they are agreed on
 CLOSE_SECONDS: Final = 2.0  # for the old comm to close, before that goes on by itself
 
-_background: set[asyncio.Task[None]] = set()
+T = TypeVar("T")
+_background: set[asyncio.Task[Any]] = set()
 
 
 class Voter(Protocol):
@@ -39,7 +41,7 @@ class Voter(Protocol):
     def ask(self, proposal: Sequence[Who] | None, wait: float, hear: Callable[[Order], object]) -> None: ...
     def prepared(self, decision: str) -> None: ...
     def failed(self, decision: str, why: str) -> None: ...
-    def give_up(self) -> None: ...
+    def give_up(self) -> None: ...  # for good
 
 
 @final
@@ -73,14 +75,16 @@ async def go_on(
     wait: float,
     form: Callable[[Decision], Awaitable[Session]],
     name: str,
+    note: str = "",
 ) -> Session:
-    """Ask, and form what is decided, until a decision is committed.
+    """Ask, and form what is decided, until a decision is committed. Cancelling gives up for good.
 
     Args:
         proposal: in the order of the new ranks; None: all.
         wait: seconds to wait for others to ask.
         form: connects the members of a decision.
         name: of the comm, for errors.
+        note: says how ranks are called in them, if that does not go without saying.
 
     Raises: ValueError: the ranks propose different things; LeftOutError; BackendError: they could not connect.
     """
@@ -92,6 +96,7 @@ async def go_on(
             loop.call_soon_threadsafe(orders.put_nowait, order)
 
     attempt: _Attempt | None = None
+    asking = True
     voter.ask(proposal, wait, hear)
     try:
         while True:
@@ -106,15 +111,18 @@ async def go_on(
                     assert attempt is not None
                     return attempt.session
                 case Refused(_, why, mistake):
+                    asking = False  # for now: this rank may call again
                     if mistake:
-                        raise ValueError(f"the ranks of comm {name!r} must propose the same members: {why}")
-                    raise BackendError(f"comm {name!r} cannot go on: {why}")
+                        raise ValueError(f"the ranks of comm {name!r} must propose the same members: {why}{note}")
+                    raise BackendError(f"comm {name!r} cannot go on: {why}{note}")
                 case LeftOut(why):
-                    raise LeftOutError(name, why)
+                    asking = False
+                    raise LeftOutError(name, f"{why}{note}")
                 case _:
                     pass
     except BaseException:
-        voter.give_up()
+        if asking:
+            voter.give_up()
         if attempt is not None:
             await asyncio.shield(attempt.drop())
         raise
@@ -132,7 +140,7 @@ class _Attempt:
     async def _run(self, voter: Voter, decision: Decision, form: Callable[[Decision], Awaitable[Session]]) -> None:
         try:
             self._session = await form(decision)
-        except (AsyncCommError, OSError, ValueError, RuntimeError) as exc:
+        except Exception as exc:  # whatever it is, the others must not wait for this rank
             voter.failed(decision.key, f"{type(exc).__name__}: {exc}")
         else:
             voter.prepared(decision.key)
@@ -147,50 +155,109 @@ class _Attempt:
         self._task.cancel()
         await asyncio.wait([self._task])
         if self._session is not None:
-            self._session.abort("its members have changed before it began")
-            await self._session.aclose()
+            await _drop(self._session)
 
 
-async def regroup(session: Session, proposal: Sequence[Who] | None, wait: float) -> Session:
-    """Go on as a comm of ``proposal``, as far as these come; closes the old one.
+async def regroup(session: Session, proposal: Sequence[Who], wait: float, invite: Sequence[str] = ()) -> Session:
+    """Go on as a comm of ``proposal``, as far as these come; closes the old one. One call at a time.
 
     Args:
         proposal: ranks of the old comm as the job calls them, and newcomers, in the order of their new ranks.
         wait: seconds for them to ask, too.
+        invite: the newcomers of them.
     """
+    task = asyncio.ensure_future(_regroup(session, proposal, wait, invite))
+    _keep(task)
+    session.regrouping = task  # cancelled when the comm is closed meanwhile
+    try:
+        await asyncio.wait([task])
+        if task.cancelled():
+            raise ClosedError(f"comm {session.group.name!r} was closed while it was regrouped")
+        return task.result()
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled() and task.exception() is None:
+            await _drop(task.result())
+        raise
+    finally:
+        session.regrouping = None
+
+
+async def _regroup(session: Session, proposal: Sequence[Who], wait: float, invite: Sequence[str]) -> Session:
     seat = session.seat
-    channel, origin = seat.family.channel, seat.family.origin
+    family, channel = seat.family, seat.family.channel
+    origin = family.origin
     assert channel is not None
     assert origin is not None
     assert session.backend is not None
     backends = {session.backend_name: type(session.backend)}
     group, options = session.group, session.options
+    ranks = {job: rank for rank, job in enumerate(seat.job_ranks)}
+    if invite:
+        await lobby_of(session).invite(invite, session.invitation())
     await session.come_to_rest()
 
     async def form(decision: Decision) -> Session:
-        seat.free_name()
         me = decision.members.index(channel.rank)
         place = await _place(session, decision, origin.place)
-        ranks = {job: rank for rank, job in enumerate(seat.job_ranks)}
+        seat.free_name()
         return await assemble(
-            replace(place, rank=me, size=len(decision.members), scope=scope_of(origin.place, decision)),
+            replace(place, rank=me, size=len(decision.members), scope=scope_of(place, decision)),
             Group(group.name, me, len(decision.members), group.device),
             session.backend_name,
             backends,
             options,
-            origin=origin,
+            origin=replace(origin, place=place),
             parent_ranks=[ranks[who] if isinstance(who, int) else -1 for who in decision.members],
             limit=min(options.timeout, CONNECT_SECONDS),
         )
 
-    new = await go_on(_Rank(channel, seat.key, seat.job_ranks), proposal, wait, form, group.name)
-    assert session.reporter is not None
-    session.reporter.succeeded = True
-    closing = asyncio.ensure_future(session.aclose())
-    _background.add(closing)
-    closing.add_done_callback(_background.discard)
-    await asyncio.wait([closing], timeout=CLOSE_SECONDS)
+    note = "" if list(ranks) == list(ranks.values()) else f" (where its ranks are called {list(ranks)})"
+    try:
+        new = await go_on(_Rank(channel, seat.key, seat.job_ranks), proposal, wait, form, group.name, note)
+    except BaseException:
+        if not session.closed:
+            seat.retake_name()
+        raise
+    session.regrouping = None
+    try:
+        await _give_way(session, [rank for rank in new.seat.parent_ranks if rank >= 0])
+    except asyncio.CancelledError:
+        await asyncio.shield(_keep(asyncio.ensure_future(_drop(new))))
+        raise
     return new
+
+
+async def _give_way(session: Session, members: Sequence[int]) -> None:
+    """Close a comm that another one of its ranks ``members`` goes on in place of."""
+    assert session.reporter is not None
+    session.reporter.followers = [session.seat.job_ranks[rank] for rank in members]
+    session.seat.family.followed = True
+    session.give_way()
+    closing = asyncio.ensure_future(session.aclose())
+    _keep(closing)
+    await asyncio.wait([closing], timeout=CLOSE_SECONDS)
+
+
+async def _drop(session: Session) -> None:
+    """End a comm that is not to be."""
+    session.abort("its members have changed before it began")
+    await session.aclose()
+
+
+def _keep(task: asyncio.Task[T]) -> asyncio.Task[T]:
+    """Let ``task`` come to its end, whoever has stopped waiting for it."""
+    _background.add(task)
+    task.add_done_callback(_background.discard)
+    return task
+
+
+def lobby_of(session: Session) -> Lobby:
+    """Where newcomers to the comm wait."""
+    family = session.seat.family
+    assert family.origin is not None
+    return Lobby(family.store.prefix(family.origin.place.scope), session.group.name)
 
 
 def scope_of(place: Place, decision: Decision) -> str:
@@ -199,7 +266,7 @@ def scope_of(place: Place, decision: Decision) -> str:
 
 
 async def _place(session: Session, decision: Decision, place: Place) -> Place:
-    """Where the members meet: at the old store if that is alive, else at one that the first of them hosts."""
+    """Where the members meet: at the old store if that lives on, else at one that the first of them hosts."""
     reporter, channel = session.reporter, session.seat.family.channel
     assert reporter is not None
     assert channel is not None
@@ -210,12 +277,23 @@ async def _place(session: Session, decision: Decision, place: Place) -> Place:
             return place
         return replace(place, store=None, path=None, host=address[0], port=address[1], hosting=False)
     address = None
-    try:
-        async with asyncio.timeout(STORE_SECONDS):
-            await session.seat.family.store.check([secrets.token_hex(8)])
-    except (AsyncCommError, TimeoutError):
+    if not await _lives_on(session, decision):
         contact = channel.roster.contacts[channel.rank]
         place = await anyio.to_thread.run_sync(partial(host_anew, place, contact.address or "127.0.0.1"))
         address = [place.host, place.port]
     reporter.say({"kind": "meet", "key": decision.key, "store": address})
     return place
+
+
+async def _lives_on(session: Session, decision: Decision) -> bool:
+    """Whether the store answers, and will as long as the members need it."""
+    room = session.seat.family.room
+    try:
+        async with asyncio.timeout(STORE_SECONDS):
+            if not await room.check([HOST_KEY]):
+                return True
+            host = int(await room.get(HOST_KEY, STORE_SECONDS))
+    except (AsyncCommError, OSError):  # a TimeoutError is one, too
+        return False
+    # newcomers find no other store than that
+    return host in decision.members or not all(isinstance(who, int) for who in decision.members)

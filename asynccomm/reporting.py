@@ -22,7 +22,7 @@ from asynccomm.control.channel import Channel
 from asynccomm.control.diagnosis import Diagnosis, RankState
 from asynccomm.control.frames import Message
 from asynccomm.control.ledger import Print
-from asynccomm.errors import AsyncCommError, BrokenError, CollectiveMismatchError, PeerLostError
+from asynccomm.errors import AbortedError, AsyncCommError, BrokenError, CollectiveMismatchError, PeerLostError
 from asynccomm.news import error_of, news_of
 from asynccomm.ops import Op
 from asynccomm.ops.signature import signature
@@ -84,7 +84,7 @@ class Reporter:
         session: Reported,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        self.succeeded = False  #: another comm goes on in place of this one: who closes it has not left the others
+        self.followers: list[int] | None = None  #: those who go on as another comm in place of this one, if they do
         self.compares = False  #: whether fingerprints are to be compared, because the backend does not
         self.channel = channel
         self.recent: deque[Called] = deque(maxlen=REMEMBERED)  #: the last calls that were numbered
@@ -149,7 +149,9 @@ class Reporter:
         """Hear nothing more, and tell the others of it."""
         if self.channel is not None:
             item: Message = {"rank": self._group.rank, "kind": "closed"}
-            self.channel.withdraw(self._key, None if self.succeeded else item)
+            if self.followers is not None:
+                item = {"rank": self._group.rank, "kind": "followed", "members": self.followers}
+            self.channel.withdraw(self._key, item)
 
     async def ask(self, ranks: Sequence[int], timeout: float, **question: Any) -> dict[int, Message]:
         """What ``ranks`` of the comm answer within ``timeout`` seconds. On the comm's loop."""
@@ -215,6 +217,13 @@ class Reporter:
             return
         if item.get("kind") == "closed":
             self._closed.add(rank)
+            return
+        if item.get("kind") == "followed":
+            self._closed.add(rank)
+            members = item.get("members")
+            if self.channel is not None and isinstance(members, list) and self.channel.rank not in members:
+                others = [self._ranks[member] for member in members if member in self._ranks]
+                self._break(AbortedError(rank, f"ranks {others} go on as another comm, without this rank"))
             return
         if item.get("kind") == "meet":
             self._met[str(item["key"])] = item

@@ -77,7 +77,7 @@ class Session(Calls):
         super().__init__(group, options, mailbox)
         self.seat = seat
         self.backend_name = ""  #: of the one in use, or the last one tried
-        self.regrouping = False  #: a task waits for what goes on in place of this
+        self.regrouping: asyncio.Task[Session] | None = None  #: makes what goes on in place of this
         self.barriers = MonitoredBarriers(group, seat.room)
         self._connecting: asyncio.Timeout | None = None
         self._growing: set[Session] = set()  # split off this one, and not connected yet
@@ -216,14 +216,25 @@ class Session(Calls):
         return Invitation(self.seat.key, jobs, contacts, channel.tokens, self.backend_name, self.options.ordering)
 
     async def come_to_rest(self) -> None:
-        """Wait until nothing is in flight, and take no more calls: other comms go on in place of this one."""
+        """Wait until nothing is in flight: another comm is to go on in place of this one."""
         if self.error is None:
             with self._lock:
                 self.flush_all()
-            while self._pending and self.error is None:
+            while self._busy and self.error is None:
                 waiter = self._hear_of_settling()
-                if self._pending:
+                if self._busy:
                     await waiter
+
+    @property
+    def _busy(self) -> bool:
+        """Whether anything is in flight but the receives of streams, which may be idle for ever."""
+        return any(not _of_stream(work) for work in self._pending.copy())
+
+    def give_way(self) -> None:
+        """Another comm goes on in place of this one: what was called meanwhile has no answer to wait for."""
+        self._end_streams()
+        if self._pending:
+            self._fail(AbortedError(self.group.rank, "another comm goes on in place of this one"), tell=False)
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
@@ -241,6 +252,8 @@ class Session(Calls):
                 with self._breaking:
                     self.error = self.error or closed
             self._end_streams()
+            if self.regrouping is not None:
+                self.regrouping.cancel()
             self._closing = self.mailbox.loop.create_task(self._close(closed), name="asynccomm close")
         try:
             await asyncio.shield(self._closing)
@@ -253,7 +266,7 @@ class Session(Calls):
         ended = ClosedError(f"comm {self.group.name!r} was closed while the stream was open")
         ended.observed = True  # it is news only to somebody who still reads
         for work in list(self._pending):
-            if isinstance(work.op, RecvParcel) and work.op.channel is Channel.STREAMS:
+            if _of_stream(work):
                 work.settle(ended)
 
     async def _close(self, closed: ClosedError) -> None:
@@ -419,6 +432,10 @@ class Session(Calls):
             missing = [rank for rank in known if states[rank].collectives <= work.seq]
         arrived = sorted({self.group.rank, *known} - {*missing})
         return _Arrivals(missing, arrived, [states[rank].doing for rank in missing])
+
+
+def _of_stream(work: Work[Any]) -> bool:
+    return isinstance(work.op, RecvParcel) and work.op.channel is Channel.STREAMS
 
 
 class _Arrivals(NamedTuple):

@@ -165,11 +165,12 @@ class Channel:
     async def open(cls, rank: int, contacts: Sequence[Contact], tokens: Tokens, doors: Doors) -> Channel | None:
         """Listen, and connect to the rank above; None, with a warning, if that cannot be reached."""
         channel = cls(rank, contacts, tokens)
+        socks = doors.take()
         try:
-            started = channel._thread.run(channel._start(doors.take()))
+            started = channel._thread.run(channel._start(socks))
             problem = await asyncio.wrap_future(started)
         except BaseException:
-            channel._thread.call(channel._begin_closing)
+            channel._thread.call(lambda: channel._cut_short(socks))
             raise
         if problem:
             _log.warning("rank %d has no control channel: %s", rank, problem)
@@ -236,8 +237,8 @@ class Channel:
         """Say goodbye, and end. On any loop."""
         if self._closed:
             return
-        with contextlib.suppress(RuntimeError):
-            await asyncio.wrap_future(self._thread.run(self._close()))
+        with contextlib.suppress(RuntimeError):  # cancelled, it goes on there: what listens must not stay
+            await asyncio.shield(asyncio.wrap_future(self._thread.run(self._close())))
 
     # -- on the control thread: starting and ending -------------------------------------------------------------------
 
@@ -271,6 +272,19 @@ class Channel:
     def _look_whether_departed(self) -> None:
         if self._leaving is not None and not self._leaving.done() and self._node.departed:
             self._leaving.set_result(None)
+
+    def _cut_short(self, socks: Sequence[socket.socket]) -> None:
+        """End it, wherever starting has got to."""
+        self._begin_closing()
+        loop = self._thread.loop
+
+        def close_rest() -> None:
+            for sock in socks:
+                if sock.fileno() >= 0:  # it was not listened on yet, or not quite
+                    loop.remove_reader(sock)
+                    sock.close()
+
+        loop.call_soon(loop.call_soon, loop.call_soon, close_rest)  # after the listener's own
 
     def _begin_closing(self) -> None:
         if self._closed:
@@ -372,6 +386,8 @@ class Channel:
 
     def _beat(self) -> None:
         self._node.pulse()
+        for guest in self._guests.values():
+            guest.send({"kind": "pulse"})
         self._search_absent()
         self.elections.look_around()
         self._pulse = self._thread.loop.call_later(PULSE_SECONDS, self._beat)
@@ -383,7 +399,7 @@ class Channel:
             return self._node.refusal(who)
         if not isinstance(who, str) or not who:
             return "it does not say which rank it is"
-        if not self._node.is_root:
+        if not self._node.is_root or self._node.fenced:
             return NOT_THE_ROOT
         return "there is one of that name already" if who in self._guests else ""
 
@@ -419,6 +435,9 @@ class Channel:
             if not due and not enough.done():
                 enough.set_result(None)
         self.elections.gone(rank, how)
+        if self._node.fenced:
+            for guest in list(self._guests.values()):
+                guest.drop("the others go on without its rank")
         if not self._closed:
             self._thread.loop.call_soon(self._climb)
             self._search_absent()
@@ -440,6 +459,9 @@ class Channel:
         if item.get("kind") == "closed":
             self.elections.left(key, rank)
             self._ledgers.forget(key)
+        members = item.get("members")
+        if item.get("kind") == "followed" and isinstance(members, list):
+            self.elections.followed(key, members)
         if rank == self.rank:
             return
         member = self._members.get(key)

@@ -10,11 +10,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Protocol, final
 
-from asynccomm.control.ballots import Again, Committed, GarbledError, LeftOut, Order, Over, Refused, Who
+from asynccomm.control.ballots import (
+    Again,
+    Committed,
+    GarbledError,
+    LeftOut,
+    Order,
+    Over,
+    Refused,
+    Who,
+    order_message,
+)
 from asynccomm.control.candidate import Candidate
 from asynccomm.control.frames import Message
 from asynccomm.control.node import ROOT, Node
@@ -66,7 +76,10 @@ class Elections:
         self._candidacies: dict[str, _Candidacy] = {}
         self._coordinators: dict[str, Coordinator] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._out: dict[str, str] = {}  # comms that go on without this rank, and why
         self._changed: asyncio.Future[None] | None = None
+        self._sending = False
+        self._closed = False
 
     # -- this rank asks -----------------------------------------------------------------------------------------------
 
@@ -82,8 +95,9 @@ class Elections:
 
         Raises: ValueError for a proposal that is none.
         """
-        if self._node.fenced:  # it must not go on alone, as if the others were lost
-            hear(LeftOut(self._node.fenced))
+        out = self._node.fenced or self._out.get(key)
+        if out:  # it must not go on alone, as if the others were lost
+            hear(LeftOut(out))
             return
         candidacy = self._candidacies.get(key)
         if candidacy is None:
@@ -95,23 +109,53 @@ class Elections:
 
     def prepared(self, key: str, decision: str) -> None:
         """The members of a decision are connected."""
-        self._candidacies[key].candidate.prepared(decision)
-        self._report(key)
+        candidacy = self._candidacies.get(key)
+        if candidacy is not None:
+            candidacy.candidate.prepared(decision)
+            self._report(key)
 
     def failed(self, key: str, decision: str, why: str) -> None:
         """They could not be."""
-        self._candidacies[key].candidate.failed(decision, why)
-        self._report(key)
+        candidacy = self._candidacies.get(key)
+        if candidacy is not None:
+            candidacy.candidate.failed(decision, why)
+            self._report(key)
 
     def give_up(self, key: str) -> None:
-        """This rank takes no part any more."""
+        """This rank takes no part any more, and cannot: the others may have gone on."""
         if self._candidacies.pop(key, None) is not None:
+            self._keep_out(key, "it has given up waiting for that")
             self._node.send(ROOT, "report", comm=key, ranks=[], report=None, left=True)
+            self._wake()
+
+    def followed(self, key: str, members: Collection[object]) -> None:
+        """``members`` have gone on in place of the comm of that key, and leave the channel."""
+        if self._node.rank not in members:
+            self._leave_out(key, f"ranks {sorted(rank for rank in members if isinstance(rank, int))} have gone on")
+
+    def _leave_out(self, key: str, why: str) -> None:
+        self._keep_out(key, why)
+        candidacy = self._candidacies.get(key)
+        if candidacy is not None and candidacy.candidate.asking:
+            order = candidacy.candidate.hear(order_message(LeftOut(why)))
+            if order is not None:
+                candidacy.hear(order)
+        self._wake()
+
+    def _keep_out(self, key: str, why: str) -> None:
+        self._out.setdefault(key, why)
+        while len(self._out) > ORDERS:
+            del self._out[next(iter(self._out))]
+
+    def _wake(self) -> None:
+        if self._changed is not None:
+            self._changed.set_result(None)
+            self._changed = None
 
     @property
     def lingers(self) -> bool:
         """Whether this rank holds a commit that not all members may know of."""
-        return any(not each.candidate.may_leave for each in self._candidacies.values())
+        return not self._node.fenced and any(not each.candidate.may_leave for each in self._candidacies.values())
 
     async def settled(self) -> None:
         """Wait until it does not any more."""
@@ -138,20 +182,19 @@ class Elections:
         except GarbledError as exc:
             _log.warning("rank %s coordinates what it cannot: %s", message.get("from"), exc)
             return
+        if order is not None:  # before the report, which may have an answer at once
+            candidacy.hear(order)
         if isinstance(order, (Again, Committed, Refused, LeftOut)):
             self._report(key)
-        if order is not None:
-            candidacy.hear(order)
-        if isinstance(order, (Over, LeftOut)) and self._changed is not None:
-            self._changed.set_result(None)
-            self._changed = None
+        if isinstance(order, (Over, LeftOut)):
+            self._wake()
 
     def hear_poll(self, message: Message, known: Callable[[str], bool]) -> None:
         """A new coordinator wants to know what everybody holds."""
         key = message.get("comm")
         if not isinstance(key, str):
             return
-        if key in self._candidacies or known(key):
+        if key in self._candidacies or (key not in self._out and known(key)):
             self._report(key, even_nothing=True)
         else:
             self._node.send(ROOT, "report", comm=key, ranks=[], report=None, left=True)
@@ -201,15 +244,24 @@ class Elections:
 
     def _advance(self, key: str) -> None:
         """Send what is to be said now, and look again when it is time."""
-        coordinator = self._coordinators[key]
         timer = self._timers.pop(key, None)
         if timer is not None:
             timer.cancel()
-        for who, order in coordinator.advance(time.monotonic()):
-            if isinstance(who, int):
-                self._node.send(who, "order", comm=key, order=order)
-            else:
-                self._guests.send(who, {"comm": key, "order": order})
+        coordinator = self._coordinators.get(key)
+        if coordinator is None or self._closed:
+            return  # it is one of too many
+        if self._sending:  # this rank answers its own letter: the others get theirs first
+            self._loop.call_soon(self._advance, key)
+            return
+        self._sending = True
+        try:
+            for who, order in coordinator.advance(time.monotonic()):
+                if isinstance(who, int):
+                    self._node.send(who, "order", comm=key, order=order)
+                else:
+                    self._guests.send(who, {"comm": key, "order": order})
+        finally:
+            self._sending = False
         due = coordinator.due
         if due is not None:
             delay = max(0.0, due - time.monotonic())
@@ -219,6 +271,10 @@ class Elections:
 
     def gone(self, who: Who, how: str) -> None:
         """``who`` is gone; ``how`` is empty if it left in good order."""
+        if self._node.fenced:  # it is this rank that is gone
+            for key in list(self._candidacies):
+                self._leave_out(key, self._node.fenced)
+            return
         for key, coordinator in list(self._coordinators.items()):
             (coordinator.lost if how else coordinator.left)(who)
             self._loop.call_soon(self._advance, key)  # not now: another may take over first
@@ -254,5 +310,6 @@ class Elections:
 
     def close(self) -> None:
         """Coordinate no more."""
+        self._closed = True
         for timer in self._timers.values():
             timer.cancel()

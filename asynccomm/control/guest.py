@@ -5,10 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import Callable, Sequence
 from typing import Final, final
 
-from asynccomm.control.ballots import Again, Committed, LeftOut, Order, Over, Refused, Who
+from asynccomm.control.ballots import (
+    Again,
+    Committed,
+    LeftOut,
+    Order,
+    Refused,
+    Report,
+    State,
+    Who,
+    order_message,
+    report_message,
+)
 from asynccomm.control.candidate import Candidate
 from asynccomm.control.frames import Message
 from asynccomm.control.links import Connection, Tokens, connect
@@ -18,6 +30,9 @@ from asynccomm.control.thread import ControlThread, control_thread
 __all__ = ["Guest"]
 
 RETRY_SECONDS: Final = 0.05  # until another round through the ranks, when none of them is the root
+PROBE_SECONDS: Final = 1.0  # for a rank to answer, which may be stopped
+SILENT_SECONDS: Final = 3.0  # after which a root that should be heard every second counts as stopped
+REACH_SECONDS: Final = 5.0  # after which ranks none of which can be reached count as lost
 LINGER_SECONDS: Final = 30.0  # for the others to learn what was agreed on with this one
 
 
@@ -41,21 +56,23 @@ class Guest:
         self._thread: ControlThread = control_thread()
         self._candidate = Candidate(name, ranks)
         self._hear: Callable[[Order], object] = _nothing
+        self._wait = 0.0
+        self._host = socket.gethostname()
+        self._leaving = False  # it takes no part any more, and the others are to know
+        self._closing = False  # it ends as soon as nobody needs it
         self._ended_here = False
         self._link: Connection | None = None
+        self._heard = 0.0  # when anything came
         self._task: asyncio.Task[None] | None = None
-        self._lost: asyncio.Event | None = None
-        self._over: asyncio.Event | None = None
+        self._lost: asyncio.Event | None = None  # the connection has ended
 
     def ask(self, proposal: Sequence[Who] | None, wait: float, hear: Callable[[Order], object]) -> None:
         """Want in. From any thread."""
 
         def ask() -> None:
-            self._hear = hear
+            self._hear, self._wait = hear, wait
             self._candidate.ask(proposal, wait)
-            if self._task is None:
-                self._lost, self._over = asyncio.Event(), asyncio.Event()
-                self._task = self._thread.loop.create_task(self._stay())
+            self._connect()
             self._report()
 
         self._thread.call(ask)
@@ -79,21 +96,34 @@ class Guest:
         self._thread.call(failed)
 
     def give_up(self) -> None:
-        """Leave. From any thread."""
-        self._thread.call(self._end)
+        """Leave, and say so: the others may be waiting for this one. From any thread."""
+
+        def leave() -> None:
+            if self._ended_here or self._leaving:
+                return
+            self._leaving = True
+            if self._link is None:
+                self._connect()
+                self._thread.loop.call_later(REACH_SECONDS, self._end)
+            else:
+                self._say_out(self._link)
+
+        self._thread.call(leave)
 
     def close(self) -> None:
         """Leave, once nobody needs this one any more. From any thread."""
-        self._thread.call(lambda: self._thread.loop.create_task(self._linger()))
 
-    async def _linger(self) -> None:
-        if self._ended_here:
-            return
-        assert self._over is not None
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_SECONDS):
-                await self._over.wait()
-        self._end()
+        def close() -> None:
+            if not (self._ended_here or self._leaving or self._closing):
+                self._closing = True
+                self._thread.loop.call_later(LINGER_SECONDS, self._end)
+                self._end_if_over()
+
+        self._thread.call(close)
+
+    def _end_if_over(self) -> None:
+        if self._closing and self._candidate.may_leave:
+            self._end()
 
     def _end(self) -> None:
         if self._ended_here:
@@ -103,40 +133,81 @@ class Guest:
             self._task.cancel()
         if self._link is not None:
             self._link.close()
-        self._thread.loop.call_later(0.0, self._thread.release)
+        loop = self._thread.loop
+        loop.call_later(0.0, lambda: loop.call_soon(self._thread.release))  # the socket is closed in its next turns
+
+    def _connect(self) -> None:
+        if self._task is None:
+            self._lost = asyncio.Event()
+            self._task = self._thread.loop.create_task(self._stay())
 
     async def _stay(self) -> None:
         """Keep connected to whoever is the root."""
         assert self._lost is not None
-        host = socket.gethostname()
+        seen = time.monotonic()  # that one of them was there
         while True:
             for contact in self._contacts:
                 try:
-                    self._link = await connect(
-                        contact, contact.host == host, self._tokens, self._name, self._received, self._ended
-                    )
+                    async with asyncio.timeout(PROBE_SECONDS):
+                        self._link = await connect(
+                            contact, contact.host == self._host, self._tokens, self._name, self._received, self._ended
+                        )
+                except PermissionError:  # it is not the root, or has not seen yet that an earlier connection ended
+                    seen = time.monotonic()
+                    continue
                 except OSError:
                     continue
-                self._report()
-                await self._lost.wait()
-                self._lost.clear()
+                if self._leaving:
+                    self._say_out(self._link)
+                    return
+                await self._keep(self._link)
+                seen = time.monotonic()
                 break
+            if time.monotonic() - seen > REACH_SECONDS:
+                self._leave_out("none of its ranks can be reached any more")
+                return
             await asyncio.sleep(RETRY_SECONDS)
+
+    async def _keep(self, link: Connection) -> None:
+        """Report, and stay until the connection ends, or nothing comes by it any more."""
+        assert self._lost is not None
+        self._heard = time.monotonic()
+        self._report()
+        while not self._lost.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PROBE_SECONDS):
+                    await self._lost.wait()
+            if time.monotonic() - self._heard > SILENT_SECONDS:
+                link.drop("it is silent")
+        self._lost.clear()
+
+    def _leave_out(self, why: str) -> None:
+        order = self._candidate.hear(order_message(LeftOut(why)))
+        if order is not None:
+            self._hear(order)
+        self._end_if_over()
 
     def _report(self) -> None:
         report = self._candidate.report()
-        if self._link is not None and report is not None:
+        if self._link is not None and report is not None and not self._leaving:
             self._link.send({"comm": self._key, "ranks": self._ranks, "report": report})
 
+    def _say_out(self, link: Connection) -> None:
+        link.send({"comm": self._key, "ranks": self._ranks, "report": report_message(Report(State.OUT, 0))})
+        self._end()
+
     def _received(self, connection: Connection, message: Message) -> None:
-        order = self._candidate.hear(message.get("order"))
+        self._heard = time.monotonic()
+        if "order" not in message:
+            return  # the root lives
+        order = self._candidate.hear(message["order"])
+        if isinstance(order, Refused) and order.mistake:  # not its: they may call again
+            self._candidate.ask(None, self._wait)
+        elif order is not None:
+            self._hear(order)
         if isinstance(order, (Again, Committed, Refused, LeftOut)):
             self._report()
-        if order is not None:
-            self._hear(order)
-        if isinstance(order, (Over, LeftOut)):
-            assert self._over is not None
-            self._over.set()
+        self._end_if_over()
 
     def _ended(self, connection: Connection, how: str) -> None:
         self._link = None

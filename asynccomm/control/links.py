@@ -259,7 +259,11 @@ class Listener:
         """Take no more connections."""
         self._closed = True
         for server in self._servers:
-            server.close()
+            loop = server.get_loop()
+            for sock in server.sockets:
+                loop.remove_reader(sock.fileno())
+            # one that was just taken needs the server for another turn, or asyncio would lose its socket
+            loop.call_soon(loop.call_soon, server.close)
         _listening.discard(self)
         for connection in list(self._strangers):
             self._strangers.pop(connection).cancel()

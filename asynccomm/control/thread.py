@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar, final
 __all__ = ["ControlThread", "control_thread"]
 
 END_SECONDS: Final = 2.0  # for the thread to end, when the process does
-LAST_TURNS: Final = 3  # of the loop: an accepted connection is made in one, closed in another, gone in the next
+LAST_TURNS: Final = 8  # of the loop: what was just accepted is made in one, closed in another, and so on
 
 T = TypeVar("T")
 _making = threading.RLock()

@@ -7,11 +7,12 @@ from datetime import timedelta
 from typing import Self, SupportsIndex
 
 from asynccomm.connecting import Connecting
+from asynccomm.control.ballots import MAX_NAME
+from asynccomm.errors import ClosedError
 from asynccomm.methods.base import CommBase
 from asynccomm.methods.groups import distinct
-from asynccomm.newcomers import Lobby
 from asynccomm.options import seconds
-from asynccomm.regrouping import regroup
+from asynccomm.regrouping import lobby_of, regroup
 
 __all__ = ["Regrouping"]
 
@@ -47,12 +48,14 @@ class Regrouping(CommBase):
 
         Raises:
             ValueError, TypeError: at the call, naming the argument; from awaiting, if ranks want different things.
-            ClosedError: this rank has closed the comm.
+            ClosedError: this rank has closed the comm; also from awaiting, if it does so meanwhile.
             LeftOutError: from awaiting: the others went on without this rank.
             BackendError: from awaiting: the members could not connect, in several tries.
-            RuntimeError: at the call: this rank has no control channel, or not all ranks have one.
+            RuntimeError: this rank has no control channel, or not all ranks have one; another task regroups the comm.
 
-        Cancelling the await is safe; the others go on without this rank.
+        After ValueError and BackendError the comm is as it was, and all may call again. Cancelling the await is safe
+        and final: the others go on without this rank, and calling again raises LeftOutError. What is called on the old
+        comm meanwhile may fail with AbortedError. Ranks that are left out find the old comm broken.
         """
         excluded = distinct(self._group, "exclude", exclude)
         if self.rank in excluded:
@@ -75,7 +78,7 @@ class Regrouping(CommBase):
                 with this rank among them. The same on all ranks. Those that are lost, or do not come, are left out.
             timeout: as for :meth:`shrink`.
 
-        Raises: what :meth:`shrink` raises.
+        Raises: what :meth:`shrink` raises; StoreError from awaiting, if newcomers cannot be invited.
         """
         if isinstance(members, (str, bytes)) or not isinstance(members, Sequence):
             raise ValueError(f"members must be a list of ranks and newcomers, got {members!r}")
@@ -83,7 +86,7 @@ class Regrouping(CommBase):
         if self.rank not in ranks:
             raise ValueError(f"members must have this rank, {self.rank}, got {list(members)!r}")
         names = [member for member in members if isinstance(member, str)]
-        if len(set(names)) < len(names) or "" in names:
+        if len(set(names)) < len(names) or not all(0 < len(name) <= MAX_NAME for name in names):
             raise ValueError(f"members must be different newcomers, got {list(members)!r}")
         found = iter(ranks)
         return self._regroup([m if isinstance(m, str) else next(found) for m in members], timeout)
@@ -97,38 +100,32 @@ class Regrouping(CommBase):
         session = self._session
         session.check_loop()
         session.check_open()
-        return await self._lobby().waiting()
-
-    def _lobby(self) -> Lobby:
-        family = self._session.seat.family
-        assert family.origin is not None
-        return Lobby(family.store.prefix(family.origin.place.scope), self.name)
+        return await lobby_of(session).waiting()
 
     def _regroup(self, proposal: Sequence[int | str], timeout: float | timedelta | None) -> Connecting[Self]:
         session = self._session
         wait = seconds("timeout", timeout, session.options.timeout)
         session.check_loop()
-        if session.closed:
-            session.check_open()
+        self._check_regrouping()
         channel, seat = session.seat.family.channel, session.seat
         if session.reporter is None or channel is None or session.backend is None:
             raise RuntimeError(f"comm {self.name!r} has no control channel on this rank, and cannot be regrouped")
         absent = [rank for rank, job in enumerate(seat.job_ranks) if job not in channel.roster.contacts]
         if absent:
             raise RuntimeError(f"ranks {absent} of comm {self.name!r} have no control channel: it cannot be regrouped")
-        if session.regrouping:
-            raise RuntimeError(f"comm {self.name!r} is being regrouped already, by another task")
         jobs = [who if isinstance(who, str) else seat.job_ranks[who] for who in proposal]
 
         async def connect() -> Self:
-            names = [who for who in proposal if isinstance(who, str)]
-            if names:
-                await self._lobby().invite(names, session.invitation())
-            session.regrouping = True
-            try:
-                new = await regroup(session, jobs, wait)
-            finally:
-                session.regrouping = False
+            session.check_loop()
+            self._check_regrouping()  # much may have happened since the call
+            new = await regroup(session, jobs, wait, [who for who in jobs if isinstance(who, str)])
             return type(self)(new, new.backend_name)
 
         return Connecting(connect)
+
+    def _check_regrouping(self) -> None:
+        session = self._session
+        if session.closed or isinstance(session.error, ClosedError):
+            raise ClosedError(f"comm {self.name!r} is closed") from session.error
+        if session.regrouping is not None:
+            raise RuntimeError(f"comm {self.name!r} is being regrouped already, by another task")
