@@ -165,7 +165,8 @@ class Channel:
         channel = cls(rank, contacts, tokens)
         try:
             started = channel._thread.run(channel._start(doors.take()))
-            problem = await asyncio.wrap_future(started)
+            # it goes on when this is cancelled: the sockets are its own, and closed only by it
+            problem = await asyncio.shield(asyncio.wrap_future(started))
         except BaseException:
             channel._thread.call(channel._begin_closing)
             raise
@@ -243,6 +244,8 @@ class Channel:
         """Returns why there is no channel; empty if there is."""
         for sock in socks:
             await self._listener.listen(sock)
+        if self._closed:
+            return ""
         self._beat()
         self._climb()
         if self._climbing is not None:

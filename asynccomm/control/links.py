@@ -25,7 +25,7 @@ from typing import Any, Final, final
 from asynccomm.control.frames import MESSAGE_BYTES, Decoder, GarbledError, Message, encode
 from asynccomm.control.roster import Contact
 
-__all__ = ["Connection", "Listener", "Tokens", "connect", "knock", "local_socket", "tcp_socket"]
+__all__ = ["Connection", "Listener", "Tokens", "connect", "drop_all", "knock", "local_socket", "tcp_socket"]
 
 STRANGERS: Final = 64  # connections that have not said who they are, at once; more push out the oldest
 HELLO_SECONDS: Final = 5.0  # for a stranger to say it
@@ -71,11 +71,13 @@ class Connection(asyncio.Protocol):
         self.decoder = Decoder()
         self._made = made
         self._transport: asyncio.Transport | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None  #: that it is on
         self._how = "its control connection ended"
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        self.loop = asyncio.get_running_loop()
         sock = transport.get_extra_info("socket")
         _open.add(self)
         if sock.family != socket.AF_UNIX:
@@ -160,6 +162,7 @@ class Listener:
         self._strangers: dict[Connection, asyncio.TimerHandle] = {}
         self._servers: list[asyncio.Server] = []
         self._refused = 0
+        self._closed = False
 
     async def listen(self, sock: socket.socket) -> None:
         """Take connections on ``sock``, which becomes ours."""
@@ -168,6 +171,8 @@ class Listener:
         _listening.add(self)
         server = await make(lambda: Connection(self._greet, self._ended, self._arrived), sock=sock)
         self._servers.append(server)
+        if self._closed:  # meanwhile
+            self.close()
 
     def close_in_child(self) -> None:
         """This is a forked child: as for a connection."""
@@ -176,6 +181,9 @@ class Listener:
                 _replace(sock.fileno())
 
     def _arrived(self, connection: Connection) -> None:
+        if self._closed:  # it was taken before, and is made only now
+            connection.close()
+            return
         if connection.user not in (None, os.geteuid()):
             self._refuse(connection, f"it is user {connection.user}'s")
             return
@@ -227,6 +235,7 @@ class Listener:
 
     def close(self) -> None:
         """Take no more connections."""
+        self._closed = True
         for server in self._servers:
             server.close()
         _listening.discard(self)
@@ -285,6 +294,8 @@ async def _connect(
     answer: asyncio.Future[None] = loop.create_future()
 
     def hear(connection: Connection, message: Message) -> None:
+        if answer.done():
+            return  # nobody waits for it any more
         token = message.get("token")
         if not isinstance(token, str) or not secrets.compare_digest(token.encode(), tokens.answer.encode()):
             raise GarbledError("it does not know the answer")
@@ -300,20 +311,25 @@ async def _connect(
             answer.set_exception(ConnectionResetError(errno.ECONNRESET, how))
 
     connection = Connection(hear, over)
+    sock = None
     if isinstance(address, str):
         sock = await _local(address)
         user = int(_credentials.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size))[1])
         if user != os.geteuid():
             sock.close()
             raise PermissionError(errno.EPERM, f"who listens there is user {user}'s")
-        await loop.create_unix_connection(lambda: connection, sock=sock)
-    else:
-        await loop.create_connection(lambda: connection, *address)
     try:
+        if sock is not None:
+            await loop.create_unix_connection(lambda: connection, sock=sock)
+        else:
+            assert not isinstance(address, str)
+            await loop.create_connection(lambda: connection, *address)
         connection.send({"token": tokens.ask, "who": who})
         await answer
         return connection
     except BaseException:
+        if answer.done() and not answer.cancelled():
+            answer.exception()  # it is known that this has failed
         answer.cancel()
         connection.close()
         raise
@@ -380,6 +396,14 @@ def _replace(fd: int) -> None:
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     os.dup2(null, fd, inheritable=False)
     os.close(null)
+
+
+def drop_all() -> None:
+    """End all connections of the running loop, which is about to be closed."""
+    loop = asyncio.get_running_loop()
+    for connection in list(_open):
+        if connection.loop is loop:
+            connection.drop("its loop has ended")
 
 
 def _close_in_child() -> None:

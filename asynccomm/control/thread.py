@@ -14,8 +14,11 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Final, TypeVar, final
 
+from asynccomm.control.links import drop_all
+
 __all__ = ["ControlThread", "control_thread"]
 
+TURNS: Final = 3  # of the loop, until connections that were closed have let go of their sockets
 END_SECONDS: Final = 2.0  # for the thread to end, when the process does
 
 T = TypeVar("T")
@@ -38,8 +41,19 @@ class ControlThread:
         try:
             self.loop.run_forever()
         finally:
+            self.loop.run_until_complete(self._finish())
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()
+
+    async def _finish(self) -> None:
+        """End what is still under way: a connection that was just being taken would stay open."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        drop_all()
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
 
     def acquire(self) -> None:
         """One more user."""
@@ -57,7 +71,7 @@ class ControlThread:
 
     def call(self, function: Callable[[], object]) -> bool:
         """Run ``function`` on the thread, soon; or now, if this is it. From any thread; False if it has ended."""
-        if threading.current_thread() is self._thread:
+        if threading.get_ident() == self._thread.ident:  # current_thread() would keep a record of any foreign thread
             function()
             return True
         try:
