@@ -246,6 +246,8 @@ class Channel:
         """Returns why there is no channel; empty if there is."""
         for sock in socks:
             await self._listener.listen(sock)
+        if self._closed:
+            return ""
         self._beat()
         self._climb()
         if self._climbing is not None:

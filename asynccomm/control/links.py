@@ -194,6 +194,8 @@ class Listener:
         _listening.add(self)
         server = await make(lambda: Connection(self._greet, self._ended, self._arrived), sock=sock)
         self._servers.append(server)
+        if self._closed:  # meanwhile
+            self.close()
 
     def close_in_child(self) -> None:
         """This is a forked child: as for a connection."""
@@ -328,6 +330,7 @@ async def _connect(
             answer.set_exception(ConnectionResetError(errno.ECONNRESET, how))
 
     connection = Connection(hear, over)
+    sock = None
     if isinstance(address, str):
         sock = await _local(address)
         user = _user(sock)
@@ -335,10 +338,12 @@ async def _connect(
             sock.close()
             # not that rank, which is gone, and not a word of it is to be believed
             raise ConnectionRefusedError(errno.ECONNREFUSED, f"who listens there is user {user}'s")
-        await loop.create_unix_connection(lambda: connection, sock=sock)
-    else:
-        await loop.create_connection(lambda: connection, *address)
     try:
+        if sock is not None:
+            await loop.create_unix_connection(lambda: connection, sock=sock)
+        else:
+            assert not isinstance(address, str)
+            await loop.create_connection(lambda: connection, *address)
         connection.send({"token": tokens.ask, "who": who})
         await answer
         return connection

@@ -58,7 +58,7 @@ class ControlThread:
 
     def call(self, function: Callable[[], object]) -> bool:
         """Run ``function`` on the thread, soon; or now, if this is it. From any thread; False if it has ended."""
-        if threading.current_thread() is self._thread:
+        if threading.get_ident() == self._thread.ident:  # current_thread() would keep a record of any foreign thread
             function()
             return True
         try:

@@ -110,13 +110,7 @@ class Worker:
                 interval = sys.getswitchinterval()
                 sys.setswitchinterval(min(interval, SWITCH_SECONDS))
                 shorter = sys.getswitchinterval()  # rounded
-            moved = False
-            for each in list(driven):
-                turn = self._turn(each)
-                if turn is Turn.OVER:
-                    del driven[each]
-                moved = moved or turn is Turn.MOVED
-            if moved:
+            if self._turns():
                 awake_until = 0.0
                 now = time.perf_counter()
                 if now - yielded > YIELD_SECONDS:
@@ -139,6 +133,16 @@ class Worker:
                 interval = None
             self._look(-1)
             awake_until = 0.0
+
+    def _turns(self) -> bool:
+        """Drive everything once; whether anything moved. In a call of its own, which holds nothing once it is over."""
+        moved = False
+        for each in list(self._driven):
+            turn = self._turn(each)
+            if turn is Turn.OVER:
+                del self._driven[each]
+            moved = moved or turn is Turn.MOVED
+        return moved
 
     def _turn(self, each: Driven) -> Turn:
         try:

@@ -1,0 +1,134 @@
+"""Whether a case went as it must. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .plans import Case, Expected, expected
+from .reports import Outcome, Report
+
+__all__ = ["delays", "judge"]
+
+CLOSING: Final = 2.0  # seconds for aclose() on a broken comm
+SHRUNK: Final = 5.0  # seconds for the others to go on without a rank that was lost while they agreed
+
+
+def _dead(case: Case) -> set[int]:
+    """Ranks that are killed."""
+    dead = {case.victim} if case.fault == "kill" else set()
+    return dead | {(case.victim + 1) % case.size} if case.phase == "shrink" else dead
+
+
+def _outcome_problems(case: Case, outcome: Outcome) -> list[str]:
+    problems = []
+    if outcome.stacks:
+        waiting = [rank for rank, how in outcome.deaths.items() if how == "did not end"]
+        problems.append(f"ranks {waiting} did not come to an end:\n{outcome.stacks}")
+        return problems
+    dead = _dead(case)
+    for rank, how in outcome.deaths.items():
+        aborts = case.backend == "gloo" and case.fault == "mismatch" and case.detail == "size"
+        if not (how == "SIGKILL" and rank in dead) and not (how == "SIGABRT" and aborts):
+            problems.append(f"rank {rank} ended by {how}")
+    problems += [f"rank {rank} lives" for rank in dead if rank not in outcome.deaths]
+    if case.fault not in ("abandon", "slow") and outcome.struck is None:
+        problems.append("the fault did not happen")
+    problems += [f"left behind: {what}" for what in outcome.left]
+    return problems
+
+
+def judge(case: Case, outcome: Outcome) -> list[str]:
+    """What is wrong; empty if nothing is."""
+    problems = _outcome_problems(case, outcome)
+    if outcome.stacks:
+        return problems
+    expect = expected(case)
+    for rank in range(case.size):
+        report = outcome.reports.get(rank)
+        if report is None:
+            if rank not in outcome.deaths:
+                problems.append(f"rank {rank} did not report")
+            continue
+        found = _common_problems(case, report)
+        if rank != case.victim:
+            found += _survivor_problems(case, report, expect, outcome.struck or 0.0)
+        else:
+            found += _victim_problems(case, report)
+        said = f" ({report.error}: {report.text})" if report.error else ""
+        problems += [f"rank {rank}: {problem}{said}" for problem in found]
+    return problems
+
+
+# A connection that comes to a control channel in the very moment that it ends is closed only when it is collected.
+KNOWN_WARNINGS: Final = ("warning: unclosed <socket.socket", "warning: unclosed transport <_SelectorSocketTransport")
+
+
+def _is_held_by_gloo(case: Case) -> bool:
+    """A rank that goes on after its peers have given up large messages: gloo waits on, in a thread of its own."""
+    return case.backend == "gloo" and case.fault == "stop" and case.operation == "messages" and case.large
+
+
+def _common_problems(case: Case, report: Report) -> list[str]:
+    problems = [text for text in report.problems if not text.startswith(KNOWN_WARNINGS)]
+    if report.rank == case.victim and _is_held_by_gloo(case):
+        return problems
+    problems += [f"left behind: {what}" for what in report.left]
+    if report.closing > CLOSING:
+        problems.append(f"closing took {report.closing:.2f} s")
+    if report.after not in ("", "ClosedError"):
+        problems.append(f"a call on the closed comm raised {report.after}")
+    if report.refused not in ("", "BrokenError", "ClosedError"):
+        problems.append(f"a call on the broken comm raised {report.refused}")
+    return problems
+
+
+def _survivor_problems(case: Case, report: Report, expect: Expected, struck: float) -> list[str]:
+    if case.phase == "shrink":
+        late = report.at - struck
+        problems = [f"it went on after {late:.2f} s"] if late > SHRUNK else []
+        return [*problems, "it did not go on"] if report.error else problems
+    if not report.error:
+        return [] if not expect.errors or expect.optional else ["it has not noticed"]
+    if report.error not in expect.errors:
+        return [f"raised {report.error}, not {' or '.join(expect.errors) or 'nothing'}"]
+    problems = []
+    unknown = "rank 0 did not answer" in report.text  # they give up in the same moment as rank 0, who knows
+    if expect.named and not unknown and case.victim not in report.ranks:
+        problems.append(f"names ranks {list(report.ranks)}, not rank {case.victim}")
+    if not -0.01 <= report.at - struck <= expect.within:
+        problems.append(f"raised after {report.at - struck:.2f} s, not within {expect.within:g} s")
+    return problems
+
+
+QUIET: Final = ("abandon", "slow")
+OURS: Final = (
+    "AbortedError",
+    "BackendError",
+    "UnsuitableError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "PeerLostError",
+    "RendezvousError",
+    "ClosedError",
+)
+
+
+def _victim_problems(case: Case, report: Report) -> list[str]:
+    """It must come to an end, with an error that says why."""
+    if case.fault in QUIET:
+        return ["it failed"] if report.error else []
+    if case.phase in ("close", "shrink") or case.fault in ("memory", "descriptors"):
+        allowed: tuple[str, ...] = ("", *OURS, "CancelledError", "StoreError", "OSError")
+    elif case.fault in ("raise", "cancel"):
+        allowed = ("StruckError", "ExceptionGroup", "CancelledError", "AbortedError")
+    else:
+        allowed = OURS
+    return [] if report.error in allowed else [f"the victim ended by {report.error or 'nothing'}"]
+
+
+def delays(case: Case, outcome: Outcome) -> list[float]:
+    """Seconds from the fault to when each of the others knew."""
+    if outcome.struck is None:
+        return []
+    others = (report for rank, report in outcome.reports.items() if rank != case.victim)
+    return [report.at - outcome.struck for report in others if report.at]
