@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,9 +18,9 @@ import anyio.to_thread
 
 from asynccomm.assembly import assemble
 from asynccomm.checks import Group
-from asynccomm.control.ballots import Again, Committed, Decided, Decision, LeftOut, Order, Refused, Who
+from asynccomm.control.ballots import Again, Committed, Decided, Decision, LeftOut, Order, Refused, Who, listed
 from asynccomm.control.channel import Channel
-from asynccomm.errors import AsyncCommError, BackendError, LeftOutError
+from asynccomm.errors import AsyncCommError, BackendError, ClosedError, LeftOutError, StoreError
 from asynccomm.session import Session
 from asynccomm.store.rendezvous import Place, host_anew
 
@@ -29,6 +29,8 @@ __all__ = ["CONNECT_SECONDS", "Voter", "go_on", "regroup", "scope_of"]
 STORE_SECONDS: Final = 1.0  # for a store to answer, or it counts as dead
 CONNECT_SECONDS: Final = 20.0  # for the members to connect, once they are agreed on
 CLOSE_SECONDS: Final = 2.0  # for the old comm to close, before that goes on by itself
+
+WENT_ON: Final = "went-on"  # key in a comm's room: who goes on in its place
 
 _background: set[asyncio.Task[None]] = set()
 
@@ -100,6 +102,8 @@ async def go_on(
                     attempt = _Attempt(voter, decision, form)
                 case Again():
                     if attempt is not None:
+                        if attempt.left_out is not None:
+                            raise attempt.left_out
                         await attempt.drop()
                         attempt = None
                 case Committed():
@@ -126,13 +130,15 @@ class _Attempt:
 
     def __init__(self, voter: Voter, decision: Decision, form: Callable[[Decision], Awaitable[Session]]) -> None:
         self._session: Session | None = None
-        self._dropped = False
+        self.left_out: LeftOutError | None = None  #: what this rank has found out while it connected
         self._task = asyncio.ensure_future(self._run(voter, decision, form))
 
     async def _run(self, voter: Voter, decision: Decision, form: Callable[[Decision], Awaitable[Session]]) -> None:
         try:
             self._session = await form(decision)
         except (AsyncCommError, OSError, ValueError, RuntimeError) as exc:
+            if isinstance(exc, LeftOutError):
+                self.left_out = exc
             voter.failed(decision.key, f"{type(exc).__name__}: {exc}")
         else:
             voter.prepared(decision.key)
@@ -166,8 +172,11 @@ async def regroup(session: Session, proposal: Sequence[Who] | None, wait: float)
     backends = {session.backend_name: type(session.backend)}
     group, options = session.group, session.options
     await session.come_to_rest()
+    members: tuple[Who, ...] = ()
 
     async def form(decision: Decision) -> Session:
+        nonlocal members
+        members = decision.members
         seat.free_name()
         me = decision.members.index(channel.rank)
         place = await _place(session, decision, origin.place)
@@ -186,6 +195,7 @@ async def regroup(session: Session, proposal: Sequence[Who] | None, wait: float)
     new = await go_on(_Rank(channel, seat.key, seat.job_ranks), proposal, wait, form, group.name)
     assert session.reporter is not None
     session.reporter.succeeded = True
+    await _leave_word(session, members)
     closing = asyncio.ensure_future(session.aclose())
     _background.add(closing)
     closing.add_done_callback(_background.discard)
@@ -196,6 +206,17 @@ async def regroup(session: Session, proposal: Sequence[Who] | None, wait: float)
 def scope_of(place: Place, decision: Decision) -> str:
     """Prefix of the keys of what was decided."""
     return f"{place.scope}/{decision.key}"
+
+
+async def _leave_word(session: Session, members: Sequence[Who]) -> None:
+    """Say in the store who goes on, before the control channel of the old comm is closed.
+
+    A rank that was stopped until then finds nobody there, and would take all others for lost and go on alone.
+    """
+    with contextlib.suppress(AsyncCommError, TimeoutError):
+        async with asyncio.timeout(STORE_SECONDS):
+            await session.seat.room.set(WENT_ON, json.dumps(members))
+            await session.seat.room.check([WENT_ON])  # a reply: the server has it
 
 
 async def _place(session: Session, decision: Decision, place: Place) -> Place:
@@ -210,10 +231,13 @@ async def _place(session: Session, decision: Decision, place: Place) -> Place:
             return place
         return replace(place, store=None, path=None, host=address[0], port=address[1], hosting=False)
     address = None
+    room = session.seat.room
     try:
         async with asyncio.timeout(STORE_SECONDS):
-            await session.seat.family.store.check([secrets.token_hex(8)])
-    except (AsyncCommError, TimeoutError):
+            others = json.loads(await room.get(WENT_ON)) if await room.check([WENT_ON]) else [channel.rank]
+        if channel.rank not in others:
+            raise LeftOutError(session.group.name, f"the comm went on as {listed(others)} while it did not answer")
+    except (StoreError, ClosedError, TimeoutError):
         contact = channel.roster.contacts[channel.rank]
         place = await anyio.to_thread.run_sync(partial(host_anew, place, contact.address or "127.0.0.1"))
         address = [place.host, place.port]

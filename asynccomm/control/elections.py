@@ -138,10 +138,10 @@ class Elections:
         except GarbledError as exc:
             _log.warning("rank %s coordinates what it cannot: %s", message.get("from"), exc)
             return
+        if order is not None:
+            candidacy.hear(order)  # before reporting: to itself, a root may answer within that with the next order
         if isinstance(order, (Again, Committed, Refused, LeftOut)):
             self._report(key)
-        if order is not None:
-            candidacy.hear(order)
         if isinstance(order, (Over, LeftOut)) and self._changed is not None:
             self._changed.set_result(None)
             self._changed = None
