@@ -1,0 +1,31 @@
+"""examples/elastic.py, started as its user would: nothing of the training is lost with a rank."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("backend", "victim"), [("shm", 0), ("shm", 1), ("gloo", 0), ("gloo", 2)])
+def test_training_goes_on_without_a_rank_and_with_a_new_one(backend: str, victim: int) -> None:
+    command = [sys.executable, "examples/elastic.py", "--backend", backend, "--kill", str(victim)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # the script has compared steps, losses and weights, and would have failed; here is that it had reason to
+    losses = [float(loss) for loss in re.findall(r"^step +\d+ +loss ([\d.]+)", done.stdout, re.M)]
+    assert len(losses) == 15
+    assert losses[-1] < 0.1 * losses[0]
+    assert f"kill -9 of rank {victim}" in done.stdout
+    for rank in {0, 1, 2} - {victim}:
+        (lost, smaller, larger) = re.findall(rf"^step +\d+ +rank {rank}: (.*)", done.stdout, re.M)
+        assert re.match(r"\w+Error: ", lost)
+        assert (smaller, larger) == ("2 ranks now", "3 ranks now")
+    assert "150 steps, none lost, none repeated" in done.stdout
+    assert f"the same weights, bit by bit; rank {victim} was killed, one came in" in done.stdout
+    (error,) = re.findall(r"has the same losses, within ([\d.e-]+) of their value", done.stdout)
+    assert float(error) < 1e-4
