@@ -33,7 +33,7 @@ from asynccomm.store.rendezvous import Meeting, Place
 __all__ = ["HOST_KEY", "Claim", "Family", "Origin", "Seat", "World"]
 
 HOST_KEY = "host"  # in a family's room: which of its ranks hosts the store, if one does
-FOLLOWED_SECONDS = 1.0  # to say goodbye when the store may be gone, and another comm goes on
+WORD_SECONDS = 1.0  # for the store, which may be gone or stuck, to take a rank's word that it leaves
 LEAVE_SECONDS = 10.0  # the rank that hosts the store stays for the others this long after it has closed its comms
 
 World = tuple[object, int]  # where the ranks met, and as which of them this process did
@@ -129,17 +129,17 @@ class Family:
     async def _say_goodbye(self) -> None:
         """Say that this rank is done; the host of the store waits for the others, who may still need it."""
         name, size = self._group.name, self._group.size
+        stays = self._meeting.hosted is not None and not self.followed
         try:
-            async with within(FOLLOWED_SECONDS if self.followed else LEAVE_SECONDS):
+            async with within(LEAVE_SECONDS if stays else WORD_SECONDS):
                 gone = await self.room.add("gone", 1)
-                if self._meeting.hosted is not None and not self.followed:
+                if stays:
                     while gone + self._lost < size:
                         await asyncio.sleep(0.01)
                         gone = await self.room.add("gone", 0)
         except TimeoutError:
-            if self.followed:
-                return
-            _log.warning("comm %r: not all ranks have closed within %g s; the store ends now", name, LEAVE_SECONDS)
+            if stays:
+                _log.warning("comm %r: not all ranks have closed within %g s; the store ends now", name, LEAVE_SECONDS)
         except AsyncCommError as exc:
             _log.debug("comm %r: the store was gone before this rank left: %s", name, exc)
 

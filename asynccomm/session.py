@@ -108,6 +108,8 @@ class Session(Calls):
             parent._growing.add(self)
         try:
             async with within(timeout) as self._connecting:
+                if isinstance(self.error, BrokenError):  # before anybody could be told to stop
+                    raise self.error
                 if parent is not None:
                     parent.check_open()
                 await self.seat.room.set(f"here/{self.group.rank}", b"1")

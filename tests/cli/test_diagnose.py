@@ -315,7 +315,9 @@ def test_the_pid_of_a_rank_or_of_the_launcher(hanging: Running, command: Command
         assert [one["pid"] for one in comms["world"]["ranks"]] == hanging.pids
 
 
-@pytest.mark.parametrize("run", ["no-such-run", str(os.getpid()), "0", "999999999999999999999"])
+@pytest.mark.parametrize(
+    "run", ["no-such-run", str(os.getpid()), "0", "999999999999999999999"], ids=["id", "own pid", "zero", "too large"]
+)
 def test_unknown_run(command: Command, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnose, "_doors_here", list)  # what other tests have started is below this process
     code, out, err = command(run)

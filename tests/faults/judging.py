@@ -65,12 +65,13 @@ KNOWN_WARNINGS: Final = ("warning: unclosed <socket.socket", "warning: unclosed 
 
 def _is_held_by_gloo(case: Case) -> bool:
     """A rank that goes on after its peers have given up large messages: gloo waits on, in a thread of its own."""
-    return case.backend == "gloo" and case.fault == "stop" and case.operation == "messages" and case.large
+    large = case.operation == "messages" and case.large
+    return case.backend == "gloo" and case.fault in ("stop", "cut") and large
 
 
 def _common_problems(case: Case, report: Report) -> list[str]:
     problems = [text for text in report.problems if not text.startswith(KNOWN_WARNINGS)]
-    if report.rank == case.victim and _is_held_by_gloo(case):
+    if _is_held_by_gloo(case):
         return problems
     problems += [f"left behind: {what}" for what in report.left]
     if report.closing > CLOSING:
