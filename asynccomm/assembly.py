@@ -24,6 +24,7 @@ from asynccomm.store.rendezvous import Meeting, Place, meet
 
 __all__ = ["assemble"]
 
+LEAST_SECONDS = 0.1  # that each step gets, however late it is
 RETRY_SECONDS = 0.05  # until a rank whose store went away under it looks for the new one
 
 
@@ -64,13 +65,13 @@ async def assemble(
         room = meeting.store.prefix(place.scope).prefix(group.name).prefix(joined.epoch)
         if meeting.hosted is not None:
             await room.set(HOST_KEY, str(group.rank))
-        channel = None if doors is None else await _open_channel(place, room, joined, doors)
+        channel = None if doors is None else await _open_channel(place, room, joined, doors, start + limit)
         unless_met.pop_all()
     ranks = range(group.size)
     family = Family(world, group, room, meeting, channel, origin)
     seat = Seat(family, claim, room, joined.members, ranks if parent_ranks is None else parent_ranks, ranks)
     session = Session(group, options, Mailbox(asyncio.get_running_loop()), seat)
-    await session.connect(backends, max(0.1, start + limit - time.monotonic()))
+    await session.connect(backends, max(LEAST_SECONDS, start + limit - time.monotonic()))
     return session
 
 
@@ -106,15 +107,17 @@ async def _join(
             return meeting, joined
 
 
-async def _open_channel(place: Place, room: Store, joined: Joined, doors: Doors) -> Channel | None:
+async def _open_channel(place: Place, room: Store, joined: Joined, doors: Doors, deadline: float) -> Channel | None:
     """The control channel of the ranks that have met."""
     contacts = joined.contacts
     if len({member.host for member in joined.members}) > 1:
         doors.open_tcp(_address_towards(place.host))
         await room.set(f"control/{doors.contact.rank}", json.dumps(doors.contact.as_json()))
-        said = await room.multi_get([f"control/{contact.rank}" for contact in contacts])
+        keys = [f"control/{contact.rank}" for contact in contacts]
+        said = await room.multi_get(keys, max(LEAST_SECONDS, deadline - time.monotonic()))
         contacts = [Contact.of_json(json.loads(text)) for text in said]
-    return await Channel.open(doors.contact.rank, contacts, joined.tokens, doors)
+    left = max(LEAST_SECONDS, deadline - time.monotonic())
+    return await Channel.open(doors.contact.rank, contacts, joined.tokens, doors, left)
 
 
 def _address_towards(host: str) -> str:

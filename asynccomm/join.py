@@ -187,7 +187,7 @@ class _Door:
         """The numbers to look at, of 1 to ``count``."""
         unseen = (number for number in range(self._low, count + 1) if number not in self._seen)
         fresh = list(itertools.islice(unseen, WINDOW))
-        last = range(max(fresh[-1] + 1 if fresh else 1, count + 1 - WINDOW), count + 1)
+        last = range(max(fresh[-1] + 1 if fresh else self._low, count + 1 - WINDOW), count + 1)
         return fresh + [number for number in last if number not in self._seen]
 
     async def _wait(self, key: str, deadline: float) -> None:

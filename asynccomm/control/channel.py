@@ -162,12 +162,19 @@ class Channel:
     # -- from any thread ----------------------------------------------------------------------------------------------
 
     @classmethod
-    async def open(cls, rank: int, contacts: Sequence[Contact], tokens: Tokens, doors: Doors) -> Channel | None:
-        """Listen, and connect to the rank above; None, with a warning, if that cannot be reached."""
+    async def open(
+        cls,
+        rank: int,
+        contacts: Sequence[Contact],
+        tokens: Tokens,
+        doors: Doors,
+        timeout: float = ATTACH_SECONDS,
+    ) -> Channel | None:
+        """Listen, and connect to the rank above; None, with a warning, if that cannot be reached in ``timeout`` s."""
         channel = cls(rank, contacts, tokens)
         socks = doors.take()
         try:
-            started = channel._thread.run(channel._start(socks))
+            started = channel._thread.run(channel._start(socks, min(timeout, ATTACH_SECONDS)))
             problem = await asyncio.wrap_future(started)
         except BaseException:
             channel._thread.call(lambda: channel._cut_short(socks))
@@ -242,7 +249,7 @@ class Channel:
 
     # -- on the control thread: starting and ending -------------------------------------------------------------------
 
-    async def _start(self, socks: Sequence[socket.socket]) -> str:
+    async def _start(self, socks: Sequence[socket.socket], timeout: float) -> str:
         """Returns why there is no channel; empty if there is."""
         for sock in socks:
             await self._listener.listen(sock)
@@ -252,7 +259,7 @@ class Channel:
         self._climb()
         if self._climbing is not None:
             try:
-                await asyncio.wait_for(asyncio.shield(self._climbing), ATTACH_SECONDS)
+                await asyncio.wait_for(asyncio.shield(self._climbing), timeout)
             except TimeoutError:
                 return f"rank {self._node.above} cannot be reached"
         return ""

@@ -293,3 +293,18 @@ async def test_rank_0_writes_over_what_is_no_epoch(store: MemoryStore) -> None:
     await asyncio.sleep(0)
     results = await asyncio.gather(start(store, 0), one)
     assert results[0].members == results[1].members
+
+
+async def test_what_was_seen_is_not_looked_at_again(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore()
+    first = asyncio.ensure_future(join(store, "main", 0, 3, "loopback", 10))
+    second = asyncio.ensure_future(join(store, "main", 1, 3, "loopback", 10))
+    async with asyncio.timeout(10):
+        while not second.done() and not any("answer" in key for key in store._values):
+            await asyncio.sleep(0.001)
+            if len([key for key in store._values if "/hello/" in key]) == 1:
+                break
+    for _ in range(50):  # rank 0 has taken that hello by now, and waits for the next one
+        await asyncio.sleep(0)
+    await asyncio.gather(first, second, join(store, "main", 2, 3, "loopback", 10))
+    assert not caplog.records
