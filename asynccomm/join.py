@@ -137,6 +137,7 @@ async def _welcome(place: Store, name: str, mine: dict[str, Any], size: int, dea
     }
     text = json.dumps(answer)
     await room.multi_set({f"answer/{nonce}": text for nonce in others})
+    await room.check([])  # a reply: the server has it, so who has lost rank 0 from here on finds out by other ways
     return _joined(epoch, answer)
 
 
