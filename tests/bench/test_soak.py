@@ -27,45 +27,18 @@ def rows(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_a_few_seconds_of_faults(tmp_path: Path, backend: str) -> None:
-    out = tmp_path / "rows.json"
-    done = soak("--minutes", 0.3, "--ranks", 3, "--backend", backend, "--seed", 3, "--json", out)
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary, recoveries, growth = rows(out)
-    assert (summary["backend"], summary["ranks"], summary["seed"]) == (backend, 3, 3)
-    assert (summary["failures"], summary["surprises"]) == ([], [])
-    assert sum(summary["operations"].values()) > 0
-    assert {"kill", "freeze", "abort", "mismatch", "newcomer"} <= recoveries.keys()
-    for row in recoveries.values():
-        assert (row["p50_ms"] is None) == (row["recoveries"] == 0)
-    assert {"private_mb", "shared_mb", "fds", "threads", "/dev/shm", "unix names", "store keys"} <= growth.keys()
-    assert all(row["ok"] == (row["end"] <= row["warm"] + row["allowed"]) for row in growth.values())
-
-
-@pytest.mark.timeout(200)
 def test_killed_ranks_are_replaced(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     done = soak("--minutes", 0.15, "--ranks", 3, "--faults", "kill,killtwo", "--json", out)
     assert done.returncode == 0, done.stdout + done.stderr
-    summary, recoveries, _ = rows(out)
+    summary, recoveries, growth = rows(out)
     killed = recoveries["kill"]["faults"] + recoveries["killtwo"]["faults"]
     assert killed > 0
     assert summary["processes"] >= 3 + killed
     assert recoveries["kill"]["recoveries"] + recoveries["killtwo"]["recoveries"] >= killed
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_rank_that_wakes_up_too_late_is_left_out_and_comes_back(tmp_path: Path, ranks: int) -> None:
-    """It finds the control channel of the old comm closed, and must not take the others for lost and go on alone."""
-    out = tmp_path / "rows.json"
-    done = soak("--minutes", 0.2, "--ranks", ranks, "--faults", "freeze", "--patience", 60, "--json", out)
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary, recoveries, _ = rows(out)
-    assert recoveries["freeze"]["faults"] > 0
-    assert summary["processes"] == ranks
-    assert summary["errors"].get("freeze: LeftOutError", 0) <= recoveries["freeze"]["faults"]  # one may wake up in time
+    assert (summary["failures"], summary["surprises"]) == ([], [])
+    assert sum(summary["operations"].values()) > 0
+    assert {"private_mb", "shared_mb", "fds", "threads", "/dev/shm", "unix names", "store keys"} <= growth.keys()
 
 
 def test_bad_arguments_are_named() -> None:
