@@ -865,9 +865,9 @@ def test_a_rank_that_is_stopped(nursery: Nursery, victim: int, agent: bool) -> N
     found = nursery.run(survive, 3, "shm", [victim], signal.SIGSTOP, agent=agent)
     left = [rank for rank in range(3) if rank != victim]
     assert found.pop(victim)[0] == "left out"
-    assert {rank: result[:3] for rank, result in found.items()} == {
-        old: [new, left, "CollectiveTimeoutError"] for new, old in enumerate(left)
-    }
+    assert {rank: result[:2] for rank, result in found.items()} == {old: [new, left] for new, old in enumerate(left)}
+    # who hears it from another one before its own deadline has the latter
+    assert {result[2] for result in found.values()} <= {"CollectiveTimeoutError", "AbortedError"}
 
 
 @pytest.mark.parametrize("victim", [0, 2])

@@ -112,9 +112,10 @@ REDUCE = AllReduce(torch.float32, 7, ReduceOp.SUM)
 async def test_it_enrols_and_withdraws(parts: Parts) -> None:
     assert parts.line.enrolled == ["key"]
     parts.reporter.end()
-    parts.reporter.succeeded = True
+    parts.reporter.followers = [0, 2]
     parts.reporter.end()
-    assert parts.line.withdrawn == [{"rank": 0, "kind": "closed"}, None]
+    followed = {"rank": 0, "kind": "followed", "members": [0, 2]}
+    assert parts.line.withdrawn == [{"rank": 0, "kind": "closed"}, followed]
 
 
 async def test_what_breaks_it_is_told_with_its_rank(parts: Parts) -> None:

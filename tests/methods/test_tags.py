@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -92,8 +93,12 @@ async def _two_tasks(comm: Comm, first: str, second: str) -> list[Any]:
 
 
 async def test_tasks_in_another_order_elsewhere_get_an_error(comms: list[Comm]) -> None:
-    works = [await _two_tasks(comm, *(("b", "a") if comm.rank == 1 else ("a", "b"))) for comm in comms]
-    for work in [work for pair in works for work in pair]:
+    works = []
+    for comm in comms:
+        for tag in ("b", "a") if comm.rank == 1 else ("a", "b"):
+            with contextlib.suppress(CollectiveMismatchError):  # known already
+                works.append(comm.all_reduce(t(4), tag=tag))
+    for work in works:
         error = await _fails(work)
         assert error.seq == 0
         assert {error.op, error.other_op} == {f"all_reduce(float32[4], SUM, tag='{tag}')" for tag in "ab"}

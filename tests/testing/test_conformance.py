@@ -342,8 +342,8 @@ def sends_the_first_share(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sorts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    distinct = groups._distinct
-    monkeypatch.setattr(groups, "_distinct", lambda *args: sorted(distinct(*args)))
+    distinct = groups.distinct
+    monkeypatch.setattr(groups, "distinct", lambda *args: sorted(distinct(*args)))
 
 
 def monitors_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -472,6 +472,7 @@ async def test_what_waited_and_cannot_be_started_breaks_the_comm(comm: Comm) -> 
 @TWO_RANKS
 async def test_abort_fails_what_waits(comm: Comm) -> None:
     async with new_comm("gloo", name="aborted") as one:
+        await comm.barrier()  # both have it
         if one.rank == 0:
             tensor = torch.ones(3)
             works = [one.all_reduce(tensor) for _ in range(5)]
@@ -493,6 +494,7 @@ async def test_abort_fails_what_waits(comm: Comm) -> None:
 @TWO_RANKS
 async def test_deadline_of_what_waits(comm: Comm) -> None:
     async with new_comm("gloo", name="late", timeout=60) as one:
+        await comm.barrier()  # both have it
         if one.rank == 0:
             tensor = torch.ones(3)
             one.all_reduce(tensor)

@@ -239,13 +239,13 @@ async def test_a_rank_that_has_closed_is_missed_in_a_batch(comm: Comm) -> None:
 @pytest.mark.parametrize("n", [1, 16 * LARGE])
 async def test_abort_in_the_middle_of_a_batch(comm: Comm, n: int) -> None:
     async with new_comm("shm", name="doomed", timeout=60) as doomed:
-        await doomed.barrier()
-        if comm.rank != 2:
-            work = batch(doomed, reduced(doomed, torch.ones(3), torch.ones(n), torch.ones(2)))
-        if comm.rank == 1:
-            doomed.abort("enough")
-            assert work.done()
-        with pytest.raises(AbortedError, match="rank 1: enough"):
+        await comm.barrier()
+        with pytest.raises(AbortedError, match="rank 1: enough"):  # heard before the call, or after it
+            if comm.rank != 2:
+                work = batch(doomed, reduced(doomed, torch.ones(3), torch.ones(n), torch.ones(2)))
+            if comm.rank == 1:
+                doomed.abort("enough")
+                assert work.done()
             await (work if comm.rank != 2 else doomed.recv(torch.ones(1), 0))
     await comm.barrier()
 
