@@ -66,7 +66,7 @@ KNOWN_WARNINGS: Final = ("warning: unclosed <socket.socket", "warning: unclosed 
 def _is_held_by_gloo(case: Case) -> bool:
     """A rank that goes on after its peers have given up large messages: gloo waits on, in a thread of its own."""
     large = case.operation == "messages" and case.large
-    return case.backend == "gloo" and case.fault in ("stop", "cut") and large
+    return case.backend == "gloo" and (large or (case.operation == "agreed" and case.fault == "stop"))
 
 
 def _common_problems(case: Case, report: Report) -> list[str]:
