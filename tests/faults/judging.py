@@ -73,11 +73,10 @@ def _common_problems(case: Case, report: Report) -> list[str]:
     problems = [text for text in report.problems if not text.startswith(KNOWN_WARNINGS)]
     # one in fifty aborted groups leaves a thread of gloo behind, with its descriptors: a known limit (README, Status)
     stuck = case.backend == "gloo" and any("asynccomm-gloo" in what for what in report.left)
-    if stuck or _is_held_by_gloo(case):
-        return problems
-    problems += [f"left behind: {what}" for what in report.left]
-    if report.closing > CLOSING:
-        problems.append(f"closing took {report.closing:.2f} s")
+    if not stuck and not _is_held_by_gloo(case):
+        problems += [f"left behind: {what}" for what in report.left]
+        if report.closing > CLOSING:
+            problems.append(f"closing took {report.closing:.2f} s")
     if report.after not in ("", "ClosedError"):
         problems.append(f"a call on the closed comm raised {report.after}")
     if report.refused not in ("", "BrokenError", "ClosedError"):
