@@ -32,7 +32,8 @@ from asynccomm.work import UNNUMBERED, Work
 
 __all__ = ["Reported", "Reporter", "Status"]
 
-REMEMBERED: Final = 1024  # calls
+REMEMBERED: Final = 64  # calls that are done; few, so that the memory for the next is warm
+COMPARED: Final = 1024  # the same, where others may be found to differ long after
 SHOWN: Final = 8  # operations in flight, in an answer
 PING_SECONDS: Final = 0.1  # for a loop to turn, before it counts as blocked
 ANSWER_SECONDS: Final = 0.5  # for peers to say what they are at
@@ -85,7 +86,7 @@ class Reporter:
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.followers: list[int] | None = None  #: those who go on as another comm in place of this one, if they do
-        self.compares = False  #: whether fingerprints are to be compared, because the backend does not
+        self.compares = False  #: whether fingerprints are compared here
         self.channel = channel
         self.recent: deque[Called] = deque(maxlen=REMEMBERED)  #: the last calls that were numbered
         self._group = group
@@ -102,6 +103,11 @@ class Reporter:
         self._ping: float | None = None  # when the loop was asked to turn, if it has not
         if channel is not None:
             channel.enroll(key, self)
+
+    def compare_fingerprints(self) -> None:
+        """Of all calls from now on: the backend does not."""
+        self.compares = True
+        self.recent = deque(self.recent, COMPARED)
 
     # -- from the comm, on any thread ---------------------------------------------------------------------------------
 
@@ -274,7 +280,11 @@ class Reporter:
         return self._group.size, found
 
     def _explain(self, seq: int) -> Message:
-        for op, site, number, _ in reversed(self.recent):
+        session = self._session()
+        calls = [call[:3] for call in self.recent.copy()]  # other threads add to it
+        if session is not None:
+            calls += [(work.op, work.site, work.seq) for work in session.pending()]
+        for op, site, number in calls:
             if number == seq and not op.p2p:
                 return {"op": str(op), "site": show(site)}
         return {}

@@ -159,8 +159,8 @@ class Session(Calls):
                     raise
                 _log.info("backend %r does not suit, so another is tried: %s", name, exc)
             else:
-                if self.reporter is not None:
-                    self.reporter.compares = not backend.compares
+                if self.reporter is not None and not backend.compares:
+                    self.reporter.compare_fingerprints()
                 self._resources.push_async_callback(self.backend.aclose)
                 self.options = replace(self.options, hints=hints)
                 return

@@ -18,20 +18,22 @@ def call_site(depth: int = 1) -> Site | None:
         frame = sys._getframe(depth)
     except ValueError:  # it was called in another way
         frame = sys._getframe(1)
-    while _ours.get(name := frame.f_code.co_filename, True):
-        if name not in _ours:
-            _ours[name] = _is_ours(name)
-            continue
+    code = frame.f_code
+    while code.co_filename not in _users:
+        if not _is_ours(code.co_filename):
+            _users.add(code.co_filename)
+            break
         above = frame.f_back
         if above is None:
             return None
         frame = above
-    return frame.f_code, frame.f_lasti
+        code = frame.f_code
+    return code, frame.f_lasti
 
 
 # the interpreter names all files of a package in the same way
 _PACKAGE: Final = os.path.dirname(call_site.__code__.co_filename) + os.sep
-_ours: dict[str, bool] = {}  # by file, whether it is this package's; as many as a program has files
+_users: set[str] = set()  # files that call this package; no more than a program has
 
 
 def _is_ours(name: str) -> bool:

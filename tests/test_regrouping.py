@@ -588,6 +588,23 @@ async def test_cancelling_while_they_connect(monkeypatch: pytest.MonkeyPatch) ->
         await close(new)
 
 
+async def test_cancelling_at_every_moment_leaves_nothing_behind() -> None:
+    """The old one is closed or can be, the new one is got or gone, and the others go on or are told."""
+    for turns in [*range(3, 60, 3), *range(60, 400, 40)]:
+        async with loopback_world(2, timeout=10) as comms:
+            calls = [asyncio.ensure_future(_await(comm.shrink())) for comm in comms]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            calls[0].cancel()
+            found = await together(calls)
+            for comm in found:
+                if isinstance(comm, Comm):
+                    await comm.aclose()
+                else:
+                    assert isinstance(comm, (asyncio.CancelledError, LeftOutError, BrokenError)), comm
+    await _nothing_is_left()
+
+
 async def _nothing_is_left() -> None:
     await until(lambda: not [t for t in threading.enumerate() if t.name == "asynccomm control"])
     assert not _socket_names()

@@ -23,7 +23,7 @@ from asynccomm.ops import AllReduce, Barrier
 from asynccomm.ops.messages import Send
 from asynccomm.ops.signature import signature
 from asynccomm.reduce_op import ReduceOp
-from asynccomm.reporting import REMEMBERED, Reporter
+from asynccomm.reporting import COMPARED, REMEMBERED, Reporter
 from asynccomm.sites import call_site
 from asynccomm.testing.local import loopback_world
 from asynccomm.work import Work
@@ -129,7 +129,7 @@ async def test_fingerprints_are_taken_only_if_the_backend_does_not_compare(parts
     parts.issue(REDUCE, 0)
     assert parts.reporter.prints() == (3, [])
     assert parts.line.looks == 0
-    parts.reporter.compares = True
+    parts.reporter.compare_fingerprints()
     parts.issue(REDUCE, 1, 2)
     parts.issue(Barrier(), 2, 0)
     parts.issue(Send(torch.float32, 3, 1, 0), 0)
@@ -182,6 +182,23 @@ async def test_what_was_issued_under_a_number(parts: Parts) -> None:
     for number in range(REMEMBERED):
         parts.issue(REDUCE, 100 + number)
     assert parts.reporter.answer({"what": "explain", "seq": 5}) == {}, "long ago"
+
+
+async def test_what_is_in_flight_is_known_however_long_ago_it_was_called(parts: Parts) -> None:
+    parts.session.works = [parts.issue(REDUCE, 5)]
+    for number in range(REMEMBERED):
+        parts.issue(Barrier(), 100 + number)
+    assert parts.reporter.answer({"what": "explain", "seq": 5})["op"] == str(REDUCE)
+
+
+async def test_more_is_remembered_where_fingerprints_are_compared(parts: Parts) -> None:
+    parts.issue(REDUCE, 5)
+    parts.reporter.compare_fingerprints()
+    for number in range(COMPARED - 1):
+        parts.issue(Barrier(), 100 + number)
+    assert parts.reporter.answer({"what": "explain", "seq": 5})["op"] == str(REDUCE)
+    parts.issue(Barrier(), 9999)
+    assert parts.reporter.answer({"what": "explain", "seq": 5}) == {}
 
 
 async def test_a_question_that_nobody_knows(parts: Parts) -> None:
