@@ -52,8 +52,10 @@ class _Rank:
         self._channel = channel
         self._key = key
         self._ranks = list(ranks)
+        self.has_asked = False
 
     def ask(self, proposal: Sequence[Who] | None, wait: float, hear: Callable[[Order], object]) -> None:
+        self.has_asked = True
         self._call(lambda: self._channel.elections.ask(self._key, self._ranks, proposal, wait, hear))
 
     def prepared(self, decision: str) -> None:
@@ -166,7 +168,10 @@ async def regroup(session: Session, proposal: Sequence[Who], wait: float, invite
         wait: seconds for them to ask, too.
         invite: the newcomers of them.
     """
-    task = asyncio.ensure_future(_regroup(session, proposal, wait, invite))
+    seat = session.seat
+    assert seat.family.channel is not None
+    voter = _Rank(seat.family.channel, seat.key, seat.job_ranks)
+    task = asyncio.ensure_future(_regroup(session, voter, proposal, wait, invite))
     _keep(task)
     session.regrouping = task  # cancelled when the comm is closed meanwhile
     try:
@@ -177,6 +182,8 @@ async def regroup(session: Session, proposal: Sequence[Who], wait: float, invite
     except asyncio.CancelledError:
         task.cancel()
         await asyncio.wait([task])
+        if not voter.has_asked:
+            voter.give_up()  # the others must not wait for it
         if not task.cancelled() and task.exception() is None:
             await _drop(task.result())
         raise
@@ -184,7 +191,9 @@ async def regroup(session: Session, proposal: Sequence[Who], wait: float, invite
         session.regrouping = None
 
 
-async def _regroup(session: Session, proposal: Sequence[Who], wait: float, invite: Sequence[str]) -> Session:
+async def _regroup(
+    session: Session, voter: _Rank, proposal: Sequence[Who], wait: float, invite: Sequence[str]
+) -> Session:
     seat = session.seat
     family, channel = seat.family, seat.family.channel
     origin = family.origin
@@ -215,7 +224,7 @@ async def _regroup(session: Session, proposal: Sequence[Who], wait: float, invit
 
     note = "" if list(ranks) == list(ranks.values()) else f" (where its ranks are called {list(ranks)})"
     try:
-        new = await go_on(_Rank(channel, seat.key, seat.job_ranks), proposal, wait, form, group.name, note)
+        new = await go_on(voter, proposal, wait, form, group.name, note)
     except BaseException:
         if not session.closed:
             seat.retake_name()

@@ -568,6 +568,30 @@ async def test_cancelling_leaves_the_others_alone_and_is_final() -> None:
         await close(new)
 
 
+@pytest.mark.parametrize("turns", [1, 2, 3])
+async def test_cancelling_before_it_has_asked_is_final_too(turns: int) -> None:
+    async with loopback_world(2, timeout=3600) as comms:
+        call = asyncio.ensure_future(_await(comms[0].shrink()))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        assert call.cancel()
+        await asyncio.wait([call])
+        new = await shrunk(comms[1:])  # at once
+        assert new[0].parent_ranks == (1,)
+        with pytest.raises(LeftOutError, match="it has given up waiting for that"):
+            await comms[0].shrink()
+        await close(new)
+
+
+async def test_a_rank_that_closed_it_before_anybody_asked_is_not_waited_for() -> None:
+    async with loopback_world(3, timeout=3600) as comms:
+        left = await asyncio.gather(*(comm.split([0, 1, 2], "part") for comm in comms))
+        await left[1].aclose()  # and stays, with the other comm
+        new = await shrunk([left[0], left[2]])
+        assert [comm.parent_ranks for comm in new] == [(0, 2)] * 2
+        await close(new)
+
+
 async def test_cancelling_while_they_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     entered = asyncio.Event()
 

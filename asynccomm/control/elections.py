@@ -34,7 +34,7 @@ __all__ = ["PATIENCE", "Elections", "Guests"]
 
 PATIENCE: Final = 30.0  # seconds for a member to connect the new comm, or to report to a new root
 SILENT_SECONDS: Final = 3.0  # after which a rank that should be heard every second counts as stopped
-ORDERS: Final = 1024  # comms that a root remembers to have coordinated
+ORDERS: Final = 1024  # comms whose past is remembered
 
 _log = logging.getLogger("asynccomm")
 
@@ -77,6 +77,7 @@ class Elections:
         self._coordinators: dict[str, Coordinator] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._out: dict[str, str] = {}  # comms that go on without this rank, and why
+        self._left: dict[str, set[int]] = {}  # comms that nobody has asked for, and who has left them
         self._changed: asyncio.Future[None] | None = None
         self._sending = False
         self._closed = False
@@ -123,10 +124,10 @@ class Elections:
 
     def give_up(self, key: str) -> None:
         """This rank takes no part any more, and cannot: the others may have gone on."""
-        if self._candidacies.pop(key, None) is not None:
-            self._keep_out(key, "it has given up waiting for that")
-            self._node.send(ROOT, "report", comm=key, ranks=[], report=None, left=True)
-            self._wake()
+        self._candidacies.pop(key, None)
+        self._keep_out(key, "it has given up waiting for that")
+        self._node.send(ROOT, "report", comm=key, ranks=[], report=None, left=True)
+        self._wake()
 
     def followed(self, key: str, members: Collection[object]) -> None:
         """``members`` have gone on in place of the comm of that key, and leave the channel."""
@@ -144,8 +145,7 @@ class Elections:
 
     def _keep_out(self, key: str, why: str) -> None:
         self._out.setdefault(key, why)
-        while len(self._out) > ORDERS:
-            del self._out[next(iter(self._out))]
+        _limit(self._out)
 
     def _wake(self) -> None:
         if self._changed is not None:
@@ -212,6 +212,8 @@ class Elections:
         """``who`` reports."""
         coordinator = self._coordinators.get(key)
         if coordinator is None:
+            if left and isinstance(who, int):
+                self._note_leaving(key, who)
             if report is None or not ranks:
                 return  # nobody asks
             coordinator = self._coordinate(key, ranks)
@@ -230,9 +232,10 @@ class Elections:
         heir = node.rank != self._first_root
         gone: Mapping[Who, str] = {r: "was lost" if how else "has left" for r, how in node.gone.items() if r in ranks}
         coordinator = Coordinator(node.rank, ranks, patience=PATIENCE, heir=heir, gone=gone)
+        for rank in self._left.pop(key, ()):
+            coordinator.left(rank)
         self._coordinators[key] = coordinator
-        while len(self._coordinators) > ORDERS:
-            del self._coordinators[next(iter(self._coordinators))]
+        _limit(self._coordinators)
         if heir:
             self._poll(key, ranks)
         return coordinator
@@ -282,9 +285,15 @@ class Elections:
     def left(self, key: str, rank: int) -> None:
         """``rank`` has closed one comm."""
         coordinator = self._coordinators.get(key)
-        if coordinator is not None:
+        if coordinator is None:
+            self._note_leaving(key, rank)
+        else:
             coordinator.left(rank)
             self._advance(key)
+
+    def _note_leaving(self, key: str, rank: int) -> None:
+        self._left.setdefault(key, set()).add(rank)
+        _limit(self._left)
 
     def attached(self) -> None:
         """This rank has come to a root, maybe a new one: it must know all."""
@@ -313,3 +322,9 @@ class Elections:
         self._closed = True
         for timer in self._timers.values():
             timer.cancel()
+
+
+def _limit(comms: dict[str, Any]) -> None:
+    """Forget the oldest: comms come and go as long as a job lives."""
+    while len(comms) > ORDERS:
+        del comms[next(iter(comms))]

@@ -362,6 +362,30 @@ async def test_a_rank_that_closes_the_comm_is_not_waited_for() -> None:
     job.close()
 
 
+async def test_a_rank_that_left_before_anybody_asked_is_not_waited_for() -> None:
+    job = Job(3)
+    job.ranks[0].elections.left(KEY, 1)
+    job.ranks[2].elections.give_up(KEY)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    job.ranks[0].ask()
+    await heard(job.ranks[:1], Decided)
+    assert job.ranks[0].members == (0,)
+    job.close()
+
+
+async def test_of_comms_long_past_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elections_module, "ORDERS", 2)
+    job = Job(2)
+    for key in ("a", "b", KEY):
+        job.ranks[0].elections.left(key, 1)
+    assert len(job.ranks[0].elections._left) == 2
+    job.ranks[0].ask()
+    await heard(job.ranks[:1], Decided)
+    assert len(job.ranks[0].elections._left) == 1
+    job.close()
+
+
 async def test_wishes_that_differ_are_refused_and_may_be_repeated() -> None:
     job = Job(2)
     job.ranks[0].ask([0, 1])
