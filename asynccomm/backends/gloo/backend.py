@@ -81,6 +81,7 @@ class GlooBackend(Backend):
         self._exchange = Exchange(group.rank, group.size, self._parcel_lane, self._complete)
         self._ending = threading.Lock()
         self._poisoned = False
+        self._out_of_step = False  # a lane has not taken all that is meant for it, and the comm is about to break
 
     @classmethod
     def check_hints(cls, hints: Mapping[str, str]) -> None:
@@ -165,10 +166,13 @@ class GlooBackend(Backend):
 
     def _complete(self, submission: Submission, steps: Sequence[Callable[[], object]]) -> None:
         """Take the last steps of a message, which raise if it failed, and settle it. On a lane."""
+        if self._out_of_step:
+            return  # it would take what an earlier one has left for its own
         try:
             for step in steps:
                 step()
         except Exception as exc:
+            self._out_of_step = True
             self._failed(submission, exc)
         else:
             submission.work.settle(submission.error)
@@ -203,6 +207,8 @@ class GlooBackend(Backend):
         self._parcel_lane.end()
         self._p2p.drop()
         self._in_flight.join(CLOSE_SECONDS)  # the threads that may be starting something are gloo's own
+        for gloo in self._gloos or ():
+            gloo.let_go()
         gloos, self._gloos = [self._gloos], None
         # the last reference ends gloo's threads; one in fifty aborted groups has one that nothing can wake
         ending = threading.Thread(target=gloos.clear, name="asynccomm-gloo-end", daemon=True)

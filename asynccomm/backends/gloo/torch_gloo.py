@@ -7,6 +7,8 @@
 - A group with one thread runs one collective after the other, in order, and the callbacks of one's future before it
   starts the next.
 - A point-to-point work's ``is_completed`` turns true only inside ``wait()``, so there is no polling it.
+- A message that is let go of while it is under way brings those behind it out of step: gloo goes on with the next one
+  of its tag, and ends the process where that one is shorter. So all are held until they are done, or the group ends.
 - The constructor first waits for the addresses of all ranks, in the store, then connects, which nothing but its own
   time-out ends; a connection may take five of them. Afterwards the time-out can be changed for collectives, but
   point-to-point works go on to use it, unless their ``wait()`` is given another.
@@ -53,14 +55,20 @@ _BOOL_OPS = {
 
 @final
 class Message:
-    """A send or a receive under way."""
+    """A send or a receive under way; ``held`` holds it until it is done."""
 
-    def __init__(self, work: Any) -> None:
+    __slots__ = ("_held", "_tensor", "_work")
+
+    def __init__(self, work: Any, tensor: Tensor, held: set[Message]) -> None:
         self._work = work
+        self._tensor = tensor
+        self._held = held
+        held.add(self)
 
     def wait(self) -> None:
         """Block until it is done. Raises: RuntimeError."""
         self._work.wait(FOREVER)
+        self._held.discard(self)
 
 
 class Gloo:
@@ -99,6 +107,7 @@ class Gloo:
         self._pg._set_default_timeout(FOREVER)
         self._size = size
         self._rank = rank
+        self._messages: set[Message] = set()
         self._all_gather_single = getattr(self._pg, "all_gather_single", None) or self._pg._allgather_base
         self._all_to_all_single = getattr(self._pg, "all_to_all_single", None) or self._pg.alltoall_base
 
@@ -144,10 +153,10 @@ class Gloo:
         return self._pg.barrier()
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> Message:
-        return Message(self._pg.send([tensor], dst, tag))
+        return Message(self._pg.send([tensor], dst, tag), tensor, self._messages)
 
     def recv(self, tensor: Tensor, src: int, tag: int) -> Message:
-        return Message(self._pg.recv([tensor], src, tag))
+        return Message(self._pg.recv([tensor], src, tag), tensor, self._messages)
 
     def poison(self) -> None:
         """Make everything under way fail, here and on the peers. Takes some milliseconds.
@@ -161,6 +170,10 @@ class Gloo:
                 with contextlib.suppress(RuntimeError):
                     self._pg.recv([never_sent], peer, POISON_TAG).wait(timedelta(milliseconds=1))
                     raise AssertionError("a message arrived under the tag that nobody uses")
+
+    def let_go(self) -> None:
+        """The group is not used any more, and poisoned if a message is under way."""
+        self._messages.clear()
 
 
 class Gloos(NamedTuple):

@@ -157,3 +157,31 @@ async def test_exchange_of_nothing_with_some() -> None:
         gloo.all_to_all_single(received, torch.full((4,), rank, dtype=torch.uint8), receives, sends).wait()
         assert received.tolist() == ([0] * 4 + [1] * 4 + [2] * 4 if rank == target else [])
     await client.aclose()
+
+
+@pytest.mark.ranks(2)
+async def test_a_message_that_is_let_go_of_keeps_its_place() -> None:
+    """Or the next one of its tag would be taken for it, which ends the process if that is shorter."""
+    gloo, rank, client = await connect(2)
+    if rank == 0:
+        gloo.recv(torch.zeros(1000), 1, 5)
+        short = torch.zeros(10)
+        second = gloo.recv(short, 1, 5)
+        gloo.send(torch.full((1000,), 2.0), 1, 6)
+        gloo.send(torch.full((10,), 3.0), 1, 6)
+    gloo.barrier().wait()
+    if rank == 0:
+        second.wait()
+        assert short.eq(1).all()
+    else:
+        gloo.send(torch.zeros(1000), 0, 5)
+        gloo.send(torch.ones(10), 0, 5)
+        for size, value in ((1000, 2), (10, 3)):
+            found = torch.zeros(size)
+            gloo.recv(found, 0, 6).wait()
+            assert found.eq(value).all()
+    gloo.barrier().wait()
+    assert len(gloo._messages) == {0: 3, 1: 2}[rank], "those that nobody has waited for"
+    gloo.let_go()
+    assert not gloo._messages
+    await client.aclose()
