@@ -30,7 +30,6 @@ class _Threads:
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._alive = 0
-        self._warned = False
         self._ending = False
         self._spoken_for = 0  # functions handed over and not finished
 
@@ -39,9 +38,6 @@ class _Threads:
             self._spoken_for += 1
             start = self._spoken_for > self._alive and self._alive < self._limit
             self._alive += start
-            if self._spoken_for > self._limit and not self._warned:
-                self._warned = True
-                _log.warning("%s: more than %d lanes are busy; the newest wait", self._name, self._limit)
             self._jobs.put(function)  # under the lock: a thread about to end looks once more for jobs under it
         if start:
             threading.Thread(target=self._main, name=self._name, daemon=True).start()
@@ -87,6 +83,9 @@ class Lanes:
     """
 
     def __init__(self, name: str, limit: int) -> None:
+        self._name = name
+        self._limit = limit
+        self._warned = False
         self._threads = _Threads(name, limit)
         self._lock = threading.Lock()
         self._lanes: dict[Hashable, deque[Callable[[], None]]] = {}
@@ -100,6 +99,9 @@ class Lanes:
                 jobs.append(job)
                 return
             self._lanes[lane] = deque([job])
+            if len(self._lanes) > self._limit and not self._warned:
+                self._warned = True
+                _log.warning("%s: more than %d lanes are busy; the newest wait", self._name, self._limit)
         self._threads.run(lambda: self._work_off(lane))
 
     def _work_off(self, lane: Hashable) -> None:

@@ -143,6 +143,22 @@ def test_no_more_threads_than_the_limit(gate: threading.Event) -> None:
     assert len(set(running)) == 3
 
 
+def test_it_warns_once_when_more_lanes_are_busy_than_there_may_be_threads(
+    gate: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    lanes = Lanes("warning", 1)
+    for _ in range(100):
+        lanes.put("lane", lambda: None)
+        assert lanes.join(PATIENCE)  # the thread may still be on its way back
+    assert not caplog.records
+    lanes.put("first", gate.wait)
+    for lane in ("second", "third"):
+        lanes.put(lane, lambda: None)
+    assert [record.message for record in caplog.records] == ["warning: more than 1 lanes are busy; the newest wait"]
+    gate.set()
+    assert lanes.join(PATIENCE)
+
+
 def test_join_gives_up(gate: threading.Event) -> None:
     lanes = Lanes("join", 2)
     assert lanes.join(0.0)

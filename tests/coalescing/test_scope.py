@@ -94,7 +94,7 @@ async def test_held_until_the_end_and_then_one_batch(pair: list[Comm], kind: str
     assert [work.seq for work in works] == list(range(6))
     assert a.statistics()[:5] == (6, 6, 40, 0, 1)
     assert not any(work.done() for work in works)
-    with pytest.raises(CollectiveMismatchError, match="a batch of 6 from .* alone"):
+    with pytest.raises(CollectiveMismatchError, match=r"a batch of 6 from .* alone"):
         await b.all_reduce(ones(0))
 
 
