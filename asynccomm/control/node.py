@@ -182,7 +182,8 @@ class Node:
         """Why ``rank`` cannot be connected to this one; empty if it can."""
         if rank == self.rank or rank not in self.roster.contacts:
             return f"there is no rank {rank} to be let in"
-        if rank in self.gone:
+        # of who leaves with this one the next one must hear, and maybe only from itself
+        if rank in self.gone and (self.gone[rank] or not self._departing):
             return f"rank {rank} was given up: {self.gone[rank] or 'it has left'}"
         if rank in self._down.values():
             return f"rank {rank} is here already"

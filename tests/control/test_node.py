@@ -154,6 +154,16 @@ def test_who_leaves_is_never_taken_for_lost_whoever_leaves_with_it(hosts: str, s
     assert {place.rank for place in tree.running} == set(range(len(hosts))) - leaving
 
 
+def test_one_whose_goodbye_only_those_have_heard_who_leave_themselves() -> None:
+    tree = Tree("aaaaaa", 2)
+    tree.settle(10)
+    for rank, steps in ((0, 2), (1, 2), (2, 0), (4, 0)):
+        tree.places[rank].leave()
+        tree.settle(steps)
+    tree.settle()
+    check_all_know(tree, set(), {0, 1, 2, 4})
+
+
 @settings(max_examples=200, deadline=None)
 @given(HOSTS, st.integers(0, 10_000), st.data())
 def test_news_of_those_who_stay_reach_all_who_stay(hosts: str, seed: int, data: st.DataObject) -> None:
