@@ -1,8 +1,8 @@
 """One rank's place in the tree of the control channel: which way messages go, and who is gone. Without any I/O.
 
 A message says whom it is for: a rank, ``"root"``, or ``"all"``. What is for all goes up to the root, which sends it
-down to everybody; so all get such messages in one order. Each node knows the ranks below it by what has come from
-there.
+down to everybody; so all get such messages in one order. Each node knows the ranks below it by the messages in which
+these say that they are here.
 
 While ranks go, there may be no way for a moment. So what is for all is numbered by its sender, which sends it again
 until it has come back from the root, and each node keeps the last of it for those that connect later. Who has had one
@@ -231,10 +231,11 @@ class Node:
         below = self._down.get(link)
         if below is not None:
             self.heard[below] = now
-            if source not in self.gone:
+            if source in self.gone:
+                if to != ALL:
+                    return  # it was on its way
+            elif message["kind"] == HERE:  # and nothing else: what is sent again may be from anywhere
                 self._routes[source] = link
-            elif to != ALL:
-                return  # it was on its way
             if message["kind"] == PULSE:
                 self._hear_ages(message.get("ages", {}), now)
                 return

@@ -94,6 +94,18 @@ def check_all_know(tree: Tree, dead: set[int], left: set[int]) -> None:
         assert all(bool(found[rank]) == (rank in dead) for rank in found), found
 
 
+def check_all_reach_each_other(tree: Tree) -> None:
+    """A message from each to each comes, once; also while what was for all is sent again."""
+    for place in tree.running:
+        place.heard = [message for message in place.heard if message["kind"] != "note"]
+        for other in tree.running:
+            place.node.send(other.rank, "note")
+    tree.settle()
+    for place in tree.running:
+        senders = [message["from"] for message in place.heard if message["kind"] == "note"]
+        assert sorted(senders) == [other.rank for other in tree.running]
+
+
 @settings(deadline=None)
 @given(HOSTS, st.integers(0, 10_000), st.data())
 def test_one_after_the_other(hosts: str, seed: int, data: st.DataObject) -> None:
@@ -116,6 +128,7 @@ def test_one_after_the_other(hosts: str, seed: int, data: st.DataObject) -> None
         tree.settle()
         expected = sorted((rank, place.rank) for place in tree.running)
         assert all(sorted(what for what in place.news() if what[0] == rank) == expected for place in tree.running)
+        check_all_reach_each_other(tree)
 
 
 @settings(max_examples=200, deadline=None)
