@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from asynccomm.backends.base import Backend
 from asynccomm.checks import Group
-from asynccomm.control.channel import Channel, Doors
+from asynccomm.control.channel import Channel
+from asynccomm.control.doors import Doors
 from asynccomm.control.roster import Contact
 from asynccomm.errors import StoreError
 from asynccomm.family import HOST_KEY, Claim, Family, Origin, Seat

@@ -10,7 +10,7 @@ import torch
 from torch import distributed as dist
 
 from asynccomm.assembly import assemble
-from asynccomm.backends.base import device_of, own_hints
+from asynccomm.backends.base import Backend, device_of, own_hints
 from asynccomm.backends.registry import candidates, load_backend
 from asynccomm.checks import Group
 from asynccomm.comm import Comm
@@ -74,11 +74,7 @@ def new_comm(
     Cancelling the await is safe, also by ``asyncio.timeout``.
     """
     check_name(name)
-    where = device_of(device)
-    backends = {candidate: load_backend(candidate, where) for candidate in candidates(backend, where)}
-    checked = check_hints(hints, {key: text for b in backends.values() for key, text in b.hints.items()}, backend)
-    for backend_class in backends.values():
-        backend_class.check_hints(own_hints(backend_class, checked))
+    where, backends, checked = _choice(backend, device, hints)
     options = CommOptions(
         timeout=seconds("timeout", timeout, DEFAULT_TIMEOUT),
         hints=checked,
@@ -134,14 +130,9 @@ def join_comm(
     Cancelling the await is safe.
     """
     check_name(name)
-    where = device_of(device)
-    allowed = candidates(backend, where)
-    backends = {candidate: load_backend(candidate, where) for candidate in allowed}
-    checked = check_hints(hints, {key: text for b in backends.values() for key, text in b.hints.items()}, backend)
+    where, backends, checked = _choice(backend, device, hints)
     if checked.get("control") == "off":
         raise ValueError("hint 'control' must be 'on' for join_comm, got 'off'")
-    for backend_class in backends.values():
-        backend_class.check_hints(own_hints(backend_class, checked))
     options = CommOptions(
         timeout=seconds("timeout", timeout, DEFAULT_TIMEOUT),
         hints=checked,
@@ -153,7 +144,23 @@ def join_comm(
     place = find_place(store, 1, 2)  # not the first, who would host it; the others are told who this is
 
     async def connect() -> Comm:
-        session = await come_in(place, name, where, backend, allowed, options)
+        session = await come_in(place, name, where, backend, list(backends), options)
         return Comm(session, session.backend_name)
 
     return Connecting(connect)
+
+
+def _choice(
+    backend: str, device: str | torch.device, hints: Mapping[str, str] | None
+) -> tuple[torch.device, dict[str, type[Backend]], dict[str, str]]:
+    """Where the tensors live, the backends that may be used there, and the hints that these know.
+
+    Raises: ValueError, TypeError naming what is wrong.
+    """
+    where = device_of(device)
+    backends = {candidate: load_backend(candidate, where) for candidate in candidates(backend, where)}
+    known = {key: text for each in backends.values() for key, text in each.hints.items()}
+    checked = check_hints(hints, known, backend)
+    for each in backends.values():
+        each.check_hints(own_hints(each, checked))
+    return where, backends, checked

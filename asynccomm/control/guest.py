@@ -133,8 +133,7 @@ class Guest:
             self._task.cancel()
         if self._link is not None:
             self._link.close()
-        loop = self._thread.loop
-        loop.call_later(0.0, lambda: loop.call_soon(self._thread.release))  # the socket is closed in its next turns
+        self._thread.release()
 
     def _connect(self) -> None:
         if self._task is None:

@@ -1,11 +1,8 @@
-"""Connections of the control channel: who may listen, connect and be let in.
+"""Connections of the control channel, and how to connect to a rank that listens.
 
 A rank listens at an abstract local socket, which no file can outlive, and where the ranks are on several hosts at a TCP
 port of the interface that leads to the others. Who connects shows a token from the store first, and is shown another
 one, so that neither side talks to a stranger; on a local socket both look at the user of the other process, too.
-
-Strangers are kept short: so many at once and no longer than some seconds, a hello of limited size, and nothing said to
-them but that they are refused. The first refusal of a listener is logged, and how many there were when it closes.
 """
 
 from __future__ import annotations
@@ -13,33 +10,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import logging
 import os
 import secrets
 import socket
 import struct
-import sys
 from collections.abc import Callable
 from typing import Any, Final, final
 
 from asynccomm.control.frames import MESSAGE_BYTES, Decoder, GarbledError, Message, encode
 from asynccomm.control.roster import Contact
 
-__all__ = ["Connection", "Listener", "Tokens", "connect", "listens", "local_socket", "tcp_socket"]
+__all__ = ["ENDED", "Connection", "Tokens", "connect", "end_connections", "let_go", "listens"]
 
-STRANGERS: Final = 64  # connections that have not said who they are, at once; more push out the oldest
-HELLO_SECONDS: Final = 5.0  # for a stranger to say it
 UNSENT_BYTES: Final = 64 << 20  # towards one that does not read any more: as good as gone
 RETRY_SECONDS: Final = 0.005  # until another try to connect to a local socket whose line is full
 KEEP_ALIVE: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # a silent host is gone after about 11 s
 USER_TIMEOUT_MS: Final = 10_000  # for what was sent to be received by a host
 
-ENDED: Final = "its control connection ended"
+ENDED: Final = "its control connection ended"  # begins how most do
 
 _credentials = struct.Struct("=iII")  # process, user, group
-_log = logging.getLogger("asynccomm")
 _open: set[Connection] = set()
-_listening: set[Listener] = set()
 
 
 @final
@@ -51,6 +42,14 @@ class Tokens:
     def __init__(self, ask: str = "", answer: str = "") -> None:
         self.ask = ask or secrets.token_hex(16)  #: shown by who connects
         self.answer = answer or secrets.token_hex(16)  #: shown by who listens
+
+    def may_ask(self, token: Any) -> bool:
+        """Whether who shows ``token`` may connect."""
+        return _same(token, self.ask)
+
+    def may_answer(self, token: Any) -> bool:
+        """Whether who shows ``token`` may listen."""
+        return _same(token, self.answer)
 
 
 @final
@@ -72,6 +71,7 @@ class Connection(asyncio.Protocol):
         self.ended = ended
         self.decoder = Decoder()
         self._made = made
+        self.loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._how = ENDED
         self._held = False
@@ -109,7 +109,7 @@ class Connection(asyncio.Protocol):
     def hold(self) -> None:
         """Keep what follows until those who wait for this connection have run, and know what to do with it."""
         self._held = True
-        asyncio.get_running_loop().call_soon(self._release)
+        self.loop.call_soon(self._release)
 
     def _release(self) -> None:
         self._held = False
@@ -139,7 +139,7 @@ class Connection(asyncio.Protocol):
     def close_in_child(self) -> None:
         """This is a forked child: let go of the connection, which is the parent's, without a word over it."""
         if self._transport is not None:
-            _replace(self._transport.get_extra_info("socket").fileno())
+            let_go(self._transport.get_extra_info("socket").fileno())
 
     def connection_lost(self, exc: Exception | None) -> None:
         if isinstance(exc, OSError):
@@ -159,119 +159,6 @@ class Connection(asyncio.Protocol):
         with contextlib.suppress(OSError):
             while data := os.read(fd, 1 << 16):
                 self.data_received(data)
-
-
-@final
-class Listener:
-    """Takes connections on the sockets of one rank. On the control thread's loop.
-
-    Args:
-        refusal: asked of one that has shown the token, with who it says it is: why it cannot be let in, or nothing.
-        welcome: called with one that can.
-        look: called with one that only wants to look, of the same user on the same host, and its question.
-    """
-
-    def __init__(
-        self,
-        tokens: Tokens,
-        refusal: Callable[[Any], str],
-        welcome: Callable[[Any, Connection], object],
-        look: Callable[[Connection, Message], object],
-    ) -> None:
-        self._tokens = tokens
-        self._refusal = refusal
-        self._welcome = welcome
-        self._look = look
-        self._strangers: dict[Connection, asyncio.TimerHandle] = {}
-        self._servers: list[asyncio.Server] = []
-        self._refused = 0
-        self._closed = False
-
-    async def listen(self, sock: socket.socket) -> None:
-        """Take connections on ``sock``, which becomes ours."""
-        loop = asyncio.get_running_loop()
-        make = loop.create_unix_server if sock.family == socket.AF_UNIX else loop.create_server
-        _listening.add(self)
-        server = await make(lambda: Connection(self._greet, self._ended, self._arrived), sock=sock)
-        self._servers.append(server)
-        if self._closed:  # meanwhile
-            self.close()
-
-    def close_in_child(self) -> None:
-        """This is a forked child: as for a connection."""
-        for server in self._servers:
-            for sock in server.sockets:
-                _replace(sock.fileno())
-
-    def _arrived(self, connection: Connection) -> None:
-        if self._closed:  # it had been taken already
-            connection.drop("nobody listens any more")
-            return
-        if connection.user not in (None, os.geteuid()):
-            self._refuse(connection, f"it is user {connection.user}'s")
-            return
-        if len(self._strangers) >= STRANGERS:
-            self._refuse(next(iter(self._strangers)), "too many came at once")
-        late = asyncio.get_running_loop().call_later(HELLO_SECONDS, self._refuse, connection, "it did not say hello")
-        self._strangers[connection] = late
-
-    def _greet(self, connection: Connection, message: Message) -> None:
-        timer = self._strangers.pop(connection, None)
-        if timer is None:
-            return  # it was refused
-        timer.cancel()
-        if "look" in message and connection.user is not None:
-            connection.ended = _nothing
-            self._look(connection, message)
-            return
-        if not _same(message.get("token"), self._tokens.ask):
-            self._refuse(connection, "it does not know the token")
-            return
-        who = message.get("who")
-        problem = self._refusal(who)
-        connection.send({"token": self._tokens.answer, "refused": problem})
-        if problem:
-            connection.close()
-        else:
-            connection.decoder.limit = MESSAGE_BYTES
-            self._welcome(who, connection)
-
-    def _ended(self, connection: Connection, how: str) -> None:
-        timer = self._strangers.pop(connection, None)
-        if timer is not None:
-            timer.cancel()
-            if not how.startswith(ENDED):  # else it has changed its mind
-                self._count(how)
-
-    def _refuse(self, connection: Connection, reason: str) -> None:
-        timer = self._strangers.pop(connection, None)
-        if timer is not None:
-            timer.cancel()
-        connection.ended = _nothing
-        connection.received = _nothing
-        connection.drop(reason)
-        self._count(reason)
-
-    def _count(self, reason: str) -> None:
-        self._refused += 1
-        if self._refused == 1:
-            _log.warning("a stranger at the control socket was refused: %s; others are only counted", reason)
-
-    def close(self) -> None:
-        """Take no more connections."""
-        self._closed = True
-        for server in self._servers:
-            loop = server.get_loop()
-            for sock in server.sockets:
-                loop.remove_reader(sock.fileno())
-            # one that was just taken needs the server for another turn, or asyncio would lose its socket
-            loop.call_soon(loop.call_soon, server.close)
-        _listening.discard(self)
-        for connection in list(self._strangers):
-            self._strangers.pop(connection).cancel()
-            connection.close()
-        if self._refused > 1:
-            _log.warning("%d strangers at the control socket were refused", self._refused)
 
 
 async def connect(
@@ -315,7 +202,7 @@ async def _connect(
     def hear(connection: Connection, message: Message) -> None:
         if answer.done():
             return
-        if not _same(message.get("token"), tokens.answer):
+        if not tokens.may_answer(message.get("token")):
             raise GarbledError("it does not know the answer")
         if refused := message.get("refused"):
             answer.set_exception(PermissionError(errno.EACCES, str(refused)))
@@ -372,6 +259,19 @@ async def listens(contact: Contact, local: bool) -> bool:
     return True
 
 
+async def end_connections() -> None:
+    """End those of this loop at once, and wait until their sockets are closed: the loop ends.
+
+    One that was closed may be open still, as long as the other side does not read what was sent to it.
+    """
+    loop = asyncio.get_running_loop()
+    while mine := [connection for connection in list(_open) if connection.loop is loop]:
+        for connection in mine:
+            connection.close()
+            connection.drop(ENDED)
+        await asyncio.sleep(0)
+
+
 def _user(sock: socket.socket) -> int:
     """Who is on the other side of a local socket."""
     return int(_credentials.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size))[1])
@@ -396,33 +296,6 @@ async def _local(address: str) -> socket.socket:
         raise
 
 
-def local_socket(name: str) -> socket.socket | None:
-    """A listening socket of that abstract name; None where the system has no such thing."""
-    if sys.platform != "linux":
-        return None
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.bind(f"\0{name}")
-        sock.listen(512)
-    except OSError:
-        sock.close()
-        raise
-    return sock
-
-
-def tcp_socket(address: str) -> socket.socket:
-    """A listening TCP socket at any free port of the interface that has ``address``."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.bind((address, 0))
-        sock.listen(512)
-    except OSError:
-        sock.close()
-        raise
-    return sock
-
-
 def _keep_alive(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEP_ALIVE.items():
@@ -437,7 +310,7 @@ def _nothing(*_: object) -> None:
     pass
 
 
-def _replace(fd: int) -> None:
+def let_go(fd: int) -> None:
     """Close what ``fd`` stands for, and leave it to its owner to close ``fd`` itself."""
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     os.dup2(null, fd, inheritable=False)
@@ -448,10 +321,7 @@ def _close_in_child() -> None:
     # as long as the child held them, nobody would see the parent die
     for connection in _open:
         connection.close_in_child()
-    for listener in _listening:
-        listener.close_in_child()
     _open.clear()
-    _listening.clear()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

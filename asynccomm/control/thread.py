@@ -1,7 +1,8 @@
 """The thread that the control channels of a process run on, with an event loop of its own.
 
 So a rank answers, hears and is heard while its own loop is blocked or stuck in a call that does not return. The thread
-lives as long as somebody uses it, and sleeps in one system call while there is nothing to do.
+lives as long as somebody uses it, and sleeps in one system call while there is nothing to do. Before it ends, it closes
+what is open on its loop, whoever has forgotten that or had no time for it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Final, TypeVar, final
 
+from asynccomm.control.links import end_connections
+from asynccomm.control.listener import end_listening
+
 __all__ = ["ControlThread", "control_thread"]
 
 END_SECONDS: Final = 2.0  # for the thread to end, when the process does
-LAST_TURNS: Final = 8  # of the loop: what was just accepted is made in one, closed in another, and so on
 
 T = TypeVar("T")
 _making = threading.RLock()
@@ -88,13 +91,13 @@ class ControlThread:
 
 
 async def _finish() -> None:
-    """Let the tasks that are left come to their end, and the transports that were told to."""
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    for _ in range(LAST_TURNS):
-        await asyncio.sleep(0)
+    """Let the tasks that are left come to their end, and close what is open; nobody is let in meanwhile."""
+    end_listening()
+    while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # one may begin another as it ends
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    await end_connections()
 
 
 def control_thread() -> ControlThread:

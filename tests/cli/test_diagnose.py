@@ -22,9 +22,11 @@ import pytest
 from asynccomm.cli import diagnose
 from asynccomm.cli.diagnose import Door, doors_in, jobs_of
 from asynccomm.cli.main import main
-from asynccomm.control import channel
-from asynccomm.control.channel import Channel, Doors, Tokens, run_name
+from asynccomm.control.channel import Channel
 from asynccomm.control.diagnosis import Diagnosis, RankState
+from asynccomm.control.doors import Doors, run_name
+from asynccomm.control.frames import MESSAGE_BYTES
+from asynccomm.control.links import Tokens
 
 DEADLINE = 60.0  # seconds until a condition counts as never met
 
@@ -659,9 +661,7 @@ class Talker:
         self.lost.append(rank)
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        return {"comm": "world", "size": 2} | (
-            {"stacks": "x" * channel.MESSAGE_BYTES} if question.get("stacks") else {}
-        )
+        return {"comm": "world", "size": 2} | ({"stacks": "x" * MESSAGE_BYTES} if question.get("stacks") else {})
 
     def prints(self) -> tuple[int, list[Any]]:
         return 2, []

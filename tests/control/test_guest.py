@@ -15,9 +15,11 @@ import pytest
 
 from asynccomm.control import guest as guest_module
 from asynccomm.control.ballots import Again, Committed, Decided, Decision, LeftOut, Order, Over, Refused, order_message
+from asynccomm.control.doors import local_socket
 from asynccomm.control.frames import Message
 from asynccomm.control.guest import Guest
-from asynccomm.control.links import Connection, Listener, Tokens, local_socket
+from asynccomm.control.links import Connection, Tokens
+from asynccomm.control.listener import Listener
 from asynccomm.control.roster import Contact
 
 DECISION = Decision("k", 0, 0, (0, "me"))
@@ -61,7 +63,7 @@ class Root:
         return [message["report"]["state"] for message in self.heard]
 
     async def listen(self) -> None:
-        await self.listener.listen(self.sock)
+        self.listener.listen(self.sock)
 
     def close(self) -> None:
         self.listener.close()

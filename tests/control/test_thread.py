@@ -14,7 +14,8 @@ import pytest
 from asynccomm.control import thread as module
 from asynccomm.control.thread import ControlThread, control_thread
 
-from .strangers import descriptors, until
+from .door import Door, Guest
+from .strangers import descriptors, nothing_unclosed, until
 
 
 def test_one_thread_for_all_until_the_last_has_gone() -> None:
@@ -131,3 +132,43 @@ def test_it_ends_with_the_process() -> None:
     code = "from asynccomm.control.thread import control_thread; control_thread(); print('there')"
     done = subprocess.run([sys.executable, "-X", "dev", "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "there\n", "")
+
+
+def test_what_is_open_on_its_loop_is_closed_with_it() -> None:
+    """Whatever the users of the thread have forgotten, or is held up by who does not read."""
+
+    async def connect() -> None:
+        door = await Door().open("local")
+        connection = await Guest().connect(door.contact)
+        assert door.welcomed[0][1]._transport is not None
+        door.welcomed[0][1]._transport.pause_reading()
+        connection.send({"a": "x" * 1_000_000})
+        connection.close()
+
+    with nothing_unclosed():
+        thread = control_thread()
+        thread.run(connect()).result(10)
+        thread.release()
+        thread.join()
+        assert not thread._thread.is_alive()
+
+
+def test_tasks_that_others_begin_as_they_end_are_ended_too() -> None:
+    thread = control_thread()
+    ended: list[str] = []
+    begun = threading.Event()
+
+    async def wait(name: str, then: str) -> None:
+        try:
+            begun.set()
+            await asyncio.sleep(3600)
+        finally:
+            ended.append(name)
+            if then:
+                thread.loop.create_task(wait(then, "")).add_done_callback(lambda _: ended.append("all"))
+
+    thread.run(wait("first", "second"))
+    assert begun.wait(10)
+    thread.release()
+    thread.join()
+    assert ended in (["first", "all"], ["first", "second", "all"])
