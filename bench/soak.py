@@ -280,6 +280,7 @@ class Rank:
         self._job = job
         self._pipe = pipe
         self._lock = threading.Lock()
+        self._comm: Comm | None = None
         self._number = 0  # of the round
         self._members: list[str] = []  # names, in rank order
         self._broken: tuple[float, str] | None = None  # when the comm broke and by what fault, until all is well again
@@ -292,33 +293,36 @@ class Rank:
             self._pipe.send(what)
 
     async def run(self) -> None:
-        comm: Comm | None = None
         if self._job.rank >= 0:
-            comm = await new_comm(self._job.backend, name="soak", timeout=TIMEOUT)
+            self._comm = await new_comm(self._job.backend, name="soak", timeout=TIMEOUT)
         while True:
             try:
-                if comm is None:
-                    comm = await self._come_in()
-                comm = await self._whole(comm)
+                if self._comm is None:
+                    self._comm = await self._come_in()
+                comm = await self._whole(self._comm)
                 if await self._over(comm):
                     break
                 await self._round(comm)
             except LeftOutError as error:
-                assert comm is not None
                 self._expected(error)
-                await comm.aclose()
-                comm = None
+                await self._end()
             except Raised:
-                comm = None
+                self._comm = None
             except BrokenError as error:
-                assert comm is not None
-                comm = await self._after(comm, error)
+                await self._after(error)
         await comm.aclose()
         self.say("done", measure())
+
+    async def _end(self) -> None:
+        """This rank is out."""
+        assert self._comm is not None
+        comm, self._comm = self._comm, None
+        await comm.aclose()
 
     async def _come_in(self) -> Comm:
         doom = None if self._job.doom is None or self._members else self._die(self._job.doom, "newcomer")
         comm = await join_comm(name="soak", timeout=TIMEOUT * 10)
+        self._excused = time.monotonic() + EXCUSED  # others may be killed when they are just in
         if doom is not None:
             doom.cancel()
             self.say("dying", "")
@@ -349,6 +353,7 @@ class Rank:
             order = self._plan().order
             everyone: list[int | str] = [*range(comm.size), *names[: self._job.ranks - comm.size]]
             comm = await go_on(comm, [who for _, who in sorted(zip(order, everyone, strict=False))])
+            self._comm = comm
             self.say("grown")
 
     def _plan(self) -> Plan:
@@ -360,19 +365,19 @@ class Rank:
                 return names
             await asyncio.sleep(0.02)
 
-    async def _after(self, comm: Comm, error: BrokenError) -> Comm | None:
-        """What follows a broken comm: a smaller one; None: this rank is out."""
+    async def _after(self, error: BrokenError) -> None:
+        """What follows a broken comm: a smaller one, unless this rank is out."""
         if self._broken is None:
             self._broken = time.monotonic(), self._fault
         self._expected(error)
         self._number += 1
+        assert self._comm is not None
         try:
-            return await go_on(comm)
+            self._comm = await go_on(self._comm)
         except LeftOutError as left_out:
             self._expected(left_out)
             self._broken = None
-            await comm.aclose()
-            return None
+            await self._end()
 
     def _expected(self, error: Exception) -> None:
         """The driver is told of errors for which there is no reason."""

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, Final, Self, final
 
 from asynccomm.cli.run import Commands
-from asynccomm.control.channel import run_name
 from asynccomm.control.diagnosis import Diagnosis, RankState
+from asynccomm.control.doors import run_name
 from asynccomm.control.frames import MESSAGE_BYTES, Decoder, Message, encode
 
 __all__ = ["Door", "Family", "Job", "View", "add_command", "doors_in", "jobs_of"]

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Final, TypeVar, final
 
 from asynccomm.control.climbing import Climber
-from asynccomm.control.doors import Doors, run_name
+from asynccomm.control.doors import Doors
 from asynccomm.control.elections import Elections
 from asynccomm.control.frames import Message
 from asynccomm.control.links import Connection, Tokens
@@ -32,7 +32,7 @@ from asynccomm.control.questions import Questions
 from asynccomm.control.roster import Contact, Roster
 from asynccomm.control.thread import ControlThread, control_thread
 
-__all__ = ["Channel", "run_name"]
+__all__ = ["Channel"]
 
 ATTACH_SECONDS: Final = 10.0  # for the first connection; without it, there is no control channel
 GOODBYE_SECONDS: Final = 0.5  # for the others to hear that this rank leaves

@@ -6,8 +6,8 @@ says to the other and loses nothing, unless one of them dies. In the end all lea
 that did not happen.
 
 1. Who asks *wants*, with a proposal. The coordinator *decides* once all that are proposed want, or are gone (lost, or
-   have left the comm); it goes on without those who do not come in time, or are known to be silent. If proposals
-   differ, all calls are refused.
+   have left the comm); it goes on without those who do not come in time, or are known to be silent. Newcomers who are
+   not there soon after the ranks are taken for dead. If proposals differ, all calls are refused.
 2. The members connect, and say that they are *prepared*. Once all are, the coordinator says *committed*; if one cannot,
    is gone or takes too long, it says *again*, and all want again. Members that failed ``TRIES`` times are refused.
 3. A member that hears committed has taken the decision, and reports it. Once all have, it is *over*.
@@ -80,6 +80,7 @@ from asynccomm.control.ballots import (
 __all__ = ["Coordinator"]
 
 TRIES: Final = 3  # times that the same members may fail to connect: a loss that nobody knows of yet takes one
+COMING: Final = 10.0  # seconds for newcomers to come, once all ranks are there that have invited them
 PATIENCE: Final = 60.0  # seconds; a rank that takes longer to connect or to report is as good as silent
 
 Letter: TypeAlias = tuple[Who, Message]  # to whom, and what
@@ -380,8 +381,11 @@ class Coordinator:
         """When to decide without the missing ones. Who was told again gets the time to say that it wants again."""
         if not missing:
             return -math.inf
-        waits = (h.since + h.report.wait for who, h in wants.items() if h.report and isinstance(who, int))
-        return max(min(waits), *(self._owing.get(who, -math.inf) for who in missing))
+        asked = [(h.since, h.report.wait) for who, h in wants.items() if h.report and isinstance(who, int)]
+        until = min(since + wait for since, wait in asked)
+        if all(isinstance(who, str) for who in missing):  # the invitation has reached them long ago, if they live
+            until = min(until, max(since for since, _ in asked) + COMING)
+        return max(until, *(self._owing.get(who, -math.inf) for who in missing))
 
     def _check_maker(self, decision: Decision) -> None:
         """Nobody can have a decision of a later coordinator, or one of this that it has not made."""

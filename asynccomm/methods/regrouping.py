@@ -75,7 +75,8 @@ class Regrouping(CommBase):
 
         Args:
             members: ranks of this comm and names of newcomers (see :meth:`newcomers`), in the order of their new ranks,
-                with this rank among them. The same on all ranks. Those that are lost, or do not come, are left out.
+                with this rank among them. The same on all ranks. Those that are lost, or do not come, are left out:
+                newcomers, ten seconds after all ranks have called this.
             timeout: as for :meth:`shrink`.
 
         Raises: what :meth:`shrink` raises; StoreError from awaiting, if newcomers cannot be invited.

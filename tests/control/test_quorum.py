@@ -28,7 +28,7 @@ from asynccomm.control.ballots import (
     parse_order,
     report_message,
 )
-from asynccomm.control.quorum import PATIENCE, TRIES, Coordinator
+from asynccomm.control.quorum import COMING, PATIENCE, TRIES, Coordinator
 from tests.control.job import Job
 
 
@@ -205,6 +205,23 @@ def test_newcomers_come_in_where_they_are_proposed_and_nowhere_else() -> None:
     assert decision.members == proposal
     said = chair.hold(State.PREPARED, decision, *proposal)
     assert said[0] == ("stranger", LeftOut("the comm goes on as ['n', 1, 0]: rank 0 does not propose it"))
+
+
+def test_newcomers_that_do_not_come_are_not_waited_for_as_long_as_ranks_are() -> None:
+    chair = Chair(3)
+    proposal = (0, "n", 1, 2)
+    chair.want(0, 2, proposal=proposal, wait=300.0)
+    assert chair.later(100.0) == []  # for rank 1
+    assert chair.want(1, proposal=proposal, wait=300.0) == []
+    assert chair.coordinator.due == 100.0 + 100.0 + COMING
+    assert chair.later(COMING - 0.1) == []
+    chair.later(0.1)
+    decision = chair.coordinator.decision
+    assert decision is not None
+    assert decision.members == (0, 1, 2)
+    chair.want("n")
+    said = chair.hold(State.PREPARED, decision, 0, 1, 2)
+    assert ("n", LeftOut("the comm goes on as [0, 1, 2]: it did not come in time")) in said
 
 
 def test_newcomers_are_turned_away_where_no_rank_is_left() -> None:
