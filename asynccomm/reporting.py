@@ -155,6 +155,10 @@ class Reporter:
         """Hear nothing more, and tell the others of it."""
         if self.channel is not None:
             item: Message = {"rank": self._group.rank, "kind": "closed"}
+            session = self._session()
+            error = None if session is None else session.error
+            if isinstance(error, PeerLostError):  # which the others may see otherwise: each has its own connections
+                item |= {"lost": error.rank, "reason": error.detail}
             if self.followers is not None:
                 item = {"rank": self._group.rank, "kind": "followed", "members": self.followers}
             self.channel.withdraw(self._key, item)
@@ -222,6 +226,8 @@ class Reporter:
         if rank is None:
             return
         if item.get("kind") == "closed":
+            if "lost" in item:
+                self._break(self._given_up(rank, item))
             self._closed.add(rank)
             return
         if item.get("kind") == "followed":
@@ -239,6 +245,14 @@ class Reporter:
         error = error_of({**item, "rank": rank})
         if error is not None and not (isinstance(error, PeerLostError) and error.rank == self._group.rank):
             self._break(error)
+
+    def _given_up(self, rank: int, item: Message) -> BrokenError:
+        """``rank`` has closed the comm because it lost one of its ranks, which may be this one."""
+        error = error_of({**item, "kind": "lost", "rank": rank})
+        assert error is not None
+        if isinstance(error, PeerLostError) and error.rank == self._group.rank:
+            return PeerLostError(rank, f"it has given this rank up: {error.detail}")
+        return error
 
     def _difference(self, item: Message) -> CollectiveMismatchError:
         seq, sides = int(item["seq"]), item["sides"]

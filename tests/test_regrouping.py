@@ -501,16 +501,18 @@ async def test_what_is_in_flight_comes_in_first() -> None:
 
 
 async def test_an_idle_stream_is_no_obstacle() -> None:
-    async with loopback_world(2) as comms:
-        async with comms[0].open_stream(1) if hasattr(comms[0], "open_stream") else _nothing():
-            new = await shrunk(comms)
+    async with loopback_world(2, timeout=3600) as comms:
+        stream = comms[1].stream(0)
+        put = comms[0].sink(1).put("first")
+        assert await anext(stream) == "first"
+        await put
+        reading = asyncio.ensure_future(anext(stream))  # for which nothing comes any more
+        await until(lambda: comms[1].statistics().in_flight == 1)
+        new = await shrunk(comms)
+        with pytest.raises(ClosedError, match="comm 'test' was closed while the stream was open"):
+            await reading
         await check(new)
         await close(new)
-
-
-@asynccontextmanager
-async def _nothing() -> AsyncIterator[None]:
-    yield
 
 
 async def test_what_was_called_meanwhile_does_not_hold_it_up() -> None:

@@ -118,6 +118,15 @@ async def test_it_enrols_and_withdraws(parts: Parts) -> None:
     assert parts.line.withdrawn == [{"rank": 0, "kind": "closed"}, followed]
 
 
+async def test_who_closes_it_because_of_a_loss_says_so(parts: Parts) -> None:
+    parts.session.error = PeerLostError(2, "its connection ended")
+    parts.reporter.end()
+    assert parts.line.withdrawn == [{"rank": 0, "kind": "closed", "lost": 2, "reason": "its connection ended"}]
+    parts.session.error = AbortedError(1, "enough")  # which everybody has been told
+    parts.reporter.end()
+    assert parts.line.withdrawn[1:] == [{"rank": 0, "kind": "closed"}]
+
+
 async def test_what_breaks_it_is_told_with_its_rank(parts: Parts) -> None:
     done = threading.Event()
     parts.reporter.tell(AbortedError(0, "enough"), done.set)
@@ -257,6 +266,19 @@ async def test_that_others_take_this_rank_for_lost_is_no_news_to_it(parts: Parts
     assert parts.session.broken == []
     parts.reporter.hear(11, {"rank": 1, **news_of(PeerLostError(2, "it was silent"))})
     assert [str(error) for error in parts.session.broken] == ["rank 2 was lost: it was silent"]
+
+
+async def test_who_has_closed_it_because_of_a_loss_breaks_it(parts: Parts) -> None:
+    parts.reporter.hear(11, {"rank": 1, "kind": "closed", "lost": 2, "reason": "its connection ended"})
+    parts.reporter.hear(11, {"rank": 1, "kind": "closed", "lost": 0, "reason": "its connection ended"})
+    parts.reporter.hear(11, {"rank": 1, "kind": "closed", "lost": [], "reason": "its connection ended"})
+    assert [str(error) for error in parts.session.broken] == [
+        "rank 2 was lost: its connection ended",
+        "rank 1 was lost: it has given this rank up: its connection ended",
+        "rank 1 reports an error that cannot be read, of the kind 'lost'",
+    ]
+    parts.reporter.lose(11, "its process ended")
+    assert len(parts.session.broken) == 3, "it had closed this comm"
 
 
 async def test_a_lost_rank_breaks_it_unless_it_had_closed(parts: Parts) -> None:

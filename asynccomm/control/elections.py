@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -80,6 +81,7 @@ class Elections:
         self._left: dict[str, set[int]] = {}  # comms that nobody has asked for, and who has left them
         self._changed: asyncio.Future[None] | None = None
         self._sending = False
+        self._looked = math.inf  # when it last looked around
         self._closed = False
 
     # -- this rank asks -----------------------------------------------------------------------------------------------
@@ -307,7 +309,12 @@ class Elections:
                 self._poll(key, [rank])
 
     def look_around(self) -> None:
-        """Now and then: give up waiting for who is silent."""
+        """Every second or so: give up waiting for who is silent."""
+        now, before = time.monotonic(), self._looked
+        self._looked = now
+        if now - before > SILENT_SECONDS / 2:  # it is this rank that was stopped, and has not read what came meanwhile
+            self._node.listen_anew()
+            return
         for key, coordinator in list(self._coordinators.items()):
             for rank in self._node.roster.contacts:
                 silence = self._node.silence(rank)

@@ -396,6 +396,11 @@ class Node:
         for link in list(self._down):
             link.send(message)
 
+    def listen_anew(self) -> None:
+        """Count nobody's silence from before now."""
+        now = time.monotonic()
+        self.heard = dict.fromkeys(self.heard, now)
+
     def silence(self, rank: int) -> float | None:
         """For how many seconds ``rank`` was not heard, as far as this one can know."""
         heard = self.heard.get(rank)

@@ -277,6 +277,23 @@ async def test_a_root_that_is_given_up_is_told() -> None:
     job.close()
 
 
+async def test_who_was_stopped_itself_gives_nobody_up_before_it_has_read_what_came() -> None:
+    job = Job(3)
+    rank = job.ranks[1]
+    rank.ask()
+    rank.elections.look_around()
+    rank.node.heard[0] -= 60
+    rank.elections._looked -= 60
+    rank.elections.look_around()
+    assert not rank.node.gone
+    rank.elections.look_around()
+    assert not rank.node.gone
+    rank.node.heard[0] -= 60
+    rank.elections.look_around()
+    assert 0 in rank.node.gone
+    job.close()
+
+
 async def test_who_is_silent_is_not_waited_for() -> None:
     job = Job(3)
     for rank in job.ranks[:2]:

@@ -327,6 +327,9 @@ def test_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     tree.settle()
     assert tree.places[0].node.silence(2) == 0
     assert tree.places[0].node.silence(3) == 1, "told by its leader"
+    tree.places[0].node.listen_anew()
+    assert tree.places[0].node.silence(3) == 0
+    assert tree.places[3].node.silence(0) is None
     assert tree.places[3].node.silence(2) == 0
     assert not any(place.heard for place in tree.places), "nobody else is told of heartbeats"
 

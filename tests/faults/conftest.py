@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, final
@@ -98,3 +98,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         if times := sorted(time for case, outcome in some if case.phase in ISSUING for time in delays(case, outcome)):
             line += f" {statistics.median(times):>18.3f} s {times[-1]:>6.3f} s"
         terminalreporter.line(line)
+    notes = Counter(note for _, outcome in results for report in outcome.reports.values() for note in report.notes)
+    for note, count in notes.items():
+        terminalreporter.line(f"{count} times: {note}")

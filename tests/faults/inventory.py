@@ -15,7 +15,7 @@ __all__ = ["Inventory", "sockets_named", "what_is_left"]
 
 SECONDS: Final = 3.0  # for threads that were told to end to do so
 KEPT_DESCRIPTORS: Final = ("/dev/null",)  # of uvloop, in reserve
-KEPT_THREADS: Final = ("AnyIO worker thread", "asyncio_", "MainThread")  # of the loop, not of comms
+KEPT_THREADS: Final = ("AnyIO worker thread", "asyncio_", "MainThread", "simulated stream")  # of the loop, not of comms
 
 
 class Inventory(NamedTuple):
@@ -32,7 +32,8 @@ class Inventory(NamedTuple):
             with contextlib.suppress(OSError):  # that of the directory itself
                 found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
         threads = [thread.name for thread in threading.enumerate() if not thread.name.startswith(KEPT_THREADS)]
-        mapped = sum("memfd:asynccomm" in line for line in Path("/proc/self/maps").read_text().splitlines())
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        mapped = sum("memfd:asynccomm" in line or _is_unlinked(line) for line in lines)
         return cls(found, frozenset(threads), mapped)
 
     def beyond(self, before: Inventory) -> list[str]:
@@ -43,6 +44,11 @@ class Inventory(NamedTuple):
         if self.mapped > before.mapped:
             left.append(f"{self.mapped - before.mapped} mapped segments")
         return sorted(left)
+
+
+def _is_unlinked(line: str) -> bool:
+    """Whether a mapping is of a file without a name, which holds segments where there are no memfds."""
+    return " rw-s " in line and line.endswith("(deleted)")
 
 
 async def what_is_left(before: Inventory) -> list[str]:

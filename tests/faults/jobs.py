@@ -20,7 +20,7 @@ from typing import Final, final
 from asynccomm.store.host import HostedStore, listen, serve
 
 from .inventory import sockets_named
-from .plans import Case
+from .plans import LOCAL, Case
 from .reports import Born, Ended, Order, Outcome, Report, Struck
 
 __all__ = ["Child", "Nursery"]
@@ -133,7 +133,7 @@ class Nursery:
     def run(self, case: Case) -> Outcome:
         """Run a case to its end, or end it. From any thread."""
         run = f"faults-{os.getpid()}-{case.number}"
-        ranks = [-1] if case.backend == "loopback" else range(case.size)
+        ranks = [-1] if case.backend in LOCAL else range(case.size)
         children = [self._fork(case, rank, self._environment(case, rank, run)) for rank in ranks]
         watch = _Watch(case, children)
         try:

@@ -11,7 +11,6 @@ and ``Ended``. The process ends with whoever started it, and its children with i
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import os
@@ -25,15 +24,15 @@ from typing import Final
 
 from .program import run_local, run_rank
 from .reports import Born, Ended, Order
+from .scarcity import end_with_parent
 
-PR_SET_PDEATHSIG: Final = 1
 MESSAGE_BYTES: Final = 1 << 16
 
 
 def main() -> None:
     """Fork until the socket ends."""
     parent = socket.socket(fileno=int(sys.argv[1]))
-    _end_with_parent()
+    end_with_parent()
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"forking with {len(threads)} threads is not safe"
     parent.send(pickle.dumps("ready"))
@@ -72,7 +71,7 @@ def _live(order: Order, report: int, output: int) -> None:
     """Be a child; does not return."""
     status = 1
     try:
-        _end_with_parent()
+        end_with_parent()
         for fd in (1, 2):
             os.dup2(output, fd)
         os.close(output)
@@ -91,10 +90,6 @@ def _live(order: Order, report: int, output: int) -> None:
             sys.stderr.flush()
             sys.stdout.flush()
         os._exit(status)
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,21 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-__all__ = ["BACKENDS", "COMBINATIONS", "FAULTS", "OPERATIONS", "PHASES", "Case", "Expected", "expected", "plan"]
+__all__ = [
+    "BACKENDS",
+    "COMBINATIONS",
+    "FAULTS",
+    "LOCAL",
+    "OPERATIONS",
+    "PHASES",
+    "Case",
+    "Expected",
+    "expected",
+    "plan",
+]
 
-BACKENDS: Final = ("shm", "gloo", "loopback")
+LOCAL: Final = ("loopback", "nccl")  # all ranks share a process; NCCL is simulated
+BACKENDS: Final = ("shm", "gloo", *LOCAL)
 ROOTED: Final = ("broadcast", "reduce", "scatter", "gather", "broadcast_object")
 SIZED: Final = (
     "all_reduce",
@@ -35,6 +47,7 @@ SIZED: Final = (
 OPERATIONS: Final = (*SIZED, "barrier", "all_gather_object", "broadcast_object")
 FAULTS: Final = (
     "kill",  # the process ends
+    "lose",  # the same where ranks share a process: its control connections end, and it calls nothing more
     "stop",  # it is stopped for longer than the deadline, and then goes on
     "raise",  # an exception leaves ``async with comm``
     "cancel",  # a group of tasks that use the comm is cancelled
@@ -50,6 +63,11 @@ FAULTS: Final = (
     "late",  # it does not call at all
 )
 PHASES: Final = ("before", "flight", "tail", "init", "split", "close", "shrink")
+SHORTAGES: Final = (  # of shared memory
+    "limit",  # files, memfds too, may not get large
+    "full",  # there are no memfds, and the file systems are full
+    "spare",  # there are no memfds, and /dev/shm is full, but there is room elsewhere
+)
 INIT_POINTS: Final = ("start", "meeting", "met", "attached", "connecting")
 DEADLINE: Final = 0.5  # seconds for operations, where the deadline is to be what ends them
 MEETING: Final = 2.0  # seconds to become a comm, where somebody does not come
@@ -94,7 +112,8 @@ Combination = tuple[str, str, str, str]  # fault, phase, backend, detail
 ISSUING: Final = ("before", "flight", "tail")
 WHERE: Final[dict[str, tuple[str, ...]]] = {
     "kill": PHASES,
-    "stop": (*ISSUING, "init", "split", "close"),
+    "lose": (*ISSUING, "split", "shrink"),
+    "stop": PHASES,
     "raise": ISSUING,
     "cancel": (*ISSUING, "init", "split", "close", "shrink"),
     "abandon": ("flight",),
@@ -108,12 +127,25 @@ WHERE: Final[dict[str, tuple[str, ...]]] = {
     "block": ("before",),
     "late": ("before",),
 }
-LOCAL_FAULTS: Final = {"raise", "cancel", "abandon", "abort", "mismatch", "late"}  # in one process
+LOCAL_FAULTS: Final = {  # that can strike one of several ranks in one process
+    "lose",
+    "raise",
+    "cancel",
+    "abandon",
+    "abort",
+    "cut",
+    "slow",
+    "slow abort",
+    "mismatch",
+    "late",
+}
 
 
 def _details(fault: str, phase: str) -> tuple[str, ...]:
     if fault == "mismatch":
         return ("kind", "dtype", "size", "root")
+    if fault == "memory":
+        return SHORTAGES
     if phase == "init" and fault in ("kill", "stop", "cancel"):
         return INIT_POINTS
     return ("",)
@@ -122,7 +154,9 @@ def _details(fault: str, phase: str) -> tuple[str, ...]:
 def _combinations() -> Iterator[Combination]:
     for fault, phases in WHERE.items():
         for phase, backend in itertools.product(phases, BACKENDS):
-            if backend == "loopback" and (fault not in LOCAL_FAULTS or phase not in ISSUING):
+            if backend in LOCAL and fault not in LOCAL_FAULTS:
+                continue
+            if backend not in LOCAL and fault == "lose":
                 continue
             if fault == "memory" and backend != "shm":
                 continue
@@ -202,18 +236,16 @@ def expected(case: Case) -> Expected:
     match case.fault:
         case "abandon" | "slow":
             return Expected((), 0.0)
+        case "memory" if case.detail == "spare":
+            return Expected((), 0.0)
         case _ if case.phase == "close":  # it may have said goodbye before
             return Expected(("PeerLostError", "BackendError", *LATE), DEADLINE + GRACE)
-        case "kill" if case.phase == "shrink":
+        case _ if case.phase == "shrink":  # the others go on
             return Expected((), 0.0)
-        case "kill" if case.phase == "split" and case.backend == "gloo":  # gloo may notice first, and knows no rank
-            return Expected(("PeerLostError", "BackendError", "AbortedError"), AT_ONCE, named=False)
         case "cut":  # nobody can tell which end of a connection it was
             return Expected(("PeerLostError",), AT_ONCE, named=False)
-        case "kill":
+        case "kill" | "lose":
             return Expected(("PeerLostError",), AT_ONCE)
-        case "cancel" if case.phase == "shrink":
-            return Expected((), 0.0)
         case "stop" if case.phase == "split":
             return Expected(("BackendError", "PeerLostError", *LATE), MEETING + GRACE, named=False)
         case "raise" | "cancel":
@@ -221,7 +253,8 @@ def expected(case: Case) -> Expected:
         case "abort":
             return Expected(("AbortedError",), AT_ONCE)
         case "slow abort":
-            return Expected(("AbortedError",), AT_ONCE + SLOWNESS)
+            ways = 2 if case.backend in LOCAL else 1  # there, all ranks' connections are slow
+            return Expected(("AbortedError",), AT_ONCE + ways * SLOWNESS)
         case "memory":
             return Expected(("BackendError", "UnsuitableError", "AbortedError"), MEETING + GRACE, named=False)
         case "descriptors":
@@ -239,13 +272,17 @@ def expected(case: Case) -> Expected:
 
 def _expected_of_beginning(case: Case) -> Expected:
     match case.fault:
+        case "memory" if case.detail == "spare":
+            return Expected((), 0.0)
         case "memory":
             return Expected(("BackendError", "UnsuitableError", "AbortedError"), MEETING + GRACE, named=False)
         case "descriptors":
             errors = "BackendError", "UnsuitableError", "AbortedError", "PeerLostError", "RendezvousError"
             return Expected(errors, MEETING + FAREWELL + GRACE, named=False, optional=True)
     if case.detail in ("start", "meeting"):
-        return Expected(("RendezvousError",), MEETING + FAREWELL + GRACE)
+        # a store in the same process may have heard of the victim before that is cancelled
+        seen = ("PeerLostError",) if case.backend in LOCAL and case.detail == "meeting" else ()
+        return Expected(("RendezvousError", *seen), MEETING + FAREWELL + GRACE)
     if case.fault == "kill" and case.detail == "met":  # who is not attached yet is looked for with each pulse
         return Expected(("PeerLostError", "AbortedError"), AT_ONCE + PULSE)
     if case.fault == "kill":

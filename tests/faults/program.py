@@ -4,38 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import re
-import resource
 import signal
 import socket
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextvars import ContextVar
+from functools import partial
 from typing import Any, Final, final
 
 import torch
 import uvloop
 
 from asynccomm import assembly
+from asynccomm.backends import registry
 from asynccomm.backends.shm.worker import the_worker
 from asynccomm.comm import Comm
 from asynccomm.connect import new_comm
 from asynccomm.control import links
+from asynccomm.control.channel import Channel
 from asynccomm.control.links import Connection
 from asynccomm.errors import AsyncCommError, BrokenError, CollectiveMismatchError, CollectiveTimeoutError
 from asynccomm.session import Session
 from asynccomm.stacks import describe
-from asynccomm.testing.local import loopback_world
+from asynccomm.store.memory import MemoryStore
 from asynccomm.work import Work
+from tests.backends.nccl import simulation
 
 from .inventory import Inventory, what_is_left
 from .operations import LARGE, SMALL, call
-from .plans import DEADLINE, GRACE, MEETING, SLOWNESS, Case
+from .plans import DEADLINE, GRACE, ISSUING, LOCAL, MEETING, SLOWNESS, Case
 from .reports import Report, Struck
+from .scarcity import few_descriptors, full_disks, own_disk, small_files
 
 __all__ = ["run_local", "run_rank"]
 
@@ -43,7 +50,7 @@ CALM: Final = 20.0  # seconds for what nothing keeps from ending
 SEEN: Final = 8.0  # seconds after which a rank that has not heard of the fault says so
 STEPS: Final = 4  # where nothing breaks
 SHRINKING: Final = 3.0  # seconds for ranks to call shrink()
-SHM_BYTES: Final = 4096  # less than any segment
+TURN_SECONDS: Final = 0.01  # between looks at whether something has happened
 
 Tell = Callable[[object], object]
 
@@ -62,19 +69,29 @@ class Part:
 
     Args:
         tell: for what must be known before the process ends.
+        running: the ranks of this process that have not come to an end.
+        mounted: there is a file system of its own to fill.
     """
 
-    def __init__(self, case: Case, rank: int, tell: Tell) -> None:
+    def __init__(
+        self, case: Case, rank: int, tell: Tell, running: set[int] | None = None, *, mounted: bool = False
+    ) -> None:
         self.case, self.rank = case, rank
         self.victim = rank == case.victim
         self._tell = tell
+        self._channels: list[Channel] = []  # that it has opened, where ranks share a process
+        self._running = {rank} if running is None else running
+        self._mounted = mounted
         self._error: BaseException | None = None
         self._at = 0.0
         self._refused = ""
         self._closing = 0.0
         self._after = ""
         self.problems: list[str] = []
+        self.notes: list[str] = []
         brief = case.fault in ("stop", "block", "late") or case.phase in ("close", "split")
+        # one that closes the comm that it had just become part of is not lost, unless its process ends
+        brief = brief or (case.phase == "shrink" and case.backend in LOCAL)
         self._timeout = DEADLINE if brief else CALM
         self._hit: Callable[[], object] = lambda: None
         self._took = 0.0
@@ -83,7 +100,14 @@ class Part:
 
     async def run(self, make: Callable[[], Awaitable[Comm]]) -> Report:
         """Be part of the job."""
+        try:
+            return await self._run(make)
+        finally:
+            self._running.discard(self.rank)
+
+    async def _run(self, make: Callable[[], Awaitable[Comm]]) -> Report:
         case = self.case
+        _CHANNELS.set(self._channels)
         try:
             comm = await self._made(make)
         except (Exception, asyncio.CancelledError) as exc:
@@ -129,11 +153,13 @@ class Part:
             after=self._after,
             left=tuple(left),
             problems=tuple(self.problems),
+            notes=tuple(self.notes),
         )
 
     def _note(self, exc: BaseException) -> None:
         if self._error is None:
             self._error, self._at = exc, time.monotonic()
+            print(f"rank {self.rank}:", *traceback.format_exception(exc), sep="\n", file=sys.stderr)
 
     def _call(self, comm: Comm, timeout: float | None = None) -> Sequence[Work[Any]]:
         case = self.case
@@ -161,7 +187,7 @@ class Part:
 
     async def _go_on(self, comm: Comm) -> None:
         await self._warm_up(comm)
-        await (self._steps(comm) if self.case.fault in ("abandon", "slow") else self._until_broken(comm))
+        await (self._steps(comm) if is_quiet(self.case) else self._until_broken(comm))
 
     # -- the faults ---------------------------------------------------------------------------------------------------
 
@@ -179,6 +205,8 @@ class Part:
             case "cut":
                 assert comm is not None
                 cut(comm)
+            case "lose":
+                self._lose()
             case "block":
                 time.sleep(DEADLINE + GRACE)
             case "cancel":
@@ -199,8 +227,14 @@ class Part:
             await self._close_and_be_struck(comm)
             return
         match case.fault:
-            case "slow":
+            case "slow" | "memory" | "descriptors":
                 await self._steps(comm)
+            case "lose":
+                if case.phase != "before":
+                    self._call(comm)
+                await asyncio.sleep(self._offset())
+                self._strike(comm)
+                await self._be_lost()
             case "abandon":
                 await self._abandon(comm)
             case "mismatch":
@@ -241,6 +275,29 @@ class Part:
         self._tell(Struck(time.monotonic()))
         raise StruckError("struck")
 
+    async def _be_lost(self, connecting: asyncio.Future[Comm] | None = None) -> None:
+        """Call nothing, like the dead, until the others have ended; then leave, as a process must.
+
+        Args:
+            connecting: what this rank was at.
+        """
+        gone = {self.case.victim, other_victim(self.case)} if self.case.phase == "shrink" else {self.case.victim}
+        while not self._running <= gone:
+            self._lose()  # what it has opened meanwhile, too
+            await asyncio.sleep(TURN_SECONDS)
+        if connecting is not None:
+            connecting.cancel()
+            await asyncio.wait([connecting])
+            if _is_there(connecting):
+                connecting.result().abort("lost")
+                await connecting.result().aclose()
+        raise StruckError("lost")
+
+    def _lose(self) -> None:
+        """End what this rank has of control channels without a word, as its death would."""
+        for channel in self._channels:
+            channel.call(channel._begin_closing)
+
     async def _wait_for(self, works: Sequence[Work[Any]]) -> None:
         await _all(works)
 
@@ -268,7 +325,8 @@ class Part:
         case = self.case
         if not self.victim:
             return await make()
-        if case.fault in ("slow", "slow abort"):
+        _IS_VICTIM.set(True)
+        if case.fault in ("slow", "slow abort") and case.backend not in LOCAL:
             be_slow()
         if case.phase != "init":
             return await make()
@@ -289,43 +347,49 @@ class Part:
     @contextlib.contextmanager
     def _little(self) -> Any:
         """With little of something."""
-        if self.case.fault == "memory":
-            what, limit = resource.RLIMIT_FSIZE, SHM_BYTES
-        else:
-            what, limit = resource.RLIMIT_NOFILE, max(Inventory.take().descriptors) + 1 + int(16 * self.case.delay)
-        before = resource.getrlimit(what)
+        match self.case.detail:
+            case "limit":
+                little = small_files()
+            case "full" | "spare" as what:
+                little = full_disks(mounted=self._mounted, only=what == "full")
+            case _:
+                little = few_descriptors(max(Inventory.take().descriptors) + 1 + int(16 * self.case.delay))
         self._tell(Struck(time.monotonic()))
-        resource.setrlimit(what, (limit, before[1]))
-        try:
+        with little:
             yield
-        finally:
-            resource.setrlimit(what, before)
 
     # -- splitting ----------------------------------------------------------------------------------------------------
 
     async def _split(self, comm: Comm) -> None:
         """The fault comes while another comm is split off; what becomes of that is noted, this one is closed."""
-        case = self.case
         await self._warm_up(comm)
         connecting = asyncio.ensure_future(comm.dup(timeout=MEETING))
         if self.victim:
             await self._be_struck_while(connecting, comm)
         try:
             async with await connecting as child:
-                if case.fault in ("slow", "descriptors", "memory"):
-                    await self._steps(child)
-                elif case.fault == "cancel":
-                    if self.victim:
-                        raise StruckError
-                    await self._until_broken(child)
-                else:
-                    await self._until_broken(comm)
+                try:
+                    await self._use(child, comm)
+                except BaseException as exc:
+                    self._note(exc)
+                    raise
         except (Exception, asyncio.CancelledError) as exc:
             self._note(exc)
-            if self.case.fault in ("kill", "cut"):  # not only the new one
+            if self.case.fault in ("kill", "cut", "lose") and not isinstance(exc, StruckError):  # not only the new one
                 with contextlib.suppress(BrokenError):
                     await self._until_broken(comm)
                 self._refused = _refusal(comm)
+
+    async def _use(self, child: Comm, comm: Comm) -> None:
+        case = self.case
+        if case.fault in ("slow", "descriptors", "memory"):
+            await self._steps(child)
+        elif case.fault in ("cancel", "lose"):
+            if self.victim:
+                raise StruckError
+            await self._until_broken(child)
+        else:
+            await self._until_broken(comm)
 
     async def _be_struck_while(self, connecting: asyncio.Future[Comm], comm: Comm) -> None:
         case = self.case
@@ -338,6 +402,10 @@ class Part:
                 self._strike(comm, connecting)
             case "slow":
                 pass
+            case "lose":
+                await asyncio.sleep(0.003 * case.delay)
+                self._strike(comm)
+                await self._be_lost(connecting)
             case _:
                 self._strike_later(0.02 * case.delay, comm)
 
@@ -346,17 +414,28 @@ class Part:
     async def _shrink(self, comm: Comm) -> None:
         """First another rank is lost, then the victim, while the others agree on who goes on."""
         case = self.case
-        await self._warm_up(comm)
-        if self.rank == other_victim(case):
-            os.kill(os.getpid(), signal.SIGKILL)
         with contextlib.suppress(BrokenError):
+            await self._warm_up(comm)
+            if self.rank == other_victim(case):
+                if case.backend in LOCAL:
+                    await self._be_lost()
+                os.kill(os.getpid(), signal.SIGKILL)
             await self._until_broken(comm)
         if self.victim:
             shrinking = asyncio.ensure_future(comm.shrink(timeout=SHRINKING))
             await asyncio.sleep(0.03 * case.delay)
             self._strike(comm, shrinking)
+            if case.fault == "lose":
+                await self._be_lost(shrinking)
             with contextlib.suppress(asyncio.CancelledError):
-                await (await shrinking).aclose()
+                late = await shrinking
+                try:
+                    if case.fault == "stop":  # it was part of what went on, until that went on without it
+                        later = await late.shrink(timeout=SHRINKING)
+                        print(f"rank {self.rank} of {late} went on as {later}, {later.parent_ranks}", file=sys.stderr)
+                        await later.aclose()
+                finally:
+                    await late.aclose()
             return
         while True:
             comm = await comm.shrink(timeout=SHRINKING)
@@ -371,11 +450,20 @@ class Part:
                 self.problems.append(f"all_reduce on the comm that goes on gave {total}")
 
 
+def is_quiet(case: Case) -> bool:
+    """Whether nothing is to break."""
+    return case.fault in ("abandon", "slow", "descriptors") or case.detail == "spare"
+
+
 def ends_by_deadline(case: Case) -> bool:
     """Whether only the time that is allowed for connecting ends it for the others."""
     if case.phase != "init" or case.fault == "memory":
         return False
     return case.fault in ("stop", "descriptors") or case.detail in ("start", "meeting")
+
+
+def _is_there(connecting: asyncio.Future[Comm]) -> bool:
+    return connecting.done() and not connecting.cancelled() and connecting.exception() is None
 
 
 def other_victim(case: Case) -> int:
@@ -448,15 +536,35 @@ def cut(comm: Comm) -> None:
     channel.call(shut)
 
 
+# Set in the task that is to be struck: others of the process may come to the same point.
+_IS_VICTIM: Final[ContextVar[bool]] = ContextVar("is_victim", default=False)
+
+
+_CHANNELS: Final[ContextVar[list[Channel]]] = ContextVar("channels")
+
+
+def keep_channels() -> None:
+    """From now on, each task that has set ``_CHANNELS`` finds the control channels that it opens there."""
+    open_channel = assembly._open_channel
+
+    async def open_and_keep(*args: Any) -> Channel | None:
+        channel = await open_channel(*args)
+        if channel is not None:
+            _CHANNELS.get().append(channel)
+        return channel
+
+    assembly._open_channel = open_and_keep
+
+
 def strike_at(point: str, strike: Callable[[], object], delay: float) -> None:
     """Have ``strike`` called when this process, becoming part of a comm, comes to ``point``."""
 
     def wrapped(function: Callable[..., Any], *, after: bool) -> Callable[..., Any]:
         async def call_it(*args: Any, **kwargs: Any) -> Any:
-            if not after:
+            if not after and _IS_VICTIM.get():
                 strike()
             result = await function(*args, **kwargs)
-            if after:
+            if after and _IS_VICTIM.get():
                 strike()
             return result
 
@@ -465,8 +573,18 @@ def strike_at(point: str, strike: Callable[[], object], delay: float) -> None:
     connect_first = Session._connect_first
 
     async def connect_while(self: Session, *args: Any) -> None:
-        asyncio.get_running_loop().call_later(delay, strike)
-        await connect_first(self, *args)
+        if not _IS_VICTIM.get():
+            await connect_first(self, *args)
+            return
+        loop = asyncio.get_running_loop()
+        due = loop.time() + delay
+        late = loop.call_at(due, strike)
+        try:
+            await connect_first(self, *args)
+        finally:
+            if loop.time() < due:  # it was quicker
+                late.cancel()
+                strike()
 
     match point:
         case "meeting":
@@ -525,9 +643,13 @@ def _received(sock: socket.socket) -> bytes:
 
 def run_rank(case: Case, rank: int, tell: Tell) -> None:
     """Be one rank of a job, and tell of it."""
+    scarce = rank == case.victim and case.detail in ("full", "spare")
+    mounted = scarce and own_disk(only=case.detail == "full")
 
     async def main(problems: list[str]) -> list[Report]:
-        part = Part(case, rank, tell)
+        part = Part(case, rank, tell, mounted=mounted)
+        if scarce and not mounted:
+            part.notes.append("a full file system was only feigned: users may not have namespaces here")
         timeout = MEETING if ends_by_deadline(case) else CALM
         ordering = "agreed" if case.operation == "agreed" else "program"
         return [await part.run(lambda: new_comm(case.backend, timeout=timeout, ordering=ordering))]
@@ -538,19 +660,39 @@ def run_rank(case: Case, rank: int, tell: Tell) -> None:
 def run_local(case: Case, tell: Tell) -> None:
     """Be all ranks of a job in one process, and tell of them."""
 
+    if case.fault in ("slow", "slow abort"):
+        be_slow()
+    keep_channels()
+    backend, hints = case.backend, {}
+    if backend == "nccl":
+        registry._BUILTIN["simulated"] = simulation.__name__, "SimulatedBackend"
+        # nothing ends an init that blocks; what is connected then is tried both ways
+        blocking = case.phase in ISSUING and case.number % 2
+        backend, hints = "simulated", {"side": "loopback", "blocking": str(int(blocking))}
+    timeout = MEETING if ends_by_deadline(case) else CALM
+    ordering = "agreed" if case.operation == "agreed" else "program"
+
     async def main(problems: list[str]) -> list[Report]:
-        parts = [Part(case, rank, tell) for rank in range(case.size)]
-        ordering = "agreed" if case.operation == "agreed" else "program"
-        async with loopback_world(case.size, timeout=CALM, ordering=ordering) as comms:
-            return await asyncio.gather(
-                *(part.run(lambda comm=comm: _ready(comm)) for part, comm in zip(parts, comms, strict=True))
+        store, running = MemoryStore(), set(range(case.size))
+
+        def make(rank: int) -> Awaitable[Comm]:
+            return new_comm(
+                backend,
+                name="main",
+                store=store,
+                rank=rank,
+                size=case.size,
+                timeout=timeout,
+                ordering=ordering,
+                hints=hints,
             )
 
+        parts = [Part(case, rank, tell, running) for rank in range(case.size)]
+        reports = await asyncio.gather(*(part.run(partial(make, part.rank)) for part in parts))
+        problems += [f"communicator of rank {left.rank} left open" for left in simulation.SimulatedNccl.comms]
+        return list(reports)
+
     _run(case, main, tell)
-
-
-async def _ready(comm: Comm) -> Comm:
-    return comm
 
 
 def _run(case: Case, main: Callable[[list[str]], Coroutine[Any, Any, list[Report]]], tell: Tell) -> None:
@@ -568,6 +710,8 @@ def _run(case: Case, main: Callable[[list[str]], Coroutine[Any, Any, list[Report
         before = Inventory.take()
         reports = await main(problems)
         left = await what_is_left(before)
+        if any(what.startswith("thread") for what in left):
+            faulthandler.dump_traceback()
         tasks = [repr(task) for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         first = reports[0]
         if case.fault == "descriptors":  # where asyncio and gloo stop halfway, they do not clean up

@@ -28,6 +28,7 @@ class Report(NamedTuple):
     after: str = ""  #: what a call on the closed comm raised
     left: tuple[str, ...] = ()  #: what was left behind in the process
     problems: tuple[str, ...] = ()  #: whatever else was wrong
+    notes: tuple[str, ...] = ()  #: what had to be done otherwise on this system
 
 
 class Outcome(NamedTuple):

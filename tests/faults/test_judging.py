@@ -75,3 +75,43 @@ def test_the_victim() -> None:
 
 def test_the_fault_did_not_happen() -> None:
     assert "did not happen" in judge(CASE, outcome(struck=None))[0]
+
+
+def shrunk(fault: str, backend: str, **victim: object) -> list[str]:
+    """What is said of ranks 0 and 3, which go on, of the victim, 1, and of 2, which was lost before."""
+    case = CASE._replace(fault=fault, backend=backend, phase="shrink", size=4)
+    reports = {rank: report(rank, error="", refused="") for rank in (0, 3)}
+    reports |= {1: report(1, **victim), 2: report(2, error="StruckError")}
+    if backend == "loopback":
+        return judge(case, Outcome(10.0, reports, {}))
+    del reports[2]
+    return judge(case, Outcome(10.0, reports, {2: "SIGKILL"}))
+
+
+def test_who_is_stopped_while_the_others_shrink_is_left_out() -> None:
+    assert shrunk("stop", "shm", error="LeftOutError") == []
+    assert "the victim ended by nothing" in shrunk("stop", "shm", error="")[0]
+    assert "the victim ended by AbortedError" in shrunk("stop", "shm")[0]
+
+
+def test_who_is_lost_in_the_process_of_the_others() -> None:
+    assert shrunk("lose", "loopback", error="StruckError") == []
+    assert "the victim ended by AbortedError" in shrunk("lose", "loopback")[0]
+
+
+def test_a_shortage_that_nobody_need_notice() -> None:
+    spare = CASE._replace(fault="memory", phase="init", detail="spare", victim=0)
+    fine = {rank: report(rank, error="", refused="") for rank in range(3)}
+    assert judge(spare, outcome(reports=fine)) == []
+    assert "it failed" in judge(spare, outcome(reports={**fine, 0: report(0, error="BackendError")}))[0]
+    assert "raised BackendError" in judge(spare, outcome(reports={**fine, 1: report(1, error="BackendError")}))[0]
+
+
+def test_what_gloo_holds() -> None:
+    case = CASE._replace(backend="gloo", operation="messages", large=True)
+    held = report(0, left=("thread 'asynccomm-gloo-main'", "descriptor 7: pipe"), closing=6.0)
+    others = {1: report(1), 2: report(2)}
+    assert judge(case, outcome(reports={0: held, **others})) == []
+    assert len(judge(case._replace(large=False), outcome(reports={0: held, **others}))) == 3
+    control = held._replace(left=("thread 'asynccomm control'",))
+    assert "asynccomm control" in judge(case, outcome(reports={0: control, **others}))[0]

@@ -10,6 +10,7 @@ from .plans import (
     BACKENDS,
     COMBINATIONS,
     FAULTS,
+    LOCAL,
     LOCAL_FAULTS,
     OPERATIONS,
     PHASES,
@@ -46,8 +47,9 @@ def test_many_cases_have_everything() -> None:
     assert {case.phase for case in MANY} == set(PHASES)
     assert {case.backend for case in MANY} == set(BACKENDS)
     assert {case.operation for case in MANY} == set(OPERATIONS)
-    for backend in ("shm", "gloo"):
-        killed = {case.operation for case in MANY if case.fault == "kill" and case.backend == backend}
+    for backend in BACKENDS:
+        death = "lose" if backend in LOCAL else "kill"
+        killed = {case.operation for case in MANY if case.fault == death and case.backend == backend}
         assert killed == set(OPERATIONS)
     assert {case.size for case in MANY} == {2, 3, 4}
     assert {case.victim for case in MANY} == {0, 1, 2, 3}
@@ -64,8 +66,8 @@ def check(case: Case) -> None:
     assert 0 <= case.victim < case.size
     assert 0 <= case.delay < 1
     assert case.large == (case.phase == "tail")
-    if case.backend == "loopback":
-        assert case.fault in LOCAL_FAULTS
+    assert case.fault in LOCAL_FAULTS or case.backend not in LOCAL
+    assert case.fault != "lose" or case.backend in LOCAL
     if case.fault == "memory":
         assert case.backend == "shm"
         assert case.victim == 0
@@ -83,4 +85,5 @@ def test_it_is_known_what_to_expect() -> None:
     for case in MANY:
         found = expected(case)
         assert bool(found.errors) == (found.within > 0)
+        assert not found.errors or case.detail != "spare"
         assert found.within < 6

@@ -18,7 +18,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Self, final
+from typing import Self, TypeVar, final
 
 import anyio
 import anyio.to_thread
@@ -39,6 +39,8 @@ from asynccomm.ops import Parcels, Recv, RecvParcel
 from asynccomm.store.torch_store import AsTorchStore
 
 __all__ = ["GlooBackend"]
+
+T = TypeVar("T", bound=BaseException)
 
 _log = logging.getLogger("asynccomm")
 
@@ -179,7 +181,7 @@ class GlooBackend(Backend):
 
     def _not_started(self, submission: Submission, exc: Exception) -> None:
         error = BackendError(f"gloo could not start {submission.op}: {str(exc).strip()}")
-        error.__cause__ = exc
+        error.__cause__ = _bare(exc)
         self._in_flight.end()
         self._on_error(error)  # which fails the Work with the reason behind this, if there is one
 
@@ -187,9 +189,9 @@ class GlooBackend(Backend):
         self._in_flight.end()
         if not isinstance(exc, BrokenError):
             error = BackendError(f"gloo failed in {submission.op}: {str(exc).strip()}")
-            error.__cause__ = exc
+            error.__cause__ = _bare(exc)
             exc = error
-        self._on_error(exc)
+        self._on_error(_bare(exc))
 
     async def aclose(self) -> None:
         await anyio.to_thread.run_sync(self._close)
@@ -229,3 +231,9 @@ class GlooBackend(Backend):
             self._poisoned = True
             for gloo in self._gloos:
                 gloo.poison()
+
+
+def _bare(exc: T) -> T:
+    """``exc`` without the frames that it came through: they hold the groups, which would end with whoever drops it."""
+    exc.__traceback__ = None
+    return exc

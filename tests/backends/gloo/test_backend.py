@@ -4,12 +4,13 @@ import asyncio
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from asynccomm import MemoryStore, new_comm
+from asynccomm import BackendError, MemoryStore, new_comm
 from asynccomm.backends.base import BackendContext, Member
 from asynccomm.backends.gloo.backend import GlooBackend
 from asynccomm.checks import Group
@@ -109,3 +110,19 @@ async def test_closing_ends_all_threads() -> None:
             await comm.recv(torch.ones(1), 0)
         assert len(alive()) == 2
     await until(lambda: not alive(), 5.0)  # half of what an idle thread stays
+
+
+async def test_an_error_does_not_keep_the_groups() -> None:
+    """Whoever drops the last reference to one ends its threads, and may wait for that for ever."""
+    store = MemoryStore()
+    comms = await asyncio.gather(*(new_comm("gloo", store=store, rank=rank, size=2) for rank in range(2)))
+    gloos = [comm.unsafe_get_backend()._gloos.small for comm in comms]
+    groups = [weakref.ref(gloo) for gloo in gloos]
+    gloos[0].poison()
+    del gloos
+    work = comms[0].send(torch.ones(1), 1)  # gloo refuses it
+    with pytest.raises(BackendError, match="gloo could not start send") as caught:
+        await work
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    await asyncio.gather(*(comm.aclose() for comm in comms))
+    assert [group() for group in groups] == [None, None]
