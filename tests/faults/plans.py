@@ -70,7 +70,7 @@ SHORTAGES: Final = (  # of shared memory
 )
 INIT_POINTS: Final = ("start", "meeting", "met", "attached", "connecting")
 DEADLINE: Final = 0.5  # seconds for operations, where the deadline is to be what ends them
-MEETING: Final = 2.0  # seconds to become a comm, where somebody does not come
+MEETING: Final = 3.0  # seconds to become a comm, where somebody does not come
 AT_ONCE: Final = 1.0  # seconds until a death or an abort must be known
 FAREWELL: Final = 2.0  # seconds that rank 0 stays for the others to hear who did not come
 PULSE: Final = 1.5  # seconds between the heartbeats of the control channel, and some
