@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
+from sys import _getframe
 from types import CodeType
 from typing import Final
 
@@ -15,9 +15,9 @@ Site = tuple[CodeType, int]  # and the instruction in it
 def call_site(depth: int = 1) -> Site | None:
     """Where this package was called from; ``depth`` frames up, at least."""
     try:
-        frame = sys._getframe(depth)
+        frame = _getframe(depth)
     except ValueError:  # it was called in another way
-        frame = sys._getframe(1)
+        frame = _getframe(1)
     code = frame.f_code
     while code.co_filename not in _users:
         if not _is_ours(code.co_filename):
