@@ -112,6 +112,12 @@ class Family:
             raise ClosedError(f"comm {self._group.name!r} and all that were split off it are closed")
         self._seats += 1
 
+    def abandon(self) -> None:
+        """One comm less, whose loop is closed. What is on that loop is lost; the control channel ends all the same."""
+        self._seats -= 1
+        if self._seats == 0 and self.channel is not None:
+            self.channel.end()
+
     async def leave(self) -> None:
         """One comm less; with the last, the rank leaves the store."""
         self._seats -= 1

@@ -294,8 +294,10 @@ class Session(Calls):
         """End without telling anybody why: the comm was dropped unclosed. From any thread, at any time."""
         self.seat.free_name()
         self._abort_backend()
-        with contextlib.suppress(RuntimeError):  # the loop may be closed
+        try:
             self.mailbox.loop.call_soon_threadsafe(lambda: self._begin(self._let_go()))
+        except RuntimeError:  # the loop is closed; the control channel has another one
+            self.seat.family.abandon()
 
     async def _let_go(self) -> None:
         dropped = AbortedError(self.group.rank, f"comm {self.group.name!r} was dropped unclosed")

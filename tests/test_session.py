@@ -237,6 +237,20 @@ async def test_cancelling_aclose_aborts() -> None:
         await until(lambda: "broken" in repr(b))
 
 
+def test_dropping_it_when_its_loop_is_closed_ends_the_control_channel() -> None:
+    async def make() -> list[Comm]:
+        store = MemoryStore()
+        return list(await asyncio.gather(*(new_comm("loopback", store=store, rank=r, size=3) for r in range(3))))
+
+    comms = asyncio.run(make())
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "asynccomm control"]
+    with pytest.warns(ResourceWarning, match="never closed"):
+        del comms
+        gc.collect()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
 async def test_forgetting_to_close_warns() -> None:
     store = MemoryStore()
     comm = await new_comm("loopback", name="t", store=store, rank=0, size=1)

@@ -148,7 +148,11 @@ class Channel:
 
     def later(self, seconds: float, call: Callable[[], object]) -> None:
         """Have the control thread make ``call`` after so many seconds, or when the channel ends. From any thread."""
-        if not self._thread.call(lambda: self._begin(self._wait_and(seconds, call))):
+
+        def begin() -> None:
+            self._begin(asyncio.sleep(seconds)).add_done_callback(lambda _: call())
+
+        if not self._thread.call(begin):
             call()
 
     def start(self, coroutine: Coroutine[Any, Any, object]) -> None:
@@ -169,6 +173,10 @@ class Channel:
             return
         with contextlib.suppress(RuntimeError):  # cancelled, it goes on there: what listens must not stay
             await asyncio.shield(asyncio.wrap_future(self._thread.run(self._close())))
+
+    def end(self) -> None:
+        """The same, and wait for nothing. From any thread."""
+        self._thread.call(lambda: self._begin(self._close()))
 
     # -- on the control thread: starting and ending -------------------------------------------------------------------
 
@@ -220,12 +228,6 @@ class Channel:
         for link in self._node.links:
             link.close()
         self._thread.release()
-
-    async def _wait_and(self, seconds: float, call: Callable[[], object]) -> None:
-        try:
-            await asyncio.sleep(seconds)
-        finally:
-            call()
 
     def _begin(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = self._thread.loop.create_task(coroutine)

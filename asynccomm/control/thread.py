@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from functools import partial
 from typing import Any, Final, TypeVar, final
 
 from asynccomm.control.links import end_connections
@@ -20,6 +22,7 @@ from asynccomm.control.listener import end_listening
 
 __all__ = ["ControlThread", "control_thread"]
 
+ENDED: Final = "the control thread has ended"
 END_SECONDS: Final = 2.0  # for the thread to end, when the process does
 
 T = TypeVar("T")
@@ -34,6 +37,8 @@ class ControlThread:
     def __init__(self) -> None:
         self.loop = asyncio.SelectorEventLoop()
         self._users = 0
+        self._calling = threading.Lock()  # held for moments
+        self._ended = False  # nothing is taken any more
         self._thread = threading.Thread(target=self._run, name="asynccomm control", daemon=True)
         self._thread.start()
 
@@ -43,6 +48,9 @@ class ControlThread:
             self.loop.run_forever()
         finally:
             self.loop.run_until_complete(_finish())
+            with self._calling:
+                self._ended = True
+            self.loop.run_until_complete(_finish())  # of what came until then
             self.loop.close()
 
     def acquire(self) -> None:
@@ -64,19 +72,28 @@ class ControlThread:
         if threading.get_ident() == self._thread.ident:  # current_thread() would keep a record of any foreign thread
             function()
             return True
-        try:
+        with self._calling:
+            if self._ended:
+                return False
             self.loop.call_soon_threadsafe(function)
-        except RuntimeError:
-            return False
         return True
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run ``coroutine`` on the thread. From any other thread. Raises: RuntimeError if it has ended."""
-        try:
-            return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-        except RuntimeError:
+        """Run ``coroutine`` on the thread. From any other thread. Cancelling the future cancels it.
+
+        Raises: RuntimeError if the thread has ended; the future does if it ends meanwhile.
+        """
+        found: Future[T] = Future()
+
+        def begin() -> None:
+            task = self.loop.create_task(coroutine)
+            task.add_done_callback(partial(_pass_on, found))
+            found.add_done_callback(lambda _: self.call(task.cancel))
+
+        if not self.call(begin):
             coroutine.close()
-            raise
+            raise RuntimeError(ENDED)
+        return found
 
     def join(self) -> None:
         """Wait until the thread has ended, a little."""
@@ -88,6 +105,16 @@ class ControlThread:
             self._users = 0
             self.call(self.loop.stop)
         self._thread.join(END_SECONDS)
+
+
+def _pass_on(found: Future[T], task: asyncio.Task[T]) -> None:
+    with contextlib.suppress(InvalidStateError):  # nobody waits for it any more
+        if task.cancelled():
+            found.set_exception(RuntimeError(ENDED))
+        elif (error := task.exception()) is not None:
+            found.set_exception(error)
+        else:
+            found.set_result(task.result())
 
 
 async def _finish() -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from functools import partial
 
 import pytest
 
@@ -77,7 +78,67 @@ def test_what_is_left_comes_to_its_end() -> None:
     thread.release()
     thread.join()
     assert ended.is_set()
-    assert future.cancelled()
+    with pytest.raises(RuntimeError, match="the control thread has ended"):
+        future.result(10)
+
+
+def test_a_coroutine_whose_future_is_cancelled_is_cancelled() -> None:
+    thread = control_thread()
+    began, ended = threading.Event(), threading.Event()
+
+    async def wait() -> None:
+        began.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.set()
+
+    future = thread.run(wait())
+    assert began.wait(10)
+    assert future.cancel()
+    assert ended.wait(10)
+    thread.release()
+    thread.join()
+
+
+def test_a_coroutine_that_fails() -> None:
+    thread = control_thread()
+
+    async def fail() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        thread.run(fail()).result(10)
+    thread.release()
+    thread.join()
+
+
+def test_whatever_comes_while_it_ends_is_done_or_refused() -> None:
+    """And not lost, for which somebody would wait for ever."""
+
+    async def nothing() -> None:
+        pass
+
+    for _ in range(200):
+        thread = control_thread()
+        calls = 0
+        called: list[int] = []
+        count = partial(called.append, 1)
+        thread.release()
+        futures = []
+        while True:
+            try:
+                futures.append(thread.run(nothing()))
+            except RuntimeError:
+                break
+            calls += thread.call(count)
+        for future in futures:
+            try:
+                future.result(10)
+            except RuntimeError as exc:
+                assert "the control thread has ended" in str(exc)
+        thread.join()
+        assert len(called) == calls
 
 
 async def test_it_does_not_need_the_callers_loop() -> None:
