@@ -152,7 +152,7 @@ class Family:
     @property
     def _lost(self) -> int:
         """Ranks that will not say so any more."""
-        return 0 if self.channel is None else sum(bool(how) for how in self.channel.gone.values())
+        return 0 if self.channel is None else sum(map(bool, list(self.channel.gone.values())))
 
 
 @final

@@ -1,6 +1,11 @@
 """What holds for the process that pytest runs in."""
 
 import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,3 +18,26 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave what stays out of all collections: looking at torch and thousands of tests takes each half a second."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def nobody_stays_on_a_control_channel(request: pytest.FixtureRequest) -> Iterator[None]:
+    """One that is left open would fail other tests, which look whether anything is; so the one that left it has to."""
+    if request.node.get_closest_marker("ranks") is not None:  # those have processes of their own
+        yield
+        return
+    before = _channels()
+    yield
+    end = time.monotonic() + 10.0
+    while _channels() - before and time.monotonic() < end:
+        time.sleep(0.005)
+    left = _channels() - before
+    assert not left, f"control channels are left open: {sorted(left)}"
+
+
+def _channels() -> set[str]:
+    """The names that control channels of this process listen at."""
+    if all(thread.name != "asynccomm control" for thread in threading.enumerate()):
+        return set()
+    lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()
+    return {line.split()[-1] for line in lines if "@asynccomm/" in line and f"/{os.getpid()}/" in line}

@@ -33,6 +33,7 @@ REDUCED = [d for d in MOVED if d != torch.bool]
 SUM = ReduceOp.SUM
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
+LARGEST = 4  # comm
 LARGE_ENOUGH = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -43,6 +44,8 @@ class World:
         self._runner = asyncio.Runner()
         self._stack = contextlib.AsyncExitStack()
         self._comms: dict[int, list[Comm]] = {}
+        for size in range(1, LARGEST + 1):
+            self.run(size, lambda comm, rank: comm.barrier())
 
     def run(self, size: int, call: Callable[[Comm, int], Any]) -> list[Any]:
         """What each rank's call gives; in any order, they are done when the last has called."""
@@ -99,7 +102,7 @@ def same(found: Tensor, expected: Tensor) -> bool:
 @st.composite
 def cases(draw: st.DrawFn, dtypes: list[torch.dtype]) -> tuple[int, torch.dtype, list[int], int, list[int], int]:
     """How many ranks, the dtype, the shape, a dimension of it, an extent there for each rank, and a seed."""
-    size = draw(st.integers(1, 4))
+    size = draw(st.integers(1, LARGEST))
     shape = draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))
     dim = draw(st.integers(-len(shape), len(shape) - 1))
     extents = draw(
@@ -228,7 +231,7 @@ def test_all_to_all_v_single(world: World, case: Any, known: bool, data: st.Data
 @st.composite
 def any_tensors(draw: st.DrawFn) -> list[Tensor]:
     """One for each rank, of shapes and dtypes of their own."""
-    size = draw(st.integers(1, 4))
+    size = draw(st.integers(1, LARGEST))
     return [
         numbers(draw(st.lists(st.integers(0, 3), max_size=3)), draw(st.sampled_from(MOVED)), draw(st.integers(0, 1000)))
         for _ in range(size)

@@ -173,17 +173,18 @@ async def test_abort_ends_what_waits(comm: Comm) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-async def test_what_one_has_not_taken_is_not_taken_for_the_next(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_one_has_not_taken_is_not_taken_for_the_next(comm: Comm) -> None:
     """A shorter message in its place would end the process."""
-    if comm.rank == 1:
-        monkeypatch.setattr(wire, "MAX_HEAD", 100_000)
-    async with new_comm("gloo", name="unread", timeout=60) as other:
-        tensors = {"large": torch.ones(200_000), "small": torch.ones(12)} if comm.rank == 0 else None
-        works = [
-            collective(other, EVERYBODY, [parcel_of(comm.rank, 0, 200_000)], Shelf()),
-            other.broadcast_tensor_dict(tensors, 0),
-        ]
-        for work in works if comm.rank == 1 else []:
-            with pytest.raises(BackendError, match="rank 0 sent a head of 200000 bytes; 100000 are allowed"):
-                await work
+    with pytest.MonkeyPatch.context() as patch:  # on this rank, which runs other tests, too
+        if comm.rank == 1:
+            patch.setattr(wire, "MAX_HEAD", 100_000)
+        async with new_comm("gloo", name="unread", timeout=60) as other:
+            tensors = {"large": torch.ones(200_000), "small": torch.ones(12)} if comm.rank == 0 else None
+            works = [
+                collective(other, EVERYBODY, [parcel_of(comm.rank, 0, 200_000)], Shelf()),
+                other.broadcast_tensor_dict(tensors, 0),
+            ]
+            for work in works if comm.rank == 1 else []:
+                with pytest.raises(BackendError, match="rank 0 sent a head of 200000 bytes; 100000 are allowed"):
+                    await work
     await comm.barrier()
