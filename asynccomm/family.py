@@ -113,7 +113,7 @@ class Family:
         self._seats += 1
 
     def abandon(self) -> None:
-        """One comm less, whose loop is closed. What is on that loop is lost; the control channel ends all the same."""
+        """One comm less, whose loop turns no more: what is on it is lost, and the control channel ends all the same."""
         self._seats -= 1
         if self._seats == 0 and self.channel is not None:
             self.channel.end()
@@ -185,7 +185,9 @@ class Seat:
         self.key = _digest(_path(room))  #: of this comm in the control channel
         self._claim = claim
         self._splits: Counter[str] = Counter()
+        self._left = True  # or nobody is here yet
         family.enter()
+        self._left = False
 
     def room_for(self, name: str, ranks: Sequence[int]) -> Store:
         """Where ``ranks`` meet for the next comm of that ``name``.
@@ -211,8 +213,18 @@ class Seat:
         with contextlib.suppress(ValueError):
             self._claim = Claim(self.family.world, self._claim.name)
 
+    def __del__(self) -> None:
+        if not self._left:  # its loop has ended before the comm could
+            self._left = True
+            self.family.abandon()
+
+    def disown(self) -> None:
+        """This is a forked child: the place is the parent's."""
+        self._left = True
+
     async def leave(self) -> None:
         """The comm has ended."""
+        self._left = True
         try:
             await self.family.leave()
         finally:

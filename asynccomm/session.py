@@ -294,10 +294,10 @@ class Session(Calls):
         """End without telling anybody why: the comm was dropped unclosed. From any thread, at any time."""
         self.seat.free_name()
         self._abort_backend()
-        try:
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the loop may be closed; then, or if it turns no more, the seat is left
             self.mailbox.loop.call_soon_threadsafe(lambda: self._begin(self._let_go()))
-        except RuntimeError:  # the loop is closed; the control channel has another one
-            self.seat.family.abandon()
 
     async def _let_go(self) -> None:
         dropped = AbortedError(self.group.rank, f"comm {self.group.name!r} was dropped unclosed")
@@ -311,6 +311,7 @@ class Session(Calls):
         self._lock = threading.RLock()  # threads that are not in the child may have held the old ones
         self.error = ClosedError(f"comm {self.group.name!r} was made before this process was forked; make a new one")
         self.backend = self.reporter = None
+        self.seat.disown()
 
     def _fail(self, error: BrokenError, *, tell: bool) -> bool:
         """Become broken by ``error``, unless it has ended otherwise; from any thread, whatever others are stuck in."""

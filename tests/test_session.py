@@ -251,6 +251,24 @@ def test_dropping_it_when_its_loop_is_closed_ends_the_control_channel() -> None:
     assert not thread.is_alive()
 
 
+def test_dropping_it_at_the_end_of_its_loop_ends_the_control_channel() -> None:
+    """What it puts on the loop is not done any more."""
+
+    async def make() -> Comm:
+        return await new_comm("loopback", store=MemoryStore(), rank=0, size=1)
+
+    loop = asyncio.new_event_loop()
+    comm = loop.run_until_complete(make())
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "asynccomm control"]
+    with pytest.warns(ResourceWarning, match="never closed"):
+        del comm
+        gc.collect()
+    loop.close()
+    gc.collect()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
 async def test_forgetting_to_close_warns() -> None:
     store = MemoryStore()
     comm = await new_comm("loopback", name="t", store=store, rank=0, size=1)

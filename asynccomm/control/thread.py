@@ -37,7 +37,7 @@ class ControlThread:
     def __init__(self) -> None:
         self.loop = asyncio.SelectorEventLoop()
         self._users = 0
-        self._calling = threading.Lock()  # held for moments
+        self._calling = threading.RLock()  # held for moments; a comm that is collected within them calls, too
         self._ended = False  # nothing is taken any more
         self._thread = threading.Thread(target=self._run, name="asynccomm control", daemon=True)
         self._thread.start()
