@@ -280,7 +280,7 @@ class Session(Calls):
         while self._ending:
             await asyncio.wait(set(self._ending))
         if self._aftermath is not None:
-            await asyncio.wrap_future(self._aftermath)
+            await asyncio.shield(asyncio.wrap_future(self._aftermath))  # others set it, also when the loop has ended
         await self._free()
         self.error = closed
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import re
 import signal
 import socket
 import threading
@@ -406,7 +407,8 @@ async def test_all_hear_of_different_wishes_and_may_call_again() -> None:
         for _ in range(2):
             errors = await together([comm.shrink([2] if comm.rank == 0 else []) for comm in comms])
             assert [type(error) for error in errors] == [ValueError] * 3
-            assert "rank 0 proposes [0, 1], rank 1 proposes [0, 1, 2]" in str(errors[0])
+            said = r"rank 0 proposes \[0, 1\], rank [12] proposes \[0, 1, 2\]|rank [12] proposes \[0, 1, 2\], rank 0 "
+            assert re.search(said, str(errors[0])), errors[0]
         await check(comms)
         new = await shrunk(comms)
         await check(new)

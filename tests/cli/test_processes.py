@@ -21,7 +21,9 @@ async def ended(child: Child) -> int:
 
 
 async def test_child_has_a_session_of_its_own_and_its_exit_code() -> None:
-    child = spawn([sys.executable, "-c", "import os; print(os.getsid(0) == os.getpid()); os._exit(7)"], os.environ)
+    child = spawn(
+        [sys.executable, "-c", "import os; print(os.getsid(0) == os.getpid(), flush=True); os._exit(7)"], os.environ
+    )
     assert child.stdout is not None
     assert child.stdout.read() == b"True\n"
     assert await ended(child) == 7

@@ -79,7 +79,7 @@ async def test_shared_memory_listens_nowhere(comm: Comm) -> None:
     before = listeners_of(os.getpid())
     async with new_comm("shm", name="listeners", timeout=30) as other:
         await other.barrier()
-        assert listeners_of(os.getpid()) == before
+        assert not set(listeners_of(os.getpid())) - set(before)  # those of earlier comms may go meanwhile
         assert not [name for name in names_of(os.getpid()) if "asynccomm-" in name], "it was for the meeting only"
         await other.barrier()
     await comm.barrier()
