@@ -129,6 +129,7 @@ class Session(Calls):
                 error = AbortedError(self.group.rank, f"could not connect: {type(reason).__name__}: {reason}")
                 # the others may still be connecting, to who will not come; what does not suit they all find out
                 self._fail(error, tell=not isinstance(reason, UnsuitableError))
+                self.seat.free_name()  # now: closing goes on when this is cancelled, and another try may come
                 await self.aclose()
             if reason is exc:
                 raise

@@ -99,7 +99,11 @@ async def test_poison_wakes_everything_here_and_on_the_peers() -> None:
     if rank == 0:
         works = [gloo.all_reduce(torch.ones(3), ReduceOp.SUM), gloo.recv(torch.ones(3), 1, 5)]
     else:
-        works = [gloo.recv(torch.ones(3), 0, 5)]
+        try:
+            works = [gloo.recv(torch.ones(3), 0, 5)]
+        except RuntimeError as exc:  # rank 0 was quicker
+            works = []
+            failures.append(str(exc))
     threads = [threading.Thread(target=wait, args=(work,)) for work in works]
     for thread in threads:
         thread.start()

@@ -144,5 +144,5 @@ def test_long_parts_take_no_more_threads_than_the_one_that_calls(dtype: torch.dt
         thread.join()
     finally:
         torch.set_num_threads(usual)
-    assert counts == [0]
+    assert counts[0] <= 0  # others may end meanwhile
     assert torch.equal(out, torch.full((n,), 7.0 / 3).to(dtype))
