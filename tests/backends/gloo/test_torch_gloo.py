@@ -114,7 +114,7 @@ async def test_poison_wakes_everything_here_and_on_the_peers() -> None:
     for thread in threads:
         await asyncio.to_thread(thread.join, 20)
         assert not thread.is_alive()
-    assert len(failures) == len(works)
+    assert len(failures) == (2 if rank == 0 else 1)
     gloo.poison()  # of a dead group: nothing to do
     await client.aclose()
 
