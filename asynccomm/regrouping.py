@@ -11,11 +11,12 @@ import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar, final
+from typing import Final, Protocol, final
 
 import anyio.to_thread
 
 from asynccomm.assembly import assemble
+from asynccomm.background import finish, keep
 from asynccomm.checks import Group
 from asynccomm.control.ballots import Again, Committed, Decided, Decision, LeftOut, Order, Refused, Who
 from asynccomm.control.channel import Channel
@@ -30,9 +31,6 @@ __all__ = ["CONNECT_SECONDS", "Voter", "go_on", "lobby_of", "regroup", "scope_of
 STORE_SECONDS: Final = 1.0  # for a store to answer, or it counts as dead
 CONNECT_SECONDS: Final = 20.0  # for the members to connect, once they are agreed on
 CLOSE_SECONDS: Final = 2.0  # for the old comm to close, before that goes on by itself
-
-T = TypeVar("T")
-_background: set[asyncio.Task[Any]] = set()
 
 
 class Voter(Protocol):
@@ -126,7 +124,7 @@ async def go_on(
         if asking:
             voter.give_up()
         if attempt is not None:
-            await asyncio.shield(attempt.drop())
+            await attempt.drop()
         raise
 
 
@@ -136,7 +134,7 @@ class _Attempt:
 
     def __init__(self, voter: Voter, decision: Decision, form: Callable[[Decision], Awaitable[Session]]) -> None:
         self._session: Session | None = None
-        self._dropped = False
+        self._dropping: asyncio.Task[None] | None = None
         self._task = asyncio.ensure_future(self._run(voter, decision, form))
 
     async def _run(self, voter: Voter, decision: Decision, form: Callable[[Decision], Awaitable[Session]]) -> None:
@@ -153,7 +151,12 @@ class _Attempt:
         return self._session
 
     async def drop(self) -> None:
-        """It is not to be."""
+        """It is not to be. Cancelled, that goes on; it may be called again."""
+        if self._dropping is None:
+            self._dropping = keep(asyncio.ensure_future(self._drop()))
+        await asyncio.shield(self._dropping)
+
+    async def _drop(self) -> None:
         self._task.cancel()
         await asyncio.wait([self._task])
         if self._session is not None:
@@ -172,7 +175,7 @@ async def regroup(session: Session, proposal: Sequence[Who], wait: float, invite
     assert seat.family.channel is not None
     voter = _Rank(seat.family.channel, seat.key, seat.job_ranks)
     task = asyncio.ensure_future(_regroup(session, voter, proposal, wait, invite))
-    _keep(task)
+    keep(task)
     session.regrouping = task  # cancelled when the comm is closed meanwhile
     try:
         await asyncio.wait([task])
@@ -233,7 +236,7 @@ async def _regroup(
     try:
         await _give_way(session, [rank for rank in new.seat.parent_ranks if rank >= 0])
     except asyncio.CancelledError:
-        await asyncio.shield(_keep(asyncio.ensure_future(_drop(new))))
+        await finish(_drop(new))
         raise
     return new
 
@@ -245,7 +248,7 @@ async def _give_way(session: Session, members: Sequence[int]) -> None:
     session.seat.family.followed = True
     session.give_way()
     closing = asyncio.ensure_future(session.aclose())
-    _keep(closing)
+    keep(closing)
     await asyncio.wait([closing], timeout=CLOSE_SECONDS)
 
 
@@ -253,13 +256,6 @@ async def _drop(session: Session) -> None:
     """End a comm that is not to be."""
     session.abort("its members have changed before it began")
     await session.aclose()
-
-
-def _keep(task: asyncio.Task[T]) -> asyncio.Task[T]:
-    """Let ``task`` come to its end, whoever has stopped waiting for it."""
-    _background.add(task)
-    task.add_done_callback(_background.discard)
-    return task
 
 
 def lobby_of(session: Session) -> Lobby:

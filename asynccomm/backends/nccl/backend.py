@@ -43,6 +43,7 @@ from asynccomm.backends.nccl.platform import Platform
 from asynccomm.backends.nccl.side import Side
 from asynccomm.backends.nccl.transfers import Transfers
 from asynccomm.backends.nccl.turns import Countdown
+from asynccomm.background import finish, obtain
 from asynccomm.errors import BackendError, BrokenError
 from asynccomm.mailbox import Mailbox
 from asynccomm.ops import Barrier, Call, Op, Recv, RecvParcel, Send, TensorOp, Together
@@ -116,7 +117,8 @@ class NcclBackend(Backend):
 
     @classmethod
     async def connect(cls, context: BackendContext) -> Self:
-        platform = await anyio.to_thread.run_sync(cls._platform_for, context)
+        finding = anyio.to_thread.run_sync(cls._platform_for, context)
+        platform = await obtain(finding, Platform.leave)
         try:
             await _all_have_one(context)
             if context.group.rank == 0:
@@ -127,7 +129,7 @@ class NcclBackend(Backend):
             within = replace(context, store=context.store.prefix("side"))
             side = await Side.connect(within, context.hints.get("side", "auto"))
         except BaseException:
-            await anyio.to_thread.run_sync(platform.leave)
+            await finish(anyio.to_thread.run_sync(platform.leave))
             raise
         backend = cls(context, platform, side, unique_id)
         try:
@@ -135,8 +137,7 @@ class NcclBackend(Backend):
                 await backend._connected_by_thread(context.mailbox)
         except BaseException:
             backend.abort()
-            with anyio.CancelScope(shield=True):
-                await backend.aclose()
+            await finish(backend.aclose())
             raise
         return backend
 
