@@ -280,7 +280,7 @@ async def _place(session: Session, decision: Decision, place: Place) -> Place:
         address = (await reporter.heard_of(decision.key))["store"]
         if address is None:
             return place
-        return replace(place, store=None, path=None, host=address[0], port=address[1], hosting=False)
+        return replace(place, store=None, path=None, host=address[0], port=address[1], hosting=False, server=None)
     address = None
     if not await _lives_on(session, decision):
         contact = channel.roster.contacts[channel.rank]

@@ -14,7 +14,7 @@ import operator
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import SupportsIndex, final
 from urllib.parse import SplitResult, parse_qs, urlsplit
 from weakref import WeakValueDictionary
@@ -48,6 +48,7 @@ class Place:
     host: str = ""
     port: int = 0
     hosting: bool = False  #: whether this rank starts the server
+    server: HostedStore | None = field(default=None, compare=False)  #: one that lives as long as this does
 
     @property
     def run(self) -> str:
@@ -166,14 +167,14 @@ def _host(place: Place) -> HostedStore:
 def host_anew(place: Place, address: str) -> Place:
     """A place of this process's own at ``address``, in place of one whose store is gone; blocks for milliseconds.
 
-    Somebody must meet there next, or the store ends.
+    The store lives as long as what this returns, and as long as somebody who has met there has not left.
 
     Raises: RendezvousError.
     """
     hosted = serve(address, listen(address, 0))
     with _hosting:
         _hosted[(hosted.host, hosted.port)] = hosted
-    return replace(place, store=None, path=None, host=hosted.host, port=hosted.port, hosting=True)
+    return replace(place, store=None, path=None, host=hosted.host, port=hosted.port, hosting=True, server=hosted)
 
 
 def _rank_and_size(

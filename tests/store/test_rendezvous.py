@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from asynccomm.errors import RendezvousError
 from asynccomm.store.client import StoreClient
 from asynccomm.store.host import listen
 from asynccomm.store.memory import MemoryStore
-from asynccomm.store.rendezvous import Place, find_place, meet
+from asynccomm.store.rendezvous import Place, find_place, host_anew, meet
 from asynccomm.store.torch_store import TorchStore
 
 ENV = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
@@ -207,6 +208,24 @@ async def test_a_given_store_stays_open() -> None:
     await client.ping()
     await client.aclose()
     await host.aclose()
+
+
+async def test_a_store_hosted_anew_is_there_at_once_and_ends_with_its_place() -> None:
+    place: Place | None = host_anew(find_place(MemoryStore(), 0, 1), "127.0.0.1")
+    assert place is not None
+    port = place.port
+    gc.collect()
+    early = await StoreClient.connect("127.0.0.1", port, timeout=20)  # before anybody has met there
+    await early.aclose()
+    meeting = await meet(place, 20)
+    place = None
+    gc.collect()
+    await meeting.store.set("key", "value")
+    await meeting.aclose()
+    del meeting
+    gc.collect()
+    with pytest.raises(RendezvousError, match=str(port)):
+        await StoreClient.connect("127.0.0.1", port, timeout=0.1)
 
 
 async def test_a_port_in_use_is_named() -> None:

@@ -119,6 +119,7 @@ class NcclBackend(Backend):
     async def connect(cls, context: BackendContext) -> Self:
         finding = anyio.to_thread.run_sync(cls._platform_for, context)
         platform = await obtain(finding, Platform.leave)
+        side = None
         try:
             await _all_have_one(context)
             if context.group.rank == 0:
@@ -128,10 +129,10 @@ class NcclBackend(Backend):
                 unique_id = await context.store.get("unique_id", context.timeout)
             within = replace(context, store=context.store.prefix("side"))
             side = await Side.connect(within, context.hints.get("side", "auto"))
+            backend = cls(context, platform, side, unique_id)
         except BaseException:
-            await finish(anyio.to_thread.run_sync(platform.leave))
+            await finish(_leave(platform, side))
             raise
-        backend = cls(context, platform, side, unique_id)
         try:
             if context.hints.get("connect") != "lazy":
                 await backend._connected_by_thread(context.mailbox)
@@ -445,6 +446,13 @@ async def _all_have_one(context: BackendContext) -> None:
     """Wait until all ranks have found their GPU and NCCL: nothing ends an init that waits for one that has not."""
     await context.store.set(f"ready/{context.group.rank}", b"1")
     await context.store.wait([f"ready/{rank}" for rank in range(context.group.size)], context.timeout)
+
+
+async def _leave(platform: Platform, side: Side | None) -> None:
+    if side is not None:
+        side.abort()
+        await side.aclose()
+    await anyio.to_thread.run_sync(platform.leave)
 
 
 def _run(steps: Sequence[Step], stream: Stream) -> None:

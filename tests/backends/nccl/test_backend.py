@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from asynccomm import AbortedError, Comm, MemoryStore, ReduceOp, Work, new_comm
 from asynccomm.backends.base import BackendContext, Submission
 from asynccomm.backends.nccl.origins import Origin
 from asynccomm.backends.nccl.platform import Platform
+from asynccomm.backends.nccl.side import Side
 from asynccomm.errors import BackendError, BrokenError, CollectiveTimeoutError
 from asynccomm.ops import (
     AllGatherSingle,
@@ -752,6 +753,29 @@ async def test_a_rank_without_a_gpu_tells_the_others(monkeypatch: pytest.MonkeyP
     assert isinstance(results[0], BrokenError)
     assert "needs a GPU" in str(results[0])
     assert not SimulatedNccl.comms
+
+
+async def test_a_gpu_that_has_no_memory_left_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(device: SimulatedDevice, *, high_priority: bool) -> NoReturn:
+        raise RuntimeError("out of memory")
+
+    left: list[str] = []
+    leave, close = Platform.leave, Side.aclose
+
+    async def closed(side: Side) -> None:
+        left.append("side")
+        await close(side)
+
+    def gone(platform: Platform) -> None:
+        left.append("platform")
+        leave(platform)
+
+    monkeypatch.setattr(SimulatedDevice, "new_stream", none_left)
+    monkeypatch.setattr(Side, "aclose", closed)
+    monkeypatch.setattr(Platform, "leave", gone)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await new_comm("simulated", store=MemoryStore(), rank=0, size=1, hints={"side": "loopback"}, timeout=20)
+    assert left == ["side", "platform"]
 
 
 async def test_connecting_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
