@@ -10,12 +10,14 @@ from dataclasses import replace
 
 import pytest
 
+from asynccomm.control import channel as channel_module
 from asynccomm.control import thread as thread_module
 from asynccomm.control.channel import Channel
 from asynccomm.control.doors import Doors
 from asynccomm.control.frames import Message
 from asynccomm.control.ledger import Print
 from asynccomm.control.links import Tokens
+from asynccomm.control.thread import ControlThread
 
 from .strangers import descriptors, names, until
 
@@ -47,6 +49,25 @@ class Member:
     def prints(self) -> tuple[int, Sequence[Print]]:
         found, self.issued = self.issued, []
         return self.size, found
+
+
+async def two_threads(monkeypatch: pytest.MonkeyPatch) -> tuple[Channel, Channel, ControlThread]:
+    """Two channels on one host, the second on a thread of its own."""
+    own = ControlThread()
+
+    def thread_of_its_own() -> ControlThread:
+        own.acquire()
+        return own
+
+    doors = doors_of("aa")
+    contacts, tokens = [one.contact for one in doors], Tokens()
+    zero = await Channel.open(0, contacts, tokens, doors[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(channel_module, "control_thread", thread_of_its_own)
+        one = await Channel.open(1, contacts, tokens, doors[1])
+    assert zero is not None
+    assert one is not None
+    return zero, one, own
 
 
 class Job:

@@ -19,9 +19,8 @@ from asynccomm.control.doors import Doors
 from asynccomm.control.frames import Message
 from asynccomm.control.links import Tokens
 from asynccomm.control.roster import Contact
-from asynccomm.control.thread import ControlThread
 
-from .channels import HOSTS, doors_of, job
+from .channels import HOSTS, doors_of, job, two_threads
 from .strangers import descriptors, nothing_unclosed, until
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -284,21 +283,8 @@ async def test_opening_can_be_cut_short_in_any_turn() -> None:
 
 async def test_what_a_stopped_rank_has_not_read_is_not_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GOODBYE_SECONDS", 0.05)
-
-    def thread_of_its_own() -> ControlThread:
-        own.acquire()
-        return own
-
     with nothing_unclosed():
-        own = ControlThread()
-        doors = doors_of("aa")
-        contacts, tokens = [one.contact for one in doors], Tokens()
-        zero = await Channel.open(0, contacts, tokens, doors[0])
-        with monkeypatch.context() as patch:
-            patch.setattr(module, "control_thread", thread_of_its_own)
-            one = await Channel.open(1, contacts, tokens, doors[1])
-        assert zero is not None
-        assert one is not None
+        zero, one, own = await two_threads(monkeypatch)
         stopped = descriptors()
         release = threading.Event()
         own.call(release.wait)

@@ -260,16 +260,22 @@ class Scarce(socket.socket):
         return super().accept()
 
 
-async def test_who_cannot_be_taken_now_is_taken_later(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(listener, "PAUSE_SECONDS", 0.01)
+def without_descriptors(monkeypatch: pytest.MonkeyPatch) -> tuple[Listener, Scarce]:
+    """A listener that cannot take anybody, and its socket."""
     monkeypatch.setattr(Scarce, "problem", OSError(errno.EMFILE, "too many"))
     sock = Scarce(socket.AF_INET, socket.SOCK_STREAM)
     sock.bind(("127.0.0.1", 0))
     sock.listen()
     one = Listener(Tokens(), lambda who: "", lambda who, connection: None, lambda *_: None)
     one.listen(sock)
+    return one, sock
+
+
+async def test_who_cannot_be_taken_now_is_taken_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(listener, "PAUSE_SECONDS", 0.01)
+    one, sock = without_descriptors(monkeypatch)
     with socket.create_connection(sock.getsockname()[:2]):
         await until(lambda: len(caplog.records) > 1, "several tries")
         assert "a connection to the control socket could not be taken: [Errno 24] too many" in caplog.text
@@ -282,12 +288,7 @@ async def test_who_cannot_be_taken_now_is_taken_later(
 
 async def test_a_closed_listener_tries_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(Scarce, "problem", OSError(errno.EMFILE, "too many"))
-    sock = Scarce(socket.AF_INET, socket.SOCK_STREAM)
-    sock.bind(("127.0.0.1", 0))
-    sock.listen()
-    one = Listener(Tokens(), lambda who: "", lambda who, connection: None, lambda *_: None)
-    one.listen(sock)
+    one, sock = without_descriptors(monkeypatch)
     one._take(sock)
     one.close()
     await asyncio.sleep(0.01)

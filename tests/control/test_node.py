@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -131,19 +132,28 @@ def test_one_after_the_other(hosts: str, seed: int, data: st.DataObject) -> None
         check_all_reach_each_other(tree)
 
 
-@settings(max_examples=200, deadline=None)
-@given(HOSTS, st.integers(0, 10_000), st.data())
-def test_all_at_once(hosts: str, seed: int, data: st.DataObject) -> None:
-    tree = Tree(hosts, seed)
+def meet_fates(tree: Tree, data: st.DataObject, stay: Callable[[int], object]) -> list[str]:
+    """Have each rank stay, die or leave at some time, in any order; returns what became of them."""
     tree.settle(data.draw(st.integers(0, 40)))
-    fates = data.draw(st.lists(st.sampled_from(["stays", "dies", "leaves"]), min_size=len(hosts), max_size=len(hosts)))
-    for rank in data.draw(st.permutations(range(len(hosts)))):
+    size = len(tree.places)
+    fates = data.draw(st.lists(st.sampled_from(["stays", "dies", "leaves"]), min_size=size, max_size=size))
+    for rank in data.draw(st.permutations(range(size))):
         if fates[rank] == "dies":
             tree.places[rank].kill()
         elif fates[rank] == "leaves":
             tree.places[rank].leave()
+        else:
+            stay(rank)
         tree.settle(data.draw(st.integers(0, 3)))
     tree.settle()
+    return fates
+
+
+@settings(max_examples=200, deadline=None)
+@given(HOSTS, st.integers(0, 10_000), st.data())
+def test_all_at_once(hosts: str, seed: int, data: st.DataObject) -> None:
+    tree = Tree(hosts, seed)
+    fates = meet_fates(tree, data, lambda rank: None)
     dead = {rank for rank, fate in enumerate(fates) if fate == "dies"}
     for place in tree.running:
         found = dict(place.gone)
@@ -181,17 +191,7 @@ def test_one_whose_goodbye_only_those_have_heard_who_leave_themselves() -> None:
 @given(HOSTS, st.integers(0, 10_000), st.data())
 def test_news_of_those_who_stay_reach_all_who_stay(hosts: str, seed: int, data: st.DataObject) -> None:
     tree = Tree(hosts, seed)
-    tree.settle(data.draw(st.integers(0, 40)))
-    fates = data.draw(st.lists(st.sampled_from(["stays", "dies", "leaves"]), min_size=len(hosts), max_size=len(hosts)))
-    for rank in data.draw(st.permutations(range(len(hosts)))):
-        if fates[rank] == "dies":
-            tree.places[rank].kill()
-        elif fates[rank] == "leaves":
-            tree.places[rank].leave()
-        else:
-            tree.tell(rank, rank)
-        tree.settle(data.draw(st.integers(0, 3)))
-    tree.settle()
+    fates = meet_fates(tree, data, lambda rank: tree.tell(rank, rank))
     staying = {rank for rank, fate in enumerate(fates) if fate == "stays"}
     for place in tree.running:
         assert staying <= set(place.news())

@@ -9,16 +9,13 @@ import pytest
 
 from asynccomm.control import channel as module
 from asynccomm.control import questions as questions_module
-from asynccomm.control.channel import Channel
 from asynccomm.control.frames import Decoder, Message, encode
-from asynccomm.control.links import Tokens
 from asynccomm.control.members import EVERY, Members
 from asynccomm.control.node import Node
 from asynccomm.control.questions import Questions
 from asynccomm.control.roster import Contact, Roster
-from asynccomm.control.thread import ControlThread
 
-from .channels import HOSTS, Member, doors_of, job
+from .channels import HOSTS, Member, job, two_threads
 from .strangers import until
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -60,20 +57,7 @@ async def test_asking_ends_when_the_channel_does() -> None:
 
 async def test_a_rank_whose_control_thread_is_stuck_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PULSE_SECONDS", 0.02)
-    own = ControlThread()
-
-    def thread_of_its_own() -> ControlThread:
-        own.acquire()
-        return own
-
-    doors = doors_of("aa")
-    contacts, tokens = [one.contact for one in doors], Tokens()
-    zero = await Channel.open(0, contacts, tokens, doors[0])
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "control_thread", thread_of_its_own)
-        one = await Channel.open(1, contacts, tokens, doors[1])
-    assert zero is not None
-    assert one is not None
+    zero, one, own = await two_threads(monkeypatch)
     one.enroll("main", Member())
     assert 1 in await asyncio.wrap_future(zero.ask("main", [1], {}, 10))
     assert zero.silence(0) is None
