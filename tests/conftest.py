@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -9,6 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+
+# A shell's background jobs ignore Ctrl-C, and so would the processes that tests start to interrupt them.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The tensors of tests are small, and a second thread of torch's would take turns with rank processes, waiting busily.
 torch.set_num_threads(1)
