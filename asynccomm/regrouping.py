@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,7 @@ import anyio.to_thread
 from asynccomm.assembly import assemble
 from asynccomm.background import finish, keep
 from asynccomm.checks import Group
-from asynccomm.control.ballots import Again, Committed, Decided, Decision, LeftOut, Order, Refused, Who
+from asynccomm.control.ballots import Again, Committed, Decided, Decision, LeftOut, Order, Refused, Who, listed
 from asynccomm.control.channel import Channel
 from asynccomm.errors import AsyncCommError, BackendError, ClosedError, LeftOutError
 from asynccomm.family import HOST_KEY
@@ -82,14 +83,14 @@ async def go_on(
     Args:
         proposal: in the order of the new ranks; None: all.
         wait: seconds to wait for others to ask.
-        form: connects the members of a decision.
+        form: connects the members of a decision. Raises LeftOutError if others go on in place of the comm.
         name: of the comm, for errors.
         note: says how ranks are called in them, if that does not go without saying.
 
     Raises: ValueError: the ranks propose different things; LeftOutError; BackendError: they could not connect.
     """
     loop = asyncio.get_running_loop()
-    orders: asyncio.Queue[Order] = asyncio.Queue()
+    orders: asyncio.Queue[Order | LeftOutError] = asyncio.Queue()
 
     def hear(order: Order) -> None:
         with contextlib.suppress(RuntimeError):  # the loop may be closed
@@ -102,7 +103,7 @@ async def go_on(
         while True:
             match await orders.get():
                 case Decided(decision):
-                    attempt = _Attempt(voter, decision, form)
+                    attempt = _Attempt(voter, decision, form, orders.put_nowait)
                 case Again():
                     if attempt is not None:
                         await attempt.drop()
@@ -118,6 +119,8 @@ async def go_on(
                 case LeftOut(why):
                     asking = False
                     raise LeftOutError(name, f"{why}{note}")
+                case LeftOutError() as error:
+                    raise error
                 case _:
                     pass
     except BaseException:
@@ -130,16 +133,30 @@ async def go_on(
 
 @final
 class _Attempt:
-    """The members of a decision connect."""
+    """The members of a decision connect; ``left_out`` hears if others have gone on already."""
 
-    def __init__(self, voter: Voter, decision: Decision, form: Callable[[Decision], Awaitable[Session]]) -> None:
+    def __init__(
+        self,
+        voter: Voter,
+        decision: Decision,
+        form: Callable[[Decision], Awaitable[Session]],
+        left_out: Callable[[LeftOutError], object],
+    ) -> None:
         self._session: Session | None = None
         self._dropping: asyncio.Task[None] | None = None
-        self._task = asyncio.ensure_future(self._run(voter, decision, form))
+        self._task = asyncio.ensure_future(self._run(voter, decision, form, left_out))
 
-    async def _run(self, voter: Voter, decision: Decision, form: Callable[[Decision], Awaitable[Session]]) -> None:
+    async def _run(
+        self,
+        voter: Voter,
+        decision: Decision,
+        form: Callable[[Decision], Awaitable[Session]],
+        left_out: Callable[[LeftOutError], object],
+    ) -> None:
         try:
             self._session = await form(decision)
+        except LeftOutError as exc:
+            left_out(exc)
         except Exception as exc:  # whatever it is, the others must not wait for this rank
             voter.failed(decision.key, f"{type(exc).__name__}: {exc}")
         else:
@@ -282,12 +299,29 @@ async def _place(session: Session, decision: Decision, place: Place) -> Place:
             return place
         return replace(place, store=None, path=None, host=address[0], port=address[1], hosting=False, server=None)
     address = None
-    if not await _lives_on(session, decision):
+    if await _lives_on(session, decision):
+        await _claim(session, decision)
+    else:
         contact = channel.roster.contacts[channel.rank]
         place = await anyio.to_thread.run_sync(partial(host_anew, place, contact.address or "127.0.0.1"))
         address = [place.host, place.port]
     reporter.say({"kind": "meet", "key": decision.key, "store": address})
     return place
+
+
+async def _claim(session: Session, decision: Decision) -> None:
+    """Write down in the store who goes on; nobody else may then, but one of them in another decision.
+
+    So ranks that could not hear of each other do not all go on, as long as the store lives.
+
+    Raises: LeftOutError: others were first.
+    """
+    room, key = session.seat.family.room, f"followed/{session.seat.key}"
+    ours, found = json.dumps(decision.members).encode(), b""
+    while (before := found) != ours:
+        found = await room.compare_set(key, before, ours)
+        if found != ours and not set(members := json.loads(found)) & set(decision.members):
+            raise LeftOutError(session.group.name, f"the comm goes on as {listed(members)}")
 
 
 async def _lives_on(session: Session, decision: Decision) -> bool:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from asynccomm import family as family_module
 from asynccomm import regrouping as regrouping_module
 from asynccomm.assembly import assemble
 from asynccomm.control.ballots import Again, Committed, Decided, Decision, LeftOut, Order, Refused, Who
+from asynccomm.control.channel import Channel
 from asynccomm.regrouping import go_on
 from asynccomm.store.host import listen, serve
 from asynccomm.testing.local import loopback_world
@@ -458,6 +460,36 @@ async def test_a_root_that_does_not_answer_does_not_go_on_alone(monkeypatch: pyt
         with pytest.raises(LeftOutError, match="it was silent"):
             await comms[0].shrink()
         await close(new)
+
+
+@pytest.mark.parametrize("alone_first", [False, True])
+async def test_ranks_that_cannot_hear_of_each_other_do_not_all_go_on(alone_first: bool) -> None:
+    async with loopback_world(3) as comms:
+        channel = comms[2]._session.seat.family.channel
+        assert channel is not None
+        channel.call(partial(_cut_off, channel))
+        await until(lambda: all(gone(comm, 2) for comm in comms[:2]) and gone(comms[2], 0) and gone(comms[2], 1))
+        parts = [comms[2:], comms[:2]] if alone_first else [comms[:2], comms[2:]]
+        new = await shrunk(parts[0])
+        await check(new)
+        errors = await together([comm.shrink() for comm in parts[1]])
+        names = r"\[2\]" if alone_first else r"\[0, 1\]"
+        for error in errors:
+            with pytest.raises(LeftOutError, match=f"goes on without this rank: the comm goes on as {names}"):
+                raise error
+        await close(new)
+
+
+def _cut_off(channel: Channel) -> None:
+    """Make it believe that all others are dead."""
+    node = channel._node
+    link = node.up
+    assert link is not None
+    link.close()
+    node.ended(link, "its connection ended")
+    for rank in node.roster.contacts:
+        if rank != node.rank:
+            node.give_up(rank, "it does not listen")
 
 
 def _stop(comms: Sequence[Comm], rank: int, monkeypatch: pytest.MonkeyPatch) -> None:

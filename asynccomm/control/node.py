@@ -380,6 +380,10 @@ class Node:
             self.up = self._up_rank = None
         self._tell_gone(rank, how)
         if self.is_root and not was_root:
+            now = time.monotonic()
+            for other in self.roster.contacts:  # they are to come here now: who does not is silent from now on
+                if other != self.rank and other not in self.gone:
+                    self.heard.setdefault(other, now)
             for other, why in self.gone.items():  # the root before may have told some only
                 self._fan_out(self._gone_message(other, why, ALL))
             self._route_again()

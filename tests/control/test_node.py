@@ -187,6 +187,19 @@ def test_one_whose_goodbye_only_those_have_heard_who_leave_themselves() -> None:
     check_all_know(tree, set(), {0, 1, 2, 4})
 
 
+def test_who_has_not_come_to_a_new_root_is_silent() -> None:
+    tree = Tree("aaa", 0)
+    tree.settle()
+    heir = tree.places[1].node
+    assert heir.silence(2) is None, "it has nothing to do with that one"
+    tree.places[2].runs = False  # it is stopped, and comes to nobody
+    tree.places[0].kill()
+    tree.settle()
+    assert heir.is_root
+    assert heir.silence(2) is not None
+    assert 2 not in heir.gone
+
+
 @settings(max_examples=200, deadline=None)
 @given(HOSTS, st.integers(0, 10_000), st.data())
 def test_news_of_those_who_stay_reach_all_who_stay(hosts: str, seed: int, data: st.DataObject) -> None:
