@@ -82,7 +82,7 @@ def reduction(op: object) -> object:
     """What our comms understand of ``op``: torch's members and instances, and ours. They refuse what else there is."""
     if op is _SUM:  # nearly always, and torch's members take long to hash
         return _ours.ReduceOp.SUM
-    if isinstance(op, ReduceOp):
+    if type(op) is ReduceOp:  # of which the members claim to be instances
         kind = op.op
         if kind.name == "PREMUL_SUM":  # the factor shows nowhere else
             return _ours.ReduceOp.PREMUL_SUM(op.__getstate__()[1])  # type: ignore[index]
@@ -92,7 +92,7 @@ def reduction(op: object) -> object:
 
 def supports_complex(reduceOp: object) -> bool:
     """Whether complex tensors can be reduced so: they have no order, and no bits to combine."""
-    kind = reduceOp.op if isinstance(reduceOp, ReduceOp) else reduceOp
+    kind = reduceOp.op if type(reduceOp) is ReduceOp else reduceOp
     if isinstance(kind, _ours.ReduceOp):
         kind = kind.type
     return getattr(kind, "name", "") not in _NOT_FOR_COMPLEX
