@@ -7,15 +7,16 @@ from typing import Any, final
 
 from torch import Tensor
 
+from asynccomm import work as _ours
 from asynccomm.compat.c10d.checks import check_not_self, check_tensor, member_of
 from asynccomm.compat.c10d.logs import logged
 from asynccomm.compat.c10d.process_group import ProcessGroup
-from asynccomm.compat.c10d.ranks import canonical_rank, get_global_rank, get_rank
+from asynccomm.compat.c10d.ranks import canonical_rank, get_rank
 from asynccomm.compat.c10d.types import NON_GROUP_MEMBER
 from asynccomm.compat.c10d.work import NOTHING, Nothing, Then, Work
 from asynccomm.compat.c10d.world import Group, group_or_default
 
-__all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
+__all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send", "sender_of"]
 
 
 def isend(
@@ -73,11 +74,14 @@ def recv(
     source = _source(pg, src, group_src)
     check_not_self(pg, source, "src")
     work = pg.comm(tensor.device).recv(tensor, source, tag)
+    return Then(work, lambda _: pg.global_ranks[sender_of(work, source)])
 
-    def sender(_: Tensor) -> int:
-        return get_global_rank(pg, work.source if work.source is not None else -1)
 
-    return Then(work, sender)
+def sender_of(work: _ours.Work[Any], source: int | None) -> int:
+    """The rank in the group that sent what a receive from ``source`` has got."""
+    sender = source if work.source is None else work.source
+    assert sender is not None, "a receive that is done knows its sender"
+    return sender
 
 
 def _source(pg: ProcessGroup, src: int | None, group_src: int | None) -> int | None:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from asynccomm.compat.c10d.checks import check_not_self, check_root_list, member_of
 from asynccomm.compat.c10d.logs import logged
-from asynccomm.compat.c10d.ranks import canonical_rank, get_global_rank, root_rank
+from asynccomm.compat.c10d.messages import sender_of
+from asynccomm.compat.c10d.ranks import canonical_rank, root_rank
 from asynccomm.compat.c10d.work import NOTHING, Nothing, Then
 from asynccomm.compat.c10d.world import Group, group_or_default
 
@@ -191,11 +192,7 @@ def recv_object_list(
     source = None if src is None and group_src is None else canonical_rank(pg, src, group_src, name="src")
     check_not_self(pg, source, "src")
     work = pg.comm(device).recv_object_list(object_list, source, weights_only=False)
-
-    def sender(_: object) -> int:
-        return get_global_rank(pg, work.source if work.source is not None else -1)
-
-    return Then(work, sender)
+    return Then(work, lambda _: pg.global_ranks[sender_of(work, source)])
 
 
 def _check_room(name: str, room: object, size: int) -> None:

@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import distributed as torch_dist
 
 import asynccomm.compat.c10d as dist
 from asynccomm.compat.c10d import backends
-
-TABLES = ["_plugins", "backend_list", "default_device_backend_map", "backend_capability", "backend_type_map"]
-
-
-@pytest.fixture
-def tables() -> Iterator[None]:
-    """What a test registers is forgotten."""
-    before = {name: copy.copy(getattr(dist.Backend, name)) for name in TABLES}
-    names = set(vars(dist.Backend))
-    yield
-    for name in set(vars(dist.Backend)) - names:
-        delattr(dist.Backend, name)
-    for name, value in before.items():
-        setattr(dist.Backend, name, value)
-
 
 def no_creator(*_: object) -> None:
     raise AssertionError("nobody makes a group here")
