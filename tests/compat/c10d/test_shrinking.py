@@ -90,7 +90,9 @@ async def test_a_group_of_some() -> None:
 
 async def test_the_default_group(caplog: pytest.LogCaptureFixture) -> None:
     async def body(rank: int) -> None:
-        await dist.new_group([0, 2])
+        pg = await dist.new_group([0, 2])
+        if rank != 1:
+            await dist.barrier(pg)
         if rank == 1:
             work = dist.irecv(torch.ones(1), 0)
             assert work is not None
