@@ -9,6 +9,7 @@ from torch import distributed as torch_dist
 import asynccomm.compat.c10d as dist
 from asynccomm.compat.c10d import backends
 
+
 def no_creator(*_: object) -> None:
     raise AssertionError("nobody makes a group here")
 

@@ -128,7 +128,7 @@ def test_one_tensor() -> None:
 @pytest.mark.parametrize("tensors", [(ONE,), ONE, [ONE, 3], None])
 def test_a_list_of_tensors(tensors: Any) -> None:
     dist._check_tensor_list([ONE], "tensors")
-    with pytest.raises(TypeError, match="tensors must be a list of torch.Tensor"):
+    with pytest.raises(TypeError, match=r"tensors must be a list of torch.Tensor"):
         dist._check_tensor_list(tensors, "tensors")
 
 

@@ -75,7 +75,7 @@ async def test_what_goes_with_a_store(arguments: Any, message: str) -> None:
 @pytest.mark.parametrize("timeout", [3, 2.5, "1"])
 @pytest.mark.usefixtures("fresh")
 async def test_timeouts_are_timedeltas(timeout: Any) -> None:
-    with pytest.raises(TypeError, match="timeout must be a datetime.timedelta"):
+    with pytest.raises(TypeError, match=r"timeout must be a datetime.timedelta"):
         await dist.init_process_group("loopback", store=MemoryStore(), timeout=timeout, **ONE)
 
 

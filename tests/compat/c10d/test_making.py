@@ -186,7 +186,7 @@ def test_options() -> None:
     assert "timeout" not in found
     with pytest.raises(TypeError, match="pg_options must be CommOptions for backend 'gloo'"):
         options_of("gloo", "x", LIMIT)
-    with pytest.raises(AssertionError, match="pg_options must be CommOptions or ProcessGroupNCCL.Options"):
+    with pytest.raises(AssertionError, match=r"pg_options must be CommOptions or ProcessGroupNCCL.Options"):
         options_of("nccl", "x", LIMIT)
 
 

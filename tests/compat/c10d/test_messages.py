@@ -158,7 +158,7 @@ async def test_what_is_no_p2p_op() -> None:
             dist.P2POp(dist.send, one, 0)
         with pytest.raises(ValueError, match="op must be isend or irecv"):
             dist._check_op(dist.recv)
-        with pytest.raises(TypeError, match="tensor must be a torch.Tensor"):
+        with pytest.raises(TypeError, match=r"tensor must be a torch.Tensor"):
             dist.P2POp(dist.isend, 3, 0)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="peer or group_peer must be given"):
             dist.P2POp(dist.isend, one)

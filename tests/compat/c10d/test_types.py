@@ -73,7 +73,7 @@ def test_default_timeout_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("timeout", [None, 3, 2.5, "1"])
 def test_timeouts_are_timedeltas(timeout: Any) -> None:
-    with pytest.raises(TypeError, match="timeout must be a datetime.timedelta"):
+    with pytest.raises(TypeError, match=r"timeout must be a datetime.timedelta"):
         dist._check_valid_timeout(timeout)
 
 
