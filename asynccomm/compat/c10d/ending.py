@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Final
 
 from asynccomm.background import finish
-from asynccomm.compat.c10d.init import update_default_pg
+from asynccomm.compat.c10d.init import run_endings, update_default_pg
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.types import NON_GROUP_MEMBER, check_valid_timeout
 from asynccomm.compat.c10d.world import Group, group_or_default, world
@@ -63,14 +63,14 @@ async def _end(group: Group, abort: bool) -> None:
     endings = known.endings
     known.clear()
     update_default_pg(None)
-    in_peace = not abort and not any(_is_broken(each) for each in groups)
+    # of a group that is broken some may never leave
+    waits_for = 1 if abort or any(_is_broken(each) for each in groups) else pg.size()
 
     async def end() -> None:
         try:
             await end_groups(groups, abort)
         finally:
-            for ending in reversed(endings):
-                await ending(in_peace)
+            await run_endings(endings, waits_for)
 
     await finish(end())
 

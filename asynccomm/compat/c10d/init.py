@@ -13,17 +13,18 @@ import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import _set_global_rank
 
+from asynccomm.background import finish
 from asynccomm.compat.c10d.backends import Backend, accelerator, get_default_backend_for_device
 from asynccomm.compat.c10d.hooks import RankHook
 from asynccomm.compat.c10d.logs import logged_coroutine, timed
 from asynccomm.compat.c10d.making import Plan, check_device, make_group
-from asynccomm.compat.c10d.meeting import InHaste, as_store, rendezvous, store_based_barrier
+from asynccomm.compat.c10d.meeting import Leaving, as_store, rendezvous, store_based_barrier
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.types import check_valid_timeout, default_timeout
-from asynccomm.compat.c10d.world import World, world
+from asynccomm.compat.c10d.world import Ending, World, world
 from asynccomm.store.base import PrefixStore, Store
 
-__all__ = ["barrier_after_init", "init_process_group", "update_default_pg"]
+__all__ = ["barrier_after_init", "init_process_group", "run_endings", "update_default_pg"]
 
 
 @timed
@@ -85,8 +86,7 @@ async def init_process_group(
     except BaseException:
         endings = known.endings
         known.clear()
-        for end in reversed(endings):
-            await end(False)
+        await finish(run_endings(endings, 1))
         raise
     known.starting = False
 
@@ -107,7 +107,7 @@ async def _make_default(
     if given is None:
         known.init_method = "env://" if init_method is None else init_method
         meeting = rendezvous(known.init_method, rank, size, timeout=timeout)
-        known.endings.append(lambda in_peace: _leave(meeting, in_peace))
+        known.endings.append(lambda waits_for: _leave(meeting, waits_for))
         met, rank, size = await anext(meeting)
         store = as_store(met)
     else:
@@ -130,7 +130,7 @@ async def _make_default(
     update_default_pg(pg)
     hook = RankHook.install(rank)
 
-    async def restore(in_peace: bool) -> None:
+    async def restore(waits_for: int) -> None:
         hook.remove()
 
     known.endings.append(restore)
@@ -138,12 +138,16 @@ async def _make_default(
         await store_based_barrier(rank, root, name, size, timeout)
 
 
-async def _leave(meeting: AsyncGenerator[Any], in_peace: bool) -> None:
-    if in_peace:
-        await meeting.aclose()
-    else:
-        with contextlib.suppress(InHaste, StopAsyncIteration):
-            await meeting.athrow(InHaste())
+async def _leave(meeting: AsyncGenerator[Any], waits_for: int) -> None:
+    with contextlib.suppress(Leaving, StopAsyncIteration):
+        await meeting.athrow(Leaving(waits_for))
+
+
+async def run_endings(endings: Sequence[Ending], waits_for: int) -> None:
+    """Await all of ``endings``, last first, whatever some of them raise."""
+    async with contextlib.AsyncExitStack() as stack:
+        for ending in endings:
+            stack.push_async_callback(ending, waits_for)
 
 
 def update_default_pg(pg: ProcessGroup | None) -> None:

@@ -23,7 +23,7 @@ from asynccomm.store.base import Store, within
 from asynccomm.store.rendezvous import Meeting, find_place, meet
 from asynccomm.store.torch_store import TorchStore
 
-__all__ = ["InHaste", "as_store", "register_rendezvous_handler", "rendezvous", "store_based_barrier"]
+__all__ = ["Leaving", "as_store", "register_rendezvous_handler", "rendezvous", "store_based_barrier"]
 
 Handler: TypeAlias = "Callable[..., Iterable[Any] | AsyncIterator[Any]]"
 
@@ -51,7 +51,7 @@ def rendezvous(
     """Meet at ``url``: gives the store, this rank and the number of ranks, once.
 
     The store is open until the generator is closed. If this process hosts it, closing waits for the others to close
-    theirs, for some seconds; unless :class:`InHaste` is thrown in.
+    theirs, for some seconds; :class:`Leaving` is thrown in to wait for fewer of them.
 
     Args:
         rank, world_size: if the URL and the environment do not say; -1: they do.
@@ -80,8 +80,16 @@ async def _each(found: Iterable[Any] | AsyncIterator[Any]) -> AsyncGenerator[Any
 
 
 @final
-class InHaste(Exception):
-    """Thrown into a meeting to end it without waiting for others."""
+class Leaving(Exception):
+    """Thrown into a meeting to end it.
+
+    Args:
+        waits_for: how many ranks the host of the store waits for, this one included.
+    """
+
+    def __init__(self, waits_for: int) -> None:
+        super().__init__(waits_for)
+        self.waits_for = waits_for
 
 
 def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
@@ -98,19 +106,22 @@ async def _at_url(url: str, timeout: timedelta) -> AsyncGenerator[tuple[Store, i
         yield meeting.store, place.rank, place.size
         raise RuntimeError(f"the ranks meet at {url} once; there is no meeting again")
     except GeneratorExit:
-        await _say_goodbye(meeting, place.size)
+        await _say_goodbye(meeting, place.size, place.size)
+        raise
+    except Leaving as leaving:
+        await _say_goodbye(meeting, place.size, leaving.waits_for)
         raise
     finally:
         await meeting.aclose()
 
 
-async def _say_goodbye(meeting: Meeting, size: int) -> None:
-    """Say that this rank is done; the host of the store waits for the others, who may still need it."""
-    stays = meeting.hosted is not None
+async def _say_goodbye(meeting: Meeting, size: int, waits_for: int) -> None:
+    """Say that this rank is done; the host of the store waits for others, who may still need it."""
+    stays = meeting.hosted is not None and waits_for > 1
     try:
         async with within(LEAVE_SECONDS if stays else WORD_SECONDS):
             gone = await meeting.store.add(GONE_KEY, 1)
-            everybody = ((gone - 1) // size + 1) * size  # the store may have had ranks that met here before
+            everybody = (gone - 1) // size * size + waits_for  # the store may have had ranks that met here before
             while stays and gone < everybody:
                 await asyncio.sleep(0.01)
                 gone = await meeting.store.add(GONE_KEY, 0)

@@ -18,6 +18,7 @@ from asynccomm.compat.c10d.types import NON_GROUP_MEMBER
 from asynccomm.store.base import Store
 
 __all__ = [
+    "Ending",
     "Group",
     "GroupMember",
     "Member",
@@ -33,6 +34,8 @@ __all__ = [
 
 Group: TypeAlias = "ProcessGroup | int | None"  # what functions take: an int is NON_GROUP_MEMBER, None the default
 Member: TypeAlias = "ProcessGroup | int"  # what functions give: an int is NON_GROUP_MEMBER
+
+Ending: TypeAlias = "Callable[[int], Awaitable[None]]"
 
 
 @final
@@ -50,7 +53,8 @@ class World:
         pg_coalesce_state: what tasks have recorded and not sent yet, by group: see ``coalescing``.
         backend, init_method: what ``init_process_group`` was told.
         starting: it is under way.
-        endings: to be awaited when the default group has ended, last first, with whether it ended in peace.
+        endings: to be awaited when the default group has ended, last first, with how many ranks this one waits for,
+            itself included.
     """
 
     def __init__(self) -> None:
@@ -66,7 +70,7 @@ class World:
         self.backend: str | None = None
         self.init_method: str | None = None
         self.starting = False
-        self.endings: list[Callable[[bool], Awaitable[None]]] = []
+        self.endings: list[Ending] = []
         self._hashed: Counter[str] = Counter()  # how often ranks have got a hashed name
 
     @property

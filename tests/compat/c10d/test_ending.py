@@ -170,6 +170,30 @@ async def test_errors_of_one_do_not_keep_others(monkeypatch: pytest.MonkeyPatch)
         assert isinstance(pg, dist.ProcessGroup)
 
 
+async def test_whom_the_host_of_the_store_waits_for() -> None:
+    async def body(rank: int) -> None:
+        waits: list[tuple[int, int]] = []
+
+        async def first(count: int) -> None:
+            waits.append((1, count))
+
+        async def second(count: int) -> None:
+            waits.append((2, count))
+            raise RuntimeError("no")
+
+        for abort in (False, True):
+            dist._world.endings += [first, second]
+            with pytest.raises(RuntimeError, match="no"):
+                await (dist._abort_process_group() if abort else dist.destroy_process_group())
+            assert waits == [(2, 1 if abort else 2), (1, 1 if abort else 2)]  # the last first, and all
+            waits.clear()
+            if not abort:
+                await dist.init_process_group("loopback", store=store, world_size=2, rank=rank)
+
+    store = MemoryStore()
+    await run_ranks(2, body)
+
+
 # -- timeouts -----------------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as torch_c10d
 import asynccomm.compat.c10d as dist
 from asynccomm import MemoryStore, Store, StoreTimeoutError
 from asynccomm.compat.c10d import meeting
-from asynccomm.compat.c10d.meeting import InHaste, as_store
+from asynccomm.compat.c10d.meeting import Leaving, as_store
 
 LIMIT = timedelta(seconds=30)
 VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -131,15 +131,28 @@ async def test_the_host_stays_for_the_others() -> None:
             await leaving
 
 
-async def test_the_host_may_be_in_haste() -> None:
+async def test_the_host_may_wait_for_fewer() -> None:
     with free_port() as port:
         url = f"tcp://127.0.0.1:{port}"
-        first, second = dist.rendezvous(url, 0, 2, LIMIT), dist.rendezvous(url, 1, 2, LIMIT)
-        await anext(first)
-        await anext(second)
-        for each in (first, second):
-            with pytest.raises(InHaste):
-                await each.athrow(InHaste())
+        met = [dist.rendezvous(url, rank, 3, LIMIT) for rank in range(3)]
+        store, _, _ = [await anext(each) for each in met][1]
+        leaving = asyncio.ensure_future(met[0].athrow(Leaving(2)))
+        while await store.add(meeting.GONE_KEY, 0) < 1:
+            await asyncio.sleep(0)
+        assert not leaving.done()
+        for each in (met[1].athrow(Leaving(1)), leaving):  # others do not wait, but say so
+            with pytest.raises(Leaving):
+                await each
+        with pytest.raises(Leaving):
+            await met[2].athrow(Leaving(3))  # the store is gone
+
+
+async def test_the_host_may_wait_for_nobody() -> None:
+    with free_port() as port:
+        met = dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, 3, LIMIT)
+        await anext(met)
+        with pytest.raises(Leaving):
+            await met.athrow(Leaving(1))
 
 
 async def test_the_host_does_not_stay_for_ever(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import timedelta
 from typing import Any
 
@@ -87,15 +88,19 @@ async def test_estimates() -> None:
 
 
 async def test_shrinking_with_what_is_stuck() -> None:
+    called = asyncio.Barrier(3)
+
     async def body(rank: int) -> None:
         dist._set_pg_timeout(timedelta(seconds=30))
         if rank == 2:
             work = dist.irecv(torch.ones(1), 0)
+            await called.wait()
             assert work is not None
             with pytest.raises(BrokenError):
                 await work
             return
         stuck = dist.all_reduce(torch.ones(1), async_op=True)
+        await called.wait()
         left = await dist.shrink_group([2], shrink_flags=dist.SHRINK_ABORT)
         with pytest.raises(BrokenError):
             await stuck

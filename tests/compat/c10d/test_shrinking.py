@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from datetime import timedelta
 from typing import Any
@@ -58,6 +59,8 @@ async def test_a_group_of_one_cannot_be_shrunk() -> None:
 
 
 async def test_a_group_of_some() -> None:
+    called = asyncio.Barrier(3)
+
     async def body(rank: int) -> None:
         pg = await dist.new_group([1, 2, 3], timedelta(seconds=60))
         if rank == 0:
@@ -65,11 +68,13 @@ async def test_a_group_of_some() -> None:
         assert isinstance(pg, dist.ProcessGroup)
         if rank == 2:
             work = dist.irecv(torch.ones(1), 1, pg)
+            await called.wait()
             assert work is not None
             with pytest.raises(BrokenError):
                 await work
             await dist._abort_process_group(pg)
             return
+        await called.wait()
         left = await dist.shrink_group([1], pg)  # rank 2 of the world
         assert left.global_ranks == left.former_ranks == (1, 3)
         assert left.rank() == (rank == 3)
@@ -89,16 +94,18 @@ async def test_a_group_of_some() -> None:
 
 
 async def test_the_default_group(caplog: pytest.LogCaptureFixture) -> None:
+    called = asyncio.Barrier(3)
+
     async def body(rank: int) -> None:
-        pg = await dist.new_group([0, 2])
-        if rank != 1:
-            await dist.barrier(pg)
+        await dist.new_group([0, 2])
         if rank == 1:
             work = dist.irecv(torch.ones(1), 0)
+            await called.wait()
             assert work is not None
             with pytest.raises(BrokenError):
                 await work
             return
+        await called.wait()
         left = await dist.shrink_group([1])
         assert dist.group.WORLD is left
         assert (dist.get_rank(), dist.get_world_size()) == (rank // 2, 2)  # numbered anew
@@ -116,14 +123,18 @@ async def test_the_default_group(caplog: pytest.LogCaptureFixture) -> None:
 
 
 async def test_what_is_in_flight_may_be_aborted() -> None:
+    called = asyncio.Barrier(3)
+
     async def body(rank: int) -> None:
         if rank == 2:
             work = dist.irecv(torch.ones(1), 0)
+            await called.wait()
             assert work is not None
             with pytest.raises(BrokenError):
                 await work
             return
         stuck = dist.irecv(torch.ones(1), 2)
+        await called.wait()
         left = await dist.shrink_group([2], shrink_flags=dist.SHRINK_ABORT)
         assert stuck is not None
         with pytest.raises(AbortedError, match="SHRINK_ABORT"):
@@ -144,17 +155,20 @@ async def test_groups_that_do_not_abort_well_are_left(
             raise RuntimeError("no")
 
     monkeypatch.setattr(Comm, "aclose", aclose)
+    called = asyncio.Barrier(2)
 
     async def body(rank: int) -> None:
-        await dist.barrier(await dist.new_group([0, 1]))
+        await dist.new_group([0, 1])
         if rank == 1:
             work = dist.irecv(torch.ones(1), 0)
+            await called.wait()
             assert work is not None
             with pytest.raises(BrokenError):
                 await work
             with pytest.raises(RuntimeError):
                 await dist.destroy_process_group()
             return
+        await called.wait()
         left = await dist.shrink_group([1])
         assert left.size() == 1
 

@@ -39,6 +39,8 @@ async def test_a_handle_has_the_methods_of_torch() -> None:
 
 
 async def test_a_handle_that_is_pending_or_failed() -> None:
+    called = asyncio.Barrier(2)
+
     async def body(rank: int) -> None:
         work = dist.irecv(torch.ones(2), 0 if rank else 1)
         assert not work.is_completed()
@@ -50,6 +52,7 @@ async def test_a_handle_that_is_pending_or_failed() -> None:
             work.wait()
         with pytest.raises(WouldBlockError):
             work.synchronize()
+        await called.wait()
         await dist._abort_process_group()
         with pytest.raises(AbortedError):
             await work

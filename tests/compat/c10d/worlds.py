@@ -16,11 +16,13 @@ Body = Callable[[int], Awaitable[Any]]
 async def run_ranks(size: int, body: Body, *, backend: str | None = "loopback", **options: Any) -> list[Any]:
     """What ``body(rank)`` returns on each rank, between making the default group and destroying it."""
     store = MemoryStore()
+    connected = asyncio.Barrier(size)
 
     async def one(rank: int) -> Any:
         with dist.use_world(dist.World()):
             await dist.init_process_group(backend, store=store, world_size=size, rank=rank, **options)
             try:
+                await connected.wait()  # else one could abort what others are still connecting
                 result = await body(rank)
             except BaseException:
                 if dist.is_initialized():
