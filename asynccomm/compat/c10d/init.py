@@ -50,7 +50,8 @@ async def init_process_group(
             scheme that ``register_rendezvous_handler`` was given.
         timeout: for operations, and for connecting; None: 30 minutes, 10 for ``"nccl"``.
         world_size, rank: if a store is given, or the URL does not say.
-        store: where to meet, in place of ``init_method``: one of ours or of torch's.
+        store: where to meet, in place of ``init_method``: one of ours or of torch's. Keys of groups begin with the
+            group's name there; at what an URL names they have ``default_pg`` before them. So torch has it.
         group_name: has no effect, as in torch.
         pg_options: ``asynccomm.CommOptions`` (its timeout has no effect), or for NCCL torch's own.
         device_id: this rank's accelerator, which is then bound to the group.
@@ -109,10 +110,9 @@ async def _make_default(
         meeting = rendezvous(known.init_method, rank, size, timeout=timeout)
         known.endings.append(lambda waits_for: _leave(meeting, waits_for))
         met, rank, size = await anext(meeting)
-        store = as_store(met)
+        root: Store = PrefixStore("default_pg", as_store(met))
     else:
-        store = as_store(given)
-    root = PrefixStore("default_pg", store)
+        root = as_store(given)  # as it is: only what ranks meet at may be others', too
     name = known.hashed_name(ranks) if ranks else known.next_name()
     plan = Plan(
         name=name,

@@ -170,7 +170,8 @@ async def test_errors_of_one_do_not_keep_others(monkeypatch: pytest.MonkeyPatch)
         assert isinstance(pg, dist.ProcessGroup)
 
 
-async def test_whom_the_host_of_the_store_waits_for() -> None:
+@pytest.mark.parametrize(("end", "count"), [(dist.destroy_process_group, 2), (dist._abort_process_group, 1)])
+async def test_whom_the_host_of_the_store_waits_for(end: Any, count: int) -> None:
     async def body(rank: int) -> None:
         waits: list[tuple[int, int]] = []
 
@@ -181,17 +182,25 @@ async def test_whom_the_host_of_the_store_waits_for() -> None:
             waits.append((2, count))
             raise RuntimeError("no")
 
-        for abort in (False, True):
-            dist._world.endings += [first, second]
-            with pytest.raises(RuntimeError, match="no"):
-                await (dist._abort_process_group() if abort else dist.destroy_process_group())
-            assert waits == [(2, 1 if abort else 2), (1, 1 if abort else 2)]  # the last first, and all
-            waits.clear()
-            if not abort:
-                await dist.init_process_group("loopback", store=store, world_size=2, rank=rank)
+        dist._world.endings += [first, second]
+        with pytest.raises(RuntimeError, match="no"):
+            await end()
+        assert waits == [(2, count), (1, count)]  # the last first, and all
 
-    store = MemoryStore()
     await run_ranks(2, body)
+
+
+async def test_of_a_broken_group_the_host_waits_for_nobody() -> None:
+    async with alone() as pg:
+        waits: list[int] = []
+
+        async def note(count: int) -> None:
+            waits.append(count)
+
+        dist._world.endings.append(note)
+        pg.comm().abort("no")
+        await dist.destroy_process_group()
+        assert waits == [1]
 
 
 # -- timeouts -----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed as torch_dist
+from torch.distributed import distributed_c10d as torch_c10d
 
 import asynccomm.compat.c10d as dist
 from asynccomm import MemoryStore, RendezvousError
@@ -145,7 +146,7 @@ async def test_hashed_names() -> None:
         assert dist.get_pg_count() == 0
 
 
-async def test_a_store_that_is_given_is_used_under_a_prefix(fresh: dist.World) -> None:
+async def test_a_store_that_is_given_is_used_as_it_is(fresh: dist.World) -> None:
     class Given(torch_dist.HashStore):
         def set_timeout(self, timeout: timedelta) -> None:
             raise AssertionError("it is the caller's")
@@ -153,8 +154,27 @@ async def test_a_store_that_is_given_is_used_under_a_prefix(fresh: dist.World) -
     store = Given()
     await dist.init_process_group("gloo", store=store, **ONE)
     await dist._get_default_store().set("key", "value")
-    assert store.get("default_pg/0//key") == b"value"
+    assert store.get("0//key") == b"value"
     await dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("fresh")
+async def test_torch_s_world_and_ours_on_one_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch's stays
+    store = torch_dist.HashStore()
+    torch_dist.init_process_group("gloo", store=store, **ONE)
+    try:
+        await dist.init_process_group("gloo", store=store, **ONE)
+        tensors = torch.ones(1), torch.ones(1)
+        torch_dist.all_reduce(tensors[0])
+        await dist.all_reduce(tensors[1])
+        torch_c10d._get_default_store().set("theirs", "1")
+        await dist._get_default_store().set("ours", "2")
+        assert await dist._get_default_store().get("theirs") == b"1"  # under one prefix
+        assert torch_c10d._get_default_store().get("ours") == b"2"
+        await dist.destroy_process_group()
+    finally:
+        torch_dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("fresh")
@@ -166,6 +186,10 @@ async def test_over_tcp() -> None:
     for _ in range(2):  # names and store begin anew
         await dist.init_process_group("gloo", url, world_size=1, rank=0, timeout=LIMIT)
         assert dist._world.init_method == url
+        store = dist._get_default_store()
+        assert isinstance(store, PrefixStore)
+        assert isinstance(store.underlying, PrefixStore)
+        assert (store.name, store.underlying.name) == ("0/", "default_pg")
         assert dist.group.WORLD.group_name == "0"  # type: ignore[union-attr]
         await dist.destroy_process_group()
         assert not dist.is_initialized()

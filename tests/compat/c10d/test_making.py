@@ -28,7 +28,7 @@ async def test_keys_are_where_torch_has_them() -> None:
         await dist.destroy_process_group()
     comms = {key for key in store._values if "asynccomm/" in key}
     starts = {key[: key.index("asynccomm/")] for key in comms}
-    assert starts == {"default_pg/0//cpu//", "default_pg/0//1//cpu//"}
+    assert starts == {"0//cpu//", "0//1//cpu//"}
 
 
 async def test_stores_by_group() -> None:
@@ -39,8 +39,8 @@ async def test_stores_by_group() -> None:
         store = dist._get_default_store()
         while isinstance(store, PrefixStore):
             store = store.underlying
-        assert await store.get("default_pg/0//1//mine") == b"1"
-        assert await store.get("default_pg/0//all") == b"2"
+        assert await store.get("0//1//mine") == b"1"
+        assert await store.get("0//all") == b"2"
 
 
 async def test_names_in_use() -> None:
