@@ -1,0 +1,1 @@
+"""Other systems' ways to call collectives, to be awaited."""

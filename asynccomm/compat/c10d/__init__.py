@@ -1,0 +1,264 @@
+"""The async face of ``torch.distributed``: its names and arguments, to be awaited.
+
+::
+
+    import asynccomm.compat.c10d as dist
+
+    await dist.init_process_group("auto")
+    await dist.all_reduce(tensor)
+    work = dist.all_gather_into_tensor(output, tensor, async_op=True)
+    ...
+    await work
+    await dist.destroy_process_group()
+
+A call sends at once, as everywhere in asynccomm, and what it returns is awaited: that gives the output where torch has
+None. ``async_op=True`` gives a handle with the methods of torch's Work. The rules are torch's: one default group;
+global ranks, unless ``group_dst`` or ``group_src`` say otherwise; a warning and None where this rank is not in the
+group. The transports are asynccomm's, and so is how they fail.
+"""
+
+from asynccomm.compat.c10d import checks as _checks_module
+from asynccomm.compat.c10d import coalescing as _coalescing_module
+from asynccomm.compat.c10d import ending as _ending_module
+from asynccomm.compat.c10d import groups as _groups_module
+from asynccomm.compat.c10d import init as _init_module
+from asynccomm.compat.c10d import internals as _internals_module
+from asynccomm.compat.c10d import logs as _logs_module
+from asynccomm.compat.c10d import meeting as _meeting_module
+from asynccomm.compat.c10d import messages as _messages_module
+from asynccomm.compat.c10d import moves as _moves_module
+from asynccomm.compat.c10d import objects as _objects_module
+from asynccomm.compat.c10d import ranks as _ranks_module
+from asynccomm.compat.c10d import reductions as _reductions_module
+from asynccomm.compat.c10d import splitting as _splitting_module
+from asynccomm.compat.c10d import types as _types_module
+from asynccomm.compat.c10d import world as _world_module
+from asynccomm.compat.c10d.backends import Backend as Backend
+from asynccomm.compat.c10d.backends import BackendConfig as BackendConfig
+from asynccomm.compat.c10d.backends import get_default_backend_for_device as get_default_backend_for_device
+from asynccomm.compat.c10d.backends import is_backend_available as is_backend_available
+from asynccomm.compat.c10d.backends import is_gloo_available as is_gloo_available
+from asynccomm.compat.c10d.backends import is_mpi_available as is_mpi_available
+from asynccomm.compat.c10d.backends import is_nccl_available as is_nccl_available
+from asynccomm.compat.c10d.backends import is_ucc_available as is_ucc_available
+from asynccomm.compat.c10d.backends import is_xccl_available as is_xccl_available
+from asynccomm.compat.c10d.barriers import barrier as barrier
+from asynccomm.compat.c10d.barriers import monitored_barrier as monitored_barrier
+from asynccomm.compat.c10d.ending import destroy_process_group as destroy_process_group
+from asynccomm.compat.c10d.groups import new_group as new_group
+from asynccomm.compat.c10d.groups import new_subgroups as new_subgroups
+from asynccomm.compat.c10d.groups import new_subgroups_by_enumeration as new_subgroups_by_enumeration
+from asynccomm.compat.c10d.init import init_process_group as init_process_group
+from asynccomm.compat.c10d.meeting import register_rendezvous_handler as register_rendezvous_handler
+from asynccomm.compat.c10d.meeting import rendezvous as rendezvous
+from asynccomm.compat.c10d.messages import P2POp as P2POp
+from asynccomm.compat.c10d.messages import batch_isend_irecv as batch_isend_irecv
+from asynccomm.compat.c10d.messages import irecv as irecv
+from asynccomm.compat.c10d.messages import isend as isend
+from asynccomm.compat.c10d.messages import recv as recv
+from asynccomm.compat.c10d.messages import send as send
+from asynccomm.compat.c10d.moves import all_gather as all_gather
+from asynccomm.compat.c10d.moves import all_gather_coalesced as all_gather_coalesced
+from asynccomm.compat.c10d.moves import all_gather_into_tensor as all_gather_into_tensor
+from asynccomm.compat.c10d.moves import all_to_all as all_to_all
+from asynccomm.compat.c10d.moves import all_to_all_single as all_to_all_single
+from asynccomm.compat.c10d.moves import broadcast as broadcast
+from asynccomm.compat.c10d.moves import gather as gather
+from asynccomm.compat.c10d.moves import scatter as scatter
+from asynccomm.compat.c10d.objects import all_gather_object as all_gather_object
+from asynccomm.compat.c10d.objects import broadcast_object_list as broadcast_object_list
+from asynccomm.compat.c10d.objects import gather_object as gather_object
+from asynccomm.compat.c10d.objects import recv_object_list as recv_object_list
+from asynccomm.compat.c10d.objects import scatter_object_list as scatter_object_list
+from asynccomm.compat.c10d.objects import send_object_list as send_object_list
+from asynccomm.compat.c10d.process_group import ProcessGroup as ProcessGroup
+from asynccomm.compat.c10d.ranks import get_backend as get_backend
+from asynccomm.compat.c10d.ranks import get_backend_config as get_backend_config
+from asynccomm.compat.c10d.ranks import get_global_rank as get_global_rank
+from asynccomm.compat.c10d.ranks import get_group_rank as get_group_rank
+from asynccomm.compat.c10d.ranks import get_node_local_rank as get_node_local_rank
+from asynccomm.compat.c10d.ranks import get_pg_count as get_pg_count
+from asynccomm.compat.c10d.ranks import get_process_group_ranks as get_process_group_ranks
+from asynccomm.compat.c10d.ranks import get_rank as get_rank
+from asynccomm.compat.c10d.ranks import get_world_size as get_world_size
+from asynccomm.compat.c10d.ranks import is_torchelastic_launched as is_torchelastic_launched
+from asynccomm.compat.c10d.reductions import all_reduce as all_reduce
+from asynccomm.compat.c10d.reductions import all_reduce_coalesced as all_reduce_coalesced
+from asynccomm.compat.c10d.reductions import reduce as reduce
+from asynccomm.compat.c10d.reductions import reduce_scatter as reduce_scatter
+from asynccomm.compat.c10d.reductions import reduce_scatter_tensor as reduce_scatter_tensor
+from asynccomm.compat.c10d.shrinking import shrink_group as shrink_group
+from asynccomm.compat.c10d.splitting import split_group as split_group
+from asynccomm.compat.c10d.types import PG_WRAPPER_STORE_PREFIX as PG_WRAPPER_STORE_PREFIX
+from asynccomm.compat.c10d.types import SHRINK_ABORT as SHRINK_ABORT
+from asynccomm.compat.c10d.types import SHRINK_DEFAULT as SHRINK_DEFAULT
+from asynccomm.compat.c10d.types import STORE_BASED_BARRIER_PREFIX as STORE_BASED_BARRIER_PREFIX
+from asynccomm.compat.c10d.types import AllgatherOptions as AllgatherOptions
+from asynccomm.compat.c10d.types import AllreduceCoalescedOptions as AllreduceCoalescedOptions
+from asynccomm.compat.c10d.types import AllreduceOptions as AllreduceOptions
+from asynccomm.compat.c10d.types import AllToAllOptions as AllToAllOptions
+from asynccomm.compat.c10d.types import BarrierOptions as BarrierOptions
+from asynccomm.compat.c10d.types import BroadcastOptions as BroadcastOptions
+from asynccomm.compat.c10d.types import DebugLevel as DebugLevel
+from asynccomm.compat.c10d.types import DistStoreError as DistStoreError
+from asynccomm.compat.c10d.types import GatherOptions as GatherOptions
+from asynccomm.compat.c10d.types import GroupName as GroupName
+from asynccomm.compat.c10d.types import PrefixStore as PrefixStore
+from asynccomm.compat.c10d.types import ReduceOp as ReduceOp
+from asynccomm.compat.c10d.types import ReduceOptions as ReduceOptions
+from asynccomm.compat.c10d.types import ReduceScatterOptions as ReduceScatterOptions
+from asynccomm.compat.c10d.types import ScatterOptions as ScatterOptions
+from asynccomm.compat.c10d.types import Store as Store
+from asynccomm.compat.c10d.types import default_pg_nccl_timeout as default_pg_nccl_timeout
+from asynccomm.compat.c10d.types import default_pg_timeout as default_pg_timeout
+from asynccomm.compat.c10d.types import get_debug_level as get_debug_level
+from asynccomm.compat.c10d.types import reduce_op as reduce_op
+from asynccomm.compat.c10d.types import supports_complex as supports_complex
+from asynccomm.compat.c10d.work import Work as Work
+from asynccomm.compat.c10d.world import GroupMember as GroupMember
+from asynccomm.compat.c10d.world import World as World
+from asynccomm.compat.c10d.world import group as group
+from asynccomm.compat.c10d.world import is_initialized as is_initialized
+from asynccomm.compat.c10d.world import use_world as use_world
+
+__all__ = [  # the names that torch exports
+    "Backend",
+    "BackendConfig",
+    "GroupMember",
+    "P2POp",
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "send_object_list",
+    "recv_object_list",
+    "broadcast_object_list",
+    "destroy_process_group",
+    "gather",
+    "gather_object",
+    "get_backend_config",
+    "get_backend",
+    "get_default_backend_for_device",
+    "get_rank",
+    "get_world_size",
+    "get_pg_count",
+    "group",
+    "init_process_group",
+    "irecv",
+    "is_gloo_available",
+    "is_initialized",
+    "is_mpi_available",
+    "is_backend_available",
+    "is_nccl_available",
+    "is_torchelastic_launched",
+    "is_ucc_available",
+    "is_xccl_available",
+    "isend",
+    "monitored_barrier",
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "scatter_object_list",
+    "send",
+    "supports_complex",
+    "AllreduceCoalescedOptions",
+    "AllreduceOptions",
+    "AllToAllOptions",
+    "BarrierOptions",
+    "BroadcastOptions",
+    "GatherOptions",
+    "GroupName",
+    "PrefixStore",
+    "ProcessGroup",
+    "ReduceOp",
+    "ReduceOptions",
+    "ReduceScatterOptions",
+    "ScatterOptions",
+    "Store",
+    "DebugLevel",
+    "get_debug_level",
+    "Work",
+    "default_pg_timeout",
+    "get_group_rank",
+    "get_global_rank",
+    "get_process_group_ranks",
+    "reduce_op",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "get_node_local_rank",
+    "split_group",
+    "shrink_group",
+]
+
+# what programs use of torch's that is not exported there
+_abort_process_group = _ending_module.abort_process_group
+_add_ephemeral_timeout_for_all_pgs = _ending_module.add_ephemeral_timeout
+_all_gather_base = _moves_module.all_gather_base
+_as_iterable = _internals_module.as_iterable
+_canonicalize_group_rank = _ranks_module.canonical_rank
+_check_not_self_rank = _internals_module.check_not_self_rank
+_check_op = _internals_module.check_op
+_check_p2p_op_list = _messages_module.check_p2p_ops
+_check_single_tensor = _internals_module.check_single_tensor
+_check_tensor_list = _internals_module.check_tensor_list
+_check_valid_timeout = _types_module.check_valid_timeout
+_coalescing_manager = _coalescing_module.coalescing_manager
+_CoalescingManager = _coalescing_module.CoalescingManager
+_CollOp = _coalescing_module.CollOp
+_device_capability = _objects_module.device_capability
+_ensure_all_tensors_same_dtype = _checks_module.check_same_dtype
+_exception_logger = _logs_module.logged
+_find_or_create_pg_by_ranks_and_tag = _groups_module.find_or_create_group
+_find_pg_by_ranks_and_tag = _internals_module.find_group
+_get_all_pg_configs = _internals_module.all_pg_configs
+_get_backend_from_str = _internals_module.backend_from_str
+_get_default_group = _world_module.default_group
+_get_default_store = _internals_module.default_store
+_get_default_timeout = _types_module.default_timeout
+_get_global_rank = _internals_module.deprecated_global_rank
+_get_group_size = _internals_module.group_size
+_get_group_size_by_name = _internals_module.group_size_by_name
+_get_group_tag = _internals_module.group_tag
+_get_object_coll_device = _objects_module.object_device
+_get_pg_config = _internals_module.pg_config
+_get_pg_default_device = _objects_module.pg_default_device
+_get_process_group_name = _internals_module.name_of
+_get_process_group_store = _internals_module.group_store
+_get_process_group_uid = _internals_module.group_uid
+_group_or_default_group = _world_module.group_or_default
+_hash_ranks_to_str = _internals_module.hash_ranks
+_IllegalWork = _coalescing_module.IllegalWork
+_is_barrier_after_init = _init_module.barrier_after_init
+_is_safe_to_split = _splitting_module.is_safe_to_split
+_new_group_with_tag = _groups_module.new_group_with_tag
+_object_to_tensor = _objects_module.object_to_tensor
+_process_group_color = _splitting_module.process_group_color
+_process_group_name = _internals_module.process_group_name
+_rank_not_in_group = _internals_module.is_not_in_group
+_reduce_scatter_base = _reductions_module.reduce_scatter_base
+_resolve_group_name_by_ranks_and_tag = _internals_module.resolve_name
+_set_pg_timeout = _ending_module.set_pg_timeout
+_store_based_barrier = _meeting_module.store_based_barrier
+_tensor_to_object = _objects_module.tensor_to_object
+_time_estimator = _coalescing_module.time_estimator
+_time_logger = _logs_module.timed
+_TimeEstimator = _coalescing_module.TimeEstimator
+_update_default_pg = _init_module.update_default_pg
+_validate_output_list_for_rank = _internals_module.validate_output_list
+_warn_not_in_group = _internals_module.warn_not_in_group
+
+
+def __getattr__(name: str) -> object:
+    if name == "_world":
+        return _world_module.world()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,259 @@
+"""Names of backends, which devices they serve, and which of them this installation has.
+
+A name is torch's (``gloo``, ``nccl``) or one of ours: ``shm`` (the ranks of one machine), ``auto`` (the fastest that
+suits on the CPU), ``loopback`` (tests), or what an entry point adds. All of them run on asynccomm's transports.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any, ClassVar, Final, NamedTuple, cast, final
+
+import torch
+from torch import distributed as dist
+
+__all__ = [
+    "Backend",
+    "BackendConfig",
+    "backend_of",
+    "get_default_backend_for_device",
+    "is_backend_available",
+    "is_gloo_available",
+    "is_mpi_available",
+    "is_nccl_available",
+    "is_ucc_available",
+    "is_xccl_available",
+]
+
+_log: Final = logging.getLogger("asynccomm")
+
+_GLOO_AVAILABLE: Final = dist.is_gloo_available()
+_NCCL_AVAILABLE: Final = dist.is_nccl_available() and find_spec("nccl") is not None
+_MPI_AVAILABLE: Final = False  # no transport of ours, whatever torch was built with
+_UCC_AVAILABLE: Final = False
+_XCCL_AVAILABLE: Final = False
+
+
+def is_mpi_available() -> bool:
+    """Whether MPI can be used: never; no transport here runs on it."""
+    return _MPI_AVAILABLE
+
+
+def is_nccl_available() -> bool:
+    """Whether torch has NCCL, and our binding to it is installed."""
+    return _NCCL_AVAILABLE
+
+
+def is_gloo_available() -> bool:
+    """Whether torch has gloo."""
+    return _GLOO_AVAILABLE
+
+
+def is_ucc_available() -> bool:
+    """Whether UCC can be used: never; no transport here runs on it."""
+    return _UCC_AVAILABLE
+
+
+def is_xccl_available() -> bool:
+    """Whether XCCL can be used: never; no transport here runs on it."""
+    return _XCCL_AVAILABLE
+
+
+class Plugin(NamedTuple):
+    """What ``Backend.register_backend`` was given."""
+
+    creator_fn: Callable[..., Any]
+    extended_api: bool
+
+
+class Backend(str):
+    """The backends by name: ``Backend.GLOO`` is ``"gloo"``, and so is ``Backend("GLOO")``.
+
+    A name that nobody knows is taken as it is, in lower case; making a group with it is what fails.
+    """
+
+    __slots__ = ()
+
+    UNDEFINED: Final = "undefined"
+    GLOO: Final = "gloo"
+    NCCL: Final = "nccl"
+    UCC: Final = "ucc"
+    MPI: Final = "mpi"
+    XCCL: Final = "xccl"
+    AUTO: Final = "auto"
+    SHM: Final = "shm"
+    LOOPBACK: Final = "loopback"
+
+    _plugins: ClassVar[dict[str, Plugin]] = {}
+    backend_list: ClassVar[list[str]] = [UNDEFINED, GLOO, NCCL, XCCL, UCC, MPI, AUTO, SHM, LOOPBACK]
+    default_device_backend_map: ClassVar[dict[str, str]] = {"cpu": GLOO, "cuda": NCCL, "xpu": XCCL, "mps": GLOO}
+    backend_capability: ClassVar[dict[str, list[str]]] = {
+        GLOO: ["cpu", "cuda"],
+        NCCL: ["cuda"],
+        XCCL: ["xpu"],
+        UCC: ["cpu", "cuda"],
+        MPI: ["cpu", "cuda"],
+        AUTO: ["cpu"],
+        SHM: ["cpu"],
+        LOOPBACK: ["cpu"],
+    }
+    backend_type_map: ClassVar[dict[str, dist.ProcessGroup.BackendType]] = {
+        UNDEFINED: dist.ProcessGroup.BackendType.UNDEFINED,
+        GLOO: dist.ProcessGroup.BackendType.GLOO,
+        NCCL: dist.ProcessGroup.BackendType.NCCL,
+        XCCL: dist.ProcessGroup.BackendType.XCCL,
+        UCC: dist.ProcessGroup.BackendType.UCC,
+        MPI: dist.ProcessGroup.BackendType.MPI,
+        **dict.fromkeys((AUTO, SHM, LOOPBACK), dist.ProcessGroup.BackendType.CUSTOM),
+    }
+
+    def __new__(cls, name: str) -> Backend:
+        """The name in lower case, a plain str. Raises ``ValueError`` if it is no str."""
+        if not isinstance(name, str):
+            raise ValueError(f"a backend is named by a str, got {name!r}")
+        found: str = getattr(Backend, name.upper(), Backend.UNDEFINED)
+        return cast("Backend", name.lower() if found == Backend.UNDEFINED else found)
+
+    @classmethod
+    def register_backend(
+        cls,
+        name: str,
+        func: Callable[..., Any],
+        extended_api: bool = False,
+        devices: str | Sequence[str] | None = None,
+    ) -> None:
+        """Have groups of backend ``name`` made by ``func``.
+
+        Args:
+            func: gives a ``Comm`` or a ``ProcessGroup``, or what can be awaited for one. It is called as
+                ``func(store, rank, size, timeout)``, or with ``extended_api`` as ``func(options, pg_options)``, where
+                options has ``store, group_rank, group_size, timeout, group_id, global_ranks_in_group``.
+            devices: the types of device it serves; it becomes the default of those that have none.
+        """
+        served = [devices] if isinstance(devices, str) else None if devices is None else list(devices)
+        known, upper = name.lower(), name.upper()
+        if not hasattr(cls, upper):
+            setattr(cls, upper, known)
+        if known not in cls.backend_list:
+            cls.backend_list.append(known)
+        if served is None:
+            warnings.warn(
+                f"backend {name!r} was registered without devices=: it is taken to serve 'cpu' and 'cuda'"
+                + (" and 'xpu'" if torch.xpu.is_available() else ""),
+                stacklevel=2,
+            )
+            served = ["cpu", "cuda", *(["xpu"] if torch.xpu.is_available() else [])]
+        else:
+            for device in served:
+                cls.default_device_backend_map.setdefault(device, known)
+        cls.backend_type_map[known] = dist.ProcessGroup.BackendType.CUSTOM
+        cls.backend_capability[known] = served
+        cls._plugins[upper] = Plugin(func, extended_api)
+
+
+@final
+class BackendConfig:
+    """Which backend serves which type of device.
+
+    Args:
+        backend: a name; ``"undefined"``, for the accelerator of this machine or else the CPU; or pairs such as
+            ``"cpu:gloo,cuda:nccl"``.
+    """
+
+    def __init__(self, backend: str) -> None:
+        name = str(backend)
+        if name == Backend.UNDEFINED:
+            self.device_backend_map = _detected()
+        elif name.lower() in Backend.backend_list:
+            self.device_backend_map = dict.fromkeys(Backend.backend_capability[name.lower()], Backend(name))
+        elif ":" in name:
+            self.device_backend_map = _pairs(name)
+        else:
+            warnings.warn(
+                f"nobody has said which devices backend {name!r} serves: it is taken to serve 'cpu', 'cuda' and "
+                f"'xpu'; 'device:backend' would say so",
+                stacklevel=2,
+            )
+            self.device_backend_map = dict.fromkeys(("cpu", "cuda", "xpu"), Backend(name))
+        _log.info("backends by device: %s", self.device_backend_map)
+
+    def __repr__(self) -> str:
+        return ",".join(f"{device}:{backend}" for device, backend in self.device_backend_map.items())
+
+    def get_device_backend_map(self) -> dict[str, Backend]:
+        """The backends by type of device."""
+        return self.device_backend_map
+
+
+def _detected() -> dict[str, Backend]:
+    device = accelerator()
+    if device not in Backend.default_device_backend_map:
+        raise ValueError(
+            f"this machine has an accelerator of type {device!r}, which no backend is known for: pass backend= to "
+            f"init_process_group"
+        )
+    return {device: Backend(Backend.default_device_backend_map[device])}
+
+
+def _pairs(name: str) -> dict[str, Backend]:
+    found: dict[str, Backend] = {}
+    for pair in name.lower().split(","):
+        device, *rest = pair.split(":")
+        if len(rest) != 1:
+            raise ValueError(f"{pair!r} in backend {name!r} is no pair: it must be like 'cpu:gloo,cuda:nccl'")
+        if device in found:
+            raise ValueError(f"device {device!r} is twice in backend {name!r}: it must be like 'cpu:gloo,cuda:nccl'")
+        found[device] = Backend(rest[0])
+    return found
+
+
+def accelerator() -> str:
+    """The type of this machine's accelerator; ``"cpu"`` if it has none."""
+    if not torch.accelerator.is_available():
+        return "cpu"
+    device = torch.accelerator.current_accelerator()
+    return "cpu" if device is None else device.type
+
+
+def backend_of(name: str, config: BackendConfig) -> str:
+    """The backend that stands for a group of several: NCCL before registered ones, and those before gloo."""
+    if name != Backend.UNDEFINED and ":" not in name and "," not in name:
+        return str(name)
+    used = config.device_backend_map.values()
+    if Backend.NCCL in used:
+        return Backend.NCCL
+    if name != Backend.UNDEFINED:
+        plugins = [backend for backend in used if backend.upper() in Backend._plugins]
+        if plugins:
+            return plugins[0]
+    return Backend.GLOO
+
+
+def is_backend_available(backend: str) -> bool:
+    """Whether groups can be made with ``backend``; of pairs such as ``"cpu:gloo,cuda:nccl"`` with each of them."""
+    if ":" in backend.lower():
+        return all(_is_available(one) for one in _pairs(backend).values())
+    return _is_available(backend)
+
+
+def _is_available(backend: str) -> bool:
+    checks = {
+        Backend.GLOO: is_gloo_available,
+        Backend.NCCL: is_nccl_available,
+        Backend.MPI: is_mpi_available,
+        Backend.UCC: is_ucc_available,
+        Backend.XCCL: is_xccl_available,
+    }
+    check = checks.get(backend.lower())
+    return backend.lower() in Backend.backend_list if check is None else check()
+
+
+def get_default_backend_for_device(device: str | torch.device) -> str:
+    """The backend that is used for a type of device. Raises: ValueError if there is none."""
+    kind = device.type if isinstance(device, torch.device) else torch.device(device).type
+    if kind not in Backend.default_device_backend_map:
+        raise ValueError(f"no default backend is registered for device {device}")
+    return Backend.default_device_backend_map[kind]

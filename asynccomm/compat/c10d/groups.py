@@ -1,0 +1,226 @@
+"""Groups of some of the world's ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+
+from asynccomm.checks import as_index
+from asynccomm.compat.c10d.backends import Backend
+from asynccomm.compat.c10d.init import barrier_after_init
+from asynccomm.compat.c10d.logs import timed
+from asynccomm.compat.c10d.making import Plan, make_group
+from asynccomm.compat.c10d.meeting import store_based_barrier
+from asynccomm.compat.c10d.process_group import ProcessGroup
+from asynccomm.compat.c10d.ranks import get_process_group_ranks, get_rank, get_world_size
+from asynccomm.compat.c10d.types import NON_GROUP_MEMBER, check_valid_timeout, default_timeout
+from asynccomm.compat.c10d.world import Group, Member, default_group, world
+
+__all__ = [
+    "find_or_create_group",
+    "new_group",
+    "new_group_with_tag",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+]
+
+
+async def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: object | None = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: torch.device | None = None,
+) -> Member:
+    """Make a group of some ranks. All ranks of the world do so, in the same order, whether they are in it or not.
+
+    Args:
+        ranks: global ones; their order in the group is ascending. None: all.
+        timeout: None: that of the backend, whatever the default group has.
+        backend: None: the default group's.
+        pg_options: see ``init_process_group``.
+        use_local_synchronization: only the ranks of the group call this. Where groups overlap, those that are in
+            several make them in one order.
+        group_desc: what it is for.
+        device_id: this rank's accelerator; None: the default group's.
+
+    Returns: the group; NON_GROUP_MEMBER on ranks that are not in it.
+
+    Raises: ValueError before ``init_process_group``, and for ranks that are no group; AssertionError for a device other
+        than the default group's; and what ``init_process_group`` raises.
+
+    Cancelling is safe.
+    """
+    return await new_group_with_tag(
+        ranks,
+        timeout,
+        backend,
+        pg_options,
+        None,
+        use_local_synchronization=use_local_synchronization,
+        group_desc=group_desc,
+        device_id=device_id,
+    )
+
+
+@timed
+async def new_group_with_tag(
+    ranks: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    backend_options: object | None = None,
+    pg_tag: str | None = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: torch.device | None = None,
+) -> Member:
+    """:func:`new_group` under a tag: the same tag and ranks give the same group."""
+    known, default = world(), default_group()
+    if device_id is None:
+        device_id = default.bound_device_id
+    elif default.bound_device_id not in (None, device_id):
+        raise AssertionError(f"device_id is {device_id}, but {default.bound_device_id} is bound to the default group")
+    default_backend, store = known.pg_map[default]
+    name = Backend(backend) if backend else default_backend
+    limit = default_timeout(name) if timeout is None else timeout
+    check_valid_timeout(limit)
+    if use_local_synchronization and name == Backend.MPI:
+        raise ValueError("backend 'mpi' cannot make groups with use_local_synchronization")
+    members = list(range(default.size())) if ranks is None else _checked(ranks, default.size())
+    me = default.rank()
+    if use_local_synchronization and me not in members:
+        return NON_GROUP_MEMBER
+    group_name = known.hashed_name(members) if use_local_synchronization else known.next_name()
+    pg: Member = NON_GROUP_MEMBER
+    room = store
+    if me in members:
+        found = known.find(pg_tag, members) if pg_tag else None
+        pg = found or await make_group(
+            Plan(
+                name=group_name,
+                ranks=members,
+                rank=members.index(me),
+                backend=name,
+                store=store,
+                timeout=limit,
+                options=backend_options,
+                tag=pg_tag,
+                desc=group_desc,
+                device=device_id,
+                parent=default,
+            )
+        )
+        if use_local_synchronization:
+            room = known.pg_map[pg][1]
+    if barrier_after_init():
+        count = len(members) if use_local_synchronization else default.size()
+        await store_based_barrier(me, room, group_name, count, limit)
+    return pg
+
+
+def _checked(ranks: Sequence[int], size: int) -> list[int]:
+    """Sorted. Raises: ValueError."""
+    if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Sequence) or not ranks:
+        raise ValueError(f"ranks must be a list of at least one rank, got {ranks!r}")
+    found: list[int] = []
+    for rank in ranks:
+        number = as_index(rank)
+        if number is None or not 0 <= number < size:
+            raise ValueError(f"ranks must be in [0, {size}), got {rank!r} in {ranks!r}")
+        if number in found:
+            raise ValueError(f"ranks must be different, got {number} twice in {ranks!r}")
+        found.append(number)
+    return sorted(found)
+
+
+async def new_subgroups(
+    group_size: int | None = None,
+    group: Group = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: object | None = None,
+    group_desc: str | None = None,
+) -> tuple[Member, list[Member]]:
+    """Make groups of ``group_size`` consecutive ranks each of ``group``. All ranks of the world do so.
+
+    Args:
+        group_size: a divisor of the group's size; None: the number of CUDA devices here.
+
+    Returns: the group that this rank is in, and all of them; see :func:`new_subgroups_by_enumeration`.
+    """
+    if group_size is None:
+        if not torch.cuda.is_available():
+            raise ValueError("group_size must be given where there is no CUDA device")
+        group_size = torch.cuda.device_count()
+    if group_size <= 0:
+        raise ValueError(f"group_size must be positive, got {group_size}")
+    size = get_world_size(group)
+    if group_size > size:
+        raise ValueError(f"group_size must be at most the {size} ranks there are, got {group_size}")
+    if size % group_size:
+        raise ValueError(f"group_size must divide the {size} ranks there are, got {group_size}")
+    ranks = get_process_group_ranks(group)
+    chunks = [ranks[i : i + group_size] for i in range(0, size, group_size)]
+    return await new_subgroups_by_enumeration(chunks, timeout, backend, pg_options, group_desc)
+
+
+async def new_subgroups_by_enumeration(
+    ranks_per_subgroup_list: Sequence[Sequence[int]],
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: object | None = None,
+    group_desc: str | None = None,
+) -> tuple[Member, list[Member]]:
+    """Make a group of each list of global ranks. All ranks of the world do so.
+
+    Args:
+        ranks_per_subgroup_list: lists without a rank in common; ranks may be left out.
+
+    Returns: the group that this rank is in, and all of them, in order; NON_GROUP_MEMBER for what it is not in.
+
+    Raises: ValueError, before any group is made; and what :func:`new_group` raises.
+    """
+    if not ranks_per_subgroup_list:
+        raise ValueError("ranks_per_subgroup_list must have at least one list of ranks")
+    size = default_group().size()
+    seen: dict[int, Sequence[int]] = {}
+    for ranks in ranks_per_subgroup_list:
+        for rank in _checked(ranks, size):
+            if rank in seen:
+                raise ValueError(f"rank {rank} is both in subgroup {seen[rank]} and in {ranks}")
+            seen[rank] = ranks
+    mine: Member = NON_GROUP_MEMBER
+    groups: list[Member] = []
+    for ranks in ranks_per_subgroup_list:
+        made = await new_group(ranks, timeout, backend, pg_options, group_desc=group_desc)
+        groups.append(made)
+        if isinstance(made, ProcessGroup):
+            mine = made
+    return mine, groups
+
+
+async def find_or_create_group(tag: str, ranks: Sequence[int], stride: int) -> ProcessGroup:
+    """The group under ``tag`` of those ``stride`` consecutive items of ``ranks`` that have this rank.
+
+    Raises: ValueError if ``stride`` does not divide their number, or there is none and no tag to make one under;
+        AssertionError if they do not have this rank.
+    """
+    if stride <= 0 or len(ranks) % stride:
+        raise ValueError(f"stride must divide the {len(ranks)} ranks, got {stride}")
+    me = get_rank()
+    chunks = (list(ranks[i : i + stride]) for i in range(0, len(ranks), stride))
+    mine = next((chunk for chunk in chunks if me in chunk), None)
+    if mine is None:
+        raise AssertionError(f"ranks must have this rank, {me}, got {list(ranks)}")
+    found = world().find(tag, mine)
+    if found is not None:
+        return found
+    if not tag:
+        raise ValueError(f"there is no group of ranks {sorted(mine)}, and none can be made without a tag")
+    made = await new_group_with_tag(sorted(mine), pg_tag=tag)
+    assert isinstance(made, ProcessGroup), "this rank is in it"
+    return made

@@ -1,0 +1,222 @@
+"""Collectives on Python objects, as torch has them: what comes is unpickled, whatever it is.
+
+Whoever may send here may thus run any code here. The methods of our comms are safe unless they are told otherwise.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asynccomm.compat.c10d.checks import check_not_self, check_root_list, member_of
+from asynccomm.compat.c10d.logs import logged
+from asynccomm.compat.c10d.messages import sender_of
+from asynccomm.compat.c10d.ranks import canonical_rank, root_rank
+from asynccomm.compat.c10d.work import NOTHING, Nothing, Then
+from asynccomm.compat.c10d.world import Group, group_or_default
+
+__all__ = [
+    "all_gather_object",
+    "broadcast_object_list",
+    "device_capability",
+    "gather_object",
+    "object_device",
+    "object_to_tensor",
+    "pg_default_device",
+    "recv_object_list",
+    "scatter_object_list",
+    "send_object_list",
+    "tensor_to_object",
+]
+
+
+def object_device(group: Group = None) -> str:
+    """The type of device that carries the group's objects: its only one, or the CPU if it has that among others.
+
+    Raises: TypeError for what is no group.
+    """
+    return group_or_default(group).object_device
+
+
+def device_capability(group: Group = None) -> list[str]:
+    """The types of device that the group serves."""
+    return group_or_default(group).device_types
+
+
+def object_to_tensor(obj: object, device: torch.device | str = "cpu", group: Group = None) -> tuple[Tensor, Tensor]:
+    """``obj`` pickled, as a tensor of bytes, and how many there are."""
+    data = io.BytesIO()
+    pickle.Pickler(data).dump(obj)
+    content = torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8).to(device)
+    return content, torch.tensor([content.numel()], dtype=torch.long, device=device)
+
+
+def tensor_to_object(tensor: Tensor, tensor_size: Tensor | int, group: Group = None) -> Any:
+    """What :func:`object_to_tensor` has made a tensor of; what comes after its size is not looked at."""
+    data = tensor.cpu()[: int(tensor_size)].numpy().tobytes()
+    return pickle.Unpickler(io.BytesIO(data)).load()
+
+
+@logged
+def all_gather_object(object_list: list[Any], obj: object, group: Group = None) -> Awaitable[None]:
+    """Collect every rank's ``obj`` in ``object_list`` on all ranks; it is filled by awaiting."""
+    pg = member_of(group, "all_gather_object")
+    if pg is None:
+        return NOTHING
+    _check_room("object_list", object_list, pg.size())
+    return Then(pg.comm().all_gather_object(obj, weights_only=False), lambda items: _fill(object_list, items))
+
+
+@logged
+def gather_object(
+    obj: object,
+    object_gather_list: list[Any] | None = None,
+    dst: int | None = None,
+    group: Group = None,
+    group_dst: int | None = None,
+) -> Awaitable[None]:
+    """Collect every rank's ``obj`` on one rank: without a choice, on global rank 0.
+
+    Args:
+        object_gather_list: there, and only there, with a place for each rank; it is filled by awaiting.
+    """
+    pg = member_of(group, "gather_object")
+    if pg is None:
+        return NOTHING
+    root = root_rank(pg, dst, group_dst, "dst")
+    check_root_list(pg, root, "object_gather_list", object_gather_list)
+    room = object_gather_list
+    if room is not None and root == pg.rank():
+        _check_room("object_gather_list", room, pg.size())
+    work = pg.comm().gather_object(obj, root, weights_only=False)
+    return Then(work, lambda items: _fill(room, items) if room is not None and items is not None else None)
+
+
+@logged
+def broadcast_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: Group = None,
+    device: torch.device | None = None,
+    group_src: int | None = None,
+) -> Awaitable[Any]:
+    """Replace the items of everybody's ``object_list`` by one rank's: without a choice, by those of global rank 0.
+
+    Args:
+        object_list: as long on all ranks; it is filled by awaiting.
+        device: which comm carries them, if the group has several.
+    """
+    pg = member_of(group, "broadcast_object_list")
+    if pg is None:
+        return NOTHING
+    root = root_rank(pg, src, group_src, "src")
+    return pg.comm(device).broadcast_object_list(object_list, root, weights_only=False)
+
+
+@logged
+def scatter_object_list(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: Sequence[object] | None = None,
+    src: int | None = None,
+    group: Group = None,
+    group_src: int | None = None,
+) -> Awaitable[None]:
+    """Give each rank one of one rank's objects: without a choice, of global rank 0.
+
+    Args:
+        scatter_object_output_list: a list of at least one item; the first is replaced by awaiting.
+        scatter_object_input_list: there, one for each rank; elsewhere it is not looked at.
+    """
+    pg = member_of(group, "scatter_object_list")
+    if pg is None:
+        return NOTHING
+    room = scatter_object_output_list
+    if not isinstance(room, list) or not room:
+        raise ValueError(f"scatter_object_output_list must be a list of at least one item, got {room!r}")
+    root = root_rank(pg, src, group_src, "src")
+    given = scatter_object_input_list if root == pg.rank() else None
+    if root == pg.rank() and given is None:
+        raise ValueError("scatter_object_input_list must be given on the rank that scatters")
+    return Then(pg.comm().scatter_object_list(given, root, weights_only=False), lambda item: _fill(room, [item]))
+
+
+@logged
+def send_object_list(
+    object_list: Sequence[object],
+    dst: int | None = None,
+    group: Group = None,
+    device: torch.device | None = None,
+    group_dst: int | None = None,
+    use_batch: bool = False,
+) -> Awaitable[Any]:
+    """Send objects to global rank ``dst``, or ``group_dst`` of the group; not to oneself.
+
+    Args:
+        device: which comm carries them, if the group has several.
+        use_batch: makes no difference: no two ranks need a communicator of their own.
+    """
+    pg = member_of(group, "send_object_list")
+    if pg is None:
+        return NOTHING
+    to = canonical_rank(pg, dst, group_dst, name="dst")
+    check_not_self(pg, to, "dst")
+    return pg.comm(device).send_object_list(object_list, to)
+
+
+@logged
+def recv_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: Group = None,
+    device: torch.device | None = None,
+    group_src: int | None = None,
+    use_batch: bool = False,
+) -> Awaitable[int]:
+    """Receive objects from global rank ``src``, or ``group_src`` of the group; from any rank if none is given.
+
+    ``await`` it for the sender's global rank; -1 if this rank is not in the group.
+
+    Args:
+        object_list: as long as the sender's; it is filled by awaiting.
+        device, use_batch: see :func:`send_object_list`.
+    """
+    pg = member_of(group, "recv_object_list")
+    if pg is None:
+        return Nothing(-1)
+    source = None if src is None and group_src is None else canonical_rank(pg, src, group_src, name="src")
+    check_not_self(pg, source, "src")
+    work = pg.comm(device).recv_object_list(object_list, source, weights_only=False)
+    return Then(work, lambda _: pg.global_ranks[sender_of(work, source)])
+
+
+def _check_room(name: str, room: object, size: int) -> None:
+    if not isinstance(room, list):
+        raise TypeError(f"{name} must be a list, got {room!r} ({type(room).__name__})")
+    if len(room) < size:
+        raise ValueError(f"{name} must have a place for each of the {size} ranks, got {len(room)}")
+
+
+def _fill(room: list[Any], items: Sequence[Any]) -> None:
+    room[: len(items)] = items
+
+
+def pg_default_device(group: Group = None) -> torch.device:
+    """The type of device that carries the group's objects, as a device.
+
+    Raises: RuntimeError if the group has no backend.
+    """
+    warnings.warn(
+        "_get_pg_default_device is deprecated: use _get_object_coll_device or _device_capability",
+        FutureWarning,
+        stacklevel=2,
+    )
+    pg = group_or_default(group)
+    if not pg.device_types:
+        raise RuntimeError(f"{pg!r} has no backend, and thus no default device")
+    return torch.device(pg.object_device)

@@ -1,0 +1,129 @@
+"""Collectives that combine tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+from typing_extensions import deprecated
+
+from asynccomm.compat.c10d.checks import check_same_dtype, check_tensor, check_tensor_list, member_of
+from asynccomm.compat.c10d.coalescing import CollOp, recording
+from asynccomm.compat.c10d.logs import logged
+from asynccomm.compat.c10d.ranks import canonical_rank
+from asynccomm.compat.c10d.types import ReduceOp, reduction
+from asynccomm.compat.c10d.work import NOTHING, Work
+from asynccomm.compat.c10d.world import Group
+
+__all__ = [
+    "all_reduce",
+    "all_reduce_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_base",
+    "reduce_scatter_tensor",
+]
+
+
+@logged
+def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Any:
+    """Combine all ranks' ``tensor`` in place, on all ranks; bitwise the same everywhere. See ``Comm.all_reduce``.
+
+    Raises: ValueError for complex tensors and an op that has no meaning for them.
+    """
+    if type(tensor) is not Tensor and has_torch_function((tensor,)):
+        return handle_torch_function(all_reduce, (tensor,), tensor, op=op, group=group, async_op=async_op)
+    pg = member_of(group, "all_reduce")
+    if pg is None:
+        return None if async_op else NOTHING
+    check_tensor("tensor", tensor)
+    comm = pg.comm(tensor.device)
+    records = recording(pg)
+    if records is not None:
+        record = CollOp(all_reduce, tensor, None, op)
+        return records.record(record, comm, lambda: comm.all_reduce(tensor, reduction(op)), async_op)
+    work = comm.all_reduce(tensor, reduction(op))
+    return Work(work) if async_op else work
+
+
+@deprecated("all_reduce_coalesced is deprecated: use a coalescing manager", category=FutureWarning)
+@logged
+def all_reduce_coalesced(
+    tensors: list[Tensor] | Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
+) -> Any:
+    """:func:`all_reduce` each of ``tensors``, of one dtype; ``async_op=True`` gives a future."""
+    pg = member_of(group, "all_reduce_coalesced")
+    if pg is None:
+        return None if async_op else NOTHING
+    if isinstance(tensors, Tensor):
+        tensors = [tensors]
+    check_tensor_list("tensors", tensors)
+    check_same_dtype(tensors)
+    work = pg.comm(tensors[0].device if tensors else None).all_reduce_coalesced(tensors, reduction(op))
+    return Work(work).get_future() if async_op else work
+
+
+@logged
+def reduce(
+    tensor: Tensor,
+    dst: int | None = None,
+    op: Any = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Any:
+    """Combine all ranks' ``tensor`` in place on one rank; the others' stay as they are. See ``Comm.reduce``."""
+    pg = member_of(group, "reduce")
+    if pg is None:
+        return None if async_op else NOTHING
+    root = canonical_rank(pg, dst, group_dst, name="dst")
+    check_tensor("tensor", tensor)
+    work = pg.comm(tensor.device).reduce(tensor, root, reduction(op))
+    return Work(work) if async_op else work
+
+
+@logged
+def reduce_scatter(
+    output: Tensor, input_list: list[Tensor], op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
+) -> Any:
+    """Combine the ranks' ``input_list[r]``, and leave this rank's in ``output``. See ``Comm.reduce_scatter``."""
+    pg = member_of(group, "reduce_scatter")
+    if pg is None:
+        return None if async_op else NOTHING
+    check_tensor("output", output)
+    check_tensor_list("input_list", input_list)
+    check_same_dtype(output, input_list)
+    work = pg.comm(output.device).reduce_scatter(output, input_list, reduction(op))
+    return Work(work) if async_op else work
+
+
+@logged
+def reduce_scatter_tensor(
+    output: Tensor, input: Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
+) -> Any:
+    """Combine the ranks' ``input``, concatenated or stacked, and leave this rank's part in ``output``."""
+    if (type(output) is not Tensor or type(input) is not Tensor) and has_torch_function((output, input)):
+        return handle_torch_function(
+            reduce_scatter_tensor, (output, input), output, input, op=op, group=group, async_op=async_op
+        )
+    pg = member_of(group, "reduce_scatter_tensor")
+    if pg is None:
+        return None if async_op else NOTHING
+    check_tensor("output", output)
+    check_tensor("input", input)
+    comm = pg.comm(output.device)
+    records = recording(pg)
+    if records is not None:
+        record = CollOp(reduce_scatter_tensor, input, output, op)
+        return records.record(record, comm, lambda: comm.reduce_scatter_single(output, input, reduction(op)), async_op)
+    work = comm.reduce_scatter_single(output, input, reduction(op))
+    return Work(work) if async_op else work
+
+
+@deprecated("_reduce_scatter_base is deprecated: use reduce_scatter_tensor", category=FutureWarning)
+def reduce_scatter_base(
+    output: Tensor, input: Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
+) -> Any:
+    """:func:`reduce_scatter_tensor`, by its old name."""
+    return reduce_scatter_tensor(output, input, op, group, async_op)

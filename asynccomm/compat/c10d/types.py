@@ -1,0 +1,132 @@
+"""What ``torch.distributed`` has as types and constants: its own where code may compare or pass them on.
+
+``ReduceOp``, ``Store``, ``PrefixStore``, ``DebugLevel`` and the option structs are torch's. ``ProcessGroup`` and
+``Work`` are ours, since what they do here is to be awaited: see ``process_group`` and ``work``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Final, NewType, final
+
+from torch._C import _DistStoreError as DistStoreError
+from torch._C._distributed_c10d import AllgatherOptions, DebugLevel, PrefixStore, ReduceOp, Store, get_debug_level
+from torch.distributed import distributed_c10d as _torch
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
+from typing_extensions import deprecated
+
+from asynccomm import reduce_op as _ours
+
+__all__ = [
+    "NON_GROUP_MEMBER",
+    "PG_WRAPPER_STORE_PREFIX",
+    "SHRINK_ABORT",
+    "SHRINK_DEFAULT",
+    "STORE_BASED_BARRIER_PREFIX",
+    "AllToAllOptions",
+    "AllgatherOptions",
+    "AllreduceCoalescedOptions",
+    "AllreduceOptions",
+    "BarrierOptions",
+    "BroadcastOptions",
+    "DebugLevel",
+    "DistStoreError",
+    "GatherOptions",
+    "GroupName",
+    "PrefixStore",
+    "ReduceOp",
+    "ReduceOptions",
+    "ReduceScatterOptions",
+    "ScatterOptions",
+    "Store",
+    "check_valid_timeout",
+    "default_pg_nccl_timeout",
+    "default_pg_timeout",
+    "default_timeout",
+    "get_debug_level",
+    "reduce_op",
+    "reduction",
+    "supports_complex",
+]
+
+AllreduceCoalescedOptions = _torch.AllreduceCoalescedOptions
+AllreduceOptions = _torch.AllreduceOptions
+AllToAllOptions = _torch.AllToAllOptions
+BarrierOptions = _torch.BarrierOptions
+BroadcastOptions = _torch.BroadcastOptions
+GatherOptions = _torch.GatherOptions
+ReduceOptions = _torch.ReduceOptions
+ReduceScatterOptions = _torch.ReduceScatterOptions
+ScatterOptions = _torch.ScatterOptions
+
+GroupName = NewType("GroupName", str)
+
+NON_GROUP_MEMBER: Final = -100  # in place of a group, for ranks that are not in it
+PG_WRAPPER_STORE_PREFIX: Final = "pg_wrapper"
+STORE_BASED_BARRIER_PREFIX: Final = "store_based_barrier_key"
+SHRINK_DEFAULT: Final = 0x00
+SHRINK_ABORT: Final = 0x01
+
+_REDUCTIONS: Final[Mapping[Any, _ours.ReduceOp]] = {
+    kind: getattr(_ours.ReduceOp, name)
+    for name, kind in ReduceOp.RedOpType.__members__.items()
+    if name in _ours.RedOpType.__members__ and name != "PREMUL_SUM"
+}
+_NOT_FOR_COMPLEX: Final = frozenset({"MAX", "MIN", "PRODUCT", "BAND", "BOR", "BXOR"})
+_SUM: Final = ReduceOp.SUM
+
+
+def reduction(op: object) -> object:
+    """What our comms understand of ``op``: torch's members and instances, and ours. They refuse what else there is."""
+    if op is _SUM:  # nearly always, and torch's members take long to hash
+        return _ours.ReduceOp.SUM
+    if type(op) is ReduceOp:  # of which the members claim to be instances
+        kind = op.op
+        if kind.name == "PREMUL_SUM":  # the factor shows nowhere else
+            return _ours.ReduceOp.PREMUL_SUM(op.__getstate__()[1])  # type: ignore[index]
+        return _REDUCTIONS.get(kind, op)
+    return _REDUCTIONS.get(op, op) if isinstance(op, ReduceOp.RedOpType) else op
+
+
+def supports_complex(reduceOp: object) -> bool:
+    """Whether complex tensors can be reduced so: they have no order, and no bits to combine."""
+    kind = reduceOp.op if type(reduceOp) is ReduceOp else reduceOp
+    if isinstance(kind, _ours.ReduceOp):
+        kind = kind.type
+    return getattr(kind, "name", "") not in _NOT_FOR_COMPLEX
+
+
+@final
+class _Deprecated:
+    """The members of ``ReduceOp``, by their old place."""
+
+    def __init__(self) -> None:
+        members = ReduceOp.RedOpType.__members__
+        for name, member in members.items():
+            setattr(self, name, member)
+        self.__members__ = members
+
+    @deprecated("`reduce_op` is deprecated, use `ReduceOp`", category=FutureWarning)
+    def __getattribute__(self, key: str) -> Any:
+        return object.__getattribute__(self, key)
+
+
+reduce_op: Final = _Deprecated()
+
+
+def default_timeout(backend: str) -> timedelta:
+    """What a group of ``backend`` allows for an operation, if nothing else was said."""
+    if backend != "nccl":  # "cpu:gloo,cuda:nccl" is another name
+        return default_pg_timeout
+    if not isinstance(default_pg_nccl_timeout, timedelta):
+        warnings.warn("torch was built without NCCL: its default timeout is that of other backends", stacklevel=3)
+        return default_pg_timeout
+    return default_pg_nccl_timeout
+
+
+def check_valid_timeout(timeout: object) -> None:
+    """Raise TypeError unless ``timeout`` is a timedelta."""
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r} ({type(timeout).__name__})")

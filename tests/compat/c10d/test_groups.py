@@ -1,0 +1,234 @@
+"""Groups of some of the ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+import asynccomm.compat.c10d as dist
+from tests.compat.c10d.worlds import alone, run_ranks
+
+OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
+
+
+def test_arguments() -> None:
+    names = "ranks timeout backend pg_options use_local_synchronization group_desc device_id"
+    assert list(inspect.signature(dist.new_group).parameters) == names.split()
+
+
+async def test_ranks_are_sorted_and_others_are_outside() -> None:
+    async def body(rank: int) -> None:
+        pg = await dist.new_group([3, 0, 2], timedelta(seconds=50), group_desc="three")
+        if rank == 1:
+            assert pg == OUTSIDE
+            return
+        assert isinstance(pg, dist.ProcessGroup)
+        assert pg.rank() == [0, 2, 3].index(rank)
+        assert (pg.timeout, pg.group_desc) == (timedelta(seconds=50), "three")
+        gathered = [torch.empty(1, dtype=torch.int64) for _ in range(3)]
+        await dist.all_gather(gathered, torch.tensor([rank]), pg)
+        assert [each.item() for each in gathered] == [0, 2, 3]
+
+    await run_ranks(4, body)
+
+
+async def test_defaults() -> None:
+    async def body(rank: int) -> None:
+        pg = await dist.new_group()
+        assert isinstance(pg, dist.ProcessGroup)
+        assert pg.global_ranks == (0, 1)
+        assert dist.get_backend(pg) == "cpu:loopback"
+        assert pg.timeout == timedelta(minutes=30)  # the backend's, not the default group's
+        assert pg.group_desc == "undefined"
+
+    await run_ranks(2, body, backend="cpu:loopback", timeout=timedelta(seconds=40))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ([], "at least one rank"),
+        ([0, 0], "ranks must be different, got 0 twice"),
+        ([0, 2], r"ranks must be in \[0, 2\), got 2"),
+        ([-1], r"ranks must be in \[0, 2\), got -1"),
+        ([0, 1, 2], r"ranks must be in \[0, 2\)"),
+        ([0.5], r"ranks must be in \[0, 2\), got 0.5"),
+        (3, "must be a list"),
+        ("01", "must be a list"),
+    ],
+    ids=str,
+)
+async def test_ranks_that_are_no_group(ranks: Any, message: str) -> None:
+    async def body(rank: int) -> None:
+        with pytest.raises(ValueError, match=message):
+            await dist.new_group(ranks)
+
+    await run_ranks(2, body)
+
+
+async def test_timeouts_are_timedeltas() -> None:
+    async with alone():
+        with pytest.raises(TypeError, match="timeout must be"):
+            await dist.new_group([0], 3)  # type: ignore[arg-type]
+
+
+async def test_only_members_call_with_local_synchronization() -> None:
+    async def body(rank: int) -> None:
+        if rank == 0:  # has made another group, which the others do not know
+            await dist.new_group([0], use_local_synchronization=True)
+            outside = await dist.new_group([1, 2], use_local_synchronization=True)
+            assert outside == OUTSIDE  # not None, which would be the default group
+            assert dist.get_pg_count() == 1
+        if rank < 2:
+            pg = await dist.new_group([1, 0], use_local_synchronization=True)
+            assert isinstance(pg, dist.ProcessGroup)
+            assert len(pg.group_name) == 40
+            tensor = torch.ones(1)
+            await dist.all_reduce(tensor, group=pg)
+            assert tensor.item() == 2
+
+    await run_ranks(3, body)
+
+
+async def test_who_is_outside_does_not_touch_the_store() -> None:
+    async with alone():
+        store = dist._get_default_store()
+        before = await store.num_keys()
+        with pytest.raises(ValueError, match="ranks must be in"):
+            await dist.new_group([1], use_local_synchronization=True)
+        assert await store.num_keys() == before
+    async with alone():
+        with pytest.raises(ValueError, match="'mpi' cannot make groups with use_local_synchronization"):
+            await dist.new_group([0], backend="mpi", use_local_synchronization=True)
+
+
+async def test_overlapping_groups_in_one_order() -> None:
+    async def body(rank: int) -> None:
+        for ranks in ([0, 1], [1, 2], [0, 2]):
+            if rank in ranks:
+                pg = await dist.new_group(ranks, use_local_synchronization=True)
+                tensor = torch.tensor([rank])
+                await dist.all_reduce(tensor, group=pg)
+                assert tensor.item() == sum(ranks)
+
+    await run_ranks(3, body)
+
+
+async def test_groups_made_at_once() -> None:
+    async def body(rank: int) -> None:
+        first, second = await asyncio.gather(dist.new_group([0, 1]), dist.new_group([1, 0]))
+        assert [first.group_name, second.group_name] == ["1", "2"]  # type: ignore[union-attr]
+        await asyncio.gather(dist.barrier(second), dist.barrier(first))
+
+    await run_ranks(2, body)
+
+
+async def test_subgroups() -> None:
+    async def body(rank: int) -> None:
+        mine, groups = await dist.new_subgroups(2, group_desc="pair")
+        assert groups[rank // 2] is mine
+        assert groups[1 - rank // 2] == OUTSIDE
+        assert isinstance(mine, dist.ProcessGroup)
+        assert mine.global_ranks == ((0, 1) if rank < 2 else (2, 3))
+        assert mine.group_desc == "pair"
+
+    await run_ranks(4, body)
+
+
+async def test_subgroups_of_a_group() -> None:
+    async def body(rank: int) -> None:
+        pg = await dist.new_group([1, 3])
+        if rank in (1, 3):
+            # the lists are the world's business, so ranks that are not in the group name them
+            mine, _ = await dist.new_subgroups(1, pg)
+            assert mine.global_ranks == (rank,)  # type: ignore[union-attr]
+        else:
+            await dist.new_subgroups_by_enumeration([[1], [3]])
+
+    await run_ranks(4, body)
+
+
+async def test_sizes_of_subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    async def body(rank: int) -> None:
+        for size, message in (
+            (None, "where there is no CUDA device"),
+            (0, "must be positive"),
+            (-1, "must be positive"),
+            (5, "at most the 3 ranks"),
+            (2, "must divide the 3 ranks"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                await dist.new_subgroups(size)
+
+    await run_ranks(3, body)
+
+
+async def test_subgroups_by_device_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+    async def body(rank: int) -> None:
+        mine, groups = await dist.new_subgroups()
+        assert mine.global_ranks == (rank,)  # type: ignore[union-attr]
+        assert len(groups) == 2
+
+    await run_ranks(2, body)
+
+
+async def test_subgroups_by_enumeration() -> None:
+    async def body(rank: int) -> None:
+        mine, groups = await dist.new_subgroups_by_enumeration([[2, 0], [3]])
+        assert len(groups) == 2
+        assert mine == (OUTSIDE if rank == 1 else groups[rank == 3])
+        if rank == 2:
+            assert mine.rank() == 1  # type: ignore[union-attr]
+
+    await run_ranks(4, body)
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        ([], "at least one list"),
+        (None, "at least one list"),
+        ([[0], [1, 0]], "rank 0 is both in subgroup"),
+        ([[0], []], "at least one rank"),
+        ([[0], [2]], r"must be in \[0, 2\)"),
+    ],
+    ids=str,
+)
+async def test_subgroups_that_are_none(lists: Any, message: str) -> None:
+    async def body(rank: int) -> None:
+        with pytest.raises(ValueError, match=message):
+            await dist.new_subgroups_by_enumeration(lists)
+        assert dist.get_pg_count() == 1  # before anything was made
+
+    await run_ranks(2, body)
+
+
+async def test_find_or_create() -> None:
+    async def body(rank: int) -> None:
+        find = dist._find_or_create_pg_by_ranks_and_tag
+        pairs = await dist._new_group_with_tag([0, 1], pg_tag="pair"), await dist._new_group_with_tag([2, 3])
+        if rank < 2:
+            assert await find("pair", [3, 2, 1, 0], 2) is pairs[0]
+        assert await find("", [0, 1, 2, 3], 4) is dist.group.WORLD
+        made = await find("all", [0, 1, 2, 3], 4)
+        assert await find("all", [3, 2, 1, 0], 4) is made
+        assert dist._get_group_tag(made) == "all"
+        with pytest.raises(ValueError, match="stride must divide the 4 ranks, got 3"):
+            await find("", [0, 1, 2, 3], 3)
+        if rank == 0:
+            with pytest.raises(AssertionError, match="must have this rank, 0"):
+                await find("", [1, 2], 1)
+            with pytest.raises(ValueError, match="none can be made without a tag"):
+                await find("", [0, 2], 2)
+
+    await run_ranks(4, body)
