@@ -47,8 +47,8 @@ __all__ = [
 ]
 
 
-class AsyncCommError(Exception):
-    """Root of all errors of this package."""
+class AsyncCommError(RuntimeError):
+    """Root of all errors of this package; RuntimeErrors, as those of torch.distributed are."""
 
     observed = False  # set once somebody has seen it through a Work: what nobody saw is reported
 
