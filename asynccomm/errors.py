@@ -193,7 +193,7 @@ class CollectiveTimeoutError(BrokenError, TimeoutError):
     def __str__(self) -> str:
         text = (
             f"{self.op}{f' #{self.seq}' if self.seq >= 0 else ''} on comm {self.comm!r}, rank {self.rank}: "
-            f"not finished after {self.elapsed:.1f} s (timeout {self.timeout:g} s)"
+            f"not finished after {self.elapsed:.1f} s, timeout {self.timeout:g} s"
         )
         if self.site:
             text += f", called at {self.site}"

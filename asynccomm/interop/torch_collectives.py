@@ -210,7 +210,7 @@ class TorchCollectives:
             try:
                 work.wait()
             except MonitoredBarrierError as exc:
-                raise RuntimeError(_missing(exc, self.comms.rank)) from exc
+                raise RuntimeError(_missing(exc, self.comms.rank, limit)) from exc
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -333,7 +333,9 @@ class TorchCollectives:
             return works
 
         def add_up() -> None:
-            found = torch.sparse_coo_tensor(works[0].result().t(), works[1].result(), tensor.shape).coalesce()
+            found = torch.sparse_coo_tensor(
+                works[0].result().t(), works[1].result(), tensor.shape, check_invariants=True
+            ).coalesce()
             if op.type.name == "AVG":
                 found = found / comm.size
             with torch.no_grad():
@@ -362,17 +364,17 @@ def _op(opts: Any, op: Any = None) -> Any:
 
 
 def _limit(opts: Any, timeout: Any = None) -> timedelta | None:
-    return time_limit(opts) if timeout is None else timeout if timeout > timedelta(0) else None
+    return time_limit(opts) if timeout is None else timeout if timeout >= timedelta(0) else None
 
 
-def _missing(error: MonitoredBarrierError, rank: int) -> str:
+def _missing(error: MonitoredBarrierError, rank: int, limit: timedelta | None) -> str:
     ranks, milliseconds = list(error.missing), round(1000 * error.elapsed)
     if rank != 0 and 0 not in ranks:
         return (
             f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv from "
             f"rank 0. Please check rank 0 logs for faulty rank: {error}"
         )
-    if ranks == [0]:
+    if ranks == [0] or (rank == 0 and limit == timedelta(0)):
         return f"Rank 0 timed out in monitoredBarrier after {milliseconds} ms: {error}"
     names = f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))}"
     return f"{names} failed to pass monitoredBarrier in {milliseconds} ms: {error}"

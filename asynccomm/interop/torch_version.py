@@ -53,4 +53,4 @@ def reduction(op: Any) -> ReduceOp:
 def time_limit(options: Any) -> timedelta | None:
     """The time limit that options of one call carry; None: none, which torch writes as a negative one."""
     timeout: timedelta | None = getattr(options, "timeout", None)
-    return timeout if timeout is not None and timeout > timedelta(0) else None
+    return timeout if timeout is not None and timeout >= timedelta(0) else None

@@ -5,10 +5,13 @@ A TorchWork stands for one or several Works, and is done when all of them are. I
 Its future is completed on a thread of its own, by a callback that raises if the Work failed: this is the only way for
 an error to be one for torch's C++, too, which never calls ``wait`` on the gradients of a DistributedDataParallel and
 reads the value of the future as the result. On a GPU the future is complete when the operation is in its stream, and
-whoever waits for it has their stream wait.
+whoever waits for it has their stream wait. What a callback of a future calls comes in no order with what other threads
+call meanwhile, as with every backend that works on the CPU: hooks of DistributedDataParallel that make calls in
+callbacks (PowerSGD's) need all gradients in one bucket there.
 
-torch's C++ may keep a Work whose Python half is gone, and then calls a ``wait`` that never returns. So the Python half
-of each is kept for as long as many others have come after it, without tensors.
+torch's C++ may keep a Work whose Python half is gone: its ``wait`` then never returns, and its future has no value. So the
+Python half of each is kept until many others have come after it; with its tensors if these are small, as are those that
+torch so treats (the counts of ranks that still train, in DistributedDataParallel.join).
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from asynccomm.work import Work
 
 __all__ = ["TorchWork"]
 
-KEPT: Final = 4096  # Works whose Python halves are kept
+KEPT: Final = 1024  # Works whose Python halves are kept
+SMALL: Final = 4096  # bytes of tensors that are kept with one
 
 _making = threading.RLock()
 _kept: deque[TorchWork] = deque(maxlen=KEPT)
@@ -53,6 +57,9 @@ class TorchWork(dist.Work):
         self._result = result
         self.finish = finish
         self._future: torch.futures.Future[Any] | None = None
+        if finish is not None:  # nobody need ask for it
+            for part in parts:
+                part.listen(lambda: on_a_thread(self.is_completed) if _done(parts) else None)
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
@@ -98,7 +105,7 @@ class TorchWork(dist.Work):
     # -- looking ------------------------------------------------------------------------------------------------------
 
     def is_completed(self) -> bool:
-        if not all([part.done() for part in self.parts]):
+        if not _done(self.parts):
             return False
         if self.finish is not None and self.exception() is None:
             self._put_together()
@@ -178,10 +185,23 @@ class TorchWork(dist.Work):
         return self._result
 
     def __del__(self) -> None:
-        if getattr(self, "_result", None) is not None:
+        if getattr(self, "_result", None) is None:
+            return
+        self._future = None
+        if sum([tensor.untyped_storage().nbytes() for tensor in self.tensors() if not tensor.is_sparse]) > SMALL:
             self._result = []
-            self._future = None
-            _kept.append(self)
+        _kept.append(self)
+        for part in self.parts:
+            part.listen(self._shed)
+
+    def _shed(self) -> None:
+        """Let go of what is done, and so of tensors; errors have none."""
+        if self.finish is None and _done(parts := self.parts):
+            self.parts = [part for part in parts if part.exception() is not None]
+
+
+def _done(parts: Sequence[Work[Any]]) -> bool:
+    return all([part.done() for part in parts])
 
 
 def _ready(part: Work[Any]) -> bool:
