@@ -7,9 +7,9 @@ There is no cancel(). The peers have entered the operation, and one rank backing
 that awaits a Work abandons that wait and nothing else; ``comm.abort()`` is what stops operations.
 
 Settling and waiting race without a lock, by the order of two steps on each side. A waiter first leaves word (appends a
-future, a callback, a listener), then looks at ``_done``; the settler first sets ``_done``, then looks for word left. One
-of the two sees the other. Futures and callbacks belong to the loop, so the settler only posts "wake" to the mailbox,
-and only if there is somebody to wake.
+future, a callback, a listener), then looks at ``_done``; the settler first sets ``_done``, then looks for word left.
+One of the two sees the other. Futures and callbacks belong to the loop, so the settler only posts "wake" to the
+mailbox, and only if there is somebody to wake.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Work(Generic[T]):
         "_callbacks",
         "_done",
         "_error",
-                "_finish",
+        "_finish",
         "_listeners",
         "_mailbox",
         "_on_overdue",

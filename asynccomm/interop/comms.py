@@ -1,8 +1,8 @@
 """The comms of one torch group: one on the CPU, and one on a GPU once that is needed.
 
 The CPU's is connected when the group is made. A GPU's is connected by the first operation on it, as other backends of
-torch do, for only then is it known which GPU this rank means; all ranks of the group must take part in that one. A group
-that is bound to a device connects at once.
+torch do, for only then is it known which GPU this rank means; all ranks of the group must take part in that one. A
+group that is bound to a device connects at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from asynccomm.interop.threads import at_exit, loops, on_a_thread
 __all__ = ["Comms"]
 
 EXIT_SECONDS: Final = 5.0  # for what is in flight, when the process ends with the group open
-
 
 
 @final

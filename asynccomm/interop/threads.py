@@ -41,6 +41,7 @@ def _new_loops() -> BlockingPortalProvider:
 
 
 _loops = _new_loops()
+_left_behind: list[BlockingPortalProvider] = []
 _making = threading.Lock()
 _completing: ThreadPoolExecutor | None = None
 _open: weakref.WeakSet[Ending] = weakref.WeakSet()
@@ -87,6 +88,7 @@ def _end_all() -> None:
 
 def _renew_in_child() -> None:
     global _loops, _making, _completing
+    _left_behind.append(_loops)  # it would wait for its thread, which is not here, if it were collected
     _loops, _making, _completing = _new_loops(), threading.Lock(), None
     _open.clear()
 

@@ -168,7 +168,7 @@ if PYTHON_BACKENDS:
 
 else:
 
-    class TorchGroup(TorchCollectives, c10d.ProcessGroup):  # type: ignore[no-redef]
+    class TorchGroup(TorchCollectives, c10d.ProcessGroup):  # type: ignore[no-redef, misc]  # torch's are overloaded
         """A group all in Python. What torch keeps for a group with backends of its own is kept here."""
 
         supports_splitting = True
@@ -192,8 +192,8 @@ else:
         def getGroupDesc(self) -> str:
             return self._description
 
-        def setGroupDesc(self, description: str) -> None:
-            self._description = description
+        def setGroupDesc(self, desc: str) -> None:
+            self._description = desc
 
         _set_group_desc = setGroupDesc
         group_desc = property(getGroupDesc)
@@ -231,6 +231,7 @@ else:
             opts: Any = None,
             group_name: str | None = None,
             group_desc: str | None = None,
+            device_types: list[torch.device] | None = None,
         ) -> Any:
             return _split(self, new_ranks, timeout, group_name, group_desc)
 
@@ -268,7 +269,7 @@ def _split(group: Any, ranks: list[int], timeout: timedelta | None, name: str | 
 
 
 def _named(group: TorchGroup, name: str, description: str) -> TorchGroup:
-    group._set_group_name(name)
+    group._set_group_name(name)  # type: ignore[arg-type]  # a str of another name
     group._set_group_desc(description)
     return group
 

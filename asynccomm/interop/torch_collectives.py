@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from asynccomm.coalescing.scope import Batch
-from asynccomm.comm import Comm
 from asynccomm.errors import MonitoredBarrierError
 from asynccomm.interop.comms import Comms
 from asynccomm.interop.threads import detached
-from asynccomm.interop.torch_version import reduction, time_limit
+from asynccomm.interop.torch_version import checked_limit, reduction, time_limit
 from asynccomm.interop.torch_work import TorchWork
 from asynccomm.methods.scopes import coalesce
 from asynccomm.work import Work
@@ -30,6 +29,7 @@ from asynccomm.work import Work
 __all__ = ["NAME", "TorchCollectives"]
 
 NAME: Final = "asynccomm"  #: of the backend, as torch knows it
+INSTANT: Final = timedelta(milliseconds=1)  # a monitored barrier with no more is over for rank 0 before it begins
 
 
 @final
@@ -73,7 +73,9 @@ class TorchCollectives:
         comm = self.comms.of(outputs[0])
         return self._start(outputs, comm.all_reduce_coalesced, outputs, _op(opts), timeout=_limit(opts))
 
-    def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, *, root: Any = None) -> TorchWork:
+    def reduce(
+        self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, *, root: Any = None
+    ) -> TorchWork:
         tensor = _one(tensors)
         if root is None:
             root, opts = (opts, None) if isinstance(opts, int) else (opts.rootRank, opts)
@@ -143,7 +145,9 @@ class TorchCollectives:
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
         return self.all_gather_single_coalesced(outputs, inputs, opts)
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, root: Any = None) -> TorchWork:
+    def gather(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, root: Any = None
+    ) -> TorchWork:
         tensor = _one(inputs)
         if root is None:
             root = opts if isinstance(opts, int) else opts.rootRank
@@ -160,7 +164,9 @@ class TorchCollectives:
     def gather_into_tensor(self, output: Any, input: Tensor, opts: Any = None) -> TorchWork:
         return self.gather_single(output, input, opts)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, root: Any = None) -> TorchWork:
+    def scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, root: Any = None
+    ) -> TorchWork:
         output = _one(outputs)
         if root is None:
             root = opts if isinstance(opts, int) else opts.rootRank
@@ -204,7 +210,7 @@ class TorchCollectives:
 
     def monitored_barrier(self, opts: Any = None, wait_all_ranks: bool = False) -> None:
         """Block until all ranks have come. Raises: RuntimeError that says who has not, in torch's words."""
-        limit = opts if isinstance(opts, timedelta) else _limit(opts)
+        limit = checked_limit(opts) if isinstance(opts, timedelta) else _limit(opts)
         with detached():
             work = self.comms.any().monitored_barrier(limit, wait_all_ranks)
             try:
@@ -292,7 +298,12 @@ class TorchCollectives:
     # -- how it is called ---------------------------------------------------------------------------------------------
 
     def _start(
-        self, result: list[Any], call: Callable[..., Work[Any]], *arguments: Any, collective: bool = True, **options: Any
+        self,
+        result: list[Any],
+        call: Callable[..., Work[Any]],
+        *arguments: Any,
+        collective: bool = True,
+        **options: Any,
     ) -> TorchWork:
         if asyncio._get_running_loop() is None:
             part = call(*arguments, **options)
@@ -364,7 +375,7 @@ def _op(opts: Any, op: Any = None) -> Any:
 
 
 def _limit(opts: Any, timeout: Any = None) -> timedelta | None:
-    return time_limit(opts) if timeout is None else timeout if timeout >= timedelta(0) else None
+    return time_limit(opts) if timeout is None else checked_limit(timeout)
 
 
 def _missing(error: MonitoredBarrierError, rank: int, limit: timedelta | None) -> str:
@@ -374,7 +385,7 @@ def _missing(error: MonitoredBarrierError, rank: int, limit: timedelta | None) -
             f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv from "
             f"rank 0. Please check rank 0 logs for faulty rank: {error}"
         )
-    if ranks == [0] or (rank == 0 and limit == timedelta(0)):
+    if ranks == [0] or (rank == 0 and limit is not None and limit <= INSTANT):
         return f"Rank 0 timed out in monitoredBarrier after {milliseconds} ms: {error}"
     names = f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))}"
     return f"{names} failed to pass monitoredBarrier in {milliseconds} ms: {error}"

@@ -1,8 +1,8 @@
 """What differs between the versions of torch.distributed, 2.11 to 2.15; found out by trying, here and nowhere else.
 
-- torch 2.15 takes backends that are written in Python: a group of torch's own calls them through its dispatcher, so that
-  hooks, dispatch modes and the profiler see what is called. Before, a Python group must be a ``ProcessGroup`` itself,
-  which nothing stands in front of.
+- torch 2.15 takes backends that are written in Python: a group of torch's own calls them through its dispatcher, so
+  that hooks, dispatch modes and the profiler see what is called. Before, a Python group must be a ``ProcessGroup``
+  itself, which nothing stands in front of.
 - The factor of a PREMUL_SUM is an attribute of the reduction in 2.15, and only in its pickled state before.
 - A ``ProcessGroup`` of a Python class can be made with its store in 2.15, and only without before.
 """
@@ -16,7 +16,7 @@ from torch._C import _distributed_c10d as c10d
 
 from asynccomm.reduce_op import ReduceOp
 
-__all__ = ["PYTHON_BACKENDS", "group_arguments", "reduction", "time_limit"]
+__all__ = ["PYTHON_BACKENDS", "checked_limit", "group_arguments", "reduction", "time_limit"]
 
 
 def _takes_backends() -> bool:
@@ -53,4 +53,9 @@ def reduction(op: Any) -> ReduceOp:
 def time_limit(options: Any) -> timedelta | None:
     """The time limit that options of one call carry; None: none, which torch writes as a negative one."""
     timeout: timedelta | None = getattr(options, "timeout", None)
-    return timeout if timeout is not None and timeout >= timedelta(0) else None
+    return None if timeout is None else checked_limit(timeout)
+
+
+def checked_limit(timeout: timedelta) -> timedelta | None:
+    """The same for one that is given by itself. Zero, which is as good as over, is as short as one can be."""
+    return max(timeout, timedelta(microseconds=1)) if timeout >= timedelta(0) else None

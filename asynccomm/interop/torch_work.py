@@ -9,9 +9,9 @@ whoever waits for it has their stream wait. What a callback of a future calls co
 call meanwhile, as with every backend that works on the CPU: hooks of DistributedDataParallel that make calls in
 callbacks (PowerSGD's) need all gradients in one bucket there.
 
-torch's C++ may keep a Work whose Python half is gone: its ``wait`` then never returns, and its future has no value. So the
-Python half of each is kept until many others have come after it; with its tensors if these are small, as are those that
-torch so treats (the counts of ranks that still train, in DistributedDataParallel.join).
+torch's C++ may keep a Work whose Python half is gone: its ``wait`` then never returns, and its future has no value. So
+the Python half of each is kept until many others have come after it; with its tensors if these are small, as are those
+that torch so treats (the counts of ranks that still train, in DistributedDataParallel.join).
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class TorchWork(dist.Work):
         finish: run once, when all parts are done and before anybody sees that; for what is put together from them.
     """
 
-    def __init__(self, parts: Sequence[Work[Any]], result: list[Any], finish: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self, parts: Sequence[Work[Any]], result: list[Any], finish: Callable[[], object] | None = None
+    ) -> None:
         super().__init__()
         self.parts = parts
         self._result = result
@@ -166,7 +168,7 @@ class TorchWork(dist.Work):
         opened = threading.Lock()
 
         def look(here: bool = False) -> None:
-            if all([_ready(part) for part in self.parts]) and opened.acquire(blocking=False):
+            if all(_ready(part) for part in self.parts) and opened.acquire(blocking=False):
                 if here:
                     gate.set_result(None)
                 else:
@@ -201,7 +203,7 @@ class TorchWork(dist.Work):
 
 
 def _done(parts: Sequence[Work[Any]]) -> bool:
-    return all([part.done() for part in parts])
+    return all(part.done() for part in parts)
 
 
 def _ready(part: Work[Any]) -> bool:

@@ -84,9 +84,7 @@ def of_torch(backend: str) -> Results:
     dist.all_to_all_single(output, mine(2 * n, 2))
     keep("all_to_all_single", output)
     output = torch.zeros(n * (rank + 1), 2)
-    dist.all_to_all_single(
-        output, mine(n * (n + 1) // 2, 2), [rank + 1] * n, [r + 1 for r in range(n)]
-    )
+    dist.all_to_all_single(output, mine(n * (n + 1) // 2, 2), [rank + 1] * n, [r + 1 for r in range(n)])
     keep("all_to_all_single uneven", output)
     output = mine(6)
     if rank == 0:
@@ -167,7 +165,8 @@ async def test_everything_is_as_with_gloo() -> None:
         assert len(found[name]) == len(wanted)
         for one, other in zip(found[name], wanted, strict=True):
             if isinstance(other, Tensor):
-                assert one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other), name
+                assert one.dtype == other.dtype, name
+                assert torch.equal(one, other), name
             else:
                 assert one == other, name
 
@@ -308,7 +307,7 @@ async def test_a_monitored_barrier_names_who_is_missing() -> None:
         group.monitored_barrier(timedelta(seconds=30))
         messages = {
             0: "Rank 1 failed to pass monitoredBarrier",
-            2: "Rank 2 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0",
+            2: "Rank 2 successfully reached monitoredBarrier, but received errors while waiting for",
         }
         if (rank := dist.get_rank()) in messages:
             with pytest.raises(RuntimeError, match=messages[rank]):

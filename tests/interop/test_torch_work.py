@@ -58,7 +58,9 @@ async def test_futures_give_the_tensors() -> None:
         assert [each.tolist() for each in work.get_future().wait()[0]] == [[1, 1], [1, 1]]
         assert outputs[0].tolist() == [1, 1]
         seen = []
-        then = dist.all_reduce(tensor, async_op=True).get_future().then(lambda done: seen.append(done.value()[0].tolist()))
+        then = (
+            dist.all_reduce(tensor, async_op=True).get_future().then(lambda done: seen.append(done.value()[0].tolist()))
+        )
         then.wait()
         assert seen == [[4, 4, 4]]
 

@@ -1,4 +1,4 @@
-"""What torch builds on a backend, run for real and compared to gloo: models trained, tensors redistributed, states saved."""
+"""What torch builds on a backend, run for real and compared to gloo: training, redistributions, checkpoints."""
 
 from __future__ import annotations
 

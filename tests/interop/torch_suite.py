@@ -67,7 +67,7 @@ def _run_some(backend: str, names: list[str], ranks: int) -> Outcomes:
             "TORCH_SHOW_CPP_STACKTRACES": "0",
             "OMP_NUM_THREADS": "1",
         }
-        logs = [Path(folder, f"log.{rank}").open("w") for rank in range(ranks)]
+        logs = [Path(folder, f"log.{rank}").open("w") for rank in range(ranks)]  # noqa: SIM115  # closed below
         processes = [
             subprocess.Popen(
                 [sys.executable, __file__, "--rank", backend, str(rank)],
@@ -198,5 +198,7 @@ if __name__ == "__main__":
         _rank(sys.argv[2], int(sys.argv[3]))
     found = run(sys.argv[1], sys.argv[3:] or None)
     Path(sys.argv[2]).write_text(json.dumps(found, indent=1))
-    kinds = [outcome.split(":")[0] if outcome.startswith(("passed", "skipped")) else "failed" for outcome in found.values()]
+    kinds = [
+        outcome.split(":")[0] if outcome.startswith(("passed", "skipped")) else "failed" for outcome in found.values()
+    ]
     print({kind: kinds.count(kind) for kind in sorted(set(kinds))})
