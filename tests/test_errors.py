@@ -138,7 +138,7 @@ def test_keywords_make_the_same_error() -> None:
 @pytest.mark.parametrize(
     ("child", "parents"),
     [
-        (AsyncCommError, (Exception,)),
+        (AsyncCommError, (RuntimeError,)),
         (ClosedError, (AsyncCommError,)),
         (WouldBlockError, (AsyncCommError,)),
         (StoreError, (AsyncCommError,)),

@@ -1119,3 +1119,15 @@ async def test_the_settlers_references_are_dropped(bench: Bench) -> None:
     work.settle()
     gc.collect()
     assert reference() is None
+
+
+@on_both_loops
+async def test_listeners_are_called_where_it_settles(bench: Bench) -> None:
+    work = bench.work()
+    heard: list[int] = []
+    work.listen(lambda: heard.append(threading.get_ident()))
+    thread = in_thread(work.settle)
+    thread.join()
+    assert heard == [thread.ident]
+    work.listen(lambda: heard.append(0))
+    assert heard == [thread.ident, 0]
