@@ -47,8 +47,8 @@ __all__ = [
 ]
 
 
-class AsyncCommError(Exception):
-    """Root of all errors of this package."""
+class AsyncCommError(RuntimeError):
+    """Root of all errors of this package; RuntimeErrors, as those of torch.distributed are."""
 
     observed = False  # set once somebody has seen it through a Work: what nobody saw is reported
 
@@ -193,7 +193,7 @@ class CollectiveTimeoutError(BrokenError, TimeoutError):
     def __str__(self) -> str:
         text = (
             f"{self.op}{f' #{self.seq}' if self.seq >= 0 else ''} on comm {self.comm!r}, rank {self.rank}: "
-            f"not finished after {self.elapsed:.1f} s (timeout {self.timeout:g} s)"
+            f"not finished after {self.elapsed:.1f} s, timeout {self.timeout:g} s"
         )
         if self.site:
             text += f", called at {self.site}"

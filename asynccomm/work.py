@@ -7,9 +7,9 @@ There is no cancel(). The peers have entered the operation, and one rank backing
 that awaits a Work abandons that wait and nothing else; ``comm.abort()`` is what stops operations.
 
 Settling and waiting race without a lock, by the order of two steps on each side. A waiter first leaves word (appends a
-future, a callback, an event), then looks at ``_done``; the settler first sets ``_done``, then looks for word left. One
-of the two sees the other. Futures and callbacks belong to the loop, so the settler only posts "wake" to the mailbox,
-and only if there is somebody to wake.
+future, a callback, a listener), then looks at ``_done``; the settler first sets ``_done``, then looks for word left.
+One of the two sees the other. Futures and callbacks belong to the loop, so the settler only posts "wake" to the
+mailbox, and only if there is somebody to wake.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Work(Generic[T]):
         "_callbacks",
         "_done",
         "_error",
-        "_events",
         "_finish",
+        "_listeners",
         "_mailbox",
         "_on_overdue",
         "_on_settled",
@@ -140,7 +140,7 @@ class Work(Generic[T]):
         self.order: Order | None = None  #: its place in the streams of a GPU, if it has one; for backends
         self.driver = driver  #: what moves it on; for whoever runs it. This and the next are dropped once done
         self._on_overdue = on_overdue
-        self._events: list[threading.Event] = []
+        self._listeners: list[Callable[[], object]] = []
         self._waiters: list[asyncio.Future[None]] = []
         self._callbacks: list[tuple[Callable[[Work[T]], object], contextvars.Context]] = []
         self._on_settled: Callable[[Work[Any]], object] | None = on_settled  # dropped once called: it holds the comm
@@ -231,7 +231,7 @@ class Work(Generic[T]):
         if self._done:
             return
         event = threading.Event()
-        self._events.append(event)
+        self._listeners.append(event.set)
         if issued is not None:
             issued.listen(event.set)
         due = self.started + self.timeout + GRACE
@@ -240,7 +240,7 @@ class Work(Generic[T]):
             if now >= end:
                 with _deciding:
                     if not self._done:  # else the settler may be going through the list
-                        self._events.remove(event)
+                        self._listeners.remove(event.set)
                         raise TimeoutError(f"{self!r} was not done within {limit:g} s; it goes on")
             elif now >= due:
                 due = math.inf
@@ -318,6 +318,15 @@ class Work(Generic[T]):
         if self._done:
             self._mailbox.post(self._wake)
 
+    def listen(self, listener: Callable[[], object]) -> None:
+        """Call ``listener`` once the operation is done, on the thread that finds it so; now, if it is done already.
+
+        From any thread; it may be called twice, and must be quick and not raise. ``add_done_callback`` is for the rest.
+        """
+        self._listeners.append(listener)
+        if self._done:
+            listener()
+
     def remove_done_callback(self, fn: Callable[[Work[T]], object]) -> int:
         """Forget all callbacks equal to ``fn``; returns how many there were."""
         found = [entry for entry in self._callbacks if entry[0] == fn]
@@ -346,8 +355,9 @@ class Work(Generic[T]):
             self.driver = self._on_overdue = None
             self._done = True
         del value
-        for event in self._events:
-            event.set()
+        listeners, self._listeners = self._listeners, []
+        for listener in listeners:
+            listener()
         on_settled, self._on_settled = self._on_settled, None
         assert on_settled is not None
         on_settled(self)

@@ -60,7 +60,7 @@ EXAMPLES: list[tuple[AsyncCommError, list[str]]] = [
             OP, 12, "g", 1, 0.26, 0.25, (2, 5), (0, 1), ("called last barrier() #3", "is gone"), "train.py:7 in step"
         ),
         [
-            "(timeout 0.25 s), called at train.py:7 in step; not arrived: ranks [2, 5]; arrived: ranks [0, 1]\n",
+            ", timeout 0.25 s, called at train.py:7 in step; not arrived: ranks [2, 5]; arrived: ranks [0, 1]\n",
             "\n  rank 2: called last barrier() #3\n  rank 5: is gone",
         ],
     ),
@@ -138,7 +138,7 @@ def test_keywords_make_the_same_error() -> None:
 @pytest.mark.parametrize(
     ("child", "parents"),
     [
-        (AsyncCommError, (Exception,)),
+        (AsyncCommError, (RuntimeError,)),
         (ClosedError, (AsyncCommError,)),
         (WouldBlockError, (AsyncCommError,)),
         (StoreError, (AsyncCommError,)),

@@ -51,6 +51,8 @@ LAYERS = [
     "compat.c10d.init compat.c10d.groups compat.c10d.splitting compat.c10d.ending compat.c10d.shrinking",
     "compat.c10d.coalescing compat.c10d.messages compat.c10d.reductions compat.c10d.moves compat.c10d.barriers",
     "compat.c10d.objects compat.c10d.internals compat.c10d",
+    "interop interop.torch_version interop.threads interop.torch_work interop.comms interop.torch_collectives",
+    "interop.torch_backend",
     "cli cli.environment cli.output cli.report cli.rank_output cli.processes cli.store_process cli.launch",
     "cli.run cli.doctor cli.diagnose cli.main",
     "testing.local testing.messages testing.worker testing.pool testing.plugin",

@@ -362,7 +362,7 @@ async def test_waits_that_gave_up_leave_nothing_behind(bench: Bench) -> None:
                 work.wait(1e-4)
 
     await asyncio.to_thread(poll)
-    assert work._events == []
+    assert work._listeners == []
     work.settle()
 
 
@@ -497,7 +497,7 @@ async def test_wait_for_a_stream_gives_up(bench: Bench) -> None:
         await asyncio.to_thread(work.wait, 0.01)
     with pytest.raises(TimeoutError):
         work.wait(timedelta(milliseconds=1))
-    assert work._events == []
+    assert work._listeners == []
     assert order.ordered == []
     order.issue()
     assert work.wait() is VALUE
@@ -1119,3 +1119,15 @@ async def test_the_settlers_references_are_dropped(bench: Bench) -> None:
     work.settle()
     gc.collect()
     assert reference() is None
+
+
+@on_both_loops
+async def test_listeners_are_called_where_it_settles(bench: Bench) -> None:
+    work = bench.work()
+    heard: list[int] = []
+    work.listen(lambda: heard.append(threading.get_ident()))
+    thread = in_thread(work.settle)
+    thread.join()
+    assert heard == [thread.ident]
+    work.listen(lambda: heard.append(0))
+    assert heard == [thread.ident, 0]

@@ -1,0 +1,1 @@
+"""Where asynccomm and other libraries meet."""

@@ -1,0 +1,312 @@
+"""The backend "asynccomm" of torch.distributed, for programs that know nothing of event loops.
+
+::
+
+    import asynccomm.interop.torch_backend  # which torch 2.15 does itself
+
+    dist.init_process_group("asynccomm")
+
+Importing it registers the backend, for the CPU and for GPUs. Everything of torch that calls collectives runs on it:
+DistributedDataParallel, ``fully_shard``, DTensor, checkpoints, pipelines.
+
+Where torch takes backends in Python, a TorchGroup is a group of torch's own in front of a TorchBackend. Its methods go
+through torch's dispatcher, as those of any group, but they give the Works that the backend made, and not what torch
+wraps them in, which cannot be asked whether it is done. A group that shares its devices with other backends
+("cpu:asynccomm,cuda:nccl") is torch's, and its Works can only be waited for. Where torch takes none, a TorchGroup does
+it all.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+from torch import distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from asynccomm.comm import Comm
+from asynccomm.interop.comms import Comms
+from asynccomm.interop.threads import detached
+from asynccomm.interop.torch_collectives import NAME, TorchCollectives
+from asynccomm.interop.torch_version import PYTHON_BACKENDS, group_arguments
+
+__all__ = ["TorchGroup", "group_over", "register"]
+
+DEVICES: Final = ("cpu", "cuda")
+LONG: Final = timedelta(days=365)  # in place of no limit, which a timedelta cannot be
+CUSTOM: Final = c10d.ProcessGroup.BackendType.CUSTOM
+
+if PYTHON_BACKENDS:
+
+    class TorchBackend(TorchCollectives, c10d.Backend):
+        """What torch's own group calls."""
+
+        supports_splitting = True
+        supports_coalescing = True
+
+        def __init__(self, comms: Comms) -> None:
+            c10d.Backend.__init__(self, comms.rank, comms.size)
+            self.set_up(comms)
+            self._own_options = c10d.Backend.Options(NAME, comms.timeout)
+
+        @property
+        def options(self) -> c10d.Backend.Options:
+            self._own_options._timeout = self.comms.timeout
+            return self._own_options
+
+        def split(self, store: Any, ranks: list[int], opts: Any) -> Any:
+            """The backend of a smaller group; None on ranks that are not in it."""
+            comms = self.comms
+            if comms.rank not in ranks:
+                return None
+            timeout = comms.timeout if opts is None else opts._timeout
+            name = (opts.group_name if opts is not None else "") or f"{comms.name}/{'-'.join(map(str, ranks))}"
+            return TorchBackend(_connected(name, store, ranks.index(comms.rank), len(ranks), timeout))
+
+    class TorchGroup(c10d.ProcessGroup):
+        """A group of torch's own in front of a TorchBackend."""
+
+        def __init__(self, comms: Comms) -> None:
+            super().__init__(*group_arguments(comms.store, comms.rank, comms.size))
+            self.comms = comms
+            self._store = comms.store
+            self._backend = TorchBackend(comms)
+            for device in DEVICES:
+                self._register_backend(torch.device(device), CUSTOM, self._backend)
+            self._set_default_backend(CUSTOM)
+
+        def _ours(self, work: Any) -> Any:
+            """The Work that the backend made of the call that torch has passed on; ``work`` if it made none."""
+            ours = self._backend.taken()
+            return work if ours is None else ours
+
+        # what torch's C++ looks for are methods of these names, which are in the frame that calls ``super()``
+
+        def allreduce(self, *args: Any, **options: Any) -> Any:
+            return self._ours(super().allreduce(*args, **options))
+
+        def allreduce_coalesced(self, *args: Any, **options: Any) -> Any:
+            return self._ours(super().allreduce_coalesced(*args, **options))
+
+        def broadcast(self, *args: Any, **options: Any) -> Any:
+            return self._ours(super().broadcast(*args, **options))
+
+        def reduce(self, *args: Any, **options: Any) -> Any:
+            return self._ours(super().reduce(*args, **options))
+
+        def allgather(self, *args: Any, **options: Any) -> Any:
+            return self._ours(super().allgather(*args, **options))
+
+        def allgather_coalesced(self, *args: Any, **options: Any) -> Any:
+            return self._ours(super().allgather_coalesced(*args, **options))
+
+        def all_gather_single(self, *args: Any, **options: Any) -> Any:
+            return self._ours(super().all_gather_single(*args, **options))
+
+        def all_gather_single_coalesced(self, *args: Any, **options: Any) -> Any:
+            return self._ours(super().all_gather_single_coalesced(*args, **options))
+
+        def gather(self, *args: Any, **options: Any) -> Any:
+            return self._ours(super().gather(*args, **options))
+
+        def gather_single(self, *args: Any, **options: Any) -> Any:
+            return self._ours(super().gather_single(*args, **options))
+
+        def scatter(self, *args: Any, **options: Any) -> Any:
+            return self._ours(super().scatter(*args, **options))
+
+        def reduce_scatter(self, *args: Any, **options: Any) -> Any:
+            return self._ours(super().reduce_scatter(*args, **options))
+
+        def reduce_scatter_single(self, *args: Any, **options: Any) -> Any:
+            return self._ours(super().reduce_scatter_single(*args, **options))
+
+        def reduce_scatter_single_coalesced(self, *args: Any, **options: Any) -> Any:
+            return self._ours(super().reduce_scatter_single_coalesced(*args, **options))
+
+        def alltoall(self, *args: Any, **options: Any) -> Any:
+            return self._ours(super().alltoall(*args, **options))
+
+        def all_to_all_single(self, *args: Any, **options: Any) -> Any:
+            return self._ours(super().all_to_all_single(*args, **options))
+
+        def barrier(self, *args: Any, **options: Any) -> Any:
+            return self._ours(super().barrier(*args, **options))
+
+        def send(self, *args: Any, **options: Any) -> Any:
+            return self._ours(super().send(*args, **options))
+
+        def recv(self, *args: Any, **options: Any) -> Any:
+            return self._ours(super().recv(*args, **options))
+
+        def recv_anysource(self, *args: Any, **options: Any) -> Any:
+            return self._ours(super().recv_anysource(*args, **options))
+
+        def _start_coalescing(self, device: torch.device) -> None:
+            self._backend.start_coalescing()
+
+        def _end_coalescing(self, device: torch.device) -> Any:
+            return self._backend.end_coalescing()
+
+        def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
+            self.comms.extend_timeout(timeout)
+
+        def getBackendName(self) -> str:
+            return NAME
+
+        def split_group(
+            self,
+            new_ranks: list[int],
+            timeout: timedelta | None = None,
+            opts: Any = None,
+            group_name: str | None = None,
+            group_desc: str | None = None,
+            device_types: list[torch.device] | None = None,
+        ) -> Any:
+            return _split(self, new_ranks, timeout, group_name, group_desc)
+
+else:
+
+    class TorchGroup(TorchCollectives, c10d.ProcessGroup):  # type: ignore[no-redef, misc]  # torch's are overloaded
+        """A group all in Python. What torch keeps for a group with backends of its own is kept here."""
+
+        supports_splitting = True
+        supports_coalescing = False  # of this, batch_isend_irecv would ask a backend
+
+        def __init__(self, comms: Comms) -> None:
+            c10d.ProcessGroup.__init__(self, *group_arguments(comms.store, comms.rank, comms.size))
+            self.set_up(comms)
+            self._name = comms.name
+            self._description = "undefined"
+
+        def getGroupName(self) -> str:
+            return self._name
+
+        def setGroupName(self, name: str) -> None:
+            self._name = name
+
+        _set_group_name = setGroupName
+        group_name = property(getGroupName)
+
+        def getGroupDesc(self) -> str:
+            return self._description
+
+        def setGroupDesc(self, desc: str) -> None:
+            self._description = desc
+
+        _set_group_desc = setGroupDesc
+        group_desc = property(getGroupDesc)
+
+        @property
+        def _device_types(self) -> list[torch.device]:
+            return [torch.device(device) for device in DEVICES]
+
+        def _get_backend(self, device: torch.device) -> Any:
+            return self
+
+        def _get_backend_name(self) -> str:
+            return NAME
+
+        @property
+        def options(self) -> Any:
+            return c10d.Backend.Options(NAME, self.comms.timeout)
+
+        def get_group_store(self) -> Any:
+            return self.comms.store
+
+        def _has_hooks(self) -> bool:
+            return False
+
+        def _start_coalescing(self, device: torch.device) -> None:
+            self.start_coalescing()
+
+        def _end_coalescing(self, device: torch.device) -> Any:
+            return self.end_coalescing()
+
+        def split_group(
+            self,
+            new_ranks: list[int],
+            timeout: timedelta | None = None,
+            opts: Any = None,
+            group_name: str | None = None,
+            group_desc: str | None = None,
+            device_types: list[torch.device] | None = None,
+        ) -> Any:
+            return _split(self, new_ranks, timeout, group_name, group_desc)
+
+
+def group_over(comm: Comm, *more: Comm, name: str | None = None) -> TorchGroup:
+    """A torch group of the ranks of comms that are there: one, or one for each type of device.
+
+    It can be handed to whatever takes a group. Who made the comms closes them; ``shutdown`` of the group does not.
+
+    Args:
+        name: of the group; None: the first comm's.
+
+    Raises: ValueError if the comms are not of the same ranks, or two are on the same type of device.
+    """
+    comms = [comm, *more]
+    if len({(each.rank, each.size) for each in comms}) > 1 or len({each.device.type for each in comms}) < len(comms):
+        raise ValueError(f"comms must be of the same ranks, and of a type of device each, got {comms}")
+    timeout = timedelta(seconds=min(comm.options.timeout, LONG.total_seconds()))
+    label = comm.name if name is None else name
+    return _named(TorchGroup(Comms(label, None, comm.rank, comm.size, timeout, comms)), label, "undefined")
+
+
+def _split(group: Any, ranks: list[int], timeout: timedelta | None, name: str | None, description: str | None) -> Any:
+    """The group of some ranks of ``group``, on those; None on others."""
+    comms: Comms = group.comms
+    if comms.rank not in ranks:
+        return None
+    if comms.store is None:
+        raise RuntimeError(f"group {comms.name!r} was made over comms, and cannot be split: split these")
+    label = f"{comms.name}:{'-'.join(map(str, ranks))}" if name is None else name
+    store = dist.PrefixStore(f"{label}/", comms.store)
+    made = TorchGroup(_connected(label, store, ranks.index(comms.rank), len(ranks), timeout or comms.timeout))
+    made.bound_device_id = group.bound_device_id
+    return _named(made, label, description or "undefined")
+
+
+def _named(group: TorchGroup, name: str, description: str) -> TorchGroup:
+    group._set_group_name(name)  # type: ignore[arg-type]  # a str of another name
+    group._set_group_desc(description)
+    return group
+
+
+def _connected(name: str, store: Any, rank: int, size: int, timeout: timedelta) -> Comms:
+    """With a comm on the CPU."""
+    comms = Comms(name, store, rank, size, timeout)
+    try:
+        with detached():
+            comms.connect(torch.device("cpu"))
+    except BaseException:
+        comms.close()
+        raise
+    return comms
+
+
+def _create(opts: Any, backend_options: Any) -> Any:
+    """What torch calls to make a group, or a backend of one."""
+    if backend_options is not None and not isinstance(backend_options, c10d.Backend.Options):
+        raise TypeError(f"pg_options must be Backend.Options, got {backend_options!r}")
+    comms = _connected(opts.group_id, opts.store, opts.group_rank, opts.group_size, opts.timeout)
+    torchs = getattr(opts, "process_group", None)
+    if torchs is None:
+        return TorchGroup(comms)
+    if PYTHON_BACKENDS and (torchs._device_types or torchs.name() != "custom"):
+        return TorchBackend(comms)  # others serve other devices
+    group = TorchGroup(comms)
+    if torchs.bound_device_id is not None:
+        group.bound_device_id = torchs.bound_device_id
+    return group
+
+
+def register() -> None:
+    """Make "asynccomm" known to torch; once is enough."""
+    if not dist.is_available() or NAME.upper() in dist.Backend._plugins:
+        return
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=list(DEVICES))
+
+
+register()

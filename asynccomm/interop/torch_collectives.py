@@ -1,0 +1,391 @@
+"""The operations of a torch group, under all names that versions of torch call them by.
+
+Each makes one call of a comm, or several, and gives a TorchWork. Lists of tensors have one entry where torch allows for
+several GPUs of one process, which no backend does any more. Options may be left out, and tensors may come bare, as
+torch's own groups take them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+
+from asynccomm.coalescing.scope import Batch
+from asynccomm.errors import MonitoredBarrierError
+from asynccomm.interop.comms import Comms
+from asynccomm.interop.threads import detached
+from asynccomm.interop.torch_version import checked_limit, reduction, time_limit
+from asynccomm.interop.torch_work import TorchWork
+from asynccomm.methods.scopes import coalesce
+from asynccomm.work import Work
+
+__all__ = ["NAME", "TorchCollectives"]
+
+NAME: Final = "asynccomm"  #: of the backend, as torch knows it
+INSTANT: Final = timedelta(milliseconds=1)  # a monitored barrier with no more is over for rank 0 before it begins
+
+
+@final
+class _Last(threading.local):
+    """What the thread has called last, as long as somebody holds it."""
+
+    work: weakref.ref[TorchWork] | None = None
+
+
+class TorchCollectives:
+    """To be mixed with what torch calls: its ``Backend`` or its ``ProcessGroup``. ``set_up`` comes first."""
+
+    def set_up(self, comms: Comms) -> None:
+        """Not for users."""
+        self.comms = comms
+        self._called = 0  # collectives
+        self._last = _Last()
+        self._scopes: dict[int, tuple[Batch, list[TorchWork]]] = {}  # by thread
+
+    def taken(self) -> TorchWork | None:
+        """The Work of this thread's last call, once; None if there was none, or torch has dropped it."""
+        last, self._last.work = self._last.work, None
+        return None if last is None else last()
+
+    # -- reductions ---------------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None) -> TorchWork:
+        outputs, op, limit = _several(tensors), _op(opts, op), _limit(opts, timeout)
+        if outputs[0].layout is torch.sparse_coo:
+            return self._sparse(outputs, op, limit)
+        comm = self.comms.of(outputs[0])
+        if len(outputs) == 1:
+            return self._start(outputs, comm.all_reduce, outputs[0], op, timeout=limit)
+        return self._start(outputs, comm.all_reduce_coalesced, outputs, op, timeout=limit)
+
+    def allreduce_sparse(self, tensors: Any, opts: Any = None) -> TorchWork:
+        return self.allreduce(tensors, opts)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> TorchWork:
+        outputs = _several(tensors)
+        comm = self.comms.of(outputs[0])
+        return self._start(outputs, comm.all_reduce_coalesced, outputs, _op(opts), timeout=_limit(opts))
+
+    def reduce(
+        self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, *, root: Any = None
+    ) -> TorchWork:
+        tensor = _one(tensors)
+        if root is None:
+            root, opts = (opts, None) if isinstance(opts, int) else (opts.rootRank, opts)
+        comm = self.comms.of(tensor)
+        return self._start([tensor], comm.reduce, tensor, root, _op(opts, op), timeout=_limit(opts, timeout))
+
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
+    ) -> TorchWork:
+        output = _one(outputs)
+        parts = inputs if isinstance(outputs, Tensor) else _one(inputs)
+        comm = self.comms.of(output)
+        return self._start([output], comm.reduce_scatter, output, parts, _op(opts, op), timeout=_limit(opts, timeout))
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> TorchWork:
+        comm = self.comms.of(output)
+        return self._start([output], comm.reduce_scatter_single, output, input, _op(opts), timeout=_limit(opts))
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> TorchWork:
+        return self.reduce_scatter_single(output, input, opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
+        comm = self.comms.of(outputs[0])
+        return self._start(
+            list(outputs), comm.reduce_scatter_coalesced, outputs, inputs, _op(opts), timeout=_limit(opts)
+        )
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
+        return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
+
+    # -- moves --------------------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: Any = None) -> TorchWork:
+        tensor = _one(tensors)
+        if root is None:
+            root = opts if isinstance(opts, int) else opts.rootRank
+        return self._start([tensor], self.comms.of(tensor).broadcast, tensor, root, timeout=_limit(opts, timeout))
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> TorchWork:
+        tensor = _one(inputs)
+        mine = outputs if isinstance(inputs, Tensor) else _one(outputs)
+        comm = self.comms.of(tensor)
+        return self._start([list(mine)], comm.all_gather, mine, tensor, timeout=_limit(opts, timeout))
+
+    def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> TorchWork:
+        comm = self.comms.of(inputs[0])
+        result = [list(outputs) for outputs in output_lists]
+        return self._start(result, comm.all_gather_coalesced, result, inputs, timeout=_limit(opts))
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> TorchWork:
+        comm = self.comms.of(output)
+        return self._start([output], comm.all_gather_single, output, input, timeout=_limit(opts))
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> TorchWork:
+        return self.all_gather_single(output, input, opts)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
+        comm, limit = self.comms.of(outputs[0]), _limit(opts)
+        pairs = list(zip(outputs, inputs, strict=True))
+
+        def start() -> list[Work[Any]]:
+            with comm.coalesce():
+                return [comm.all_gather_single(output, input, timeout=limit) for output, input in pairs]
+
+        return self._start_several(list(outputs), start)
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
+        return self.all_gather_single_coalesced(outputs, inputs, opts)
+
+    def gather(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, root: Any = None
+    ) -> TorchWork:
+        tensor = _one(inputs)
+        if root is None:
+            root = opts if isinstance(opts, int) else opts.rootRank
+        mine = outputs if isinstance(inputs, Tensor) else outputs[0] if outputs else []
+        result = [list(mine)] if mine else []
+        return self._start(result, self.comms.of(tensor).gather, mine, tensor, root, timeout=_limit(opts, timeout))
+
+    def gather_single(self, output: Any, input: Tensor, opts: Any = None) -> TorchWork:
+        here = opts.rootRank == self.comms.rank
+        comm = self.comms.of(input)
+        mine = output if here else None
+        return self._start([output], comm.gather_single, mine, input, opts.rootRank, timeout=_limit(opts))
+
+    def gather_into_tensor(self, output: Any, input: Tensor, opts: Any = None) -> TorchWork:
+        return self.gather_single(output, input, opts)
+
+    def scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, root: Any = None
+    ) -> TorchWork:
+        output = _one(outputs)
+        if root is None:
+            root = opts if isinstance(opts, int) else opts.rootRank
+        parts = inputs if isinstance(outputs, Tensor) else inputs[0] if inputs else []
+        return self._start([output], self.comms.of(output).scatter, output, parts, root, timeout=_limit(opts, timeout))
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
+        comm = self.comms.of(outputs[0])
+        return self._start(list(outputs), comm.all_to_all, outputs, inputs, timeout=_limit(opts))
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] = (),
+        input_split_sizes: Sequence[int] = (),
+        opts: Any = None,
+    ) -> TorchWork:
+        comm, limit = self.comms.of(output), _limit(opts)
+        if not output_split_sizes and not input_split_sizes:
+            return self._start([output], comm.all_to_all_single, output, input, timeout=limit)
+        receives = list(output_split_sizes) or self._even("output", output)
+        sends = list(input_split_sizes) or self._even("input", input)
+        return self._start([output], comm.all_to_all_v_single, output, input, receives, sends, timeout=limit)
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, receives: Sequence[int], sends: Sequence[int], opts: Any = None
+    ) -> TorchWork:
+        return self.all_to_all_single(output, input, receives, sends, opts)
+
+    def _even(self, name: str, tensor: Tensor) -> list[int]:
+        size = self.comms.size
+        if not tensor.dim() or tensor.shape[0] % size:
+            raise ValueError(f"{name} must divide evenly among {size} ranks, got shape {tuple(tensor.shape)}")
+        return [tensor.shape[0] // size] * size
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> TorchWork:
+        device = getattr(opts, "device", None)
+        comm = self.comms.any() if device is None else self.comms.connect(device)
+        return self._start([], comm.barrier, timeout=_limit(opts, timeout))
+
+    def monitored_barrier(self, opts: Any = None, wait_all_ranks: bool = False) -> None:
+        """Block until all ranks have come. Raises: RuntimeError that says who has not, in torch's words."""
+        limit = checked_limit(opts) if isinstance(opts, timedelta) else _limit(opts)
+        with detached():
+            work = self.comms.any().monitored_barrier(limit, wait_all_ranks)
+            try:
+                work.wait()
+            except MonitoredBarrierError as exc:
+                raise RuntimeError(_missing(exc, self.comms.rank, limit)) from exc
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> TorchWork:
+        tensor = _one(tensors)
+        return self._start([tensor], self.comms.of(tensor).send, tensor, dst, tag, collective=False)
+
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> TorchWork:
+        tensor = _one(tensors)
+        return self._start([tensor], self.comms.of(tensor).recv, tensor, src, tag, collective=False)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> TorchWork:
+        tensor = _one(tensors)
+        return self._start([tensor], self.comms.of(tensor).recv, tensor, None, tag, collective=False)
+
+    # -- coalescing ---------------------------------------------------------------------------------------------------
+
+    def start_coalescing(self) -> None:
+        """Hold back what this thread calls until ``end_coalescing``."""
+        thread = threading.get_ident()
+        left = self._scopes.pop(thread, None)
+        with detached():
+            if left is not None:  # by an exception, which torch does not tell of
+                error = RuntimeError("it was left by an exception")
+                left[0].__exit__(RuntimeError, error, None)
+            scope = coalesce(*self.comms.all()) if self.comms.all() else coalesce(self.comms.any())
+            scope.__enter__()
+        self._scopes[thread] = scope, []
+
+    def end_coalescing(self) -> TorchWork:
+        """Send it; one Work for all."""
+        scope, works = self._scopes.pop(threading.get_ident())
+        with detached():
+            scope.__exit__(None, None, None)
+        parts = [part for work in works for part in work.parts]
+        finishes = [work.finish for work in works if work.finish is not None]
+        result = [tensor for work in works for tensor in work.tensors()]
+        return self._handed(TorchWork(parts, result, (lambda: [call() for call in finishes]) if finishes else None))
+
+    # -- what a group is ----------------------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def name(self) -> str:
+        return NAME
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives were called."""
+        return self._called
+
+    def _set_sequence_number_for_group(self) -> None:
+        """They count from 0 on all ranks."""
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.comms.set_timeout(timeout)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.comms.set_timeout(timeout)
+
+    def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
+        self.comms.extend_timeout(timeout)
+
+    def eager_connect_single_device(self, device: torch.device | None = None) -> None:
+        if device is not None:
+            self.comms.connect(device)
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Ranks outside of a new group have no part in it."""
+
+    def abort(self) -> None:
+        self.comms.abort("abort() was called on the torch group")
+
+    def shutdown(self) -> None:
+        """Wait for what is in flight, and free everything."""
+        with detached():
+            self.comms.close()
+
+    # -- how it is called ---------------------------------------------------------------------------------------------
+
+    def _start(
+        self,
+        result: list[Any],
+        call: Callable[..., Work[Any]],
+        *arguments: Any,
+        collective: bool = True,
+        **options: Any,
+    ) -> TorchWork:
+        if asyncio._get_running_loop() is None:
+            part = call(*arguments, **options)
+        else:
+            with detached():
+                part = call(*arguments, **options)
+        self._called += collective
+        return self._handed(TorchWork((part,), result))
+
+    def _start_several(
+        self, result: list[Any], start: Callable[[], Sequence[Work[Any]]], finish: Callable[[], object] | None = None
+    ) -> TorchWork:
+        with detached():
+            parts = start()
+        self._called += 1
+        return self._handed(TorchWork(parts, result, finish))
+
+    def _handed(self, work: TorchWork) -> TorchWork:
+        self._last.work = weakref.ref(work)
+        if self._scopes and (scope := self._scopes.get(threading.get_ident())) is not None:
+            scope[1].append(work)
+        return work
+
+    def _sparse(self, tensors: list[Tensor], op: Any, timeout: timedelta | None) -> TorchWork:
+        """All ranks' entries are gathered, whose numbers differ, and added up by each rank."""
+        tensor = _one(tensors)
+        if op.type.name not in ("SUM", "AVG"):
+            raise ValueError(f"op must be SUM or AVG for sparse tensors, got {op}")
+        own = tensor.detach().coalesce()
+        indices, values = own.indices().t().contiguous(), own.values().contiguous()
+        comm = self.comms.of(values)
+        works: list[Work[Any]] = []
+
+        def start() -> list[Work[Any]]:
+            with comm.coalesce():
+                works.append(comm.all_gather_v(None, indices, timeout=timeout))
+                works.append(comm.all_gather_v(None, values, timeout=timeout))
+            return works
+
+        def add_up() -> None:
+            found = torch.sparse_coo_tensor(
+                works[0].result().t(), works[1].result(), tensor.shape, check_invariants=True
+            ).coalesce()
+            if op.type.name == "AVG":
+                found = found / comm.size
+            with torch.no_grad():
+                tensor.copy_(found)
+
+        return self._start_several(tensors, start, add_up)
+
+
+def _several(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _one(tensors: Any) -> Any:
+    if isinstance(tensors, Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise ValueError(f"a list of exactly one is expected, for one device of this process; got {len(tensors)}")
+    return tensors[0]
+
+
+def _op(opts: Any, op: Any = None) -> Any:
+    """The reduction: in options, in their place, or given by itself."""
+    if op is None:
+        op = getattr(opts, "reduceOp", opts)
+    return reduction(torch.distributed.ReduceOp.SUM if op is None else op)
+
+
+def _limit(opts: Any, timeout: Any = None) -> timedelta | None:
+    return time_limit(opts) if timeout is None else checked_limit(timeout)
+
+
+def _missing(error: MonitoredBarrierError, rank: int, limit: timedelta | None) -> str:
+    ranks, milliseconds = list(error.missing), round(1000 * error.elapsed)
+    if rank != 0 and 0 not in ranks:
+        return (
+            f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv from "
+            f"rank 0. Please check rank 0 logs for faulty rank: {error}"
+        )
+    if ranks == [0] or (rank == 0 and limit is not None and limit <= INSTANT):
+        return f"Rank 0 timed out in monitoredBarrier after {milliseconds} ms: {error}"
+    names = f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))}"
+    return f"{names} failed to pass monitoredBarrier in {milliseconds} ms: {error}"

@@ -1,0 +1,239 @@
+"""The backend as torch's programs meet it: groups, ends, what else torch looks at."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import tomllib
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.distributed import _functional_collectives as functional
+from torch.profiler import profile
+
+from asynccomm import AbortedError, ClosedError, Comm, RendezvousError
+from asynccomm.interop.torch_backend import TorchGroup, group_over, register
+from asynccomm.interop.torch_version import PYTHON_BACKENDS
+from asynccomm.interop.torch_work import TorchWork
+from tests.interop.world import world
+
+ROOT = Path(__file__).parent.parent.parent
+
+reduce_scatter_single = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
+
+def total(group: Any, value: float = 1.0) -> float:
+    tensor = torch.full((2,), value)
+    dist.all_reduce(tensor, group=group)
+    return tensor[0].item()
+
+
+@pytest.mark.ranks(2)
+async def test_what_torch_knows_of_a_group() -> None:
+    with world() as group:
+        assert isinstance(group, TorchGroup)
+        assert dist.get_backend() == "asynccomm"
+        assert dist.is_backend_available("asynccomm")
+        assert (group.name(), group.group_name) == ("asynccomm", "0")
+        assert {device.type for device in group._device_types} == {"cpu", "cuda"}
+        assert (group.rank(), group.size()) == (dist.get_rank(), dist.get_world_size())
+        group.get_group_store().set(f"here/{group.rank()}", "1")
+        assert group._get_backend(torch.device("cpu")).supports_splitting
+        register()  # again
+    assert not dist.is_initialized()
+
+
+@pytest.mark.ranks(4)
+async def test_groups_of_some_ranks() -> None:
+    with world():
+        rank = dist.get_rank()
+        evens = dist.new_group([0, 2])
+        if rank % 2 == 0:
+            assert total(evens, rank) == 2
+        everybody = dist.new_group(timeout=timedelta(seconds=20))
+        assert total(everybody) == 4
+        mine, every = dist.new_subgroups(2)
+        assert len(every) == 2
+        assert total(mine, rank) == (1 if rank < 2 else 5)
+        dist.destroy_process_group(mine)
+        pairs, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])
+        assert total(pairs, rank) == 3
+        if PYTHON_BACKENDS:  # older versions of torch split groups that are bound to a GPU
+            split = dist.split_group(split_ranks=[[0, 1], [2, 3]])
+            assert isinstance(split, TorchGroup)
+            assert total(split, rank) == (1 if rank < 2 else 5)
+            outside = dist.split_group(split_ranks=[[1, 2]])
+            assert (outside == dist.GroupMember.NON_GROUP_MEMBER) == (rank in (0, 3))
+        assert total(None) == 4
+        if rank % 2:  # the last, for torch names groups by how many there are
+            assert total(dist.new_group([1, 3], use_local_synchronization=True), rank) == 4
+
+
+@pytest.mark.ranks(2)
+async def test_a_world_is_made_again() -> None:
+    for turn in range(2):
+        with world(label=f"turn {turn}"):
+            assert total(None) == 2
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("devices", ["cpu:asynccomm", "cpu:asynccomm,cuda:asynccomm"])
+async def test_devices_may_be_named(devices: str) -> None:
+    with world(devices, label=devices):
+        assert total(None) == 2
+        assert isinstance(dist.group.WORLD, TorchGroup)
+
+
+@pytest.mark.skipif(not PYTHON_BACKENDS, reason="a Python group serves all devices where torch takes no backends")
+@pytest.mark.ranks(2)
+async def test_other_backends_may_serve_other_devices() -> None:
+    with world("cpu:asynccomm,cuda:gloo", label="mixed") as group:
+        assert not isinstance(group, TorchGroup)
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+        work.wait()
+        assert work.get_future().wait()[0].tolist() == [2, 2]
+        objects: list[Any] = [None, None]
+        dist.all_gather_object(objects, dist.get_rank())
+        assert objects == [0, 1]
+        assert group._get_backend(torch.device("cuda")).name() == "gloo"
+
+
+@pytest.mark.ranks(2)
+async def test_programs_with_a_loop_of_their_own_may_call_it() -> None:
+    """Calls block the loop, as every other backend does; also in threads."""
+    with world():
+        assert asyncio.get_running_loop() is not None
+        assert total(None) == 2
+        assert await asyncio.to_thread(total, None) == 2
+
+
+@pytest.mark.ranks(2)
+async def test_functional_collectives() -> None:
+    with world() as group:
+        rank = dist.get_rank()
+        found = functional.all_reduce(torch.ones(2) * rank, "sum", group)
+        assert functional.wait_tensor(found).tolist() == [1, 1]
+        found = reduce_scatter_single(torch.arange(4.0), "sum", 0, group)
+        assert functional.wait_tensor(found).tolist() == [[0, 2], [4, 6]][rank]
+        found = functional.all_to_all_single(torch.arange(4.0) + 10 * rank, [2, 2], [2, 2], group)
+        assert functional.wait_tensor(found).tolist() == [[0, 1, 10, 11], [2, 3, 12, 13]][rank]
+        found = functional.broadcast(torch.ones(2) * rank, 1, group)
+        assert functional.wait_tensor(found).tolist() == [1, 1]
+        several = functional.all_reduce_coalesced([torch.ones(1), torch.ones(2)], "sum", group)
+        assert [functional.wait_tensor(one).tolist() for one in several] == [[2], [2, 2]]
+
+
+@pytest.mark.skipif(not PYTHON_BACKENDS, reason="nothing of torch stands in front of a Python group in older versions")
+@pytest.mark.ranks(2)
+async def test_the_profiler_sees_what_is_called() -> None:
+    with world():
+        with profile() as seen:
+            total(None)
+        assert "c10d::allreduce_" in [event.name for event in seen.events()]
+
+
+@pytest.mark.ranks(2)
+async def test_an_abort_stops_everybody() -> None:
+    with world() as group:
+        if dist.get_rank() == 0:
+            work = dist.irecv(torch.zeros(1), 1)
+            group.abort()
+            with pytest.raises(AbortedError, match="torch group"):
+                work.wait()
+        else:
+            with pytest.raises(AbortedError):
+                dist.recv(torch.zeros(1), 0)
+        with pytest.raises((AbortedError, ClosedError)):
+            total(None)
+
+
+@pytest.mark.ranks(2)
+async def test_what_is_in_flight_is_waited_for_when_a_group_is_destroyed() -> None:
+    if int(os.environ["RANK"]) == 0:
+        with world():
+            dist.isend(torch.ones(1 << 20), 1)
+    else:
+        with world():
+            tensor = torch.zeros(1 << 20)
+            dist.recv(tensor, 0)
+            assert tensor.sum().item() == 1 << 20
+
+
+@pytest.mark.ranks(2)
+async def test_a_rank_that_does_not_come_is_an_error() -> None:
+    if int(os.environ["RANK"]) == 0:
+        with pytest.raises((RendezvousError, RuntimeError)), world(seconds=0.5):
+            pass
+        assert not dist.is_initialized()
+
+
+@pytest.mark.ranks(2)
+async def test_a_group_over_a_comm(comm: Comm) -> None:
+    """Whoever takes a group of torch can be given one that is made of a comm, which stays its maker's."""
+    group = group_over(comm, name="ours")
+    assert (group.rank(), group.size(), group.group_name) == (comm.rank, comm.size, "ours")
+    tensor = torch.ones(2)
+    work = group.allreduce([tensor])
+    assert isinstance(work, TorchWork)
+    work.wait()
+    assert tensor.tolist() == [2, 2]
+    group.shutdown()
+    assert (await comm.all_reduce(torch.ones(1))).item() == 2
+    with pytest.raises(RuntimeError, match="split"):
+        group.split_group([0, 1])
+    with pytest.raises(ValueError, match="same ranks"):
+        group_over(comm, comm)
+
+
+@pytest.mark.ranks(2)
+async def test_options_of_other_backends_are_refused() -> None:
+    with pytest.raises(TypeError, match="pg_options"), world(pg_options=object()):
+        pass
+
+
+def test_torch_finds_it_by_its_entry_point() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [(name, target)] = project["entry-points"]["torch.distributed.backends"].items()
+    assert name == "asynccomm"
+    module, function = target.split(":")
+    assert getattr(sys.modules[module], function) is register
+
+
+PROGRAM = """
+import warnings; warnings.simplefilter("error")
+import sys, torch
+from torch import distributed as dist
+import asynccomm.interop.torch_backend
+
+dist.init_process_group("asynccomm", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
+group = dist.new_group()
+tensor = torch.ones(2)
+dist.all_reduce(tensor, group=group)
+assert tensor.tolist() == [2, 2]
+dist.isend(torch.ones(1 << 18), 1 - dist.get_rank())  # dropped, and received by nobody
+if sys.argv[2] == "0":
+    received = torch.zeros(1 << 18)
+    dist.recv(received, 1)
+"""
+
+
+def test_a_process_may_end_with_groups_open(tmp_path: Path) -> None:
+    """Without a word: few programs destroy their groups."""
+    command = [sys.executable, "-X", "dev", "-c", PROGRAM, str(tmp_path / "store")]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert not any("asynccomm" in text for text in said), said

@@ -1,0 +1,334 @@
+"""Every operation that torch calls, compared to gloo's result."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from asynccomm import CollectiveTimeoutError
+from asynccomm.interop.torch_version import PYTHON_BACKENDS
+from tests.interop.world import world
+
+Results = dict[str, Any]
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def mine(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Different on each rank and at each place, and exact in every order of adding up."""
+    count = torch.Size(shape).numel()
+    return (torch.arange(count).reshape(shape) + 100 * (dist.get_rank() + 1)).to(dtype)
+
+
+def of_torch(backend: str) -> Results:
+    """What every function of torch.distributed gives."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    found: Results = {}
+
+    def keep(name: str, *tensors: Any) -> None:
+        found[name] = [tensor.clone() if isinstance(tensor, Tensor) else tensor for tensor in tensors]
+
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+        for dtype in (torch.float32, torch.float64, torch.int64, torch.uint8):
+            tensor = torch.full((3, 2), rank + 1).to(dtype)
+            dist.all_reduce(tensor, op)
+            keep(f"all_reduce {op} {dtype}", tensor)
+    for bits in (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR):
+        tensor = mine(5, dtype=torch.int32)
+        dist.all_reduce(tensor, bits)
+        keep(f"all_reduce {bits}", tensor)
+    tensor = torch.complex(mine(3), -mine(3))
+    dist.all_reduce(tensor)
+    keep("all_reduce complex", tensor)
+    for root in range(n):
+        tensor = mine(4)
+        dist.broadcast(tensor, root)
+        keep(f"broadcast {root}", tensor)
+        tensor = mine(4)
+        dist.reduce(tensor, root)
+        keep(f"reduce {root}", *([tensor] if rank == root else []))
+        outputs = [torch.zeros(4) for _ in range(n)] if rank == root else None
+        dist.gather(mine(4), outputs, dst=root)
+        keep(f"gather {root}", *(outputs or []))
+        output = torch.zeros(4)
+        dist.scatter(output, [mine(4) + i for i in range(n)] if rank == root else None, src=root)
+        keep(f"scatter {root}", output)
+    outputs = [torch.zeros(2, 3) for _ in range(n)]
+    dist.all_gather(outputs, mine(2, 3))
+    keep("all_gather", *outputs)
+    output = torch.zeros(2 * n, 3)
+    all_gather_single(output, mine(2, 3))
+    keep("all_gather_single", output)
+    output = torch.zeros(3)
+    dist.reduce_scatter(output, [mine(3) * (i + 1) for i in range(n)])
+    keep("reduce_scatter", output)
+    output = torch.zeros(2, 3)
+    reduce_scatter_single(output, mine(2 * n, 3))
+    keep("reduce_scatter_single", output)
+    if backend != "gloo":  # which has no list form
+        outputs = [torch.zeros(r + 1) for r in range(n)]
+        dist.all_to_all(outputs, [mine(rank + 1) + r for r in range(n)])
+    else:
+        outputs = [torch.arange(r + 1) + 100.0 * (r + 1) + rank for r in range(n)]
+    keep("all_to_all", *outputs)
+    output = torch.zeros(2 * n, 2)
+    dist.all_to_all_single(output, mine(2 * n, 2))
+    keep("all_to_all_single", output)
+    output = torch.zeros(n * (rank + 1), 2)
+    dist.all_to_all_single(output, mine(n * (n + 1) // 2, 2), [rank + 1] * n, [r + 1 for r in range(n)])
+    keep("all_to_all_single uneven", output)
+    output = mine(6)
+    if rank == 0:
+        dist.send(mine(6), 1, tag=3)
+    elif rank == 1:
+        dist.recv(output, 0, tag=3)
+    keep("send", output)
+    output = torch.zeros(2)
+    reqs = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.irecv, output, (rank - 1) % n),
+            dist.P2POp(dist.isend, mine(2), (rank + 1) % n),
+        ]
+    )
+    for req in reqs:
+        req.wait()
+    keep("batch_isend_irecv", output)
+    objects: list[Any] = [None] * n
+    dist.all_gather_object(objects, {"rank": rank, "text": "x" * rank})
+    keep("all_gather_object", *objects)
+    objects = [{"rank": rank}] * 2
+    dist.broadcast_object_list(objects, src=n - 1)
+    keep("broadcast_object_list", *objects)
+    got: list[Any] = [None]
+    dist.scatter_object_list(got, [f"for {r}" for r in range(n)] if rank == 0 else None, src=0)
+    keep("scatter_object_list", *got)
+    gathered: list[Any] | None = [None] * n if rank == 1 else None
+    dist.gather_object(rank, gathered, dst=1)
+    keep("gather_object", gathered)
+    with quiet():  # some versions warn of what is checked here
+        indices = torch.tensor([[rank, rank + 1, rank]])
+        sparse = torch.sparse_coo_tensor(indices, torch.ones(3, 2) * (rank + 1), (n + 1, 2), check_invariants=True)
+        dist.all_reduce(sparse)
+    keep("all_reduce sparse", sparse.to_dense())
+    tensors = [mine(2), mine(3)]
+    with quiet():
+        dist.all_reduce_coalesced(tensors)
+        keep("all_reduce_coalesced", *tensors)
+        lists = [[torch.zeros(2), torch.zeros(3)] for _ in range(n)]
+        dist.all_gather_coalesced(lists, [mine(2), mine(3)])
+    keep("all_gather_coalesced", *[tensor for one in lists for tensor in one])
+    group = dist.group.WORLD
+    with dist.distributed_c10d._coalescing_manager(group):
+        tensors = [mine(2), mine(3)]
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    keep("coalescing all_reduce", *tensors)
+    with dist.distributed_c10d._coalescing_manager(group, async_ops=True) as manager:
+        tensors = [torch.zeros(n * 2), torch.zeros(n * 3)]
+        for tensor in tensors:
+            all_gather_single(tensor, mine(tensor.numel() // n))
+    manager.wait()
+    keep("coalescing all_gather", *tensors)
+    with dist.distributed_c10d._coalescing_manager(group):
+        tensors = [torch.zeros(2), torch.zeros(3)]
+        for tensor in tensors:
+            reduce_scatter_single(tensor, mine(tensor.numel() * n))
+    keep("coalescing reduce_scatter", *tensors)
+    dist.barrier()
+    return found
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without warnings, of deprecated names for example."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.mark.ranks([2, 3])
+async def test_everything_is_as_with_gloo() -> None:
+    with world("gloo"):
+        expected = of_torch("gloo")
+    with world():
+        found = of_torch("asynccomm")
+    assert found.keys() == expected.keys()
+    for name, wanted in expected.items():
+        assert len(found[name]) == len(wanted)
+        for one, other in zip(found[name], wanted, strict=True):
+            if isinstance(other, Tensor):
+                assert one.dtype == other.dtype, name
+                assert torch.equal(one, other), name
+            else:
+                assert one == other, name
+
+
+@pytest.mark.ranks(2)
+async def test_the_methods_of_the_group_itself() -> None:
+    """In the forms without options, which C++ extensions and older programs use."""
+    with world() as group:
+        rank = group.rank()
+        tensor = mine(3)
+        group.allreduce(tensor).wait()
+        assert tensor.tolist() == [300, 302, 304]
+        tensor = mine(3)
+        group.allreduce([tensor], dist.ReduceOp.MAX).wait()
+        assert tensor.tolist() == [200, 201, 202]
+        tensor = mine(3)
+        group.broadcast(tensor, 1).wait()
+        assert tensor.tolist() == [200, 201, 202]
+        outputs = [torch.zeros(3), torch.zeros(3)]
+        group.allgather(outputs, mine(3)).wait()
+        assert outputs[1].tolist() == [200, 201, 202]
+        outputs = [torch.zeros(3), torch.zeros(3)] if rank == 0 else []
+        group.gather(outputs, mine(3), 0).wait()
+        assert [tensor.tolist() for tensor in outputs] == [[100, 101, 102], [200, 201, 202]][: len(outputs)]
+        output = torch.zeros(3)
+        group.scatter(output, [mine(3), mine(3) + 5] if rank == 0 else [], 0).wait()
+        assert output.tolist() == [100 + 5 * rank, 101 + 5 * rank, 102 + 5 * rank]
+        output = torch.zeros(3)
+        group.reduce_scatter(output, [mine(3), mine(3)]).wait()
+        assert output.tolist() == [300, 302, 304]
+        group.barrier().wait()
+        assert group._get_sequence_number_for_group() == 8
+
+
+@pytest.mark.ranks(2)
+async def test_premultiplied_sums() -> None:
+    with world():
+        for factor in (2.0, torch.tensor([2.0])):
+            tensor = torch.ones(3) * (dist.get_rank() + 1)
+            dist.all_reduce(tensor, c10d._make_nccl_premul_sum(factor))
+            assert tensor.tolist() == [6, 6, 6]
+
+
+@pytest.mark.ranks(2)
+async def test_a_receive_from_anybody_says_who_it_was() -> None:
+    with world():
+        if dist.get_rank() == 0:
+            dist.send(torch.ones(2), 1)
+        else:
+            work = dist.irecv(torch.zeros(2))
+            work.wait()
+            assert work._source_rank() == work.source_rank() == 0
+            with pytest.raises(RuntimeError, match="source"):
+                dist.isend(torch.ones(1), 0)._source_rank()
+        if dist.get_rank() == 0:
+            dist.recv(torch.zeros(1), 1)
+
+
+@pytest.mark.ranks(2)
+async def test_a_device_given_to_the_coalescing_manager() -> None:
+    """Everything leaves at its end, as one Work."""
+    with world() as group:
+        tensors = [mine(2), mine(3)]
+        with dist.distributed_c10d._coalescing_manager(group, torch.device("cpu"), async_ops=True) as manager:
+            dist.broadcast(tensors[0], 1, async_op=True)
+            dist.all_reduce(tensors[1])
+            assert tensors[0].tolist() == [100 * (dist.get_rank() + 1), 100 * (dist.get_rank() + 1) + 1]
+        [work] = manager.works if PYTHON_BACKENDS else manager.works[-1:]
+        work.wait()
+        assert tensors[0].tolist() == [200, 201]
+        assert tensors[1].tolist() == [300, 302, 304]
+
+
+@pytest.mark.ranks(2)
+async def test_what_an_exception_left_held_back_is_dropped() -> None:
+    with world() as group:
+        with pytest.raises(ZeroDivisionError), dist.distributed_c10d._coalescing_manager(group, torch.device("cpu")):
+            held = dist.all_reduce(torch.ones(1), async_op=True)
+            raise ZeroDivisionError
+        dist.distributed_c10d._world.pg_coalesce_state.clear()
+        tensor = torch.ones(1)
+        with dist.distributed_c10d._coalescing_manager(group, torch.device("cpu")):
+            pass
+        dist.all_reduce(tensor)
+        assert tensor.item() == 2
+        del held
+
+
+@pytest.mark.ranks(2)
+async def test_time_limits() -> None:
+    with world() as group:
+        options = dist.AllreduceOptions()
+        options.timeout = timedelta(seconds=0.3)
+        if dist.get_rank() == 0:
+            with pytest.raises(CollectiveTimeoutError, match="timeout") as caught:
+                group.allreduce([torch.ones(1)], options).wait()
+            assert caught.value.timeout == pytest.approx(0.3)
+        else:
+            with pytest.raises(RuntimeError):
+                dist.recv(torch.zeros(1), 0)  # until the other has given up
+
+
+@pytest.mark.ranks(2)
+async def test_a_wait_may_have_a_limit_of_its_own() -> None:
+    with world():
+        tensor = torch.ones(1)
+        if dist.get_rank() == 0:
+            work = dist.all_reduce(tensor, async_op=True)
+            with pytest.raises(RuntimeError, match="Timed out"):
+                work.wait(timedelta(milliseconds=20))
+            dist.send(torch.ones(1), 1)
+        else:
+            dist.recv(torch.ones(1), 0)
+            work = dist.all_reduce(tensor, async_op=True)
+        work.wait()
+        assert tensor.item() == 2
+
+
+@pytest.mark.ranks(2)
+async def test_the_limit_of_a_group_can_be_changed() -> None:
+    with world() as group:
+        group.set_timeout(timedelta(seconds=0.3))
+        if dist.get_rank() == 0:
+            with pytest.raises(CollectiveTimeoutError) as caught:
+                dist.barrier()
+            assert caught.value.timeout == pytest.approx(0.3)
+        else:
+            group.set_timeout(timedelta(seconds=60))
+            with pytest.raises(RuntimeError):
+                dist.recv(torch.zeros(1), 0)
+
+
+@pytest.mark.ranks(3)
+async def test_a_monitored_barrier_names_who_is_missing() -> None:
+    """In the words of torch's own, which tests and programs look for."""
+    with world() as group:
+        limit = timedelta(seconds=0.3)
+        group.monitored_barrier(timedelta(seconds=30))
+        messages = {
+            0: "Rank 1 failed to pass monitoredBarrier",
+            2: "Rank 2 successfully reached monitoredBarrier, but received errors while waiting for",
+        }
+        if (rank := dist.get_rank()) in messages:
+            with pytest.raises(RuntimeError, match=messages[rank]):
+                group.monitored_barrier(limit)
+        dist.barrier()
+
+
+@pytest.mark.ranks(2)
+async def test_bad_arguments_raise_at_the_call() -> None:
+    with world() as group:
+        with pytest.raises(ValueError, match="one is expected"):
+            group.broadcast([torch.ones(1), torch.ones(1)], broadcast_options())
+        with pytest.raises(ValueError, match="divide evenly"):
+            dist.all_to_all_single(torch.ones(3), torch.ones(3), [1, 2], [])
+        sparse = torch.eye(2).to_sparse()
+        with pytest.raises(ValueError, match="SUM or AVG"):
+            dist.all_reduce(sparse, dist.ReduceOp.MAX)
+
+
+def broadcast_options() -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    return options
