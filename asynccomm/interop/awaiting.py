@@ -54,9 +54,9 @@ class WrappedWork:
 
     Any number of tasks may await it, on any loops, any number of times. Cancelling an await is safe and leaves the
     operation running. The tensors come in one list, whatever lists torch has them in. It is empty for Works that do not
-    say what their outputs are: sends, receives, and gloo's reduce_scatter_tensor; these are known to the caller.
+    say what their outputs are: gloo's sends, receives, and reduce_scatter_tensor.
 
-    Do not call ``wait`` of a send or receive that is awaited: one message would be waited for twice.
+    Do not call ``wait`` of such a Work while it is awaited: one message would be waited for twice.
     """
 
     __slots__ = ("_parts",)
@@ -221,12 +221,12 @@ def _wake(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
-def _future_of(work: Any) -> torch.futures.Future[Any] | None:
+def _future_of(work: Any) -> torch._C.Future | None:
     try:
         future = work.get_future()
     except (RuntimeError, NotImplementedError):
         return None
-    return future if isinstance(future, torch.futures.Future) else None
+    return future if isinstance(future, torch._C.Future) else None  # not torch.futures.Future, if it is of C++
 
 
 def _failure(work: Any) -> BaseException | None:
