@@ -20,6 +20,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from asynccomm import Comm, new_comm, wrap
 from asynccomm.interop.mesh import init_device_mesh
 from asynccomm.interop.threads import detached
+from asynccomm.interop.torch_version import PYTHON_BACKENDS
 from asynccomm.testing import loopback_world
 from tests.interop.default_group import default_group
 
@@ -106,7 +107,8 @@ async def test_torch_runs_on_it(comm: Comm) -> None:
             assert mesh["down"].get_group().group_name == "down"
             assert dist.get_process_group_ranks(mesh.get_group("down")) == [comm.rank % 2, comm.rank % 2 + 2]
             before = along.statistics()
-            await asyncio.to_thread(check_all, mesh)  # while the loop turns
+            # while the loop turns; DTensor crashes in a second thread of a process, on any group of torch 2.11 alike
+            await asyncio.to_thread(check_all if PYTHON_BACKENDS else check_functional, mesh)
             assert along.statistics() != before
             with detached():
                 check_all(mesh)  # and while it does not
