@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from asynccomm import CollectiveTimeoutError
+from asynccomm import CollectiveTimeoutError, Comm
 from asynccomm.interop.awaiting import MOST_AWAITS, WrappedWork
+from asynccomm.interop.torch_backend import group_over
 from asynccomm.interop.torch_work import TorchWork
 from tests.interop.default_group import default_group, keys
 
@@ -83,6 +84,24 @@ async def test_the_loop_turns_until_the_outputs_are_there(backend: str) -> None:
 
 async def awaited(*works: Any) -> list[Tensor]:
     return await WrappedWork(works)
+
+
+@pytest.mark.ranks(2, backend=["shm", "gloo"])
+async def test_works_of_a_comm_of_this_loop(comm: Comm) -> None:
+    group, store = group_over(comm), keys("go")
+    for name, count in (("small", 1), ("large", 1 << 20)):
+        if comm.rank == 1:
+            store.wait([name])
+        tensor = torch.ones(count)
+        task = asyncio.create_task(awaited(group.allreduce([tensor])))
+        if comm.rank == 0:
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert not task.done()
+            store.set(name, "")
+        (output,) = await task
+        assert output is tensor
+        assert bool((output == 2).all())
 
 
 @pytest.mark.ranks(2)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,6 +106,31 @@ async def test_no_store_can_be_hosted(comm: Comm) -> None:
             await wrap(group)
     async with wrap(group) as again:
         await check(again)
+
+
+@pytest.mark.ranks(2)
+async def test_a_store_on_another_host(comm: Comm) -> None:
+    group = group_over(comm)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(from_torch, "_own_address", lambda: "127.0.0.2")
+        if comm.rank == 1:
+            patch.setattr(from_torch, "socket", SimpleNamespace(gethostname=lambda: "elsewhere"))
+        async with wrap(group) as other:
+            await check(other)
+    store = from_torch._place_of(group).meet(group)
+    assert isinstance(store, dist.TCPStore)
+    assert store.host == ("127.0.0.1" if comm.rank == 0 else "127.0.0.2")
+
+
+@pytest.mark.parametrize(("found", "expected"), [("10.1.2.3", "10.1.2.3"), ("127.0.1.1", ""), (None, "")])
+def test_own_address(found: str | None, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look_up(_: str) -> str:
+        if found is None:
+            raise OSError("no such name")
+        return found
+
+    monkeypatch.setattr(socket, "gethostbyname", look_up)
+    assert from_torch._own_address() == expected
 
 
 async def test_what_it_does_not_take() -> None:
