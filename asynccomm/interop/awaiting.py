@@ -221,7 +221,7 @@ def _wake(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
-def _future_of(work: Any) -> torch._C.Future | None:
+def _future_of(work: Any) -> torch._C.Future[Any] | None:
     try:
         future = work.get_future()
     except (RuntimeError, NotImplementedError):
