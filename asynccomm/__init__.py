@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from asynccomm.errors import StoreProtocolError as StoreProtocolError
     from asynccomm.errors import StoreTimeoutError as StoreTimeoutError
     from asynccomm.errors import WouldBlockError as WouldBlockError
+    from asynccomm.interop.from_torch import wrap as wrap
     from asynccomm.methods.messages import BatchSendRecv as BatchSendRecv
     from asynccomm.methods.scopes import coalesce as coalesce
     from asynccomm.methods.streams import Sink as Sink
@@ -81,6 +82,7 @@ _HOMES = {
     "StoreProtocolError": "asynccomm.errors",
     "StoreTimeoutError": "asynccomm.errors",
     "WouldBlockError": "asynccomm.errors",
+    "wrap": "asynccomm.interop.from_torch",
     "BatchSendRecv": "asynccomm.methods.messages",
     "coalesce": "asynccomm.methods.scopes",
     "Sink": "asynccomm.methods.streams",

@@ -52,7 +52,7 @@ LAYERS = [
     "compat.c10d.coalescing compat.c10d.messages compat.c10d.reductions compat.c10d.moves compat.c10d.barriers",
     "compat.c10d.objects compat.c10d.internals compat.c10d",
     "interop interop.torch_version interop.threads interop.torch_work interop.comms interop.torch_collectives",
-    "interop.torch_backend",
+    "interop.torch_backend interop.known_groups interop.awaiting interop.from_torch interop.mesh",
     "cli cli.environment cli.output cli.report cli.rank_output cli.processes cli.store_process cli.launch",
     "cli.run cli.doctor cli.diagnose cli.main",
     "testing.local testing.messages testing.worker testing.pool testing.plugin",

@@ -1,0 +1,173 @@
+"""DeviceMesh over comms: DTensor, ``fully_shard`` and functional collectives run on them.
+
+::
+
+    async with asynccomm.new_comm() as world:
+        async with world.split(row, "tp") as tp, world.split(column, "dp") as dp:
+            mesh = init_device_mesh((dp, tp), ("dp", "tp"), _global_comm=world)
+
+Ranks of the mesh count row by row: the last dimension's vary fastest. Each dimension's comm becomes a group of torch's
+named after it, and the comm of all ranks becomes the default group, as DeviceMesh asks that for ranks, unless there is
+one already. The groups are torch's until ``destroy_process_group``, the comms stay the caller's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from asynccomm.comm import Comm
+from asynccomm.interop import known_groups
+from asynccomm.interop.torch_backend import TorchGroup, group_over
+
+__all__ = ["init_device_mesh"]
+
+_comms: weakref.WeakKeyDictionary[TorchGroup, Comm] = weakref.WeakKeyDictionary()  # of the groups made here
+
+
+def init_device_mesh(
+    mesh_dim_comms: Sequence[Comm], mesh_dim_names: Sequence[str], _global_comm: Comm | None = None
+) -> DeviceMesh:
+    """Make a DeviceMesh whose dimensions communicate over ``mesh_dim_comms``. All ranks do so; nothing is sent.
+
+    Args:
+        mesh_dim_comms: by dimension, this rank's comm; its size is that of the dimension, and its rank this rank's
+            place. Rank 5 of a mesh of sizes (2, 4) is rank 1 in the first and also in the second.
+        mesh_dim_names: by dimension, the name for ``mesh[...]`` and ``mesh.get_group(...)``. The group is called so,
+            too, or by the name and the comm's if another mesh has taken that.
+        _global_comm: of all ranks of the mesh. None: the only dimension's comm, or the one whose size is that of the
+            mesh, or what the default group is.
+
+    If there is no default group, that of all ranks becomes it: ``dist.get_rank()`` is its rank from then on, and
+    functions of ``torch.distributed`` that get no group use it. One that is there stays, and must have the same ranks;
+    one that an earlier mesh has left, whose comm is closed by now, is replaced.
+
+    torch waits for collectives by blocking the thread. In a coroutine, use the mesh in another thread
+    (``asyncio.to_thread``), or accept that the loop stands still meanwhile.
+
+    Raises:
+        TypeError, ValueError: naming what does not fit: names, devices, ranks or sizes, or the order of the dimensions.
+        RuntimeError: of several dimensions, and it is not known what all ranks are.
+    """
+    comms, names = _checked(mesh_dim_comms, mesh_dim_names)
+    shape = tuple(comm.size for comm in comms)
+    mesh = torch.arange(math.prod(shape), dtype=torch.int).view(shape)
+    rank = int(mesh[tuple(comm.rank for comm in comms)])
+    if _global_comm is None:
+        _global_comm = next((comm for comm in comms if comm.size == mesh.numel()), None)
+    if _global_comm is not None:
+        _check_global(_global_comm, comms, names, rank, mesh)
+    _drop_closed()
+    _take_default(_global_comm, comms, names, rank, mesh)
+    groups: list[Any] = [
+        _group_for(comm, name, _row(mesh, dim, rank)) for dim, (comm, name) in enumerate(zip(comms, names, strict=True))
+    ]
+    return DeviceMesh.from_group(groups, comms[0].device.type, mesh=mesh, mesh_dim_names=names)
+
+
+def _checked(comms: Sequence[Comm], names: Sequence[str]) -> tuple[tuple[Comm, ...], tuple[str, ...]]:
+    if isinstance(comms, Comm) or not comms or not all(isinstance(comm, Comm) for comm in comms):
+        raise TypeError(f"mesh_dim_comms must be comms, one for each dimension, got {comms!r}")
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"mesh_dim_names must be strs, one for each dimension, got {names!r}")
+    if len(names) != len(comms):
+        raise ValueError(f"mesh_dim_names must be as many as the comms, got {len(names)} for {len(comms)}")
+    if len(set(names)) < len(names) or not all(names):
+        raise ValueError(f"mesh_dim_names must differ, and not be empty, got {tuple(names)}")
+    if len({comm.device.type for comm in comms}) > 1:
+        raise ValueError(f"mesh_dim_comms must be on one type of device, got {[str(comm.device) for comm in comms]}")
+    for comm in comms:
+        comm.unsafe_get_backend()  # raises ClosedError, or what it broke of
+    return tuple(comms), tuple(names)
+
+
+def _check_global(whole: Comm, comms: Sequence[Comm], names: Sequence[str], rank: int, mesh: torch.Tensor) -> None:
+    """Raises: ValueError if it is not the comm of the mesh's ranks, or not in their order."""
+    if not isinstance(whole, Comm):
+        raise TypeError(f"_global_comm must be a Comm, got {whole!r}")
+    whole.unsafe_get_backend()
+    if whole.device.type != comms[0].device.type:
+        raise ValueError(f"_global_comm is on {whole.device}, mesh_dim_comms are on {comms[0].device}")
+    if whole.size != mesh.numel():
+        raise ValueError(f"a mesh of {_shape(comms, names)} has {mesh.numel()} ranks, _global_comm has {whole.size}")
+    if whole.rank != rank:
+        raise ValueError(
+            f"in a mesh of {_shape(comms, names)}, which counts row by row, this is rank {rank} by its ranks "
+            f"{[comm.rank for comm in comms]} in these comms, but rank {whole.rank} of _global_comm: "
+            f"are the dimensions in the right order?"
+        )
+    for dim, comm in enumerate(comms):
+        row = _row(mesh, dim, rank)
+        if not _same_processes(comm, whole, row):
+            raise ValueError(
+                f"dimension {names[dim]!r} of a mesh of {_shape(comms, names)} has ranks {row} of _global_comm here, "
+                f"but comm {comm.name!r} is of other processes"
+            )
+
+
+def _same_processes(comm: Comm, whole: Comm, row: Sequence[int]) -> bool:
+    mine, all_ranks = comm._session.seat.members, whole._session.seat.members
+    return [(one.host, one.pid) for one in mine] == [(all_ranks[at].host, all_ranks[at].pid) for at in row]
+
+
+def _row(mesh: torch.Tensor, dim: int, rank: int) -> list[int]:
+    """The ranks along one dimension that ``rank`` is among."""
+    rows = mesh.movedim(dim, -1).reshape(-1, mesh.shape[dim])
+    row: list[int] = rows[(rows == rank).any(1)][0].tolist()
+    return row
+
+
+def _shape(comms: Sequence[Comm], names: Sequence[str]) -> str:
+    return " x ".join(f"{comm.size} ({name!r})" for comm, name in zip(comms, names, strict=True))
+
+
+def _take_default(
+    whole: Comm | None, comms: Sequence[Comm], names: Sequence[str], rank: int, mesh: torch.Tensor
+) -> None:
+    """Have a default group of the mesh's ranks."""
+    there: Any = known_groups.default()
+    if there is not None:
+        if (there.size(), there.rank()) != (mesh.numel(), rank):
+            raise ValueError(
+                f"this is rank {rank} of {mesh.numel()} in a mesh of {_shape(comms, names)}, but rank {there.rank()} "
+                f"of {there.size()} in the default group: destroy_process_group() makes room for another one"
+            )
+    elif whole is None:
+        raise RuntimeError(f"a mesh of {_shape(comms, names)} needs the comm of all its ranks: pass _global_comm")
+    else:
+        name = names[0] if len(comms) == 1 and comms[0] is whole else whole.name
+        known_groups.make_default(_group_for(whole, name, range(whole.size)))
+
+
+def _group_for(comm: Comm, name: str, ranks: Sequence[int]) -> TorchGroup:
+    """The group of ``comm`` that is called ``name``, or by something else if another one is."""
+    for label in itertools.chain(
+        (name, f"{name}/{comm.name}"), (f"{name}/{comm.name}/{n}" for n in itertools.count(1))
+    ):
+        there = known_groups.group_called(label)
+        if there is None:
+            group = group_over(comm, name=label)
+            known_groups.add(group, label, ranks)
+            _comms[group] = comm
+            return group
+        if _comms.get(there) is comm and dist.get_process_group_ranks(there) == list(ranks):
+            return there  # type: ignore[no-any-return]
+    raise AssertionError("numbers do not end")
+
+
+def _drop_closed() -> None:
+    """Take what earlier meshes have left, whose comms are closed."""
+    for group, comm in list(_comms.items()):
+        if comm._session.closed:
+            if group is known_groups.default():
+                known_groups.make_default(None)
+            if group in dist.distributed_c10d._world.pg_map:
+                known_groups.drop(group)
+            del _comms[group]
