@@ -16,6 +16,9 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import torch
 from report import print_table, write_rows
@@ -24,9 +27,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import asynccomm.interop.torch_backend  # registers the backend
 from asynccomm.comm import Comm
 from asynccomm.connect import new_comm
+from asynccomm.interop.torch_backend import register
 from asynccomm.runner import run
 
 CLASSES = 10
@@ -58,7 +61,7 @@ class Convolutions(nn.Sequential):
     def __init__(self) -> None:
         widths = [3, 32, 64, 128, 256, 256, 512]
         parts: list[nn.Module] = []
-        for before, after in zip(widths, widths[1:], strict=False):
+        for before, after in pairwise(widths):
             stride = 1 if before == after else 2
             parts += [nn.Conv2d(before, after, 3, stride, 1), nn.BatchNorm2d(after), nn.ReLU()]
         super().__init__(*parts, nn.Flatten(), nn.Linear(widths[-1], CLASSES))
@@ -101,17 +104,17 @@ def stepper(kind: type[Transformer | Convolutions], wrap: Callable[[nn.Module], 
     async def steps(count: int) -> None:
         for _ in range(count):
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(batch), target).backward()
+            nn.functional.cross_entropy(model(batch), target).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
     return timed(steps)
 
 
-async def measure(comm: Comm, name: str, groups: dict[str, dist.ProcessGroup], rounds: int) -> Step:
+async def measure(comm: Comm, name: str, groups: dict[str, Any], rounds: int) -> Step:
     kind = MODELS[name]
     bodies = {"alone": stepper(kind, lambda model: model)}
     for peer, group in groups.items():
-        bodies[peer] = stepper(kind, lambda model, group=group: DistributedDataParallel(model, process_group=group))
+        bodies[peer] = stepper(kind, partial(DistributedDataParallel, process_group=group))
     us = await in_turns(comm, bodies, rounds)
     nbytes = sum(parameter.nbytes for parameter in kind().parameters())
     return Step(model=name, bytes=nbytes, ranks=comm.size, **{f"{name}_ms": value / 1000 for name, value in us.items()})
@@ -161,6 +164,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     start_ranks(args.ranks)
+    register()
     torch.set_num_threads(1)  # as many as there are cores for each rank
     dist.init_process_group("gloo")
     run(measure_all(args))

@@ -21,7 +21,8 @@ from asynccomm import CollectiveTimeoutError, Comm
 from asynccomm.interop.awaiting import MOST_AWAITS, WrappedWork
 from asynccomm.interop.torch_backend import group_over
 from asynccomm.interop.torch_work import TorchWork
-from tests.interop.default_group import default_group, keys
+from tests.interop.world import store as keys
+from tests.interop.world import world
 
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -66,7 +67,7 @@ OPERATIONS = {call.__name__: call for call in (all_reduce, all_gather, barrier, 
 @pytest.mark.parametrize("backend", ["gloo", "asynccomm"])
 async def test_the_loop_turns_until_the_outputs_are_there(backend: str) -> None:
     store = keys("go")
-    with default_group(backend) as group:
+    with world(backend) as group:
         for name, operation in OPERATIONS.items():
             if group.rank() == 1:
                 store.wait([name])
@@ -109,7 +110,7 @@ async def test_works_of_a_comm_of_this_loop(comm: Comm) -> None:
 async def test_sends_and_receives(backend: str) -> None:
     store = keys("go")
     before = waiting_threads()
-    with default_group(backend) as group:
+    with world(backend) as group:
         other = 1 - group.rank()
         if group.rank() == 1:
             store.wait(["go"])
@@ -138,7 +139,7 @@ async def test_sends_and_receives(backend: str) -> None:
 
 @pytest.mark.ranks(2)
 async def test_a_work_of_gloo_without_a_future() -> None:
-    with default_group("gloo") as group:
+    with world("gloo") as group:
         output = torch.zeros(2)
         work = reduce_scatter_single(output, torch.arange(4.0), async_op=True)
         assert await WrappedWork([work]) == []
@@ -163,7 +164,7 @@ async def test_a_work_of_gloo_without_a_future() -> None:
 async def test_errors(backend: str) -> None:
     store = keys("over")
     with contextlib.ExitStack() as stack:
-        group = stack.enter_context(default_group(backend, seconds=1.0))
+        group = stack.enter_context(world(backend, seconds=1.0))
         if group.rank() == 1:
             store.wait(["over"], timedelta(seconds=60))
             return
@@ -193,7 +194,7 @@ async def awaited_of(work: WrappedWork) -> list[Tensor]:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("backend", ["gloo", "asynccomm"])
 async def test_on_another_loop(backend: str) -> None:
-    with default_group(backend) as group:
+    with world(backend) as group:
         work, expected = all_reduce(group.rank())
         here = asyncio.create_task(awaited(work))
         there = await asyncio.to_thread(lambda: asyncio.run(awaited(work)))
@@ -204,7 +205,7 @@ async def test_on_another_loop(backend: str) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 async def test_what_is_put_together_from_several_works_of_ours() -> None:
-    with default_group("asynccomm") as group:
+    with world("asynccomm") as group:
         tensor = torch.sparse_coo_tensor([[group.rank()]], [1.0], (3,))
         work = dist.all_reduce(tensor, async_op=True)
         assert isinstance(work, TorchWork)

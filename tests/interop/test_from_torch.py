@@ -16,7 +16,7 @@ from asynccomm import Comm, RendezvousError, wrap
 from asynccomm.interop import from_torch
 from asynccomm.interop.torch_backend import group_over
 from asynccomm.testing import loopback_world
-from tests.interop.default_group import default_group
+from tests.interop.world import world
 
 
 async def check(comm: Comm, size: int = 2) -> None:
@@ -28,7 +28,7 @@ async def check(comm: Comm, size: int = 2) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("backend", ["gloo", "asynccomm"])
 async def test_comms_over_a_group(backend: str) -> None:
-    with default_group(backend) as group:
+    with world(backend) as group:
         async with wrap(group) as comm:
             assert (comm.rank, comm.backend, comm.device.type) == (group.rank(), "shm", "cpu")
             work = wrap(dist.all_reduce(torch.ones(1), async_op=True))  # the group is its own
@@ -56,7 +56,7 @@ async def test_comms_over_a_group(backend: str) -> None:
 
 @pytest.mark.ranks(2)
 async def test_it_outlives_the_group() -> None:
-    with default_group("gloo") as group:
+    with world("gloo") as group:
         comm = await wrap(group)
     del group
     await check(comm)
@@ -65,7 +65,7 @@ async def test_it_outlives_the_group() -> None:
 
 @pytest.mark.ranks(2)
 async def test_ranks_that_do_not_come() -> None:
-    with default_group("gloo") as group:
+    with world("gloo") as group:
         connecting = wrap(group, timeout=0.2)
         if group.rank() == 0:
             with pytest.raises(RendezvousError, match=r"ranks \[1\] of 2 did not come"):

@@ -22,7 +22,7 @@ from asynccomm.interop.mesh import init_device_mesh
 from asynccomm.interop.threads import detached
 from asynccomm.interop.torch_version import PYTHON_BACKENDS
 from asynccomm.testing import loopback_world
-from tests.interop.default_group import default_group
+from tests.interop.world import world
 
 
 @contextlib.contextmanager
@@ -183,7 +183,7 @@ async def test_one_dimension(comm: Comm) -> None:
 
 @pytest.mark.ranks(2)
 async def test_the_default_group() -> None:
-    with default_group("gloo") as group:  # one that is there stays
+    with world("gloo") as group:  # one that is there stays
         async with new_comm(name="one") as comm:
             init_device_mesh([comm], ["dim"])
             assert dist.group.WORLD is group
