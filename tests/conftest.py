@@ -10,6 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# The same examples each time, and none of them fails because the machine is busy. To look for more:
+# pytest --hypothesis-profile=search
+settings.register_profile("usual", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("search", settings.get_profile("usual"), derandomize=False, max_examples=1000)
+settings.load_profile("usual")
 
 # A shell's background jobs ignore Ctrl-C, and so would the processes that tests start to interrupt them.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

@@ -112,6 +112,7 @@ def test_every_module_has_its_tests() -> None:
         assert path.exists(), f"{name} has no {path.relative_to(ROOT)}"
 
 
+@pytest.mark.timeout(600)  # mypy reads all of torch's types, without a cache of them
 @pytest.mark.parametrize("command", [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]], ids=" ".join)
 def test_clean(command: list[str]) -> None:
     done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
