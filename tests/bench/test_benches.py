@@ -186,3 +186,15 @@ def test_bad_arguments_are_named(refusals: dict[str, tuple[int | None, str]], na
     code, said = refusals[name]
     assert code == 2, said
     assert BAD_ARGUMENTS[name][1] in said
+
+
+def test_ddp_has_a_row_per_model(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    done = bench("ddp.py", *("--rounds", 1), "--json", out)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())
+    assert [(row["model"], row["ranks"]) for row in rows] == [("transformer", 2), ("convolutions", 2)]
+    assert [row["bytes"] >> 20 for row in rows] == [13, 8]
+    for row in rows:
+        assert row["cost_ms"] == pytest.approx(row["asynccomm_ms"] - row["alone_ms"])
+        assert row["ratio"] == pytest.approx(row["gloo_cost_ms"] / row["cost_ms"])
