@@ -209,6 +209,7 @@ PROGRAM = """
 import warnings; warnings.simplefilter("error")
 import sys, torch
 from torch import distributed as dist
+
 import asynccomm.interop.torch_backend
 
 dist.init_process_group("asynccomm", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
@@ -237,3 +238,15 @@ def test_a_process_may_end_with_groups_open(tmp_path: Path) -> None:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], said
     assert not any("asynccomm" in text for text in said), said
+
+
+@pytest.mark.ranks(2)
+async def test_compiled_code_calls_it() -> None:
+    def double(tensor: torch.Tensor) -> torch.Tensor:
+        doubled = tensor * 2
+        dist.all_reduce(doubled)
+        return functional.all_reduce(doubled, "max", dist.group.WORLD) + 1
+
+    with world() as group:
+        compiled = torch.compile(double, backend="eager", fullgraph=True)
+        assert compiled(torch.ones(3) + group.rank()).tolist() == [7.0] * 3
