@@ -8,9 +8,9 @@ from typing import Final
 
 from asynccomm.checks import as_index
 from asynccomm.comm import Comm
-from asynccomm.compat.c10d.ending import end_groups
 from asynccomm.compat.c10d.init import update_default_pg
 from asynccomm.compat.c10d.logs import timed
+from asynccomm.compat.c10d.making import drop_groups
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.types import SHRINK_ABORT, SHRINK_DEFAULT
 from asynccomm.compat.c10d.world import Group, registered, world
@@ -128,9 +128,4 @@ async def _end_others(pg: ProcessGroup) -> None:
         return
     names = ", ".join(other.group_name for other in others)
     _log.warning("the default group is shrunk, which numbers the ranks anew: groups %s are aborted", names)
-    for other in others:
-        known.remove(other)
-    try:
-        await end_groups(others, abort=True)
-    except Exception as exc:
-        _log.warning("not all groups could be aborted: %s", exc)
+    await drop_groups(others)
