@@ -25,7 +25,7 @@ from asynccomm.connect import new_comm
 from asynccomm.options import CommOptions
 from asynccomm.store.base import PrefixStore, Store
 
-__all__ = ["BackendOptions", "Plan", "drop_groups", "end_groups", "make_group", "options_of"]
+__all__ = ["BackendOptions", "Plan", "drop_groups", "end_groups", "give_up", "make_group", "options_of"]
 
 _log: Final = logging.getLogger("asynccomm")
 
@@ -90,8 +90,11 @@ async def make_group(plan: Plan) -> ProcessGroup:
                 made.group_name = plan.name
                 known.add(made, plan.own_store, plan.tag)
                 unless_made.pop_all()
+                async with AsyncExitStack() as unused:  # what is connected for other devices already
+                    for comm in comms.values():
+                        unused.push_async_callback(comm.aclose)
                 return made
-            unless_made.push_async_callback(_give_up, made)
+            unless_made.push_async_callback(give_up, made)
             comms[device] = made
             if alone:
                 comms = dict.fromkeys(config.device_backend_map, made)
@@ -208,7 +211,8 @@ def options_of(backend: str, options: object, timeout: timedelta) -> Mapping[str
     raise TypeError(f"pg_options must be CommOptions for backend {backend!r}, got {options!r}")
 
 
-async def _give_up(comm: Comm) -> None:
+async def give_up(comm: Comm) -> None:
+    """End the comm of one backend, of a group that has not come about."""
     comm.abort("another backend of the group could not connect")
     await comm.aclose()
 

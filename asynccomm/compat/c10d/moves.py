@@ -117,7 +117,7 @@ def all_gather_coalesced(
 
     ``async_op=True`` gives a future.
     """
-    pg = member_of(group, "all_gather_coalesced")
+    pg = member_of(group, "all_gather_coalesced", 5)
     if pg is None:
         return None if async_op else NOTHING
     check_tensor_list("input_tensor_list", input_tensor_list)
@@ -198,8 +198,8 @@ def all_to_all_single(
     """Send each rank its rows of ``input``, and receive rows of ``output``.
 
     Args:
-        output_split_sizes, input_split_sizes: rows (of dim 0) by rank; None or empty: equally many. Both are so on all
-            ranks, or on none.
+        output_split_sizes, input_split_sizes: rows (of dim 0) by rank; None or empty: equally many. Ranks that give
+            neither do not go with those that give one.
     """
     if has_torch_function_variadic(output, input):
         return handle_torch_function(

@@ -53,7 +53,7 @@ def all_reduce_coalesced(
     tensors: list[Tensor] | Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Any:
     """:func:`all_reduce` each of ``tensors``, of one dtype; ``async_op=True`` gives a future."""
-    pg = member_of(group, "all_reduce_coalesced")
+    pg = member_of(group, "all_reduce_coalesced", 5)
     if pg is None:
         return None if async_op else NOTHING
     if isinstance(tensors, Tensor):

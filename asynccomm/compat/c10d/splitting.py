@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from datetime import timedelta
 from hashlib import sha1
 from typing import Final
@@ -12,7 +13,7 @@ from asynccomm.comm import Comm
 from asynccomm.compat.c10d.backends import Backend
 from asynccomm.compat.c10d.checks import member_of
 from asynccomm.compat.c10d.logs import timed
-from asynccomm.compat.c10d.making import options_of
+from asynccomm.compat.c10d.making import give_up, options_of
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.types import NON_GROUP_MEMBER, check_valid_timeout, default_timeout
 from asynccomm.compat.c10d.world import Group, Member, default_group, registered, world
@@ -80,16 +81,13 @@ async def split_group(
     ranks = [parent.global_ranks[rank] for rank in mine]
     name = known.hashed_name(ranks, parent.group_name)
     made: dict[int, Comm] = {}
-    try:
+    async with AsyncExitStack() as unless_made:
         for comm in parent.comms:
             split = await comm.split(mine, name, hints=hints, timeout=limit)
             assert split is not None, "this rank is in it"
             made[id(comm)] = split
-    except BaseException:
-        for split in made.values():
-            split.abort("another backend of the group could not be split")
-            await split.aclose()
-        raise
+            unless_made.push_async_callback(give_up, split)
+        unless_made.pop_all()
     pg = ProcessGroup(
         name,
         desc,

@@ -288,3 +288,25 @@ async def test_modes_may_take_over() -> None:
                 work = call()
             await work
     assert seen == [function.__name__ for function in calls]
+
+
+async def test_split_sizes_are_given_on_all_ranks_or_none() -> None:
+    """Equal ones do not pass for none: another rank's need not be equal, which this one cannot know."""
+
+    async def body(rank: int) -> None:
+        pg = await dist.new_group([0, 1])
+        splits = ([1, 1], [1, 1]) if rank == 0 else ()
+        with pytest.raises(CollectiveMismatchError, match="all_to_all_single"):
+            await dist.all_to_all_single(torch.empty(2), torch.ones(2), *splits, group=pg)
+
+    await run_ranks(2, body)
+
+
+@pytest.mark.parametrize("given", [(None, [1, 1]), ([1, 1], None), ([], [1, 1])])
+async def test_sizes_of_one_side_are_enough(given: Any) -> None:
+    async def body(rank: int) -> None:
+        output = torch.empty(2)
+        await dist.all_to_all_single(output, torch.tensor([rank, rank + 10.0]), *(given if rank else ([1, 1], [1, 1])))
+        assert output.tolist() == ([0.0, 1.0] if rank == 0 else [10.0, 11.0])
+
+    await run_ranks(2, body)
