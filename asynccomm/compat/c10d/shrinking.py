@@ -78,6 +78,7 @@ async def shrink_group(
     new.former_ranks = tuple(ranks)
     known.add(new, PrefixStore(f"{name}/", store), None)
     if is_default:
+        known.renumbered()
         update_default_pg(new)
     return new
 
