@@ -180,6 +180,7 @@ class Backend(abc.ABC):
     hints: ClassVar[Mapping[str, str]] = {}  #: hints it understands, with what they mean
     any_source: ClassVar[bool] = True  #: whether a receive may leave its source open
     compares: ClassVar[bool] = False  #: whether it sees itself when ranks issue different collectives
+    uid: int = -1  #: tells its connection from others, the same on all ranks; -1: it has no such number
     merged_bytes: ClassVar[int] = 1 << 20  #: of one operation up to which it gains by being merged with others
 
     @classmethod

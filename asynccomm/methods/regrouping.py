@@ -108,13 +108,9 @@ class Regrouping(CommBase):
         wait = seconds("timeout", timeout, session.options.timeout)
         session.check_loop()
         self._check_regrouping()
-        channel, seat = session.seat.family.channel, session.seat
-        if session.reporter is None or channel is None or session.backend is None:
-            raise RuntimeError(f"comm {self.name!r} has no control channel on this rank, and cannot be regrouped")
-        absent = [rank for rank, job in enumerate(seat.job_ranks) if job not in channel.roster.contacts]
-        if absent:
-            raise RuntimeError(f"ranks {absent} of comm {self.name!r} have no control channel: it cannot be regrouped")
-        jobs = [who if isinstance(who, str) else seat.job_ranks[who] for who in proposal]
+        if (reason := self._why_fixed()) is not None:
+            raise RuntimeError(reason)
+        jobs = [who if isinstance(who, str) else session.seat.job_ranks[who] for who in proposal]
 
         async def connect() -> Self:
             session.check_loop()
@@ -123,6 +119,17 @@ class Regrouping(CommBase):
             return type(self)(new, new.backend_name)
 
         return Connecting(connect)
+
+    def _why_fixed(self) -> str | None:
+        """What keeps the comm from being regrouped: a control channel that this rank, or another one, does not have."""
+        session = self._session
+        channel = session.seat.family.channel
+        if session.reporter is None or channel is None or session.backend is None:
+            return f"comm {self.name!r} has no control channel on this rank, and cannot be regrouped"
+        absent = [rank for rank, job in enumerate(session.seat.job_ranks) if job not in channel.roster.contacts]
+        if absent:
+            return f"ranks {absent} of comm {self.name!r} have no control channel: it cannot be regrouped"
+        return None
 
     def _check_regrouping(self) -> None:
         session = self._session

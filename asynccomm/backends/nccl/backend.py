@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from hashlib import sha1
 from typing import Any, Final, Self
 from weakref import WeakKeyDictionary
 
@@ -75,6 +76,7 @@ class NcclBackend(Backend):
         self._ability = Ability(dtypes, platform.nccl.native)
         self._config = config = config_of(context)
         self._unique_id = unique_id
+        self.uid = int.from_bytes(sha1(unique_id, usedforsecurity=False).digest()[:8], "big") >> 1  # as a signed word
         self._lanes = Lanes(f"asynccomm-nccl-{group.name}", LANES + 4 * group.size)
         self._high_priority = context.high_priority_stream
         self._streams: list[Stream] = []

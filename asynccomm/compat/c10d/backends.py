@@ -1,7 +1,8 @@
 """Names of backends, which devices they serve, and which of them this installation has.
 
 A name is torch's (``gloo``, ``nccl``) or one of ours: ``shm`` (the ranks of one machine), ``auto`` (the fastest that
-suits on the CPU), ``loopback`` (tests), or what an entry point adds. All of them run on asynccomm's transports.
+suits on the CPU), ``loopback`` (tests), or what an entry point adds. All of them run on asynccomm's transports, but for
+``fake``, which moves nothing: see ``fake``.
 """
 
 from __future__ import annotations
@@ -86,9 +87,10 @@ class Backend(str):
     AUTO: Final = "auto"
     SHM: Final = "shm"
     LOOPBACK: Final = "loopback"
+    FAKE: Final = "fake"
 
     _plugins: ClassVar[dict[str, Plugin]] = {}
-    backend_list: ClassVar[list[str]] = [UNDEFINED, GLOO, NCCL, XCCL, UCC, MPI, AUTO, SHM, LOOPBACK]
+    backend_list: ClassVar[list[str]] = [UNDEFINED, GLOO, NCCL, XCCL, UCC, MPI, AUTO, SHM, LOOPBACK, FAKE]
     default_device_backend_map: ClassVar[dict[str, str]] = {"cpu": GLOO, "cuda": NCCL, "xpu": XCCL, "mps": GLOO}
     backend_capability: ClassVar[dict[str, list[str]]] = {
         GLOO: ["cpu", "cuda"],
@@ -99,6 +101,7 @@ class Backend(str):
         AUTO: ["cpu"],
         SHM: ["cpu"],
         LOOPBACK: ["cpu"],
+        FAKE: ["cpu", "cuda"],
     }
     backend_type_map: ClassVar[dict[str, dist.ProcessGroup.BackendType]] = {
         UNDEFINED: dist.ProcessGroup.BackendType.UNDEFINED,
@@ -107,7 +110,7 @@ class Backend(str):
         XCCL: dist.ProcessGroup.BackendType.XCCL,
         UCC: dist.ProcessGroup.BackendType.UCC,
         MPI: dist.ProcessGroup.BackendType.MPI,
-        **dict.fromkeys((AUTO, SHM, LOOPBACK), dist.ProcessGroup.BackendType.CUSTOM),
+        **dict.fromkeys((AUTO, SHM, LOOPBACK, FAKE), dist.ProcessGroup.BackendType.CUSTOM),
     }
 
     def __new__(cls, name: str) -> Backend:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from asynccomm.compat.c10d.backends import accelerator
+from asynccomm.compat.c10d.backends import Backend, accelerator
 from asynccomm.compat.c10d.checks import member_of
 from asynccomm.compat.c10d.logs import logged
 from asynccomm.compat.c10d.process_group import ProcessGroup
@@ -61,12 +61,12 @@ def monitored_barrier(
         timeout: None: the group's. A number counts as seconds, with a warning.
         wait_all_ranks: name all ranks that are missing, instead of the first.
 
-    Raises: ValueError for a group of accelerators alone; TypeError.
+    Raises: ValueError for a group of accelerators alone, and for a fake one; TypeError.
     """
     pg = member_of(group, "monitored_barrier", 3)
     if pg is None:
         return NOTHING
-    if "cpu" not in pg.device_types:
+    if "cpu" not in pg.device_types or pg.backend == Backend.FAKE:
         raise ValueError(f"monitored_barrier needs a group with a backend for the CPU, not {pg!r}")
     if isinstance(timeout, float):
         warnings.warn(f"timeout should be a timedelta; {timeout} counts as seconds", stacklevel=2)

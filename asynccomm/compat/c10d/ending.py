@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
-from collections.abc import Sequence
 from datetime import timedelta
-from typing import Final
 
 from asynccomm.background import finish
 from asynccomm.compat.c10d.init import run_endings, update_default_pg
+from asynccomm.compat.c10d.making import end_groups
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.types import NON_GROUP_MEMBER, check_valid_timeout
 from asynccomm.compat.c10d.world import Group, group_or_default, world
@@ -19,11 +17,8 @@ __all__ = [
     "abort_process_group",
     "add_ephemeral_timeout",
     "destroy_process_group",
-    "end_groups",
     "set_pg_timeout",
 ]
-
-_log: Final = logging.getLogger("asynccomm")
 
 
 async def destroy_process_group(group: Group = None) -> None:
@@ -73,24 +68,6 @@ async def _end(group: Group, abort: bool) -> None:
             await run_endings(endings, waits_for)
 
     await finish(end())
-
-
-async def end_groups(groups: Sequence[ProcessGroup], abort: bool) -> None:
-    """Close the comms of ``groups`` in this order; ``abort``: all of them are aborted first. Raises the first error."""
-    if abort:
-        for pg in groups:
-            for comm in pg.comms:
-                comm.abort(f"process group {pg.group_name!r} was aborted")
-    errors: list[Exception] = []
-    for pg in groups:
-        for comm in pg.comms:
-            try:
-                await comm.aclose()
-            except Exception as exc:
-                _log.warning("process group %r did not end well: %s", pg.group_name, exc)
-                errors.append(exc)
-    if errors:
-        raise errors[0]
 
 
 def _is_broken(pg: ProcessGroup) -> bool:

@@ -7,11 +7,12 @@ from datetime import timedelta
 
 import torch
 
+from asynccomm.background import finish
 from asynccomm.checks import as_index
 from asynccomm.compat.c10d.backends import Backend
 from asynccomm.compat.c10d.init import barrier_after_init
 from asynccomm.compat.c10d.logs import timed
-from asynccomm.compat.c10d.making import Plan, make_group
+from asynccomm.compat.c10d.making import Plan, drop_groups, make_group
 from asynccomm.compat.c10d.meeting import store_based_barrier
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.ranks import get_process_group_ranks, get_rank, get_world_size
@@ -116,9 +117,14 @@ async def new_group_with_tag(
         )
         if use_local_synchronization:
             room = known.pg_map[pg][1]
-    if barrier_after_init():
+    if barrier_after_init() and name != Backend.FAKE:
         count = len(members) if use_local_synchronization else default.size()
-        await store_based_barrier(me, room, group_name, count, limit)
+        try:
+            await store_based_barrier(me, room, group_name, count, limit)
+        except BaseException:
+            if isinstance(pg, ProcessGroup) and pg.group_name == group_name:  # made here, and known to nobody
+                await finish(drop_groups([pg]))
+            raise
     return pg
 
 
@@ -206,6 +212,8 @@ async def new_subgroups_by_enumeration(
 async def find_or_create_group(tag: str, ranks: Sequence[int], stride: int) -> ProcessGroup:
     """The group under ``tag`` of those ``stride`` consecutive items of ``ranks`` that have this rank.
 
+    Only they need to call this. What is made has a hashed name.
+
     Raises: ValueError if ``stride`` does not divide their number, or there is none and no tag to make one under;
         AssertionError if they do not have this rank.
     """
@@ -221,6 +229,7 @@ async def find_or_create_group(tag: str, ranks: Sequence[int], stride: int) -> P
         return found
     if not tag:
         raise ValueError(f"there is no group of ranks {sorted(mine)}, and none can be made without a tag")
-    made = await new_group_with_tag(sorted(mine), pg_tag=tag)
+    # the ranks of the other chunks do the same for theirs: a number for a name would be that of all of them
+    made = await new_group_with_tag(sorted(mine), pg_tag=tag, use_local_synchronization=True)
     assert isinstance(made, ProcessGroup), "this rank is in it"
     return made

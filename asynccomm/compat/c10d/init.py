@@ -17,12 +17,13 @@ from asynccomm.background import finish
 from asynccomm.compat.c10d.backends import Backend, accelerator, get_default_backend_for_device
 from asynccomm.compat.c10d.hooks import RankHook
 from asynccomm.compat.c10d.logs import logged_coroutine, timed
-from asynccomm.compat.c10d.making import Plan, check_device, make_group
+from asynccomm.compat.c10d.making import Plan, check_device, drop_groups, make_group
 from asynccomm.compat.c10d.meeting import Leaving, as_store, rendezvous, store_based_barrier
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.types import check_valid_timeout, default_timeout
 from asynccomm.compat.c10d.world import Ending, World, world
 from asynccomm.store.base import PrefixStore, Store
+from asynccomm.store.memory import MemoryStore
 
 __all__ = ["barrier_after_init", "init_process_group", "run_endings", "update_default_pg"]
 
@@ -64,6 +65,8 @@ async def init_process_group(
     known = world()
     if known.default_pg is not None or known.starting:
         raise ValueError("init_process_group was called before, and destroy_process_group was not")
+    if store is None and backend == Backend.FAKE and not 0 <= rank < world_size:
+        raise ValueError(f"backend 'fake' needs rank and world_size, got {rank} and {world_size}")
     if store is not None:
         if init_method is not None:
             raise AssertionError("init_method and store cannot both be given")
@@ -85,9 +88,10 @@ async def init_process_group(
     try:
         await _make_default(known, name, init_method, limit, world_size, rank, store, pg_options, device, _ranks or ())
     except BaseException:
-        endings = known.endings
+        groups, endings = list(known.pg_map), known.endings
         known.clear()
-        await finish(run_endings(endings, 1))
+        update_default_pg(None)
+        await finish(_undo(groups, endings))
         raise
     known.starting = False
 
@@ -105,12 +109,14 @@ async def _make_default(
     ranks: Sequence[int],
 ) -> None:
     """Meet, connect, and make the group the default one."""
-    if given is None:
+    if given is None and backend == Backend.FAKE:
+        root: Store = PrefixStore("default_pg", MemoryStore())  # nobody is to be met there
+    elif given is None:
         known.init_method = "env://" if init_method is None else init_method
         meeting = rendezvous(known.init_method, rank, size, timeout=timeout)
         known.endings.append(lambda waits_for: _leave(meeting, waits_for))
         met, rank, size = await anext(meeting)
-        root: Store = PrefixStore("default_pg", as_store(met))
+        root = PrefixStore("default_pg", as_store(met))
     else:
         root = as_store(given)  # as it is: only what ranks meet at may be others', too
     name = known.hashed_name(ranks) if ranks else known.next_name()
@@ -134,8 +140,13 @@ async def _make_default(
         hook.remove()
 
     known.endings.append(restore)
-    if barrier_after_init():
+    if barrier_after_init() and backend != Backend.FAKE:
         await store_based_barrier(rank, root, name, size, timeout)
+
+
+async def _undo(groups: Sequence[ProcessGroup], endings: Sequence[Ending]) -> None:
+    await drop_groups(groups)
+    await run_endings(endings, 1)
 
 
 async def _leave(meeting: AsyncGenerator[Any], waits_for: int) -> None:

@@ -16,6 +16,7 @@ from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.ranks import get_backend, get_global_rank, get_process_group_ranks
 from asynccomm.compat.c10d.types import NON_GROUP_MEMBER
 from asynccomm.compat.c10d.world import Group, default_group, registered, world
+from asynccomm.errors import AsyncCommError
 from asynccomm.store.base import Store
 
 __all__ = [
@@ -61,8 +62,11 @@ def name_of(pg: object) -> str:
 
 
 def group_uid(pg: ProcessGroup) -> int:
-    """A number of the group's communicator: -1, as of every backend in torch but NCCL."""
-    return -1
+    """A number of the group's NCCL communicator, the same on all its ranks; -1 for other backends, and at its end."""
+    try:
+        return max((comm.unsafe_get_backend().uid for comm in pg.comms), default=-1)
+    except AsyncCommError:
+        return -1
 
 
 def group_tag(pg: ProcessGroup) -> str:

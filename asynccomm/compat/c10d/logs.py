@@ -11,6 +11,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 from torch.monitor import _WaitCounter
 
 from asynccomm.compat.c10d.process_group import ProcessGroup
+from asynccomm.compat.c10d.work import Then, operation_of
 from asynccomm.compat.c10d.world import world
 
 __all__ = ["logged", "logged_coroutine", "timed"]
@@ -22,17 +23,34 @@ _log: Final = logging.getLogger("asynccomm")
 
 
 def logged(function: Callable[P, T]) -> Callable[P, T]:
-    """``function``; what it raises at the call is logged for debugging, with the group it was about."""
+    """``function``; what it raises is logged for debugging, with the group it was about.
+
+    That is at the call, or when what it returns has failed, whoever awaits it.
+    """
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return function(*args, **kwargs)
+            awaited = function(*args, **kwargs)
         except Exception as exc:
-            _report(function, args, kwargs, exc)
+            _report(function, _about(function, args, kwargs), exc)
             raise
+        if _log.isEnabledFor(logging.DEBUG):  # now: what is in flight is not to be kept for a log that nobody reads
+            _watch(awaited, function, args, kwargs)
+        return awaited
 
     return call
+
+
+def _watch(awaited: object, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    report = functools.partial(_report, function, _about(function, args, kwargs))  # the world may end before
+    if isinstance(awaited, Then):
+        awaited.failed = report
+        return
+    work = operation_of(awaited)
+    if work is not None:
+        # asking by exception() would pass for somebody who has seen the error
+        work.add_done_callback(lambda work: None if work._error is None else report(work._error))
 
 
 def logged_coroutine(function: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
@@ -43,7 +61,7 @@ def logged_coroutine(function: Callable[P, Awaitable[T]]) -> Callable[P, Awaitab
         try:
             return await function(*args, **kwargs)
         except Exception as exc:
-            _report(function, args, kwargs, exc)
+            _report(function, _about(function, args, kwargs), exc)
             raise
 
     return call
@@ -61,22 +79,24 @@ def timed(function: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
     return call
 
 
-def _report(function: Callable[..., Any], args: Any, kwargs: Any, error: Exception) -> None:
-    """Never raises: the error that is on its way matters more."""
+def _report(function: Callable[..., Any], about: str, error: BaseException) -> None:
+    _log.debug("%s%s raised %s: %s", function.__name__, about, type(error).__name__, error)
+
+
+def _about(function: Callable[..., Any], args: Any, kwargs: Any) -> str:
+    """Which group a call is about; empty if nobody listens. Never raises: what is to be logged matters more."""
     if not _log.isEnabledFor(logging.DEBUG):
-        return
+        return ""
     try:
         given = inspect.signature(function).bind_partial(*args, **kwargs).arguments.get("group")
-        known = world()
-        pg = given if isinstance(given, ProcessGroup) else known.default_pg
-        about = "no group"
-        if pg is not None:
-            everybody = known.default_pg.size() if known.default_pg is not None else -1
-            rank = known.default_pg.rank() if known.default_pg is not None else -1
-            about = (
-                f"group {pg.group_name!r} of backend {pg.backend!r}, rank {pg.rank()} of {pg.size()}, global rank "
-                f"{rank} of {everybody}"
-            )
-        _log.debug("%s on %s raised %s: %s", function.__name__, about, type(error).__name__, error)
+        default = world().default_pg
+        pg = given if isinstance(given, ProcessGroup) else default
+        if pg is None:
+            return " on no group"
+        rank, everybody = (-1, -1) if default is None else (default.rank(), default.size())
+        return (
+            f" on group {pg.group_name!r} of backend {pg.backend!r}, rank {pg.rank()} of {pg.size()}, global rank "
+            f"{rank} of {everybody}"
+        )
     except Exception:
-        _log.debug("%s raised %s", function.__name__, type(error).__name__)
+        return ""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch.distributed import distributed_c10d as _torch
@@ -16,6 +17,7 @@ from torch.distributed import distributed_c10d as _torch
 from asynccomm.backends.registry import backend_names
 from asynccomm.comm import Comm
 from asynccomm.compat.c10d.backends import Backend, BackendConfig, is_gloo_available, is_nccl_available
+from asynccomm.compat.c10d.fake import fake_comm
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.types import check_valid_timeout
 from asynccomm.compat.c10d.world import world
@@ -23,7 +25,9 @@ from asynccomm.connect import new_comm
 from asynccomm.options import CommOptions
 from asynccomm.store.base import PrefixStore, Store
 
-__all__ = ["BackendOptions", "Plan", "make_group", "options_of"]
+__all__ = ["BackendOptions", "Plan", "drop_groups", "end_groups", "give_up", "make_group", "options_of"]
+
+_log: Final = logging.getLogger("asynccomm")
 
 
 @final
@@ -78,15 +82,19 @@ async def make_group(plan: Plan) -> ProcessGroup:
         _check_backend(backend)
     async with AsyncExitStack() as unless_made:
         comms: dict[str, Comm] = {}
-        alone = len(set(config.device_backend_map.values())) == 1
+        backends = set(config.device_backend_map.values())
+        alone = len(backends) == 1 and Backend.FAKE not in backends  # which costs nothing, and is for the device given
         for device, backend in config.device_backend_map.items():
             made = await _connect(plan, device, backend)
             if isinstance(made, ProcessGroup):
                 made.group_name = plan.name
                 known.add(made, plan.own_store, plan.tag)
                 unless_made.pop_all()
+                async with AsyncExitStack() as unused:  # what is connected for other devices already
+                    for comm in comms.values():
+                        unused.push_async_callback(comm.aclose)
                 return made
-            unless_made.push_async_callback(_give_up, made)
+            unless_made.push_async_callback(give_up, made)
             comms[device] = made
             if alone:
                 comms = dict.fromkeys(config.device_backend_map, made)
@@ -118,8 +126,10 @@ def _check_backend(backend: str) -> None:
         return
     if not missing.get(backend, True):
         raise RuntimeError(f"backend {backend!r} is not available here")
-    if backend != "auto" and backend not in backend_names():
-        raise AssertionError(f"unknown backend type {backend!r}: choose from {', '.join(['auto', *backend_names()])}")
+    if backend not in ("auto", Backend.FAKE) and backend not in backend_names():
+        raise AssertionError(
+            f"unknown backend type {backend!r}: choose from {', '.join(['auto', 'fake', *backend_names()])}"
+        )
 
 
 async def _connect(plan: Plan, device: str, backend: str) -> Comm | ProcessGroup:
@@ -131,6 +141,8 @@ async def _connect(plan: Plan, device: str, backend: str) -> Comm | ProcessGroup
         return split
     if plugin is None:
         where = plan.device if plan.device is not None and plan.device.type == device else torch.device(device)
+        if backend == Backend.FAKE:
+            return await fake_comm(plan.name, plan.rank, len(plan.ranks), where, plan.timeout)
         return await new_comm(
             backend,
             where,
@@ -199,6 +211,35 @@ def options_of(backend: str, options: object, timeout: timedelta) -> Mapping[str
     raise TypeError(f"pg_options must be CommOptions for backend {backend!r}, got {options!r}")
 
 
-async def _give_up(comm: Comm) -> None:
+async def give_up(comm: Comm) -> None:
+    """End the comm of one backend, of a group that has not come about."""
     comm.abort("another backend of the group could not connect")
     await comm.aclose()
+
+
+async def end_groups(groups: Sequence[ProcessGroup], abort: bool) -> None:
+    """Close the comms of ``groups`` in this order; ``abort``: all of them are aborted first. Raises the first error."""
+    if abort:
+        for pg in groups:
+            for comm in pg.comms:
+                comm.abort(f"process group {pg.group_name!r} was aborted")
+    errors: list[Exception] = []
+    for pg in groups:
+        for comm in pg.comms:
+            try:
+                await comm.aclose()
+            except Exception as exc:
+                _log.warning("process group %r did not end well: %s", pg.group_name, exc)
+                errors.append(exc)
+    if errors:
+        raise errors[0]
+
+
+async def drop_groups(groups: Sequence[ProcessGroup]) -> None:
+    """Abort groups and forget them: of a call that fails, or of ranks that mean nothing any more. Raises nothing."""
+    for pg in groups:
+        world().remove(pg)
+    try:
+        await end_groups(groups, abort=True)
+    except Exception as exc:
+        _log.warning("not all groups could be aborted: %s", exc)

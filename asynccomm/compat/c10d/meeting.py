@@ -150,7 +150,7 @@ def _with_query(url: str, rank: int, world_size: int) -> str:
 @timed
 async def store_based_barrier(
     rank: int,
-    store: Store,
+    store: Store | dist.Store,
     group_name: str,
     rendezvous_count: int,
     timeout: timedelta,
@@ -162,6 +162,7 @@ async def store_based_barrier(
 
     Raises: DistStoreError if that takes longer than ``timeout``.
     """
+    store = as_store(store)
     key = f"{STORE_BASED_BARRIER_PREFIX}:{group_name}"
     turn = (await store.add(key, 1) - 1) // rendezvous_count
     last = f"{key}:last_worker" if turn == 0 else f"{key}:{turn}:last_worker"

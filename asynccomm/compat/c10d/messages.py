@@ -11,7 +11,7 @@ from asynccomm import work as _ours
 from asynccomm.compat.c10d.checks import check_not_self, check_tensor, member_of
 from asynccomm.compat.c10d.logs import logged
 from asynccomm.compat.c10d.process_group import ProcessGroup
-from asynccomm.compat.c10d.ranks import canonical_rank, get_rank
+from asynccomm.compat.c10d.ranks import canonical_rank
 from asynccomm.compat.c10d.types import NON_GROUP_MEMBER
 from asynccomm.compat.c10d.work import NOTHING, Nothing, Then, Work
 from asynccomm.compat.c10d.world import Group, group_or_default
@@ -123,8 +123,10 @@ class P2POp:
             self.group_peer = canonical_rank(pg, peer, group_peer, name="peer")
 
     def __repr__(self) -> str:
-        name = self.group.group_name if isinstance(self.group, ProcessGroup) else "none of this rank"
-        ends = get_rank(self.group), self.group_peer
+        name, rank = "none of this rank", -1
+        if isinstance(self.group, ProcessGroup):  # which may have ended
+            name, rank = self.group.group_name, self.group.rank()
+        ends = rank, self.group_peer
         src, dst = ends if self.op is isend else ends[::-1]
         return (
             f"P2POp({self.op.__name__} pg={name}, group_src={src}, group_dst={dst}, {self.tensor.shape}, "

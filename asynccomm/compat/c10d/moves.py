@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 from typing_extensions import deprecated
 
 from asynccomm.compat.c10d.checks import (
@@ -56,7 +56,7 @@ def broadcast(
 @logged
 def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Group = None, async_op: bool = False) -> Any:
     """Collect every rank's ``tensor`` in ``tensor_list``, also of different sizes. See ``Comm.all_gather``."""
-    if has_torch_function((tensor_list, tensor)):
+    if has_torch_function_variadic(tensor_list, tensor):
         return handle_torch_function(
             all_gather, (tensor_list, tensor), tensor_list, tensor, group=group, async_op=async_op
         )
@@ -75,7 +75,7 @@ def all_gather_into_tensor(
     output_tensor: Tensor, input_tensor: Tensor, group: Group = None, async_op: bool = False
 ) -> Any:
     """Collect every rank's ``input_tensor`` in one, concatenated or stacked. See ``Comm.all_gather_single``."""
-    if has_torch_function((output_tensor, input_tensor)):
+    if has_torch_function_variadic(output_tensor, input_tensor):
         return handle_torch_function(
             all_gather_into_tensor,
             (output_tensor, input_tensor),
@@ -117,7 +117,7 @@ def all_gather_coalesced(
 
     ``async_op=True`` gives a future.
     """
-    pg = member_of(group, "all_gather_coalesced")
+    pg = member_of(group, "all_gather_coalesced", 5)
     if pg is None:
         return None if async_op else NOTHING
     check_tensor_list("input_tensor_list", input_tensor_list)
@@ -198,10 +198,10 @@ def all_to_all_single(
     """Send each rank its rows of ``input``, and receive rows of ``output``.
 
     Args:
-        output_split_sizes, input_split_sizes: rows (of dim 0) by rank; None or empty: equally many. Both are so on all
-            ranks, or on none.
+        output_split_sizes, input_split_sizes: rows (of dim 0) by rank; None or empty: equally many. Ranks that give
+            neither do not go with those that give one.
     """
-    if has_torch_function((output, input)):
+    if has_torch_function_variadic(output, input):
         return handle_torch_function(
             all_to_all_single,
             (output, input),

@@ -1,6 +1,7 @@
 """Collectives on Python objects, as torch has them: what comes is unpickled, whatever it is.
 
 Whoever may send here may thus run any code here. The methods of our comms are safe unless they are told otherwise.
+Tensors in objects arrive on the CPU, and from one rank come at most 4 GiB at once.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def broadcast_object_list(
     if pg is None:
         return NOTHING
     root = root_rank(pg, src, group_src, "src")
-    return pg.comm(device).broadcast_object_list(object_list, root, weights_only=False)
+    return Then(pg.comm(device).broadcast_object_list(object_list, root, weights_only=False), lambda items: items)
 
 
 @logged

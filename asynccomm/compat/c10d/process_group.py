@@ -10,6 +10,7 @@ import torch
 
 from asynccomm.comm import Comm
 from asynccomm.compat.c10d.backends import BackendConfig, backend_of
+from asynccomm.errors import AsyncCommError
 
 __all__ = ["ProcessGroup"]
 
@@ -96,6 +97,31 @@ class ProcessGroup:
                 f"group {self.group_name!r} has no backend for device type {kind!r}, only {self.config!r} was asked for"
             )
         return comm
+
+    # -- what its backends can ----------------------------------------------------------------------------------------
+
+    @property
+    def supports_splitting(self) -> bool:
+        """Whether groups can be split off it: if it has a comm at all."""
+        return bool(self._comms)
+
+    @property
+    def supports_coalescing(self) -> bool:
+        """Whether operations can leave together: if it has a comm at all."""
+        return bool(self._comms)
+
+    @property
+    def supports_time_estimate(self) -> bool:
+        """Whether the comm for objects and barriers can say how long operations would take, as only NCCL's can."""
+        try:
+            return bool(self._comms) and bool(self.comm().time_estimator())
+        except (AsyncCommError, NotImplementedError):
+            return False
+
+    @property
+    def supports_shrinking(self) -> bool:
+        """Whether it can go on without some ranks: if all of them have a control channel."""
+        return bool(self._comms) and not any(comm._why_fixed() for comm in self.comms)
 
     @property
     def object_device(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import handle_torch_function, has_torch_function_unary, has_torch_function_variadic
 from typing_extensions import deprecated
 
 from asynccomm.compat.c10d.checks import check_same_dtype, check_tensor, check_tensor_list, member_of
@@ -32,7 +32,7 @@ def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None, asyn
 
     Raises: ValueError for complex tensors and an op that has no meaning for them.
     """
-    if type(tensor) is not Tensor and has_torch_function((tensor,)):
+    if has_torch_function_unary(tensor):
         return handle_torch_function(all_reduce, (tensor,), tensor, op=op, group=group, async_op=async_op)
     pg = member_of(group, "all_reduce")
     if pg is None:
@@ -53,7 +53,7 @@ def all_reduce_coalesced(
     tensors: list[Tensor] | Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Any:
     """:func:`all_reduce` each of ``tensors``, of one dtype; ``async_op=True`` gives a future."""
-    pg = member_of(group, "all_reduce_coalesced")
+    pg = member_of(group, "all_reduce_coalesced", 5)
     if pg is None:
         return None if async_op else NOTHING
     if isinstance(tensors, Tensor):
@@ -103,7 +103,7 @@ def reduce_scatter_tensor(
     output: Tensor, input: Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Any:
     """Combine the ranks' ``input``, concatenated or stacked, and leave this rank's part in ``output``."""
-    if (type(output) is not Tensor or type(input) is not Tensor) and has_torch_function((output, input)):
+    if has_torch_function_variadic(output, input):
         return handle_torch_function(
             reduce_scatter_tensor, (output, input), output, input, op=op, group=group, async_op=async_op
         )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from typing import Final
 
 from asynccomm.checks import as_index
 from asynccomm.comm import Comm
-from asynccomm.compat.c10d.ending import end_groups
 from asynccomm.compat.c10d.init import update_default_pg
 from asynccomm.compat.c10d.logs import timed
+from asynccomm.compat.c10d.making import drop_groups, give_up
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.types import SHRINK_ABORT, SHRINK_DEFAULT
 from asynccomm.compat.c10d.world import Group, registered, world
@@ -52,8 +53,11 @@ async def shrink_group(
         for comm in pg.comms:
             comm.abort("shrink_group was called with SHRINK_ABORT")
     made: dict[int, Comm] = {}
-    for comm in pg.comms:
-        made[id(comm)] = await comm.shrink(excluded)
+    async with AsyncExitStack() as unless_made:
+        for comm in pg.comms:
+            made[id(comm)] = left = await comm.shrink(excluded)
+            unless_made.push_async_callback(give_up, left)
+        unless_made.pop_all()
     first = next(iter(made.values()))
     survivors = list(first.parent_ranks)  # some may be lost that nobody has excluded
     store = _store_of(known.pg_map[pg][1], first)
@@ -74,6 +78,7 @@ async def shrink_group(
     new.former_ranks = tuple(ranks)
     known.add(new, PrefixStore(f"{name}/", store), None)
     if is_default:
+        known.renumbered()
         update_default_pg(new)
     return new
 
@@ -128,9 +133,4 @@ async def _end_others(pg: ProcessGroup) -> None:
         return
     names = ", ".join(other.group_name for other in others)
     _log.warning("the default group is shrunk, which numbers the ranks anew: groups %s are aborted", names)
-    for other in others:
-        known.remove(other)
-    try:
-        await end_groups(others, abort=True)
-    except Exception as exc:
-        _log.warning("not all groups could be aborted: %s", exc)
+    await drop_groups(others)

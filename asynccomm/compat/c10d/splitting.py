@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from datetime import timedelta
 from hashlib import sha1
 from typing import Final
 
 from asynccomm.checks import as_index
 from asynccomm.comm import Comm
+from asynccomm.compat.c10d.backends import Backend
 from asynccomm.compat.c10d.checks import member_of
 from asynccomm.compat.c10d.logs import timed
-from asynccomm.compat.c10d.making import options_of
+from asynccomm.compat.c10d.making import give_up, options_of
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.types import NON_GROUP_MEMBER, check_valid_timeout, default_timeout
 from asynccomm.compat.c10d.world import Group, Member, default_group, registered, world
@@ -63,7 +65,8 @@ async def split_group(
     if member_of(parent_pg, "split_group", 5) is None:
         raise ValueError("this rank is not in parent_pg")
     parent = registered(parent_pg)
-    if not is_safe_to_split() and any(comm.device.type != "cpu" for comm in parent.comms):
+    real = parent.backend != Backend.FAKE
+    if real and not is_safe_to_split() and any(comm.device.type != "cpu" for comm in parent.comms):
         raise RuntimeError("no device is bound to the default group: pass device_id= to init_process_group")
     limit = default_timeout(parent.backend) if timeout is None else timeout
     check_valid_timeout(limit)
@@ -78,16 +81,13 @@ async def split_group(
     ranks = [parent.global_ranks[rank] for rank in mine]
     name = known.hashed_name(ranks, parent.group_name)
     made: dict[int, Comm] = {}
-    try:
+    async with AsyncExitStack() as unless_made:
         for comm in parent.comms:
             split = await comm.split(mine, name, hints=hints, timeout=limit)
             assert split is not None, "this rank is in it"
             made[id(comm)] = split
-    except BaseException:
-        for split in made.values():
-            split.abort("another backend of the group could not be split")
-            await split.aclose()
-        raise
+            unless_made.push_async_callback(give_up, split)
+        unless_made.pop_all()
     pg = ProcessGroup(
         name,
         desc,

@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, TypeVar, final
 
 from asynccomm import work as _ours
 
-__all__ = ["NOTHING", "Nothing", "Then", "Work"]
+__all__ = ["NOTHING", "Nothing", "Then", "Work", "operation_of"]
 
 T = TypeVar("T")
 
@@ -73,6 +73,13 @@ class Work:
         return repr(self._work)
 
 
+def operation_of(awaited: object) -> _ours.Work[Any] | None:
+    """The comm's Work that a function has returned, or a handle of one."""
+    if isinstance(awaited, _ours.Work):
+        return awaited
+    return awaited._work if type(awaited) is Work else None
+
+
 async def _result(work: Awaitable[T]) -> T:
     return await work
 
@@ -81,19 +88,25 @@ async def _result(work: Awaitable[T]) -> T:
 class Then(Generic[T]):
     """Something to await, and what is to be done with its output, once, to get the result."""
 
-    __slots__ = ("_done", "_finish", "_result", "_work")
+    __slots__ = ("_done", "_finish", "_result", "_work", "failed")
 
     def __init__(self, work: Awaitable[Any], finish: Callable[[Any], T]) -> None:
+        self.failed: Callable[[Exception], object] | None = None  #: is told what awaiting raises
         self._work = work
         self._finish = finish
         self._done = False
         self._result: Any = None
 
     def __await__(self) -> Generator[Any, None, T]:
-        value = yield from self._work.__await__()
-        if not self._done:
-            self._result = self._finish(value)
-            self._done = True
+        try:
+            value = yield from self._work.__await__()
+            if not self._done:
+                self._result = self._finish(value)
+                self._done = True
+        except Exception as exc:
+            if self.failed is not None:
+                self.failed(exc)
+            raise
         return self._result  # type: ignore[no-any-return]
 
 

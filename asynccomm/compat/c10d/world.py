@@ -103,10 +103,14 @@ class World:
         Args:
             parent: the group they come from, so that groups of other groups have other names.
         """
-        key = "_".join([*map(str, ranks), *([parent] if parent else [])])
+        key = "_".join(map(str, ranks)) + (f"/{parent}" if parent else "")  # which may be a number, as ranks are
         number = self._hashed[key]
         self._hashed[key] += 1
         return sha1(f"{key}_{number}".encode(), usedforsecurity=False).hexdigest()
+
+    def renumbered(self) -> None:
+        """The ranks have new numbers: how often the old ones made groups, which differs, counts no more."""
+        self._hashed.clear()
 
     # -- what there is ------------------------------------------------------------------------------------------------
 

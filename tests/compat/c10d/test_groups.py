@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import asynccomm.compat.c10d as dist
+from asynccomm import Comm
+from asynccomm.compat.c10d import groups
 from tests.compat.c10d.worlds import alone, run_ranks
 
 OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
@@ -232,3 +234,49 @@ async def test_find_or_create() -> None:
                 await find("", [0, 2], 2)
 
     await run_ranks(4, body)
+
+
+async def test_find_or_create_in_strides() -> None:
+    """Each stride makes its own group at the same time, so they must not meet under one name."""
+
+    async def body(rank: int) -> None:
+        count = dist.get_pg_count()
+        made = await dist._find_or_create_pg_by_ranks_and_tag("halves", [0, 1, 2, 3], 2)
+        assert made.global_ranks == ((0, 1) if rank < 2 else (2, 3))
+        tensor = torch.tensor([rank])
+        await dist.all_reduce(tensor, group=made)
+        assert tensor.item() == (1 if rank < 2 else 5)
+        names: list[str | None] = [None] * 4
+        await dist.all_gather_object(names, made.group_name)
+        assert names[0] == names[1] != names[2] == names[3]
+        assert dist.get_pg_count() == count
+
+    await run_ranks(4, body, backend="gloo")
+
+
+async def test_a_barrier_that_fails_leaves_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: Any) -> None:
+        raise dist.DistStoreError("nobody came")
+
+    closed: list[str] = []
+    close = Comm.aclose
+
+    async def aclose(self: Comm) -> None:
+        await close(self)
+        closed.append(self.name)
+
+    async def body(rank: int) -> None:
+        await dist.barrier()
+        monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
+        monkeypatch.setattr(groups, "store_based_barrier", fail)
+        monkeypatch.setattr(Comm, "aclose", aclose)
+        with pytest.raises(dist.DistStoreError, match="nobody came"):
+            await dist.new_group([0, 1])
+        assert "1" in closed
+        assert list(dist._world.pg_map) == [dist.group.WORLD]
+        tensor = torch.ones(1)
+        await dist.all_reduce(tensor)
+        assert tensor.item() == 2
+
+    await run_ranks(2, body)
+    assert closed == ["1", "1", "0", "0"]

@@ -15,7 +15,7 @@ from torch import distributed as torch_dist
 from torch.distributed import distributed_c10d as torch_c10d
 
 import asynccomm.compat.c10d as dist
-from asynccomm import MemoryStore, RendezvousError
+from asynccomm import Comm, MemoryStore, RendezvousError
 from asynccomm.compat.c10d import backends, init
 from asynccomm.store.base import PrefixStore
 from tests.compat.c10d.worlds import alone, run_ranks
@@ -287,3 +287,25 @@ async def test_in_processes() -> None:
         split = await dist.split_group(None, [[0, 1]])
         await dist.barrier(split)
         await dist.destroy_process_group()
+
+
+async def test_a_barrier_that_fails_leaves_no_comm(fresh: dist.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
+    closed: list[str] = []
+    close = Comm.aclose
+
+    async def aclose(self: Comm) -> None:
+        await close(self)
+        closed.append(self.name)
+
+    monkeypatch.setattr(Comm, "aclose", aclose)
+
+    async def fail(*_: Any) -> None:
+        raise dist.DistStoreError("nobody came")
+
+    monkeypatch.setattr(init, "store_based_barrier", fail)
+    with pytest.raises(dist.DistStoreError, match="nobody came"):
+        await dist.init_process_group("loopback", store=MemoryStore(), **ONE)
+    assert closed == ["0"]
+    assert not fresh.pg_map
+    assert not fresh.starting

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -10,8 +12,9 @@ import pytest
 import torch
 
 import asynccomm.compat.c10d as dist
+from asynccomm import BrokenError, PayloadError
 from asynccomm.compat.c10d import logs
-from tests.compat.c10d.worlds import alone
+from tests.compat.c10d.worlds import alone, run_ranks
 
 ONE = torch.ones(1)
 LOGGED = {
@@ -79,7 +82,7 @@ async def test_the_error_matters_more_than_the_log(
             patch.setattr(logs, "world", fail)
             with caplog.at_level(logging.DEBUG, "asynccomm"), pytest.raises(ValueError, match="in \\[0, 1\\)"):
                 dist.broadcast(ONE, 9)
-    assert any(record.message == "broadcast raised ValueError" for record in caplog.records)
+    assert any(record.message.startswith("broadcast raised ValueError: ") for record in caplog.records)
 
 
 async def test_nothing_is_made_up_where_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,3 +128,60 @@ async def test_waits_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_counters_are_torch_s() -> None:
     with logs._WaitCounter("pytorch.wait_counter.c10d.test").guard():
         pass
+
+
+def said_of(name: str, caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.message.startswith(f"{name} on group")]
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+async def test_errors_of_awaiting_are_logged(async_op: bool, caplog: pytest.LogCaptureFixture) -> None:
+    async def body(rank: int) -> None:
+        pg = await dist.new_group([0, 1])
+        if rank == 1:
+            await dist.barrier()
+            await dist._abort_process_group(pg)
+            return
+        work = dist.all_reduce(ONE.clone(), group=pg, async_op=async_op)
+        await dist.barrier()
+        with pytest.raises(BrokenError):
+            await work
+
+    with caplog.at_level(logging.DEBUG, "asynccomm"):
+        await run_ranks(2, body)
+    (said,) = said_of("all_reduce", caplog)
+    assert "all_reduce on group '1' of backend 'loopback', rank 0 of 2, global rank 0 of 2 raised AbortedError" in said
+
+
+async def test_errors_of_unpickling_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(rank: int) -> None:
+        with contextlib.nullcontext() if rank == 0 else pytest.raises(PayloadError, match="2 objects"):
+            await dist.broadcast_object_list([1, 2] if rank == 0 else [None], 0)
+
+    with caplog.at_level(logging.DEBUG, "asynccomm"):
+        await run_ranks(2, body)
+    (said,) = said_of("broadcast_object_list", caplog)
+    assert "rank 1 of 2" in said
+    assert "raised PayloadError" in said
+
+
+async def test_a_log_does_not_count_as_looking_at_the_error(caplog: pytest.LogCaptureFixture) -> None:
+    reports: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: reports.append(context["message"]))
+    async with alone() as pg:
+        with caplog.at_level(logging.DEBUG, "asynccomm"):
+            dropped = pg.comm().recv(ONE.clone(), 0)
+            logs._watch(dropped, dist.recv, (ONE,), {})
+            pg.comm().abort("no")
+            while not said_of("recv", caplog):
+                await asyncio.sleep(0)
+        del dropped
+        while not reports:
+            await asyncio.sleep(0)
+    assert "never retrieved" in reports[0]
+
+
+async def test_nothing_is_watched_where_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "_watch", lambda *_: pytest.fail("it was watched"))
+    async with alone():
+        await dist.all_reduce(ONE.clone())

@@ -128,7 +128,14 @@ async def test_a_backend_of_ones_own_that_is_told_more() -> None:
 
 
 @pytest.mark.usefixtures("tables")
-async def test_a_backend_may_make_the_group() -> None:
+async def test_a_backend_may_make_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+    close = Comm.aclose
+
+    async def aclose(self: Comm) -> None:
+        await close(self)
+        closed.append(self.name)
+
     class Mine(dist.ProcessGroup):
         pass
 
@@ -142,6 +149,10 @@ async def test_a_backend_may_make_the_group() -> None:
         assert type(pg) is Mine
         assert pg.group_name == dist._get_process_group_name(pg) == "1"
         assert pg.device_types == ["cpu"]  # it is the group, and the other device has none
+        with monkeypatch.context() as patch:
+            patch.setattr(Comm, "aclose", aclose)
+            assert type(await dist.new_group([0], backend="cuda:fake,cpu:mine")) is Mine
+        assert closed == ["2"]
 
 
 @pytest.mark.usefixtures("tables")

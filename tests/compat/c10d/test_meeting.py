@@ -227,9 +227,9 @@ async def test_the_barrier_can_be_passed_again() -> None:
 async def test_ranks_of_torch_and_ours_pass_one_barrier() -> None:
     server = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     theirs = torch_dist.PrefixStore("default_pg", server)
-    ours = as_store(torch_dist.PrefixStore("default_pg", torch_dist.TCPStore("127.0.0.1", server.port)))
+    theirs_again = torch_dist.PrefixStore("default_pg", torch_dist.TCPStore("127.0.0.1", server.port))
     name = dist.GroupName("0")
-    for mine in (0, 1):
+    for mine, ours in ((0, as_store(theirs_again)), (1, theirs_again)):
         group = f"{name}{mine}"  # torch's passes only once
         their_part = asyncio.to_thread(torch_c10d._store_based_barrier, 1 - mine, theirs, group, 2, LIMIT)  # type: ignore[arg-type]
         await asyncio.gather(their_part, dist._store_based_barrier(mine, ours, group, 2, LIMIT))

@@ -207,3 +207,13 @@ async def test_the_first_batch_of_a_group_needs_only_some_ranks() -> None:
             assert tensor.item() == 0
 
     await run_ranks(3, body)
+
+
+async def test_a_p2p_op_of_a_group_that_has_ended_can_be_shown() -> None:
+    async with alone():
+        op = dist.P2POp(dist.isend, torch.ones(1), 0)
+        pg = await dist.new_group([0])
+        other = dist.P2POp(dist.irecv, torch.ones(1), 0, pg)
+        await dist.destroy_process_group(pg)
+        assert repr(other).startswith("P2POp(irecv pg=1, group_src=0, group_dst=0")
+    assert repr(op).startswith("P2POp(isend pg=0, group_src=0, group_dst=0")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import asynccomm.compat.c10d as dist
 from asynccomm import CollectiveMismatchError
@@ -261,3 +263,50 @@ async def test_tensors_may_take_over() -> None:
     assert dist.all_gather_into_tensor(mine, one) == ("all_gather_into_tensor", (mine, one), none)
     splits = {"output_split_sizes": [1], "input_split_sizes": None}
     assert dist.all_to_all_single(one, mine, [1]) == ("all_to_all_single", (one, mine), {**splits, **none})
+
+
+async def test_modes_may_take_over() -> None:
+    """Also where the tensors are plain: torch's exporters rely on it."""
+    seen: list[str] = []
+
+    class Watching(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function in calls:
+                seen.append(function.__name__)
+            return function(*args, **(kwargs or {}))
+
+    calls: dict[Any, Callable[[], Any]] = {
+        dist.all_reduce: lambda: dist.all_reduce(torch.ones(1)),
+        dist.all_gather: lambda: dist.all_gather([torch.ones(1)], torch.ones(1)),
+        dist.all_gather_into_tensor: lambda: dist.all_gather_into_tensor(torch.ones(1), torch.ones(1)),
+        dist.reduce_scatter_tensor: lambda: dist.reduce_scatter_tensor(torch.ones(1), torch.ones(1)),
+        dist.all_to_all_single: lambda: dist.all_to_all_single(torch.ones(1), torch.ones(1)),
+    }
+    async with alone():
+        for call in calls.values():
+            with Watching():
+                work = call()
+            await work
+    assert seen == [function.__name__ for function in calls]
+
+
+async def test_split_sizes_are_given_on_all_ranks_or_none() -> None:
+    """Equal ones do not pass for none: another rank's need not be equal, which this one cannot know."""
+
+    async def body(rank: int) -> None:
+        pg = await dist.new_group([0, 1])
+        splits = ([1, 1], [1, 1]) if rank == 0 else ()
+        with pytest.raises(CollectiveMismatchError, match="all_to_all_single"):
+            await dist.all_to_all_single(torch.empty(2), torch.ones(2), *splits, group=pg)
+
+    await run_ranks(2, body)
+
+
+@pytest.mark.parametrize("given", [(None, [1, 1]), ([1, 1], None), ([], [1, 1])])
+async def test_sizes_of_one_side_are_enough(given: Any) -> None:
+    async def body(rank: int) -> None:
+        output = torch.empty(2)
+        await dist.all_to_all_single(output, torch.tensor([rank, rank + 10.0]), *(given if rank else ([1, 1], [1, 1])))
+        assert output.tolist() == ([0.0, 1.0] if rank == 0 else [10.0, 11.0])
+
+    await run_ranks(2, body)

@@ -109,3 +109,20 @@ async def test_shrinking_with_what_is_stuck() -> None:
         assert tensor.item() == 2
 
     await run(3, body)
+
+
+async def test_what_a_group_supports_and_its_number() -> None:
+    async def body(rank: int) -> None:
+        world = dist._get_default_group()
+        assert world.supports_time_estimate
+        pair = await dist.new_group([0, 1], pg_options=OPTIONS)
+        numbers = dist._get_process_group_uid(world), dist._get_process_group_uid(pair)
+        assert min(numbers) >= 0
+        everybodys: list[Any] = [None, None]
+        await dist.all_gather_object(everybodys, numbers)
+        assert everybodys == [numbers, numbers]
+        assert numbers[0] != numbers[1]
+        await dist.destroy_process_group(pair)
+        assert dist._get_process_group_uid(pair) == -1
+
+    await run(2, body)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import asynccomm.compat.c10d as dist
-from asynccomm import Comm
+from asynccomm import Comm, CommOptions
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from tests.compat.c10d.worlds import alone, run_ranks
 
@@ -57,3 +57,18 @@ async def test_tensors_of_several_devices_are_refused() -> None:
         outputs = [torch.ones(1, device="meta")]
         with pytest.raises(ValueError, match="is on meta"):
             dist.all_gather(outputs, torch.ones(1))
+
+
+async def test_what_it_supports() -> None:
+    async with alone() as pg:
+        assert pg.supports_splitting
+        assert pg.supports_coalescing
+        assert not pg.supports_time_estimate
+        assert pg.supports_shrinking
+        empty = ProcessGroup("x", "", [0], 0, "", pg.config, {}, pg.timeout)
+        for what in ("splitting", "coalescing", "time_estimate", "shrinking"):
+            assert not getattr(empty, f"supports_{what}")
+    async with alone(pg_options=CommOptions(hints={"control": "off"})) as pg:
+        assert not pg.supports_shrinking
+        with pytest.raises(RuntimeError, match="no control channel"):
+            pg.comm().shrink()

@@ -122,6 +122,27 @@ async def test_the_default_group(caplog: pytest.LogCaptureFixture) -> None:
     assert "the default group is shrunk, which numbers the ranks anew: groups 1 are aborted" in caplog.text
 
 
+async def test_names_after_numbering_anew() -> None:
+    """Old numbers are other ranks: who has made groups under them finds the same names as who has not."""
+    called = asyncio.Barrier(3)
+
+    async def body(rank: int) -> None:
+        if rank < 2:
+            await dist.new_group([0, 1], use_local_synchronization=True)
+        await called.wait()
+        if rank == 0:
+            await called.wait()
+            return
+        await dist.shrink_group([0])
+        pair = await dist.new_group([0, 1], timedelta(seconds=20), use_local_synchronization=True)
+        tensor = torch.tensor([rank])
+        await dist.all_reduce(tensor, group=pair)
+        assert tensor.item() == 3
+        await called.wait()
+
+    await run_ranks(3, body)
+
+
 async def test_what_is_in_flight_may_be_aborted() -> None:
     called = asyncio.Barrier(3)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import asynccomm.compat.c10d as dist
-from asynccomm import CommOptions
+from asynccomm import BackendError, ClosedError, Comm, CommOptions
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from tests.compat.c10d.worlds import alone, run_ranks
 
@@ -132,3 +133,38 @@ async def test_options(caplog: pytest.LogCaptureFixture) -> None:
             await dist.split_group(None, [[0]], pg_options=3)
         with pytest.raises(TypeError, match="timeout must be"):
             await dist.split_group(None, [[0]], timeout=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", ["split", "shrink"])
+async def test_of_several_backends_all_or_none(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first backend has made ends if the second one fails."""
+    made: list[Comm] = []
+    over = asyncio.Barrier(2)
+
+    async def body(rank: int) -> None:
+        one, other = await dist.new_group([0, 1]), await dist.new_group([0, 1])
+        assert isinstance(one, ProcessGroup)
+        assert isinstance(other, ProcessGroup)
+        comms = {"cuda": one.comm(), "cpu": other.comm()}
+        pg = ProcessGroup("both", "", [0, 1], rank, "cuda:a,cpu:b", one.config, comms, one.timeout, torch.device("cpu"))
+        dist._world.add(pg, dist._get_default_store(), None)
+        dist._get_default_group().bound_device_id = torch.device("cpu")
+        method = getattr(Comm, how)
+
+        async def fail(self: Comm, *args: Any, **kwargs: Any) -> Any:
+            if self is comms["cpu"]:
+                raise BackendError("no")
+            made.append(await method(self, *args, **kwargs))
+            return made[-1]
+
+        if rank == 0:
+            with monkeypatch.context() as patch:
+                patch.setattr(Comm, how, fail)
+                with pytest.raises(BackendError, match="no"):
+                    await (dist.split_group(pg, [[0]]) if how == "split" else dist.shrink_group([1], pg))
+        await over.wait()
+
+    await run_ranks(2, body)
+    (comm,) = made
+    with pytest.raises(ClosedError):
+        comm.barrier()

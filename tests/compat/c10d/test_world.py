@@ -91,6 +91,8 @@ def test_hashed_names_do_not_count_other_groups() -> None:
     other.hashed_name([1, 2])
     other.next_name()
     assert one.hashed_name([0, 1]) == other.hashed_name([0, 1])
+    other.hashed_name([1, 2], "3")  # of a group of that name
+    assert one.hashed_name([1, 2, 3]) == other.hashed_name([1, 2, 3])
 
 
 async def test_tags() -> None:

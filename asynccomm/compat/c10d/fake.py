@@ -1,0 +1,73 @@
+"""Groups of any size in one process, whose collectives check their arguments and do nothing: for dry runs.
+
+Outputs stay as they are. What can come only from another rank, as objects do, fails with PayloadError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Self, final
+
+import torch
+
+from asynccomm.backends.base import Backend, BackendContext, Member, Submission, device_of
+from asynccomm.checks import Group
+from asynccomm.comm import Comm
+from asynccomm.errors import PayloadError
+from asynccomm.family import Claim, Family, Seat
+from asynccomm.mailbox import Mailbox
+from asynccomm.options import CommOptions
+from asynccomm.session import Session
+from asynccomm.store.memory import MemoryStore
+from asynccomm.store.rendezvous import Meeting
+
+__all__ = ["FakeBackend", "fake_comm"]
+
+
+@final
+class FakeBackend(Backend):
+    """One rank of a group whose other ranks are nowhere."""
+
+    name = "fake"
+    devices = frozenset({"cpu", "cuda"})
+    any_source = False  # nobody sends
+
+    @classmethod
+    async def connect(cls, context: BackendContext) -> Self:
+        return cls()
+
+    def submit(self, batch: Sequence[Submission]) -> None:
+        for submission in batch:
+            error = None
+            if submission.place is not None:
+                error = PayloadError(f"backend 'fake' moves nothing, so nothing has come for {submission.op}")
+            submission.work.settle(error)
+
+    async def aclose(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+
+async def fake_comm(name: str, rank: int, size: int, device: torch.device, timeout: timedelta) -> Comm:
+    """A comm that meets nobody."""
+    group = Group(name, rank, size, device_of(device))
+    room = MemoryStore()
+    world = (room, rank)
+    seat = Seat(
+        Family(world, group, room, Meeting(room, owned=True)),
+        Claim(world, name),
+        room,
+        [Member(each, socket.gethostname(), os.getpid()) for each in range(size)],
+        range(size),
+        range(size),
+    )
+    options = CommOptions(timeout=timeout.total_seconds())
+    session = Session(group, options, Mailbox(asyncio.get_running_loop()), seat)
+    await session.connect({FakeBackend.name: FakeBackend}, options.timeout)
+    return Comm(session, session.backend_name)
