@@ -27,7 +27,7 @@ from typing import Any
 RANKS = 4
 SECONDS = 60.0  # for one test
 GROUP_SECONDS = 30.0  # torch has 100: what hangs on gloo is to hang for less
-NAMING = ("test_barrier_timeout_global", "test_Backend_enum_class")  # tests that make a group by the backend's name
+NAMING = ("test_barrier_timeout_global", "test_get_backend", "test_Backend_enum_class")  # tests of the backend's name
 
 Outcomes = dict[str, str]  # by test: "passed", "skipped: why", or why it failed
 

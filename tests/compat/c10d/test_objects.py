@@ -157,7 +157,9 @@ async def test_a_group_of_one() -> None:
 # -- objects as tensors --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [None, 3, "x" * 1000, {"a": [1, 2]}, Thing(1)], ids=str)
+@pytest.mark.parametrize(
+    "value", [None, 3, "x" * 1000, {"a": [1, 2]}, Thing(1)], ids=lambda value: type(value).__name__
+)
 def test_objects_as_tensors(value: object) -> None:
     content, size = dist._object_to_tensor(value, "cpu")
     assert (content.dtype, size.dtype) == (torch.uint8, torch.int64)

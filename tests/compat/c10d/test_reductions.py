@@ -52,9 +52,9 @@ async def test_all_reduce() -> None:
         (dist.ReduceOp.BAND, 0),
         (dist.ReduceOp.BOR, 6),
         (dist.ReduceOp.BXOR, 6),
-        (dist.ReduceOp(dist.ReduceOp.MAX), 4),
+        pytest.param(dist.ReduceOp(dist.ReduceOp.MAX), 4, id="made of MAX"),
         (asynccomm.ReduceOp.PREMUL_SUM(2), 12),
-        (_make_nccl_premul_sum(torch.tensor([3])), 18),
+        pytest.param(_make_nccl_premul_sum(torch.tensor([3])), 18, id="PREMUL_SUM of torch"),
     ],
     ids=lambda value: str(getattr(value, "name", value)),
 )
