@@ -238,15 +238,3 @@ def test_a_process_may_end_with_groups_open(tmp_path: Path) -> None:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], said
     assert not any("asynccomm" in text for text in said), said
-
-
-@pytest.mark.ranks(2)
-async def test_compiled_code_calls_it() -> None:
-    def double(tensor: torch.Tensor) -> torch.Tensor:
-        doubled = tensor * 2
-        dist.all_reduce(doubled)
-        return functional.all_reduce(doubled, "max", dist.group.WORLD) + 1
-
-    with world() as group:
-        compiled = torch.compile(double, backend="eager", fullgraph=True)
-        assert compiled(torch.ones(3) + group.rank()).tolist() == [7.0] * 3
