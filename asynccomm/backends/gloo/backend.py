@@ -121,7 +121,8 @@ class GlooBackend(Backend):
             # a thread of its own: it waits for requests to the store, which may need threads themselves
             gloos = await anyio.to_thread.run_sync(make, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
         except RuntimeError as exc:
-            raise BackendError(f"gloo could not connect rank {group.rank} of comm {group.name!r}: {exc}") from exc
+            cause = exc.with_traceback(None)  # its frames would keep gloo's sockets as long as somebody has the error
+            raise BackendError(f"gloo could not connect rank {group.rank} of comm {group.name!r}: {exc}") from cause
         except asyncio.CancelledError:
             store.end()  # the thread may be waiting for it, and the process cannot end before the thread
             raise

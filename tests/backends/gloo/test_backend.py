@@ -12,6 +12,7 @@ import torch
 
 from asynccomm import BackendError, MemoryStore, new_comm
 from asynccomm.backends.base import BackendContext, Member
+from asynccomm.backends.gloo import backend as backend_module
 from asynccomm.backends.gloo.backend import GlooBackend
 from asynccomm.checks import Group
 from asynccomm.mailbox import Mailbox
@@ -55,11 +56,31 @@ async def test_a_thread_that_waits_for_a_peer_leaves_when_connecting_is_cancelle
     await until(lambda: len(store._waiters) == 0)
 
 
+async def test_the_error_of_connecting_keeps_nothing_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Device:
+        """Has sockets."""
+
+    devices: list[weakref.ref[Device]] = []
+
+    def refused(*_: object, **__: object) -> None:
+        device = Device()
+        devices.append(weakref.ref(device))
+        raise RuntimeError("connection refused")
+
+    monkeypatch.setattr(backend_module, "Gloo", refused)
+    with pytest.raises(BackendError, match="could not connect rank 0 of comm 'main': connection refused") as caught:
+        await new_comm("gloo", store=MemoryStore(), rank=0, size=1, hints={"control": "off"})
+    (device,) = devices
+    assert device() is None
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
 # the peer has an address, but is never seen: its port is the higher one, so it would be the one to connect
 WAITS_FOR_A_CONNECTION = """
 import asyncio, socket, torch
 from asynccomm import BackendError, MemoryStore
 from asynccomm.backends.base import BackendContext, Member
+from asynccomm.backends.gloo import backend as backend_module
 from asynccomm.backends.gloo.backend import GlooBackend
 from asynccomm.checks import Group
 from asynccomm.mailbox import Mailbox
