@@ -85,6 +85,7 @@ async def test_callbacks_may_wait_for_other_futures() -> None:
 @pytest.mark.ranks(2)
 async def test_errors_are_in_futures_as_errors() -> None:
     with world() as group:
+        dist.barrier()  # both have connected
         if dist.get_rank() == 0:
             work = dist.irecv(torch.zeros(1), 1)
             future = work.get_future()
