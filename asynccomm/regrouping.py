@@ -128,6 +128,7 @@ async def go_on(
             voter.give_up()
         if attempt is not None:
             await attempt.drop()
+            attempt = None  # whoever has the error has this frame, and would keep the store that it may host
         raise
 
 

@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -239,6 +240,29 @@ async def test_a_mistake_is_a_value_error_and_not_final() -> None:
 
 async def _never(decision: Decision) -> Any:
     raise AssertionError
+
+
+async def test_the_error_keeps_nothing_of_an_attempt() -> None:
+    voter, made = Voter(), []
+
+    class Place:
+        """May host a store."""
+
+    async def form(decision: Decision) -> Any:
+        place = Place()
+        made.append(weakref.ref(place))
+        await asyncio.Event().wait()
+
+    going = asyncio.ensure_future(go_on(voter, None, 1, form, "main"))
+    await until(lambda: bool(voter.said))
+    voter.hear(decided("a"))
+    await until(lambda: bool(made))
+    voter.hear(LeftOut("they were faster"))
+    with pytest.raises(LeftOutError, match="they were faster") as caught:
+        await going
+    gc.collect()
+    assert made[0]() is None
+    assert caught.value.comm == "main"
 
 
 @pytest.mark.parametrize("prepared", [False, True])
@@ -761,16 +785,14 @@ async def thrice(comms: list[Comm]) -> None:
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 async def test_on_a_store_of_the_launcher(backend: str) -> None:
-    with_server = serve("127.0.0.1", listen("127.0.0.1", 0))
-    try:
-        url = f"tcp://127.0.0.1:{with_server.port}"
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(with_server.port))
+    server = serve("127.0.0.1", listen("127.0.0.1", 0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        patch.setenv("MASTER_PORT", str(server.port))
         async with world(3, lambda rank: None, backend) as comms:
             await thrice(comms)
-        assert url
-    finally:
-        with_server.release()
+    server.release()
 
 
 async def test_on_a_file(tmp_path: Path) -> None:
