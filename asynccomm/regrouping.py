@@ -143,25 +143,20 @@ class _Attempt:
         form: Callable[[Decision], Awaitable[Session]],
         left_out: Callable[[LeftOutError], object],
     ) -> None:
+        self._voter, self._decision, self._form, self._left_out = voter, decision, form, left_out
         self._session: Session | None = None
         self._dropping: asyncio.Task[None] | None = None
-        self._task = asyncio.ensure_future(self._run(voter, decision, form, left_out))
+        self._task = asyncio.ensure_future(self._run())
 
-    async def _run(
-        self,
-        voter: Voter,
-        decision: Decision,
-        form: Callable[[Decision], Awaitable[Session]],
-        left_out: Callable[[LeftOutError], object],
-    ) -> None:
+    async def _run(self) -> None:
         try:
-            self._session = await form(decision)
+            self._session = await self._form(self._decision)
         except LeftOutError as exc:
-            left_out(exc)
+            self._left_out(exc)
         except Exception as exc:  # whatever it is, the others must not wait for this rank
-            voter.failed(decision.key, f"{type(exc).__name__}: {exc}")
+            self._voter.failed(self._decision.key, f"{type(exc).__name__}: {exc}")
         else:
-            voter.prepared(decision.key)
+            self._voter.prepared(self._decision.key)
 
     @property
     def session(self) -> Session:

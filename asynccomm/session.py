@@ -295,9 +295,7 @@ class Session(Calls):
         """End without telling anybody why: the comm was dropped unclosed. From any thread, at any time."""
         self.seat.free_name()
         self._abort_backend()
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the loop may be closed; then, or if it turns no more, the seat is left
+        with contextlib.suppress(RuntimeError):  # the loop is closed; as if it turned no more, the seat is left
             self.mailbox.loop.call_soon_threadsafe(lambda: self._begin(self._let_go()))
 
     async def _let_go(self) -> None:

@@ -9,7 +9,6 @@ import asyncio
 import os
 import socket
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,10 @@ from asynccomm.options import CommOptions
 from asynccomm.session import Session
 from asynccomm.store.base import Store
 from asynccomm.store.rendezvous import Place
+from tests.waiting import until
 
 OPTIONS = CommOptions(timeout=10)
 CPU = torch.device("cpu")
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def place(store: Store, rank: int, size: int) -> Place:

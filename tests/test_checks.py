@@ -481,7 +481,7 @@ def brute_force(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return len(set(offsets)) < len(offsets)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 12)), max_size=4))
 def test_no_overlap_is_missed(dimensions: list[tuple[int, int]]) -> None:
     shape, strides = [n for n, _ in dimensions], [s for _, s in dimensions]
@@ -491,7 +491,7 @@ def test_no_overlap_is_missed(dimensions: list[tuple[int, int]]) -> None:
         assert not tensor.is_contiguous()
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.data())
 def test_views_do_not_overlap(data: st.DataObject) -> None:
     tensor = torch.empty(data.draw(st.lists(st.integers(1, 5), max_size=4)))

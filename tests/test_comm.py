@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import threading
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -25,12 +24,6 @@ def hub_of(comm: Comm) -> Hub:
     backend = comm.unsafe_get_backend()
     assert isinstance(backend, LoopbackBackend)
     return backend.hub
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def test_what_it_is() -> None:

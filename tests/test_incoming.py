@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from asynccomm import newcomers as newcomers_module
 from asynccomm.assembly import assemble
 from asynccomm.control import guest as guest_module
 from asynccomm.store.host import listen, serve
+from tests.waiting import until
 
 LIMIT = 20.0
 
@@ -37,12 +38,6 @@ def without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("TORCHELASTIC")]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(newcomers_module, "ANSWER_SECONDS", 0.1)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 @asynccontextmanager

@@ -41,6 +41,7 @@ from asynccomm.regrouping import go_on
 from asynccomm.store.host import listen, serve
 from asynccomm.testing.local import loopback_world
 from tests.nursery import Nursery
+from tests.waiting import until
 
 LIMIT = 20.0
 
@@ -49,12 +50,6 @@ LIMIT = 20.0
 def without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("TORCHELASTIC")]:
         monkeypatch.delenv(name)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def together(calls: Sequence[Awaitable[Any]]) -> list[Any]:

@@ -230,7 +230,7 @@ HEADS = [
 ]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.sampled_from(HEADS), st.data())
 def test_mutated_heads_are_payload_errors(head: bytes, data: st.DataObject) -> None:
     mutated = bytearray(head)

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from asynccomm.backends.loopback import Hub, LoopbackBackend
 from asynccomm.control.channel import Channel
 from asynccomm.control.diagnosis import RankState
 from asynccomm.testing.local import loopback_world
+from tests.waiting import until
 
 
 def hub_of(comm: Comm) -> Hub:
@@ -48,12 +48,6 @@ def channel_of(comm: Comm) -> Channel:
     channel = comm._session.seat.family.channel
     assert channel is not None
     return channel
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def test_mismatched_collectives_fail_everywhere_with_both_descriptions() -> None:

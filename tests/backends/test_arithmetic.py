@@ -24,7 +24,7 @@ WHOLE = {**SIGNED, **UNSIGNED}
 REAL = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
 KINDS = RedOpType
-quick = settings(max_examples=150, deadline=None)
+quick = settings(max_examples=150)
 
 
 def run(rows: Sequence[Tensor], op: ReduceOp, output: Tensor | None = None) -> Tensor:

@@ -108,7 +108,7 @@ def interleaved(tasks: list[Task], rnd: random.Random) -> Task:
     return order
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     programs(),
     st.integers(1, 6),
@@ -161,7 +161,6 @@ def test_ready_operations_keep_the_order_in_which_they_became_ready() -> None:
     assert world.heard == [[[(tag, 0) for tag in "abcd"]]] * 3
 
 
-@settings(deadline=None)
 @given(
     st.integers(2, 6),
     st.lists(st.sampled_from("abcd"), min_size=1, max_size=12),
@@ -195,7 +194,6 @@ def test_what_was_never_issued_is_outstanding_nowhere() -> None:
     assert world.council.message() is None
 
 
-@settings(deadline=None)
 @given(
     st.integers(2, 6),
     st.integers(1, 6),
@@ -492,7 +490,7 @@ def test_a_council_takes_nothing_of_an_announcement_that_it_cannot_read(message:
     assert world.council.message() is None
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.data(), st.lists(steps, max_size=40))
 def test_damaged_messages_are_refused_or_understood(data: st.DataObject, schedule: list[int]) -> None:
     world = World(2, capacity=4)

@@ -45,6 +45,7 @@ from asynccomm.coalescing import agreement as module
 from asynccomm.coalescing.announcements import Writer
 from asynccomm.ops import Call, Channel, Op, Parcel, Recv, RecvParcel, SendParcel
 from tests.backends.nccl import simulation
+from tests.waiting import until
 
 BACKENDS = ["shm", "gloo"]
 
@@ -65,12 +66,6 @@ def hub_of(comm: Comm) -> Hub:
     backend = comm.unsafe_get_backend()
     assert isinstance(backend, LoopbackBackend)
     return backend.hub
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def turns(count: int = 20) -> None:

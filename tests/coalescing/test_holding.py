@@ -155,7 +155,7 @@ def test_counts_anew_once_something_was_taken(held: Any) -> None:
     assert numels(h.sent) == [[1, 3, 4]]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.one_of(st.integers(0, 5), st.just("take")), max_size=30), st.integers(1, 5), st.integers(1, 30))
 def test_batches_keep_to_the_limits(steps: list[Any], max_ops: int, max_bytes: int) -> None:
     h = Held(Meter(max_ops, max_bytes))

@@ -201,7 +201,7 @@ def test_the_same_as_one_by_one(sort: str, size: int) -> None:
         expect_the_same(SORTS[sort], size, 2 + seed, seed)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(sorted(SORTS)), st.integers(1, 3), st.integers(2, 12), st.integers(0, 10**6))
 def test_the_same_as_one_by_one_whatever_is_merged(sort: str, size: int, count: int, seed: int) -> None:
     expect_the_same(SORTS[sort], size, count, seed)

@@ -223,7 +223,7 @@ def generated(size: int, program: Sequence[Instruction]) -> list[list[Call]] | N
         return None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(programs(), limits)
 def test_nothing_that_depends_on_one_another_shares_a_batch(
     program: tuple[int, list[Instruction]], limits: dict[str, int | None]
@@ -245,13 +245,13 @@ SYMMETRIC = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(programs(SYMMETRIC), limits)
 def test_the_same_batches_on_all_ranks(program: tuple[int, list[Instruction]], limits: dict[str, int | None]) -> None:
     expect_one_plan(program, limits)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(programs(), limits)
 def test_the_same_batches_on_all_ranks_whose_parts_differ(
     program: tuple[int, list[Instruction]], limits: dict[str, int | None]
@@ -484,7 +484,7 @@ def test_messages_neither_end_a_batch_nor_count() -> None:
     assert flat(plan(items(*[message(zeros()) for _ in range(9)]), max_ops=1, max_bytes=1)) == [list(range(9))]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(programs(), st.data(), limits)
 def test_messages_change_nothing_about_collectives(
     program: tuple[int, list[Instruction]], data: st.DataObject, limits: dict[str, int | None]
@@ -530,7 +530,7 @@ def test_a_message_shares_no_memory_with_others() -> None:
 # -- limits
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.integers(0, 6), max_size=20), limits)
 def test_limits_are_counted_in_the_order_of_the_program(sizes: list[int], limits: dict[str, int | None]) -> None:
     most_ops, most_bytes = (limits[name] or 10**9 for name in ("max_ops", "max_bytes"))
@@ -589,7 +589,7 @@ def test_exactly_full_is_full() -> None:
 # -- one path for what is apart, and one for the rest
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(programs(), limits)
 def test_both_paths_come_to_the_same(program: tuple[int, list[Instruction]], limits: dict[str, int | None]) -> None:
     for calls in generated(*program) or []:

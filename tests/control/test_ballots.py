@@ -154,7 +154,7 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(st.sampled_from([*WANTS, *K._fields, "say"]), ANYTHING, st.sampled_from([WANTS, HOLDS]))
 def test_whatever_comes_is_read_or_garbled(name: str, value: Any, message: dict[str, object]) -> None:
     for said in (value, {**message, name: value}):

@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -21,14 +21,9 @@ from asynccomm.control.guest import Guest
 from asynccomm.control.links import Connection, Tokens
 from asynccomm.control.listener import Listener
 from asynccomm.control.roster import Contact
+from tests.waiting import until
 
 DECISION = Decision("k", 0, 0, (0, "me"))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 class Root:

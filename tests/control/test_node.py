@@ -37,7 +37,6 @@ def end_of(place: Place) -> End:
 # -- ways -------------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(HOSTS, st.integers(0, 1000))
 def test_each_rank_reaches_each_other(hosts: str, seed: int) -> None:
     tree = Tree(hosts, seed)
@@ -55,7 +54,6 @@ def test_each_rank_reaches_each_other(hosts: str, seed: int) -> None:
         assert len(one.heard) == len(expected)
 
 
-@settings(deadline=None)
 @given(HOSTS, st.integers(0, 1000))
 def test_what_is_for_all_reaches_all_in_one_order_from_the_very_beginning(hosts: str, seed: int) -> None:
     tree = Tree(hosts, seed)
@@ -107,7 +105,6 @@ def check_all_reach_each_other(tree: Tree) -> None:
         assert sorted(senders) == [other.rank for other in tree.running]
 
 
-@settings(deadline=None)
 @given(HOSTS, st.integers(0, 10_000), st.data())
 def test_one_after_the_other(hosts: str, seed: int, data: st.DataObject) -> None:
     tree = Tree(hosts, seed)
@@ -149,7 +146,7 @@ def meet_fates(tree: Tree, data: st.DataObject, stay: Callable[[int], object]) -
     return fates
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(HOSTS, st.integers(0, 10_000), st.data())
 def test_all_at_once(hosts: str, seed: int, data: st.DataObject) -> None:
     tree = Tree(hosts, seed)
@@ -163,7 +160,7 @@ def test_all_at_once(hosts: str, seed: int, data: st.DataObject) -> None:
     assert {place.rank for place in tree.running} == {rank for rank, fate in enumerate(fates) if fate == "stays"}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(ONE_HOST, st.integers(0, 10_000), st.data())
 def test_who_leaves_is_never_taken_for_lost_whoever_leaves_with_it(hosts: str, seed: int, data: st.DataObject) -> None:
     tree = Tree(hosts, seed)
@@ -200,7 +197,7 @@ def test_who_has_not_come_to_a_new_root_is_silent() -> None:
     assert 2 not in heir.gone
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(HOSTS, st.integers(0, 10_000), st.data())
 def test_news_of_those_who_stay_reach_all_who_stay(hosts: str, seed: int, data: st.DataObject) -> None:
     tree = Tree(hosts, seed)
@@ -252,7 +249,6 @@ def test_who_was_given_up_sees_all_others_gone() -> None:
         assert place.gone == [(3, "it is silent")]
 
 
-@settings(deadline=None)
 @given(HOSTS, st.integers(0, 1000), st.data())
 def test_whoever_gives_up_whom(hosts: str, seed: int, data: st.DataObject) -> None:
     tree = Tree(hosts + "a", seed)  # two at least

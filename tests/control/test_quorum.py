@@ -501,7 +501,7 @@ REPORTS = st.none() | st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(
     st.booleans(),
     st.lists(
@@ -611,7 +611,7 @@ def by_seed(seed: int, calm: bool) -> Counter[str]:
     return chaos.job.seen
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(st.data(), st.booleans(), STEPS)
 def test_any_order(data: st.DataObject, calm: bool, steps: list[int]) -> None:
     Chaos(lambda options: data.draw(st.sampled_from(options)), calm).run(steps)

@@ -4,7 +4,6 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -36,12 +35,6 @@ def missing_of(errors: list[BaseException | None]) -> list[tuple[int, ...]]:
         assert isinstance(error, MonitoredBarrierError), error
         found.append(error.missing)
     return found
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -32,6 +32,7 @@ from asynccomm.backends.base import Backend, BackendContext
 from asynccomm.backends.loopback import LoopbackBackend
 from asynccomm.family import LEAVE_SECONDS
 from asynccomm.testing.local import loopback_world
+from tests.waiting import until
 
 
 async def on_all(comms: Sequence[Comm], part: Callable[[Comm], Coroutine[Any, Any, Any]]) -> list[Any]:
@@ -41,12 +42,6 @@ async def on_all(comms: Sequence[Comm], part: Callable[[Comm], Coroutine[Any, An
 
 async def total(comm: Comm, value: float) -> float:
     return float(await comm.all_reduce(torch.tensor([value])))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------

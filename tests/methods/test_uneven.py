@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -34,7 +34,7 @@ SUM = ReduceOp.SUM
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 LARGEST = 4  # comm
-LARGE_ENOUGH = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+LARGE_ENOUGH = settings(max_examples=120)
 
 
 class World:

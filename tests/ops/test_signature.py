@@ -200,7 +200,7 @@ def pairs(draw: st.DrawFn) -> tuple[Op, Op]:
     return consistent(one), consistent(other)
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=2000)
 @given(pairs())
 def test_words_are_equal_where_operations_fit(pair: tuple[Op, Op]) -> None:
     one, other = pair
@@ -214,7 +214,7 @@ def test_any_operations_are_of_every_kind() -> None:
     assert set(KINDS) == collectives - {Op, ops.TensorOp, ops.Together}
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(pairs())
 def test_any_operation_can_be_described(pair: tuple[Op, Op]) -> None:
     text = describe(signature(pair[0]))

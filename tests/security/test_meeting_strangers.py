@@ -33,6 +33,7 @@ from asynccomm.backends.shm.meeting import Circle, meet
 from asynccomm.backends.shm.segment import Layout
 from asynccomm.checks import Group
 from asynccomm.mailbox import Mailbox
+from tests.waiting import until
 
 from .mutations import little_memory, mutated
 
@@ -97,12 +98,6 @@ def world_of() -> Iterator[Callable[[int], World]]:
 def warnings_of(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     caplog.set_level(logging.WARNING, "asynccomm")
     return lambda: [record.getMessage() for record in caplog.records if "strangers" in record.getMessage()]
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def close_all(circles: Sequence[object]) -> None:

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,14 +16,9 @@ from asynccomm.backends.gloo.backend import GlooBackend
 from asynccomm.checks import Group
 from asynccomm.mailbox import Mailbox
 from asynccomm.testing import check_backend
+from tests.waiting import until
 
 from ..conformance import MANY_RANKS  # noqa: TID252
-
-
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 @pytest.mark.ranks([1, 2, 3], backend="gloo", timeout=240)
@@ -80,7 +74,6 @@ WAITS_FOR_A_CONNECTION = """
 import asyncio, socket, torch
 from asynccomm import BackendError, MemoryStore
 from asynccomm.backends.base import BackendContext, Member
-from asynccomm.backends.gloo import backend as backend_module
 from asynccomm.backends.gloo.backend import GlooBackend
 from asynccomm.checks import Group
 from asynccomm.mailbox import Mailbox

@@ -240,7 +240,7 @@ def test_any_order(gpu: Gpu, steps: tuple[str, ...], captured: bool) -> None:
         assert event.releases == (not captured)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.sampled_from([*STEPS, "inside"]), max_size=20), st.booleans())
 def test_given_back_exactly_once_and_as_soon_as_can_be(steps: list[str], captured: bool) -> None:
     gpu = Gpu()

@@ -1049,7 +1049,7 @@ def scenes(draw: st.DrawFn) -> tuple[Any, ...]:
     )
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500)
 @given(scenes())
 @example(("all_gather_single", torch.float16, 3, (2,), ("plain",), ReduceOp.SUM, OWN, 0, False))
 @example(("reduce_scatter_single", torch.float16, 3, (2,), ("plain",), ReduceOp.SUM, OWN, 0, False))

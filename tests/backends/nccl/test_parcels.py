@@ -18,18 +18,13 @@ from torch import Tensor
 from asynccomm import AbortedError, BackendError, BrokenError, CollectiveMismatchError, Comm, PayloadError
 from asynccomm.ops import Call, Channel, Parcel, Parcels, SendParcel
 from asynccomm.testing.conformance.data import DTYPES, sample, strided
+from tests.waiting import until
 
 from ..gloo.parcels import Shelf, collective, joined, recv, send  # noqa: TID252
 from .conftest import World
 from .simulation import SimulatedBackend, SimulatedEvent, SimulatedStream
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def backend_of(comm: Comm) -> SimulatedBackend:

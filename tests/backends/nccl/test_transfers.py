@@ -32,18 +32,13 @@ from asynccomm.checks import Group
 from asynccomm.errors import BackendError, BrokenError
 from asynccomm.mailbox import Mailbox
 from asynccomm.ops import Call, Channel, Parcel, RecvParcel, SendParcel
+from tests.waiting import until
 
 from . import simulation
 from .conftest import World
 from .simulation import SimulatedBackend, SimulatedDevice, SimulatedEvent, SimulatedNccl, SimulatedStream, UserStream
 
 PATIENCE = 30.0  # seconds until a test that hangs is given up
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def data(nbytes: int, salt: int = 0) -> Tensor:

@@ -445,7 +445,7 @@ def test_a_payload_that_cannot_be_is_refused() -> None:
     assert receive not in world.done, "the rest is awaited"
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 1151), st.integers(0, 255)), min_size=1, max_size=20), st.booleans())
 def test_scribbles_end_in_an_error_or_in_nothing(scribbles: list[tuple[int, int]], long: bool) -> None:
     world = World()
@@ -498,7 +498,7 @@ class Taker:
         return self.room
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.data())
 def test_random_parcels_and_tensors(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 4), label="ranks")

@@ -44,7 +44,7 @@ def run_both(calls: list[list[Call]], size: int, *, chunk: int, whole: int, choo
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=6),
     whole=st.sampled_from([0, 64, 1024]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_sequence_in_any_interleaving(seed: int, size: int, kinds: list[str], whole: int) -> None:
     choose = random.Random(seed)
     calls = []

@@ -7,7 +7,6 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 
 from asynccomm import AsyncCommError, Comm, ReduceOp, new_comm
 from asynccomm import work as work_module
+from tests.waiting import until
 
 
 def engine_of(comm: Comm) -> Any:
@@ -175,12 +175,6 @@ async def test_different_collectives_that_wait_for_nobody_are_told_apart(comm: C
             await (apart.broadcast(torch.ones(4), 0) if comm.rank == 0 else apart.reduce(torch.ones(4), 0))
             for _ in range(8):
                 await apart.barrier()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @pytest.mark.ranks(2, backend="shm")

@@ -12,6 +12,7 @@ import uvloop
 
 from asynccomm.backends.shm import line
 from asynccomm.backends.shm.line import Descriptors, Line, Message, user_of
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -26,12 +27,6 @@ def no_descriptor_is_left() -> Iterator[None]:
 
 def pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])

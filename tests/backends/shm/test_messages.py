@@ -30,7 +30,7 @@ class Receive:
     tensor: Tensor
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.data())
 def test_random_messages(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 4), label="ranks")
@@ -75,7 +75,7 @@ def test_random_messages(data: st.DataObject) -> None:
     assert sum(world.pending) == sum(sent.values()) + sum(map(len, posted.values())) - len(done)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_random_sizes_both_ways(data: st.DataObject) -> None:
     world = World(3)
@@ -287,7 +287,7 @@ def test_a_dtype_that_is_unknown_here() -> None:
     assert "a dtype unknown here (code 0xdead)" in str(error)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 1151), st.integers(0, 255)), min_size=1, max_size=20), st.booleans())
 def test_scribbles_end_in_an_error_or_in_nothing(scribbles: list[tuple[int, int]], long: bool) -> None:
     world = World()

@@ -109,7 +109,7 @@ def check(op: Parcels, parcels: Sequence[Sequence[Parcel]], places: Sequence[Pla
     forms=st.lists(st.sampled_from(sorted(FORMS)), min_size=1, max_size=5),
     chunk=st.sampled_from([64, 256, 1024]),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_any_sequence_in_any_interleaving(seed: int, size: int, forms: list[str], chunk: int) -> None:
     choose = random.Random(seed)
     programs: list[list[Submission]] = [[] for _ in range(size)]
