@@ -23,14 +23,20 @@ def store(label: str) -> dist.Store:
 @contextlib.contextmanager
 def world(backend: str = "asynccomm", label: str | None = None, seconds: float = 60, **options: Any) -> Iterator[Any]:
     """The default group, made and destroyed."""
-    dist.init_process_group(
-        backend,
-        store=store(backend if label is None else label),
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=seconds),
-        **options,
-    )
+    try:
+        dist.init_process_group(
+            backend,
+            store=store(backend if label is None else label),
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=timedelta(seconds=seconds),
+            **options,
+        )
+    except BaseException:
+        # torch counts groups that could not be made too, on the ranks that tried, and names the next ones by it:
+        # ranks that tried and ranks that did not would never meet again.
+        dist.distributed_c10d._world.group_count = 0
+        raise
     try:
         yield dist.group.WORLD
     finally:
