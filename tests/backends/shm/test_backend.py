@@ -10,17 +10,17 @@ from asynccomm.testing import check_backend
 from ..conformance import MANY_RANKS  # noqa: TID252
 
 
-@pytest.mark.ranks([1, 2, 3], backend="shm")
+@pytest.mark.ranks([1, 2, 3], backend="shm", timeout=240)
 async def test_conformance() -> None:
     await check_backend(lambda name: new_comm("shm", name=name, timeout=50))
 
 
-@pytest.mark.ranks([4, 5], backend="shm")
+@pytest.mark.ranks([4, 5], backend="shm", timeout=240)
 async def test_conformance_on_more_ranks() -> None:
     await check_backend(lambda name: new_comm("shm", name=name, timeout=50), only=MANY_RANKS)
 
 
-@pytest.mark.ranks(8, backend="shm")
+@pytest.mark.ranks(8, backend="shm", timeout=240)
 async def test_many_ranks() -> None:
     """What depends on their number most."""
     only = [
@@ -33,7 +33,7 @@ async def test_many_ranks() -> None:
     await check_backend(lambda name: new_comm("shm", name=name, timeout=50), only=only)
 
 
-@pytest.mark.ranks([2, 3], backend="shm")
+@pytest.mark.ranks([2, 3], backend="shm", timeout=240)
 async def test_conformance_with_tiny_slots_and_everything_on_the_worker() -> None:
     hints = {"chunk_bytes": "1024", "whole_bytes": "64", "inline_bytes": "0", "message_bytes": "1024"}
     only = None if os.environ["WORLD_SIZE"] == "2" else MANY_RANKS
