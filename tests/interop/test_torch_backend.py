@@ -189,6 +189,8 @@ async def test_a_group_over_a_comm(comm: Comm) -> None:
         group.split_group([0, 1])
     with pytest.raises(ValueError, match="same ranks"):
         group_over(comm, comm)
+    with pytest.raises(TypeError, match="takes comms, got"):
+        group_over(comm, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.ranks(2)
