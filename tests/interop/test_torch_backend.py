@@ -141,6 +141,7 @@ async def test_the_profiler_sees_what_is_called() -> None:
 @pytest.mark.ranks(2)
 async def test_an_abort_stops_everybody() -> None:
     with world() as group:
+        total(None)  # both have connected
         if dist.get_rank() == 0:
             work = dist.irecv(torch.zeros(1), 1)
             group.abort()
