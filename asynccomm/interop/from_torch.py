@@ -94,6 +94,10 @@ def wrap(what: Any, backend: str = "auto", **arguments: Unpack[CommArguments]) -
         raise TypeError(f"wrap takes a process group or a Work of torch, got {what!r}{hint}")
     if any(isinstance(work, distributed_c10d._IllegalWork) for work in works):
         raise ValueError("within a _coalescing_manager, single calls have no Work: wrap the manager after its block")
+    if not works:
+        raise ValueError(
+            "this _coalescing_manager has no Work: make it with async_ops=True, and wrap it after its block"
+        )
     if arguments or backend != "auto":
         raise TypeError(f"a Work takes no arguments, got {', '.join(arguments) or 'backend'}")
     return WrappedWork(works)

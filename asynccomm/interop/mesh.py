@@ -73,9 +73,9 @@ def init_device_mesh(
 
 
 def _checked(comms: Sequence[Comm], names: Sequence[str]) -> tuple[tuple[Comm, ...], tuple[str, ...]]:
-    if isinstance(comms, Comm) or not comms or not all(isinstance(comm, Comm) for comm in comms):
+    if not isinstance(comms, Sequence) or not comms or not all(isinstance(comm, Comm) for comm in comms):
         raise TypeError(f"mesh_dim_comms must be comms, one for each dimension, got {comms!r}")
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"mesh_dim_names must be strs, one for each dimension, got {names!r}")
     if len(names) != len(comms):
         raise ValueError(f"mesh_dim_names must be as many as the comms, got {len(names)} for {len(comms)}")

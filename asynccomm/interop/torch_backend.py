@@ -30,6 +30,7 @@ from asynccomm.interop.comms import Comms
 from asynccomm.interop.threads import detached
 from asynccomm.interop.torch_collectives import NAME, TorchCollectives
 from asynccomm.interop.torch_version import PYTHON_BACKENDS, group_arguments
+from asynccomm.interop.uncompiled import uncompiled
 
 __all__ = ["TorchGroup", "group_over", "register"]
 
@@ -39,6 +40,7 @@ CUSTOM: Final = c10d.ProcessGroup.BackendType.CUSTOM
 
 if PYTHON_BACKENDS:
 
+    @uncompiled
     class TorchBackend(TorchCollectives, c10d.Backend):
         """What torch's own group calls."""
 
@@ -64,6 +66,7 @@ if PYTHON_BACKENDS:
             name = (opts.group_name if opts is not None else "") or f"{comms.name}/{'-'.join(map(str, ranks))}"
             return TorchBackend(_connected(name, store, ranks.index(comms.rank), len(ranks), timeout))
 
+    @uncompiled
     class TorchGroup(c10d.ProcessGroup):
         """A group of torch's own in front of a TorchBackend."""
 
@@ -168,6 +171,7 @@ if PYTHON_BACKENDS:
 
 else:
 
+    @uncompiled
     class TorchGroup(TorchCollectives, c10d.ProcessGroup):  # type: ignore[no-redef, misc]  # torch's are overloaded
         """A group all in Python. What torch keeps for a group with backends of its own is kept here."""
 
@@ -244,9 +248,13 @@ def group_over(comm: Comm, *more: Comm, name: str | None = None) -> TorchGroup:
     Args:
         name: of the group; None: the first comm's.
 
-    Raises: ValueError if the comms are not of the same ranks, or two are on the same type of device.
+    Raises:
+        ValueError: the comms are not of the same ranks, or two are on the same type of device.
+        TypeError: what is given are not comms.
     """
     comms = [comm, *more]
+    if not all(isinstance(each, Comm) for each in comms):
+        raise TypeError(f"group_over takes comms, got {comms}")
     if len({(each.rank, each.size) for each in comms}) > 1 or len({each.device.type for each in comms}) < len(comms):
         raise ValueError(f"comms must be of the same ranks, and of a type of device each, got {comms}")
     timeout = timedelta(seconds=min(comm.options.timeout, LONG.total_seconds()))

@@ -23,6 +23,7 @@ from asynccomm.interop.comms import Comms
 from asynccomm.interop.threads import detached
 from asynccomm.interop.torch_version import checked_limit, reduction, time_limit
 from asynccomm.interop.torch_work import TorchWork
+from asynccomm.interop.uncompiled import uncompiled
 from asynccomm.methods.scopes import coalesce
 from asynccomm.work import Work
 
@@ -39,6 +40,7 @@ class _Last(threading.local):
     work: weakref.ref[TorchWork] | None = None
 
 
+@uncompiled
 class TorchCollectives:
     """To be mixed with what torch calls: its ``Backend`` or its ``ProcessGroup``. ``set_up`` comes first."""
 

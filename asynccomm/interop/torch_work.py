@@ -30,6 +30,7 @@ from torch import distributed as dist
 
 from asynccomm.errors import AsyncCommError
 from asynccomm.interop.threads import detached, on_a_thread
+from asynccomm.interop.uncompiled import uncompiled
 from asynccomm.work import Work
 
 __all__ = ["TorchWork"]
@@ -42,6 +43,7 @@ _kept: deque[TorchWork] = deque(maxlen=KEPT)
 
 
 @final
+@uncompiled
 class TorchWork(dist.Work):
     """What torch gets for a call.
 

@@ -143,6 +143,8 @@ async def test_what_it_does_not_take() -> None:
         wrap(dist.GroupMember.NON_GROUP_MEMBER)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="wrap the manager"):
         wrap(dist.distributed_c10d._IllegalWork())
+    with pytest.raises(ValueError, match="async_ops=True, and wrap it after its block"):
+        wrap(dist.distributed_c10d._CoalescingManager())
     assert asynccomm.wrap is wrap
 
 

@@ -208,8 +208,13 @@ async def test_arguments() -> None:
                 (comm, ["a"], TypeError, "mesh_dim_comms must be comms"),
                 ([], [], TypeError, "mesh_dim_comms must be comms"),
                 ([3], ["a"], TypeError, "mesh_dim_comms must be comms"),
+                (3, ["a"], TypeError, "mesh_dim_comms must be comms"),
+                (iter([comm]), ["a"], TypeError, "mesh_dim_comms must be comms"),
+                ({comm, other}, ["a", "b"], TypeError, "mesh_dim_comms must be comms"),  # in no order
                 ([comm], "a", TypeError, "mesh_dim_names must be strs"),
                 ([comm], [1], TypeError, "mesh_dim_names must be strs"),
+                ([comm], None, TypeError, "mesh_dim_names must be strs"),
+                ([comm, other], {"a", "b"}, TypeError, "mesh_dim_names must be strs"),
                 ([comm], ["a", "b"], ValueError, "must be as many as the comms, got 2 for 1"),
                 ([comm, other], ["a", "a"], ValueError, "must differ"),
                 ([comm], [""], ValueError, "must differ, and not be empty"),

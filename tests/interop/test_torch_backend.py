@@ -141,6 +141,7 @@ async def test_the_profiler_sees_what_is_called() -> None:
 @pytest.mark.ranks(2)
 async def test_an_abort_stops_everybody() -> None:
     with world() as group:
+        total(None)  # both have connected
         if dist.get_rank() == 0:
             work = dist.irecv(torch.zeros(1), 1)
             group.abort()
@@ -189,6 +190,8 @@ async def test_a_group_over_a_comm(comm: Comm) -> None:
         group.split_group([0, 1])
     with pytest.raises(ValueError, match="same ranks"):
         group_over(comm, comm)
+    with pytest.raises(TypeError, match="takes comms, got"):
+        group_over(comm, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.ranks(2)
