@@ -200,7 +200,7 @@ def all_to_all_single(
 
     Args:
         output_split_sizes, input_split_sizes: rows (of dim 0) by rank; None or empty: equally many. Ranks that give
-            neither do not go with those that give one.
+            neither do not go with those that give one: where some have to, the others give equal ones.
     """
     if has_torch_function_variadic(output, input):
         return handle_torch_function(
