@@ -23,6 +23,7 @@ from typing import Any, Final, final
 
 import torch
 
+from asynccomm.comm import Comm
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.errors import AbortedError, BrokenError
 from asynccomm.ops import (
@@ -84,7 +85,7 @@ class Record:
         self.number = number
         self.op = call.op
         self.inputs = _side(call.inputs)
-        self.outputs = _side(call.outputs)
+        self.outputs = self.inputs if call.outputs is call.inputs else _side(call.outputs)
         self.seq = work.seq
         self.site: Site | None = work.site
         self.started = work.started
@@ -95,11 +96,12 @@ class Record:
 
     def settled(self) -> None:
         """The operation is done. From any thread, maybe twice."""
-        work, self.work = self.work, None
+        work = self.work
         if work is not None:
-            self.seq, self.finished = work.seq, work.finished
             # asking by exception() would pass for somebody who has seen the error
             self.error = None if work._error is None else type(work._error).__name__
+            self.seq, self.finished = work.seq, work.finished
+            self.work = None  # at last: others may be looking
 
     @property
     def number_on_comm(self) -> int:
@@ -119,13 +121,13 @@ def _side(tensors: Sequence[torch.Tensor]) -> Side | None:
 
 @final
 class GroupRecorder:
-    """What one group leaves in the ring."""
+    """What one group leaves in the ring; or each of its comms, if it has several, as these count by themselves."""
 
-    def __init__(self, recorder: Recorder, number: int, pg: ProcessGroup) -> None:
+    def __init__(self, recorder: Recorder, number: int, pg: ProcessGroup, comm: Comm) -> None:
         self.number = number
-        self.name = pg.group_name
+        self.name = pg.group_name if len(pg.comms) == 1 else f"{pg.group_name}/{comm.device.type}"
         self.desc = pg.group_desc
-        self.backend = pg.name()
+        self.backend = comm.backend
         self.ranks = pg.global_ranks
         self.rank = pg.rank()
         self.error = ""  #: what it broke of
@@ -136,10 +138,8 @@ class GroupRecorder:
         work.listen(record.settled)
 
     def broke(self, error: BrokenError) -> None:
-        mine = (
-            isinstance(error, AbortedError) and error.rank == self.rank
-        )  # somebody's will; that of others may be news
-        if not mine and not self.error:
+        # an abort of ours is no news; that of another rank may be due to an error
+        if not (isinstance(error, AbortedError) and error.rank == self.rank):
             self.error = f"{type(error).__name__}: {error}"
             self._recorder.report(self, type(error).__name__)
 
@@ -150,19 +150,20 @@ class Recorder:
 
     def __init__(self) -> None:
         self._ring: deque[tuple[GroupRecorder, Record]] | None = None  # None before the first group, and if it is off
-        self._groups: dict[ProcessGroup, GroupRecorder] = {}  # those there are; the ring may have others, too
+        self._groups: dict[ProcessGroup, list[GroupRecorder]] = {}  # those there are; the ring may have others, too
         self._numbers, self._group_numbers = itertools.count(), itertools.count()
 
     def attach(self, pg: ProcessGroup) -> None:
         """Record what is called on ``pg`` from now on."""
         if self._ring is None:
-            size = int(_setting("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE") or RECORDS)
+            size = _size()
             if size <= 0:
                 return
             self._ring = deque(maxlen=size)
-        group = self._groups[pg] = GroupRecorder(self, next(self._group_numbers), pg)
+        groups = self._groups[pg] = []
         for comm in pg.comms:
-            comm._session.witness = group
+            comm._session.witness = group = GroupRecorder(self, next(self._group_numbers), pg, comm)
+            groups.append(group)
 
     def forget(self, pg: ProcessGroup) -> None:
         """The group is over. What it did is still there."""
@@ -191,7 +192,8 @@ class Recorder:
             only_active: only those that are not done.
         """
         records = self._records()
-        groups = dict.fromkeys([*self._groups.values(), *(group for group, _ in records)])
+        there = [group for groups in list(self._groups.values()) for group in groups]
+        groups = dict.fromkeys([*there, *(group for group, _ in records)])
         dump: dict[str, Any] = {
             "version": VERSION,
             "comm_lib_version": "",
@@ -243,7 +245,7 @@ class Recorder:
         try:
             with open(path, "wb") as file:
                 pickle.dump(self.dump(), file)
-        except OSError as exc:
+        except Exception as exc:  # what has happened matters more
             return f"; the flight recorder could not be written: {exc}"
         return f"; the flight recorder is in {path}"
 
@@ -251,6 +253,15 @@ class Recorder:
 def _setting(*names: str) -> str:
     """The variable of the first of ``names`` that is set; empty if none is."""
     return next((value for name in names if (value := os.environ.get(name))), "")
+
+
+def _size() -> int:
+    text = _setting("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+    try:
+        return int(text or RECORDS)
+    except ValueError:
+        _log.warning("TORCH_FR_BUFFER_SIZE is %r and no number: the flight recorder keeps %d records", text, RECORDS)
+        return RECORDS
 
 
 def _status(group: GroupRecorder, records: Sequence[tuple[GroupRecorder, Record]]) -> dict[str, str]:

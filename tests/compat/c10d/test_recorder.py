@@ -19,7 +19,10 @@ from torch.distributed.flight_recorder import fr_trace
 from torch.distributed.flight_recorder.components import types as fr_types
 
 import asynccomm.compat.c10d as dist
-from asynccomm import AbortedError, BackendError, CollectiveTimeoutError, CommOptions, PayloadError
+from asynccomm import AbortedError, BackendError, CollectiveTimeoutError, CommOptions, PayloadError, session
+from asynccomm.compat.c10d.fake import fake_comm
+from asynccomm.compat.c10d.process_group import ProcessGroup
+from asynccomm.compat.c10d.recorder import Recorder
 from tests.compat.c10d.worlds import alone, run_ranks
 
 # older ones know the names of two backends, neither of which can be had here
@@ -280,6 +283,33 @@ async def test_there_may_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (dump["entries"], dump["pg_config"]) == ([], {})
 
 
+async def test_a_size_that_is_no_number(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "many")
+    async with alone():
+        await dist.barrier()
+        assert len(dumped()["entries"]) == 1
+    assert "TORCH_FR_BUFFER_SIZE is 'many' and no number" in caplog.text
+
+
+async def test_a_group_of_several_comms() -> None:
+    """Each has numbers of its own."""
+    async with alone("cpu:loopback") as one, alone("cpu:loopback") as other:
+        gpu = await fake_comm("gpu", 0, 1, torch.device("cuda", 0), one.timeout)  # on none, and nothing is moved
+        async with gpu:
+            comms = {"cpu": other.comm(), "cuda": gpu}
+            pg = ProcessGroup("x", "", [0], 0, "cpu:loopback,cuda:fake", one.config, comms, one.timeout)
+            recorder = Recorder()
+            recorder.attach(pg)
+            await pg.comm("cpu").barrier()
+            await pg.comm("cuda").barrier()
+            dump = recorder.dump()
+            said = [(entry["process_group"][0], entry["profiling_name"]) for entry in dump["entries"]]
+            assert said == [("x/cpu", "loopback:barrier"), ("x/cuda", "fake:barrier")]
+            assert [entry["collective_seq_id"] for entry in dump["entries"]] == [0, 0]
+            assert list(dump["pg_config"]) == ["x/cpu", "x/cuda"]
+            assert list(dump["pg_status"]) == ["0", "1"]
+
+
 async def test_what_is_dumped() -> None:
     async with alone():
         await dist.barrier()
@@ -409,6 +439,14 @@ async def test_files_can_be_turned_off(
     await run_late()
     assert not list(files.iterdir())
     assert len([record for record in caplog.records if "is broken by" in record.message]) == 2
+
+
+async def test_it_is_written_before_the_process_ends(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there: list[bool] = []
+    monkeypatch.setattr(session.os, "abort", lambda: there.append((files / "rank_0").exists()))
+    async with alone(pg_options=CommOptions(abort_process_on_timeout_or_error=True)) as pg:
+        pg.comm()._session.break_by(BackendError("no"))
+    assert there == [True]
 
 
 async def test_a_file_that_cannot_be_written(
