@@ -86,12 +86,16 @@ class Calls(Traffic):
                 if work.seq == UNNUMBERED and (due := work.started + limit) < hold.due:
                     hold.due = due
                     self._deadlines.add(work)
+                if self.witness is not None:
+                    self.witness.called(call, work)
                 return work
             if self.agreement is not None and not op.p2p:
                 work = self._work(call, limit, None)
                 self._called += 1
                 self._issue([self._submission(call, work, None, backend.origin())])
                 self._deadlines.add(work)
+                if self.witness is not None:
+                    self.witness.called(call, work)
                 return work
             seq = self._p2p if op.p2p else self._collectives
             work = Work(
@@ -123,6 +127,8 @@ class Calls(Traffic):
             self._called += 1
             if reporter is not None and reporter.compares:
                 reporter.compare(work, 1)
+            if self.witness is not None:
+                self.witness.called(call, work)
             if self.error is not None:
                 self._check_late([work])
         if not work.done():
@@ -178,6 +184,9 @@ class Calls(Traffic):
                         self._pending.pop(part, None)
                     raise
                 self._called += len(items)
+            if self.witness is not None:
+                for call, part in zip(calls, parts, strict=True):
+                    self.witness.called(call, part)
         return whole.work
 
     # -- what is sent together ----------------------------------------------------------------------------------------

@@ -348,6 +348,8 @@ class Session(Calls):
         assert self._aftermath is not None
         try:
             self._abort_backend()
+            if self.witness is not None:
+                self.witness.broke(error)
         finally:
             self._aftermath.set_result(None)
         if self.options.abort_process_on_timeout_or_error and not isinstance(error, AbortedError):

@@ -7,7 +7,7 @@ from sys import _getframe
 from types import CodeType
 from typing import Final
 
-__all__ = ["Site", "call_site", "show"]
+__all__ = ["Site", "call_site", "line_of", "show"]
 
 Site = tuple[CodeType, int]  # and the instruction in it
 
@@ -46,10 +46,13 @@ def show(site: Site | None) -> str:
     """``site`` for people; empty if it is not known."""
     if site is None:
         return ""
+    return f"{site[0].co_filename}:{line_of(site)} in {site[0].co_name}"
+
+
+def line_of(site: Site) -> int:
+    """The line of the call in its file."""
     code, instruction = site
-    line = code.co_firstlineno
     for start, end, number in code.co_lines():
         if start <= instruction < end and number is not None:
-            line = number
-            break
-    return f"{code.co_filename}:{line} in {code.co_name}"
+            return number
+    return code.co_firstlineno

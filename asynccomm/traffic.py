@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from asynccomm.backends.base import Backend
 from asynccomm.checks import Group
@@ -30,7 +30,7 @@ from asynccomm.reporting import Reporter
 from asynccomm.sites import call_site
 from asynccomm.work import UNNUMBERED, Driver, Work
 
-__all__ = ["CommStatistics", "Traffic", "weakly"]
+__all__ = ["CommStatistics", "Traffic", "Witness", "weakly"]
 
 
 class CommStatistics(NamedTuple):
@@ -43,6 +43,16 @@ class CommStatistics(NamedTuple):
     batches: int = 0  #: batches sent so far, of more than one operation
     waiting: int = 0  #: tasks that wait in ``ready()`` now
     waits: int = 0  #: how often ``ready()`` had to wait so far
+
+
+class Witness(Protocol):
+    """Sees what becomes of a comm. Must be quick, and not raise."""
+
+    def called(self, call: Call, work: Work[Any]) -> object:
+        """An operation of the backend's was called. In the order of the calls, on the caller's thread."""
+
+    def broke(self, error: BrokenError) -> object:
+        """The comm has broken, and the others were told. From any thread."""
 
 
 class Traffic(abc.ABC):
@@ -62,6 +72,7 @@ class Traffic(abc.ABC):
         self.backend: Backend | None = None  #: None until connected, and in a forked child
         self.error: AsyncCommError | None = None  #: why there are no more calls
         self.reporter: Reporter | None = None  #: keeps what is called, for the other ranks; None: nobody asks
+        self.witness: Witness | None = None  #: sees the calls, and what the comm breaks of; None: nobody does
         self._lock = threading.RLock()  # held while submitting, so that order is one
         # bytes by operation. Used without _lock, one atomic step of the dict at a time: a backend may settle another
         # rank's operation inside submit(), with that one's _lock held by a thread that waits for the backend

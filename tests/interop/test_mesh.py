@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 from collections.abc import AsyncIterator, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from asynccomm import Comm, new_comm, wrap
+from asynccomm.compat.c10d.fake import fake_comm
 from asynccomm.interop.mesh import init_device_mesh
 from asynccomm.interop.threads import detached
 from asynccomm.interop.torch_version import PYTHON_BACKENDS
@@ -198,6 +200,32 @@ async def test_the_default_group() -> None:
             assert second is not first
             assert dist.group.WORLD is second
             assert second.group_name == "dim"
+    assert not dist.is_initialized()
+
+
+async def test_comms_of_several_types_of_device() -> None:
+    limit = timedelta(seconds=1)
+    gpu = await fake_comm("gpu", 0, 1, torch.device("cuda", 0), limit)  # on none, and nothing is sent
+    async with gpu, loopback_world(1) as (comm,):
+        with pytest.raises(ValueError, match=r"must be on one type of device, got \['cpu', 'cuda:0'\]"):
+            init_device_mesh([comm, gpu], ["a", "b"])
+        with pytest.raises(ValueError, match="_global_comm is on cuda:0, mesh_dim_comms are on cpu"):
+            init_device_mesh([comm], ["a"], gpu)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.ranks(4)
+async def test_comms_of_other_processes(comm: Comm) -> None:
+    """Sizes and ranks fit, but it is not the column that this rank is in."""
+    row, column = divmod(comm.rank, 2)
+    crossing = comm.split([0, 3] if row == column else [1, 2], "crossed")
+    async with two_by_two(comm) as (down, along), crossing as crossed:
+        assert crossed is not None
+        assert crossed.rank == row
+        with pytest.raises(ValueError, match=r"dimension 'down' of a mesh of .* but comm '.*crossed' is of other"):
+            init_device_mesh((crossed, along), ("down", "along"), comm)
+        with pytest.raises(ValueError, match="_global_comm has 2"):
+            init_device_mesh((down, along), ("down", "along"), down)
     assert not dist.is_initialized()
 
 

@@ -1,4 +1,11 @@
-"""How groups end, and how long their operations may take."""
+"""How groups end, and how long their operations may take.
+
+An operation whose time is over ends its group: whoever waits for it is told, by ``await`` or ``wait()``, and what is
+called later raises at once, so that nobody goes on with broken data. No process ends, unless the group was made with
+``pg_options=CommOptions(abort_process_on_timeout_or_error=True)``. That is so on all backends, and aborting works at
+any time: the variables by which torch chooses for NCCL (TORCH_NCCL_ASYNC_ERROR_HANDLING, TORCH_NCCL_BLOCKING_WAIT) are
+not looked at.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@ The package shows them with the underscore that they have there.
 
 from __future__ import annotations
 
+import json
+import pickle
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -29,6 +31,8 @@ __all__ = [
     "check_tensor_list",
     "default_store",
     "deprecated_global_rank",
+    "dump_fr_trace",
+    "dump_fr_trace_json",
     "find_group",
     "group_size",
     "group_size_by_name",
@@ -40,6 +44,7 @@ __all__ = [
     "name_of",
     "pg_config",
     "process_group_name",
+    "reset_fr_trace",
     "resolve_name",
     "validate_output_list",
     "warn_not_in_group",
@@ -178,3 +183,36 @@ def deprecated_global_rank(group: Group, rank: int) -> int:
     """``get_global_rank``, by its old name."""
     warnings.warn("_get_global_rank is deprecated: use get_global_rank", FutureWarning, stacklevel=2)
     return get_global_rank(group, rank)
+
+
+def dump_fr_trace(
+    includeCollectives: bool | None = None, includeStackTraces: bool | None = None, onlyActive: bool | None = None
+) -> bytes:
+    """What the flight recorder has, pickled: see ``recorder``. From any thread; the world is the calling task's.
+
+    Args:
+        includeCollectives: with the operations; None: True.
+        includeStackTraces: with where they were called; None: True.
+        onlyActive: without those that are done; None: False.
+    """
+    recorder = world().recorder
+    return pickle.dumps(
+        recorder.dump(
+            collectives=includeCollectives is not False,
+            frames=includeStackTraces is not False,
+            only_active=bool(onlyActive),
+        )
+    )
+
+
+def dump_fr_trace_json(includeCollectives: bool | None = None, onlyActive: bool | None = None) -> bytes:
+    """The same as JSON, without where the operations were called."""
+    dump = world().recorder.dump(
+        collectives=includeCollectives is not False, frames=False, only_active=bool(onlyActive)
+    )
+    return json.dumps(dump).encode()
+
+
+def reset_fr_trace() -> None:
+    """Have the flight recorder forget what was called so far."""
+    world().recorder.reset()

@@ -19,7 +19,7 @@ from asynccomm.compat.c10d.checks import (
 from asynccomm.compat.c10d.coalescing import CollOp, recording
 from asynccomm.compat.c10d.logs import logged
 from asynccomm.compat.c10d.ranks import canonical_rank, root_rank
-from asynccomm.compat.c10d.work import NOTHING, Work
+from asynccomm.compat.c10d.work import NOTHING, Work, giving_a_future
 from asynccomm.compat.c10d.world import Group
 
 __all__ = [
@@ -106,6 +106,7 @@ def all_gather_base(output_tensor: Tensor, input_tensor: Tensor, group: Group = 
 
 
 @deprecated("all_gather_coalesced is deprecated: use a coalescing manager", category=FutureWarning)
+@giving_a_future
 @logged
 def all_gather_coalesced(
     output_tensor_lists: list[list[Tensor]],
@@ -117,7 +118,7 @@ def all_gather_coalesced(
 
     ``async_op=True`` gives a future.
     """
-    pg = member_of(group, "all_gather_coalesced", 5)
+    pg = member_of(group, "all_gather_coalesced", 6)
     if pg is None:
         return None if async_op else NOTHING
     check_tensor_list("input_tensor_list", input_tensor_list)
@@ -129,7 +130,7 @@ def all_gather_coalesced(
     check_same_dtype(input_tensor_list)
     comm = pg.comm(input_tensor_list[0].device if input_tensor_list else None)
     work = comm.all_gather_coalesced(output_tensor_lists, input_tensor_list)
-    return Work(work).get_future() if async_op else work
+    return Work(work) if async_op else work
 
 
 @logged
@@ -199,7 +200,7 @@ def all_to_all_single(
 
     Args:
         output_split_sizes, input_split_sizes: rows (of dim 0) by rank; None or empty: equally many. Ranks that give
-            neither do not go with those that give one.
+            neither do not go with those that give one: where some have to, the others give equal ones.
     """
     if has_torch_function_variadic(output, input):
         return handle_torch_function(

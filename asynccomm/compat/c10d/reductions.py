@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary, has_torch_function_variadic
 from typing_extensions import deprecated
 
+from asynccomm import work as _ours
+from asynccomm.comm import Comm
 from asynccomm.compat.c10d.checks import check_same_dtype, check_tensor, check_tensor_list, member_of
 from asynccomm.compat.c10d.coalescing import CollOp, recording
 from asynccomm.compat.c10d.logs import logged
 from asynccomm.compat.c10d.ranks import canonical_rank
 from asynccomm.compat.c10d.types import ReduceOp, reduction
-from asynccomm.compat.c10d.work import NOTHING, Work
+from asynccomm.compat.c10d.work import NOTHING, Work, giving_a_future
 from asynccomm.compat.c10d.world import Group
+from asynccomm.dtypes import in_reals
+from asynccomm.ops import AllReduce, several
+from asynccomm.reduce_op import RedOpType
+from asynccomm.reduce_op import ReduceOp as _OurOp
 
 __all__ = [
     "all_reduce",
@@ -30,6 +37,9 @@ __all__ = [
 def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Any:
     """Combine all ranks' ``tensor`` in place, on all ranks; bitwise the same everywhere. See ``Comm.all_reduce``.
 
+    Complex numbers go as pairs of reals, so other ranks may have these instead; but not if they are lazily conjugated,
+    or with PREMUL_SUM.
+
     Raises: ValueError for complex tensors and an op that has no meaning for them.
     """
     if has_torch_function_unary(tensor):
@@ -42,26 +52,53 @@ def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None, asyn
     records = recording(pg)
     if records is not None:
         record = CollOp(all_reduce, tensor, None, op)
-        return records.record(record, comm, lambda: comm.all_reduce(tensor, reduction(op)), async_op)
-    work = comm.all_reduce(tensor, reduction(op))
+        return records.record(record, comm, lambda: _all_reduce(comm, tensor, op), async_op)
+    work = _all_reduce(comm, tensor, op)
     return Work(work) if async_op else work
 
 
+def _all_reduce(comm: Comm, tensor: Tensor, op: Any) -> _ours.Work[Any]:
+    kind = reduction(op)
+    if not _go_in_parts([tensor], kind):
+        return comm.all_reduce(tensor, kind)
+    return comm._submit(AllReduce.of(comm._group, in_reals(tensor), kind)._replace(result=tensor), None, None)
+
+
+def _go_in_parts(tensors: Sequence[Tensor], op: Any) -> bool:
+    """Whether some are complex and all can be reduced as the reals in their memory. Raises: ValueError for the op.
+
+    A factor is complex on some ranks, maybe, and the pairs of what is lazily conjugated are others than its memory's.
+    """
+    numbers = [tensor for tensor in tensors if tensor.is_complex()]
+    if not numbers:
+        return False
+    ours = _OurOp.of(op)
+    for tensor in numbers:
+        ours.check(tensor.dtype)
+    return ours.type is not RedOpType.PREMUL_SUM and not any(tensor.is_conj() for tensor in numbers)
+
+
 @deprecated("all_reduce_coalesced is deprecated: use a coalescing manager", category=FutureWarning)
+@giving_a_future
 @logged
 def all_reduce_coalesced(
     tensors: list[Tensor] | Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Any:
     """:func:`all_reduce` each of ``tensors``, of one dtype; ``async_op=True`` gives a future."""
-    pg = member_of(group, "all_reduce_coalesced", 5)
+    pg = member_of(group, "all_reduce_coalesced", 6)
     if pg is None:
         return None if async_op else NOTHING
     if isinstance(tensors, Tensor):
         tensors = [tensors]
     check_tensor_list("tensors", tensors)
     check_same_dtype(tensors)
-    work = pg.comm(tensors[0].device if tensors else None).all_reduce_coalesced(tensors, reduction(op))
-    return Work(work).get_future() if async_op else work
+    comm, kind = pg.comm(tensors[0].device if tensors else None), reduction(op)
+    if _go_in_parts(tensors, kind):
+        reals = [in_reals(tensor) for tensor in tensors]
+        work = comm._submit_together(several.all_reduce(comm._group, reals, kind), tensors, None, None)
+    else:
+        work = comm.all_reduce_coalesced(tensors, kind)
+    return Work(work) if async_op else work
 
 
 @logged

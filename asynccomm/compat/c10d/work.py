@@ -7,14 +7,16 @@ the methods that torch's has. A call on a group that this rank is not in gives :
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Generator
 from datetime import timedelta
-from typing import Any, Final, Generic, TypeVar, final
+from typing import Any, Final, Generic, ParamSpec, TypeVar, final
 
 from asynccomm import work as _ours
 
-__all__ = ["NOTHING", "Nothing", "Then", "Work", "operation_of"]
+__all__ = ["NOTHING", "Nothing", "Then", "Work", "giving_a_future", "operation_of"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -78,6 +80,17 @@ def operation_of(awaited: object) -> _ours.Work[Any] | None:
     if isinstance(awaited, _ours.Work):
         return awaited
     return awaited._work if type(awaited) is Work else None
+
+
+def giving_a_future(function: Callable[P, Any]) -> Callable[P, Any]:
+    """``function``, with the future of a handle in place of the handle."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Any:
+        awaited = function(*args, **kwargs)
+        return awaited.get_future() if isinstance(awaited, Work) else awaited
+
+    return call
 
 
 async def _result(work: Awaitable[T]) -> T:

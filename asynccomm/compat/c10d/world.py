@@ -14,6 +14,7 @@ from hashlib import sha1
 from typing import Any, Final, TypeAlias, final
 
 from asynccomm.compat.c10d.process_group import ProcessGroup
+from asynccomm.compat.c10d.recorder import Recorder
 from asynccomm.compat.c10d.types import NON_GROUP_MEMBER
 from asynccomm.store.base import Store
 
@@ -53,6 +54,7 @@ class World:
         pg_coalesce_state: what tasks have recorded and not sent yet, by group: see ``coalescing``.
         backend, init_method: what ``init_process_group`` was told.
         starting: it is under way.
+        recorder: what the groups did last.
         endings: to be awaited when the default group has ended, last first, with how many ranks this one waits for,
             itself included.
     """
@@ -70,6 +72,7 @@ class World:
         self.backend: str | None = None
         self.init_method: str | None = None
         self.starting = False
+        self.recorder = Recorder()
         self.endings: list[Ending] = []
         self._hashed: Counter[str] = Counter()  # how often ranks have got a hashed name
 
@@ -128,12 +131,14 @@ class World:
             tag = f"user:{tag}"
         self.tags_to_pg.setdefault(str(tag), []).append(pg)
         self.pg_to_tag[pg] = str(tag)
+        self.recorder.attach(pg)
 
     def remove(self, pg: ProcessGroup) -> None:
         """Forget a group."""
         for known in (self.pg_map, self.pg_names, self.pg_group_ranks, self.pg_backend_config, self.pg_to_tag):
             known.pop(pg, None)
         self.pg_coalesce_state.pop(pg, None)
+        self.recorder.forget(pg)
         for tag, groups in list(self.tags_to_pg.items()):
             if pg in groups:
                 groups.remove(pg)

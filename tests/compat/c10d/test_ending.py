@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import asynccomm.compat.c10d as dist
-from asynccomm import AbortedError, ClosedError, CollectiveTimeoutError, Comm, MemoryStore
+from asynccomm import AbortedError, ClosedError, CollectiveTimeoutError, Comm, CommOptions, MemoryStore
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from tests.compat.c10d.worlds import alone, run_ranks
 
@@ -258,3 +258,40 @@ async def test_time_that_is_over_ends_the_group_and_not_the_process() -> None:
         await dist.barrier()
 
     await run_ranks(2, body)
+
+
+@pytest.mark.parametrize("value", ["0", "1", "3"])
+@pytest.mark.parametrize("name", ["TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT"])
+async def test_variables_for_errors_of_nccl_change_nothing(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits is told, no process ends, and aborting needs none of them."""
+    monkeypatch.setenv(name, value)
+
+    async def body(rank: int) -> None:
+        pg = await dist.new_group([0, 1], timedelta(seconds=0.1))
+        if rank == 0:
+            work = dist.all_reduce(torch.ones(1), group=pg, async_op=True)
+            with pytest.raises(CollectiveTimeoutError):
+                await asyncio.to_thread(work.wait)
+            with pytest.raises(CollectiveTimeoutError):
+                await work
+        await dist.barrier()
+        await dist._abort_process_group(pg)
+        other = await dist.new_group([0, 1])
+        work = dist.irecv(torch.ones(1), 1 - rank, other)
+        await dist.barrier()
+        await dist._abort_process_group(other)
+        with pytest.raises(AbortedError):
+            await work
+        await dist.barrier()
+
+    await run_ranks(2, body)
+
+
+async def test_a_process_may_end_by_its_errors_if_that_is_asked_for() -> None:
+    options = CommOptions(abort_process_on_timeout_or_error=True)
+    async with alone(pg_options=options) as pg:
+        assert pg.comm().options.abort_process_on_timeout_or_error
+    async with alone() as pg:
+        assert not pg.comm().options.abort_process_on_timeout_or_error

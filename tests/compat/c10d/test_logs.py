@@ -153,6 +153,35 @@ async def test_errors_of_awaiting_are_logged(async_op: bool, caplog: pytest.LogC
     assert "all_reduce on group '1' of backend 'loopback', rank 0 of 2, global rank 0 of 2 raised AbortedError" in said
 
 
+FUTURES = {
+    "all_reduce_coalesced": lambda pg: dist.all_reduce_coalesced([ONE.clone()], group=pg, async_op=True),
+    "all_gather_coalesced": lambda pg: dist.all_gather_coalesced(
+        [[ONE.clone()] for _ in range(2)], [ONE.clone()], group=pg, async_op=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUTURES)
+async def test_errors_of_futures_are_logged(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def body(rank: int) -> None:
+        pg = await dist.new_group([0, 1])
+        if rank == 1:
+            await dist.barrier()
+            await dist._abort_process_group(pg)
+            return
+        with pytest.warns(FutureWarning, match=name):
+            future = FUTURES[name](pg)
+        assert asyncio.isfuture(future)
+        await dist.barrier()
+        with pytest.raises(BrokenError):
+            await future
+
+    with caplog.at_level(logging.DEBUG, "asynccomm"):
+        await run_ranks(2, body)
+    (said,) = said_of(name, caplog)
+    assert "on group '1' of backend 'loopback', rank 0 of 2, global rank 0 of 2 raised AbortedError" in said
+
+
 async def test_errors_of_unpickling_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def body(rank: int) -> None:
         with contextlib.nullcontext() if rank == 0 else pytest.raises(PayloadError, match="2 objects"):

@@ -83,6 +83,64 @@ async def test_moving_of_any_dtype(dtype: torch.dtype) -> None:
     await run_ranks(2, body)
 
 
+@pytest.mark.parametrize("paired", [0, 1], ids=["the first is complex", "the second is complex"])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+async def test_complex_on_one_rank_and_its_parts_on_another(dtype: torch.dtype, paired: int) -> None:
+    async def body(rank: int) -> None:
+        values = [torch.tensor([1 + 2j, 3j], dtype=dtype), torch.tensor([4j, 5 - 1j], dtype=dtype)]
+
+        def form(tensor: torch.Tensor) -> torch.Tensor:
+            """As this rank has it."""
+            return tensor.clone() if rank == paired else torch.view_as_real(tensor).clone()
+
+        def check(output: torch.Tensor, expected: torch.Tensor) -> None:
+            assert output.dtype == (dtype if rank == paired else torch.view_as_real(expected).dtype)
+            assert torch.equal(output, form(expected))
+
+        mine = form(values[rank])
+        for root in range(2):
+            tensor = form(values[rank])
+            await dist.broadcast(tensor, root)
+            check(tensor, values[root])
+        outputs = [torch.empty_like(mine) for _ in range(2)]
+        await dist.all_gather(outputs, mine)
+        for output, value in zip(outputs, values, strict=True):
+            check(output, value)
+        whole = form(torch.zeros(4, dtype=dtype))
+        await dist.all_gather_into_tensor(whole, mine)
+        check(whole, torch.cat(values))
+        lists = [[torch.empty_like(mine)] for _ in range(2)]
+        with pytest.warns(FutureWarning):
+            await dist.all_gather_coalesced(lists, [mine])
+        for (output,), value in zip(lists, values, strict=True):
+            check(output, value)
+        for root in range(2):
+            await dist.scatter(tensor.zero_(), [form(value) for value in values] if rank == root else None, root)
+            check(tensor, values[rank])
+        await dist.all_to_all(outputs, [form(value * 2) for value in values])
+        for output in outputs:
+            check(output, values[rank] * 2)
+        await dist.all_to_all_single(tensor.zero_(), mine)
+        check(tensor, torch.stack([value[rank] for value in values]))
+        splits = [1, 2] if rank == 0 else [2, 1]  # of rows, which are as many either way
+        room, rows = form(torch.zeros(3, dtype=dtype)), torch.cat(values)[:3]
+        await dist.all_to_all_single(room, form(rows), splits, [1, 2] if rank == 0 else [2, 1])
+        check(room, torch.cat([rows[:1], rows[:2]]) if rank == 0 else torch.cat([rows[1:], rows[2:]]))
+        if rank == 0:
+            await dist.send(mine, 1)
+            receive = dist.irecv(tensor.zero_(), 1)
+            assert receive is not None
+            await receive
+        else:
+            await dist.recv(tensor.zero_(), 0)
+            sent = dist.isend(mine, 0)
+            assert sent is not None
+            await sent
+        check(tensor, values[1 - rank])
+
+    await run_ranks(2, body)
+
+
 @pytest.mark.parametrize("pair", [(torch.complex64, torch.float32), (torch.complex128, torch.float64)])
 async def test_complex_and_its_parts_in_one_call(pair: tuple[torch.dtype, torch.dtype]) -> None:
     async with alone():

@@ -104,6 +104,58 @@ async def test_complex_sums() -> None:
     await run_ranks(2, body)
 
 
+@pytest.mark.parametrize("paired", [0, 1], ids=["the first is complex", "the second is complex"])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+async def test_complex_on_one_rank_and_its_parts_on_another(dtype: torch.dtype, paired: int) -> None:
+    async def body(rank: int) -> None:
+        value, expected = torch.tensor([1 + 2j, 3j], dtype=dtype), torch.tensor([3 + 6j, 9j], dtype=dtype)
+
+        def form(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.clone() if rank == paired else torch.view_as_real(tensor).clone()
+
+        mine = form(value * (rank + 1))
+        for op, factor in ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.AVG, 2)):
+            tensor = mine.clone()
+            assert await dist.all_reduce(tensor, op) is tensor
+            assert torch.equal(tensor, form(expected / factor))
+        tensor = mine.clone()
+        async with dist._coalescing_manager():
+            dist.all_reduce(tensor)
+        assert torch.equal(tensor, form(expected))
+        several = [mine.clone(), form(value[:1])]
+        with pytest.warns(FutureWarning):
+            assert await dist.all_reduce_coalesced(several) is several
+        assert torch.equal(several[0], form(expected))
+        assert torch.equal(several[1], form(value[:1] * 2))
+
+    await run_ranks(2, body)
+
+
+async def test_complex_tensors_as_they_are() -> None:
+    """Those that do not go in parts, for the others may not either; and those of torch that never do."""
+
+    async def body(rank: int) -> None:
+        value = torch.tensor([1 + 2j, 3j])
+        tensor = value.clone().conj()
+        assert tensor.is_conj()
+        assert await dist.all_reduce(tensor) is tensor
+        assert torch.equal(tensor, (2 * value).conj())
+        both = [value.clone().conj(), value.clone()]
+        with pytest.warns(FutureWarning):
+            await dist.all_reduce_coalesced(both)
+        assert torch.equal(both[0], (2 * value).conj())
+        assert torch.equal(both[1], 2 * value)
+        tensor = value.clone()
+        await dist.all_reduce(tensor, asynccomm.ReduceOp.PREMUL_SUM([2, 1j][rank]))
+        assert torch.equal(tensor, value * (2 + 1j))
+        pg = await dist.new_group([0, 1])
+        with pytest.raises(asynccomm.CollectiveMismatchError, match="complex64"):
+            await dist.reduce(value.clone() if rank else torch.view_as_real(value).clone(), 0, group=pg)
+        await dist.barrier()
+
+    await run_ranks(2, body)
+
+
 async def test_reduce_leaves_others_alone() -> None:
     async def body(rank: int) -> None:
         pg = await dist.new_group([1, 2])

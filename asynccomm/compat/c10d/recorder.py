@@ -1,0 +1,352 @@
+"""The flight recorder: what the groups of this process did last, for when one of them hangs or breaks.
+
+Every operation leaves a small record in a ring: what and where it was, and how far it came. Nothing is formatted and no
+tensor is held; a dump does the former, in torch's format, which ``torchfrtrace`` reads. When a group breaks, other than
+by this rank's abort, what it was at goes to the log, and the dump to a file if a variable says where:
+
+- ``TORCH_FR_BUFFER_SIZE`` (``TORCH_NCCL_TRACE_BUFFER_SIZE``): how many records there are, 2000; 0: none.
+- ``TORCH_FR_DUMP_TEMP_FILE`` (``TORCH_NCCL_DEBUG_INFO_TEMP_FILE``): the file, before the global rank.
+- ``TORCH_FR_DUMP_ON_TIMEOUT`` (``TORCH_NCCL_DUMP_ON_TIMEOUT``): 0: no file.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+import pickle
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Final, final
+
+import torch
+
+from asynccomm.comm import Comm
+from asynccomm.compat.c10d.process_group import ProcessGroup
+from asynccomm.errors import AbortedError, BrokenError
+from asynccomm.ops import (
+    AllGather,
+    AllGatherSingle,
+    AllReduce,
+    AllToAll,
+    AllToAllSingle,
+    Barrier,
+    Broadcast,
+    Call,
+    Gather,
+    Op,
+    Parcels,
+    Recv,
+    RecvParcel,
+    Reduce,
+    ReduceScatter,
+    ReduceScatterSingle,
+    Scatter,
+    Send,
+    SendParcel,
+)
+from asynccomm.sites import Site, line_of
+from asynccomm.work import UNNUMBERED, Work
+
+__all__ = ["Recorder"]
+
+VERSION: Final = "2.10"  # of torch's format
+RECORDS: Final = 2000
+SHOWN: Final = 4  # operations in flight, in the log
+_NAMES: Final[dict[type[Op], str]] = {  # as torch's backends call them
+    AllReduce: "all_reduce",
+    Broadcast: "broadcast",
+    Reduce: "reduce",
+    AllGather: "all_gather",
+    AllGatherSingle: "_all_gather_base",
+    ReduceScatter: "reduce_scatter",
+    ReduceScatterSingle: "_reduce_scatter_base",
+    Scatter: "scatter",
+    Gather: "gather",
+    AllToAll: "all_to_all",
+    AllToAllSingle: "all_to_all",
+    Barrier: "barrier",
+}
+
+_log: Final = logging.getLogger("asynccomm")
+
+Side = tuple[Sequence[int], Sequence[torch.dtype]]  # sizes and dtypes of what is read, or of what is written
+
+
+@final
+class Record:
+    """One operation. What its Work knows is taken from there, until that is done and let go."""
+
+    __slots__ = ("error", "finished", "inputs", "number", "op", "outputs", "seq", "site", "started", "timeout", "work")
+
+    def __init__(self, number: int, call: Call, work: Work[Any]) -> None:
+        self.number = number
+        self.op = call.op
+        self.inputs = _side(call.inputs)
+        self.outputs = self.inputs if call.outputs is call.inputs else _side(call.outputs)
+        self.seq = work.seq
+        self.site: Site | None = work.site
+        self.started = work.started
+        self.finished: float | None = None
+        self.timeout = work.timeout
+        self.error: str | None = None  # only its kind: a traceback would keep what is on the stack
+        self.work: Work[Any] | None = work  # which holds tensors
+
+    def settled(self) -> None:
+        """The operation is done. From any thread, maybe twice."""
+        work = self.work
+        if work is not None:
+            # asking by exception() would pass for somebody who has seen the error
+            self.error = None if work._error is None else type(work._error).__name__
+            self.seq, self.finished = work.seq, work.finished
+            self.work = None  # at last: others may be looking
+
+    @property
+    def number_on_comm(self) -> int:
+        """Its number among the comm's collectives, or among its messages; -1 as long as it is held back."""
+        work = self.work
+        return self.seq if work is None else work.seq
+
+
+def _side(tensors: Sequence[torch.Tensor]) -> Side | None:
+    """Of several tensors, as of one vector."""
+    if not tensors:
+        return None
+    if len(tensors) == 1:
+        return tensors[0].shape, (tensors[0].dtype,)
+    return (sum([tensor.numel() for tensor in tensors]),), tuple(dict.fromkeys([tensor.dtype for tensor in tensors]))
+
+
+@final
+class GroupRecorder:
+    """What one group leaves in the ring; or each of its comms, if it has several, as these count by themselves."""
+
+    def __init__(self, recorder: Recorder, number: int, pg: ProcessGroup, comm: Comm) -> None:
+        self.number = number
+        self.name = pg.group_name if len(pg.comms) == 1 else f"{pg.group_name}/{comm.device.type}"
+        self.desc = pg.group_desc
+        self.backend = comm.backend
+        self.ranks = pg.global_ranks
+        self.rank = pg.rank()
+        self.error = ""  #: what it broke of
+        self._recorder = recorder
+
+    def called(self, call: Call, work: Work[Any]) -> None:
+        record = self._recorder.add(self, call, work)
+        work.listen(record.settled)
+
+    def broke(self, error: BrokenError) -> None:
+        # an abort of ours is no news; that of another rank may be due to an error
+        if not (isinstance(error, AbortedError) and error.rank == self.rank):
+            self.error = f"{type(error).__name__}: {error}"
+            self._recorder.report(self, type(error).__name__)
+
+
+@final
+class Recorder:
+    """The ring of one world."""
+
+    def __init__(self) -> None:
+        self._ring: deque[tuple[GroupRecorder, Record]] | None = None  # None before the first group, and if it is off
+        self._groups: dict[ProcessGroup, list[GroupRecorder]] = {}  # those there are; the ring may have others, too
+        self._numbers, self._group_numbers = itertools.count(), itertools.count()
+
+    def attach(self, pg: ProcessGroup) -> None:
+        """Record what is called on ``pg`` from now on."""
+        if self._ring is None:
+            size = _size()
+            if size <= 0:
+                return
+            self._ring = deque(maxlen=size)
+        groups = self._groups[pg] = []
+        for comm in pg.comms:
+            comm._session.witness = group = GroupRecorder(self, next(self._group_numbers), pg, comm)
+            groups.append(group)
+
+    def forget(self, pg: ProcessGroup) -> None:
+        """The group is over. What it did is still there."""
+        self._groups.pop(pg, None)
+
+    def add(self, group: GroupRecorder, call: Call, work: Work[Any]) -> Record:
+        """A record of a new operation."""
+        assert self._ring is not None
+        record = Record(next(self._numbers), call, work)
+        self._ring.append((group, record))
+        return record
+
+    def reset(self) -> None:
+        """Forget what was recorded."""
+        if self._ring is not None:
+            self._ring.clear()
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    def dump(self, *, collectives: bool = True, frames: bool = True, only_active: bool = False) -> dict[str, Any]:
+        """All there is, in torch's format. From any thread.
+
+        Args:
+            collectives: with the operations.
+            frames: and where they were called.
+            only_active: only those that are not done.
+        """
+        records = self._records()
+        there = [group for groups in list(self._groups.values()) for group in groups]
+        groups = dict.fromkeys([*there, *(group for group, _ in records)])
+        dump: dict[str, Any] = {
+            "version": VERSION,
+            "comm_lib_version": "",
+            "pg_config": {
+                group.name: {"name": group.name, "desc": group.desc, "ranks": str(list(group.ranks))}
+                for group in groups
+            },
+            "pg_status": {str(group.number): _status(group, records) for group in groups},
+        }
+        if collectives:
+            since = time.time_ns() - time.monotonic_ns()  # when that clock began
+            dump["entries"] = [
+                _entry(group, record, since, frames)
+                for group, record in records
+                if record.finished is None or not only_active
+            ]
+        return dump
+
+    def _records(self) -> list[tuple[GroupRecorder, Record]]:
+        return [] if self._ring is None else list(self._ring.copy())  # others may be adding to it
+
+    def report(self, group: GroupRecorder, error: str) -> None:
+        """A group has broken, by this kind of error: leave word of what it was at."""
+        records = self._records()
+        status = _status(group, records)
+        cut = [record for each, record in records if each is group and record.error == error]
+        said = ", ".join([str(record.op) for record in cut[:SHOWN]]) or "nothing"
+        if len(cut) > SHOWN:
+            said += f" and {len(cut) - SHOWN} more"
+        where = self._write(group)
+        _log.warning(
+            "process group %r is broken by %s; of its collectives, #%s was called last here, and #%s was done last; "
+            "in flight: %s%s",
+            group.name,
+            group.error,
+            status["last_enqueued_collective"],
+            status["last_completed_collective"],
+            said,
+            where,
+        )
+
+    def _write(self, group: GroupRecorder) -> str:
+        """Dump to the file that is asked for; what to say of that."""
+        prefix = _setting("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+        wanted = _setting("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT").lower()
+        if not prefix or wanted in ("0", "n", "no", "f", "false"):
+            return ""
+        path = f"{prefix}{group.ranks[group.rank]}"
+        try:
+            with open(path, "wb") as file:
+                pickle.dump(self.dump(), file)
+        except Exception as exc:  # what has happened matters more
+            return f"; the flight recorder could not be written: {exc}"
+        return f"; the flight recorder is in {path}"
+
+
+def _setting(*names: str) -> str:
+    """The variable of the first of ``names`` that is set; empty if none is."""
+    return next((value for name in names if (value := os.environ.get(name))), "")
+
+
+def _size() -> int:
+    text = _setting("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+    try:
+        return int(text or RECORDS)
+    except ValueError:
+        _log.warning("TORCH_FR_BUFFER_SIZE is %r and no number: the flight recorder keeps %d records", text, RECORDS)
+        return RECORDS
+
+
+def _status(group: GroupRecorder, records: Sequence[tuple[GroupRecorder, Record]]) -> dict[str, str]:
+    """How far the collectives of a group are; -1: none is."""
+    mine = [record for each, record in records if each is group and not record.op.p2p]
+    called = max([record.number_on_comm for record in mine], default=UNNUMBERED)
+    done = [record.number_on_comm for record in mine if record.finished is not None and record.error is None]
+    status = {
+        "last_enqueued_collective": str(called),
+        "last_started_collective": str(called),
+        "last_completed_collective": str(max(done, default=UNNUMBERED)),
+    }
+    return {**status, "error": group.error} if group.error else status
+
+
+def _entry(group: GroupRecorder, record: Record, since: int, frames: bool) -> dict[str, Any]:
+    finished, seq = record.finished, record.number_on_comm
+    created = since + int(record.started * 1e9)
+    done = finished is not None and record.error is None
+    op = record.op
+    name, inputs, outputs = _as_torch(record, group.rank)
+    entry: dict[str, Any] = {
+        "record_id": record.number,
+        "pg_id": group.number,
+        "process_group": (group.name, group.desc),
+        "collective_seq_id": 0 if op.p2p else seq,
+        "p2p_seq_id": seq if op.p2p else 0,
+        "op_id": record.number,
+        "is_p2p": op.p2p,
+        "profiling_name": f"{group.backend}:{name}",
+        "input_sizes": [list(sizes) for sizes, _ in inputs],
+        "input_dtypes": [_named(dtype) for _, dtypes in inputs for dtype in dtypes],
+        "output_sizes": [list(sizes) for sizes, _ in outputs],
+        "output_dtypes": [_named(dtype) for _, dtypes in outputs for dtype in dtypes],
+        "state": "completed" if done else "scheduled" if seq == UNNUMBERED else "started",
+        "time_created_ns": created,
+        "time_discovered_started_ns": None if record.seq == UNNUMBERED else created,
+        "time_discovered_completed_ns": since + int(finished * 1e9) if done and finished is not None else None,
+        "timeout_ms": None if math.isinf(record.timeout) else round(record.timeout * 1e3),
+        "retired": finished is not None,
+        "op": str(op),
+    }
+    if done and finished is not None:
+        entry["duration_ms"] = (finished - record.started) * 1e3
+    if record.error is not None:
+        entry["error"] = record.error
+    if frames:
+        entry["frames"] = [] if record.site is None else [_frame(record.site)]
+    return entry
+
+
+def _frame(site: Site) -> dict[str, Any]:
+    return {"name": site[0].co_name, "filename": site[0].co_filename, "line": line_of(site)}
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _as_torch(record: Record, rank: int) -> tuple[str, list[Side], list[Side]]:
+    """The name, and what is read and written, as torch's backends record them."""
+    op = record.op
+    inputs = [] if record.inputs is None else [record.inputs]
+    outputs = [] if record.outputs is None else [record.outputs]
+    unknown: list[Side] = [((0,), (torch.uint8,))]  # of parcels, whose sizes differ
+    match op:
+        case Broadcast() | Reduce():  # in place everywhere
+            return _NAMES[type(op)], inputs or outputs, inputs or outputs
+        case AllToAll():
+            dtypes = (op.dtype,)
+            return _NAMES[AllToAll], [((sum(op.sends),), dtypes)], [((sum(op.receives),), dtypes)]
+        case Send() | SendParcel():
+            return f"send {rank}->{op.peer}", inputs or unknown, []
+        case Recv() | RecvParcel():
+            return f"recv {rank}<-{'?' if op.peer is None else op.peer}", [], outputs or unknown
+        case Parcels():
+            return _form(op), unknown, unknown
+        case _:
+            return _NAMES.get(type(op), op.kind), inputs, outputs
+
+
+def _form(op: Parcels) -> str:
+    """The collective on tensors that one with parcels is like."""
+    if op.giver is not None:
+        return "broadcast" if op.shared else "scatter"
+    if op.taker is not None:
+        return "gather"
+    return "all_gather" if op.shared else "all_to_all"
