@@ -314,6 +314,8 @@ class Session(Calls):
 
     def _fail(self, error: BrokenError, *, tell: bool) -> bool:
         """Become broken by ``error``, unless it has ended otherwise; from any thread, whatever others are stuck in."""
+        if isinstance(error, PeerLostError) and self._pending and self.backend is not None:
+            self.backend.catch_up()  # who has done its part may end before others have looked
         with self._breaking:
             draining = isinstance(self.error, ClosedError) and self._pending
             if self.error is not None and not draining:

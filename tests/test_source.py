@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from asynccomm.interop.torch_version import PYTHON_BACKENDS
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "asynccomm"
 
@@ -116,5 +118,7 @@ def test_every_module_has_its_tests() -> None:
 @pytest.mark.timeout(600)  # mypy reads all of torch's types, without a cache of them
 @pytest.mark.parametrize("command", [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]], ids=" ".join)
 def test_clean(command: list[str]) -> None:
+    if command == ["mypy"] and not PYTHON_BACKENDS:
+        pytest.skip("names and types of torch differ; those of the newest are checked")
     done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

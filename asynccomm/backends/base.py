@@ -222,6 +222,12 @@ class Backend(abc.ABC):
     def relieve(self, work: Work[Any]) -> None:
         """A thread is about to block, maybe the one that should run the loop: do not rely on the loop for ``work``."""
 
+    def catch_up(self) -> None:
+        """A rank is gone, and what is pending is about to fail: settle first what does not need it any more.
+
+        From any thread; takes no longer than a moment.
+        """
+
     @abc.abstractmethod
     async def aclose(self) -> None:
         """Free everything. Nothing is in flight any more."""

@@ -121,6 +121,41 @@ class Groups(CommBase):
                 mine = ranks
         return self._split(mine, name, hints, timeout)
 
+    def intra_node(
+        self,
+        name: str = "intra_node",
+        *,
+        hints: Mapping[str, str] | None = None,
+        timeout: float | timedelta | None = None,
+    ) -> Connecting[Self]:
+        """Make a comm of the ranks on each node; gives the one that this rank is in. See :meth:`split`.
+
+        Ranks are on one node if their hosts have the same name, wherever they were started and however many there are
+        on each. They keep their order. With :meth:`inter_node` these make a hierarchy: what is to go to all ranks goes
+        over the network once for each node.
+        """
+        hosts = self._hosts()
+        mine = [rank for rank, host in enumerate(hosts) if host == hosts[self._group.rank]]
+        return self._split(mine, name, hints, timeout)  # type: ignore[return-value]  # never None
+
+    def inter_node(
+        self,
+        name: str = "inter_node",
+        *,
+        hints: Mapping[str, str] | None = None,
+        timeout: float | timedelta | None = None,
+    ) -> Connecting[Self | None]:
+        """Make a comm of one rank on each node, the first; None on all others. See :meth:`split`.
+
+        Its ranks are those that are rank 0 of :meth:`intra_node`, in their order here.
+        """
+        hosts = self._hosts()
+        firsts = [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
+        return self._split(firsts if self._group.rank in firsts else [], name, hints, timeout)
+
+    def _hosts(self) -> list[str]:
+        return [member.host for member in self._session.seat.members]
+
     def _split(
         self,
         ranks: Sequence[int],

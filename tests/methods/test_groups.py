@@ -236,6 +236,51 @@ async def test_subgroups_by_enumeration() -> None:
         await on_all(comms, part)
 
 
+NODES = "abbacb"  # by rank: as many ranks on a node as there happen to be, and in no order
+
+
+async def test_comms_within_nodes_and_between_them() -> None:
+    async with loopback_world(len(NODES)) as comms:
+        for comm in comms:
+            comm._session.seat.members = tuple(
+                type(member)(member.rank, f"node-{node}", member.pid)
+                for member, node in zip(comm._session.seat.members, NODES, strict=True)
+            )
+
+        async def part(comm: Comm) -> None:
+            mine = tuple(rank for rank, node in enumerate(NODES) if node == NODES[comm.rank])
+            async with comm.intra_node() as intra, comm.inter_node(timeout=9) as inter:
+                assert (intra.name, intra.parent_ranks) == ("test/intra_node", mine)
+                assert await total(intra, comm.rank) == sum(mine)
+                assert (inter is None) == (comm.rank in (2, 3, 5))
+                if inter is not None:
+                    assert (inter.name, inter.parent_ranks) == ("test/inter_node", (0, 1, 4))
+                    assert inter.options.timeout == 9
+                    assert intra.rank == 0
+                # the sum over all, by way of one rank of each node
+                tensor = torch.tensor([float(comm.rank)])
+                await intra.reduce(tensor, 0)
+                if inter is not None:
+                    await inter.all_reduce(tensor)
+                assert (await intra.broadcast(tensor, 0)).item() == sum(range(len(NODES)))
+
+        await on_all(comms, part)
+
+
+async def test_nodes_are_those_of_the_ranks_of_a_comm() -> None:
+    """Also if the first rank of a node is not in it."""
+    async with loopback_world(3) as comms:
+
+        async def part(comm: Comm) -> None:
+            async with comm.split([2, 1], "turned") as turned:
+                assert turned is not None
+                async with turned.intra_node("here", hints={}) as here, turned.inter_node("there") as there:
+                    assert here.parent_ranks == (0, 1)
+                    assert (there is None) == (comm.rank == 1)
+
+        await on_all(comms[1:], part)
+
+
 async def test_a_split_of_a_split() -> None:
     async with loopback_world(4) as comms:
 

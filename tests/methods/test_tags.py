@@ -21,7 +21,7 @@ TAG = "layer3.bias"
 # They take hints, too, but are in no sequence with the collectives.
 OTHERS = {"send", "recv", "send_object", "recv_object", "send_object_list", "recv_object_list"}
 OTHERS |= {"send_tensor_dict", "recv_tensor_dict", "stream"}
-OTHERS |= {"split", "dup", "subgroups", "subgroups_by_enumeration"}
+OTHERS |= {"split", "dup", "subgroups", "subgroups_by_enumeration", "intra_node", "inter_node"}
 
 
 def ops_of(work: Any) -> list[Op]:

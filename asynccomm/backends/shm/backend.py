@@ -92,6 +92,9 @@ class ShmBackend(Backend):
     def relieve(self, work: Work[object]) -> None:
         self._engine.relieve(work)
 
+    def catch_up(self) -> None:
+        self._engine.catch_up()
+
     async def aclose(self) -> None:
         self._engine.leave()
         self._withdraw()

@@ -46,6 +46,7 @@ from asynccomm.work import Work
 __all__ = ["Engine"]
 
 SLICE_SECONDS: Final = 1e-3  # that one call may drive: a loop's other tasks must not starve
+CATCH_UP_SECONDS: Final = 0.02  # at most, that others are not told of a loss yet
 MOST_SKIPPED: Final = 64  # awaits in a row that do not look out for peers, when that had not paid off
 
 
@@ -397,6 +398,17 @@ class Engine:
         else:
             error = PeerLostError(rank, "its process ended")
         self._on_error(error)
+
+    def catch_up(self) -> None:
+        """Do what can be done without waiting: what a rank has posted before it was gone is as good as ever."""
+        until = time.perf_counter() + CATCH_UP_SECONDS
+        if not self._lock.acquire(timeout=CATCH_UP_SECONDS):
+            return  # whoever drives does the same
+        try:
+            while not self._dead and self._step(one=True) and time.perf_counter() < until:
+                pass
+        finally:
+            self._release()
 
     def _miss_the_gone(self) -> None:
         """Fail when what is left needs a rank that has closed in good order."""

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asynccomm import AbortedError, BackendError, Comm, ReduceOp, Work, new_comm
+from asynccomm import AbortedError, BackendError, Comm, PeerLostError, ReduceOp, Work, new_comm
 
 LARGE = 1 << 20  # elements: for the worker, in many steps
 
@@ -222,6 +223,36 @@ async def test_what_a_rank_sent_before_it_closed_arrives(comm: Comm) -> None:
             assert tensor.eq(1).all()
             await short.broadcast(tensor, 0)
             assert tensor.eq(2).all()
+
+
+@pytest.mark.ranks(2, backend="shm")
+async def test_what_a_rank_had_its_part_in_before_it_was_lost_is_done() -> None:
+    """It ends at once, and this rank has not looked yet: the outcome is there, and only what comes later fails."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        async with new_comm("shm", name="lost", timeout=30) as comm:
+            await comm.barrier()
+            other = comm._session.seat.members[1 - comm.rank].pid
+            if comm.rank == 0:
+                tensor, message = torch.ones(2), torch.zeros(2)
+                done = [comm.all_reduce(tensor), comm.recv(message, 1), comm.barrier()]
+                later = comm.all_reduce(torch.ones(1))
+                os.kill(other, signal.SIGUSR1)
+                assert signal.sigtimedwait({signal.SIGUSR1}, 20) is not None  # blocks the loop
+                comm._session.break_by(PeerLostError(1, "a test says so"))
+                assert [work.exception() for work in done] == [None] * 3
+                assert (tensor.tolist(), message.tolist()) == ([2, 2], [5, 5])
+                with pytest.raises(PeerLostError):
+                    later.result()
+            else:
+                assert signal.sigtimedwait({signal.SIGUSR1}, 20) is not None
+                await comm.all_reduce(torch.ones(2))
+                await comm.send(torch.full((2,), 5.0), 0)
+                last = comm.barrier()
+                os.kill(other, signal.SIGUSR1)
+                await last
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @pytest.mark.ranks(3, backend="shm")
