@@ -80,9 +80,11 @@ class Comms:
 
     async def _connected(self, device: torch.device) -> Comm:
         assert self.store is not None
+        gpu = device.type == "cuda"
         return await new_comm(
-            "nccl" if device.type == "cuda" else "auto",
+            "nccl" if gpu else "auto",
             device,
+            hints={} if gpu else {"yield_us": "0"},  # no loop of the program's waits for a core
             name=f"{self.name}/{device.type}",
             timeout=self.timeout,
             store=dist.PrefixStore(device.type, self.store),

@@ -21,7 +21,7 @@ from asynccomm.backends.base import Backend, BackendContext, Submission
 from asynccomm.backends.shm.engine import Engine
 from asynccomm.backends.shm.meeting import Circle, decline, meet, unsupported
 from asynccomm.backends.shm.patience import patience_for
-from asynccomm.backends.shm.settings import HINTS, Settings, spin_seconds
+from asynccomm.backends.shm.settings import HINTS, Settings, spin_seconds, yield_seconds
 from asynccomm.backends.shm.worker import Worker, the_worker
 from asynccomm.work import Work
 
@@ -60,6 +60,7 @@ class ShmBackend(Backend):
     def check_hints(cls, hints: Mapping[str, str]) -> None:
         Settings.of(hints)
         spin_seconds(hints)
+        yield_seconds(hints)
 
     @classmethod
     async def connect(cls, context: BackendContext) -> Self:
@@ -79,7 +80,9 @@ class ShmBackend(Backend):
             unless_connected.callback(os.close, bell)
             circle = await meet(context, settings.as_dict(), layout, (bell, worker.bell))
             unless_connected.callback(circle.close)
-            backend = cls(context, Engine(context, layout, settings, circle, worker, patience), circle, worker, bell)
+            stretch = yield_seconds(context.hints)
+            engine = Engine(context, layout, settings, circle, worker, patience, stretch)
+            backend = cls(context, engine, circle, worker, bell)
             unless_connected.pop_all()
             return backend
 

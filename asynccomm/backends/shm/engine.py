@@ -46,7 +46,8 @@ from asynccomm.work import Work
 __all__ = ["Engine"]
 
 SLICE_SECONDS: Final = 1e-3  # that one call may drive: a loop's other tasks must not starve
-CATCH_UP_SECONDS: Final = 0.02  # at most, that others are not told of a loss yet
+CATCH_UP_SECONDS: Final = 0.02  # at most, of work that comes before others are told of a loss
+LOCK_SECONDS: Final = 0.1  # to wait for whoever drives, likewise
 MOST_SKIPPED: Final = 64  # awaits in a row that do not look out for peers, when that had not paid off
 
 
@@ -57,6 +58,7 @@ class Engine:
     Args:
         settings: the same on all ranks.
         patience: seconds to look out for a late peer before going to sleep.
+        stretch: seconds that the worker is at it before it offers its core to others.
     """
 
     def __init__(
@@ -67,11 +69,13 @@ class Engine:
         circle: Circle,
         worker: Worker,
         patience: float,
+        stretch: float,
     ) -> None:
         group = context.group
         words = circle.segment.words
         fence = Fence()
         self.patience = patience
+        self.stretch = stretch
         self._loop = context.mailbox.loop
         self._on_error = context.on_error
         self._worker = worker
@@ -80,6 +84,8 @@ class Engine:
         self._words = words
         self._state = layout.word(group.rank, Word.STATE)
         self._states = [layout.word(rank, Word.STATE) for rank in range(group.size)]
+        self._place = layout.word(group.rank, Word.PLACE)
+        self._places = [layout.word(rank, Word.PLACE) for rank in range(group.size) if rank != group.rank]
         # neither of these three may refer to this engine: a cycle would keep the segment until the next collection
         self._bells = Bells(group.rank, layout, words, fence, circle.bells)
         self._board = Board(group.rank, layout, words, circle.segment.data, fence, self._bells.ring_all)
@@ -346,6 +352,7 @@ class Engine:
                 turn = Turn.MOVED if self._step(one=True) else Turn.STUCK
             if self._dead or not (self._large or self._waited):
                 self._with_worker = False
+                self._words[self._place] = 0
                 turn = Turn.OVER
                 if not self._dead:
                     self._run(0.0, True)  # what is left is the loop's
@@ -365,6 +372,7 @@ class Engine:
             if self._dead or not (self._large or self._waited):
                 return False  # it shall have its last turn
             self._dozing = True
+            self._words[self._place] = 0
             self._bells.arm(Bell.WORKER)
             if self._step(one=True):
                 self._dozing = False
@@ -373,6 +381,12 @@ class Engine:
         if self._news:  # somebody came while this held the lock
             self._dozing = False
         return self._dozing
+
+    def settle_on(self, cpu: int) -> list[int]:
+        """The worker is awake on processor ``cpu``; returns those that other ranks' workers are awake on."""
+        words = self._words
+        words[self._place] = cpu + 1
+        return [place - 1 for word in self._places if (place := words[word])]
 
     def failed(self, exc: Exception) -> None:
         """A turn raised: a bug. The comm ends; that is better than to wait for ever."""
@@ -401,11 +415,11 @@ class Engine:
 
     def catch_up(self) -> None:
         """Do what can be done without waiting: what a rank has posted before it was gone is as good as ever."""
-        until = time.perf_counter() + CATCH_UP_SECONDS
-        if not self._lock.acquire(timeout=CATCH_UP_SECONDS):
+        if not self._lock.acquire(timeout=LOCK_SECONDS):
             return  # whoever drives does the same
+        until = time.thread_time() + CATCH_UP_SECONDS  # not counting that of others on a busy machine
         try:
-            while not self._dead and self._step(one=True) and time.perf_counter() < until:
+            while not self._dead and self._step(one=True) and time.thread_time() < until:
                 pass
         finally:
             self._release()

@@ -34,6 +34,7 @@ class Word(IntEnum):
     REDUCED = 1  #: steps whose result this rank has filled
     FINISHED = 2  #: steps in which this rank reads no more
     STATE = 3  #: a :class:`State`
+    PLACE = 4  #: one more than the processor that this rank's worker has woken up on; 0 while it is asleep
     SLEEPING = 8  #: for each of this rank's two bells, whether to ring it when there is news; whoever rings clears it
     WHAT = 16  #: for each bank, three words that say which collectives the step belongs to, and after which others
 

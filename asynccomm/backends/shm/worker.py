@@ -11,25 +11,25 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import logging
+import math
 import os
 import select
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Final, Protocol, final
 
 __all__ = ["Driven", "Turn", "Worker", "the_worker"]
 
 SWITCH_SECONDS: Final = 1e-4  # bench/loop_lag.py: beside a GIL-bound thread this is worth several times the bandwidth
-# The system gives a busy thread milliseconds at a time, which a loop on the same core would have to wait for.
-# bench/loop_lag.py, 2 ranks on 2 cores: the loop's lag is below 1 ms in 99 of 100 cases, and 2 to 4 without.
-YIELD_SECONDS: Final = 3e-4
 END_SECONDS: Final = 5.0  # for the thread to get to the end of what it is at, when the process ends
 
+_current_cpu: Final[Callable[[], int]] = ctypes.PyDLL(None).sched_getcpu
 _log = logging.getLogger("asynccomm")
 
 
@@ -45,9 +45,13 @@ class Driven(Protocol):
     """What the worker drives. It stays the worker's until a turn is OVER."""
 
     patience: float  #: seconds to look out for other ranks before going to sleep
+    stretch: float  #: seconds to be at it before the core is offered to others
 
     def turn(self) -> Turn:
         """Do a little of what there is to do, without waiting."""
+
+    def settle_on(self, cpu: int) -> Sequence[int]:
+        """The thread is awake on processor ``cpu``; returns those that other ranks' threads are awake on."""
 
     def doze(self) -> bool:
         """Ask the other ranks to ring; False if there is something to do at once."""
@@ -103,9 +107,13 @@ class Worker:
         shorter = 0.0
         yielded = 0.0  # when this thread last offered its core to others
         awake_until = 0.0
+        woken = False
         while not self._ending:
             while self._given:
                 driven[self._given.popleft()] = None
+            if woken and driven:
+                woken = False
+                self._spread()
             if driven and interval is None:
                 interval = sys.getswitchinterval()
                 sys.setswitchinterval(min(interval, SWITCH_SECONDS))
@@ -113,7 +121,7 @@ class Worker:
             if self._turns():
                 awake_until = 0.0
                 now = time.perf_counter()
-                if now - yielded > YIELD_SECONDS:
+                if now - yielded > min([each.stretch for each in driven], default=math.inf):
                     os.sched_yield()
                     yielded = time.perf_counter()
                 continue
@@ -133,6 +141,26 @@ class Worker:
                 interval = None
             self._look(-1)
             awake_until = 0.0
+            woken = True
+
+    def _spread(self) -> None:
+        """Be on another core than the workers of other ranks, if there is one with fewer of them.
+
+        The system leaves threads that wake each other on one core when all are busy, and they would wait for each other
+        there even once another is idle.
+        """
+        cpu = _current_cpu()
+        others = Counter(place for each in self._driven for place in each.settle_on(cpu))
+        if not others[cpu]:
+            return
+        with contextlib.suppress(OSError):  # not everybody may choose
+            allowed = os.sched_getaffinity(0)
+            fewest = min(others[each] for each in allowed)
+            if fewest < others[cpu]:
+                os.sched_setaffinity(0, {each for each in allowed if others[each] == fewest})
+                os.sched_setaffinity(0, allowed)  # it is there now, and may be moved again
+                for each in self._driven:
+                    each.settle_on(_current_cpu())
 
     def _turns(self) -> bool:
         """Drive everything once; whether anything moved. In a call of its own, which holds nothing once it is over."""

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import resource
-import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from asynccomm import AbortedError, BackendError, Comm, PeerLostError, ReduceOp, Work, new_comm
+from asynccomm.backends.shm.backend import ShmBackend
+from tests.waiting import until
 
 LARGE = 1 << 20  # elements: for the worker, in many steps
 
@@ -71,6 +73,19 @@ async def test_operations_from_a_thread_go_on_while_the_loop_is_blocked(comm: Co
         await comm.all_reduce(tensor)
     await comm.barrier()
     assert tensor.eq(2).all()
+
+
+@pytest.mark.ranks(2, backend="shm")
+async def test_workers_that_are_awake_say_where(comm: Comm) -> None:
+    backend = comm.unsafe_get_backend()
+    assert isinstance(backend, ShmBackend)
+    engine = backend._engine
+    assert engine.settle_on(10 + comm.rank) in ([], [11 - comm.rank])
+    await comm.barrier()
+    assert engine.settle_on(10 + comm.rank) == [11 - comm.rank]
+    await comm.barrier()
+    await comm.all_reduce(torch.ones(LARGE))  # wakes the workers, which then go to sleep
+    await until(lambda: not any(engine._words[word] for word in [engine._place, *engine._places]))
 
 
 @pytest.mark.ranks(2, backend="shm")
@@ -228,31 +243,32 @@ async def test_what_a_rank_sent_before_it_closed_arrives(comm: Comm) -> None:
 @pytest.mark.ranks(2, backend="shm")
 async def test_what_a_rank_had_its_part_in_before_it_was_lost_is_done() -> None:
     """It ends at once, and this rank has not looked yet: the outcome is there, and only what comes later fails."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    try:
-        async with new_comm("shm", name="lost", timeout=30) as comm:
+    async with new_comm("shm", name="lost", timeout=30) as comm:
+        pids = [member.pid for member in comm._session.seat.members]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as door:  # to wait at without the loop
+            door.settimeout(20)
+            door.bind(f"\0asynccomm test {pids[comm.rank]}")
             await comm.barrier()
-            other = comm._session.seat.members[1 - comm.rank].pid
+            door.connect(f"\0asynccomm test {pids[1 - comm.rank]}")
+            await comm.barrier()
             if comm.rank == 0:
                 tensor, message = torch.ones(2), torch.zeros(2)
                 done = [comm.all_reduce(tensor), comm.recv(message, 1), comm.barrier()]
                 later = comm.all_reduce(torch.ones(1))
-                os.kill(other, signal.SIGUSR1)
-                assert signal.sigtimedwait({signal.SIGUSR1}, 20) is not None  # blocks the loop
+                door.send(b"called")
+                door.recv(9)
                 comm._session.break_by(PeerLostError(1, "a test says so"))
                 assert [work.exception() for work in done] == [None] * 3
                 assert (tensor.tolist(), message.tolist()) == ([2, 2], [5, 5])
                 with pytest.raises(PeerLostError):
                     later.result()
             else:
-                assert signal.sigtimedwait({signal.SIGUSR1}, 20) is not None
+                door.recv(9)
                 await comm.all_reduce(torch.ones(2))
                 await comm.send(torch.full((2,), 5.0), 0)
                 last = comm.barrier()
-                os.kill(other, signal.SIGUSR1)
+                door.send(b"had its part")
                 await last
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @pytest.mark.ranks(3, backend="shm")

@@ -1,14 +1,16 @@
 """Hints of the backend."""
 
+import math
+
 import pytest
 
-from asynccomm.backends.shm.settings import HINTS, Settings, spin_seconds
+from asynccomm.backends.shm.settings import HINTS, YIELD_SECONDS, Settings, spin_seconds, yield_seconds
 
 
 def test_defaults() -> None:
     settings = Settings.of({})
     assert settings == Settings()
-    assert set(settings.as_dict()) == HINTS.keys() - {"spin_us"}
+    assert set(settings.as_dict()) == HINTS.keys() - {"spin_us", "yield_us"}
     for key, value in settings.as_dict().items():
         assert str(value) in HINTS[key], f"the text of {key} names another default"
 
@@ -48,3 +50,11 @@ def test_spin() -> None:
 
 def test_a_slot_has_a_line_for_every_rank() -> None:
     assert Settings.of({"chunk_bytes": "1024", "whole_bytes": "0"}).layout(64).chunk == 64 * 64
+
+
+def test_how_long_it_keeps_a_core() -> None:
+    assert yield_seconds({}) == YIELD_SECONDS
+    assert yield_seconds({"yield_us": "0"}) == math.inf
+    assert yield_seconds({"yield_us": "1000"}) == pytest.approx(1e-3)
+    with pytest.raises(ValueError, match="'yield_us' must be an integer"):
+        yield_seconds({"yield_us": "often"})

@@ -1,8 +1,10 @@
 """The worker thread, with things to drive that are made up."""
 
+import math
 import os
 import sys
 import threading
+from collections.abc import Sequence
 
 import pytest
 
@@ -12,8 +14,13 @@ from asynccomm.backends.shm.worker import SWITCH_SECONDS, Turn, Worker, the_work
 class Script:
     """Takes the turns it was told to; then it is stuck, until it is told more."""
 
-    def __init__(self, *turns: Turn, patience: float = 0.0) -> None:
+    def __init__(
+        self, *turns: Turn, patience: float = 0.0, stretch: float = math.inf, others: Sequence[int] = ()
+    ) -> None:
         self.patience = patience
+        self.stretch = stretch
+        self.others = others  # processors that the workers of other ranks are awake on
+        self.places: list[int] = []
         self.turns = list(turns)
         self.taken: list[Turn] = []
         self.threads: set[str] = set()
@@ -30,6 +37,10 @@ class Script:
         if turn is Turn.OVER:
             self.over.set()
         return turn
+
+    def settle_on(self, cpu: int) -> Sequence[int]:
+        self.places.append(cpu)
+        return self.others
 
     def failed(self, exc: Exception) -> None:
         self.failure = exc
@@ -139,3 +150,61 @@ def test_it_ends() -> None:
     worker = Worker()
     worker.end()
     assert not worker._thread.is_alive()
+
+
+@pytest.mark.parametrize(("stretch", "offers"), [(math.inf, 0), (0.0, 5)])
+def test_it_offers_its_core_as_often_as_it_is_told(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, stretch: float, offers: int
+) -> None:
+    offered: list[str] = []
+    monkeypatch.setattr(os, "sched_yield", lambda: offered.append(threading.current_thread().name))
+    script = Script(*[Turn.MOVED] * 5, Turn.OVER, stretch=stretch)
+    worker.take(script)
+    assert script.over.wait(10)
+    assert offered.count("asynccomm shm") == offers
+
+
+@pytest.mark.parametrize(
+    ("others", "moves"),
+    [
+        ([], []),
+        ([1, 3], []),
+        ([0], [{1, 2, 3}, {0, 1, 2, 3}]),
+        ([0, 0, 1, 2, 3], [{1, 2, 3}, {0, 1, 2, 3}]),
+        ([0, 1, 2, 3], []),
+        ([0, 0, 0, 1, 2, 2, 3, 3], [{1}, {0, 1, 2, 3}]),
+    ],
+    ids=str,
+)
+def test_it_goes_where_fewer_workers_are(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, others: list[int], moves: list[set[int]]
+) -> None:
+    """On a machine of four processors, of which it has woken up on the first."""
+    here = [0]
+    moved: list[set[int]] = []
+
+    def move(_: int, to: set[int]) -> None:
+        moved.append(to)
+        here[0] = max(to) if here[0] not in to else here[0]
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(os, "sched_setaffinity", move)
+    monkeypatch.setattr("asynccomm.backends.shm.worker._current_cpu", lambda: here[0])
+    script = Script(Turn.OVER, others=others)
+    worker.take(script)
+    assert script.over.wait(10)
+    assert moved == moves
+    assert script.places == ([0, max(moves[0])] if moves else [0])
+
+
+def test_it_stays_where_it_is_if_it_may_not_choose(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    monkeypatch.setattr("asynccomm.backends.shm.worker._current_cpu", lambda: 1)
+    script = Script(Turn.MOVED, Turn.OVER, others=[1])
+    worker.take(script)
+    assert script.over.wait(10)
+    assert script.taken == [Turn.MOVED, Turn.OVER]
