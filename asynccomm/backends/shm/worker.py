@@ -144,10 +144,10 @@ class Worker:
             woken = True
 
     def _spread(self) -> None:
-        """Be on another core than the workers of other ranks, if there is one with fewer of them.
+        """Be on another core than the workers of other ranks, if one is idle.
 
-        The system leaves threads that wake each other on one core when all are busy, and they would wait for each other
-        there even once another is idle.
+        The system leaves threads that wake each other on one core while all are busy, and they would wait for each
+        other there even once another has nothing to do. With none idle that is where they are best: they take turns.
         """
         cpu = _current_cpu()
         others = Counter(place for each in self._driven for place in each.settle_on(cpu))
@@ -156,7 +156,7 @@ class Worker:
         with contextlib.suppress(OSError):  # not everybody may choose
             allowed = os.sched_getaffinity(0)
             fewest = min(others[each] for each in allowed)
-            if fewest < others[cpu]:
+            if fewest < others[cpu] and _some_core_is_idle():
                 os.sched_setaffinity(0, {each for each in allowed if others[each] == fewest})
                 os.sched_setaffinity(0, allowed)  # it is there now, and may be moved again
                 for each in self._driven:
@@ -212,6 +212,13 @@ def _hung_up(fd: int) -> bool:
     poll = select.poll()
     poll.register(fd, 0)
     return any(event & select.POLLHUP for _, event in poll.poll(0))
+
+
+def _some_core_is_idle() -> bool:
+    """Whether fewer threads can run than there are cores, on the whole machine. Raises: OSError."""
+    with open("/proc/loadavg", "rb", buffering=0) as file:
+        running = file.read(64).split()[3].partition(b"/")[0]
+    return int(running) <= (os.cpu_count() or 1)
 
 
 _worker: Worker | None = None

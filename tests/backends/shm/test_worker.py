@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from asynccomm.backends.shm.worker import SWITCH_SECONDS, Turn, Worker, the_worker
+from asynccomm.backends.shm.worker import SWITCH_SECONDS, Turn, Worker, _some_core_is_idle, the_worker
 
 
 class Script:
@@ -190,6 +190,7 @@ def test_it_goes_where_fewer_workers_are(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     monkeypatch.setattr(os, "sched_setaffinity", move)
     monkeypatch.setattr("asynccomm.backends.shm.worker._current_cpu", lambda: here[0])
+    monkeypatch.setattr("asynccomm.backends.shm.worker._some_core_is_idle", lambda: True)
     script = Script(Turn.OVER, others=others)
     worker.take(script)
     assert script.over.wait(10)
@@ -197,10 +198,25 @@ def test_it_goes_where_fewer_workers_are(
     assert script.places == ([0, max(moves[0])] if moves else [0])
 
 
+def test_it_stays_where_it_is_if_no_core_is_idle(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = os.cpu_count() or 1
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("moved"))
+    monkeypatch.setattr("asynccomm.backends.shm.worker._current_cpu", lambda: 0)
+    monkeypatch.setattr(os, "cpu_count", lambda: -1)  # whoever asks is running
+    script = Script(Turn.OVER, others=[0])
+    worker.take(script)
+    assert script.over.wait(10)
+    assert script.places == [0]
+    assert script.failure is None
+    monkeypatch.setattr(os, "cpu_count", lambda: cores + 10_000)
+    assert _some_core_is_idle()
+
+
 def test_it_stays_where_it_is_if_it_may_not_choose(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError
 
+    monkeypatch.setattr("asynccomm.backends.shm.worker._some_core_is_idle", lambda: True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(os, "sched_setaffinity", refuse)
     monkeypatch.setattr("asynccomm.backends.shm.worker._current_cpu", lambda: 1)
