@@ -315,7 +315,10 @@ class Session(Calls):
     def _fail(self, error: BrokenError, *, tell: bool) -> bool:
         """Become broken by ``error``, unless it has ended otherwise; from any thread, whatever others are stuck in."""
         if isinstance(error, PeerLostError) and self._pending and self.backend is not None:
-            self.backend.catch_up()  # who has done its part may end before others have looked
+            try:
+                self.backend.catch_up()  # who has done its part may end before others have looked
+            except Exception:  # the loss is what matters
+                _log.exception("backend %r could not settle what is done", self.backend_name)
         with self._breaking:
             draining = isinstance(self.error, ClosedError) and self._pending
             if self.error is not None and not draining:
