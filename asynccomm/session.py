@@ -308,6 +308,7 @@ class Session(Calls):
     def disown(self) -> None:
         """Refuse everything: this is a forked child, where neither threads nor connections are ours."""
         self._lock = threading.RLock()  # threads that are not in the child may have held the old ones
+        self._breaking = threading.Lock()
         self.error = ClosedError(f"comm {self.group.name!r} was made before this process was forked; make a new one")
         self.backend = self.reporter = None
         self.seat.disown()
