@@ -308,6 +308,7 @@ class Session(Calls):
     def disown(self) -> None:
         """Refuse everything: this is a forked child, where neither threads nor connections are ours."""
         self._lock = threading.RLock()  # threads that are not in the child may have held the old ones
+        self._breaking = threading.Lock()
         self.error = ClosedError(f"comm {self.group.name!r} was made before this process was forked; make a new one")
         self.backend = self.reporter = None
         self.seat.disown()
@@ -315,7 +316,10 @@ class Session(Calls):
     def _fail(self, error: BrokenError, *, tell: bool) -> bool:
         """Become broken by ``error``, unless it has ended otherwise; from any thread, whatever others are stuck in."""
         if isinstance(error, PeerLostError) and self._pending and self.backend is not None:
-            self.backend.catch_up()  # who has done its part may end before others have looked
+            try:
+                self.backend.catch_up()  # who has done its part may end before others have looked
+            except Exception:  # the loss is what matters
+                _log.exception("backend %r could not settle what is done", self.backend_name)
         with self._breaking:
             draining = isinstance(self.error, ClosedError) and self._pending
             if self.error is not None and not draining:

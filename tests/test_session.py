@@ -520,6 +520,37 @@ async def test_nothing_stays_pending_that_was_called_while_the_comm_broke() -> N
             assert all(isinstance(work.exception(), AbortedError) for work in works)
 
 
+async def test_a_forked_child_does_not_wait_for_threads_that_are_not_in_it() -> None:
+    async with loopback_world(1) as (comm,):
+        with warnings.catch_warnings(), comm._session._breaking:  # as if another thread was at it
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+            if pid == 0:  # pragma: no cover
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(10)  # ends it if it waits
+                try:
+                    comm.abort("in vain")
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+async def test_a_loss_breaks_the_comm_whatever_becomes_of_what_is_done(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def catch_up(backend: Backend) -> None:
+        raise ValueError("oh")
+
+    monkeypatch.setattr(LoopbackBackend, "catch_up", catch_up)
+    async with loopback_world(2) as (a, _):
+        work = a.barrier()
+        a._session.break_by(PeerLostError(1, "a test says so"))
+        with pytest.raises(PeerLostError):
+            await work
+    assert "ValueError: oh" in caplog.text
+
+
 async def test_who_left_the_child_in_good_order_may_die_in_peace() -> None:
     async with loopback_world(2) as (a, b):
         one, other = await asyncio.gather(a.dup("child"), b.dup("child"))

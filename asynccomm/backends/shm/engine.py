@@ -47,7 +47,7 @@ __all__ = ["Engine"]
 
 SLICE_SECONDS: Final = 1e-3  # that one call may drive: a loop's other tasks must not starve
 CATCH_UP_SECONDS: Final = 0.02  # at most, of work that comes before others are told of a loss
-LOCK_SECONDS: Final = 0.1  # to wait for whoever drives, likewise
+LOCK_SECONDS: Final = 0.02  # to wait for whoever drives, likewise
 MOST_SKIPPED: Final = 64  # awaits in a row that do not look out for peers, when that had not paid off
 
 
@@ -85,7 +85,10 @@ class Engine:
         self._state = layout.word(group.rank, Word.STATE)
         self._states = [layout.word(rank, Word.STATE) for rank in range(group.size)]
         self._place = layout.word(group.rank, Word.PLACE)
-        self._places = [layout.word(rank, Word.PLACE) for rank in range(group.size) if rank != group.rank]
+        homes = [(member.host, member.pid) for member in context.members]
+        self._places = [  # ranks of one process have one worker, which is not to keep off itself
+            layout.word(rank, Word.PLACE) for rank, home in enumerate(homes) if home != homes[group.rank]
+        ]
         # neither of these three may refer to this engine: a cycle would keep the segment until the next collection
         self._bells = Bells(group.rank, layout, words, fence, circle.bells)
         self._board = Board(group.rank, layout, words, circle.segment.data, fence, self._bells.ring_all)
@@ -383,7 +386,7 @@ class Engine:
         return self._dozing
 
     def settle_on(self, cpu: int) -> list[int]:
-        """The worker is awake on processor ``cpu``; returns those that other ranks' workers are awake on."""
+        """The worker is awake on processor ``cpu``; returns those that other processes' are awake on."""
         words = self._words
         words[self._place] = cpu + 1
         return [place - 1 for word in self._places if (place := words[word])]

@@ -29,7 +29,8 @@ __all__ = ["Driven", "Turn", "Worker", "the_worker"]
 SWITCH_SECONDS: Final = 1e-4  # bench/loop_lag.py: beside a GIL-bound thread this is worth several times the bandwidth
 END_SECONDS: Final = 5.0  # for the thread to get to the end of what it is at, when the process ends
 
-_current_cpu: Final[Callable[[], int]] = ctypes.PyDLL(None).sched_getcpu
+# -1 where nobody can say; other systems import this, too, before they find that they cannot share memory
+_current_cpu: Final[Callable[[], int]] = getattr(ctypes.PyDLL(None), "sched_getcpu", lambda: -1)
 _log = logging.getLogger("asynccomm")
 
 
@@ -51,7 +52,7 @@ class Driven(Protocol):
         """Do a little of what there is to do, without waiting."""
 
     def settle_on(self, cpu: int) -> Sequence[int]:
-        """The thread is awake on processor ``cpu``; returns those that other ranks' threads are awake on."""
+        """The thread is awake on processor ``cpu``; returns those that other processes' are awake on."""
 
     def doze(self) -> bool:
         """Ask the other ranks to ring; False if there is something to do at once."""
@@ -144,7 +145,7 @@ class Worker:
             woken = True
 
     def _spread(self) -> None:
-        """Be on another core than the workers of other ranks, if one is idle.
+        """Be on another core than the workers of other processes, if one is idle.
 
         The system leaves threads that wake each other on one core while all are busy, and they would wait for each
         other there even once another has nothing to do. With none idle that is where they are best: they take turns.

@@ -298,7 +298,7 @@ def _entry(group: GroupRecorder, record: Record, since: int, frames: bool) -> di
         "output_dtypes": [_named(dtype) for _, dtypes in outputs for dtype in dtypes],
         "state": "completed" if done else "scheduled" if seq == UNNUMBERED else "started",
         "time_created_ns": created,
-        "time_discovered_started_ns": None if record.seq == UNNUMBERED else created,
+        "time_discovered_started_ns": None if seq == UNNUMBERED else created,
         "time_discovered_completed_ns": since + int(finished * 1e9) if done and finished is not None else None,
         "timeout_ms": None if math.isinf(record.timeout) else round(record.timeout * 1e3),
         "retired": finished is not None,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asynccomm import AbortedError, BackendError, Comm, PeerLostError, ReduceOp, Work, new_comm
+from asynccomm import AbortedError, BackendError, Comm, MemoryStore, PeerLostError, ReduceOp, Work, new_comm
 from asynccomm.backends.shm.backend import ShmBackend
 from tests.waiting import until
 
@@ -86,6 +86,16 @@ async def test_workers_that_are_awake_say_where(comm: Comm) -> None:
     await comm.barrier()
     await comm.all_reduce(torch.ones(LARGE))  # wakes the workers, which then go to sleep
     await until(lambda: not any(engine._words[word] for word in [engine._place, *engine._places]))
+
+
+async def test_the_worker_of_several_ranks_does_not_keep_off_itself() -> None:
+    store = MemoryStore()
+    comms = await asyncio.gather(*[new_comm("shm", store=store, rank=rank, size=2, timeout=30) for rank in range(2)])
+    for comm in comms:
+        backend = comm.unsafe_get_backend()
+        assert isinstance(backend, ShmBackend)
+        assert backend._engine.settle_on(0) == []
+    await asyncio.gather(*[comm.aclose() for comm in comms])
 
 
 @pytest.mark.ranks(2, backend="shm")

@@ -1,13 +1,16 @@
 """The worker thread, with things to drive that are made up."""
 
+import ctypes
 import math
 import os
+import runpy
 import sys
 import threading
 from collections.abc import Sequence
 
 import pytest
 
+from asynccomm.backends.shm import worker as module
 from asynccomm.backends.shm.worker import SWITCH_SECONDS, Turn, Worker, _some_core_is_idle, the_worker
 
 
@@ -224,3 +227,9 @@ def test_it_stays_where_it_is_if_it_may_not_choose(worker: Worker, monkeypatch: 
     worker.take(script)
     assert script.over.wait(10)
     assert script.taken == [Turn.MOVED, Turn.OVER]
+
+
+def test_systems_that_do_not_name_the_processor_can_import_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To find out there that they cannot share memory."""
+    monkeypatch.setattr(ctypes, "PyDLL", lambda _: object())
+    assert runpy.run_path(module.__file__)["_current_cpu"]() == -1

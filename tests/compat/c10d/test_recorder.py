@@ -210,6 +210,7 @@ async def test_how_far_it_came() -> None:
                 status = dumped()["pg_status"]["1"]
                 assert (status["last_enqueued_collective"], status["last_completed_collective"]) == ("0", "-1")
             assert (last()["state"], last()["collective_seq_id"]) == ("started", 1)
+            assert last()["time_discovered_started_ns"] is not None
             await called.wait()
             await work
             await held
