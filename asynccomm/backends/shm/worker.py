@@ -145,10 +145,12 @@ class Worker:
             woken = True
 
     def _spread(self) -> None:
-        """Be on another core than the workers of other processes, if one is idle.
+        """Be on another core than the workers of other processes, if one is idle, or there is no loop to be considered.
 
         The system leaves threads that wake each other on one core while all are busy, and they would wait for each
-        other there even once another has nothing to do. With none idle that is where they are best: they take turns.
+        other there even once another has nothing to do. That it will have soon is likely where whoever keeps it busy is
+        to wait for these transfers: a backward pass, say (bench/ddp.py). Loops that are busy go on, and share their
+        cores better with threads that take turns (bench/loop_lag.py).
         """
         cpu = _current_cpu()
         others = Counter(place for each in self._driven for place in each.settle_on(cpu))
@@ -157,7 +159,8 @@ class Worker:
         with contextlib.suppress(OSError):  # not everybody may choose
             allowed = os.sched_getaffinity(0)
             fewest = min(others[each] for each in allowed)
-            if fewest < others[cpu] and _some_core_is_idle():
+            alone = all(math.isinf(each.stretch) for each in self._driven)
+            if fewest < others[cpu] and (alone or _some_core_is_idle()):
                 os.sched_setaffinity(0, {each for each in allowed if others[each] == fewest})
                 os.sched_setaffinity(0, allowed)  # it is there now, and may be moved again
                 for each in self._driven:

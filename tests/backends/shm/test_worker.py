@@ -201,15 +201,19 @@ def test_it_goes_where_fewer_workers_are(
     assert script.places == ([0, max(moves[0])] if moves else [0])
 
 
-def test_it_stays_where_it_is_if_no_core_is_idle(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("stretch", "places"), [(1.0, [0]), (math.inf, [0, 0])])
+def test_without_an_idle_core_it_stays_if_there_is_a_loop(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, stretch: float, places: list[int]
+) -> None:
     cores = os.cpu_count() or 1
-    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("moved"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
     monkeypatch.setattr("asynccomm.backends.shm.worker._current_cpu", lambda: 0)
     monkeypatch.setattr(os, "cpu_count", lambda: -1)  # whoever asks is running
-    script = Script(Turn.OVER, others=[0])
+    script = Script(Turn.OVER, others=[0], stretch=stretch)
     worker.take(script)
     assert script.over.wait(10)
-    assert script.places == [0]
+    assert script.places == places
     assert script.failure is None
     monkeypatch.setattr(os, "cpu_count", lambda: cores + 10_000)
     assert _some_core_is_idle()
