@@ -52,11 +52,12 @@ def _is_unlinked(line: str) -> bool:
 
 
 async def what_is_left(before: Inventory) -> list[str]:
-    """What the process holds beyond ``before``, once what was on its way out has gone."""
+    """What the process holds beyond ``before``, and the loop's tasks, once what was on its way out has gone."""
     end = time.monotonic() + SECONDS
     while True:
         gc.collect()
         left = Inventory.take().beyond(before)
+        left += [repr(task) for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         if not left or time.monotonic() > end:
             return left
         await asyncio.sleep(0.01)

@@ -712,13 +712,12 @@ def _run(case: Case, main: Callable[[list[str]], Coroutine[Any, Any, list[Report
         left = await what_is_left(before)
         if any(what.startswith("thread") for what in left):
             faulthandler.dump_traceback()
-        tasks = [repr(task) for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         first = reports[0]
         if case.fault == "descriptors":  # where asyncio and gloo stop halfway, they do not clean up
             left = [what for what in left if "socket:" not in what or case.backend != "gloo"]
             noise = "unclosed event loop", "accept() out of system resource"
             problems[:] = [text for text in problems if not any(words in text for words in noise)]
-        reports[0] = first._replace(left=(*left, *tasks), problems=(*first.problems, *problems))
+        reports[0] = first._replace(left=tuple(left), problems=(*first.problems, *problems))
         return reports
 
     factory = uvloop.new_event_loop if case.uvloop else asyncio.new_event_loop
