@@ -431,8 +431,8 @@ async def test_a_failing_operation_of_a_batch_names_itself_and_fails_what_waits(
             AllReduce.of(group, half, ReduceOp.SUM),
             Broadcast.of(group, tensor, 0),
         ]
-        works = [one._session.submit_together(calls, None, None, None)]
         if one.rank == 0:
+            works = [one._session.submit_together(calls, None, None, None)]
             works += [one.all_reduce(half), one.all_reduce(torch.ones(1))]
             assert waiting_in(one) == 2
             await comm.barrier()
@@ -440,9 +440,9 @@ async def test_a_failing_operation_of_a_batch_names_itself_and_fails_what_waits(
                 with pytest.raises(BackendError, match=r"gloo failed in all_reduce\(bfloat16\[2\], SUM\): no luck"):
                     await work
         else:
-            await comm.barrier()
+            await comm.barrier()  # nothing of the other's can be done before
             with pytest.raises(BrokenError, match="no luck"):
-                await works[0]
+                await one._session.submit_together(calls, None, None, None)
                 await one.all_reduce(half)
 
 
