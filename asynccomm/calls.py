@@ -34,7 +34,7 @@ from asynccomm.work import UNNUMBERED, Work
 
 __all__ = ["Calls", "named"]
 
-_DEPTH = 4  # frames from the user's call to where its place is taken: a method, CommBase._submit, submit, call_site
+_DEPTH = 5  # frames from the user's call to where its place is taken: a method, _submit, submit, _sent, call_site
 
 
 class Calls(Traffic):
@@ -57,80 +57,75 @@ class Calls(Traffic):
         with self._lock:
             if self.error is not None:
                 self.check_open()
-            backend = self.backend
-            assert backend is not None
             if self._holds and (hold := self._holds.get(caller())) is not None:
-                if self.agreement is None:
-                    check_merge(self.group.size, call)
-                work: Work[Any] = Work(
-                    op,
-                    UNNUMBERED,
-                    self.mailbox,
-                    value=call.result,
-                    finish=call.finish,
-                    timeout=limit,
-                    on_settled=self._settled,
-                    on_overdue=self._overdue,
-                    driver=hold,
-                )
-                if self.reporter is not None:
-                    work.site = call_site()
-                submission = Submission(call, work)
-                submission.origin = backend.origin()
-                self._pending[work] = submission.nbytes
-                if self.error is not None:
-                    self._check_late([work])
-                self._called += 1
-                hold.works.append(work)
-                self._add(hold, [submission])
-                if work.seq == UNNUMBERED and (due := work.started + limit) < hold.due:
-                    hold.due = due
-                    self._deadlines.add(work)
-                if self.witness is not None:
-                    self.witness.called(call, work)
-                return work
-            if self.agreement is not None and not op.p2p:
-                work = self._work(call, limit, None)
-                self._called += 1
-                self._issue([self._submission(call, work, None, backend.origin())])
-                self._deadlines.add(work)
-                if self.witness is not None:
-                    self.witness.called(call, work)
-                return work
-            seq = self._p2p if op.p2p else self._collectives
-            work = Work(
-                op,
-                seq,
-                self.mailbox,
-                value=call.result,
-                finish=call.finish,
-                timeout=limit,
-                on_settled=self._settled,
-                on_overdue=self._overdue,
-                driver=backend,
-            )
-            reporter = self.reporter
-            if reporter is not None:  # here and below, what costs least: this is on the way of every small operation
-                work.site = call_site(_DEPTH)
-                reporter.recent.append((op, work.site, seq, work.started))
-            submission = Submission(call, work)
-            self._pending[work] = submission.nbytes
-            try:
-                backend.submit((submission,))
-            except BaseException:
-                self._settled(work)
-                raise
-            if op.p2p:
-                self._p2p += 1
+                work = self._held_back(call, limit, hold)
+            elif self.agreement is not None and not op.p2p:
+                work = self._put_forward(call, limit)
             else:
-                self._collectives += 1
-            self._called += 1
-            if reporter is not None and reporter.compares:
-                reporter.compare(work, 1)
+                work = self._sent(call, limit)
             if self.witness is not None:
                 self.witness.called(call, work)
-            if self.error is not None:
-                self._check_late([work])
+        return work
+
+    def _held_back(self, call: Call, limit: float, hold: Hold) -> Work[Any]:
+        """It leaves with all that the scope holds."""
+        if self.agreement is None:
+            check_merge(self.group.size, call)
+        assert self.backend is not None
+        work = self._work(call, limit, hold)
+        submission = self._submission(call, work, None, self.backend.origin())
+        self._called += 1
+        hold.works.append(work)
+        self._add(hold, [submission])
+        if work.seq == UNNUMBERED and (due := work.started + limit) < hold.due:
+            hold.due = due
+            self._deadlines.add(work)
+        return work
+
+    def _put_forward(self, call: Call, limit: float) -> Work[Any]:
+        """It leaves when the ranks have agreed on it."""
+        assert self.backend is not None
+        work = self._work(call, limit, None)
+        self._called += 1
+        self._issue([self._submission(call, work, None, self.backend.origin())])
+        self._deadlines.add(work)
+        return work
+
+    def _sent(self, call: Call, limit: float) -> Work[Any]:
+        """It leaves at once. In here is what costs least: this is on the way of every small operation."""
+        op, backend, reporter = call.op, self.backend, self.reporter
+        assert backend is not None
+        seq = self._p2p if op.p2p else self._collectives
+        work: Work[Any] = Work(
+            op,
+            seq,
+            self.mailbox,
+            value=call.result,
+            finish=call.finish,
+            timeout=limit,
+            on_settled=self._settled,
+            on_overdue=self._overdue,
+            driver=backend,
+        )
+        if reporter is not None:
+            work.site = call_site(_DEPTH)
+            reporter.recent.append((op, work.site, seq, work.started))
+        submission = Submission(call, work)
+        self._pending[work] = submission.nbytes
+        try:
+            backend.submit((submission,))
+        except BaseException:
+            self._settled(work)
+            raise
+        if op.p2p:
+            self._p2p += 1
+        else:
+            self._collectives += 1
+        self._called += 1
+        if reporter is not None and reporter.compares:
+            reporter.compare(work, 1)
+        if self.error is not None:
+            self._check_late([work])
         if not work.done():
             self._deadlines.add(work)
         return work

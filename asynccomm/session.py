@@ -315,11 +315,6 @@ class Session(Calls):
 
     def _fail(self, error: BrokenError, *, tell: bool) -> bool:
         """Become broken by ``error``, unless it has ended otherwise; from any thread, whatever others are stuck in."""
-        if isinstance(error, PeerLostError) and self._pending and self.backend is not None:
-            try:
-                self.backend.catch_up()  # who has done its part may end before others have looked
-            except Exception:  # the loss is what matters
-                _log.exception("backend %r could not settle what is done", self.backend_name)
         with self._breaking:
             draining = isinstance(self.error, ClosedError) and self._pending
             if self.error is not None and not draining:
@@ -372,7 +367,16 @@ class Session(Calls):
 
     def break_by(self, error: BrokenError) -> None:
         """Others have told of ``error``. On the control thread."""
+        self._catch_up()
         self._fail(error, tell=False)
+
+    def _catch_up(self) -> None:
+        """Settle what needs nobody else any more: who has had its part may fail, or end, before others have looked."""
+        if self._pending and self.backend is not None:
+            try:
+                self.backend.catch_up()
+            except Exception:  # the failure is what matters
+                _log.exception("backend %r could not settle what is done", self.backend_name)
 
     def outstanding(self, tag: str) -> int:
         """Operations under ``tag`` that were issued and not agreed on yet. From any thread."""
@@ -380,6 +384,7 @@ class Session(Calls):
 
     def _transport_failed(self, error: BrokenError) -> None:
         """From any thread. What is behind it may be on its way to us: a rank gave up, or its process ended."""
+        self._catch_up()
         reporter, channel = self.reporter, self.seat.family.channel
         if channel is None or reporter is None:
             self._fail(error, tell=True)

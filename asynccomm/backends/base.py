@@ -223,7 +223,7 @@ class Backend(abc.ABC):
         """A thread is about to block, maybe the one that should run the loop: do not rely on the loop for ``work``."""
 
     def catch_up(self) -> None:
-        """A rank is gone, and what is pending is about to fail: settle first what does not need it any more.
+        """Another rank has failed, and what is pending is about to: settle first what needs nobody else any more.
 
         From any thread; takes no longer than a moment.
         """

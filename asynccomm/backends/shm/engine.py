@@ -46,8 +46,8 @@ from asynccomm.work import Work
 __all__ = ["Engine"]
 
 SLICE_SECONDS: Final = 1e-3  # that one call may drive: a loop's other tasks must not starve
-CATCH_UP_SECONDS: Final = 0.02  # at most, of work that comes before others are told of a loss
-LOCK_SECONDS: Final = 0.02  # to wait for whoever drives, likewise
+CATCH_UP_SECONDS: Final = 0.02  # at most, of work that comes before a failure of another rank
+LOCK_SECONDS: Final = 1.0  # to wait for whoever drives, who may have lost its core in the middle of a step
 MOST_SKIPPED: Final = 64  # awaits in a row that do not look out for peers, when that had not paid off
 
 
@@ -417,9 +417,9 @@ class Engine:
         self._on_error(error)
 
     def catch_up(self) -> None:
-        """Do what can be done without waiting: what a rank has posted before it was gone is as good as ever."""
-        if not self._lock.acquire(timeout=LOCK_SECONDS):
-            return  # whoever drives does the same
+        """Do what can be done without waiting: what a rank posted before it failed is as good as ever."""
+        if self._dead or not self._lock.acquire(timeout=LOCK_SECONDS):
+            return
         until = time.thread_time() + CATCH_UP_SECONDS  # not counting that of others on a busy machine
         try:
             while not self._dead and self._step(one=True) and time.thread_time() < until:

@@ -13,7 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from asynccomm import AbortedError, BackendError, Comm, MemoryStore, PeerLostError, ReduceOp, Work, new_comm
+from asynccomm import (
+    AbortedError,
+    BackendError,
+    BrokenError,
+    Comm,
+    MemoryStore,
+    PeerLostError,
+    ReduceOp,
+    Work,
+    new_comm,
+)
 from asynccomm.backends.shm.backend import ShmBackend
 from tests.waiting import until
 
@@ -251,9 +261,10 @@ async def test_what_a_rank_sent_before_it_closed_arrives(comm: Comm) -> None:
 
 
 @pytest.mark.ranks(2, backend="shm")
-async def test_what_a_rank_had_its_part_in_before_it_was_lost_is_done() -> None:
+@pytest.mark.parametrize("error", [PeerLostError(1, "a test says so"), AbortedError(1, "a test says so")], ids=repr)
+async def test_what_a_rank_had_its_part_in_before_it_failed_is_done(error: BrokenError) -> None:
     """It ends at once, and this rank has not looked yet: the outcome is there, and only what comes later fails."""
-    async with new_comm("shm", name="lost", timeout=30) as comm:
+    async with new_comm("shm", name="failing", timeout=30) as comm:
         pids = [member.pid for member in comm._session.seat.members]
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as door:  # to wait at without the loop
             door.settimeout(20)
@@ -267,10 +278,10 @@ async def test_what_a_rank_had_its_part_in_before_it_was_lost_is_done() -> None:
                 later = comm.all_reduce(torch.ones(1))
                 door.send(b"called")
                 door.recv(9)
-                comm._session.break_by(PeerLostError(1, "a test says so"))
+                comm._session.break_by(error)
                 assert [work.exception() for work in done] == [None] * 3
                 assert (tensor.tolist(), message.tolist()) == ([2, 2], [5, 5])
-                with pytest.raises(PeerLostError):
+                with pytest.raises(type(error)):
                     later.result()
             else:
                 door.recv(9)
