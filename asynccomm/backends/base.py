@@ -15,7 +15,8 @@ A backend promises:
   are kept until then, also when the Work failed early because the comm broke.
 - A transport error goes to ``context.on_error``; the comm decides what it means and fails what is pending.
 - Parcels (``ops.Parcels``, ``ops.SendParcel``, ``ops.RecvParcel``) go to where ``Submission.place`` says; an error out
-  of that settles the Work with it, and the comm goes on. See :class:`Delivery`.
+  of that settles the Work with it, and the comm goes on. See ``backends/delivery.py``.
+- An operation gives the result that it would give if no two of its tensors shared memory: see ``backends/hazards.py``.
 - all_reduce is bitwise the same on all ranks; half types accumulate in fp32; inputs are untouched unless they are
   outputs too; a world of one rank works and still applies AVG and PREMUL_SUM.
 - ``abort`` waits for nobody, ends everything in flight here and makes the peers' operations fail, if it can.
@@ -32,15 +33,14 @@ from typing import Any, ClassVar, Self, final
 import torch
 from torch import Tensor
 
-from asynccomm.backends.arithmetic import landing
 from asynccomm.checks import Group
-from asynccomm.errors import AsyncCommError, BackendError, BrokenError, PayloadError
+from asynccomm.errors import AsyncCommError, BackendError, BrokenError
 from asynccomm.mailbox import Mailbox
-from asynccomm.ops import Call, Op, Parcel, Place
+from asynccomm.ops import Begin, Call, Op, Parcel, Place
 from asynccomm.store.base import Store
 from asynccomm.work import Work
 
-__all__ = ["Backend", "BackendContext", "Delivery", "Member", "Submission", "UnsuitableError"]
+__all__ = ["Backend", "BackendContext", "Member", "Submission", "UnsuitableError"]
 
 
 class UnsuitableError(BackendError):
@@ -65,6 +65,7 @@ class Submission:
     # most have these: what is not assigned takes no time
     parcels: tuple[Parcel, ...] = ()
     place: Place | None = None
+    begin: Begin | None = None
     #: what ``Backend.origin`` said at the call, if that was some time ago; of collectives of tensors that were merged
     #: into one, a tuple of what it said at each
     origin: Any = None
@@ -89,6 +90,8 @@ class Submission:
         self.work = work
         if call.place is not None:
             self.place = call.place
+        if call.begin is not None:
+            self.begin = call.begin
         if call.parcels or call.expected:
             self.parcels = call.parcels
             self.nbytes = max(call.expected, *[parcel.nbytes for parcel in call.parcels], 0)
@@ -98,53 +101,6 @@ def _nbytes(tensors: tuple[Tensor, ...]) -> int:
     if len(tensors) == 1:
         return tensors[0].nbytes
     return sum([tensor.nbytes for tensor in tensors])
-
-
-@final
-class Delivery:
-    """The parcels that come for one submission: finds memory for them, and keeps what goes wrong with it."""
-
-    def __init__(self, submission: Submission) -> None:
-        self._submission = submission
-        self._copies: list[Callable[[], object]] = []
-        self.error: AsyncCommError | None = None  #: why a payload was refused, if one was
-
-    def accept(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor] | None:
-        """Plain tensors for the payload, one after the other; None: it is not wanted, and is to be thrown away.
-
-        To be called once for each parcel, whatever its length.
-        """
-        place = self._submission.place
-        assert place is not None
-        try:
-            tensors = [tensor.detach() for tensor in place(source, head, lengths)]
-            room = _nbytes(tuple(tensors))
-            if room != lengths[source]:
-                raise PayloadError(f"rank {source} sent {lengths[source]} bytes where {room} fit")
-        except Exception as exc:
-            if not isinstance(exc, AsyncCommError):
-                error: AsyncCommError = PayloadError(
-                    f"what rank {source} sent cannot be taken: {type(exc).__name__}: {exc}"
-                )
-                error.__cause__ = exc
-            else:
-                error = exc
-            self.error = self.error or error
-            return None
-        landings = []
-        for tensor in tensors:
-            plain, copy = landing(tensor)
-            landings.append(plain)
-            if copy is not None:
-                self._copies.append(copy)
-        return landings
-
-    def finish(self) -> None:
-        """All payloads have come: bring them to where they belong. Then the Work is to be settled with ``error``."""
-        if self.error is None:
-            for copy in self._copies:
-                copy()
-        self._copies.clear()
 
 
 @final

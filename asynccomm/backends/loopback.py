@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from asynccomm.backends import arithmetic
-from asynccomm.backends.base import Backend, BackendContext, Delivery, Submission
+from asynccomm.backends.base import Backend, BackendContext, Submission
+from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.matching import Matching
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import (
@@ -158,7 +159,7 @@ class Hub:
 
     def _transfer(self, source: int, destination: int, send: Submission, recv: Submission) -> None:
         if isinstance(recv.op, RecvParcel):
-            self._deliver(recv, {source: send.parcels[0]})
+            self._deliver(Delivery(recv), recv, {source: send.parcels[0]})
         else:
             assert isinstance(send.op, Send)
             assert isinstance(recv.op, Recv)
@@ -173,19 +174,16 @@ class Hub:
     def _collective(self, ranks: Sequence[Submission]) -> None:
         op = ranks[0].op
         if isinstance(op, Parcels):
-            for rank, submission in enumerate(ranks):
-                if op.takes(rank):
-                    self._deliver(submission, _parcels_for(rank, op, ranks))
-                else:
-                    submission.work.settle()
+            deliveries = [Delivery(submission) for submission in ranks]  # before anything is written
+            for rank, delivery in enumerate(deliveries):
+                self._deliver(delivery, ranks[rank], _parcels_for(rank, op, ranks))
             return
         _perform(ranks)
         for submission in ranks:
             submission.work.settle()
 
-    def _deliver(self, submission: Submission, parcels: dict[int, Parcel]) -> None:
+    def _deliver(self, delivery: Delivery, submission: Submission, parcels: dict[int, Parcel]) -> None:
         """Bring ``parcels`` to a submission, and settle it."""
-        delivery = Delivery(submission)
         lengths = {source: parcel.nbytes for source, parcel in parcels.items()}
         for source, parcel in parcels.items():
             tensors = delivery.accept(source, parcel.head, lengths)
@@ -316,7 +314,7 @@ def _misfit(ops: Sequence[Op]) -> tuple[int, int] | None:
 
 
 def _parcels_for(rank: int, op: Parcels, ranks: Sequence[Submission]) -> dict[int, Parcel]:
-    givers = [giver for giver in range(len(ranks)) if giver != rank and op.gives(giver)]
+    givers = [giver for giver in range(len(ranks)) if giver != rank and op.gives(giver) and op.takes(rank)]
     return {giver: ranks[giver].parcels[0 if op.shared else rank] for giver in givers}
 
 

@@ -1,20 +1,31 @@
-"""The memory of tensors, on any device: as bytes, what lies side by side in it, what lies in it twice, or meanwhile."""
+"""The memory of tensors, on any device: as bytes, and which tensors share some of it.
+
+There is one answer to "do these share memory?" (:func:`overlap`), one structure that finds overlaps among many regions
+(:class:`RegionSet`), and one rule for operations (:class:`AccessSet`): two operations conflict if one of them writes
+what the other reads or writes. What follows from a conflict is the caller's: a batch ends there, an operation waits, or
+a tensor is staged.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from itertools import accumulate
-from typing import final
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Final, final
 
 import torch
 from torch import Tensor
 
 from asynccomm.backends import arithmetic
 
-__all__ = ["Occupied", "Span", "Spans", "adjoining", "bytes_of", "span"]
+__all__ = ["AccessSet", "Region", "RegionSet", "adjoining", "bytes_of", "disjoint", "overlap", "region", "regions"]
 
-Span = tuple[int, int]  # the first address, and the one behind the last
+Dims = tuple[tuple[int, int], ...]
+#: The first address, the one behind the last, and what lies in between: ``()`` stands for all bytes, else the strides
+#: in bytes and the extents of the dimensions, the innermost of which are the bytes of one element.
+Region = tuple[int, int, Dims]
+
+MOST_TRIES: Final = 2000  # of one comparison of two strided regions, a few milliseconds; then they count as overlapping
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -38,38 +49,104 @@ def adjoining(tensors: Sequence[Tensor]) -> Tensor | None:
     return bytes_of(there[0]).as_strided((end - start,), (1,))
 
 
-@final
-class Occupied:
-    """The memory of some tensors; the gaps between the elements of a strided one count, too."""
+def region(tensor: Tensor) -> Region:
+    """The memory of the elements of ``tensor``, which has some."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes, ()
+    item = tensor.itemsize
+    dims = [(stride * item, n) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n > 1 and stride]
+    end = start + sum([(n - 1) * stride for stride, n in dims]) + item
+    if tensor.nbytes == end - start:  # as of a transposed matrix
+        return start, end, ()
+    return start, end, (*dims, (1, item))
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        spans = sorted([span(tensor) for tensor in tensors if tensor.numel()])
-        self._starts = [start for start, _ in spans]
-        self._ends = list(accumulate([end for _, end in spans], max))  # of all that start no later
-        #: whether two of them share memory
-        self.twice = any(start < end for start, end in zip(self._starts[1:], self._ends, strict=False))
 
-    def touches(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` shares memory with one of them."""
-        if not tensor.numel():
+def regions(tensors: Iterable[Tensor]) -> list[Region]:
+    """The memory of those ``tensors`` that have elements."""
+    return [region(tensor) for tensor in tensors if tensor.numel()]
+
+
+def overlap(one: Region, other: Region) -> bool:
+    """Whether two regions share a byte. Two strided ones may count as overlapping when that is too hard to tell."""
+    start, end, dims = one
+    begin, stop, others = other
+    if end <= begin or stop <= start:
+        return False
+    if not dims and not others:
+        return True
+    return _reach(begin - start, dims or ((1, end - start),), others or ((1, stop - begin),))
+
+
+def _reach(distance: int, dims: Dims, others: Dims) -> bool:
+    """Whether indices exist with ``sum(i * stride) - sum(j * other stride) == distance``.
+
+    The problem is a bounded linear Diophantine equation. The search takes the largest stride first and drops what the
+    smaller ones cannot make up for, which leaves few candidates for the layouts that views of one tensor have.
+    """
+    spans: dict[int, tuple[int, int]] = {}  # by stride: the least and the largest factor
+    for stride, n in dims:
+        low, high = spans.get(stride, (0, 0))
+        spans[stride] = low, high + n - 1
+    for stride, n in others:
+        low, high = spans.get(stride, (0, 0))
+        spans[stride] = low - n + 1, high
+    terms = sorted(((stride, *bounds) for stride, bounds in spans.items()), reverse=True)
+    rests = [(0, 0)]  # the least and the largest sum of all smaller strides
+    for stride, low, high in reversed(terms):
+        least, most = rests[-1]
+        rests.append((least + stride * low, most + stride * high))
+    rests.reverse()
+    left = [MOST_TRIES]
+
+    def search(k: int, rest: int) -> bool:
+        if k == len(terms):
+            return rest == 0
+        stride, low, high = terms[k]
+        least, most = rests[k + 1]
+        for factor in range(max(low, -((most - rest) // stride)), min(high, (rest - least) // stride) + 1):
+            left[0] -= 1
+            if left[0] < 0 or search(k + 1, rest - factor * stride):
+                return True
+        return False
+
+    return search(0, distance)
+
+
+def disjoint(reads: Sequence[Region], writes: Sequence[Region]) -> bool:
+    """Whether no written region touches another one: almost always so, and quickly seen.
+
+    Strided regions count with the gaps in them, so False means that a closer look is needed.
+    """
+    written = sorted(writes)
+    if any(one[1] > other[0] for one, other in pairwise(written)):
+        return False
+    if not reads:
+        return True
+    spans = sorted([(start, end, False) for start, end, _ in reads] + [(start, end, True) for start, end, _ in written])
+    end = last = 0  # of all so far, and of what is written
+    for start, stop, writes_it in spans:
+        if start < last or (writes_it and start < end):
             return False
-        start, end = span(tensor)
-        before = bisect_right(self._starts, end - 1)
-        return before > 0 and self._ends[before - 1] > start
+        if stop > end:
+            end = stop
+        if writes_it and stop > last:
+            last = stop
+    return True
 
 
 @final
-class Spans:
-    """Memory that comes into use and goes out of it again, often; some of it may be in use several times."""
+class RegionSet:
+    """Regions that come and go; one may be there several times."""
 
     def __init__(self) -> None:
-        # each in order and without two that share memory, so one look finds what is touched; there is more than one
-        # only while spans lie over each other
-        self._layers: list[list[Span]] = []
+        # each in order and without two whose spans overlap, so one look finds the neighbours of an address; there is
+        # more than one layer only while spans lie over each other
+        self._layers: list[list[Region]] = []
 
-    def add(self, spans: Sequence[Span]) -> None:
-        for there in spans:
-            start, end = there
+    def add(self, added: Iterable[Region]) -> None:
+        for there in added:
+            start, end, _ = there
             for layer in self._layers:
                 at = bisect_left(layer, there)
                 if (not at or layer[at - 1][1] <= start) and (at == len(layer) or end <= layer[at][0]):
@@ -78,9 +155,9 @@ class Spans:
             else:
                 self._layers.append([there])
 
-    def remove(self, spans: Sequence[Span]) -> None:
+    def remove(self, removed: Iterable[Region]) -> None:
         """Take out what was added, once each."""
-        for there in spans:
+        for there in removed:
             for layer in self._layers:
                 at = bisect_left(layer, there)
                 if at < len(layer) and layer[at] == there:
@@ -91,20 +168,37 @@ class Spans:
             else:
                 raise KeyError(there)
 
-    def touch(self, spans: Sequence[Span]) -> bool:
-        """Whether any byte of ``spans`` is in use."""
-        for layer in self._layers:
-            for start, end in spans:
-                before = bisect_left(layer, (end,))  # so many start before its end
-                if before and layer[before - 1][1] > start:
-                    return True
+    def overlaps(self, others: Iterable[Region]) -> bool:
+        """Whether one of ``others`` shares memory with one that is there."""
+        for other in others:
+            start, end, _ = other
+            for layer in self._layers:
+                at = bisect_left(layer, (end,))  # so many start before its end
+                while at and layer[at - 1][1] > start:
+                    at -= 1
+                    if overlap(layer[at], other):
+                        return True
         return False
 
 
-def span(tensor: Tensor) -> Span:
-    """Where the elements of ``tensor``, which has some, begin and end; what lies in between counts, too."""
-    start = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return start, start + tensor.nbytes
-    last = sum([(n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)])
-    return start, start + (last + 1) * tensor.itemsize
+@final
+class AccessSet:
+    """The memory that some operations read and write."""
+
+    def __init__(self) -> None:
+        self._read = RegionSet()
+        self._written = RegionSet()
+
+    def add(self, reads: Iterable[Region], writes: Iterable[Region]) -> None:
+        self._read.add(reads)
+        self._written.add(writes)
+
+    def remove(self, reads: Iterable[Region], writes: Iterable[Region]) -> None:
+        """Take out what was added, once each."""
+        self._read.remove(reads)
+        self._written.remove(writes)
+
+    def conflicts(self, reads: Sequence[Region], writes: Sequence[Region]) -> bool:
+        """Whether an operation writes what they read or write, or reads what they write."""
+        written = self._written
+        return written.overlaps(writes) or written.overlaps(reads) or self._read.overlaps(writes)

@@ -19,14 +19,12 @@ Messages are each rank's own business. They go with the batch under way, in thei
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Final, final
 
 from torch import Tensor
 
-from asynccomm.backends.regions import Span, span
+from asynccomm.backends.regions import AccessSet, Region, RegionSet, disjoint, regions
 from asynccomm.ops import (
     AllGather,
     AllGatherSingle,
@@ -42,14 +40,15 @@ from asynccomm.ops import (
     Scatter,
 )
 
-__all__ = ["Batch", "Item", "Meter", "Use", "check_messages", "conflict", "everywhere", "item_of", "plan", "sort_of"]
+__all__ = ["Batch", "Item", "Meter", "check_messages", "conflict", "everywhere", "item_of", "plan", "sort_of"]
 
 MERGED_BYTES: Final = 1 << 20  # of one operation that is merged, unless the backend says otherwise
 
 Batch = list[list[int]]  # lots: the numbers of operations that move as one
 
 
-Item = tuple[Op, Sequence[Span], Sequence[Span]]  # an operation, and the memory that it reads and writes on this rank
+# an operation, and the memory that it reads and writes on this rank
+Item = tuple[Op, Sequence[Region], Sequence[Region]]
 
 
 def item_of(op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor], given: Sequence[Tensor] = ()) -> Item:
@@ -60,11 +59,11 @@ def item_of(op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor], given: 
     """
     if inputs is outputs and len(inputs) == 1 and (tensor := inputs[0]).is_contiguous():  # the usual case, in short
         start, nbytes = tensor.data_ptr(), tensor.nbytes
-        return op, (), ((start, start + nbytes),) if nbytes else ()
-    writes = [span(tensor) for tensor in outputs if tensor.numel()]
+        return op, (), ((start, start + nbytes, ()),) if nbytes else ()
+    writes = regions(outputs)
     if inputs is outputs and not given:
         return op, (), writes
-    return op, [span(tensor) for tensor in (*inputs, *given) if tensor.numel()], writes
+    return op, regions((*inputs, *given)), writes
 
 
 @final
@@ -163,28 +162,14 @@ def sort_of(op: Op, merged_bytes: int = MERGED_BYTES) -> object:
 
 
 def _disjoint(items: Sequence[Item]) -> bool:
-    """Whether nothing that is written is touched by anything else: almost always so, and quickly seen."""
-    read: list[Span] = []
-    written: list[Span] = []
+    """Whether nothing that is written is touched by anything else, as far as is quickly seen."""
+    read: list[Region] = []
+    written: list[Region] = []
     for op, reads, writes in items:
         written += writes
         if reads:
             (written if isinstance(op, Broadcast) else read).extend(reads)
-    written.sort()
-    if any(end > start for (_, end), (start, _) in pairwise(written)):
-        return False
-    if not read:
-        return True
-    spans = sorted([(start, end, False) for start, end in read] + [(start, end, True) for start, end in written])
-    end = last = 0  # of all so far, and of what is written
-    for start, stop, writes_it in spans:
-        if start < last or (writes_it and start < end):
-            return False
-        if stop > end:
-            end = stop
-        if writes_it and stop > last:
-            last = stop
-    return True
+    return disjoint(read, written)
 
 
 def _cuts_by_kind(items: Sequence[Item]) -> set[int]:
@@ -221,28 +206,25 @@ def check_messages(items: Sequence[Item]) -> None:
     """Raise ValueError if a message shares memory with anything else: no order is promised there."""
     if not any(op.p2p for op, _, _ in items) or _disjoint(items):
         return
-    messages, others = Use(), Use()
-    for item in items:
-        apart = (messages, others) if item[0].p2p else (messages,)
-        if any(use.conflicts(item) for use in apart):
-            other = next(b for b in items if b is not item and (b[0].p2p or item[0].p2p) and conflict(item, b))
-            message, other = (item, other) if item[0].p2p else (other, item)
+    messages, others = AccessSet(), AccessSet()
+    for i, item in enumerate(items):
+        op, *access = item
+        apart = (messages, others) if op.p2p else (messages,)
+        if any(accesses.conflicts(*access) for accesses in apart):
+            other = next(before for before in items[:i] if (before[0].p2p or op.p2p) and conflict(item, before))
+            message, other = (item, other) if op.p2p else (other, item)
             raise ValueError(
                 f"{message[0]} shares memory with {other[0]}, which is sent together with it; await one of them "
                 f"before the other is called"
             )
-        (messages if item[0].p2p else others).add(item)
+        (messages if op.p2p else others).add(*access)
 
 
 def conflict(one: Item, other: Item) -> bool:
-    """Whether one of them writes what the other touches."""
-    _, reads, writes = one
-    _, others_reads, others_writes = other
-    return _touch(writes, others_writes) or _touch(writes, others_reads) or _touch(reads, others_writes)
-
-
-def _touch(spans: Iterable[Span], others: Sequence[Span]) -> bool:
-    return any(start < end and begin < stop for start, stop in spans for begin, end in others)
+    """Whether one of them writes what the other reads or writes."""
+    accesses = AccessSet()
+    accesses.add(*one[1:])
+    return accesses.conflicts(*other[1:])
 
 
 def everywhere(item: Item) -> Item:
@@ -256,71 +238,24 @@ class _Memory:
     """What the operations of the batch under way read and write."""
 
     def __init__(self) -> None:
-        self._read = _Spans()
-        self._written = _Spans()
-        self._broadcast: dict[int, _Spans] = {}  # by root: written by broadcasts, and by nothing else
+        self._accesses = AccessSet()
+        self._broadcast: dict[int, RegionSet] = {}  # by root: written by broadcasts, and by nothing else
 
     def conflicts(self, item: Item) -> bool:
         """Whether ``item`` must come after what is there."""
         op, reads, writes = everywhere(item)
+        if self._accesses.conflicts(reads, writes):
+            return True
         root = op.root if isinstance(op, Broadcast) else None
         touched = [*reads, *writes]
-        if self._written.touch(touched) or self._read.touch(writes):
-            return True
-        return any(spans.touch(touched) for other, spans in self._broadcast.items() if other != root)
+        return any(written.overlaps(touched) for other, written in self._broadcast.items() if other != root)
 
     def add(self, item: Item) -> None:
         op, reads, writes = everywhere(item)
-        self._read.add(reads)
         if isinstance(op, Broadcast):
-            self._broadcast.setdefault(op.root, _Spans()).add(writes)
+            self._broadcast.setdefault(op.root, RegionSet()).add(writes)
         else:
-            self._written.add(writes)
-
-
-@final
-class Use:
-    """What some operations read and write on this rank."""
-
-    def __init__(self) -> None:
-        self._read = _Spans()
-        self._written = _Spans()
-
-    def conflicts(self, item: Item) -> bool:
-        """Whether ``item`` writes what they use, or uses what they write."""
-        _, reads, writes = item
-        return self._written.touch(writes) or self._written.touch(reads) or self._read.touch(writes)
-
-    def add(self, item: Item) -> None:
-        _, reads, writes = item
-        self._read.add(reads)
-        self._written.add(writes)
-
-
-@final
-class _Spans:
-    """A set of addresses, as spans that are apart."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-
-    def touch(self, spans: Iterable[Span]) -> bool:
-        """Whether one of ``spans`` has an address of the set."""
-        for start, end in spans:
-            i = bisect_left(self._starts, end)
-            if i and self._ends[i - 1] > start:
-                return True
-        return False
-
-    def add(self, spans: Iterable[Span]) -> None:
-        for start, end in spans:
-            i = bisect_left(self._ends, start)  # the first that is not wholly before
-            j = bisect_right(self._starts, end)  # the first that is wholly behind
-            if i < j:
-                start, end = min(start, self._starts[i]), max(end, self._ends[j - 1])
-            self._starts[i:j] = [start]
-            self._ends[i:j] = [end]
+            self._accesses.add(reads, writes)
 
 
 # those with which a rank may touch memory that others know nothing of; of the last two, if the shares are uneven

@@ -10,10 +10,11 @@ from types import TracebackType
 from typing import Any, Final, Self, final
 
 from asynccomm.backends.base import Submission
+from asynccomm.backends.regions import AccessSet
 from asynccomm.calls import Calls, named
 from asynccomm.coalescing.batches import planned
 from asynccomm.coalescing.holding import Hold
-from asynccomm.coalescing.plan import Item, Meter, Use, conflict
+from asynccomm.coalescing.plan import Item, Meter, conflict
 from asynccomm.work import Work
 
 __all__ = ["Batch", "Estimate", "check_limit"]
@@ -138,18 +139,18 @@ class Batch:
         """Raise ValueError if operations of different comms share memory: no order is promised between them."""
         if len(self._holds) < 2:
             return
-        before = Use()
+        before = AccessSet()
         for i, (calls, hold) in enumerate(zip(self._many, self._holds, strict=True)):
             items = [planned(submission) for submission in hold.items]
             for item in items:
-                if before.conflicts(item):
+                if before.conflicts(*item[1:]):
                     name, other = self._partner(item, i)
                     raise ValueError(
                         f"{item[0]} on comm {calls.group.name!r} shares memory with {other[0]} on comm {name!r}, which "
                         f"is held in the same scope; await one of them before the other is called"
                     )
             for item in items:
-                before.add(item)
+                before.add(*item[1:])
 
     def _partner(self, item: Item, end: int) -> tuple[str, Item]:
         """What ``item`` shares memory with, on one of the comms before number ``end``."""

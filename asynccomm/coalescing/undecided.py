@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import final
 
 from asynccomm.backends.base import Submission
-from asynccomm.backends.regions import Span, Spans
+from asynccomm.backends.regions import AccessSet, Region
 from asynccomm.coalescing.batches import planned
 from asynccomm.coalescing.plan import everywhere
 
@@ -21,25 +21,20 @@ class Undecided:
     """
 
     def __init__(self) -> None:
-        self._read = Spans()
-        self._written = Spans()
-        self._there: dict[Submission, tuple[Sequence[Span], Sequence[Span]]] = {}
+        self._accesses = AccessSet()
+        self._there: dict[Submission, tuple[Sequence[Region], Sequence[Region]]] = {}
 
     def enter(self, submissions: Sequence[Submission]) -> bool:
         """Put ``submissions``, of one call, in; returns whether they conflict with what is there, or one another."""
         found = False
         for submission in submissions:
             _, reads, writes = everywhere(planned(submission))
-            written = self._written
-            found |= written.touch(writes) or written.touch(reads) or self._read.touch(writes)
-            self._read.add(reads)
-            written.add(writes)
+            found |= self._accesses.conflicts(reads, writes)
+            self._accesses.add(reads, writes)
             self._there[submission] = reads, writes
         return found
 
     def leave(self, submissions: Sequence[Submission]) -> None:
         """They are decided."""
         for submission in submissions:
-            reads, writes = self._there.pop(submission)
-            self._read.remove(reads)
-            self._written.remove(writes)
+            self._accesses.remove(*self._there.pop(submission))

@@ -16,6 +16,7 @@ What is common to all of them:
 - a rank is anything with ``__index__`` except a bool.
 """
 
+from asynccomm.ops.base import Begin as Begin
 from asynccomm.ops.base import Call as Call
 from asynccomm.ops.base import Op as Op
 from asynccomm.ops.base import Parcel as Parcel

@@ -19,6 +19,7 @@ from asynccomm.checks import check_label
 from asynccomm.dtypes import REAL
 
 __all__ = [
+    "Begin",
     "Call",
     "Op",
     "Parcel",
@@ -121,6 +122,9 @@ class Place(Protocol):
         """
 
 
+Begin = Callable[[Sequence[Parcel], Sequence[Tensor]], object]
+
+
 class Call(NamedTuple):
     """One checked call."""
 
@@ -132,6 +136,9 @@ class Call(NamedTuple):
     parcels: tuple[Parcel, ...] = ()  #: what this rank gives: one for everybody, or one for each rank
     place: Place | None = None  #: for the parcels that come
     expected: int = 0  #: bytes that will probably come in parcels, if that is known
+    #: is called when an operation with parcels takes effect, before any comes, with the parcels that this rank gives
+    #: and the outputs to be filled: those of the call, or stand-ins for ones that share memory
+    begin: Begin | None = None
 
     def labelled(self, tag: object) -> Call:
         """This call, with ``tag`` as its operation's label. Raises: TypeError, ValueError naming ``tag``."""

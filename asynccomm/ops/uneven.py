@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, SupportsIndex, final
 
 import torch
@@ -34,8 +35,7 @@ def all_gather_v(group: Group, output: Tensor | None, input: Tensor, dim: Suppor
     if output is not None:
         _check_output(group, "output", output, "input", input, along)
     joined = _Joined(group, None if output is None else [output], [input], [along])
-    op = Parcels("all_gather_v")
-    return Call(op, (), (), joined, _single, (joined.parcel([input]),), joined.place, input.nbytes)
+    return joined.call(Parcels("all_gather_v"), [[input]], _single, input.nbytes)
 
 
 def all_gather_v_coalesced(
@@ -50,8 +50,7 @@ def all_gather_v_coalesced(
         for i, (output, tensor, along) in enumerate(zip(outputs, items, dims, strict=True)):
             _check_output(group, f"outputs[{i}]", output, f"inputs[{i}]", tensor, along)
     joined = _Joined(group, outputs, items, dims)
-    op = Parcels("all_gather_v_coalesced")
-    return Call(op, (), (), joined, _list, (joined.parcel(items),), joined.place, sum([t.nbytes for t in items]))
+    return joined.call(Parcels("all_gather_v_coalesced"), [items], _list, sum([t.nbytes for t in items]))
 
 
 def all_to_all_v_single(group: Group, output: Tensor | None, input: Tensor, input_split_sizes: object) -> Call:
@@ -61,8 +60,7 @@ def all_to_all_v_single(group: Group, output: Tensor | None, input: Tensor, inpu
         room_for_rows(group, output, input, sends[group.rank])
     parts = parts_along(input, 0, sends)
     joined = _Joined(group, None if output is None else [output], [parts[group.rank]], [0], spare=True)
-    op = Parcels("all_to_all_v_single", shared=False)
-    return Call(op, (), (), joined, _single, tuple([joined.parcel([part]) for part in parts]), joined.place)
+    return joined.call(Parcels("all_to_all_v_single", shared=False), [[part] for part in parts], _single)
 
 
 def _check_output(group: Group, name: str, output: Tensor, like_name: str, like: Tensor, dim: int) -> None:
@@ -93,10 +91,8 @@ def _list(joined: _Joined) -> Sequence[Tensor]:
 def all_to_all(group: Group, input_list: Sequence[Tensor]) -> Call:
     """Tensors of any shapes and dtypes; new ones come."""
     inputs = check_several(group, "input_list", input_list, length=group.size)
-    shaped = _Shaped(group, None, inputs[group.rank])
-    op = Parcels("all_to_all", shared=False)
-    parcels = tuple([_shaped_parcel(tensor) for tensor in inputs])
-    return Call(op, (), (), shaped, lambda got: got.everything(), parcels, shaped.place)
+    shaped = _Shaped(group, None, range(group.size))
+    return shaped.call(Parcels("all_to_all", shared=False), inputs, own=group.rank)
 
 
 def gather_v(group: Group, output_list: Sequence[Tensor] | None, input: Tensor, root: SupportsIndex) -> Call:
@@ -114,8 +110,7 @@ def gather_v(group: Group, output_list: Sequence[Tensor] | None, input: Tensor, 
     if output_list is not None:
         check_several(group, "output_list", output_list, length=group.size, written=True)
         _check_own("output_list", output_list, input, group.rank, "input")
-    shaped = _Shaped(group, output_list, input)
-    return Call(op, (), (), shaped, lambda got: got.everything(), (_shaped_parcel(input),), shaped.place)
+    return _Shaped(group, output_list, range(group.size)).call(op, [input], own=0)
 
 
 def scatter_v(group: Group, output: Tensor | None, input_list: Sequence[Tensor] | None, root: SupportsIndex) -> Call:
@@ -124,23 +119,20 @@ def scatter_v(group: Group, output: Tensor | None, input_list: Sequence[Tensor] 
     if output is not None:
         check_tensor(group, "output", output, written=True)
     op = Parcels("scatter_v", shared=False, giver=rank)
-    outputs = None if output is None else {rank: output}
+    shaped = _Shaped(group, None if output is None else [output], [rank], single=True)
     if rank != group.rank:
         if input_list is not None and len(as_list("input_list", input_list)):
             raise ValueError(
                 f"input_list must be None or empty off the root: this is rank {group.rank}, the root is {rank}, "
                 f"got {len(input_list)} tensors"
             )
-        shaped = _Shaped(group, outputs, None)
-        expected = 0 if output is None else output.nbytes
-        return Call(op, (), (), shaped, lambda got: got.tensors[rank], (), shaped.place, expected)
+        return shaped.call(op, (), expected=0 if output is None else output.nbytes)
     if input_list is None:
         raise ValueError(f"input_list must be given on the root (rank {rank}), got None")
     inputs = check_several(group, "input_list", input_list, length=group.size)
     if output is not None:
         _check_own("input_list", inputs, output, rank, "output")
-    shaped = _Shaped(group, outputs, inputs[rank])
-    return Call(op, (), (), shaped, lambda got: got.tensors[rank], tuple([_shaped_parcel(tensor) for tensor in inputs]))
+    return shaped.call(op, inputs, own=rank)
 
 
 def _check_own(name: str, tensors: Sequence[Tensor], like: Tensor, rank: int, like_name: str) -> None:
@@ -171,8 +163,12 @@ class _Joined:
         spare: bool = False,
     ) -> None:
         self._rank = group.rank
-        self._outputs = outputs
-        self._own = [tensor.detach() for tensor in own]
+        self._alone = group.size == 1
+        self._given = outputs
+        self._outputs = outputs  # or what stands in for them
+        self._like = [empty(tensor, (0,)) for tensor in own]
+        self._shapes = [list(tensor.shape) for tensor in own]
+        self._own: Sequence[Tensor] = ()
         self._dims = dims
         self._spare = spare
         rests = [[n for i, n in enumerate(t.shape) if i != dim] for t, dim in zip(own, dims, strict=True)]
@@ -185,13 +181,26 @@ class _Joined:
         self._unit = sum([torch.Size(rest).numel() * t.itemsize for t, rest in zip(own, rests, strict=True)])
         self._extents = {group.rank: own[0].shape[dims[0]]}
         self._parts: dict[int, list[Tensor]] = {}
-        if group.size == 1:
-            self._begin({})
 
-    def parcel(self, parts: Sequence[Tensor]) -> Parcel:
-        """These parts for another rank."""
+    def call(
+        self, op: Parcels, shares: Sequence[Sequence[Tensor]], value: Callable[[_Joined], Any], expected: int = 0
+    ) -> Call:
+        """The call that gives ``shares``: one for all ranks, or one for each."""
+        parcels = tuple([self._parcel(share) for share in shares])
+        begin = partial(self.begin, 0 if op.shared else self._rank)
+        return Call(op, (), tuple(self._given or ()), self, value, parcels, self.place, expected, begin)
+
+    def _parcel(self, parts: Sequence[Tensor]) -> Parcel:
         extent = parts[0].shape[self._dims[0]]
         return Parcel(_ROWS.pack(extent, self._sum), tuple([part.detach() for part in parts]))
+
+    def begin(self, own: int, parcels: Sequence[Parcel], outputs: Sequence[Tensor]) -> None:
+        """The operation takes effect; this rank's part is in parcel number ``own``."""
+        self._own = parcels[own].tensors
+        if outputs:
+            self._outputs = outputs
+        if self._alone:
+            self._make_parts({})
 
     def place(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
         if len(head) != _ROWS.size:
@@ -208,10 +217,10 @@ class _Joined:
         if not self._unit:  # nothing but numbers comes, and the outputs can be made when all are here
             return ()
         if not self._parts:
-            self._begin({source: n // self._unit for source, n in lengths.items()})
+            self._make_parts({source: n // self._unit for source, n in lengths.items()})
         return self._parts[source]
 
-    def _begin(self, others: Mapping[int, int]) -> None:
+    def _make_parts(self, others: Mapping[int, int]) -> None:
         """All extents are known: make room, and put this rank's own parts there."""
         extents = {**others, self._rank: self._extents[self._rank]}
         ranks = sorted(extents)
@@ -224,15 +233,16 @@ class _Joined:
         self._parts = {rank: [parts[i] for parts in views] for i, rank in enumerate(ranks)}
         for mine, own in zip(self._parts[self._rank], self._own, strict=True):
             put(mine, own)
-        self._own.clear()
+        self._own = ()
 
     def _make_room(self, total: int) -> None:
-        shapes = [list(own.shape) for own in self._own]
-        for shape, dim in zip(shapes, self._dims, strict=True):
-            shape[dim] = total
-        if self._outputs is None:
-            self._outputs = [empty(own, shape) for own, shape in zip(self._own, shapes, strict=True)]
-        for output, shape in zip(self._outputs, shapes, strict=True):
+        shapes = [[*shape[:dim], total, *shape[dim + 1 :]] for shape, dim in zip(self._shapes, self._dims, strict=True)]
+        outputs = self._outputs
+        if outputs is None:
+            outputs = self._outputs = self._given = [
+                empty(like, shape) for like, shape in zip(self._like, shapes, strict=True)
+            ]
+        for output, shape in zip(outputs, shapes, strict=True):
             found = list(output.shape)
             fits = found == shape
             if self._spare and output.dim():
@@ -243,27 +253,16 @@ class _Joined:
 
     def outputs(self) -> Sequence[Tensor]:
         """The whole tensors, when everything has come."""
-        if not self._unit and self._own:
+        if not self._parts:  # nothing but numbers came
             self._make_room(sum(self._extents.values()))
-            self._own.clear()
-        assert self._outputs is not None
-        return self._outputs
+        assert self._given is not None
+        return self._given
 
 
 def put(target: Tensor, source: Tensor) -> None:
-    """Copy ``source`` to ``target``, unless it is there already."""
-    target, source = target.detach(), source.detach()
-    if target.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
-        if _view_of(target) == _view_of(source):
-            return
-        source = source.clone()  # they may overlap
+    """Copy ``source`` to ``target``, which has as many elements and is apart from it."""
     with torch.inference_mode(target.is_inference()):
-        target.copy_(source.reshape(target.shape))
-
-
-def _view_of(tensor: Tensor) -> tuple[object, ...]:
-    """What makes it the same as another on the same memory."""
-    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+        target.detach().copy_(source.detach().reshape(target.shape))
 
 
 def _shaped_parcel(tensor: Tensor) -> Parcel:
@@ -275,18 +274,37 @@ class _Shaped:
     """Tensors that come, each with its dtype and shape.
 
     Args:
-        outputs: where they go, by rank; None: new tensors.
-        own: what this rank gives itself.
+        outputs: where they go, in the order of ``sources``; None: new tensors.
+        sources: the ranks that they come from.
+        single: whether the only tensor is the result, and not a list of it.
     """
 
-    def __init__(self, group: Group, outputs: Any, own: Tensor | None) -> None:
+    def __init__(
+        self, group: Group, outputs: Sequence[Tensor] | None, sources: Sequence[int], *, single: bool = False
+    ) -> None:
         self._group = group
-        self._outputs = outputs
-        self.tensors: dict[int, Tensor] = {}  #: by source
+        self._given = outputs
+        self._outputs = None if outputs is None else dict(zip(sources, outputs, strict=True))  # or their stand-ins
+        self._sources = sources
+        self._single = single
+        self._tensors: dict[int, Tensor] = {}  # by source
+
+    def call(self, op: Parcels, inputs: Sequence[Tensor], *, own: int | None = None, expected: int = 0) -> Call:
+        """The call that gives ``inputs``, of which number ``own`` is for this rank itself."""
+        parcels = tuple([_shaped_parcel(tensor) for tensor in inputs])
+        begin = partial(self.begin, own)
+        return Call(op, (), tuple(self._given or ()), self, _Shaped.result, parcels, self.place, expected, begin)
+
+    def begin(self, own: int | None, parcels: Sequence[Parcel], outputs: Sequence[Tensor]) -> None:
+        """The operation takes effect."""
+        if outputs:
+            self._outputs = dict(zip(self._sources, outputs, strict=True))
         if own is not None:
-            mine = empty(own, own.shape) if outputs is None else outputs[group.rank]
-            put(mine, own)
-            self.tensors[group.rank] = mine
+            (mine,) = parcels[own].tensors
+            rank = self._group.rank
+            target = empty(mine, mine.shape) if self._outputs is None else self._outputs[rank]
+            put(target, mine)
+            self._tensors[rank] = target
 
     def place(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
         try:
@@ -305,11 +323,10 @@ class _Shaped:
                     f"rank {source} sent {dtype} of shape {tuple(shape)}, which does not fit into {tensor.dtype} of "
                     f"shape {tuple(tensor.shape)}"
                 )
-        self.tensors[source] = tensor
+        self._tensors[source] = tensor
         return (tensor,)
 
-    def everything(self) -> Any:
-        """All tensors in rank order: the list that was given, or a new one."""
-        if self._outputs is not None:
-            return self._outputs
-        return [self.tensors[rank] for rank in range(self._group.size)]
+    def result(self) -> Any:
+        """What was given to be filled, or the new tensors in rank order."""
+        tensors = [self._tensors[source] for source in self._sources] if self._given is None else self._given
+        return tensors[0] if self._single else tensors

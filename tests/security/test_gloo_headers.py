@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from asynccomm import BackendError, BrokenError, Comm
-from asynccomm.backends.base import Delivery, Submission
+from asynccomm.backends.base import Submission
+from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.gloo import wire
 from asynccomm.backends.gloo.exchange import Exchange
 from asynccomm.backends.gloo.p2p import PointToPoint

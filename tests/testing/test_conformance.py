@@ -10,7 +10,8 @@ import torch
 
 from asynccomm import MemoryStore, new_comm
 from asynccomm.backends import arithmetic, loopback
-from asynccomm.backends.base import Delivery, Submission
+from asynccomm.backends.base import Submission
+from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.loopback import Hub, LoopbackBackend
 from asynccomm.backends.matching import Matching
 from asynccomm.coalescing import plan

@@ -28,11 +28,12 @@ from torch import distributed as dist
 from asynccomm.backends.base import Backend, BackendContext, Submission
 from asynccomm.backends.gloo.exchange import Exchange
 from asynccomm.backends.gloo.in_flight import InFlight
-from asynccomm.backends.gloo.lowering import start
+from asynccomm.backends.gloo.lowering import OUT_OF_PLACE, start
 from asynccomm.backends.gloo.p2p import PointToPoint
 from asynccomm.backends.gloo.several import is_divided, lines_of
 from asynccomm.backends.gloo.torch_gloo import LARGE, Gloo, Gloos
 from asynccomm.backends.gloo.transfers import run
+from asynccomm.backends.hazards import Buffers, separated
 from asynccomm.backends.lanes import Lanes
 from asynccomm.errors import BackendError, BrokenError
 from asynccomm.ops import Parcels, Recv, RecvParcel
@@ -149,17 +150,20 @@ class GlooBackend(Backend):
         """Start a collective of tensors."""
         gloos = self._gloos
         assert gloos is not None, "started on a closed backend"
+        op, buffers = submission.op, separated(submission, self._rank, OUT_OF_PLACE)
         if is_divided(submission):
-            lines = lines_of(gloos, submission, self._rank, self._size)
-            run(lines, settle, partial(self._failed, submission))
+            lines = lines_of(gloos, op, buffers, self._rank, self._size)
+            run(lines, partial(_land, buffers, settle), partial(self._failed, submission))
             return
-        work, finish = start(gloos.by_size(submission.op.nbytes), submission, self._size)
+        work, finish = start(gloos.by_size(op.nbytes), op, buffers, self._size)
 
         def done(future: torch.futures.Future[object]) -> None:
             try:
                 future.value()
                 if finish is not None:
                     finish()
+                for land in buffers.lands:
+                    land()
             except Exception as exc:
                 self._failed(submission, exc)
             else:
@@ -232,6 +236,13 @@ class GlooBackend(Backend):
             self._poisoned = True
             for gloo in self._gloos:
                 gloo.poison()
+
+
+def _land(buffers: Buffers, settle: Callable[[], object]) -> None:
+    """Bring staged outputs home, and settle."""
+    for land in buffers.lands:
+        land()
+    settle()
 
 
 def _bare(exc: T) -> T:

@@ -13,13 +13,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import final
 
-from asynccomm.backends.base import Delivery, Submission
+from asynccomm.backends.base import Submission
+from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.gloo.p2p import conclude
-from asynccomm.backends.gloo.staging import room, unpack
 from asynccomm.backends.gloo.torch_gloo import Gloo
 from asynccomm.backends.gloo.wire import Incoming, Outgoing
 from asynccomm.backends.lanes import Lanes
-from asynccomm.backends.regions import Occupied
 from asynccomm.errors import CollectiveMismatchError
 from asynccomm.ops import Channel, Parcels
 
@@ -55,6 +54,7 @@ class Exchange:
         givers = [rank for rank in self._others if op.takes(self._rank) and op.gives(rank)]
         takers = [rank for rank in reversed(self._others) if op.gives(self._rank) and op.takes(rank)]
         coming = {giver: Incoming(gloo, giver, _KEY) for giver in givers}
+        delivery = Delivery(submission)
         sent: list[Outgoing] = []  # gloo reads them until the end
         steps: list[Callable[[], object]] = []
         for taker in takers:
@@ -63,11 +63,13 @@ class Exchange:
                 sent.append(Outgoing(submission.parcels[0 if op.shared else taker], _code(op, seq), f"#{seq} {op}"))
             steps += sent[-1].send(gloo, taker, _KEY)
         if coming:
-            reception = _Reception(op, self._rank, coming, submission)
-            steps = [reception.receive, *steps, reception.finish]
+            reception = _Reception(op, self._rank, coming, submission, delivery)
+            steps = [reception.receive, *steps]
         if not steps:
+            delivery.finish()
             submission.work.settle()
             return
+        steps.append(partial(conclude, delivery, submission))
 
         def job() -> None:
             self._complete(submission, steps)
@@ -80,13 +82,14 @@ class Exchange:
 class _Reception:
     """The parcels that come to this rank in one collective."""
 
-    def __init__(self, op: Parcels, rank: int, coming: dict[int, Incoming], submission: Submission) -> None:
+    def __init__(
+        self, op: Parcels, rank: int, coming: dict[int, Incoming], submission: Submission, delivery: Delivery
+    ) -> None:
         self._op = op
         self._rank = rank
         self._coming = coming
         self._submission = submission
-        self._delivery = Delivery(submission)
-        self._late: list[Callable[[], object]] = []
+        self._delivery = delivery
 
     def receive(self) -> None:
         """Take all parcels."""
@@ -95,20 +98,8 @@ class _Reception:
             parcel.read(partial(self._check, giver))
         lengths = {giver: coming[giver].nbytes for giver in sorted(coming)}
         tensors = {giver: delivery.accept(giver, coming[giver].head, lengths) for giver in lengths}
-        given = Occupied([tensor for parcel in self._submission.parcels for tensor in parcel.tensors])
         for giver, parcel in coming.items():
-            places = tensors[giver]
-            if places is not None and any(given.touches(tensor) for tensor in places):
-                memory = room(parcel.nbytes)  # what lies in those places may still have to be sent
-                self._late.append(partial(unpack, memory, places))
-                places = [memory]
-            parcel.take(places)
-
-    def finish(self) -> None:
-        """All that this rank gives has been sent: bring home what has come."""
-        for step in self._late:
-            step()
-        conclude(self._delivery, self._submission)
+            parcel.take(tensors[giver])
 
     def _check(self, giver: int, code: int, text: str) -> None:
         seq = self._submission.work.seq

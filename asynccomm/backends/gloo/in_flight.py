@@ -24,7 +24,7 @@ from functools import partial
 from typing import final
 
 from asynccomm.backends.base import Submission
-from asynccomm.backends.regions import Span, Spans, span
+from asynccomm.backends.regions import AccessSet, Region, regions
 
 __all__ = ["InFlight"]
 
@@ -53,8 +53,7 @@ class InFlight:
         self._ended = False
         self._count = 0  # under way
         self._alone: _Flight | None = None  # under way when nothing else was: its memory is looked at once there is
-        self._read = Spans()  # by those under way, but for what they write, too
-        self._written = Spans()
+        self._accesses = AccessSet()  # of those under way
 
     def submit(self, submission: Submission) -> None:
         """Start ``submission``, or keep it. Under the comm's lock. Raises: what ``start`` raises."""
@@ -129,21 +128,18 @@ class InFlight:
 
     def _conflicts(self, flight: _Flight) -> bool:
         flight.look()
-        written, writes = self._written, flight.writes
-        return written.touch(writes) or written.touch(flight.reads) or self._read.touch(writes)
+        return self._accesses.conflicts(flight.reads, flight.writes)
 
     def _occupy(self, flight: _Flight) -> None:
         flight.look()
-        self._read.add(flight.reads)
-        self._written.add(flight.writes)
+        self._accesses.add(flight.reads, flight.writes)
 
     def _leave(self, flight: _Flight) -> None:
         self._count -= 1
         if self._alone is flight:
             self._alone = None
         elif not self._ended:
-            self._read.remove(flight.reads)
-            self._written.remove(flight.writes)
+            self._accesses.remove(flight.reads, flight.writes)
 
 
 @final
@@ -154,8 +150,8 @@ class _Flight:
 
     def __init__(self, submission: Submission) -> None:
         self.submission = submission
-        self.reads: list[Span] = []  #: what it reads and does not write
-        self.writes: list[Span] = []
+        self.reads: list[Region] = []  #: what it reads and does not write
+        self.writes: list[Region] = []
         self._looked = False
 
     def look(self) -> None:
@@ -164,6 +160,6 @@ class _Flight:
             return
         self._looked = True
         inputs, outputs = self.submission.inputs, self.submission.outputs
-        self.writes = [span(tensor) for tensor in outputs if tensor.numel()]
+        self.writes = regions(outputs)
         if inputs is not outputs:
-            self.reads = [span(tensor) for tensor in inputs if tensor.numel()]
+            self.reads = regions(inputs)

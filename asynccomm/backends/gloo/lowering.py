@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from asynccomm.backends import arithmetic
-from asynccomm.backends.base import Submission
 from asynccomm.backends.gloo.reducing import as_it_is, brought, narrow_all, rows_of, sum_up
 from asynccomm.backends.gloo.staging import Finish, collected, movable, place, room, spread
 from asynccomm.backends.gloo.torch_gloo import Gloo
-from asynccomm.backends.regions import Occupied
+from asynccomm.backends.hazards import Buffers
 from asynccomm.ops import (
     AllGather,
     AllGatherSingle,
@@ -29,6 +28,7 @@ from asynccomm.ops import (
     Barrier,
     Broadcast,
     Gather,
+    Op,
     Reduce,
     ReduceScatter,
     ReduceScatterSingle,
@@ -36,16 +36,19 @@ from asynccomm.ops import (
 )
 from asynccomm.reduce_op import ReduceOp
 
-__all__ = ["start"]
+__all__ = ["OUT_OF_PLACE", "start"]
+
+#: gloo writes a chunk of them without regard to whether it was sent
+OUT_OF_PLACE: Final = frozenset({AllToAll, AllToAllSingle})
 
 
-def start(gloo: Gloo, submission: Submission, size: int) -> tuple[Any, Finish | None]:
+def start(gloo: Gloo, op: Op, buffers: Buffers, size: int) -> tuple[Any, Finish | None]:
     """Start a collective of one tensor, or one for each rank; returns gloo's work and what to do after it, if anything.
 
     What is divided otherwise is in ``several.py``.
     """
-    inputs, outputs = submission.inputs, submission.outputs
-    match submission.op:
+    inputs, outputs = buffers.inputs, buffers.outputs
+    match op:
         case AllReduce(reduction=reduction):
             return _all_reduce(gloo, inputs[0], outputs[0], reduction, size)
         case Reduce(reduction=reduction, root=root, dtype=dtype):
@@ -74,11 +77,8 @@ def start(gloo: Gloo, submission: Submission, size: int) -> tuple[Any, Finish | 
             return gloo.scatter(single, [movable(t) for t in inputs], root), finish
         case AllToAllSingle():
             single, finish = place(outputs[0])
-            source = movable(inputs[0])
-            if source.untyped_storage().data_ptr() == single.untyped_storage().data_ptr():
-                source = source.clone()  # in place: chunks would be overwritten before they are sent
-            return gloo.all_to_all_single(single, source), finish
-        case AllToAll() as op:
+            return gloo.all_to_all_single(single, movable(inputs[0])), finish
+        case AllToAll():
             return _all_to_all(gloo, inputs, outputs, op)
         case Barrier():
             return gloo.barrier(), None
@@ -120,10 +120,7 @@ def _reduce_scatter(
 def _all_to_all(
     gloo: Gloo, inputs: Sequence[Tensor], outputs: Sequence[Tensor], op: AllToAll
 ) -> tuple[Any, Finish | None]:
-    source = collected(inputs)
     data, finish = spread(outputs)
-    if finish is None and Occupied([data]).touches(source):
-        source = source.clone()  # or it would be overwritten before it is sent
     itemsize = op.dtype.itemsize
     receives, sends = [n * itemsize for n in op.receives], [n * itemsize for n in op.sends]
-    return gloo.all_to_all_single(data, source, receives, sends), finish
+    return gloo.all_to_all_single(data, collected(inputs), receives, sends), finish

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from asynccomm.backends import arithmetic
-from asynccomm.backends.base import Delivery, Submission
+from asynccomm.backends.base import Submission
+from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.gloo.staging import place, room, unpack
 from asynccomm.backends.gloo.torch_gloo import Gloo
 from asynccomm.backends.gloo.wire import Incoming, Outgoing

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from asynccomm.backends import arithmetic
 from asynccomm.backends.gloo.staging import AS_IT_IS, pack, room
-from asynccomm.backends.regions import Occupied, adjoining
+from asynccomm.backends.regions import adjoining
 from asynccomm.reduce_op import RedOpType, ReduceOp
 
 __all__ = [
@@ -46,7 +46,7 @@ def brought(source: Tensor, output: Tensor | None, reduction: ReduceOp) -> Tenso
     wide = arithmetic.widen(source, reduction)
     if output is source or wide.data_ptr() != source.data_ptr():
         return wide
-    if output is not None and arithmetic.is_plain(output) and not Occupied([output]).touches(source):
+    if output is not None and arithmetic.is_plain(output) and output.data_ptr() != source.data_ptr():
         # gloo takes the source as it is, so also the output
         arithmetic.write(output, source.view(output.shape))
         return arithmetic.widen(output, reduction)

@@ -29,8 +29,9 @@ from asynccomm.backends.gloo.reducing import (
 from asynccomm.backends.gloo.staging import Finish, pack, room, unpack
 from asynccomm.backends.gloo.torch_gloo import Gloos
 from asynccomm.backends.gloo.transfers import Transfer
-from asynccomm.backends.regions import Occupied, adjoining
-from asynccomm.ops import AllGather, AllReduce, Broadcast, ReduceScatter
+from asynccomm.backends.hazards import Buffers
+from asynccomm.backends.regions import adjoining
+from asynccomm.ops import AllGather, AllReduce, Broadcast, Op, ReduceScatter
 
 __all__ = ["groups_of", "lines_of"]
 
@@ -73,17 +74,17 @@ def is_divided(submission: Submission) -> bool:
             return False
 
 
-def lines_of(gloos: Gloos, submission: Submission, rank: int, size: int) -> Lines:
+def lines_of(gloos: Gloos, op: Op, buffers: Buffers, rank: int, size: int) -> Lines:
     """The transfers of an operation that has a ``layout``, each line for a gloo group of one thread."""
-    inputs, outputs = submission.inputs, submission.outputs
-    match submission.op:
-        case AllReduce() as op:
+    inputs, outputs = buffers.inputs, buffers.outputs
+    match op:
+        case AllReduce():
             return _all_reduce(gloos, inputs, outputs, op, size)
         case Broadcast(root=root):
             return _broadcast(gloos, inputs or outputs, root, rank)
         case AllGather():
             return _all_gather(gloos, inputs, outputs, rank, size)
-        case ReduceScatter() as op:
+        case ReduceScatter():
             return _reduce_scatter(gloos, inputs, outputs, op, rank, size)
         case other:
             raise AssertionError(f"no such collective of several: {other}")
@@ -128,8 +129,6 @@ class _Lines:
 
 
 def _all_reduce(gloos: Gloos, inputs: Sequence[Tensor], outputs: Sequence[Tensor], op: AllReduce, size: int) -> Lines:
-    if len(outputs) > 1 and Occupied(outputs).twice:
-        inputs = [tensor.clone() for tensor in inputs]  # or what one transfer writes would be read for another
     dtype, reduction = op.dtype, op.reduction
     direct, wide = as_it_is(dtype, reduction), wide_dtype(dtype, reduction)
     groups = groups_of([tensor.nbytes for tensor in outputs])
@@ -138,7 +137,7 @@ def _all_reduce(gloos: Gloos, inputs: Sequence[Tensor], outputs: Sequence[Tensor
     for i, group in enumerate(groups):
         sources, targets = [inputs[j] for j in group], [outputs[j] for j in group]
         fill: Finish | None = None
-        if direct and len(group) == 1 and arithmetic.is_plain(sources[0]):
+        if direct and len(group) == 1 and _same(sources[0], targets[0]):  # gloo reduces where the input lies
             values = arithmetic.resolved(sources[0])
             finish: Finish = partial(narrow_all, values, targets, reduction, size)
         else:
@@ -175,7 +174,6 @@ def _broadcast(gloos: Gloos, tensors: Sequence[Tensor], root: int, rank: int) ->
 def _all_gather(gloos: Gloos, inputs: Sequence[Tensor], outputs: Sequence[Tensor], rank: int, size: int) -> Lines:
     k = len(inputs)
     shares = [outputs[r * k : r * k + k] for r in range(size)]
-    inputs = _kept(inputs, outputs, shares[rank])
     sizes = [[tensor.nbytes for tensor in share] for share in shares]
     groups = groups_of([max(column) for column in zip(*sizes, strict=True)])
     lengths = [[sum([row[j] for j in group]) for row in sizes] for group in groups]
@@ -248,8 +246,6 @@ def _reduce_scatter(
     gloos: Gloos, inputs: Sequence[Tensor], outputs: Sequence[Tensor], op: ReduceScatter, rank: int, size: int
 ) -> Lines:
     k, reduction, dtype = len(outputs), op.reduction, op.dtype
-    own = [None] * (rank * k) + list(outputs) + [None] * ((size - rank - 1) * k)
-    inputs = _kept(inputs, outputs, own)
     numels = [[tensor.numel() for tensor in inputs[r * k : r * k + k]] for r in range(size)]
     groups = groups_of([max(column) * dtype.itemsize for column in zip(*numels, strict=True)])
     lengths = [[row_bytes(dtype, reduction, sum([row[j] for j in group])) for row in numels] for group in groups]
@@ -267,18 +263,6 @@ def _reduce_scatter(
         finish = partial(sum_up, received, [outputs[j] for j in group], reduction, size)
         lines.add(i, Transfer(partial(lines.gloos[i].all_to_all_single, received, rows, *splits), finish, fill))
     return lines.all()
-
-
-def _kept(inputs: Sequence[Tensor], outputs: Sequence[Tensor], own: Sequence[Tensor | None]) -> list[Tensor]:
-    """``inputs``, copied where outputs lie over them that may be written before they are read.
-
-    An input may be the output in ``own``, which is written only after it is read.
-    """
-    occupied = Occupied(outputs)
-    return [
-        tensor if not occupied.touches(tensor) or (same is not None and _same(tensor, same)) else tensor.clone()
-        for tensor, same in zip(inputs, own, strict=True)
-    ]
 
 
 def _same(tensor: Tensor, other: Tensor) -> bool:

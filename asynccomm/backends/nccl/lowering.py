@@ -5,7 +5,8 @@ out of and into the tensors' own memory if that is plain. What NCCL cannot reduc
 strided or complex tensors) is converted on the stream; the bitwise reductions, which it does not have at all, are made
 of a gather and torch's own operations.
 
-Several tensors, or shares of their own size, are as many calls in the group; nothing is copied together.
+Several tensors, or shares of their own size, are as many calls in the group; nothing is copied together. Which calls an
+operation becomes depends on the operation alone, never on where this rank's tensors lie: all ranks make the same calls.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from torch import Tensor
 
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
+from asynccomm.backends.hazards import find
 from asynccomm.backends.nccl.plan import Plan
-from asynccomm.backends.regions import Occupied, adjoining, bytes_of
+from asynccomm.backends.regions import adjoining, bytes_of
 from asynccomm.dtypes import REAL
 from asynccomm.ops import (
     AllGather,
@@ -30,6 +32,7 @@ from asynccomm.ops import (
     AllToAllSingle,
     Broadcast,
     Gather,
+    Op,
     Recv,
     Reduce,
     ReduceScatter,
@@ -53,23 +56,38 @@ _OF_BOOLS: Final = {
     RedOpType.BOR: RedOpType.MAX,
 }
 _BYTE: Final = torch.uint8
+_OUT_OF_PLACE: Final = frozenset({Gather, Scatter, AllToAll, AllToAllSingle})  # made of sends and receives
+
+Tensors = tuple[Tensor, ...]
 
 
 def lower(submission: Submission, plan: Plan) -> None:
     """Add to ``plan`` what the operation of ``submission`` becomes."""
-    inputs, outputs = submission.inputs, submission.outputs
-    plan.op = submission.op
-    match submission.op:
+    op, inputs, outputs = submission.op, submission.inputs, submission.outputs
+    plan.op = op
+    copied, staged = find(op, inputs, outputs, plan.rank, _OUT_OF_PLACE)
+    if copied:
+        inputs = tuple([plan.snapshot(tensor) if i in copied else tensor for i, tensor in enumerate(inputs)])
+    if not staged:
+        _lower(plan, op, inputs, outputs)
+        return
+    places = tuple([plan.room(output.numel(), output.dtype).view(output.shape) for output in outputs])
+    _lower(plan, op, inputs, places)
+    for output, place in zip(outputs, places, strict=True):
+        plan.finish(partial(arithmetic.write, output, place))
+
+
+def _lower(plan: Plan, op: Op, inputs: Tensors, outputs: Tensors) -> None:
+    match op:
         case AllReduce(reduction=reduction):
-            twice = len(outputs) > 1 and Occupied(outputs).twice  # or one call would read what another writes
             for source, output in zip(inputs, outputs, strict=True):
-                _reduce(plan, "all_reduce", source, output, reduction, copied=twice)
+                _reduce(plan, "all_reduce", source, output, reduction)
         case Reduce(reduction=reduction, root=root):
             _reduce(plan, "reduce", inputs[0], outputs[0] if outputs else None, reduction, root)
         case ReduceScatterSingle(reduction=reduction):
             _reduce_scatter_single(plan, inputs[0], outputs[0], reduction)
-        case ReduceScatter(reduction=reduction):
-            _reduce_scatter(plan, inputs, outputs, reduction)
+        case ReduceScatter():
+            _reduce_scatter(plan, op, inputs, outputs)
         case Broadcast(root=root):
             for tensor in inputs or outputs:
                 memory = plan.source(tensor) if root == plan.rank else plan.target(tensor)
@@ -77,7 +95,7 @@ def lower(submission: Submission, plan: Plan) -> None:
         case AllGatherSingle():
             _all_gather_single(plan, inputs[0], outputs[0])
         case AllGather():
-            _all_gather(plan, inputs, outputs)
+            _all_gather(plan, op, inputs, outputs)
         case Gather(root=root):
             _gather(plan, inputs[0], outputs, root)
         case Scatter(root=root):
@@ -101,37 +119,28 @@ def lower(submission: Submission, plan: Plan) -> None:
 
 def _all_gather_single(plan: Plan, source: Tensor, output: Tensor) -> None:
     target = plan.target(output)
-    share = source.nbytes
-    own = target[plan.rank * share : (plan.rank + 1) * share]
-    overlaps = Occupied([target]).touches(source) and source.data_ptr() != own.data_ptr()
-    plan.call("all_gather", plan.source(source, copied=overlaps), target, share)
+    plan.call("all_gather", plan.source(source), target, source.nbytes)
 
 
-def _all_gather(plan: Plan, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    whole = adjoining(outputs) if len(inputs) == 1 and len({output.nbytes for output in outputs}) == 1 else None
-    if whole is not None and outputs[0].numel():
+def _all_gather(plan: Plan, op: AllGather, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    if not op.counts and len(inputs) == 1:
+        whole = adjoining(outputs)
+        if whole is None:
+            whole = plan.room(sum([output.nbytes for output in outputs]), _BYTE)
+            _spread(plan, whole, outputs)
         _all_gather_single(plan, inputs[0], whole)
         return
     count = len(inputs)
-    occupied = Occupied(outputs)
-    own = outputs[plan.rank * count : (plan.rank + 1) * count]
-    sources = [
-        plan.source(source, copied=occupied.touches(source) and not _in_place(source, mine))
-        for source, mine in zip(inputs, own, strict=True)
-    ]
+    sources = [plan.source(source) for source in inputs]
     for i, output in enumerate(outputs):
         root, which = divmod(i, count)
         target = plan.target(output)
         plan.call("broadcast", sources[which] if root == plan.rank else target, target, target.numel(), peer=root)
 
 
-def _in_place(source: Tensor, output: Tensor) -> bool:
-    return source.data_ptr() == output.data_ptr() and arithmetic.is_plain(output)
-
-
 def _gather(plan: Plan, source: Tensor, outputs: Sequence[Tensor], root: int) -> None:
     share = source.nbytes
-    data = plan.source(source, copied=Occupied(outputs).touches(source))
+    data = plan.source(source)
     whole = adjoining(outputs) if outputs else None
     if "gather" in plan.ability.native:
         target = None
@@ -148,26 +157,23 @@ def _gather(plan: Plan, source: Tensor, outputs: Sequence[Tensor], root: int) ->
 
 def _scatter(plan: Plan, inputs: Sequence[Tensor], output: Tensor, root: int) -> None:
     share = output.nbytes
-    overlaps = Occupied(inputs).touches(output)
     if "scatter" in plan.ability.native:
         source = None
         if inputs:
             whole = adjoining(inputs)
-            if whole is None or overlaps:
-                source = plan.room(share * plan.size, _BYTE)
+            source = plan.room(share * plan.size, _BYTE) if whole is None else whole
+            if whole is None:
                 _collect(plan, source, inputs)
-            else:
-                source = whole
         plan.call("scatter", source, plan.target(output), share, peer=root)
         return
     for rank, tensor in enumerate(inputs):
-        plan.call("send", plan.source(tensor, copied=overlaps), None, share, peer=rank)
+        plan.call("send", plan.source(tensor), None, share, peer=rank)
     plan.call("recv", None, plan.target(output), share, peer=root)
 
 
 def _all_to_all_single(plan: Plan, source: Tensor, output: Tensor) -> None:
     target = plan.target(output)
-    data = plan.source(source, copied=Occupied([target]).touches(source))
+    data = plan.source(source)
     share = target.numel() // plan.size
     if "all_to_all" in plan.ability.native:
         plan.call("all_to_all", data, target, share)
@@ -179,9 +185,8 @@ def _all_to_all_single(plan: Plan, source: Tensor, output: Tensor) -> None:
 
 
 def _all_to_all(plan: Plan, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    occupied = Occupied(outputs)
     for rank, (source, output) in enumerate(zip(inputs, outputs, strict=True)):
-        plan.call("send", plan.source(source, copied=occupied.touches(source)), None, source.nbytes, peer=rank)
+        plan.call("send", plan.source(source), None, source.nbytes, peer=rank)
         plan.call("recv", None, plan.target(output), output.nbytes, peer=rank)
 
 
@@ -245,11 +250,11 @@ class _Reducing:
             self._plan.prepare(partial(memory.fill_, factor))
         return memory
 
-    def source(self, tensor: Tensor, *, copied: bool = False) -> Tensor:
+    def source(self, tensor: Tensor) -> Tensor:
         """What this rank brings, flat."""
         plan = self._plan
         if self._as_it_is:
-            return plan.source(tensor, copied=copied).view(self.dtype)
+            return plan.source(tensor).view(self.dtype)
         memory = plan.room(self.pairs * tensor.numel(), self.dtype)
         plan.prepare(lambda: memory.copy_(arithmetic.widen(tensor, self.given)))
         return memory
@@ -287,14 +292,11 @@ def _reduce(
     output: Tensor | None,
     reduction: ReduceOp,
     root: int = -1,
-    *,
-    copied: bool = False,
 ) -> None:
-    """all_reduce, or reduce to ``root``; ``copied``: not in the memory of ``source``."""
+    """all_reduce, or reduce to ``root``."""
     how = _Reducing(plan, source.dtype, reduction)
     in_place = output is source
-    overlaps = output is not None and not in_place and Occupied([output]).touches(source)
-    data = how.source(source, copied=copied or overlaps)
+    data = how.source(source)
     if how.kind is None:
         rows = None
         if output is not None:
@@ -333,22 +335,20 @@ def _reduce_scatter_single(plan: Plan, source: Tensor, output: Tensor, reduction
         _exchange_rows(plan, [data[i * share : (i + 1) * share] for i in range(plan.size)], rows)
         how.combine(rows.view(plan.size, -1), output)
         return
-    own = output.data_ptr() == source.data_ptr() + plan.rank * output.nbytes and arithmetic.is_plain(source)
-    overlaps = Occupied([source]).touches(output) and not own
-    data = how.source(source, copied=overlaps)
-    plan.call("reduce_scatter", data, how.target(output), share, how.dtype, -1, how.kind, how.factor)
+    plan.call("reduce_scatter", how.source(source), how.target(output), share, how.dtype, -1, how.kind, how.factor)
 
 
-def _reduce_scatter(plan: Plan, inputs: Sequence[Tensor], outputs: Sequence[Tensor], reduction: ReduceOp) -> None:
+def _reduce_scatter(plan: Plan, op: ReduceScatter, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     count = len(outputs)
-    even = count == 1 and len({tensor.nbytes for tensor in inputs}) == 1
-    whole = adjoining(inputs) if even else None
-    if whole is not None and inputs[0].numel():
-        _reduce_scatter_single(plan, whole.view(inputs[0].dtype), outputs[0], reduction)
+    if not op.counts and count == 1:
+        whole = adjoining(inputs)
+        if whole is None:
+            whole = plan.room(sum([tensor.nbytes for tensor in inputs]), _BYTE)
+            _collect(plan, whole, inputs)
+        _reduce_scatter_single(plan, whole.view(op.dtype), outputs[0], op.reduction)
         return
-    how = _Reducing(plan, inputs[0].dtype, reduction)
-    occupied = Occupied(outputs)
-    sources = [how.source(tensor, copied=occupied.touches(tensor)) for tensor in inputs]
+    how = _Reducing(plan, op.dtype, op.reduction)
+    sources = [how.source(tensor) for tensor in inputs]
     for which, output in enumerate(outputs):
         mine = sources[which::count]
         if how.kind is None:

@@ -15,7 +15,8 @@ from typing import Any, Final, final
 from torch import Tensor
 
 from asynccomm.backends import arithmetic
-from asynccomm.backends.base import Delivery, Submission
+from asynccomm.backends.base import Submission
+from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.lanes import Lanes
 from asynccomm.backends.nccl.device import Device, Event, Stream
 from asynccomm.backends.nccl.events import Poller
@@ -117,8 +118,11 @@ class Messenger:
         others = [rank for rank in range(self._size) if rank != self._rank]
         takers = [rank for rank in others if op.gives(self._rank) and op.takes(rank)]
         givers = [rank for rank in others if op.takes(self._rank) and op.gives(rank)]
+        delivery = Delivery(submission)
         gifts = [self._segments(parcel) for parcel in submission.parcels]
-        task = _Task(self._device, stream, submission, gifts, 1 + len(takers) + bool(givers))
+        if not givers:
+            delivery.finish()
+        task = _Task(self._device, stream, submission, gifts, 1 + len(takers) + bool(givers), delivery)
         parcels: list[Parcel] = []
         if op.shared and takers:
             parcels = [self._packed(task, 0, {rank: Flight(self._device) for rank in takers})]
@@ -288,6 +292,7 @@ class _Task:
         submission: Submission,
         gifts: Sequence[tuple[bytes, Sequence[tuple[Tensor, bool]]]],
         parts: int,
+        delivery: Delivery | None = None,
     ) -> None:
         self._device = device
         self._countdown = Countdown(parts, self._end)
@@ -296,7 +301,7 @@ class _Task:
         self.ready: Event = self.stream.record()  #: behind all that it has queued, the making of ``gifts`` included
         self.work = submission.work
         self.outputs = submission.outputs
-        self.delivery = Delivery(submission)
+        self.delivery = delivery if delivery is not None else Delivery(submission)
         self.error: AsyncCommError | None = None  #: what the Work is to fail with, while the comm goes on
 
     def part_done(self, error: AsyncCommError | None) -> None:

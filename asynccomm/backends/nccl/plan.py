@@ -85,13 +85,15 @@ class Plan:
     def room(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._empty(numel * dtype.itemsize).view(dtype)
 
-    def source(self, tensor: Tensor, *, copied: bool = False) -> Tensor:
-        """The bytes of ``tensor`` in plain memory: a copy if need be, or if it is to be ``copied``."""
-        if arithmetic.is_plain(tensor) and not copied:
-            return bytes_of(tensor)
-        memory = self.room(tensor.numel(), tensor.dtype)
-        self.prepare(partial(arithmetic.write, memory.view(tensor.shape), tensor))
-        return memory.view(_BYTE)
+    def source(self, tensor: Tensor) -> Tensor:
+        """The bytes of ``tensor`` in plain memory: a copy if need be."""
+        return bytes_of(tensor if arithmetic.is_plain(tensor) else self.snapshot(tensor))
+
+    def snapshot(self, tensor: Tensor) -> Tensor:
+        """A copy of ``tensor`` as it is before the calls."""
+        memory = self.room(tensor.numel(), tensor.dtype).view(tensor.shape)
+        self.prepare(partial(arithmetic.write, memory, tensor))
+        return memory
 
     def target(self, tensor: Tensor) -> Tensor:
         """Where the bytes of ``tensor`` are to come; if that is not its own memory, they are copied there later."""

@@ -15,7 +15,7 @@ All but the last can share a step with others, each at its own place in the slot
 Reductions go in rank order, whoever computes them, so every rank holds the same bits.
 
 What is only moved is moved by address: a view for each piece would take longer than moving a small one. Callers keep
-the tensors, and see to it that what is written does not clobber what is still to be read (``vectors.collide``).
+the tensors, and see to it that what is written does not clobber what is still to be read (``backends/hazards.py``).
 Collectives of which only the givers know the lengths are in ``streams.py``.
 """
 

@@ -11,7 +11,8 @@ import ctypes
 from typing import Final, final
 
 from asynccomm.backends import arithmetic
-from asynccomm.backends.base import Delivery, Submission
+from asynccomm.backends.base import Submission
+from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.shm.pieces import Pieces
 
 __all__ = ["ParcelArrival", "TensorArrival"]

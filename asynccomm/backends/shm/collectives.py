@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
+from asynccomm.backends.hazards import separated
 from asynccomm.backends.shm.algorithms import (
     Progress,
     meet,
@@ -19,9 +20,9 @@ from asynccomm.backends.shm.algorithms import (
 from asynccomm.backends.shm.batches import Bundle, extent
 from asynccomm.backends.shm.board import Board
 from asynccomm.backends.shm.parcels import parcels
-from asynccomm.backends.shm.parts import Lands, by_rank, clones, landed, part_of, reducing
+from asynccomm.backends.shm.parts import Lands, by_rank, landed, part_of, reducing
 from asynccomm.backends.shm.streams import Stream, Taker, stream
-from asynccomm.backends.shm.vectors import collide, copy, write
+from asynccomm.backends.shm.vectors import copy, write
 from asynccomm.ops import (
     AllGather,
     AllGatherSingle,
@@ -88,13 +89,11 @@ def _all_to_all(board: Board, submission: Submission, whole: int) -> Progress:
     op = submission.op
     assert isinstance(op, AllToAll)
     me, item = board.rank, op.dtype.itemsize
+    given, places, after = separated(submission, me)
     copies: Lands = []
-    outputs = [landed(output, copies) for output in submission.outputs]
-    inputs = [arithmetic.plain(tensor) for tensor in submission.inputs]
-    targets = by_rank(outputs)
-    if collide(by_rank(inputs), targets):
-        inputs = clones(inputs)
-    sources = by_rank(inputs)
+    outputs = [landed(output, copies) for output in places]
+    inputs = [arithmetic.plain(tensor) for tensor in given]
+    sources, targets = by_rank(inputs), by_rank(outputs)
     copy(sources[me][1], targets[me][1], inputs[me].nbytes)
 
     def begin(lengths: Mapping[int, tuple[int, int]]) -> None:
@@ -111,7 +110,7 @@ def _all_to_all(board: Board, submission: Submission, whole: int) -> Progress:
     gives[me] = Stream(0, 0, 0)
     first = board.begin(submission.work.seq, submission.op, 1)
     yield from stream(board, first, part_bytes(board), me, gives, board.others, Taker(begin, take))
-    for land in copies:
+    for land in (*copies, *after):
         land()
 
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import final
 
 from asynccomm.backends import arithmetic
-from asynccomm.backends.base import Delivery, Submission
+from asynccomm.backends.base import Submission
+from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.shm.algorithms import Progress, part_bytes
 from asynccomm.backends.shm.board import Board
 from asynccomm.backends.shm.pieces import address_of
@@ -26,15 +27,17 @@ def parcels(board: Board, submission: Submission) -> Progress:
     assert isinstance(op, Parcels)
     size, me = board.size, board.rank
     first = board.begin(submission.work.seq, op, 1)
+    delivery = Delivery(submission)
     gives = _streams(op, submission.parcels, size, me)
     givers = [rank for rank in board.others if op.gives(rank) and op.taker != rank]
     room, part = (board.chunk, 0) if op.shared else (part_bytes(board), me)
     if op.takes(me):
-        deliveries = Deliveries(submission)
+        deliveries = Deliveries(submission, delivery)
         yield from stream(board, first, room, part, gives, givers, Taker(deliveries.begin, deliveries.take))
         deliveries.finish()
     else:
         yield from stream(board, first, room, part, gives, givers, None)
+        delivery.finish()
 
 
 def _streams(op: Parcels, given: Sequence[Parcel], size: int, me: int) -> dict[int, Stream]:
@@ -61,9 +64,9 @@ def _stream(parcel: Parcel) -> Stream:
 class Deliveries:
     """The parcels that come for one submission."""
 
-    def __init__(self, submission: Submission) -> None:
+    def __init__(self, submission: Submission, delivery: Delivery) -> None:
         self._submission = submission
-        self._delivery = Delivery(submission)
+        self._delivery = delivery
         self._lengths: Mapping[int, tuple[int, int]] = {}
         self._payloads: dict[int, int] = {}
         self._heads: dict[int, list[bytes]] = {}  # as far as they have come

@@ -1,7 +1,7 @@
 """From operations to their parts in a step: on which vectors, and what becomes of them at the end.
 
 What is only moved travels as bytes. Output that is not plain memory (strides, lazy conjugation) is received beside it
-and copied there at the end. Inputs that overlap outputs in a way that the steps would clobber are cloned first.
+and copied there at the end. Tensors that share memory are separated first (``backends/hazards.py``).
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from torch import Tensor
 
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
+from asynccomm.backends.hazards import separated
 from asynccomm.backends.shm.algorithms import Part, combined, exchanged, published
 from asynccomm.backends.shm.board import Board
 from asynccomm.backends.shm.reduction import Reduction, reduction_for
-from asynccomm.backends.shm.vectors import Operand, Share, collide, copy, scattered, share_of, where, write
+from asynccomm.backends.shm.vectors import Operand, Share, copy, scattered, share_of, where, write
 from asynccomm.ops import (
     AllGather,
     AllGatherSingle,
@@ -32,7 +33,7 @@ from asynccomm.ops import (
     Scatter,
 )
 
-__all__ = ["Lands", "by_rank", "clones", "landed", "part_of", "reducing"]
+__all__ = ["Lands", "by_rank", "landed", "part_of", "reducing"]
 
 Lands = list[Callable[[], object]]
 
@@ -53,7 +54,7 @@ def reducing(board: Board, submission: Submission) -> tuple[Operand, Operand | N
     """Source and target of an all_reduce or reduce, which may be the same; how, and what is left for the end."""
     op: Any = submission.op
     reduction = reduction_for(op.dtype, op.reduction, board.size)
-    inputs, outputs = submission.inputs, submission.outputs
+    inputs, outputs, after = separated(submission, board.rank)
     source = _contribution(reduction, inputs)
     lands: Lands = []
     target: Operand | None = None
@@ -61,9 +62,7 @@ def reducing(board: Board, submission: Submission) -> tuple[Operand, Operand | N
         target = source
     elif outputs:
         target = _target(reduction, outputs, lands)
-        if outputs is not inputs and collide([(0, where(source), source.nbytes)], [(0, where(target), target.nbytes)]):
-            source = _contribution(reduction, clones(inputs))
-    return source, target, reduction, lands
+    return source, target, reduction, [*lands, *after]
 
 
 def _reduce(board: Board, submission: Submission) -> Part:
@@ -74,19 +73,17 @@ def _reduce_scatter(board: Board, submission: Submission) -> Part:
     op: Any = submission.op
     size, me = board.size, board.rank
     reduction = reduction_for(op.dtype, op.reduction, size)
+    inputs, outputs, after = separated(submission, me)
     lands: Lands = []
-    target = _target(reduction, submission.outputs, lands)
-    sources, shares = _sources(reduction, op, submission.inputs, size)
-    # in place is fine where it is this rank's share, but what is combined is read again for each rank
-    direct = not collide(shares, [(-1, where(target), target.nbytes)])
-    if not direct and collide(shares, [(me, where(target), target.nbytes)]):
-        sources, shares = _sources(reduction, op, clones(submission.inputs), size)
-        direct = True
+    target = _target(reduction, outputs, lands)
+    sources, shares = _sources(reduction, op, inputs, size)
     own = sources[me]
+    # in place, the first of several additions would overwrite what a later one reads
+    direct = not isinstance(own, Tensor) or not isinstance(target, Tensor) or own.data_ptr() != target.data_ptr()
     if isinstance(own, Tensor):
         del shares[me]  # it is read from where it is
     take = _combine_parts(board, own, target, reduction, direct=direct)
-    return exchanged(shares, board.others, take, lands, sources)
+    return exchanged(shares, board.others, take, [*lands, *after], sources)
 
 
 def _sources(
@@ -164,17 +161,13 @@ def _publish(board: Board, submission: Submission) -> Part:
     """broadcast, all_gather, all_gather_single, gather."""
     op: Any = submission.op
     me = board.rank
+    given, places, after = separated(submission, me)
     copies: Lands = []
-    outputs = [landed(output, copies) for output in submission.outputs]
+    outputs = [landed(output, copies) for output in places]
     targets = _targets(op, outputs, board.size)
-    inputs = [arithmetic.plain(tensor) for tensor in submission.inputs]
-    source: Share | None = None
-    if inputs:
-        source = share_of(me, inputs)
-        if targets and collide([source], targets):
-            inputs = clones(inputs)
-            source = share_of(me, inputs)
-    return published(board, source, targets, copies, (inputs, outputs))
+    inputs = [arithmetic.plain(tensor) for tensor in given]
+    source = share_of(me, inputs) if inputs else None
+    return published(board, source, targets, [*copies, *after], (inputs, outputs))
 
 
 def _targets(op: Op, outputs: Sequence[Tensor], size: int) -> list[Share]:
@@ -195,21 +188,17 @@ def _distribute(board: Board, submission: Submission) -> Part:
     """scatter and all_to_all_single."""
     op: Any = submission.op
     size, me = board.size, board.rank
+    given, (place,), after = separated(submission, me)
     copies: Lands = []
-    output = landed(submission.outputs[0], copies)
-    inputs = [arithmetic.plain(tensor) for tensor in submission.inputs]
+    output = landed(place, copies)
+    inputs = [arithmetic.plain(tensor) for tensor in given]
     if isinstance(op, AllToAllSingle):
         nbytes = op.nbytes // size
-        # the same place in both is the same chunk
-        if collide([(0, inputs[0].data_ptr(), op.nbytes)], [(0, output.data_ptr(), op.nbytes)]):
-            inputs = clones(inputs)
         sources, targets = _chunks(inputs[0], nbytes, size), _chunks(output, nbytes, size)
         givers = board.others
     else:
         nbytes = op.nbytes
         targets = [(me, output.data_ptr(), nbytes)] * size
-        if collide(by_rank(inputs), targets[:1]):
-            inputs = clones(inputs)
         sources = by_rank(inputs)
         givers = [] if me == op.root else [op.root]
     if sources:
@@ -221,7 +210,7 @@ def _distribute(board: Board, submission: Submission) -> Part:
         for rank in givers:
             write(targets[rank][1], start, n, board.slot_address(step, rank) + at + me * room)
 
-    return exchanged(sources, givers, take, copies, (inputs, output))
+    return exchanged(sources, givers, take, [*copies, *after], (inputs, output))
 
 
 def by_rank(tensors: Sequence[Tensor]) -> list[Share]:
@@ -256,7 +245,3 @@ def landed(output: Tensor, copies: Lands) -> Tensor:
     if copy is not None:
         copies.append(copy)
     return place
-
-
-def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.clone() for tensor in tensors]

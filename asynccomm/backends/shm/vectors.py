@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from ctypes import memmove
 from operator import sub
-from typing import Final, final
+from typing import final
 
 from torch import Tensor
 
@@ -26,7 +26,6 @@ __all__ = [
     "Scattered",
     "Share",
     "Vector",
-    "collide",
     "copy",
     "read",
     "scattered",
@@ -35,7 +34,6 @@ __all__ = [
     "write",
 ]
 
-FEW: Final = 64  # pairs of shares that are looked at one by one
 _exhaust = deque[object](maxlen=0).extend  # of an iterator, without a line of Python for each piece
 
 
@@ -147,43 +145,3 @@ def copy(source: Vector, target: Vector, n: int) -> None:
     else:
         for address, start, end in zip(source.addresses, source.starts, source.starts[1:], strict=False):
             target.write(start, end - start, address)
-
-
-def collide(sources: Sequence[Share], targets: Sequence[Share]) -> bool:
-    """Whether writing the ``targets`` step by step could clobber what is still to be read of the ``sources``.
-
-    They may share memory only where a byte has the same place in the share of the same rank: a step reads before it
-    writes.
-    """
-    if len(sources) * len(targets) > FEW:
-        return _collide(sources, targets)
-    for rank, vector, n in sources:
-        for other_rank, other, m in targets:
-            if not isinstance(vector, int) or not isinstance(other, int):
-                return _collide(sources, targets)
-            if vector < other + m and other < vector + n and (vector != other or rank != other_rank) and n and m:
-                return True
-    return False
-
-
-def _collide(sources: Sequence[Share], targets: Sequence[Share]) -> bool:
-    """The same for many pieces."""
-    read_from = [span for share in sources for span in _spans(share)]
-    written = sorted([span for share in targets for span in _spans(share)])
-    ends = [end for _, end, _ in written]
-    for start, end, place in read_from:
-        for i in range(bisect_right(ends, start), len(written)):
-            if written[i][0] >= end:
-                break
-            if written[i][2] != place:
-                return True
-    return False
-
-
-def _spans(share: Share) -> list[tuple[int, int, tuple[int, int]]]:
-    """First address, the one behind the last, and whose byte 0 of the vector would be where."""
-    rank, vector, n = share
-    if isinstance(vector, int):
-        return [(vector, vector + n, (rank, vector))] if n else []
-    places = zip(vector.addresses, vector.starts, vector.starts[1:], strict=False)
-    return [(address, address + end - start, (rank, address - start)) for address, start, end in places]

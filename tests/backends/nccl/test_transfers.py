@@ -20,7 +20,8 @@ from torch import Tensor
 
 from asynccomm import MemoryStore
 from asynccomm.backends import lanes as lanes_module
-from asynccomm.backends.base import BackendContext, Delivery, Submission
+from asynccomm.backends.base import BackendContext, Submission
+from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.lanes import Lanes
 from asynccomm.backends.nccl.api import Config
 from asynccomm.backends.nccl.communicator import end_all

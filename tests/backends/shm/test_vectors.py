@@ -1,6 +1,5 @@
 """Vectors in one place and in many."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,9 +8,7 @@ from torch import Tensor
 from asynccomm.backends.arithmetic import plain
 from asynccomm.backends.shm.pieces import SMALL
 from asynccomm.backends.shm.vectors import (
-    FEW,
     Scattered,
-    collide,
     copy,
     read,
     scattered,
@@ -118,30 +115,3 @@ def test_plain_tensors_are_themselves_and_others_are_copied() -> None:
 
 
 M = numbers(100).data_ptr()
-
-
-@pytest.mark.parametrize(
-    ("sources", "targets", "expected"),
-    [
-        ([(0, M, 10)], [(0, M + 10, 10)], False),
-        ([(0, M, 10)], [(0, M + 9, 10)], True),
-        ([(0, M, 10)], [(0, M, 10)], False),  # in place
-        ([(0, M, 10)], [(1, M, 10)], True),  # another rank's
-        ([(0, M, 10)], [(0, M, 5)], False),
-        ([(0, M, 10), (1, M + 10, 10)], [(0, M, 10), (1, M + 10, 10)], False),
-        ([(0, M, 10), (1, M + 10, 10)], [(0, M + 10, 10), (1, M, 10)], True),
-        ([(0, M, 0)], [(1, M - 1, 9)], False),  # nothing
-        ([(0, M, 5)], [], False),
-        ([(0, M + 20, 5), (0, M + 60, 5)], [(1, M, 5), (1, M + 40, 5), (1, M + 80, 5)], False),
-        ([(0, M + 20, 5), (0, M + 60, 5)], [(1, M, 5), (1, M + 40, 21), (1, M + 80, 5)], True),
-        ([(0, Scattered([(M, 5), (M + 20, 5)], None), 10)], [(0, Scattered([(M, 5), (M + 20, 5)], None), 10)], False),
-        ([(0, Scattered([(M, 5), (M + 20, 5)], None), 10)], [(0, Scattered([(M + 20, 5), (M, 5)], None), 10)], True),
-        ([(0, Scattered([(M, 5), (M + 20, 5)], None), 10)], [(0, M + 5, 10)], False),
-        ([(0, Scattered([(M, 5), (M + 20, 5)], None), 10)], [(0, M + 15, 10)], False),  # the same place in both
-        ([(0, Scattered([(M, 5), (M + 20, 5)], None), 10)], [(0, M + 14, 10)], True),
-    ],
-)
-def test_what_writing_would_clobber(sources: list, targets: list, expected: bool) -> None:  # type: ignore[type-arg]
-    assert collide(sources, targets) is expected
-    nothing = [(9, M + 99, 0)] * FEW  # so many that they are looked at otherwise
-    assert collide([*sources, *nothing], [*targets, *nothing]) is expected

@@ -1,0 +1,73 @@
+"""An operation with parcels on the side that takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import final
+
+from torch import Tensor
+
+from asynccomm.backends.arithmetic import landing
+from asynccomm.backends.base import Submission
+from asynccomm.backends.hazards import apart
+from asynccomm.errors import AsyncCommError, PayloadError
+
+__all__ = ["Delivery"]
+
+
+@final
+class Delivery:
+    """The parcels that come for one submission: finds memory for them, and keeps what goes wrong with it.
+
+    A backend makes it when the operation takes effect, before it reads ``submission.parcels``: those that share memory
+    with the outputs are copied here.
+    """
+
+    def __init__(self, submission: Submission) -> None:
+        self._submission = submission
+        self._copies: list[Callable[[], object]] = []
+        self._lands: Sequence[Callable[[], object]] = ()
+        self.error: AsyncCommError | None = None  #: why a payload was refused, if one was
+        outputs = submission.outputs
+        if outputs:
+            submission.parcels, outputs, self._lands = apart(submission.parcels, outputs)
+        if submission.begin is not None:
+            submission.begin(submission.parcels, outputs)
+
+    def accept(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor] | None:
+        """Plain tensors for the payload, one after the other; None: it is not wanted, and is to be thrown away.
+
+        To be called once for each parcel, whatever its length.
+        """
+        place = self._submission.place
+        assert place is not None
+        try:
+            tensors = [tensor.detach() for tensor in place(source, head, lengths)]
+            room = sum([tensor.nbytes for tensor in tensors])
+            if room != lengths[source]:
+                raise PayloadError(f"rank {source} sent {lengths[source]} bytes where {room} fit")
+        except Exception as exc:
+            if not isinstance(exc, AsyncCommError):
+                error: AsyncCommError = PayloadError(
+                    f"what rank {source} sent cannot be taken: {type(exc).__name__}: {exc}"
+                )
+                error.__cause__ = exc
+            else:
+                error = exc
+            self.error = self.error or error
+            return None
+        landings = []
+        for tensor in tensors:
+            plain, copy = landing(tensor)
+            landings.append(plain)
+            if copy is not None:
+                self._copies.append(copy)
+        return landings
+
+    def finish(self) -> None:
+        """All payloads have come: bring them to where they belong. Then the Work is to be settled with ``error``."""
+        if self.error is None:
+            for copy in (*self._copies, *self._lands):
+                copy()
+        self._copies.clear()
+        self._lands = ()

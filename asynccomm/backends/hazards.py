@@ -1,0 +1,189 @@
+"""Inputs and outputs of one operation that share memory: what has to be copied so that the result is right.
+
+The meaning of an operation does not depend on where its tensors lie: it reads all inputs as they are when it takes
+effect, and writes its outputs as if one after the other, so that of two that overlap the later one stays. A backend
+that moves data piece by piece can promise that only for tensors which are apart. So each backend asks here when it
+starts an operation:
+
+- An input that overlaps an output is copied first, unless it lies *in place*: exactly where the operation puts this
+  rank's own share, which a step reads before it writes.
+- Outputs that overlap each other are received in memory of their own, and copied to their places at the end, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from asynccomm.backends import arithmetic
+from asynccomm.backends.base import Submission
+from asynccomm.backends.regions import RegionSet, disjoint, region, regions
+from asynccomm.ops import (
+    AllGather,
+    AllGatherSingle,
+    AllReduce,
+    AllToAll,
+    AllToAllSingle,
+    Gather,
+    Op,
+    Parcel,
+    Reduce,
+    ReduceScatter,
+    ReduceScatterSingle,
+    Scatter,
+)
+
+__all__ = ["Buffers", "Hazards", "apart", "find", "separated"]
+
+Tensors = tuple[Tensor, ...]
+Kinds = frozenset[type[Op]]
+
+
+class Hazards(NamedTuple):
+    """What has to be done before an operation may run piece by piece."""
+
+    copied: frozenset[int] = frozenset()  #: numbers of the inputs to be copied before
+    staged: bool = False  #: whether the outputs are to be received elsewhere
+
+
+class Buffers(NamedTuple):
+    """Tensors that a backend may read and write in any order, but for inputs that lie in place."""
+
+    inputs: Tensors
+    outputs: Tensors
+    lands: Sequence[Callable[[], object]] = ()  #: brings the outputs to their places; to be called last, in order
+
+
+NONE: Final = Hazards()
+
+
+def separated(submission: Submission, rank: int, out_of_place: Kinds = frozenset()) -> Buffers:
+    """The tensors of ``submission`` of ``rank``, copied or staged as far as needed. To be called when it starts.
+
+    Args:
+        out_of_place: operations that the transport cannot do in place.
+    """
+    inputs, outputs = submission.inputs, submission.outputs
+    copied, staged = find(submission.op, inputs, outputs, rank, out_of_place)
+    if staged:
+        return Buffers(inputs, *_staged(outputs))
+    if copied:
+        inputs = tuple([tensor.clone() if i in copied else tensor for i, tensor in enumerate(inputs)])
+    return Buffers(inputs, outputs)
+
+
+def apart(
+    parcels: Sequence[Parcel], outputs: Tensors
+) -> tuple[tuple[Parcel, ...], Tensors, Sequence[Callable[[], object]]]:
+    """Parcels and outputs to be read and filled in any order, and what then brings the outputs to their places."""
+    writes = regions(outputs)
+    if len(outputs) > 1 and not disjoint((), writes) and _overlapping(writes):
+        return (tuple(parcels), *_staged(outputs))
+    written = RegionSet()
+    written.add(writes)
+    kept = [
+        parcel._replace(tensors=tuple([t.clone() if written.overlaps(regions([t])) else t for t in parcel.tensors]))
+        for parcel in parcels
+    ]
+    return tuple(kept), outputs, ()
+
+
+def _staged(outputs: Tensors) -> tuple[Tensors, Sequence[Callable[[], object]]]:
+    """Memory of their own for ``outputs``, and what copies it to their places, in order."""
+    with torch.inference_mode(False):  # any thread may write it
+        places = tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in outputs])
+    return places, [partial(arithmetic.write, *pair) for pair in zip(outputs, places, strict=True)]
+
+
+def find(op: Op, inputs: Tensors, outputs: Tensors, rank: int, out_of_place: Kinds = frozenset()) -> Hazards:
+    """What stands in the way of running ``op`` of ``rank`` on these tensors piece by piece."""
+    if not outputs or (len(outputs) == 1 and (inputs is outputs or not inputs)):
+        return NONE
+    writes = regions(outputs)
+    if inputs is outputs:
+        return NONE if disjoint((), writes) else Hazards(staged=_overlapping(writes))
+    if disjoint(regions(inputs), writes):
+        return NONE
+    if len(outputs) > 1 and _overlapping(writes):
+        return Hazards(staged=True)
+    written = RegionSet()
+    written.add(writes)
+    in_place = _nowhere if type(op) in out_of_place else _IN_PLACE.get(type(op), _nowhere)
+    return Hazards(
+        frozenset(
+            i
+            for i, tensor in enumerate(inputs)
+            if tensor.numel() and written.overlaps([region(tensor)]) and not in_place(i, inputs, outputs, rank)
+        )
+    )
+
+
+def _overlapping(writes: Sequence[tuple[int, int, Any]]) -> bool:
+    seen = RegionSet()
+    for write in writes:
+        if seen.overlaps([write]):
+            return True
+        seen.add([write])
+    return False
+
+
+# -- in place: input number i lies where the operation puts this rank's own share of it -------------------------------
+
+
+def _nowhere(i: int, inputs: Tensors, outputs: Tensors, rank: int) -> bool:
+    return False
+
+
+def _as_numbered(i: int, inputs: Tensors, outputs: Tensors, rank: int) -> bool:
+    return _identical(inputs[i], outputs[i])
+
+
+def _gathered(i: int, inputs: Tensors, outputs: Tensors, rank: int) -> bool:
+    return _identical(inputs[i], outputs[rank * len(inputs) + i])
+
+
+def _divided(i: int, inputs: Tensors, outputs: Tensors, rank: int) -> bool:
+    number = i - rank * len(outputs)
+    return 0 <= number < len(outputs) and _identical(inputs[i], outputs[number])
+
+
+def _chunk_of_output(i: int, inputs: Tensors, outputs: Tensors, rank: int) -> bool:
+    return _is_chunk(inputs[0], outputs[0], rank)
+
+
+def _chunk_of_input(i: int, inputs: Tensors, outputs: Tensors, rank: int) -> bool:
+    return _is_chunk(outputs[0], inputs[0], rank)
+
+
+def _identical(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same elements in the same order."""
+    if one.data_ptr() != other.data_ptr() or one.nbytes != other.nbytes:
+        return False
+    return (arithmetic.is_plain(one) and arithmetic.is_plain(other)) or _form(one) == _form(other)
+
+
+def _form(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+
+
+def _is_chunk(part: Tensor, whole: Tensor, rank: int) -> bool:
+    plain = arithmetic.is_plain(part) and arithmetic.is_plain(whole)
+    return plain and part.data_ptr() == whole.data_ptr() + rank * part.nbytes
+
+
+_IN_PLACE: Final[dict[type[Op], Callable[[int, Tensors, Tensors, int], bool]]] = {
+    AllReduce: _as_numbered,
+    Reduce: _as_numbered,
+    AllGather: _gathered,
+    Gather: _gathered,
+    AllGatherSingle: _chunk_of_output,
+    Scatter: _divided,
+    ReduceScatter: _divided,
+    ReduceScatterSingle: _chunk_of_input,
+    AllToAll: _as_numbered,
+    AllToAllSingle: _as_numbered,
+}
