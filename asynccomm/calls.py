@@ -20,7 +20,7 @@ from asynccomm.coalescing.agreement import ALONE, Agreement
 from asynccomm.coalescing.batches import Batch, Lot, batches_of, planned
 from asynccomm.coalescing.holding import Hold, caller
 from asynccomm.coalescing.merging import can_merge, check_merge
-from asynccomm.coalescing.plan import Meter, check_messages, item_of
+from asynccomm.coalescing.plan import Meter, check_apart, check_messages, item_of
 from asynccomm.coalescing.together import Whole
 from asynccomm.coalescing.undecided import Undecided
 from asynccomm.errors import NotSentError
@@ -142,8 +142,7 @@ class Calls(Traffic):
         The Work carries the number of the first.
         """
         limit = self._checked(timeout, hints)
-        if calls[0].op.p2p:
-            check_messages([item_of(call.op, call.inputs, call.outputs) for call in calls])
+        check_apart([item_of(call.op, call.inputs, call.outputs) for call in calls])
         whole = Whole()
 
         def settled(part: Work[Any]) -> None:

@@ -62,6 +62,7 @@ LAYERS = [
     "testing.local testing.messages testing.worker testing.pool testing.plugin",
     "testing.conformance.data testing.conformance.collectives testing.conformance.handles testing.conformance.along",
     "testing.conformance.uneven testing.conformance.coalesced testing.conformance.inplace testing.conformance.forms",
+    "testing.conformance.aliasing",
     "testing.conformance.complexes testing.conformance.batches testing.conformance.objects testing.conformance.dicts",
     "testing.conformance.groups testing.conformance.crowds testing.conformance.scopes",
     "testing.conformance.failures testing.conformance.suite testing.conformance testing",

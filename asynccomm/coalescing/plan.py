@@ -40,7 +40,18 @@ from asynccomm.ops import (
     Scatter,
 )
 
-__all__ = ["Batch", "Item", "Meter", "check_messages", "conflict", "everywhere", "item_of", "plan", "sort_of"]
+__all__ = [
+    "Batch",
+    "Item",
+    "Meter",
+    "check_apart",
+    "check_messages",
+    "conflict",
+    "everywhere",
+    "item_of",
+    "plan",
+    "sort_of",
+]
 
 MERGED_BYTES: Final = 1 << 20  # of one operation that is merged, unless the backend says otherwise
 
@@ -212,12 +223,26 @@ def check_messages(items: Sequence[Item]) -> None:
         apart = (messages, others) if op.p2p else (messages,)
         if any(accesses.conflicts(*access) for accesses in apart):
             other = next(before for before in items[:i] if (before[0].p2p or op.p2p) and conflict(item, before))
-            message, other = (item, other) if op.p2p else (other, item)
-            raise ValueError(
-                f"{message[0]} shares memory with {other[0]}, which is sent together with it; await one of them "
-                f"before the other is called"
-            )
+            raise _shared(*(item, other) if op.p2p else (other, item))
         (messages if op.p2p else others).add(*access)
+
+
+def check_apart(items: Sequence[Item]) -> None:
+    """Raise ValueError if any of ``items``, which one call has sent together, share memory that is written."""
+    if _disjoint(items):
+        return
+    before = AccessSet()
+    for i, item in enumerate(items):
+        if before.conflicts(*item[1:]):
+            raise _shared(item, next(other for other in items[:i] if conflict(item, other)))
+        before.add(*item[1:])
+
+
+def _shared(item: Item, other: Item) -> ValueError:
+    return ValueError(
+        f"{item[0]} shares memory with {other[0]}, which is sent together with it; await one of them before the other "
+        f"is called"
+    )
 
 
 def conflict(one: Item, other: Item) -> bool:

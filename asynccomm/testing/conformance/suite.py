@@ -10,6 +10,7 @@ from types import ModuleType
 
 from asynccomm.comm import Comm
 from asynccomm.testing.conformance import (
+    aliasing,
     along,
     batches,
     coalesced,
@@ -39,7 +40,7 @@ def _checks(module: ModuleType) -> list[Check]:
     ]
 
 
-_TENSORS = (collectives, handles, along, uneven, coalesced, inplace, complexes, batches)
+_TENSORS = (collectives, handles, along, uneven, coalesced, inplace, aliasing, complexes, batches)
 _OTHERS = (objects, dicts, groups, crowds, scopes)
 _HARMLESS = [check for module in (*_TENSORS, *_OTHERS) for check in _checks(module)]
 _BREAKING = _checks(failures)
