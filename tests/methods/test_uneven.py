@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asynccomm import CollectiveMismatchError, Comm, PayloadError, ReduceOp
+from asynccomm.testing.conformance.data import everyones, reduced, sample, sentinel
 from asynccomm.testing.local import loopback_world
 from tests.methods.uses import on_all
 
@@ -306,3 +307,27 @@ async def test_ranks_that_mean_different_dimensions_are_told() -> None:
         for work in works:
             with pytest.raises(CollectiveMismatchError):
                 await work
+
+
+@pytest.mark.ranks([2, 3], backend=["shm", "gloo"])
+async def test_what_is_read_is_what_the_operation_before_has_written(comm: Comm) -> None:
+    """Also if nothing is awaited in between, whether sizes are exchanged or not."""
+    size = comm.size
+    for n in (5, 20_011, 300_007):
+        tensor = sample(comm.rank, (n,))
+        total = reduced(everyones(size, (n,)), SUM)
+        reducing, joining = comm.all_reduce(tensor), comm.all_gather_v(None, tensor)
+        collecting, gathering = comm.gather_v(None, tensor, 0), comm.all_gather_single(None, tensor)
+        whole = await joining
+        assert whole.equal(torch.cat([total] * size))
+        assert all(one.equal(total) for one in await collecting or ())
+        assert (await gathering).equal(whole)
+        assert (await reducing).equal(total)
+        # and the other way round: what came is read by the next
+        later = sentinel((size * n,))
+        works = comm.all_gather_v(later, tensor), comm.all_reduce(later), comm.all_gather_v(None, later)
+        doubled = torch.cat([size * total] * size)
+        assert (await works[2]).equal(torch.cat([doubled] * size))
+        for work in works:
+            await work
+        assert later.equal(doubled)
