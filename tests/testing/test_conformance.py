@@ -225,13 +225,20 @@ def forgets_counts(ranks: Sequence[Submission]) -> None:
 
 
 def forgets_its_own_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = uneven._Joined._begin
+    make_parts = uneven._Joined._make_parts
 
-    def begin_without_own(self: uneven._Joined, lengths: Mapping[int, int]) -> None:
-        begin(self, lengths)
-        self._parts[self._group.rank].zero_()
+    def make_parts_without_own(self: uneven._Joined, lengths: Mapping[int, int]) -> None:
+        make_parts(self, lengths)
+        for part in self._parts[self._rank]:
+            part.zero_()
 
-    monkeypatch.setattr(uneven._Joined, "_begin", begin_without_own)
+    monkeypatch.setattr(uneven._Joined, "_make_parts", make_parts_without_own)
+
+
+def lets_the_first_output_stay(ranks: Sequence[Submission]) -> None:
+    for s in ranks:
+        if isinstance(s.op, AllGather) and len(s.outputs) == len(ranks):
+            s.outputs[0].copy_(ranks[0].inputs[0].view(s.outputs[0].shape))
 
 
 def takes_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,6 +388,7 @@ BROKEN: dict[str, tuple[Patch, str]] = {
     "uneven parts shifted": (patch_perform(shifts_uneven_parts), "all_to_all_of_lists"),
     "sizes ignored": (patch_perform(forgets_counts), "reduce_scatter_v_with_and_without_sizes"),
     "own part missing": (forgets_its_own_part, "all_gather_v_with_and_without_sizes"),
+    "first output stays": (patch_perform(lets_the_first_output_stay), "outputs_that_are_one"),
     "misfits taken": (takes_what_does_not_fit, "what_does_not_fit_is_refused"),
     "last of several missing": (patch_perform(forgets_the_last_of_several), "all_reduce_coalesced_every_dtype_and_op"),
     "lists mixed up": (patch_perform(gathers_lists_tensor_by_tensor), "all_gather_coalesced_every_dtype"),
