@@ -11,6 +11,7 @@ from torch import Tensor
 
 from asynccomm.checks import Group, check_rank, check_tag
 from asynccomm.errors import PayloadError
+from asynccomm.handles import Handle
 from asynccomm.methods.collectives import Collectives
 from asynccomm.methods.parcels import MAX_BYTES, ParcelMethods, Terms, mistaken
 from asynccomm.ops import Call, Op, Parcel, Parcels, RecvParcel, SendParcel
@@ -220,8 +221,10 @@ class _DictInbox:
 
 
 @final
-class _Gathering(Awaitable[dict[Any, Any]]):
+class _Gathering(Handle, Awaitable[dict[Any, Any]]):
     """A dict of which shares come, and the rest from the group once they have."""
+
+    _instead = "await it here, and send the dict there"
 
     def __init__(
         self, work: Work[dict[Any, Any]], inbox: _DictInbox, group: Collectives, timeout: float | timedelta | None

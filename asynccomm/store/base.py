@@ -15,13 +15,17 @@ import math
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import final
 
+from asynccomm.handles import Handle
+
 __all__ = ["DEFAULT_TIMEOUT", "PrefixStore", "Store", "to_amount", "to_bytes", "to_keys", "within"]
 
 DEFAULT_TIMEOUT = 300.0  # seconds that get() and wait() allow for a key to appear; torch's default
 
 
-class Store(abc.ABC):
+class Store(Handle, abc.ABC):
     """Bytes under string keys, shared by all ranks."""
+
+    _instead = "connect to the store there"
 
     @abc.abstractmethod
     async def set(self, key: str, value: bytes | str) -> None:
