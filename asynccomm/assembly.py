@@ -20,7 +20,7 @@ from asynccomm.join import Joined, join
 from asynccomm.mailbox import Mailbox
 from asynccomm.options import CommOptions
 from asynccomm.session import Session
-from asynccomm.store.base import Store
+from asynccomm.store.base import Store, address_towards
 from asynccomm.store.rendezvous import Meeting, Place, meet
 
 __all__ = ["assemble"]
@@ -66,7 +66,7 @@ async def assemble(
         room = meeting.store.prefix(place.scope).prefix(group.name).prefix(joined.epoch)
         if meeting.hosted is not None:
             await room.set(HOST_KEY, str(group.rank))
-        channel = None if doors is None else await _open_channel(place, room, joined, doors, start + limit)
+        channel = None if doors is None else await _open_channel(room, joined, doors, start + limit)
         unless_met.pop_all()
     ranks = range(group.size)
     family = Family(world, group, room, meeting, channel, origin)
@@ -108,24 +108,14 @@ async def _join(
             return meeting, joined
 
 
-async def _open_channel(place: Place, room: Store, joined: Joined, doors: Doors, deadline: float) -> Channel | None:
+async def _open_channel(room: Store, joined: Joined, doors: Doors, deadline: float) -> Channel | None:
     """The control channel of the ranks that have met."""
     contacts = joined.contacts
     if len({member.host for member in joined.members}) > 1:
-        doors.open_tcp(_address_towards(place.host))
+        doors.open_tcp(room.local_address() or address_towards(socket.gethostname(), 9) or "127.0.0.1")
         await room.set(f"control/{doors.contact.rank}", json.dumps(doors.contact.as_json()))
         keys = [f"control/{contact.rank}" for contact in contacts]
         said = await room.multi_get(keys, max(LEAST_SECONDS, deadline - time.monotonic()))
         contacts = [Contact.of_json(json.loads(text)) for text in said]
     left = max(LEAST_SECONDS, deadline - time.monotonic())
     return await Channel.open(doors.contact.rank, contacts, joined.tokens, doors, left)
-
-
-def _address_towards(host: str) -> str:
-    """The address of the interface by which ``host`` is reached, where the others reach this one, too."""
-    with contextlib.suppress(OSError):
-        family, kind, _, _, address = socket.getaddrinfo(host or socket.gethostname(), 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as sock:
-            sock.connect(address)  # sends nothing
-            return str(sock.getsockname()[0])
-    return "127.0.0.1"

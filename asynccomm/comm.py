@@ -65,6 +65,7 @@ class Comm(
       the process.
     - Cancelling an await is safe: it abandons the wait, the operation goes on.
     - May be called from any thread, but on a thread with a running event loop only from the comm's own.
+    - Copying it, also within a model that holds it, gives the comm itself; pickling it is a TypeError.
     """
 
     async def ready(self) -> None:

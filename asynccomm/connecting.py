@@ -6,14 +6,18 @@ from collections.abc import Callable, Coroutine, Generator
 from types import TracebackType
 from typing import Any, Generic, TypeVar, final
 
+from asynccomm.handles import Handle
+
 __all__ = ["Connecting"]
 
 C = TypeVar("C")  # a Comm, or where there may be none, a Comm or None
 
 
 @final
-class Connecting(Generic[C]):
+class Connecting(Handle, Generic[C]):
     """A comm to be: ``await`` it, or enter it with ``async with``, which closes it. Some give None: no comm."""
+
+    _instead = "call the function that made it there"
 
     def __init__(self, connect: Callable[[], Coroutine[Any, Any, C]]) -> None:
         """Not for users: see ``asynccomm.new_comm`` and ``Comm.split``."""

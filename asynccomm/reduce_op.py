@@ -19,7 +19,7 @@ that NCCL knows; the others only travel (broadcast, gather, ...).
 from __future__ import annotations
 
 import enum
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
@@ -91,13 +91,19 @@ class ReduceOp:
 
     @classmethod
     def of(cls, op: object) -> ReduceOp:
-        """``op`` itself, or the reduction of the same name when it comes from ``torch.distributed``."""
+        """``op`` itself, or the same reduction if it is torch's: a member or an instance of its ReduceOp."""
         if type(op) is cls:
             return op
-        name = getattr(op, "name", None)
-        module = type(op).__module__
-        if isinstance(name, str) and module.startswith("torch") and name in RedOpType.__members__:
-            return cls(RedOpType[name])
+        if type(op).__module__.startswith("torch"):
+            name = getattr(op, "name", None)
+            if name is None:  # an instance of torch's ReduceOp has its member there
+                name = getattr(getattr(op, "op", None), "name", None)
+                if name == "PREMUL_SUM":
+                    return cls.PREMUL_SUM(_factor_of(op))
+            if name in _PLAIN:
+                return _PLAIN[name]
+            if name == "PREMUL_SUM":
+                return cls(RedOpType.PREMUL_SUM)  # which says that a factor is missing
         names = ", ".join(f"ReduceOp.{t.name}" for t in RedOpType) + "(factor)"  # which is the last
         raise TypeError(f"op must be one of {names}; got {op!r}")
 
@@ -158,6 +164,14 @@ class ReduceOp:
         return ReduceOp.PREMUL_SUM, (self._factor,)
 
 
-for _type in RedOpType:
-    if _type is not RedOpType.PREMUL_SUM:
-        setattr(ReduceOp, _type.name, ReduceOp(_type))
+def _factor_of(op: Any) -> Any:
+    """The factor of torch's PREMUL_SUM: an attribute since torch 2.15, in the pickled state alone before."""
+    try:
+        return op.factor
+    except AttributeError:
+        return op.__getstate__()[1]
+
+
+_PLAIN: Final = {kind.name: ReduceOp(kind) for kind in RedOpType if kind is not RedOpType.PREMUL_SUM}
+for _name, _op in _PLAIN.items():
+    setattr(ReduceOp, _name, _op)

@@ -29,6 +29,7 @@ from typing import Any, Generic, Protocol, TypeVar, final
 import torch
 
 from asynccomm.errors import AsyncCommError, WouldBlockError
+from asynccomm.handles import Handle
 from asynccomm.mailbox import Mailbox
 from asynccomm.ops import Op
 from asynccomm.options import seconds
@@ -73,7 +74,7 @@ class Order(Protocol):
 
 
 @final
-class Work(Generic[T]):
+class Work(Handle, Generic[T]):
     """One submitted operation; ``await`` it for its output.
 
     Awaiting returns once the host may read the output. Any number of tasks may await, any number of times; all get
@@ -84,6 +85,7 @@ class Work(Generic[T]):
     error that nobody looked at is then reported once, to the loop's exception handler.
     """
 
+    _instead = "await it here, and send its output there"
     __slots__ = (
         "__weakref__",
         "_callbacks",

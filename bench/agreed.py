@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from report import median, print_table, write_rows
+from report import Results, median, print_table
 from rounds import ROUNDS, in_turns, start_ranks, timed
 
 from asynccomm.backends.base import Submission
@@ -232,11 +232,8 @@ def numbers(text: str) -> list[int]:
 
 
 async def measure_all(args: argparse.Namespace) -> None:
-    row = await measure(args.backend, args.rounds)
-    if os.environ["RANK"] == "0":
-        print_measured(row)
-        if args.json:
-            write_rows(args.json, [row])
+    with Results[Measured](lambda rows: print_measured(*rows), args.json) as rows:
+        rows.add(await measure(args.backend, args.rounds))
 
 
 def main() -> None:
@@ -245,10 +242,9 @@ def main() -> None:
         start_ranks(args.ranks)
         run(measure_all(args))
         return
-    rows = [simulate(ranks, args.ops, args.rounds) for ranks in args.simulate]
-    print_simulated(rows)
-    if args.json:
-        write_rows(args.json, rows)
+    with Results[Simulated](print_simulated, args.json) as rows:
+        for ranks in args.simulate:
+            rows.add(simulate(ranks, args.ops, args.rounds))
 
 
 if __name__ == "__main__":

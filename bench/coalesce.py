@@ -18,7 +18,7 @@ from math import prod
 
 import torch
 from models import resnet50
-from report import print_table, write_rows
+from report import Results, print_table
 from rounds import ROUNDS, in_turns, start_ranks, timed
 from torch import Tensor
 from torch import distributed as dist
@@ -109,11 +109,9 @@ def _repeated(body: Run) -> Callable[[int], Awaitable[object]]:
 
 async def measure_all(args: argparse.Namespace) -> None:
     async with new_comm(args.backend, name="bench") as comm:
-        rows = [await measure(comm, name, args.rounds) for name in args.lists]
-        if comm.rank == 0:
-            print_savings(rows)
-            if args.json:
-                write_rows(args.json, rows)
+        with Results[Saving](print_savings, args.json) as rows:
+            for name in args.lists:
+                rows.add(await measure(comm, name, args.rounds))
 
 
 def print_savings(rows: Sequence[Saving]) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from mpi_peer import MpiRanks, mpi_ranks, why_not
 from operations import NO_FUTURE, OPS, SIZES, Op, floats, one_way
-from report import Row, print_rows, write_rows
+from report import Results, Row, print_rows
 from rounds import Body, arguments, in_turns, start_ranks, timed
 from torch import distributed as dist
 
@@ -92,23 +92,24 @@ async def measure(
 
 async def measure_all(args: argparse.Namespace) -> None:
     """On every rank; rank 0 reports."""
-    rows: list[Row] = []
+
+    def show(rows: list[Row]) -> None:
+        print_rows(rows, f"{rows[0].ranks} ranks, {os.cpu_count()} cores, torch {torch.__version__}")
+
     async with AsyncExitStack() as stack:
         comm = await stack.enter_async_context(new_comm(args.backend, name="bench"))
         mpi = None
         if "mpi" in args.peers and comm.rank == 0:
             mpi = await stack.enter_async_context(mpi_ranks(comm.size))
+            mpi.check_known(args.ops)
+        rows: Results[Row] = stack.enter_context(Results(show, args.json))
         for name in args.ops:
             for nbytes in [8] if name == "barrier" else args.sizes:
                 found = await measure(comm, OPS[name], nbytes, args.peers, mpi, args.rounds)
-                rows += found
+                rows.add(*found)
                 if comm.rank == 0:
                     for row in found:
                         print(f"{row.op} {row.bytes} B: {row.asynccomm_us:.1f} us, {row.peer} {row.peer_us:.1f} us")
-        if comm.rank == 0:
-            print_rows(rows, f"{comm.size} ranks, {os.cpu_count()} cores, torch {torch.__version__}")
-            if args.json:
-                write_rows(args.json, rows)
 
 
 def parse() -> argparse.Namespace:

@@ -32,10 +32,10 @@ from contextlib import contextmanager
 from ctypes import c_int64
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
 
 import torch
-from report import median, print_table, write_rows
+from report import Results, median, print_table
 
 from asynccomm.backends.nccl.events import Poller
 from asynccomm.mailbox import Mailbox
@@ -225,6 +225,9 @@ class CpuRow:
     cpu_percent: float  #: CPU time of the process over the time waited
 
 
+Found: TypeAlias = LatencyRow | WakeUpRow | CpuRow
+
+
 async def latency(side: Side, contender: str, delay: float) -> tuple[float, float]:
     """Seconds that the operation took, and from its end to here."""
     start = side.gpu.order(delay, interrupts=contender == "executor")
@@ -304,19 +307,24 @@ async def cpu(side: Side, loop: str, contender: str, late: float) -> list[CpuRow
     ]
 
 
-async def measure_all(args: argparse.Namespace, gpu: Gpu, loop: str) -> list[LatencyRow | WakeUpRow | CpuRow]:
+async def measure_all(args: argparse.Namespace, gpu: Gpu, loop: str, rows: Results[Found]) -> None:
     poller: Poller[None] = Poller(gpu)
     with ThreadPoolExecutor(1) as pool:
         side = Side(gpu, poller, pool)
-        times = [row for delay in args.delays for row in await latencies(side, loop, delay, args.rounds)]
-        batches = await wake_ups(side, loop, args.rounds)
-        costs = [row for contender in CONTENDERS for row in await cpu(side, loop, contender, args.late)]
+        for delay in args.delays:
+            rows.add(*await latencies(side, loop, delay, args.rounds))
+        rows.add(await wake_ups(side, loop, args.rounds))
+        for contender in CONTENDERS:
+            rows.add(*await cpu(side, loop, contender, args.late))
     poller.close()
-    report(loop, times, batches, costs)
-    return [*times, batches, *costs]
 
 
-def report(loop: str, times: list[LatencyRow], batches: WakeUpRow, costs: list[CpuRow]) -> None:
+def report(found: list[Found]) -> None:
+    for loop in dict.fromkeys(row.loop for row in found):
+        report_loop(loop, [row for row in found if row.loop == loop])
+
+
+def report_loop(loop: str, found: list[Found]) -> None:
     print_table(
         ["an operation of", "took us", "contender", "p50 us", "p90 us", "p99 us", "samples", "executor / it"],
         [
@@ -330,17 +338,21 @@ def report(loop: str, times: list[LatencyRow], batches: WakeUpRow, costs: list[C
                 row.samples,
                 f"{row.ratio:.2f}x",
             )
-            for row in times
+            for row in found
+            if isinstance(row, LatencyRow)
         ],
         f"end of an operation to coroutine: {loop}, {os.cpu_count()} cores",
         left={"contender"},
     )
-    print(f"{batches.works} Works that end at once wake the loop {batches.p50:g} times, at most {batches.most}")
+    for row in found:
+        if isinstance(row, WakeUpRow):
+            print(f"{row.works} Works that end at once wake the loop {row.p50:g} times, at most {row.most}")
     print_table(
         ["contender", "in flight", "seconds", "CPU %"],
         [
             (row.contender, "one" if row.in_flight else "nothing", f"{row.seconds:.1f}", f"{row.cpu_percent:.2f}")
-            for row in costs
+            for row in found
+            if isinstance(row, CpuRow)
         ],
         f"CPU time of the process: {loop}",
         left={"contender", "in flight"},
@@ -367,12 +379,10 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     stand_in = Gpu()
-    rows: list[LatencyRow | WakeUpRow | CpuRow] = []
-    for loop in [args.loop] if args.loop else ["asyncio", "uvloop"]:
-        rows += run(measure_all(args, stand_in, loop), use_uvloop=loop == "uvloop")
+    with Results[Found](report, args.json) as rows:
+        for loop in [args.loop] if args.loop else ["asyncio", "uvloop"]:
+            run(measure_all(args, stand_in, loop, rows), use_uvloop=loop == "uvloop")
     stand_in.stop()
-    if args.json:
-        write_rows(args.json, rows)
 
 
 if __name__ == "__main__":

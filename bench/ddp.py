@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from report import print_table, write_rows
+from report import Results, print_table
 from rounds import ROUNDS, Body, in_turns, start_ranks, timed
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -136,11 +136,9 @@ async def measure(comm: Comm, name: str, groups: dict[str, Any], rounds: int) ->
 async def measure_all(args: argparse.Namespace) -> None:
     groups = {peer: dist.new_group(backend=peer) for peer in PEERS}
     async with new_comm(name="bench") as comm:
-        rows = [await measure(comm, name, groups, args.rounds) for name in args.models]
-        if comm.rank == 0:
-            print_steps(rows)
-            if args.json:
-                write_rows(args.json, rows)
+        with Results[Step](print_steps, args.json) as rows:
+            for name in args.models:
+                rows.add(await measure(comm, name, groups, args.rounds))
 
 
 def print_steps(rows: Sequence[Step]) -> None:

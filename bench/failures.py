@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from report import median, print_table, write_rows
+from report import Results, median, print_table
 
 from asynccomm.comm import Comm
 from asynccomm.connect import new_comm
@@ -152,21 +152,16 @@ def read(pipe: int) -> Said:
     return said
 
 
-def measure(args: argparse.Namespace) -> list[FailureRow]:
-    rows = []
-    for failure in FAILURES:
-        times = [play(args, failure) * 1e3 for _ in range(args.rounds)]
-        rows.append(
-            FailureRow(
-                failure=failure,
-                backend=args.backend,
-                ranks=args.ranks,
-                rounds=args.rounds,
-                median_ms=median(times),
-                max_ms=max(times),
-            )
-        )
-    return rows
+def measure(args: argparse.Namespace, failure: str) -> FailureRow:
+    times = [play(args, failure) * 1e3 for _ in range(args.rounds)]
+    return FailureRow(
+        failure=failure,
+        backend=args.backend,
+        ranks=args.ranks,
+        rounds=args.rounds,
+        median_ms=median(times),
+        max_ms=max(times),
+    )
 
 
 def report(rows: list[FailureRow]) -> None:
@@ -187,10 +182,9 @@ def main() -> None:
         parser.error(f"argument --ranks: must be at least 2, got {args.ranks}")
     if args.rounds < 1:
         parser.error(f"argument --rounds: must be at least 1, got {args.rounds}")
-    rows = measure(args)
-    report(rows)
-    if args.json:
-        write_rows(args.json, rows)
+    with Results[FailureRow](report, args.json) as rows:
+        for failure in FAILURES:
+            rows.add(measure(args, failure))
 
 
 if __name__ == "__main__":

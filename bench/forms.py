@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from operations import floats, uneven
-from report import print_table, write_rows
+from operations import floats
+from parts import uneven
+from report import Results, print_table
 from rounds import arguments, in_turns, start_ranks, timed
 from torch import Tensor
 from torch import distributed as dist
@@ -207,24 +208,24 @@ async def measure(comm: Comm, case: Case, nbytes: int, rounds: int) -> Times:
 
 async def measure_all(args: argparse.Namespace) -> None:
     """On every rank; rank 0 reports."""
-    rows: list[Times] = []
     async with new_comm(args.backend, name="bench") as comm:
-        for case in CASES:
-            if args.only in case.form:
-                for nbytes in args.sizes or case.sizes:
-                    rows.append(await measure(comm, case, nbytes, args.rounds))
-        if comm.rank == 0:
-            print_table(
-                ["form", "bytes", "us", "plain", "plain us", "times"],
-                [
-                    (row.form, row.bytes, f"{row.form_us:.1f}", row.plain, f"{row.plain_us:.1f}", f"{row.times:.2f}x")
-                    for row in rows
-                ],
-                f"{comm.size} ranks, {comm.backend}, {os.cpu_count()} cores, torch {torch.__version__}",
-                left={"form", "plain"},
-            )
-            if args.json:
-                write_rows(args.json, rows)
+        with Results[Times](print_times, args.json) as rows:
+            for case in CASES:
+                if args.only in case.form:
+                    for nbytes in args.sizes or case.sizes:
+                        rows.add(await measure(comm, case, nbytes, args.rounds))
+
+
+def print_times(rows: Sequence[Times]) -> None:
+    print_table(
+        ["form", "bytes", "us", "plain", "plain us", "times"],
+        [
+            (row.form, row.bytes, f"{row.form_us:.1f}", row.plain, f"{row.plain_us:.1f}", f"{row.times:.2f}x")
+            for row in rows
+        ],
+        f"{rows[0].ranks} ranks, {rows[0].backend}, {os.cpu_count()} cores, torch {torch.__version__}",
+        left={"form", "plain"},
+    )
 
 
 def parse() -> argparse.Namespace:

@@ -13,10 +13,11 @@ import contextlib
 import os
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from operations import OPS, SIZES, Op, floats, one_way
-from report import print_table, write_rows
+from report import Results, print_table
 from rounds import Body, arguments, in_turns, start_ranks, timed
 
 from asynccomm.backends.registry import backend_names, load_backend
@@ -61,26 +62,22 @@ async def measure_all(args: argparse.Namespace) -> None:
             value: await stack.enter_async_context(new_comm(args.backend, name=f"{key}={value}", hints={key: value}))
             for value in values
         }
-        rows: list[HintRow] = []
+        rows = stack.enter_context(Results[HintRow](partial(report, values=values), args.json))
         for nbytes in args.sizes:
             bodies = {value: contender(op, comm, floats(nbytes)) for value, comm in comms.items()}
             us = await in_turns(start, bodies, args.rounds)
-            rows += [
-                HintRow(
-                    op=op.name,
-                    bytes=nbytes,
-                    ranks=start.size,
-                    backend=start.backend,
-                    hint=key,
-                    value=value,
-                    us=one_way(op.name, us[value]),
+            for value in values:
+                rows.add(
+                    HintRow(
+                        op=op.name,
+                        bytes=nbytes,
+                        ranks=start.size,
+                        backend=start.backend,
+                        hint=key,
+                        value=value,
+                        us=one_way(op.name, us[value]),
+                    )
                 )
-                for value in values
-            ]
-        if start.rank == 0:
-            report(rows, values)
-            if args.json:
-                write_rows(args.json, rows)
 
 
 def report(rows: list[HintRow], values: list[str]) -> None:

@@ -29,7 +29,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from dataclasses import dataclass
 
 import torch
-from report import median, print_table, write_rows
+from report import Results, median, print_table
 from rounds import start_ranks
 
 from asynccomm.comm import Comm
@@ -198,15 +198,15 @@ async def measure_all(args: argparse.Namespace) -> None:
     """On every rank; rank 0 reports."""
     async with new_comm(args.backend, name="bench") as comm:
         tensor = torch.ones(max(1, args.bytes // 4))
-        rows = [row for case in SETTINGS for row in await measure(comm, case, tensor, args.seconds)]
-        late = [await wait_for_late(comm, args.late)] if comm.size > 1 else []
-        if comm.rank == 0:
-            report(rows, late)
-            if args.json:
-                write_rows(args.json, [*rows, *late])
+        with Results[LagRow | LateRow](report, args.json) as rows:
+            for case in SETTINGS:
+                rows.add(*await measure(comm, case, tensor, args.seconds))
+            if comm.size > 1:
+                rows.add(await wait_for_late(comm, args.late))
 
 
-def report(rows: list[LagRow], late: list[LateRow]) -> None:
+def report(found: list[LagRow | LateRow]) -> None:
+    rows = [row for row in found if isinstance(row, LagRow)]
     first = rows[0]
     loop = type(asyncio.get_running_loop()).__module__
     print_table(
@@ -226,8 +226,9 @@ def report(rows: list[LagRow], late: list[LateRow]) -> None:
         f"lag of the loop ({loop}): {first.backend}, {first.bytes} B, {first.ranks} ranks, {os.cpu_count()} cores",
         left={"setting", "all_reduces"},
     )
-    for row in late:
-        print(f"{row.case}: {row.cpu_percent:.2f} % CPU over {row.waited_s:.1f} s in a barrier")
+    for late in found:
+        if isinstance(late, LateRow):
+            print(f"{late.case}: {late.cpu_percent:.2f} % CPU over {late.waited_s:.1f} s in a barrier")
 
 
 def parse() -> argparse.Namespace:

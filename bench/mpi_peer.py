@@ -60,11 +60,27 @@ def why_not() -> str | None:
 
 
 class MpiRanks:
-    """MPI's ranks, for the one process that gives them their turns."""
+    """MPI's ranks, for the one process that gives them their turns.
 
-    def __init__(self, connections: Sequence[tuple[StreamReader, StreamWriter]], ended: asyncio.Task[int]) -> None:
+    Args:
+        known: the operations that they can run.
+    """
+
+    def __init__(
+        self,
+        connections: Sequence[tuple[StreamReader, StreamWriter]],
+        ended: asyncio.Task[int],
+        known: Sequence[str],
+    ) -> None:
         self._connections = connections
         self._ended = ended
+        self._known = known
+
+    def check_known(self, ops: Sequence[str]) -> None:
+        """Raise ValueError unless they can run all of ``ops``."""
+        unknown = [op for op in ops if op not in self._known]
+        if unknown:
+            raise ValueError(f"peer 'mpi' has no {', '.join(unknown)}: it has {', '.join(self._known)}")
 
     def body(self, op: str, floats: int) -> Body:
         """The contender that runs ``op`` on so many floats from each rank."""
@@ -108,7 +124,8 @@ async def mpi_ranks(size: int) -> AsyncIterator[MpiRanks]:
             async with asyncio.timeout(START_SECONDS):
                 while len(connections) < size:
                     connections.append(await _or_end(arrivals.get(), ended))
-            yield MpiRanks(connections, ended)
+                first = [await _or_end(reader.readuntil(), ended) for reader, _ in connections]
+            yield MpiRanks(connections, ended, json.loads(first[0]))
         finally:
             for _, writer in connections:
                 writer.close()  # a rank that reads the end of its socket leaves

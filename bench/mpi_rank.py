@@ -2,7 +2,8 @@
 
     mpiexec -n 2 python bench/mpi_rank.py SOCKET
 
-``mpi_peer`` starts this. The read blocks without spinning. Only rank 0 answers with a time: it is the one that counts.
+``mpi_peer`` starts this, and is told first which operations there are. The read blocks without spinning. Only rank 0
+answers with a time: it is the one that counts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
+from parts import uneven
 
 Call = Callable[[], object]
 
@@ -57,6 +59,24 @@ def all_to_all(comm: Any, n: int) -> Call:
     return lambda: comm.Alltoall(data, output)
 
 
+def all_to_all_v(comm: Any, n: int) -> Call:
+    """Everybody sends the same uneven parts, so each rank gets ``size`` times its own."""
+    parts = uneven(n, comm.size)
+    mine = [parts[comm.rank]] * comm.size
+    output, data = ones(sum(mine)), ones(sum(parts))
+    return lambda: comm.Alltoallv((data, parts), (output, mine))
+
+
+def all_gather_object(comm: Any, n: int) -> Call:
+    data = bytes(4 * n)
+    return lambda: comm.allgather(data)
+
+
+def broadcast_object(comm: Any, n: int) -> Call:
+    data = bytes(4 * n) if comm.rank == 0 else None
+    return lambda: comm.bcast(data, 0)
+
+
 def gather(comm: Any, n: int) -> Call:
     output, data = ones(n * comm.size) if comm.rank == 0 else None, ones(n)
     return lambda: comm.Gather(data, output, 0)
@@ -91,8 +111,12 @@ OPS: dict[str, Callable[[Any, int], Call]] = {
     "reduce": reduce,
     "all_gather": all_gather,  # MPI has no other than into one buffer
     "all_gather_single": all_gather,
+    "reduce_scatter": reduce_scatter,
     "reduce_scatter_single": reduce_scatter,
     "all_to_all_single": all_to_all,
+    "all_to_all_v_single": all_to_all_v,
+    "all_gather_object": all_gather_object,
+    "broadcast_object": broadcast_object,
     "gather": gather,
     "scatter": scatter,
     "barrier": barrier,
@@ -112,6 +136,7 @@ def main() -> None:
     comm = MPI.COMM_WORLD
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(sys.argv[1])
+        connection.sendall(json.dumps(list(OPS)).encode() + b"\n")
         prepared: tuple[str, int] | None = None
         call: Call | None = None
         for line in connection.makefile():

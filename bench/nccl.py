@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
-from report import Row, median, print_rows, write_rows
+from report import Results, Row, median, print_rows
 from torch import Tensor
 from torch import distributed as dist
 
@@ -74,7 +74,7 @@ def awaiting(once: Callable[[], Awaitable[object]]) -> Turn:
     return turn
 
 
-async def measure(comm: Comm, rounds: int, pool: ThreadPoolExecutor) -> list[Row]:
+async def measure(comm: Comm, rounds: int, pool: ThreadPoolExecutor, rows: Results[Row]) -> None:
     loop = asyncio.get_running_loop()
     small = torch.ones(1024, device=comm.device)
     many = [torch.ones(1024, device=comm.device) for _ in range(TENSORS)]
@@ -115,11 +115,10 @@ async def measure(comm: Comm, rounds: int, pool: ThreadPoolExecutor) -> list[Row
         tensor = torch.ones(nbytes // 4, device=comm.device)
         ours, theirs = awaiting(partial(comm.all_reduce, tensor)), awaiting(partial(torch_awaited, tensor))
         cases.append(("awaited", nbytes, {"asynccomm": ours, "torch": theirs}))
-    rows = []
     for name, nbytes, turns in cases:
         await comm.barrier()
         us = await alternate(turns, rounds)
-        rows.append(
+        rows.add(
             Row(
                 op=f"all_reduce, {name}",
                 bytes=nbytes,
@@ -130,20 +129,16 @@ async def measure(comm: Comm, rounds: int, pool: ThreadPoolExecutor) -> list[Row
                 peer_us=us["torch"],
             )
         )
-    return rows
 
 
 async def main(args: argparse.Namespace) -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     store = dist.distributed_c10d._get_default_store()  # one port, whoever started this
+    title = f"{dist.get_world_size()} ranks, {torch.cuda.get_device_name()}, torch {torch.__version__}"
     async with new_comm("nccl", "cuda", name="bench", store=store) as comm:
-        with ThreadPoolExecutor(1) as pool:
-            rows = await measure(comm, args.rounds, pool)
-        if comm.rank == 0:
-            print_rows(rows, f"{comm.size} ranks, {torch.cuda.get_device_name()}, torch {torch.__version__}")
-            if args.json:
-                write_rows(args.json, rows)
+        with ThreadPoolExecutor(1) as pool, Results[Row](partial(print_rows, title=title), args.json) as rows:
+            await measure(comm, args.rounds, pool, rows)
     dist.destroy_process_group()
 
 

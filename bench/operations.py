@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from parts import uneven
 from torch import Tensor
 from torch import distributed as dist
 
 from asynccomm.comm import Comm
 
-__all__ = ["NO_FUTURE", "OPS", "SIZES", "Op", "floats", "one_way", "uneven"]
+__all__ = ["NO_FUTURE", "OPS", "SIZES", "Op", "floats", "one_way"]
 
 SIZES = [8, 1 << 10, 16 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]  # bytes each rank brings
 NO_FUTURE = {"send_recv", "reduce_scatter", "reduce_scatter_single", "all_gather_object", "broadcast_object"}  # in gloo
@@ -58,12 +59,6 @@ def _list_at_root(n: int, rank: int, size: int) -> tuple[list[Tensor] | None, Te
 def _list_in(n: int, rank: int, size: int) -> tuple[Tensor, list[Tensor]]:
     share = max(1, n // size)
     return torch.empty(share), [torch.ones(share) for _ in range(size)]
-
-
-def uneven(n: int, size: int) -> list[int]:
-    """``n`` or a few more in parts for each rank: the last about three times as large as the first."""
-    weights = [1 + 2 * rank / max(1, size - 1) for rank in range(size)]
-    return [max(1, round(n * weight / sum(weights))) for weight in weights]
 
 
 def _uneven_swap(n: int, rank: int, size: int) -> tuple[Any, Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar, final
 
 from rich.console import Console
 from rich.table import Table
@@ -15,7 +17,9 @@ from rich.table import Table
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["Row", "median", "print_rows", "print_table", "write_rows"]
+__all__ = ["Results", "Row", "median", "print_rows", "print_table", "write_rows"]
+
+R = TypeVar("R", bound="DataclassInstance")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +45,43 @@ def median(values: Iterable[float]) -> float:
 
 
 def write_rows(path: Path | str, rows: Sequence[DataclassInstance]) -> None:
-    """Write ``rows`` to ``path`` as a JSON list of objects."""
-    Path(path).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    """Write ``rows`` to ``path`` as a JSON list of objects, at once: an interruption leaves what was there before."""
+    new = Path(f"{path}.new")
+    new.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    os.replace(new, path)
+
+
+@final
+class Results(list[R]):
+    """Rows of results, which outlive an interruption of the bench.
+
+    They are in the file as soon as they are added, and the table is printed however the ``with`` block ends. Only rank
+    0 does that, or a process that is no rank.
+
+    Args:
+        show: prints rows as a table.
+        path: of the file; None: there is none.
+    """
+
+    def __init__(self, show: Callable[[list[Any]], object], path: str | None) -> None:
+        super().__init__()
+        self._show = show
+        self._path = path
+        self._reports = os.environ.get("RANK", "0") == "0"
+
+    def add(self, *rows: R) -> None:
+        self.extend(rows)
+        if self._path is not None and self._reports:
+            write_rows(self._path, self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self and self._reports:
+            self._show(self)
 
 
 def print_rows(rows: Sequence[Row], title: str = "") -> None:

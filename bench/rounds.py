@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -38,10 +37,13 @@ def arguments(parser: argparse.ArgumentParser, sizes: Sequence[int] | None = Non
 
 
 def start_ranks(ranks: int) -> None:
-    """Start the running file again as ``ranks`` processes, and exit with them; in one of those, do nothing."""
+    """Become the launcher of the running file as ``ranks`` processes; in one of those, do nothing.
+
+    The launcher takes this process's place: a signal that should end the bench ends the ranks.
+    """
     if "RANK" not in os.environ:
         command = [sys.executable, "-m", "asynccomm.cli.main", "run", "-n", str(ranks), "--no-prefix", *sys.argv]
-        raise SystemExit(subprocess.run(command, check=False).returncode)
+        os.execv(sys.executable, command)
 
 
 def timed(run: Callable[[int], Awaitable[object]]) -> Body:

@@ -571,6 +571,16 @@ class Failed(Exception):
     """What the soak has found."""
 
 
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Hold back interruptions: a process that is being started is not known yet, and nobody would end it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class Driver:
     """Starts the ranks, replaces those that die, stops and wakes them, and watches."""
 
@@ -617,10 +627,11 @@ class Driver:
         variables = {"RANK": str(max(rank, 0)), "WORLD_SIZE": str(self._args.ranks)}
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_begin, args=(job, theirs, variables, self._address), daemon=True)
-        process.start()
-        theirs.close()
         one = Process(job, process, ours)
-        self._alive.append(one)
+        with undisturbed():
+            process.start()
+            self._alive.append(one)
+        theirs.close()
         if self._elder is None:
             self._elder = one
 
@@ -744,19 +755,19 @@ class Driver:
                 one.process.join()
 
     def growth(self) -> list[Growth]:
-        """What the first process and the machine had after the warm-up, and have in the end."""
-        assert self._elder is not None
+        """What the first process and the machine had after the warm-up, and have in the end, as far as it was seen."""
         rows = []
+        samples = [] if self._elder is None else self._elder.samples
         recoveries = sum(count for fault, count in self.faults.items() if fault not in HARMLESS)
         allowed = dict(SLACK)
         if self._args.backend != "shm":
             allowed["threads"] += recoveries * GLOO_THREADS
         for name in Sample._fields:
-            series = [(when, float(getattr(size, name))) for when, size in self._elder.samples]
-            rows.append(self._grown(name, series, allowed[name]))
+            series = [(when, float(getattr(size, name))) for when, size in samples]
+            rows += self._grown(name, series, allowed[name])
         for name in ("/dev/shm", "unix names", "store keys"):
             more = KEYS * self._args.ranks * self.comms if name == "store keys" else 10.0
-            rows.append(self._grown(name, [(when, sizes[name]) for when, sizes in self.machine], more))
+            rows += self._grown(name, [(when, sizes[name]) for when, sizes in self.machine], more)
         return rows
 
     @property
@@ -765,12 +776,14 @@ class Driver:
         by_ranks = self.grown + sum(map(len, self.recovered.values())) + self.ops["split"] + self.ops["new_comm"]
         return float(by_ranks / self._args.ranks)
 
-    def _grown(self, what: str, series: list[tuple[float, float]], allowed: float) -> Growth:
+    def _grown(self, what: str, series: list[tuple[float, float]], allowed: float) -> list[Growth]:
+        if not series:
+            return []
         warm = self._started + WARM * (self._until - self._started)
         early = [value for when, value in series if when <= warm][-5:] or [value for _, value in series[:5]]
         late = [value for _, value in series[-5:]]
         first, last = median(early), median(late)
-        return Growth(what=what, warm=first, end=last, allowed=allowed, ok=last <= first + allowed)
+        return [Growth(what=what, warm=first, end=last, allowed=allowed, ok=last <= first + allowed)]
 
 
 def _begin(job: Job, pipe: Connection, variables: dict[str, str], address: tuple[str, int]) -> None:
@@ -825,21 +838,30 @@ def soak(args: argparse.Namespace) -> int:
     os.environ.setdefault("MALLOC_ARENA_MAX", "2")  # or memory grows with whichever threads happen to allocate
     hosted = serve("127.0.0.1", listen("127.0.0.1", 0))
     driver = Driver(args, hosted.port)
-    failures = []
+    failures: list[str] = []
     start = time.monotonic()
     try:
         driver.run()
     except Failed as failure:
         failures.append(str(failure))
+    except BaseException as exc:  # Ctrl-C, too
+        failures.append(f"it was ended by {exc!r}")
+        raise
     finally:
         driver.end()
+        conclude(args, driver, failures, time.monotonic() - start)
+    return 1 if failures or driver.surprises else 0
+
+
+def conclude(args: argparse.Namespace, driver: Driver, failures: list[str], seconds: float) -> None:
+    """Report the run; adds what it finds to ``failures``."""
     grown = driver.growth()
     failures += [f"{row.what} has grown from {row.warm:.0f} to {row.end:.0f}" for row in grown if not row.ok]
     summary = Summary(
         backend=args.backend,
         ranks=args.ranks,
         seed=args.seed,
-        seconds=time.monotonic() - start,
+        seconds=seconds,
         rounds=driver.rounds,
         processes=driver.processes,
         operations=dict(driver.ops),
@@ -851,7 +873,6 @@ def soak(args: argparse.Namespace) -> int:
     show(summary, rows, grown)
     if args.json:
         write_rows(args.json, [summary, *rows, *grown])
-    return 1 if failures or driver.surprises else 0
 
 
 def parse() -> argparse.Namespace:
@@ -873,4 +894,5 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # to report what was found
     raise SystemExit(soak(parse()))

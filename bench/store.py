@@ -16,9 +16,10 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 
-from report import Row, median, print_rows, write_rows
+from report import Results, Row, median, print_rows
 from torch import distributed as dist
 
 from asynccomm.runner import run
@@ -151,13 +152,13 @@ def serve_until_told(pipe: Connection) -> None:
     hosted.release()
 
 
-async def bench(port: int, rounds: int) -> list[Row]:
+async def bench(port: int, rounds: int, rows: Results[Row]) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     client = await StoreClient.connect("127.0.0.1", port)
     await client.set("k", VALUE)
-    rows = [row for case in CASES for row in await measure(client, store, case, rounds)]
+    for case in CASES:
+        rows.add(*await measure(client, store, case, rounds))
     await client.aclose()
-    return rows
 
 
 def main() -> None:
@@ -169,12 +170,10 @@ def main() -> None:
     pipe, theirs = context.Pipe()
     server = context.Process(target=serve_until_told, args=(theirs,), daemon=True)
     server.start()
-    rows = run(bench(pipe.recv(), options.rounds))
+    with Results[Row](partial(print_rows, title=f"store: {options.rounds} rounds, medians"), options.json) as rows:
+        run(bench(pipe.recv(), options.rounds, rows))
     pipe.send("end")
     server.join()
-    print_rows(rows, f"store: {options.rounds} rounds, medians")
-    if options.json:
-        write_rows(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -122,11 +122,6 @@ async def test_hosts_that_differ_listen_on_tcp(monkeypatch: pytest.MonkeyPatch) 
     await close(*sessions)
 
 
-@pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1"), ("no such host.", "127.0.0.1")])
-def test_the_address_towards_a_host(host: str, address: str) -> None:
-    assert assembly_module._address_towards(host) == address
-
-
 async def test_a_store_that_ends_meanwhile_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     class Meeting:
         def __init__(self) -> None:

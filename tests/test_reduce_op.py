@@ -104,8 +104,25 @@ def test_factors_are_compared() -> None:
 
 
 @pytest.mark.parametrize("kind", PLAIN)
-def test_torch_names_are_understood(kind: RedOpType) -> None:
-    assert ReduceOp.of(getattr(dist.ReduceOp, kind.name)) == ReduceOp(kind)
+def test_torchs_members_and_instances_are_understood(kind: RedOpType) -> None:
+    member = getattr(dist.ReduceOp, kind.name)
+    options = dist.AllreduceOptions()
+    options.reduceOp = member
+    for theirs in (member, getattr(dist.ReduceOp.RedOpType, kind.name), dist.ReduceOp(member), options.reduceOp):
+        assert ReduceOp.of(theirs) == ReduceOp(kind)
+
+
+@pytest.mark.parametrize("factor", [2.0, 3, torch.tensor(0.5), torch.tensor([3])])
+def test_the_factor_of_torchs_premul_sum_is_kept(factor: Any) -> None:
+    made = ReduceOp.of(dist._make_nccl_premul_sum(factor))
+    assert made.type is RedOpType.PREMUL_SUM
+    assert made == ReduceOp.PREMUL_SUM(factor)
+    assert isinstance(made.factor, torch.Tensor) == isinstance(factor, torch.Tensor)
+
+
+def test_torchs_premul_sum_without_a_factor_is_refused() -> None:
+    with pytest.raises(ValueError, match="PREMUL_SUM needs a factor"):
+        ReduceOp.of(dist.ReduceOp.PREMUL_SUM)
 
 
 def test_of_returns_ours_as_it_is() -> None:

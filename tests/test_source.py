@@ -14,7 +14,7 @@ PACKAGE = ROOT / "asynccomm"
 
 # Every module, lowest first; an import may only point to a line above. Packages' __init__ stand where they may be used.
 LAYERS = [
-    "version dtypes reduce_op checks ops.base ops.reductions ops.moves ops.messages ops.parcels ops ops.along",
+    "version handles dtypes reduce_op checks ops.base ops.reductions ops.moves ops.messages ops.parcels ops ops.along",
     "ops.several ops.signature errors ops.uneven news options mailbox sites work deadlines stacks background",
     "store store.base store.codec store.wait_line store.client store.memory store.torch_store store.host",
     "store.rendezvous",

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from asynccomm.checks import Group
 from asynccomm.errors import AsyncCommError, BackendError, BrokenError
+from asynccomm.handles import Handle
 from asynccomm.mailbox import Mailbox
 from asynccomm.ops import Begin, Call, Op, Parcel, Place
 from asynccomm.store.base import Store
@@ -128,8 +129,10 @@ class BackendContext:
     high_priority_stream: bool = False  #: for GPUs
 
 
-class Backend(abc.ABC):
+class Backend(Handle, abc.ABC):
     """Moves tensors for one comm; see the module's docstring for what it promises."""
+
+    _instead = "make a comm there, by asynccomm.new_comm()"
 
     name: ClassVar[str]
     devices: ClassVar[frozenset[str]]  #: device types whose tensors it takes

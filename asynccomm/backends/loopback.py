@@ -30,6 +30,7 @@ from asynccomm.backends.base import Backend, BackendContext, Submission
 from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.matching import Matching
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
+from asynccomm.handles import Handle
 from asynccomm.ops import (
     AllGather,
     AllGatherSingle,
@@ -62,8 +63,10 @@ _hubs: WeakKeyDictionary[MemoryStore, dict[str, Hub]] = WeakKeyDictionary()
 
 
 @final
-class Hub:
+class Hub(Handle):
     """Where the ranks of one comm meet."""
+
+    _instead = "all ranks of a loopback comm are in one process"
 
     def __init__(self, size: int) -> None:
         self._size = size

@@ -15,6 +15,7 @@ from asynccomm.calls import Calls, named
 from asynccomm.coalescing.batches import planned
 from asynccomm.coalescing.holding import Hold
 from asynccomm.coalescing.plan import Item, Meter, conflict
+from asynccomm.handles import Handle
 from asynccomm.work import Work
 
 __all__ = ["Batch", "Estimate", "check_limit"]
@@ -31,12 +32,14 @@ def check_limit(name: str, value: int | None) -> None:
 
 
 @final
-class Batch:
+class Batch(Handle):
     """Operations of one task that leave together; made by ``comm.coalesce()`` and ``asynccomm.coalesce()``.
 
     ``await batch`` gives the outputs of all of them, in the order of the calls (of several comms, one comm after the
     other, by name). Inside the scope that sends first what is held.
     """
+
+    _instead = "open a scope there"
 
     def __init__(self, many: Sequence[Calls], max_bytes: int | None, max_ops: int | None) -> None:
         """Not for users: see ``comm.coalesce``."""
@@ -160,12 +163,14 @@ class Batch:
 
 
 @final
-class Estimate:
+class Estimate(Handle):
     """How long operations would take; made by ``comm.time_estimator()``.
 
     Attributes:
         seconds: for everything called in the scope, once that is left; 0.0 before, or if the body raised.
     """
+
+    _instead = "send its seconds"
 
     def __init__(self, calls: Calls) -> None:
         """Not for users: see ``comm.time_estimator``."""

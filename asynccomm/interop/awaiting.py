@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from asynccomm.handles import Handle
 from asynccomm.interop.threads import on_a_thread
 from asynccomm.interop.torch_work import TorchWork
 
@@ -49,7 +50,7 @@ _streak = _Streak()
 
 
 @final
-class WrappedWork:
+class WrappedWork(Handle):
     """One Work of torch, or several; ``await`` it for the output tensors; from :func:`asynccomm.wrap`.
 
     Any number of tasks may await it, on any loops, any number of times. Cancelling an await is safe and leaves the
@@ -59,6 +60,7 @@ class WrappedWork:
     Do not call ``wait`` of such a Work while it is awaited: one message would be waited for twice.
     """
 
+    _instead = "await it here, and send its output there"
     __slots__ = ("_parts",)
 
     def __init__(self, works: Sequence[dist.Work]) -> None:

@@ -21,10 +21,11 @@ from asynccomm.coalescing.scope import Batch
 from asynccomm.errors import MonitoredBarrierError
 from asynccomm.interop.comms import Comms
 from asynccomm.interop.threads import detached
-from asynccomm.interop.torch_version import checked_limit, reduction, time_limit
+from asynccomm.interop.torch_version import checked_limit, time_limit
 from asynccomm.interop.torch_work import TorchWork
 from asynccomm.interop.uncompiled import uncompiled
 from asynccomm.methods.scopes import coalesce
+from asynccomm.reduce_op import ReduceOp
 from asynccomm.work import Work
 
 __all__ = ["NAME", "TorchCollectives"]
@@ -373,7 +374,7 @@ def _op(opts: Any, op: Any = None) -> Any:
     """The reduction: in options, in their place, or given by itself."""
     if op is None:
         op = getattr(opts, "reduceOp", opts)
-    return reduction(torch.distributed.ReduceOp.SUM if op is None else op)
+    return ReduceOp.SUM if op is None else ReduceOp.of(op)
 
 
 def _limit(opts: Any, timeout: Any = None) -> timedelta | None:

@@ -3,7 +3,6 @@
 - torch 2.15 takes backends that are written in Python: a group of torch's own calls them through its dispatcher, so
   that hooks, dispatch modes and the profiler see what is called. Before, a Python group must be a ``ProcessGroup``
   itself, which nothing stands in front of.
-- The factor of a PREMUL_SUM is an attribute of the reduction in 2.15, and only in its pickled state before.
 - A ``ProcessGroup`` of a Python class can be made with its store in 2.15, and only without before.
 """
 
@@ -14,9 +13,7 @@ from typing import Any, Final
 
 from torch._C import _distributed_c10d as c10d
 
-from asynccomm.reduce_op import ReduceOp
-
-__all__ = ["PYTHON_BACKENDS", "checked_limit", "group_arguments", "reduction", "time_limit"]
+__all__ = ["PYTHON_BACKENDS", "checked_limit", "group_arguments", "time_limit"]
 
 
 def _takes_backends() -> bool:
@@ -36,18 +33,6 @@ PYTHON_BACKENDS: Final = _takes_backends()  #: whether a Python class can be a b
 def group_arguments(store: Any, rank: int, size: int) -> tuple[Any, ...]:
     """What a Python ``ProcessGroup`` is made from."""
     return (store, rank, size) if PYTHON_BACKENDS and store is not None else (rank, size)
-
-
-def reduction(op: Any) -> ReduceOp:
-    """torch's reduction, in its options or by itself, as ours. Raises: TypeError."""
-    kind = getattr(op, "op", op)
-    if getattr(kind, "name", None) != "PREMUL_SUM" or kind is op:
-        return ReduceOp.of(kind)
-    try:
-        factor = op.factor
-    except AttributeError:
-        factor = op.__getstate__()[1]
-    return ReduceOp.PREMUL_SUM(factor)
 
 
 def time_limit(options: Any) -> timedelta | None:

@@ -11,6 +11,7 @@ import torch
 
 from asynccomm.backends.base import Backend
 from asynccomm.errors import ClosedError
+from asynccomm.handles import Handle
 from asynccomm.ops import Call
 from asynccomm.options import CommOptions
 from asynccomm.session import Session
@@ -20,8 +21,10 @@ from asynccomm.work import Work
 __all__ = ["CommBase"]
 
 
-class CommBase:
+class CommBase(Handle):
     """Properties of a comm, and the one way in which everything is submitted."""
+
+    _instead = "make a comm there, by asynccomm.new_comm() or comm.split()"
 
     def __init__(self, session: Session, backend_name: str) -> None:
         """Not for users: see ``asynccomm.new_comm``."""

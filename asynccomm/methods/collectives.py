@@ -34,7 +34,7 @@ class Collectives(CommBase):
 
         Args:
             tensor: any shape; the same number of elements and dtype on all ranks.
-            op: a ReduceOp (torch's own are understood by name).
+            op: a ReduceOp, ours or ``torch.distributed``'s.
             out: as many elements; the result goes there instead, and ``tensor`` stays as it is.
 
         Returns: Work of ``tensor``, or of ``out``.

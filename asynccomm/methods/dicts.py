@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import struct
+import zlib
 from collections.abc import Awaitable, Generator, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, SupportsIndex, final
+from typing import Any, Final, SupportsIndex, final
 
 import torch
 from torch import Tensor
 
+from asynccomm.background import keep
 from asynccomm.checks import Group, check_rank, check_tag
-from asynccomm.errors import PayloadError
+from asynccomm.errors import AsyncCommError, PayloadError
+from asynccomm.handles import Handle
 from asynccomm.methods.collectives import Collectives
 from asynccomm.methods.parcels import MAX_BYTES, ParcelMethods, Terms, mistaken
 from asynccomm.ops import Call, Op, Parcel, Parcels, RecvParcel, SendParcel
@@ -19,6 +25,8 @@ from asynccomm.schemas import EVERYBODY, Channel, Described, Meta, ReceivedSchem
 from asynccomm.work import Work
 
 __all__ = ["TensorDicts"]
+
+_TOLD: Final = struct.Struct("<?I251s")  # whether a share is here, CRC-32 of what is to be gathered, why it is not
 
 
 class TensorDicts(ParcelMethods):
@@ -32,7 +40,8 @@ class TensorDicts(ParcelMethods):
     - What a dict looks like is sent only once while it does not change (keys, shapes, dtypes): the last 16 forms are
       remembered per receiver and tag, and per root.
     - The result is put together when the Work is first asked for it. What cannot be taken is a PayloadError on that
-      rank alone, and the comm goes on. Cancelling the await is safe: the operation goes on.
+      rank alone, or on all ranks of an ``all_gather_group``, and the comm goes on. Cancelling the await is safe: the
+      operation goes on.
     """
 
     def broadcast_tensor_dict(
@@ -107,9 +116,10 @@ class TensorDicts(ParcelMethods):
                 cannot raises ``ValueError``.
             all_gather_group: a comm of as many ranks as the sender's, where this one has the same number; needed if
                 the sender gave one. This rank receives a share of each tensor, and the rest from the group. Awaiting
-                calls one ``all_gather_single`` of the group for each such tensor, in the order of the keys, when the
-                dict has come: all ranks of the group must await at the same place among their calls on it. None are
-                called on a rank that cannot take what came.
+                calls a short ``all_gather_single`` of the group when the dict has come, and one for each such tensor,
+                in the order of the keys: all ranks of the group must await at the same place among their calls on it.
+                Where one of them cannot take its share, or gets other tensors, the dict is a PayloadError on all of
+                them, and the group goes on.
 
         Returns: the dict, to be awaited; without ``all_gather_group`` it is a Work.
         """
@@ -172,6 +182,7 @@ class _DictInbox:
         self._schema: Schema | None = None
         self._values: Incoming | None = None
         self._tensors: list[Tensor] = []
+        self.arrived = False  #: the tensors are here
         self.shares: list[tuple[Tensor, Tensor]] = []  #: flat tensors of which a share comes, and that share
 
     def __call__(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
@@ -214,28 +225,81 @@ class _DictInbox:
     def finish(self, _: object) -> dict[Any, Any]:
         """The dict. Raises: PayloadError."""
         assert self._schema is not None
+        self.arrived = True
         values = [] if self._values is None else self._values.decode(weights_only=self._terms.weights_only)
         with reading(self._source):
             return self._schema.build(self._tensors, values)
 
 
 @final
-class _Gathering(Awaitable[dict[Any, Any]]):
-    """A dict of which shares come, and the rest from the group once they have."""
+class _Gathering(Handle, Awaitable[dict[Any, Any]]):
+    """A dict of which shares come, and the rest from the group once they have.
+
+    Before that the ranks of the group tell each other what they have got: a rank that has refused what came does not
+    know what the others are about to gather, and they cannot have the share that it has thrown away.
+    """
+
+    _instead = "await it here, and send the dict there"
 
     def __init__(
         self, work: Work[dict[Any, Any]], inbox: _DictInbox, group: Collectives, timeout: float | timedelta | None
     ) -> None:
         self._work, self._inbox, self._group, self._timeout = work, inbox, group, timeout
-        self._gathers: list[Work[Tensor]] = []
+        self._task: asyncio.Task[dict[Any, Any]] | None = None  # it goes on when an await is cancelled
 
     def __await__(self) -> Generator[Any, None, dict[Any, Any]]:
-        result = yield from self._work.__await__()
-        for whole, share in self._inbox.shares[len(self._gathers) :]:  # once, whoever awaits
-            self._gathers.append(self._group.all_gather_single(whole, share, timeout=self._timeout))
-        for gather in self._gathers:
-            yield from gather.__await__()
+        if self._task is None:
+            self._task = keep(asyncio.ensure_future(self._gathered()))
+        yield from asyncio.wait([self._task]).__await__()
+        return self._task.result()
+
+    async def _gathered(self) -> dict[Any, Any]:
+        refusal, result = None, {}
+        try:
+            result = await self._work
+        except AsyncCommError as exc:
+            refusal = exc
+            if not self._inbox.arrived:
+                with suppress(AsyncCommError):  # of a group that is broken itself
+                    self._tell(exc)
+                raise
+        problem = await self._problem() if self._group.size > 1 else None
+        if problem is None:
+            await self._gather()
+        if refusal is not None:  # of what is no tensor: the shares are good
+            raise refusal
+        if problem is not None:
+            raise PayloadError(problem)
         return result
+
+    async def _gather(self) -> None:
+        gathers = [
+            self._group.all_gather_single(whole, share, timeout=self._timeout) for whole, share in self._inbox.shares
+        ]
+        for gather in gathers:
+            await gather
+
+    def _tell(self, refusal: Exception | None) -> Work[Tensor]:
+        """Start to exchange what the ranks of the group have got, or why they have refused it."""
+        wholes = [(str(whole.dtype), whole.numel()) for whole, _ in self._inbox.shares]
+        reason = b"" if refusal is None else str(refusal).encode()
+        told = bytearray(_TOLD.pack(refusal is None, zlib.crc32(repr(wholes).encode()), reason))  # cut where too long
+        mine = torch.frombuffer(told, dtype=torch.uint8).to(self._group.device)
+        return self._group.all_gather_single(None, mine, timeout=self._timeout)
+
+    async def _problem(self) -> str | None:
+        """Why the ranks of the group cannot put a dict together; None: they can."""
+        group, told = self._group, await self._tell(None)
+        forms = {}
+        for rank, row in enumerate(told.view(group.size, -1).tolist()):
+            taken, forms[rank], reason = _TOLD.unpack(bytes(row))
+            if not taken:
+                text = reason.rstrip(b"\0").decode(errors="replace")
+                return f"rank {rank} of comm {group.name!r} could not take its share of the dict: {text}"
+        others = [rank for rank, form in forms.items() if form != forms[group.rank]]
+        if not others:
+            return None
+        return f"the dicts of ranks {others} of comm {group.name!r} have other tensors to be gathered than this rank's"
 
     def __repr__(self) -> str:
         return f"<{self._work!r}, then {len(self._inbox.shares)} all_gathers>"

@@ -9,6 +9,7 @@ from typing import Any, SupportsIndex, final
 from torch import Tensor
 
 from asynccomm.checks import Group
+from asynccomm.handles import Handle
 from asynccomm.methods.base import CommBase
 from asynccomm.ops import Call, Recv, Send
 from asynccomm.work import Work
@@ -17,12 +18,14 @@ __all__ = ["BatchSendRecv", "Messages"]
 
 
 @final
-class BatchSendRecv:
+class BatchSendRecv(Handle):
     """Sends and receives that are to be started together; made by ``comm.batch_op_create()``.
 
     ``send`` and ``recv`` only record, and check their arguments. In what order ranks record matters only for messages
     between the same two under the same tag. Any ranks may take part; the others need not know.
     """
+
+    _instead = "make one there, by comm.batch_op_create()"
 
     def __init__(self, group: Group, submit: Callable[..., Work[Any]]) -> None:
         """Not for users: see ``comm.batch_op_create``."""

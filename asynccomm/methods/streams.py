@@ -13,6 +13,7 @@ from torch import Tensor
 
 from asynccomm.checks import check_rank, check_tag
 from asynccomm.errors import AsyncCommError, PayloadError
+from asynccomm.handles import Handle
 from asynccomm.methods.parcels import MAX_BYTES, ParcelMethods, Terms, mistaken
 from asynccomm.ops import Call, Channel, RecvParcel, SendParcel
 from asynccomm.options import seconds
@@ -72,12 +73,14 @@ class Streams(ParcelMethods):
 
 
 @final
-class Sink:
+class Sink(Handle):
     """Where things are put into a stream; made by ``comm.sink``.
 
     ``async with`` closes it at the end. If its body raises, the receiver gets a PayloadError with the reason in place
     of an end, and nobody waits for it to take that.
     """
+
+    _instead = "make one there, by comm.sink()"
 
     def __init__(self, comm: Streams, peer: int, tag: int) -> None:
         self._comm = comm
@@ -131,13 +134,15 @@ class Sink:
 
 
 @final
-class Stream(AsyncIterator[Any]):
+class Stream(Handle, AsyncIterator[Any]):
     """What comes out of a stream; made by ``comm.stream``.
 
     Breaking out of ``async for``, or cancelling it, loses nothing as long as this is kept: go on with the same Stream.
     What cannot be taken is a PayloadError, and the next ``async for`` goes on with what comes after it; the one that
     says that the sender gave up is final.
     """
+
+    _instead = "make one there, by comm.stream()"
 
     def __init__(
         self,

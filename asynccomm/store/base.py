@@ -12,16 +12,21 @@ from __future__ import annotations
 import abc
 import asyncio
 import math
+import socket
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import final
 
-__all__ = ["DEFAULT_TIMEOUT", "PrefixStore", "Store", "to_amount", "to_bytes", "to_keys", "within"]
+from asynccomm.handles import Handle
+
+__all__ = ["DEFAULT_TIMEOUT", "PrefixStore", "Store", "address_towards", "to_amount", "to_bytes", "to_keys", "within"]
 
 DEFAULT_TIMEOUT = 300.0  # seconds that get() and wait() allow for a key to appear; torch's default
 
 
-class Store(abc.ABC):
+class Store(Handle, abc.ABC):
     """Bytes under string keys, shared by all ranks."""
+
+    _instead = "connect to the store there"
 
     @abc.abstractmethod
     async def set(self, key: str, value: bytes | str) -> None:
@@ -79,6 +84,10 @@ class Store(abc.ABC):
         for key, value in items.items():
             await self.set(key, value)
 
+    def local_address(self) -> str | None:
+        """The address of this host on its way to the store, where other hosts reach it; None: there is none."""
+        return None
+
     async def aclose(self) -> None:
         """Release connections. The store's contents stay with its server."""
 
@@ -131,6 +140,9 @@ class PrefixStore(Store):
     async def multi_set(self, items: Mapping[str, bytes | str]) -> None:
         await self.underlying.multi_set({self._key(key): value for key, value in items.items()})
 
+    def local_address(self) -> str | None:
+        return self.underlying.local_address()
+
 
 def to_bytes(name: str, value: bytes | str) -> bytes:
     """``value`` as bytes. Raises ``TypeError`` naming the argument."""
@@ -153,6 +165,17 @@ def to_amount(amount: int) -> int:
     if isinstance(amount, bool) or not isinstance(amount, int) or not -(2**63) <= amount < 2**63:
         raise ValueError(f"amount must be a 64-bit integer, got {amount!r}")
     return amount
+
+
+def address_towards(host: str, port: int) -> str | None:
+    """The address of the interface by which ``host`` is reached; None: its name means nothing, or there is no way."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as sock:
+            sock.connect(address)  # sends nothing
+            return str(sock.getsockname()[0])
+    except OSError:
+        return None
 
 
 def within(limit: float) -> asyncio.Timeout:

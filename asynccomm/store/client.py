@@ -47,6 +47,7 @@ class _Line(asyncio.Protocol):
         self.error: StoreError | ClosedError | None = None  #: why it is of no more use
         self._writable = asyncio.Event()
         self._writable.set()
+        self.local_address: str | None = None  #: of this end
         self.lost: asyncio.Future[None] = self._loop.create_future()  #: done when the connection is gone
 
     # -- asyncio.Protocol
@@ -54,6 +55,7 @@ class _Line(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one without being a subclass
         self._transport.set_write_buffer_limits(high=_LARGE)
+        self.local_address = str(self._transport.get_extra_info("sockname")[0])
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -201,6 +203,9 @@ class StoreClient(Store):
 
         waits = WaitLines(second, another, present)
         return cls(host, port, command, waits, libuv=libuv, timeout=timeout)
+
+    def local_address(self) -> str | None:
+        return self._command.local_address
 
     def _line(self) -> _Line:
         if self._closed:

@@ -21,6 +21,8 @@ class MemoryStore(Store):
         timeout: seconds that ``get`` and ``wait`` allow by default.
     """
 
+    _instead = "other processes need a store they can reach, such as a StoreClient's"
+
     def __init__(self, timeout: float = DEFAULT_TIMEOUT) -> None:
         self._timeout = timeout
         self._values: dict[str, bytes] = {}

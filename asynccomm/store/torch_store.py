@@ -13,7 +13,7 @@ import anyio.to_thread
 from torch import distributed as dist
 
 from asynccomm.errors import StoreError, StoreTimeoutError
-from asynccomm.store.base import DEFAULT_TIMEOUT, Store, to_amount, to_bytes, to_keys, within
+from asynccomm.store.base import DEFAULT_TIMEOUT, Store, address_towards, to_amount, to_bytes, to_keys, within
 
 __all__ = ["AsTorchStore", "TorchStore"]
 
@@ -91,6 +91,12 @@ class TorchStore(Store):
 
     async def num_keys(self) -> int:
         return await self._call(self._store.num_keys)
+
+    def local_address(self) -> str | None:
+        store = self._store
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        return address_towards(store.host, store.port) if isinstance(store, dist.TCPStore) else None
 
 
 @final

@@ -18,6 +18,7 @@ OF_EVERY_KIND = {
     "real_outputs_of_complex_inputs",
     "reduce_scatter_coalesced_every_dtype_and_op",
     "reduce_scatter_list_and_single",
+    "reductions_of_torch_in_every_form",
     "scalars_in_every_form",
     "scopes_with_limits",
     "send_and_recv_in_a_ring",

@@ -1,14 +1,27 @@
 """The benches run, and refuse what they cannot do. Their figures are nobody's test."""
 
+import ast
 import json
+import signal
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+
+
+def operations(file: str) -> list[str]:
+    """The names in the OPS of a bench's file, which is not run: it may need what is not installed."""
+    body = ast.parse((ROOT / "bench" / file).read_text()).body
+    (ops,) = [node.value for node in body if ast.unparse(node).startswith("OPS") and hasattr(node, "value")]
+    if isinstance(ops, ast.Dict):
+        return [ast.literal_eval(key) for key in ops.keys if key is not None]
+    calls = [node for node in ast.walk(ops) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Op"]
+    return [ast.literal_eval(call.args[0]) for call in calls]
 
 
 def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -35,6 +48,56 @@ def test_collectives_writes_a_row_per_operation_and_peer(tmp_path: Path) -> None
         (op, nbytes, peer) for op, nbytes in (("all_reduce", 8), ("barrier", 0)) for peer in peers
     ]
     assert all(row["ratio"] == pytest.approx(row["peer_us"] / row["asynccomm_us"]) for row in rows)
+
+
+def test_mpi_has_every_operation() -> None:
+    known = operations("mpi_rank.py")
+    assert len(known) > 10
+    assert sorted(known) == sorted(operations("operations.py"))
+
+
+EVERY_OPERATION_OF_MPI = """
+import asyncio, sys
+from mpi_peer import mpi_ranks
+
+async def main(ops):
+    async with mpi_ranks(2) as ranks:
+        for op in ops:
+            for floats in (1, 7):
+                assert await ranks.body(op, floats)(3) > 0
+            print(op)
+
+asyncio.run(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.skipif(find_spec("mpi4py") is None, reason="the extra 'bench' is not installed")
+def test_mpi_runs_every_operation() -> None:
+    ops = operations("operations.py")
+    done = bench("-c", EVERY_OPERATION_OF_MPI, *ops)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ops
+
+
+def test_operations_that_mpi_has_not_are_refused_before_any_is_measured() -> None:
+    code = "import mpi_peer; mpi_peer.MpiRanks([], None, ['all_reduce']).check_known(['all_reduce', 'juggle', 'sort'])"
+    done = bench("-c", code)
+    assert done.returncode != 0
+    assert "ValueError: peer 'mpi' has no juggle, sort: it has all_reduce" in done.stderr
+
+
+def test_what_was_measured_outlives_an_interruption(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    command = [sys.executable, "collectives.py", "--backend", "gloo", "--sizes", "8", "--peers", "gloo"]
+    with subprocess.Popen([*command, "--json", str(out)], cwd=ROOT / "bench", stdout=subprocess.DEVNULL) as running:
+        end = time.monotonic() + 60
+        while not out.exists() and running.poll() is None and time.monotonic() < end:
+            time.sleep(0.01)
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(20) != 0
+    found = [row["op"] for row in json.loads(out.read_text())]
+    assert 1 <= len(found) < len(operations("operations.py"))
+    assert found == operations("operations.py")[: len(found)]
 
 
 def test_hints_has_a_column_per_value(tmp_path: Path) -> None:

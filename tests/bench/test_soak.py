@@ -1,8 +1,10 @@
 """bench/soak.py finds nothing in a few seconds, and says so when there is something."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,26 @@ def test_killed_ranks_are_replaced(tmp_path: Path) -> None:
     assert (summary["failures"], summary["surprises"]) == ([], [])
     assert sum(summary["operations"].values()) > 0
     assert {"private_mb", "shared_mb", "fds", "threads", "/dev/shm", "unix names", "store keys"} <= growth.keys()
+
+
+def descendants(pid: int) -> list[int]:
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [*children, *(pid for child in children for pid in descendants(child))]
+
+
+def test_what_was_found_outlives_an_interruption(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    command = [sys.executable, "soak.py", "--minutes", "5", "--ranks", "3", "--json", str(out)]
+    with subprocess.Popen(command, cwd=ROOT / "bench", stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as running:
+        end = time.monotonic() + 60
+        while len(descendants(running.pid)) < 5 and time.monotonic() < end:  # two helpers, and the ranks
+            time.sleep(0.01)
+        running.send_signal(signal.SIGTERM)
+        _, said = running.communicate(timeout=30)
+        assert running.returncode != 0, said
+    summary, recoveries, _ = rows(out)
+    assert summary["failures"] == ["it was ended by KeyboardInterrupt()"]
+    assert recoveries["kill"]["faults"] >= 0
 
 
 def test_bad_arguments_are_named() -> None:

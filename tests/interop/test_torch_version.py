@@ -5,12 +5,10 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-import pytest
 import torch
 from torch import distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from asynccomm import ReduceOp
 from asynccomm.interop import torch_version
 
 
@@ -25,26 +23,6 @@ def test_python_backends_are_used_from_where_they_are_taken() -> None:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     assert torch_version.PYTHON_BACKENDS or version < (2, 15)
     assert not (torch_version.PYTHON_BACKENDS and version <= (2, 13))
-
-
-@pytest.mark.parametrize("name", ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"])
-def test_reductions(name: str) -> None:
-    theirs = getattr(dist.ReduceOp, name)
-    wanted = getattr(ReduceOp, name)
-    assert torch_version.reduction(theirs) == wanted
-    assert torch_version.reduction(options(reduceOp=theirs).reduceOp) == wanted
-
-
-@pytest.mark.parametrize("factor", [3.0, torch.tensor([3.0])])
-def test_the_factor_of_a_premultiplied_sum(factor: Any) -> None:
-    made = torch_version.reduction(c10d._make_nccl_premul_sum(factor))
-    assert made.type.name == "PREMUL_SUM"
-    assert made.factor == factor
-
-
-def test_what_is_no_reduction() -> None:
-    with pytest.raises(TypeError, match="op must be"):
-        torch_version.reduction("SUM")
 
 
 def test_time_limits() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Awaitable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from asynccomm.methods.parcels import Terms
 from asynccomm.ops import Call, Parcel, SendParcel
 from asynccomm.schemas import ReceivedSchemas, SentSchemas, describe
 from asynccomm.testing.local import loopback_world
+from tests.waiting import until
 
 
 class Point:
@@ -277,7 +279,7 @@ async def test_shares_are_gathered() -> None:
             assert got["own"].equal(d["own"] + rank)
             assert got["e"].shape == (0, 2)
             assert got["n"]["x"].equal(d["n"]["x"])  # type: ignore[index]
-            assert receivers[rank].statistics().submitted == 2, "one all_gather for each that was divided, once"
+            assert receivers[rank].statistics().submitted == 3, "one of what has come, and for each that was divided"
 
 
 async def test_only_a_share_is_sent() -> None:
@@ -293,25 +295,26 @@ async def test_only_a_share_is_sent() -> None:
         assert receive._inbox.shares[0][1].data_ptr() == share[500:].data_ptr()
 
 
-async def test_gathers_wait_for_the_await_and_survive_cancelling_it() -> None:
+async def test_gathers_wait_for_the_await_and_go_on_when_it_is_cancelled() -> None:
     async with loopback_world(2) as (a, b), loopback_world(2, name="g") as group:
-        receive = b.recv_tensor_dict(0, all_gather_group=group[0])
-        a.send_tensor_dict({"t": torch.ones(4)}, 1, all_gather_group=group[0])
+        first, second = (b.recv_tensor_dict(0, tag, all_gather_group=group[tag]) for tag in range(2))
+        a.send_tensor_dict({"t": torch.arange(4)}, 1, 0, all_gather_group=group[0])
+        await asyncio.sleep(0)
         assert group[0].statistics().submitted == 0
 
         async def wait() -> Any:
-            return await receive
+            return await first
 
         task = asyncio.ensure_future(wait())
-        await asyncio.sleep(0.01)
-        assert group[0].statistics().submitted == 1
+        await until(lambda: group[0].statistics().submitted == 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        group[1].all_gather_single(torch.empty(4), torch.full((2,), 9.0))
-        assert (await receive)["t"].tolist() == [1, 1, 9, 9]
-        assert group[0].statistics().submitted == 1
-        assert "all_gathers" in repr(receive)
+        a.send_tensor_dict({"t": torch.arange(4)}, 1, 1, all_gather_group=group[1])
+        for got in (await second, await first, await first):
+            assert got["t"].tolist() == [0, 1, 2, 3]
+        assert group[0].statistics().submitted == group[1].statistics().submitted == 2
+        assert "all_gathers" in repr(first)
 
 
 async def test_a_group_of_one() -> None:
@@ -321,20 +324,75 @@ async def test_a_group_of_one() -> None:
         assert got["t"].tolist() == [1] * 4
 
 
+async def outcomes(*receives: Awaitable[dict[Any, Any]]) -> list[str]:
+    """Of receives that belong together: what the dicts hold, or why there is none."""
+
+    async def one(receive: Awaitable[dict[Any, Any]]) -> str:
+        try:
+            return repr({key: getattr(value, "tolist", lambda v=value: v)() for key, value in (await receive).items()})
+        except PayloadError as exc:
+            return str(exc)
+
+    return list(await asyncio.gather(*map(one, receives)))
+
+
 async def test_groups_must_fit() -> None:
     async with loopback_world(2) as (a, b), loopback_world(2, name="g") as two, loopback_world(4, name="h") as four:
-        d = {"t": torch.ones(8)}
-        for group, text in (
-            (None, "sent share 1 of 2 of a tensor, but no all_gather_group was given here"),
-            (four[1], "sent share 1 of 2 of a tensor, but this is rank 1 of 4 in all_gather_group"),
-            (two[0], "sent share 1 of 2 of a tensor, but this is rank 0 of 2 in all_gather_group"),
+        d = {"t": torch.arange(4)}
+        a.send_tensor_dict(d, 1, all_gather_group=two[1])
+        with pytest.raises(PayloadError, match="sent share 1 of 2 of a tensor, but no all_gather_group was given here"):
+            await b.recv_tensor_dict(0)
+        for mine, sent, text in (
+            (four, (1, 1, 1, 1), "share 1 of 2 of a tensor, but this is rank 0 of 4 in all_gather_group"),
+            (two, (1, 1), "share 1 of 2 of a tensor, but this is rank 0 of 2 in all_gather_group"),
         ):
-            a.send_tensor_dict(d, 1, all_gather_group=two[1])
-            with pytest.raises(PayloadError, match=f"rank 0 {text}"):
-                await b.recv_tensor_dict(0, all_gather_group=group)
-        assert two[0].statistics().submitted == four[1].statistics().submitted == 0
-        a.send_tensor_dict(d, 1)
-        assert (await b.recv_tensor_dict(0, all_gather_group=two[0]))["t"].tolist() == [1] * 8
+            for part, tag in zip(sent, range(4), strict=False):
+                a.send_tensor_dict(d, 1, tag, all_gather_group=two[part])
+            receives = [b.recv_tensor_dict(0, comm.rank, all_gather_group=comm) for comm in mine]
+            first, *_, last = await outcomes(*receives)
+            assert first == f"rank 0 sent {text}"
+            assert "sent share 1 of 2" in last
+        receives = [b.recv_tensor_dict(0, comm.rank, all_gather_group=comm) for comm in two]
+        for tag in range(2):
+            a.send_tensor_dict(d, 1, tag, all_gather_group=two[tag])
+        assert await outcomes(*receives) == ["{'t': [0, 1, 2, 3]}"] * 2
+
+
+async def test_a_head_that_cannot_be_read_is_told_to_the_group() -> None:
+    async with loopback_world(2) as (a, b), loopback_world(2, name="g") as group:
+        for head in (b"", b"\1\3\7", b"\1\3garbage garbage", b"\xff" * 40):
+            receives = [b.recv_tensor_dict(0, comm.rank, all_gather_group=comm, timeout=5) for comm in group]
+            a.send_tensor_dict({"t": torch.arange(4)}, 1, 0, all_gather_group=group[0])
+            a._submit(Call(SendParcel("x", 1, 1), (), (), None, parcels=(Parcel(head, ()),)), None, None)
+            told, own = await outcomes(*receives)
+            assert own.startswith("what rank 0 sent cannot be read")
+            assert told == f"rank 1 of comm 'g' could not take its share of the dict: {own}"
+        assert [comm.statistics().submitted for comm in group] == [4, 4]
+
+
+async def test_a_rank_that_refuses_a_share_does_not_wait_for_the_group() -> None:
+    async with loopback_world(2) as (a, b), loopback_world(2, name="g") as group:
+        a.send_tensor_dict({"t": torch.arange(4)}, 1, all_gather_group=group[0])
+        with pytest.raises(PayloadError, match="max_bytes is 1"):
+            await b.recv_tensor_dict(0, max_bytes=1, all_gather_group=group[0])
+        a.send_tensor_dict({"t": torch.arange(4)}, 1, all_gather_group=group[1])
+        with pytest.raises(PayloadError, match=r"rank 0 of comm 'g' could not take its share .* max_bytes is 1"):
+            await b.recv_tensor_dict(0, all_gather_group=group[1])
+
+
+async def test_a_long_reason_is_cut() -> None:
+    def refuse(meta: object) -> None:
+        raise ValueError("ü" * 999)
+
+    async with loopback_world(2) as (a, b), loopback_world(2, name="g") as group:
+        receives: list[Any] = [b.recv_tensor_dict(0, comm.rank, all_gather_group=comm) for comm in group]
+        a.send_tensor_dict({"t": torch.arange(4)}, 1, 0, all_gather_group=group[0])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(receives[1]._inbox, "_place", refuse)
+            a.send_tensor_dict({"t": torch.arange(4)}, 1, 1, all_gather_group=group[1])
+        told, own = await outcomes(*receives)
+        assert own.count("ü") == 999
+        assert 50 < told.count("ü") < 200
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 from torch import distributed as dist
 
 from asynccomm.errors import StoreError, StoreTimeoutError
-from asynccomm.store.base import Store, within
+from asynccomm.store.base import Store, address_towards, within
 from asynccomm.store.client import StoreClient
 from asynccomm.store.host import listen
 from asynccomm.store.memory import MemoryStore
@@ -233,3 +233,19 @@ async def test_adding_to_text_is_an_error(tmp_path: Path) -> None:
             await store.set("k", "hello")
             with pytest.raises(StoreError):
                 await store.add("k", 1)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "torch-prefix-tcp"])
+async def test_the_way_to_a_server_tells_the_address_of_this_host(kind: str, tmp_path: Path) -> None:
+    if kind == "torch-prefix-tcp":
+        found: Store = TorchStore(dist.PrefixStore("p", dist.PrefixStore("q", tcp_server(use_libuv=True))))
+        assert found.local_address() == "127.0.0.1"
+        return
+    async with opened(kind, tmp_path) as store:
+        address = "127.0.0.1" if kind in ("client-libuv", "client-legacy", "tcp") else None
+        assert store.local_address() == store.prefix("a").prefix("b").local_address() == address
+
+
+@pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1"), ("no such host.", None)])
+def test_the_address_towards_a_host(host: str, address: str | None) -> None:
+    assert address_towards(host, 9) == address

@@ -13,6 +13,7 @@ with torch's default of two is faster by a tenth.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import math
 import threading
@@ -53,7 +54,8 @@ CLOSE_SECONDS = 5.0  # for lanes to see the end of an aborted group; they are da
 END_SECONDS = 1.0  # for gloo's own threads, likewise
 
 _HINTS: Mapping[str, str] = {
-    "hostname": "address of the network interface to use (default: loopback if all ranks are on one host)",
+    "hostname": "address of the network interface to use (default: loopback if all ranks are on one host, else the "
+    "one that leads to the store)",
     "interface": "name of the network interface to use",
     "gloo_threads": f"gloo threads that run collectives of {LARGE >> 20} MiB and more (default {GLOO_THREADS})",
     "p2p_threads": f"threads that wait for messages, one for each peer, tag and direction (default {P2P_THREADS})",
@@ -98,8 +100,9 @@ class GlooBackend(Backend):
     @classmethod
     async def connect(cls, context: BackendContext) -> Self:
         group, hints = context.group, context.hints
-        one_host = len({member.host for member in context.members}) == 1
-        hostname = hints.get("hostname", "127.0.0.1" if one_host and "interface" not in hints else None)
+        hostname = hints.get("hostname")
+        if hostname is None and "interface" not in hints:
+            hostname = _address(context)
         # whoever calls this sees to the time limit
         store = AsTorchStore(context.store.prefix("gloo"), asyncio.get_running_loop(), math.inf)
         threads = {"small": 1, "large": int(hints.get("gloo_threads", GLOO_THREADS))}
@@ -243,6 +246,18 @@ def _land(buffers: Buffers, settle: Callable[[], object]) -> None:
     for land in buffers.lands:
         land()
     settle()
+
+
+def _address(context: BackendContext) -> str | None:
+    """Of the interface to use, where the caller has not said it; None: the one that the host's name resolves to.
+
+    That name often means loopback, or nothing, where no name service knows the host. The way to the store is one that
+    the other hosts have, too, unless that way is loopback: this host has the store, and calls it so.
+    """
+    if len({member.host for member in context.members}) == 1:
+        return "127.0.0.1"
+    address = context.store.local_address()
+    return None if address is None or ipaddress.ip_address(address).is_loopback else address
 
 
 def _bare(exc: T) -> T:

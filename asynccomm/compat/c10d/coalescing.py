@@ -24,6 +24,7 @@ from asynccomm.compat.c10d.checks import member_of
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.work import NOTHING, Work
 from asynccomm.compat.c10d.world import Group, group_or_default, world
+from asynccomm.handles import Handle
 from asynccomm.methods.scopes import coalesce
 
 __all__ = [
@@ -133,8 +134,10 @@ def _owner() -> object:
 
 
 @final
-class CoalescingManager:
+class CoalescingManager(Handle):
     """What a manager has sent."""
+
+    _instead = "make one there"
 
     def __init__(self) -> None:
         self.works: list[Any] = []
@@ -151,8 +154,10 @@ class CoalescingManager:
 
 
 @final
-class Coalescing:
+class Coalescing(Handle):
     """Made by :func:`coalescing_manager`."""
+
+    _instead = "make one there"
 
     def __init__(self, pg: ProcessGroup | None, device: torch.device | None, async_ops: bool) -> None:
         self._pg = pg
@@ -238,12 +243,14 @@ def coalescing_manager(group: Group = None, device: torch.device | None = None, 
 
 
 @final
-class TimeEstimator:
+class TimeEstimator(Handle):
     """Made by :func:`time_estimator`.
 
     Attributes:
         estimated_time: what the collectives inside would take, in microseconds, as torch has it; None before the end.
     """
+
+    _instead = "send its estimated_time"
 
     def __init__(self, estimate: Estimate) -> None:
         self.estimated_time: float | None = None

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 
 from asynccomm.comm import Comm
 from asynccomm.compat.c10d.backends import BackendConfig, backend_of
 from asynccomm.errors import AsyncCommError
+from asynccomm.handles import Handle
 
 __all__ = ["ProcessGroup"]
 
 
-class ProcessGroup:
+class ProcessGroup(Handle):
     """A group of ranks; made by ``init_process_group``, ``new_group`` and their like.
 
     Its comms are ours, and may be used beside the face's functions: ``group.comm().all_reduce(tensor)``.
@@ -30,6 +30,8 @@ class ProcessGroup:
         timeout: for operations.
         bound_device: the device of this rank, if that was said.
     """
+
+    _instead = "make a group there, by init_process_group() or new_group()"
 
     def __init__(
         self,
@@ -133,6 +135,3 @@ class ProcessGroup:
 
     def __repr__(self) -> str:
         return f"<ProcessGroup {self.group_name!r} rank {self._rank} of {self.size()}, {self.config!r}>"
-
-    def __reduce__(self) -> Any:
-        raise TypeError(f"{self!r} cannot be pickled: it is this process's part of a group")

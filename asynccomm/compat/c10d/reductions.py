@@ -64,7 +64,7 @@ def _all_reduce(comm: Comm, tensor: Tensor, op: Any) -> _ours.Work[Any]:
     return comm._submit(AllReduce.of(comm._group, in_reals(tensor), kind)._replace(result=tensor), None, None)
 
 
-def _go_in_parts(tensors: Sequence[Tensor], op: Any) -> bool:
+def _go_in_parts(tensors: Sequence[Tensor], op: _OurOp) -> bool:
     """Whether some are complex and all can be reduced as the reals in their memory. Raises: ValueError for the op.
 
     A factor is complex on some ranks, maybe, and the pairs of what is lazily conjugated are others than its memory's.
@@ -72,10 +72,9 @@ def _go_in_parts(tensors: Sequence[Tensor], op: Any) -> bool:
     numbers = [tensor for tensor in tensors if tensor.is_complex()]
     if not numbers:
         return False
-    ours = _OurOp.of(op)
     for tensor in numbers:
-        ours.check(tensor.dtype)
-    return ours.type is not RedOpType.PREMUL_SUM and not any(tensor.is_conj() for tensor in numbers)
+        op.check(tensor.dtype)
+    return op.type is not RedOpType.PREMUL_SUM and not any(tensor.is_conj() for tensor in numbers)
 
 
 @deprecated("all_reduce_coalesced is deprecated: use a coalescing manager", category=FutureWarning)

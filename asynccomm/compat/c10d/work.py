@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any, Final, Generic, ParamSpec, TypeVar, final
 
 from asynccomm import work as _ours
+from asynccomm.handles import Handle
 
 __all__ = ["NOTHING", "Nothing", "Then", "Work", "giving_a_future", "operation_of"]
 
@@ -20,13 +21,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Work:
+class Work(Handle):
     """One submitted operation; ``await`` it for its output. As our own Work, under the names that torch has.
 
     Args:
         work: the comm's.
     """
 
+    _instead = "await it here, and send its output there"
     __slots__ = ("_work",)
 
     def __init__(self, work: _ours.Work[Any]) -> None:
@@ -98,9 +100,10 @@ async def _result(work: Awaitable[T]) -> T:
 
 
 @final
-class Then(Generic[T]):
+class Then(Handle, Generic[T]):
     """Something to await, and what is to be done with its output, once, to get the result."""
 
+    _instead = "await it here, and send its output there"
     __slots__ = ("_done", "_finish", "_result", "_work", "failed")
 
     def __init__(self, work: Awaitable[Any], finish: Callable[[Any], T]) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeAlias, final
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.recorder import Recorder
 from asynccomm.compat.c10d.types import NON_GROUP_MEMBER
+from asynccomm.handles import Handle
 from asynccomm.store.base import Store
 
 __all__ = [
@@ -40,7 +41,7 @@ Ending: TypeAlias = "Callable[[int], Awaitable[None]]"
 
 
 @final
-class World:
+class World(Handle):
     """What this process knows of its groups.
 
     Attributes:
@@ -58,6 +59,8 @@ class World:
         endings: to be awaited when the default group has ended, last first, with how many ranks this one waits for,
             itself included.
     """
+
+    _instead = "call init_process_group() there"
 
     def __init__(self) -> None:
         self.default_pg: ProcessGroup | None = None

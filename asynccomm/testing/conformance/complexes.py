@@ -1,4 +1,7 @@
-"""Checks of unusual tensors, in every form: complex ones, views that conjugate or negate, scalars, every dtype."""
+"""Checks of unusual tensors, in every form: complex ones, views that conjugate or negate, scalars, every dtype.
+
+And of torch's own reductions, likewise.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from asynccomm.comm import Comm
 from asynccomm.reduce_op import ReduceOp
 from asynccomm.testing.conformance.data import (
     COMPLEX,
     DTYPES,
+    REDUCTIONS,
     chunks,
     combinations,
     everyones,
@@ -41,6 +46,16 @@ async def every_dtype_in_every_form(comm: Comm) -> None:
         await every_move(comm, (2, 3), dtype, torch.clone, f"of {dtype}")
     for dtype, op in list(combinations())[::3]:  # most forms are tried with all of them elsewhere
         await every_reduction(comm, (5,), dtype, op, torch.clone, f"of {dtype}")
+
+
+async def reductions_of_torch_in_every_form(comm: Comm) -> None:
+    members = [getattr(dist.ReduceOp, op.type.name) for op in REDUCTIONS]
+    for op in [*members, *map(dist.ReduceOp, members)]:
+        await every_reduction(comm, (3,), torch.int32, op, torch.clone, f"of torch ({ReduceOp.of(op)})")
+
+    for factor in (0.5, torch.tensor(0.5), torch.tensor([0.5])):
+        op = dist._make_nccl_premul_sum(factor)
+        await every_reduction(comm, (3,), torch.float32, op, torch.clone, f"of torch ({ReduceOp.of(op)})")
 
 
 async def scalars_in_every_form(comm: Comm) -> None:

@@ -79,8 +79,13 @@ def sentinel(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor
     return torch.full(tuple(shape), 99, dtype=torch.float32).to(dtype)
 
 
-def reduced(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
-    """What reducing one tensor per rank must give, in the tensors' dtype, computed exactly."""
+def reduced(tensors: Sequence[Tensor], reduction: object) -> Tensor:
+    """What reducing one tensor per rank must give, in the tensors' dtype, computed exactly.
+
+    Args:
+        reduction: ours or torch's; of a PREMUL_SUM all ranks have the same factor.
+    """
+    op = ReduceOp.of(reduction)
     dtype = tensors[0].dtype
     if dtype.is_complex:
         rows = torch.stack([t.to(torch.complex128) for t in tensors])
@@ -91,6 +96,8 @@ def reduced(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
     kind, size = op.type, len(tensors)
     if kind is RedOpType.SUM:
         result = rows.sum(0)
+    elif op.factor is not None:
+        result = rows.mul(op.factor).sum(0)
     elif kind is RedOpType.AVG:
         result = rows.sum(0) / size if rows.dtype != torch.int64 else rows.sum(0).div(size, rounding_mode="trunc")
     elif kind is RedOpType.PRODUCT:

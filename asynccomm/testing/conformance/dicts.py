@@ -121,6 +121,46 @@ async def shares_of_dicts_from_group_to_group(comm: Comm) -> None:
         await asyncio.gather(*sends)
 
 
+async def refused_shares_leave_the_group_usable(comm: Comm) -> None:
+    """Each rank sends a share to the next one; what comes to the last one cannot be taken, in one way after another."""
+    size, following, previous, last = comm.size, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, comm.size - 1
+    same = {"t": sample(1, (size, 2)), "u": sample(1, (3 * size,), torch.int64)}
+    wider, unreadable = {**same, "t": sample(1, (size, 3))}, {**same, "c": Custom(1)}
+    async with AsyncExitStack() as stack:
+        group = await stack.enter_async_context(comm.dup("receivers"))
+        senders = await stack.enter_async_context(comm.split([(r - 1) % size for r in range(size)], "senders"))
+        alone = await stack.enter_async_context(comm.split([comm.rank], "alone"))
+
+        async def exchange(sent: dict[Any, Any], by: Comm | None, **terms: Any) -> dict[Any, Any]:
+            send = comm.send_tensor_dict(sent if following == last else same, following, all_gather_group=by)
+            mine = terms if comm.rank == last else {}
+            try:
+                return await comm.recv_tensor_dict(previous, all_gather_group=group, timeout=10, **mine)
+            finally:
+                await send
+
+        to_last = following == last
+        cases: list[tuple[str, bool, dict[Any, Any], Comm | None, dict[str, Any]]] = [
+            ("too large", True, same, senders, {"max_bytes": 10}),
+            ("of other tensors", True, wider, senders, {}),
+            ("of another group", True, same, alone if to_last else senders, {}),
+            ("whole", True, same, None if to_last else senders, {}),
+            ("of a class", False, unreadable, senders, {}),
+        ]
+        for what, everywhere, sent, by, terms in cases if size > 1 else ():
+            try:
+                got = await exchange(sent, by, **terms)
+            except PayloadError:
+                assert everywhere or comm.rank == last, f"a dict was refused where it is good ({what})"
+            else:
+                assert not everywhere, f"rank {comm.rank} has a dict whose shares cannot be put together ({what})"
+                assert comm.rank != last, f"the last rank took a dict that it cannot take ({what})"
+                expect_same(got, same, f"a dict beside one that is {what}")
+            expect_same(await exchange(same, senders), same, f"a dict after one that was {what}")
+        expect_same(await exchange(same, senders), same, "a dict of shares")
+        await group.barrier()
+
+
 def _module(seed: int) -> nn.Module:
     torch_state = torch.get_rng_state()
     torch.manual_seed(seed)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from asynccomm.comm import Comm
-from asynccomm.reduce_op import ReduceOp
 from asynccomm.testing.conformance.data import everyones, expect_equal, reduced, sample, sentinel
 from asynccomm.work import Work
 
@@ -34,7 +33,7 @@ async def every_move(comm: Comm, shape: Sequence[int], dtype: torch.dtype, lay: 
 
 
 async def every_reduction(
-    comm: Comm, shape: Sequence[int], dtype: torch.dtype, op: ReduceOp, lay: Lay, what: str
+    comm: Comm, shape: Sequence[int], dtype: torch.dtype, op: object, lay: Lay, what: str
 ) -> None:
     """Reduce tensors of this shape and dtype, laid out by ``lay``, in every way, all at once."""
     forms = Forms(comm, shape, dtype, lay)
@@ -158,7 +157,7 @@ class Forms:
         batch.send(self._mine, previous, 3)
         yield Started("batch", batch.issue(), [self._everyone[following], self._everyone[self._rank]])
 
-    def reductions(self, op: ReduceOp) -> Iterator[Started]:
+    def reductions(self, op: object) -> Iterator[Started]:
         comm, root, values = self._comm, self._root, self._everyone[self._rank]
         total = reduced(self._everyone, op)
         yield Started("all_reduce", comm.all_reduce(self._lay(values), op), [total])
@@ -169,7 +168,7 @@ class Forms:
         yield Started("reduce", comm.reduce(self._lay(values), root, op), at_root)
         yield Started("reduce into out", comm.reduce(self._mine, root, op, out=self._blank()), at_root)
 
-    def scattered_reductions(self, op: ReduceOp) -> Iterator[Started]:
+    def scattered_reductions(self, op: object) -> Iterator[Started]:
         comm, size, rank, numel = self._comm, self._size, self._rank, self._numel
         total = reduced([self._sample(r, salt=rank) for r in range(size)], op)
         inputs = [self._input(tensor) for tensor in self._for_all(rank)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
+import pickle
 import threading
 import weakref
 from typing import Any
@@ -125,6 +127,38 @@ async def works_let_go_of_tensors(comm: Comm) -> None:
         await asyncio.sleep(0.005)
     assert reference() is None, "a finished operation still holds its input"
     assert out.numel() == 64 * comm.size
+
+
+async def copies_of_handles_are_the_handles(comm: Comm) -> None:
+    tensor, kept = sample(comm.rank, (5,)), sample(comm.rank, (3,), salt=1)
+    messages = comm.batch_op_create()
+    messages.recv(kept, (comm.rank - 1) % comm.size, 7)
+    messages.send(sample(comm.rank, (3,)), (comm.rank + 1) % comm.size, 7)
+    sink, stream = comm.sink((comm.rank + 1) % comm.size, 8), comm.stream((comm.rank - 1) % comm.size, 8)
+    async with comm.coalesce() as scope:
+        work = comm.all_reduce(tensor)
+        for handle in (comm, work, scope, messages, sink, stream, comm.dup("never"), comm.unsafe_get_backend()):
+            _expect_no_copy(handle)
+    gc.collect()
+    await work
+    expect_equal(tensor, reduced([sample(r, (5,)) for r in range(comm.size)], ReduceOp.SUM), "after copies went")
+    await messages.issue()
+    expect_equal(kept, sample((comm.rank - 1) % comm.size, (3,)), "received after copies went")
+    sent = sink.put(comm.rank), sink.close()
+    assert [item async for item in stream] == [(comm.rank - 1) % comm.size], "a stream after copies went"
+    await asyncio.gather(*sent)
+    await comm.barrier()
+
+
+def _expect_no_copy(handle: object) -> None:
+    assert copy.copy(handle) is handle, f"{handle!r} was copied"
+    assert copy.deepcopy({"held": [handle]})["held"][0] is handle, f"{handle!r} was copied deeply"
+    try:
+        pickle.dumps(handle)
+    except TypeError as exc:
+        assert "cannot be pickled" in str(exc), exc
+    else:
+        raise AssertionError(f"{handle!r} was pickled")
 
 
 async def operations_keep_the_memory_they_were_given(comm: Comm) -> None:

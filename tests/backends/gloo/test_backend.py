@@ -5,6 +5,8 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +50,49 @@ async def test_a_thread_that_waits_for_a_peer_leaves_when_connecting_is_cancelle
     with pytest.raises(asyncio.CancelledError):
         await connecting
     await until(lambda: len(store._waiters) == 0)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "towards_the_store", "hints", "chosen"),
+    [
+        (("one", "one"), "10.0.0.7", {}, "127.0.0.1"),
+        (("one", "two"), "10.0.0.7", {}, "10.0.0.7"),
+        (("one", "two"), "fd00::7", {}, "fd00::7"),
+        (("one", "two"), "127.0.1.1", {}, None),  # gloo's default: the host's name
+        (("one", "two"), "::1", {}, None),
+        (("one", "two"), None, {}, None),
+        (("one", "two"), "10.0.0.7", {"hostname": "10.0.0.8"}, "10.0.0.8"),
+        (("one", "two"), "10.0.0.7", {"interface": "eth1"}, None),
+        (("one", "one"), "10.0.0.7", {"interface": "eth1"}, None),
+    ],
+)
+async def test_the_address_that_gloo_uses(
+    monkeypatch: pytest.MonkeyPatch,
+    hosts: Sequence[str],
+    towards_the_store: str | None,
+    hints: dict[str, str],
+    chosen: str | None,
+) -> None:
+    given: list[dict[str, Any]] = []
+
+    def refused(*_: object, **options: Any) -> None:
+        given.append(options)
+        raise RuntimeError("that is all")
+
+    monkeypatch.setattr(backend_module, "Gloo", refused)
+    monkeypatch.setattr(MemoryStore, "local_address", lambda self: towards_the_store)
+    context = BackendContext(
+        group=Group("t", 0, 2, torch.device("cpu")),
+        members=[Member(rank, host, rank) for rank, host in enumerate(hosts)],
+        store=MemoryStore().prefix("comm"),
+        mailbox=Mailbox(asyncio.get_running_loop()),
+        timeout=5.0,
+        on_error=lambda error: None,
+        hints=hints,
+    )
+    with pytest.raises(BackendError, match="that is all"):
+        await GlooBackend.connect(context)
+    assert (given[0]["hostname"], given[0]["interface"]) == (chosen, hints.get("interface"))
 
 
 async def test_the_error_of_connecting_keeps_nothing_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
