@@ -5,17 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, Final
 
 import asynccomm.compat.c10d as dist
 from asynccomm import MemoryStore
 
 Body = Callable[[int], Awaitable[Any]]
 
+default_backend: Final = ContextVar("default_backend", default="loopback")  #: of ``run_ranks``
 
-async def run_ranks(size: int, body: Body, *, backend: str | None = "loopback", **options: Any) -> list[Any]:
-    """What ``body(rank)`` returns on each rank, between making the default group and destroying it."""
+
+async def run_ranks(size: int, body: Body, *, backend: str | None = "", **options: Any) -> list[Any]:
+    """What ``body(rank)`` returns on each rank, between making the default group and destroying it.
+
+    Args:
+        backend: of the default group; empty: ``default_backend``.
+    """
     store = MemoryStore()
+    backend = default_backend.get() if backend == "" else backend
     connected = asyncio.Barrier(size)
 
     async def one(rank: int) -> Any:
