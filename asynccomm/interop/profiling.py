@@ -1,4 +1,4 @@
-"""Events of torch's profiler, as all backends of torch have them: ``asynccomm:all_reduce`` with the shapes of its tensors.
+"""Events of torch's profiler, as all backends of torch have them: ``asynccomm:all_reduce``, with shapes of tensors.
 
 An event spans the call, which starts the operation. Without them a profile shows a group in Python as nothing at all on
 torch before 2.14, whose dispatcher records calls (``c10d::allreduce_``) only for groups of its own.

@@ -43,9 +43,7 @@ def monitored_barrier_failed(
 def check_split(ranks: Sequence[int], size: int) -> None:
     """Raise the RuntimeError of torch, on all ranks at once, unless ``ranks`` can be a part of a group of ``size``."""
     if not ranks:
-        raise RuntimeError(
-            "Split ranks cannot be empty. Please provide a non-empty list of ranks to split the group."
-        )
+        raise RuntimeError("Split ranks cannot be empty. Please provide a non-empty list of ranks to split the group.")
     if len(set(ranks)) != len(ranks):
         raise RuntimeError(
             "Split ranks should not have duplicates. Please provide a list of unique ranks to split the group, "
