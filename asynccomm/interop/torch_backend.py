@@ -29,7 +29,8 @@ from asynccomm.comm import Comm
 from asynccomm.interop.comms import Comms
 from asynccomm.interop.threads import detached
 from asynccomm.interop.torch_collectives import NAME, TorchCollectives
-from asynccomm.interop.torch_version import PYTHON_BACKENDS, group_arguments
+from asynccomm.interop.torch_version import PYTHON_BACKENDS, as_backend, group_arguments
+from asynccomm.interop.torch_words import check_split
 from asynccomm.interop.uncompiled import uncompiled
 
 __all__ = ["TorchGroup", "group_over", "register"]
@@ -41,6 +42,7 @@ CUSTOM: Final = c10d.ProcessGroup.BackendType.CUSTOM
 if PYTHON_BACKENDS:
 
     @uncompiled
+    @as_backend
     class TorchBackend(TorchCollectives, c10d.Backend):
         """What torch's own group calls."""
 
@@ -58,17 +60,25 @@ if PYTHON_BACKENDS:
             return self._own_options
 
         def split(self, store: Any, ranks: list[int], opts: Any) -> Any:
-            """The backend of a smaller group; None on ranks that are not in it."""
-            comms = self.comms
-            if comms.rank not in ranks:
-                return None
-            timeout = comms.timeout if opts is None else opts._timeout
-            name = (opts.group_name if opts is not None else "") or f"{comms.name}/{'-'.join(map(str, ranks))}"
-            return TorchBackend(_connected(name, store, ranks.index(comms.rank), len(ranks), timeout))
+            """The backend of a part of a group of torch's own, which calls this on all ranks.
+
+            torch ends the process where it is given None, its way to say that a rank is not in the part.
+            """
+            _store_of(self.comms)
+            check_split(ranks, self.comms.size)
+            if self.comms.rank not in ranks:
+                raise RuntimeError(
+                    f"rank {self.comms.rank} of group {self.comms.name!r} is not among ranks {list(ranks)}: a group "
+                    f"that has other backends beside {NAME!r} can only be split into parts that each rank is in"
+                )
+            timeout, name = (None, "") if opts is None else (opts._timeout, opts.group_name)
+            return TorchBackend(_part(self.comms, ranks, timeout, name or _part_name(self.comms.name, ranks)))
 
     @uncompiled
     class TorchGroup(c10d.ProcessGroup):
         """A group of torch's own in front of a TorchBackend."""
+
+        splits = 0  # that were made of it and not described
 
         def __init__(self, comms: Comms) -> None:
             super().__init__(*group_arguments(comms.store, comms.rank, comms.size))
@@ -167,16 +177,19 @@ if PYTHON_BACKENDS:
             group_desc: str | None = None,
             device_types: list[torch.device] | None = None,
         ) -> Any:
-            return _split(self, new_ranks, timeout, group_name, group_desc)
+            return _split(self, new_ranks, timeout, opts, group_name, group_desc)
 
 else:
 
     @uncompiled
+    @as_backend
     class TorchGroup(TorchCollectives, c10d.ProcessGroup):  # type: ignore[no-redef, misc]  # torch's are overloaded
         """A group all in Python. What torch keeps for a group with backends of its own is kept here."""
 
         supports_splitting = True
         supports_coalescing = False  # of this, batch_isend_irecv would ask a backend
+        use_pg_for_symm_mem_rendezvous = False
+        splits = 0  # that were made of it and not described
 
         def __init__(self, comms: Comms) -> None:
             c10d.ProcessGroup.__init__(self, *group_arguments(comms.store, comms.rank, comms.size))
@@ -222,10 +235,13 @@ else:
         def _has_hooks(self) -> bool:
             return False
 
-        def _start_coalescing(self, device: torch.device) -> None:
+        def _wait_for_pending_works(self) -> None:
+            raise RuntimeError(f"Backend {NAME} does not support _wait_for_pending_works")
+
+        def _start_coalescing(self, device: torch.device | None = None) -> None:
             self.start_coalescing()
 
-        def _end_coalescing(self, device: torch.device) -> Any:
+        def _end_coalescing(self, device: torch.device | None = None) -> Any:
             return self.end_coalescing()
 
         def split_group(
@@ -237,7 +253,7 @@ else:
             group_desc: str | None = None,
             device_types: list[torch.device] | None = None,
         ) -> Any:
-            return _split(self, new_ranks, timeout, group_name, group_desc)
+            return _split(self, new_ranks, timeout, opts, group_name, group_desc)
 
 
 def group_over(comm: Comm, *more: Comm, name: str | None = None) -> TorchGroup:
@@ -262,18 +278,41 @@ def group_over(comm: Comm, *more: Comm, name: str | None = None) -> TorchGroup:
     return _named(TorchGroup(Comms(label, None, comm.rank, comm.size, timeout, comms)), label, "undefined")
 
 
-def _split(group: Any, ranks: list[int], timeout: timedelta | None, name: str | None, description: str | None) -> Any:
-    """The group of some ranks of ``group``, on those; None on others."""
+def _split(
+    group: Any, ranks: list[int], timeout: timedelta | None, opts: Any, name: str | None, description: str | None
+) -> Any:
+    """The group of some ranks of ``group``, on those; None on others. Names and errors are as in torch's groups."""
     comms: Comms = group.comms
+    _store_of(comms)
+    check_split(ranks, comms.size)
+    label = _part_name(group.group_name, ranks) if name is None else name
+    if description is None:
+        group.splits += 1
+        description = f"{group.group_desc}:split:{group.splits - 1}"
+    if timeout is None and opts is not None:
+        timeout = opts._timeout
     if comms.rank not in ranks:
         return None
+    made = TorchGroup(_part(comms, ranks, timeout, label))
+    made.bound_device_id = group.bound_device_id
+    return _named(made, label, description)
+
+
+def _part_name(name: str, ranks: list[int]) -> str:
+    return f"{name}:split:{list(ranks)}"
+
+
+def _part(comms: Comms, ranks: list[int], timeout: timedelta | None, name: str) -> Comms:
+    """Those of some ranks, which meet where the ranks of ``comms`` have met."""
+    limit = comms.timeout if timeout is None else timeout
+    return _connected(name, dist.PrefixStore(f"{name}/", _store_of(comms)), ranks.index(comms.rank), len(ranks), limit)
+
+
+def _store_of(comms: Comms) -> dist.Store:
+    """Where the ranks of ``comms`` have met. Raises: RuntimeError."""
     if comms.store is None:
         raise RuntimeError(f"group {comms.name!r} was made over comms, and cannot be split: split these")
-    label = f"{comms.name}:{'-'.join(map(str, ranks))}" if name is None else name
-    store = dist.PrefixStore(f"{label}/", comms.store)
-    made = TorchGroup(_connected(label, store, ranks.index(comms.rank), len(ranks), timeout or comms.timeout))
-    made.bound_device_id = group.bound_device_id
-    return _named(made, label, description or "undefined")
+    return comms.store
 
 
 def _named(group: TorchGroup, name: str, description: str) -> TorchGroup:

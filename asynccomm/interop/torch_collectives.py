@@ -20,8 +20,10 @@ from torch import Tensor
 from asynccomm.coalescing.scope import Batch
 from asynccomm.errors import MonitoredBarrierError
 from asynccomm.interop.comms import Comms
+from asynccomm.interop.profiling import is_profiling, recorded
 from asynccomm.interop.threads import detached
 from asynccomm.interop.torch_version import checked_limit, time_limit
+from asynccomm.interop.torch_words import monitored_barrier_failed
 from asynccomm.interop.torch_work import TorchWork
 from asynccomm.interop.uncompiled import uncompiled
 from asynccomm.methods.scopes import coalesce
@@ -31,7 +33,6 @@ from asynccomm.work import Work
 __all__ = ["NAME", "TorchCollectives"]
 
 NAME: Final = "asynccomm"  #: of the backend, as torch knows it
-INSTANT: Final = timedelta(milliseconds=1)  # a monitored barrier with no more is over for rank 0 before it begins
 
 
 @final
@@ -143,7 +144,7 @@ class TorchCollectives:
             with comm.coalesce():
                 return [comm.all_gather_single(output, input, timeout=limit) for output, input in pairs]
 
-        return self._start_several(list(outputs), start)
+        return self._start_several("all_gather_single_coalesced", list(outputs), start)
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
         return self.all_gather_single_coalesced(outputs, inputs, opts)
@@ -219,7 +220,8 @@ class TorchCollectives:
             try:
                 work.wait()
             except MonitoredBarrierError as exc:
-                raise RuntimeError(_missing(exc, self.comms.rank, limit)) from exc
+                waited = self.comms.timeout if limit is None else limit
+                raise monitored_barrier_failed(exc, self.comms.rank, waited, wait_all_ranks) from exc
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -250,7 +252,9 @@ class TorchCollectives:
         self._scopes[thread] = scope, []
 
     def end_coalescing(self) -> TorchWork:
-        """Send it; one Work for all."""
+        """Send it; one Work for all. Raises: RuntimeError if this thread holds nothing back."""
+        if threading.get_ident() not in self._scopes:
+            raise RuntimeError(f"_end_coalescing() of a group of backend {NAME} without _start_coalescing() before it")
         scope, works = self._scopes.pop(threading.get_ident())
         with detached():
             scope.__exit__(None, None, None)
@@ -283,6 +287,9 @@ class TorchCollectives:
     def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
         self.comms.extend_timeout(timeout)
 
+    def _enable_collectives_timing(self) -> None:
+        """Works always know how long they took."""
+
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
         if device is not None:
             self.comms.connect(device)
@@ -308,6 +315,8 @@ class TorchCollectives:
         collective: bool = True,
         **options: Any,
     ) -> TorchWork:
+        if is_profiling():
+            call = recorded(f"{NAME}:{call.__name__}", arguments, call)
         if asyncio._get_running_loop() is None:
             part = call(*arguments, **options)
         else:
@@ -317,8 +326,14 @@ class TorchCollectives:
         return self._handed(TorchWork((part,), result))
 
     def _start_several(
-        self, result: list[Any], start: Callable[[], Sequence[Work[Any]]], finish: Callable[[], object] | None = None
+        self,
+        name: str,
+        result: list[Any],
+        start: Callable[[], Sequence[Work[Any]]],
+        finish: Callable[[], object] | None = None,
     ) -> TorchWork:
+        if is_profiling():
+            start = recorded(f"{NAME}:{name}", result, start)
         with detached():
             parts = start()
         self._called += 1
@@ -355,7 +370,7 @@ class TorchCollectives:
             with torch.no_grad():
                 tensor.copy_(found)
 
-        return self._start_several(tensors, start, add_up)
+        return self._start_several("all_reduce", tensors, start, add_up)
 
 
 def _several(tensors: Any) -> list[Tensor]:
@@ -379,16 +394,3 @@ def _op(opts: Any, op: Any = None) -> Any:
 
 def _limit(opts: Any, timeout: Any = None) -> timedelta | None:
     return time_limit(opts) if timeout is None else checked_limit(timeout)
-
-
-def _missing(error: MonitoredBarrierError, rank: int, limit: timedelta | None) -> str:
-    ranks, milliseconds = list(error.missing), round(1000 * error.elapsed)
-    if rank != 0 and 0 not in ranks:
-        return (
-            f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv from "
-            f"rank 0. Please check rank 0 logs for faulty rank: {error}"
-        )
-    if ranks == [0] or (rank == 0 and limit is not None and limit <= INSTANT):
-        return f"Rank 0 timed out in monitoredBarrier after {milliseconds} ms: {error}"
-    names = f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))}"
-    return f"{names} failed to pass monitoredBarrier in {milliseconds} ms: {error}"

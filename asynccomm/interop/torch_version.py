@@ -1,19 +1,24 @@
 """What differs between the versions of torch.distributed, 2.11 to 2.15; found out by trying, here and nowhere else.
 
-- torch 2.15 takes backends that are written in Python: a group of torch's own calls them through its dispatcher, so
+- torch 2.14 takes backends that are written in Python: a group of torch's own calls them through its dispatcher, so
   that hooks, dispatch modes and the profiler see what is called. Before, a Python group must be a ``ProcessGroup``
   itself, which nothing stands in front of.
-- A ``ProcessGroup`` of a Python class can be made with its store in 2.15, and only without before.
+- A ``ProcessGroup`` of a Python class can be made with its store where backends can, and only without before.
+- The properties of a Python backend that say whether it supports something call themselves until the stack is full,
+  unless the Python class has attributes of their names. Which there are differs, and a Python group that is its own
+  backend has none of them.
 """
 
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from torch._C import _distributed_c10d as c10d
 
-__all__ = ["PYTHON_BACKENDS", "checked_limit", "group_arguments", "time_limit"]
+__all__ = ["PYTHON_BACKENDS", "as_backend", "checked_limit", "group_arguments", "time_limit"]
+
+T = TypeVar("T")
 
 
 def _takes_backends() -> bool:
@@ -28,6 +33,32 @@ def _takes_backends() -> bool:
 
 
 PYTHON_BACKENDS: Final = _takes_backends()  #: whether a Python class can be a backend of a group of torch's
+
+
+def as_backend(cls: type[T]) -> type[T]:
+    """A decorator: have ``cls`` answer all that torch asks a backend, also where it defines nothing itself.
+
+    It supports nothing that it does not define: questions for that are answered by False, and calls that torch itself
+    does not answer raise RuntimeError.
+    """
+    ours = [base for base in cls.__mro__ if base not in (c10d.Backend, c10d.ProcessGroup)]
+    for name, member in vars(c10d.Backend).items():
+        if name.startswith("__") or any(name in vars(base) for base in ours):
+            continue
+        if isinstance(member, property) and "supports" in name:
+            setattr(cls, name, False)
+        elif not hasattr(cls, name):
+            setattr(cls, name, member if isinstance(member, type) else _unsupported(name, member))
+    return cls
+
+
+def _unsupported(name: str, member: Any) -> Any:
+    def refuse(self: Any, *_: Any, **__: Any) -> bool:
+        if name.startswith("supports"):
+            return False
+        raise RuntimeError(f"Backend {self.name()} does not support {name}")
+
+    return property(refuse) if isinstance(member, property) else refuse
 
 
 def group_arguments(store: Any, rank: int, size: int) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed as dist
+from torch._C import _distributed_c10d as c10d
 from torch.distributed import _functional_collectives as functional
 from torch.profiler import profile
 
@@ -64,15 +66,104 @@ async def test_groups_of_some_ranks() -> None:
         dist.destroy_process_group(mine)
         pairs, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])
         assert total(pairs, rank) == 3
-        if PYTHON_BACKENDS:  # older versions of torch split groups that are bound to a GPU
-            split = dist.split_group(split_ranks=[[0, 1], [2, 3]])
-            assert isinstance(split, TorchGroup)
-            assert total(split, rank) == (1 if rank < 2 else 5)
-            outside = dist.split_group(split_ranks=[[1, 2]])
-            assert (outside == dist.GroupMember.NON_GROUP_MEMBER) == (rank in (0, 3))
         assert total(None) == 4
         if rank % 2:  # the last, for torch names groups by how many there are
             assert total(dist.new_group([1, 3], use_local_synchronization=True), rank) == 4
+
+
+SPLITS_CPU = "bound_device_id" not in inspect.getsource(dist.split_group).split("parent_pg not in")[0]
+
+
+@pytest.mark.skipif(not SPLITS_CPU, reason="older versions of torch split only groups that are bound to a GPU")
+@pytest.mark.ranks(4)
+async def test_split_group() -> None:
+    with world():
+        rank = dist.get_rank()
+        for _ in range(2):
+            half = dist.split_group(split_ranks=[[0, 1], [2, 3]])
+            assert isinstance(half, TorchGroup)
+            assert total(half, rank) == (1 if rank < 2 else 5)
+        assert half.group_desc == "default_pg:split:1"
+        nested = dist.split_group(half, [[1, 0]], group_desc="nested")
+        assert (nested.rank(), nested.group_desc) == (1 - half.rank(), "nested")
+        assert total(nested, rank) == (1 if rank < 2 else 5)
+        outside = dist.split_group(split_ranks=[[1, 2]])
+        assert (outside == dist.GroupMember.NON_GROUP_MEMBER) == (rank in (0, 3))
+        assert dist.split_group(split_ranks=[[0, 1, 2, 3]], backend="asynccomm").size() == 4
+        with pytest.raises(ValueError, match="nccl"):
+            dist.split_group(split_ranks=[[0, 1, 2, 3]], backend="nccl")
+        some = dist.new_group([0, 1, 3], sort_ranks=False)
+        if rank != 2:  # the last, for torch names groups by how many this rank has made
+            assert total(dist.split_group(some, [[0, 2], [1]]), rank) == (1 if rank == 1 else 3)
+
+
+@pytest.mark.ranks(2)
+async def test_names_and_ranks_of_splits() -> None:
+    """As torch's own groups have them; what is wrong is an error on all ranks, and at once."""
+    with world() as group:
+        names = [group.split_group([0, 1], group_name=name) for name in (None, "", "named")]
+        assert [(each.group_name, each.group_desc) for each in names] == [
+            ("0:split:[0, 1]", "default_pg:split:0"),
+            ("", "default_pg:split:1"),
+            ("named", "default_pg:split:2"),
+        ]
+        options = c10d.Backend.Options("asynccomm")
+        options._timeout = timedelta(seconds=7)
+        limited = group.split_group([1, 0], opts=options, group_name="limited")
+        assert (limited.rank(), limited.comms.timeout) == (1 - group.rank(), timedelta(seconds=7))
+        again = names[0].split_group([0, 1])
+        assert again.group_name == "0:split:[0, 1]:split:[0, 1]"
+        for each in [*names, limited, again]:
+            tensor = torch.ones(1)
+            each.allreduce([tensor]).wait()
+            assert tensor.item() == 2
+            each.shutdown()
+        for ranks, match in (([], "cannot be empty"), ([0, 0], "duplicates"), ([0, 7], "must be ranks")):
+            with pytest.raises(RuntimeError, match=match):
+                group.split_group(ranks)
+
+
+@pytest.mark.skipif(not PYTHON_BACKENDS, reason="a Python group serves all devices where torch takes no backends")
+@pytest.mark.ranks(2)
+async def test_splits_of_a_group_of_several_backends() -> None:
+    with world("cpu:asynccomm,cuda:gloo", label="split") as group:
+        for name in (None, "", "named"):
+            part = group.split_group([0, 1], group_name=name)
+            assert part.group_name == ("0:split:[0, 1]" if name is None else name)
+            tensor = torch.ones(1)
+            part.allreduce([tensor]).wait()
+            assert tensor.item() == 2
+        if dist.get_rank() == 0:
+            assert group.split_group([0]).size() == 1
+        else:
+            with pytest.raises(RuntimeError, match=r"rank 1 of group '0' is not among ranks \[0\]"):
+                group.split_group([0])
+        with pytest.raises(RuntimeError, match="must be ranks"):
+            group.split_group([0, 7])
+
+
+@pytest.mark.skipif(not PYTHON_BACKENDS, reason="a Python group is its own backend where torch takes no others")
+@pytest.mark.ranks(2)
+async def test_a_split_meets_where_its_group_has_met(comm: Comm) -> None:
+    """Not in the store of the group that its backend is registered in, which other ranks may not see."""
+    with world() as group:
+        outer = group_of(group._get_backend(torch.device("cpu")))
+        part = outer.split_group([0, 1], timeout=timedelta(seconds=20))
+        tensor = torch.ones(1)
+        part.allreduce([tensor]).wait()
+        assert tensor.item() == 2
+        part.shutdown()
+        over = group_of(group_over(comm)._get_backend(torch.device("cpu")))
+        with pytest.raises(RuntimeError, match="was made over comms, and cannot be split"):
+            over.split_group([0, 1])
+
+
+def group_of(backend: Any) -> Any:
+    """A group of torch's own, whose store is this process's."""
+    group = dist.ProcessGroup(dist.HashStore(), backend.rank(), backend.size())
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    return group
 
 
 @pytest.mark.ranks(2)
@@ -129,13 +220,19 @@ async def test_functional_collectives() -> None:
         assert [functional.wait_tensor(one).tolist() for one in several] == [[2], [2, 2]]
 
 
-@pytest.mark.skipif(not PYTHON_BACKENDS, reason="nothing of torch stands in front of a Python group in older versions")
 @pytest.mark.ranks(2)
 async def test_the_profiler_sees_what_is_called() -> None:
     with world():
-        with profile() as seen:
+        with profile(record_shapes=True) as seen:
             total(None)
-        assert "c10d::allreduce_" in [event.name for event in seen.events()]
+            dist.barrier()
+            dist.all_reduce(torch.eye(2).to_sparse())
+        events = {event.name: event.input_shapes for event in seen.events()}
+        assert events.keys() >= {"asynccomm:all_reduce", "asynccomm:barrier"}
+        shapes = [event.input_shapes for event in seen.events() if event.name == "asynccomm:all_reduce"]
+        assert shapes[0] == [[2]]
+        assert len(shapes) == 2
+        assert "c10d::allreduce_" in events or not PYTHON_BACKENDS  # torch stands in front of groups of its own only
 
 
 @pytest.mark.ranks(2)
@@ -186,8 +283,9 @@ async def test_a_group_over_a_comm(comm: Comm) -> None:
     assert tensor.tolist() == [2, 2]
     group.shutdown()
     assert (await comm.all_reduce(torch.ones(1))).item() == 2
-    with pytest.raises(RuntimeError, match="split"):
-        group.split_group([0, 1])
+    for ranks in ([0, 1], [0]):
+        with pytest.raises(RuntimeError, match="was made over comms, and cannot be split"):
+            group.split_group(ranks)
     with pytest.raises(ValueError, match="same ranks"):
         group_over(comm, comm)
     with pytest.raises(TypeError, match="takes comms, got"):

@@ -301,19 +301,43 @@ async def test_the_limit_of_a_group_can_be_changed() -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_a_monitored_barrier_names_who_is_missing() -> None:
-    """In the words of torch's own, which tests and programs look for."""
-    with world() as group:
-        limit = timedelta(seconds=0.3)
-        group.monitored_barrier(timedelta(seconds=30))
-        messages = {
-            0: "Rank 1 failed to pass monitoredBarrier",
-            2: "Rank 2 successfully reached monitoredBarrier, but received errors while waiting for",
+@pytest.mark.parametrize("wait_all_ranks", [False, True])
+async def test_a_monitored_barrier_names_who_is_missing(wait_all_ranks: bool) -> None:
+    """In the words of gloo, to the letter but for the error that is its cause."""
+    with world(label=str(wait_all_ranks)):
+        rank, limit = dist.get_rank(), timedelta(seconds=0.3)
+        found = {
+            group: failure_of(group, limit, wait_all_ranks) if rank == 0 else None
+            for group in (dist.new_group(backend="gloo", timeout=timedelta(seconds=2)), dist.new_group())
         }
-        if (rank := dist.get_rank()) in messages:
-            with pytest.raises(RuntimeError, match=messages[rank]):
-                group.monitored_barrier(limit)
+        gloos, ours = found.values()
         dist.barrier()
+        assert ours == gloos
+        if rank == 0:
+            ranks = "Ranks 1, 2" if wait_all_ranks else "Rank 1"
+            assert ours == f"[Rank 0]: {ranks} failed to pass monitoredBarrier in 300 ms"
+
+
+@pytest.mark.ranks(3)
+async def test_a_monitored_barrier_that_one_rank_misses() -> None:
+    with world() as group:
+        group.monitored_barrier(timedelta(seconds=30))
+        limit = timedelta(seconds=0.3)
+        reached = (
+            "Rank 2 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank "
+            "0. Please check rank 0 logs for faulty rank."
+        )
+        words = {0: "[Rank 0]: Ranks 1 failed to pass monitoredBarrier in 300 ms", 2: reached}
+        if (rank := dist.get_rank()) in words:
+            assert failure_of(group, limit, wait_all_ranks=True) == words[rank]
+        dist.barrier()
+
+
+def failure_of(group: Any, limit: timedelta, wait_all_ranks: bool) -> str:
+    """What a monitored barrier raises, without its cause."""
+    with pytest.raises(RuntimeError) as caught:
+        group.monitored_barrier(limit, wait_all_ranks)
+    return str(caught.value).split("\n")[0]
 
 
 @pytest.mark.ranks(2)

@@ -1,0 +1,42 @@
+"""Events of torch's profiler, as all backends of torch have them: ``asynccomm:all_reduce``, with shapes of tensors.
+
+An event spans the call, which starts the operation. Without them a profile shows a group in Python as nothing at all on
+torch before 2.14, whose dispatcher records calls (``c10d::allreduce_``) only for groups of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+from torch import Tensor
+from torch._C._profiler import _RecordFunctionFast
+from torch.autograd import profiler
+
+__all__ = ["is_profiling", "recorded"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of torch is running in this process."""
+    return profiler._is_profiler_enabled
+
+
+def recorded(name: str, values: Iterable[Any], call: Callable[P, T]) -> Callable[P, T]:
+    """``call``, with an event called ``name`` around it that has the shapes of the tensors among ``values``."""
+
+    def call_recorded(*arguments: P.args, **options: P.kwargs) -> T:
+        with _RecordFunctionFast(name, list(_tensors(values))):
+            return call(*arguments, **options)
+
+    return call_recorded
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
