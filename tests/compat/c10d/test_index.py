@@ -208,7 +208,7 @@ SHOWN: Final = {
         "tests/backends/nccl/test_backend.py::test_wait_orders_and_ordered_suspends_until_it_can "
         "tests/interop/test_from_torch.py::test_comms_over_a_group "
         "tests/interop/test_from_torch.py::test_a_group_without_a_store "
-        "tests/test_reduce_op.py::test_torch_names_are_understood"
+        "tests/test_reduce_op.py::test_torchs_members_and_instances_are_understood"
     ),
     "H75 groups of one": "reductions::test_a_group_of_one_still_applies_factors",
     "H76 ranks and lists that are none": "checks::test_roots_that_there_are_not",
