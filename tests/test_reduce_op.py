@@ -112,7 +112,7 @@ def test_torchs_members_and_instances_are_understood(kind: RedOpType) -> None:
         assert ReduceOp.of(theirs) == ReduceOp(kind)
 
 
-@pytest.mark.parametrize("factor", [2.0, 3, torch.tensor(0.5), torch.tensor([3])])
+@pytest.mark.parametrize("factor", [2.0, torch.tensor(0.5), torch.tensor([3])])
 def test_the_factor_of_torchs_premul_sum_is_kept(factor: Any) -> None:
     made = ReduceOp.of(dist._make_nccl_premul_sum(factor))
     assert made.type is RedOpType.PREMUL_SUM
