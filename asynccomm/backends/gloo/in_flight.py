@@ -4,6 +4,8 @@ gloo runs operations side by side, and what is staged is read when it is started
 conflicts with one under way (it reads what that writes, or writes what that reads or writes) is started when that one
 is over. What comes later waits behind it, as gloo's groups tell operations apart by their order.
 
+A barrier waits for everything under way: once it is over, so are all collectives before it, on all ranks.
+
 Ranks may wait for different ones, because their tensors lie differently: each waits only for earlier operations, and
 the first that is not over anywhere waits for none.
 
@@ -11,8 +13,8 @@ Operations are started one at a time: gloo's count of them is not made for sever
 comm's lock, which serves until something waits; from then on one thread starts what waits, that of an operation which
 is over, and all that is put in waits, too.
 
-Collectives of parcels and messages stay outside: they go in lanes of their own, whatever memory they share with what is
-under way.
+Collectives of parcels read the tensors of their parcels, and write those outputs that the caller has given. Messages
+stay outside: they are in no order with collectives, whatever memory they share with what is under way.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import final
 
 from asynccomm.backends.base import Submission
 from asynccomm.backends.regions import Span, Spans, span
+from asynccomm.ops import Barrier
 
 __all__ = ["InFlight"]
 
@@ -92,7 +95,7 @@ class InFlight:
         # free before it is settled, or who goes on at once would wait; and settled before others are started, which
         # may take long
         try:
-            flight.submission.work.settle()
+            flight.submission.work.settle(flight.submission.error)
         finally:
             if go_on:
                 self._start_waiting()
@@ -128,6 +131,8 @@ class InFlight:
         return True
 
     def _conflicts(self, flight: _Flight) -> bool:
+        if isinstance(flight.submission.op, Barrier):
+            return True
         flight.look()
         written, writes = self._written, flight.writes
         return written.touch(writes) or written.touch(flight.reads) or self._read.touch(writes)
@@ -167,3 +172,5 @@ class _Flight:
         self.writes = [span(tensor) for tensor in outputs if tensor.numel()]
         if inputs is not outputs:
             self.reads = [span(tensor) for tensor in inputs if tensor.numel()]
+        for parcel in self.submission.parcels:
+            self.reads += [span(tensor) for tensor in parcel.tensors if tensor.numel()]
