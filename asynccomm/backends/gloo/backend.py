@@ -99,15 +99,19 @@ class GlooBackend(Backend):
         threads = {"frames": 1, "small": 1, "large": int(hints.get("gloo_threads", GLOO_THREADS))}
 
         def make(name: str, count: int) -> Gloo:
-            return Gloo(
-                dist.PrefixStore(name, store),
-                group.rank,
-                group.size,
-                hostname=hostname,
-                interface=hints.get("interface"),
-                threads=count,
-                timeout=min(context.timeout, CONNECT_SECONDS),
-            )
+            try:
+                return Gloo(
+                    dist.PrefixStore(name, store),
+                    group.rank,
+                    group.size,
+                    hostname=hostname,
+                    interface=hints.get("interface"),
+                    threads=count,
+                    timeout=min(context.timeout, CONNECT_SECONDS),
+                )
+            except RuntimeError as exc:
+                error = f"gloo could not connect rank {group.rank} of comm {group.name!r}: {exc}"
+                raise BackendError(error) from _bare(exc)
 
         # threads of their own: they wait for requests to the store, which may need threads themselves
         limiter = anyio.CapacityLimiter(len(threads))
@@ -117,12 +121,8 @@ class GlooBackend(Backend):
         ]
         try:
             gloos = await asyncio.gather(*making)
-        except RuntimeError as exc:
-            store.end()  # the threads of the other groups may be waiting for it
-            cause = exc.with_traceback(None)  # its frames would keep gloo's sockets as long as somebody has the error
-            raise BackendError(f"gloo could not connect rank {group.rank} of comm {group.name!r}: {exc}") from cause
-        except asyncio.CancelledError:
-            store.end()  # the threads may be waiting for it, and the process cannot end before they do
+        except (BackendError, asyncio.CancelledError):
+            store.end()  # threads may be waiting for it, and the process cannot end before they do
             raise
         return cls(context, Gloos(*gloos))
 
@@ -191,9 +191,8 @@ class GlooBackend(Backend):
         self._parcel_lane.end()
         self._p2p.drop()
         self._collectives.close(CLOSE_SECONDS)
-        for gloo in self._gloos or ():
-            gloo.let_go()
         gloos, self._gloos = [self._gloos], None
+        _let_go(*gloos)
         # the last reference ends gloo's threads; one in fifty aborted groups has one that nothing can wake
         ending = threading.Thread(target=gloos.clear, name="asynccomm-gloo-end", daemon=True)
         ending.start()
@@ -213,6 +212,11 @@ class GlooBackend(Backend):
             self._poisoned = True
             for gloo in self._gloos:
                 gloo.poison()
+
+
+def _let_go(gloos: Gloos | None) -> None:
+    for gloo in gloos or ():
+        gloo.let_go()
 
 
 def _bare(exc: T) -> T:

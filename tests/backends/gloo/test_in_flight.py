@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asynccomm import AbortedError, BackendError, BrokenError, CollectiveTimeoutError, Comm, ReduceOp, Work, new_comm
 from asynccomm.backends.base import Submission
-from asynccomm.backends.gloo import backend as gloo_backend
+from asynccomm.backends.gloo import collectives as gloo_collectives
 from asynccomm.backends.gloo import lowering
 from asynccomm.backends.gloo.backend import GlooBackend
 from asynccomm.backends.gloo.in_flight import InFlight
@@ -452,7 +452,7 @@ def waiting_in(comm: Comm) -> int:
 async def test_a_failing_operation_of_a_batch_names_itself_and_fails_what_waits(comm: Comm) -> None:
     async with new_comm("gloo", name="failing") as one, patched() as patch:
         group = one._group
-        tensor, half = torch.ones(3), torch.ones(2, dtype=torch.bfloat16)
+        tensor, half = torch.ones(3), torch.ones(600, dtype=torch.bfloat16)  # more than goes with a frame
         vector = [torch.ones(4), torch.ones(5)]
 
         def broken(*arguments: object) -> None:
@@ -471,7 +471,7 @@ async def test_a_failing_operation_of_a_batch_names_itself_and_fails_what_waits(
             assert waiting_in(one) == 2
             await comm.barrier()
             for work in works:
-                with pytest.raises(BackendError, match=r"gloo failed in all_reduce\(bfloat16\[2\], SUM\): no luck"):
+                with pytest.raises(BackendError, match=r"gloo failed in all_reduce\(bfloat16\[600\], SUM\): no luck"):
                     await work
         else:
             await comm.barrier()  # nothing of the other's can be done before
@@ -483,14 +483,18 @@ async def test_a_failing_operation_of_a_batch_names_itself_and_fails_what_waits(
 @TWO_RANKS
 async def test_what_waited_and_cannot_be_started_breaks_the_comm(comm: Comm) -> None:
     async with new_comm("gloo", name="unstarted") as one, patched() as patch:
-        tensor = torch.ones(3)
+        tensor = torch.ones(300)  # more than goes with a frame
         if one.rank == 0:
             works = [one.all_reduce(tensor) for _ in range(3)]
 
-            def broken(*arguments: object) -> None:
+            working = [gloo_collectives.start]
+
+            def broken_from_the_second_on(*arguments: Any) -> Any:
+                if working:
+                    return working.pop()(*arguments)
                 raise ValueError("no luck")
 
-            patch.setattr(gloo_backend, "start", broken)
+            patch.setattr(gloo_collectives, "start", broken_from_the_second_on)
             await comm.send(torch.zeros(1), 1)  # which is not started there
             await works[0]
             for work in works[1:]:
