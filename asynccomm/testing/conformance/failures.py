@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import NoneType
 from typing import Any
 
 import torch
@@ -138,14 +139,16 @@ async def _differ(comm: Comm, *calls: Callable[[], Work[Any]], scope: bool = Fal
     call = calls[-1 if comm.rank == comm.size - 1 else 0]
     if scope:
         async with comm.coalesce():
-            works = [comm.all_reduce(torch.ones(3)), call(), comm.all_reduce(torch.ones(3))]
+            others = [comm.all_reduce(torch.ones(3)) for _ in range(2)]  # which may be done before
+            work = call()
     else:
-        works = [call()]
+        others, work = [], call()
     await comm.aclose()
-    for work in works[-2:]:  # the first of a scope may be done before
-        error = work.exception()
-        assert isinstance(error, CollectiveMismatchError), f"{work!r} failed with {error!r} on rank {comm.rank}"
-        assert error.op != error.other_op, "the error must say how the ranks differ"
+    error = work.exception()
+    assert isinstance(error, CollectiveMismatchError), f"{work!r} failed with {error!r} on rank {comm.rank}"
+    assert error.op != error.other_op, "the error must say how the ranks differ"
+    for other in others:
+        assert isinstance(other.exception(), (CollectiveMismatchError, NoneType)), f"{other!r} failed otherwise"
 
 
 async def another_reduction_is_told(comm: Comm) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from asynccomm import CollectiveMismatchError, Comm, ReduceOp, Work, new_comm
+from asynccomm import AbortedError, CollectiveMismatchError, Comm, ReduceOp, Work, new_comm
 from asynccomm.backends.gloo.torch_gloo import LARGE
 
 Calls = Callable[[Comm, int], Work[Any]]
@@ -16,16 +16,6 @@ Calls = Callable[[Comm, int], Work[Any]]
 
 def ones(n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(n, dtype=dtype)
-
-
-def root_of(comm: Comm, differs: bool) -> int:
-    return comm.size - 1 if differs else 0
-
-
-def several(comm: Comm, n: int, root: int, make: Callable[..., Work[Any]], **names: Any) -> Work[Any]:
-    """A call of which the root alone gives ``names``."""
-    given = {name: value if comm.rank == root else None for name, value in names.items()}
-    return make(**given, root=root)
 
 
 def in_scope(comm: Comm, *calls: Callable[[], Work[Any]]) -> Work[Any]:
@@ -155,3 +145,78 @@ async def test_a_difference_is_told_to_many(comm: Comm, case: str) -> None:
     assert said(after.exception()) == mine
     assert before.exception() is None or said(before.exception()) == mine, "it may have been done before"
     assert all(said == mine for said in await comm.all_gather_object(mine))
+
+
+@pytest.mark.ranks(3, backend="gloo", timeout=60)
+async def test_a_difference_is_told_where_the_ranks_agree_on_the_order(comm: Comm) -> None:
+    async with new_comm("gloo", name="agreed", timeout=30, ordering="agreed") as other:
+        work = other.all_reduce(ones(3000 if other.rank == 1 else 4000), tag="x")
+    assert isinstance(work.exception(), CollectiveMismatchError)
+
+
+@pytest.mark.ranks(2, backend="gloo", timeout=60)
+async def test_the_lines_of_both_calls_are_named(comm: Comm) -> None:
+    async with new_comm("gloo", name="lines", timeout=30) as other:
+        one = other.all_reduce(ones(3)) if other.rank == 0 else None
+        work = one or other.all_reduce(ones(4))
+    error = work.exception()
+    assert isinstance(error, CollectiveMismatchError)
+    assert __file__ in error.site
+    assert __file__ in error.other_site
+    assert error.site != error.other_site
+
+
+@pytest.mark.ranks([2, 3], backend="gloo", timeout=60)
+async def test_parcels_are_made_of_what_earlier_collectives_have_written(comm: Comm) -> None:
+    n = LARGE // 2
+    for _ in range(3):
+        tensor = torch.ones(n)
+        reduced = comm.all_reduce(tensor)
+        gathered = comm.all_gather_v(None, tensor)
+        again = comm.all_reduce(tensor)  # writes what is gathered
+        found = await gathered
+        assert found.eq(comm.size).all()
+        await reduced
+        await again
+        assert tensor.eq(comm.size**2).all()
+
+
+@pytest.mark.ranks([2, 3], backend="gloo", timeout=60)
+async def test_a_barrier_is_over_after_all_collectives_before_it(comm: Comm) -> None:
+    tensors = [torch.ones(n) for n in (LARGE, 3, 3000, 2 * LARGE)]
+    works = [comm.all_reduce(tensor) for tensor in tensors]
+    await comm.barrier()
+    assert all(work.done() for work in works)
+    assert all(tensor.eq(comm.size).all() for tensor in tensors)
+
+
+@pytest.mark.ranks([1, 2, 3], backend="gloo", timeout=60)
+@pytest.mark.parametrize("n", [0, 4, 1000, 1020, 1025, 5000])
+async def test_objects_and_parcels_of_any_length(comm: Comm, n: int) -> None:
+    """Those that fit in frames on all ranks, on one, and on none."""
+    value = "x" * n if comm.rank else "y"
+    others = ["y", *["x" * n] * (comm.size - 1)]
+    assert await comm.all_gather_object(value) == others
+    assert await comm.broadcast_object(value, comm.size - 1) == others[-1]
+    mine = torch.full((n // 4 + comm.rank,), float(comm.rank))
+    found = await comm.all_gather_v(None, mine)
+    assert found.tolist() == [float(r) for r in range(comm.size) for _ in range(n // 4 + r)]
+    parts = await comm.gather_v(None, mine, root=0)
+    if comm.rank == 0:
+        assert [part.tolist() for part in parts] == [[float(r)] * (n // 4 + r) for r in range(comm.size)]
+    moved = await comm.all_to_all(None, [mine + 10 * peer for peer in range(comm.size)])
+    assert [len(part) for part in moved] == [n // 4 + r for r in range(comm.size)]
+
+
+@pytest.mark.ranks(2, backend="gloo", timeout=60)
+async def test_abort_wakes_those_who_wait_for_frames(comm: Comm) -> None:
+    async with new_comm("gloo", name="aborted", timeout=30) as other:
+        await comm.barrier()  # both have it
+        if other.rank == 0:
+            works = [other.all_reduce(ones(n)) for n in (3, 3000)] + [other.all_gather_object("x")]
+            other.abort("enough")
+        else:
+            works = [other.recv(ones(1), 0)]
+        for work in works:
+            with pytest.raises(AbortedError, match="enough"):
+                await work
