@@ -74,6 +74,7 @@ class Submission:
     numbers: tuple[int, ...] = ()  #: and how they are numbered
     error: AsyncCommError | None = None  #: what the Work is to fail with, while the comm goes on
     whole: Any = None  #: for the comm: what it is a part of
+    batch: Any = None  #: for the backend: what it was submitted with
 
     def __init__(self, call: Call, work: Work[Any], *, detached: bool = False) -> None:
         self.op: Op = call.op

@@ -18,42 +18,27 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import itemgetter
 from typing import Any, Self, final
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor
-
-from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Backend, BackendContext, Submission
+from asynccomm.backends.computing import contribution, fill, perform
 from asynccomm.backends.delivery import Delivery
+from asynccomm.backends.differences import difference, issued, misfit
 from asynccomm.backends.matching import Matching
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.handles import Handle
 from asynccomm.ops import (
-    AllGather,
-    AllGatherSingle,
-    AllReduce,
     AllToAll,
-    AllToAllSingle,
-    Barrier,
-    Broadcast,
     Channel,
-    Gather,
     Op,
     Parcel,
     Parcels,
     Recv,
     RecvParcel,
-    Reduce,
-    ReduceScatter,
-    ReduceScatterSingle,
-    Scatter,
     Send,
     SendParcel,
 )
-from asynccomm.reduce_op import ReduceOp
 from asynccomm.store.base import PrefixStore, Store
 from asynccomm.store.memory import MemoryStore
 
@@ -169,7 +154,7 @@ class Hub(Handle):
             if not recv.op.takes(send.op):
                 self._report(CollectiveMismatchError(send.work.seq, source, str(send.op), destination, str(recv.op)))
                 return
-            _fill(recv.outputs, _flat(send.inputs))
+            fill(recv.outputs, contribution(send.op, send.inputs))
             recv.work.settle()
         recv.work.source = source
         send.work.settle()
@@ -191,7 +176,7 @@ class Hub(Handle):
         for source, parcel in parcels.items():
             tensors = delivery.accept(source, parcel.head, lengths)
             if tensors is not None:
-                _fill(tensors, torch.cat([_bytes(tensor) for tensor in parcel.tensors] or [_NOTHING]))
+                fill(tensors, contribution(submission.op, parcel.tensors).clone())
         delivery.finish()
         if isinstance(delivery.error, BrokenError):
             self._report(delivery.error)
@@ -204,60 +189,8 @@ class Hub(Handle):
 
 
 def _perform(ranks: Sequence[Submission]) -> None:
-    op: Any = ranks[0].op
-    size = len(ranks)
-    shares: Sequence[Sequence[Tensor]]
-    match op:
-        case AllReduce() | Reduce():
-            rows = torch.stack([_widened(s.inputs, s) for s in ranks])
-            total = arithmetic.combine(rows, op.reduction, bools=op.dtype == torch.bool)
-            for s in ranks:
-                _narrow(total, s.outputs, op.reduction, size)
-        case ReduceScatter() | ReduceScatterSingle():
-            rows = torch.stack([_widened(s.inputs, s) for s in ranks])
-            total = arithmetic.combine(rows, op.reduction, bools=op.dtype == torch.bool)
-            pairs = 2 if op.dtype.is_complex else 1
-            chunks = torch.split(total, [pairs * sum(t.numel() for t in s.outputs) for s in ranks])
-            for s, chunk in zip(ranks, chunks, strict=True):
-                _narrow(chunk, s.outputs, op.reduction, size)
-        case Broadcast():
-            source = _flat(ranks[op.root].inputs)
-            for s in ranks:
-                if s.outputs:
-                    _fill(s.outputs, source)
-        case AllGather() | AllGatherSingle() | Gather():
-            everything = torch.cat([_flat(s.inputs) for s in ranks])
-            for s in ranks:
-                if s.outputs:
-                    _fill(s.outputs, everything)
-        case Scatter():
-            everything = _flat(ranks[op.root].inputs)
-            for s, chunk in zip(ranks, everything.chunk(size) if len(everything) else [everything] * size, strict=True):
-                _fill(s.outputs, chunk)
-        case AllToAllSingle():
-            shares = [_flat(s.inputs).view(size, -1).unbind() if op.numel else [_NOTHING] * size for s in ranks]
-            for rank, s in enumerate(ranks):
-                _fill(s.outputs, torch.cat([share[rank] for share in shares]))
-        case AllToAll():
-            shares = [[_bytes(tensor).clone() for tensor in s.inputs] for s in ranks]
-            for rank, s in enumerate(ranks):
-                _fill(s.outputs, torch.cat([share[rank] for share in shares]))
-        case Barrier():
-            pass
-        case _:
-            raise AssertionError(f"no such collective: {op}")
-
-
-def _widened(tensors: Sequence[Tensor], submission: Submission) -> Tensor:
-    op: Any = submission.op
-    return torch.cat([arithmetic.widen(tensor, op.reduction) for tensor in tensors])  # each rank's own: factors differ
-
-
-def _narrow(total: Tensor, outputs: Sequence[Tensor], reduction: ReduceOp, size: int) -> None:
-    if outputs:
-        pairs = 2 if outputs[0].is_complex() else 1
-        for output, part in zip(outputs, torch.split(total, [pairs * t.numel() for t in outputs]), strict=True):
-            arithmetic.narrow(part.clone(), output, reduction, size)
+    given = [contribution(s.op, s.inputs).clone() for s in ranks]
+    perform([s.op for s in ranks], given, {rank: s.outputs for rank, s in enumerate(ranks)})
 
 
 def _mismatch(batches: Sequence[Sequence[Submission]]) -> CollectiveMismatchError | None:
@@ -265,54 +198,15 @@ def _mismatch(batches: Sequence[Sequence[Submission]]) -> CollectiveMismatchErro
     mine = batches[0]
     for rank, theirs in enumerate(batches):
         if len(mine) != len(theirs) or not all(a.op.fits(b.op) for a, b in zip(mine, theirs, strict=True)):
-            return _difference(mine, rank, theirs)
+            return difference(0, issued(mine), rank, issued(theirs))
     for ranks in zip(*batches, strict=True):
-        if isinstance(ranks[0].op, AllToAll):
-            misfit = _misfit([submission.op for submission in ranks])
-            if misfit is not None:
-                source, rank = misfit
+        ops: list[Any] = [submission.op for submission in ranks]
+        if isinstance(ops[0], AllToAll):
+            found = misfit([op.sends for op in ops], [op.receives for op in ops])
+            if found is not None:
+                source, rank = found
                 sides = source, str(ranks[source].op), rank, str(ranks[rank].op)
                 return CollectiveMismatchError(ranks[0].work.seq, *sides)
-    return None
-
-
-def _difference(mine: Sequence[Submission], rank: int, theirs: Sequence[Submission]) -> CollectiveMismatchError:
-    """How ``theirs``, of ``rank``, differs from ``mine``, of rank 0: in an operation as it was called, if it does."""
-    ours, others = _as_called(mine), _as_called(theirs)
-    for (seq, op), (_, other) in zip(ours, others, strict=False):
-        if not op.fits(other):
-            return CollectiveMismatchError(seq, 0, str(op), rank, str(other))
-    seq, op = ours[0]
-    if len(ours) != len(others):
-        return CollectiveMismatchError(seq, 0, _extent(op, len(ours)), rank, _extent(others[0][1], len(others)))
-    parts = [", ".join([str(submission.op) for submission in batch]) for batch in (mine, theirs)]
-    what = _extent(op, len(ours))
-    return CollectiveMismatchError(seq, 0, f"{what}, merged into {parts[0]}", rank, f"{what}, merged into {parts[1]}")
-
-
-def _as_called(batch: Sequence[Submission]) -> list[tuple[int, Op]]:
-    """The operations of a batch before any were merged, with their numbers, in order."""
-    called: list[tuple[int, Op]] = []
-    for submission in batch:
-        if submission.members:
-            called += zip(submission.numbers, submission.members, strict=True)
-        else:
-            called.append((submission.work.seq, submission.op))
-    return sorted(called, key=itemgetter(0))
-
-
-def _extent(first: Op, count: int) -> str:
-    return f"{first} alone" if count == 1 else f"a batch of {count} from {first} on"
-
-
-def _misfit(ops: Sequence[Op]) -> tuple[int, int] | None:
-    """A rank, and one that receives another number of elements from it than it sends."""
-    for source, sender in enumerate(ops):
-        for rank, receiver in enumerate(ops):
-            assert isinstance(sender, AllToAll)
-            assert isinstance(receiver, AllToAll)
-            if sender.sends[rank] != receiver.receives[source]:
-                return source, rank
     return None
 
 
@@ -326,24 +220,6 @@ def _key(op: Op) -> int:
         return op.channel.key(op.tag)
     assert isinstance(op, (Send, Recv))
     return Channel.TENSORS.key(op.tag)
-
-
-_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return arithmetic.resolved(tensor).view(torch.uint8)
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """The bytes of all tensors, one after the other, in memory of its own."""
-    return torch.cat([_bytes(tensor) for tensor in tensors]) if tensors else _NOTHING
-
-
-def _fill(outputs: Sequence[Tensor], data: Tensor) -> None:
-    """Bring bytes to where they belong."""
-    for output, part in zip(outputs, torch.split(data, [output.nbytes for output in outputs]), strict=True):
-        arithmetic.write(output, part.clone().view(output.dtype).view(output.shape))  # a clone, for its alignment
 
 
 @final

@@ -21,6 +21,7 @@ from asynccomm.backends.base import Submission
 from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.gloo import wire
 from asynccomm.backends.gloo.exchange import Exchange
+from asynccomm.backends.gloo.frames import ROOM, Frame
 from asynccomm.backends.gloo.p2p import PointToPoint
 from asynccomm.backends.gloo.wire import Incoming, Outgoing
 from asynccomm.checks import Group
@@ -194,7 +195,7 @@ class Lane:
         job()
 
 
-def outcome(submission: Submission, steps: Sequence[Callable[[], object]]) -> None:
+def outcome(submission: Submission, steps: Sequence[Callable[[], object]], over: object = None) -> None:
     """As a backend completes: what goes wrong is kept, to be looked at."""
     try:
         for step in steps:
@@ -269,7 +270,7 @@ def test_collectives_of_parcels(seed: int) -> None:
         call = Call(op, (), (), None, place=lambda *_: [torch.zeros(30, dtype=torch.uint8)])
         submission = receiving(call)
         gloo: Any = Peer(messages)
-        exchange.submit(gloo, op, submission)
+        exchange.submit(gloo, op, submission, lambda: None)
         error = submission.work.error  # type: ignore[attr-defined]
         assert isinstance(error, (CollectiveMismatchError, BackendError)), error
 
@@ -286,26 +287,40 @@ def test_a_parcel_whose_place_has_other_room_is_thrown_away() -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("what", ["tensor", "parcel", "collective"])
+@pytest.mark.parametrize("what", ["tensor", "parcel", "collective", "frame"])
 async def test_a_rank_that_sends_nonsense_over_a_real_gloo(comm: Comm, what: str) -> None:
     """The receiver lives on, and says what was wrong."""
     from asynccomm import new_comm
     from asynccomm.backends.gloo.backend import GlooBackend
 
+    collectives = {"collective": "x" * 5000, "frame": "x"}  # what is broadcast, if it is one
     async with new_comm("gloo", name=f"nonsense {what}", timeout=30) as doomed:
         if comm.rank == 0:
             backend = doomed._session.backend
             assert isinstance(backend, GlooBackend)
             assert backend._gloos is not None
-            key = {"tensor": 0, "parcel": Channel.OBJECTS.key(0), "collective": Channel.INTERNAL.key(0)}[what]
             message = torch.full((200,), 255, dtype=torch.uint8)
-            backend._gloos.small.send(message, 1, 2 * key).wait()
+            small = backend._gloos.small
+
+            def nonsense(*_: object) -> None:
+                small.send(message, 1, 2 * Channel.INTERNAL.key(0)).wait()
+
+            if what in collectives:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(backend._collectives._exchange, "submit", nonsense)
+                    if what == "frame":
+                        patch.setattr(Frame, "_give_parcel", lambda *_: ROOM + 1)
+                    with pytest.raises(BrokenError, match=r"rank 0 (sent|has)"):
+                        await doomed.broadcast_object(collectives[what], 0)
+            else:
+                small.send(message, 1, 2 * {"tensor": 0, "parcel": Channel.OBJECTS.key(0)}[what]).wait()
             await comm.barrier()
         else:
             works: dict[str, Callable[[], Any]] = {
                 "tensor": lambda: doomed.recv(torch.ones(8), 0),
                 "parcel": lambda: doomed.recv_object(0),
                 "collective": lambda: doomed.broadcast_object(None, 0),
+                "frame": lambda: doomed.broadcast_object(None, 0),
             }
             with pytest.raises(BrokenError, match=r"rank 0 (sent|has)"):
                 await works[what]()

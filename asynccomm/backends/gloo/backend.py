@@ -1,13 +1,13 @@
 """CPU collectives by torch's gloo, over TCP between any machines.
 
-An operation is started on the thread that calls; gloo only queues it. Collectives come back through gloo's future, on
-gloo's thread, which also does what is left: divide, convert, copy back. An operation may be several of gloo's
-(``several.py``): it is settled when all are done. Those that share memory wait for each other (``in_flight.py``).
-Point-to-point works have no future: a thread waits for each of their lanes (``lanes.py``). Collectives of parcels are
-made of such messages (``exchange.py``).
+A collective sends a frame ahead (``collectives.py``), on the thread that calls; gloo only queues it. All else comes
+back through gloo's futures, on gloo's threads, which also do what is left: divide, convert, copy back. An operation may
+be several of gloo's (``several.py``): it is settled when all are done. Those that share memory wait for each other
+(``in_flight.py``). Point-to-point works have no future: a thread waits for each of their lanes (``lanes.py``).
+Collectives of parcels are made of such messages (``exchange.py``).
 
-There are two gloo groups. With one thread, a group is up to twice as fast for small collectives; from 16 MiB on, one
-with torch's default of two is faster by a tenth.
+There are three gloo groups. Frames have one of their own. With one thread, a group is up to twice as fast for small
+collectives; from 16 MiB on, one with torch's default of two is faster by a tenth.
 """
 
 from __future__ import annotations
@@ -18,26 +18,20 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Self, TypeVar, final
 
 import anyio
 import anyio.to_thread
-import torch
 from torch import distributed as dist
 
 from asynccomm.backends.base import Backend, BackendContext, Submission
+from asynccomm.backends.gloo.collectives import Collectives
 from asynccomm.backends.gloo.exchange import Exchange
-from asynccomm.backends.gloo.in_flight import InFlight
-from asynccomm.backends.gloo.lowering import OUT_OF_PLACE, start
 from asynccomm.backends.gloo.p2p import PointToPoint
-from asynccomm.backends.gloo.several import is_divided, lines_of
 from asynccomm.backends.gloo.torch_gloo import LARGE, Gloo, Gloos
-from asynccomm.backends.gloo.transfers import run
-from asynccomm.backends.hazards import Buffers, separated
 from asynccomm.backends.lanes import Lanes
 from asynccomm.errors import BackendError, BrokenError
-from asynccomm.ops import Parcels, Recv, RecvParcel
+from asynccomm.ops import Recv, RecvParcel
 from asynccomm.store.torch_store import AsTorchStore
 
 __all__ = ["GlooBackend"]
@@ -70,20 +64,20 @@ class GlooBackend(Backend):
     devices = frozenset({"cpu"})
     hints = _HINTS
     any_source = False
+    compares = True
 
-    def __init__(self, context: BackendContext, small: Gloo, large: Gloo) -> None:
+    def __init__(self, context: BackendContext, gloos: Gloos) -> None:
         group = context.group
-        self._gloos: Gloos | None = Gloos(small, large)
+        self._gloos: Gloos | None = gloos
         self._rank = group.rank
-        self._size = group.size
         self._on_error = context.on_error
-        self._in_flight = InFlight(self._start, self._not_started)
         name = f"asynccomm-gloo-{group.name}"
         self._lanes = Lanes(name, int(context.hints.get("p2p_threads", P2P_THREADS)))
         self._internal_lanes = Lanes(f"{name}-internal", 2 * group.size)
         self._p2p = PointToPoint(group.rank, self._lanes, self._internal_lanes, self._complete, context.on_error)
         self._parcel_lane = Lanes(f"{name}-parcels", 1)  # apart from messages, which must not hold up a collective
-        self._exchange = Exchange(group.rank, group.size, self._parcel_lane, self._complete)
+        exchange = Exchange(group.rank, group.size, self._parcel_lane, self._complete)
+        self._collectives = Collectives(gloos, group.rank, group.size, exchange, self._failed, self._not_started)
         self._ending = threading.Lock()
         self._poisoned = False
         self._out_of_step = False  # a lane has not taken all that is meant for it, and the comm is about to break
@@ -105,11 +99,11 @@ class GlooBackend(Backend):
             hostname = _address(context)
         # whoever calls this sees to the time limit
         store = AsTorchStore(context.store.prefix("gloo"), asyncio.get_running_loop(), math.inf)
-        threads = {"small": 1, "large": int(hints.get("gloo_threads", GLOO_THREADS))}
+        threads = {"frames": 1, "small": 1, "large": int(hints.get("gloo_threads", GLOO_THREADS))}
 
-        def make() -> list[Gloo]:
-            return [
-                Gloo(
+        def make(name: str, count: int) -> Gloo:
+            try:
+                return Gloo(
                     dist.PrefixStore(name, store),
                     group.rank,
                     group.size,
@@ -118,19 +112,22 @@ class GlooBackend(Backend):
                     threads=count,
                     timeout=min(context.timeout, CONNECT_SECONDS),
                 )
-                for name, count in threads.items()
-            ]
+            except RuntimeError as exc:
+                error = f"gloo could not connect rank {group.rank} of comm {group.name!r}: {exc}"
+                raise BackendError(error) from _bare(exc)
 
+        # threads of their own: they wait for requests to the store, which may need threads themselves
+        limiter = anyio.CapacityLimiter(len(threads))
+        making = [
+            anyio.to_thread.run_sync(make, name, count, abandon_on_cancel=True, limiter=limiter)
+            for name, count in threads.items()
+        ]
         try:
-            # a thread of its own: it waits for requests to the store, which may need threads themselves
-            gloos = await anyio.to_thread.run_sync(make, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
-        except RuntimeError as exc:
-            cause = exc.with_traceback(None)  # its frames would keep gloo's sockets as long as somebody has the error
-            raise BackendError(f"gloo could not connect rank {group.rank} of comm {group.name!r}: {exc}") from cause
-        except asyncio.CancelledError:
-            store.end()  # the thread may be waiting for it, and the process cannot end before the thread
+            gloos = await asyncio.gather(*making)
+        except (BackendError, asyncio.CancelledError):
+            store.end()  # threads may be waiting for it, and the process cannot end before they do
             raise
-        return cls(context, *gloos)
+        return cls(context, Gloos(*gloos))
 
     def submit(self, batch: Sequence[Submission]) -> None:
         assert self._gloos is not None, "submitted to a closed backend"
@@ -138,44 +135,21 @@ class GlooBackend(Backend):
             if isinstance(submission.op, (Recv, RecvParcel)) and submission.op.peer is None:
                 raise ValueError("backend 'gloo' cannot receive from any source; name one: src=")
         for submission in batch:
-            op = submission.op
-            try:
-                if op.p2p:
+            if submission.op.p2p:
+                try:
                     self._p2p.submit(self._gloos.small, submission)
-                elif isinstance(op, Parcels):
-                    self._exchange.submit(self._gloos.small, op, submission)
-                else:
-                    self._in_flight.submit(submission)
-            except RuntimeError as exc:  # the group died, and this call is the first to see it
-                self._not_started(submission, exc)
+                except RuntimeError as exc:  # the group died, and this call is the first to see it
+                    self._not_started(submission, exc)
+        self._collectives.submit([submission for submission in batch if not submission.op.p2p])
 
-    def _start(self, submission: Submission, settle: Callable[[], object]) -> None:
-        """Start a collective of tensors."""
-        gloos = self._gloos
-        assert gloos is not None, "started on a closed backend"
-        op, buffers = submission.op, separated(submission, self._rank, OUT_OF_PLACE)
-        if is_divided(submission):
-            lines = lines_of(gloos, op, buffers, self._rank, self._size)
-            run(lines, partial(_land, buffers, settle), partial(self._failed, submission))
-            return
-        work, finish = start(gloos.by_size(op.nbytes), op, buffers, self._size)
+    def _complete(
+        self, submission: Submission, steps: Sequence[Callable[[], object]], over: Callable[[], object] | None = None
+    ) -> None:
+        """Take the last steps of messages, which raise if they failed, and settle what they are for. On a lane.
 
-        def done(future: torch.futures.Future[object]) -> None:
-            try:
-                future.value()
-                if finish is not None:
-                    finish()
-                for land in buffers.lands:
-                    land()
-            except Exception as exc:
-                self._failed(submission, exc)
-            else:
-                settle()
-
-        work.get_future().add_done_callback(done)
-
-    def _complete(self, submission: Submission, steps: Sequence[Callable[[], object]]) -> None:
-        """Take the last steps of a message, which raise if it failed, and settle it. On a lane."""
+        Args:
+            over: settles it; None: nothing else is to know.
+        """
         if self._out_of_step:
             return  # it would take what an earlier one has left for its own
         try:
@@ -185,16 +159,19 @@ class GlooBackend(Backend):
             self._out_of_step = True
             self._failed(submission, exc)
         else:
-            submission.work.settle(submission.error)
+            if over is None:
+                submission.work.settle(submission.error)
+            else:
+                over()
 
     def _not_started(self, submission: Submission, exc: Exception) -> None:
         error = BackendError(f"gloo could not start {submission.op}: {str(exc).strip()}")
         error.__cause__ = _bare(exc)
-        self._in_flight.end()
+        self._collectives.end()
         self._on_error(error)  # which fails the Work with the reason behind this, if there is one
 
     def _failed(self, submission: Submission, exc: Exception) -> None:
-        self._in_flight.end()
+        self._collectives.end()
         if not isinstance(exc, BrokenError):
             error = BackendError(f"gloo failed in {submission.op}: {str(exc).strip()}")
             error.__cause__ = _bare(exc)
@@ -205,7 +182,7 @@ class GlooBackend(Backend):
         await anyio.to_thread.run_sync(self._close)
 
     def _close(self) -> None:
-        self._in_flight.end()
+        self._collectives.end()
         messages = (self._lanes, self._internal_lanes)
         if not all(lanes.join(LINGER_SECONDS) for lanes in messages):  # receives given up: nothing else ends them
             self.abort()
@@ -216,10 +193,9 @@ class GlooBackend(Backend):
         self._parcel_lane.join(CLOSE_SECONDS)
         self._parcel_lane.end()
         self._p2p.drop()
-        self._in_flight.join(CLOSE_SECONDS)  # the threads that may be starting something are gloo's own
-        for gloo in self._gloos or ():
-            gloo.let_go()
+        self._collectives.close(CLOSE_SECONDS)
         gloos, self._gloos = [self._gloos], None
+        _let_go(*gloos)
         # the last reference ends gloo's threads; one in fifty aborted groups has one that nothing can wake
         ending = threading.Thread(target=gloos.clear, name="asynccomm-gloo-end", daemon=True)
         ending.start()
@@ -232,20 +208,13 @@ class GlooBackend(Backend):
         self._close()
 
     def abort(self) -> None:
-        self._in_flight.end()
+        self._collectives.end()
         with self._ending:
             if self._poisoned or self._gloos is None:
                 return
             self._poisoned = True
             for gloo in self._gloos:
                 gloo.poison()
-
-
-def _land(buffers: Buffers, settle: Callable[[], object]) -> None:
-    """Bring staged outputs home, and settle."""
-    for land in buffers.lands:
-        land()
-    settle()
 
 
 def _address(context: BackendContext) -> str | None:
@@ -258,6 +227,11 @@ def _address(context: BackendContext) -> str | None:
         return "127.0.0.1"
     address = context.store.local_address()
     return None if address is None or ipaddress.ip_address(address).is_loopback else address
+
+
+def _let_go(gloos: Gloos | None) -> None:
+    for gloo in gloos or ():
+        gloo.let_go()
 
 
 def _bare(exc: T) -> T:

@@ -33,7 +33,8 @@ class Exchange:
 
     Args:
         lane: runs one job at a time.
-        complete: runs the steps that end an operation, settles it, and reports what goes wrong; called on the lane.
+        complete: runs the steps that end an operation, then what settles it, and reports what goes wrong; called on
+            the lane.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Exchange:
         rank: int,
         size: int,
         lane: Lanes,
-        complete: Callable[[Submission, Sequence[Callable[[], object]]], None],
+        complete: Callable[[Submission, Sequence[Callable[[], object]], Callable[[], object]], None],
     ) -> None:
         self._rank = rank
         # the next rank first: so at any time each rank sends to another one
@@ -49,8 +50,8 @@ class Exchange:
         self._lane = lane
         self._complete = complete
 
-    def submit(self, gloo: Gloo, op: Parcels, submission: Submission) -> None:
-        """Start. Under the comm's lock."""
+    def submit(self, gloo: Gloo, op: Parcels, submission: Submission, over: Callable[[], object]) -> None:
+        """Start, in the same order on all ranks; ``over`` settles the submission."""
         givers = [rank for rank in self._others if op.takes(self._rank) and op.gives(rank)]
         takers = [rank for rank in reversed(self._others) if op.gives(self._rank) and op.takes(rank)]
         coming = {giver: Incoming(gloo, giver, _KEY) for giver in givers}
@@ -67,12 +68,12 @@ class Exchange:
             steps = [reception.receive, *steps]
         if not steps:
             delivery.finish()
-            submission.work.settle()
+            over()
             return
         steps.append(partial(conclude, delivery, submission))
 
         def job() -> None:
-            self._complete(submission, steps)
+            self._complete(submission, steps, over)
             sent.clear()
 
         self._lane.put("parcels", job)

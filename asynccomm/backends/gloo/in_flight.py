@@ -4,6 +4,8 @@ gloo runs operations side by side, and what is staged is read when it is started
 conflicts with one under way (it reads what that writes, or writes what that reads or writes) is started when that one
 is over. What comes later waits behind it, as gloo's groups tell operations apart by their order.
 
+A barrier waits for everything under way: once it is over, so are all collectives before it, on all ranks.
+
 Ranks may wait for different ones, because their tensors lie differently: each waits only for earlier operations, and
 the first that is not over anywhere waits for none.
 
@@ -11,8 +13,8 @@ Operations are started one at a time: gloo's count of them is not made for sever
 comm's lock, which serves until something waits; from then on one thread starts what waits, that of an operation which
 is over, and all that is put in waits, too.
 
-Collectives of parcels and messages stay outside: they go in lanes of their own, whatever memory they share with what is
-under way.
+Collectives of parcels read the tensors of their parcels, and write those outputs that the caller has given. Messages
+stay outside: they are in no order with collectives, whatever memory they share with what is under way.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import final
 
 from asynccomm.backends.base import Submission
 from asynccomm.backends.regions import AccessSet, Region, regions
+from asynccomm.ops import Barrier
 
 __all__ = ["InFlight"]
 
@@ -91,7 +94,7 @@ class InFlight:
         # free before it is settled, or who goes on at once would wait; and settled before others are started, which
         # may take long
         try:
-            flight.submission.work.settle()
+            flight.submission.work.settle(flight.submission.error)
         finally:
             if go_on:
                 self._start_waiting()
@@ -127,6 +130,8 @@ class InFlight:
         return True
 
     def _conflicts(self, flight: _Flight) -> bool:
+        if isinstance(flight.submission.op, Barrier):
+            return True
         flight.look()
         return self._accesses.conflicts(flight.reads, flight.writes)
 
@@ -163,3 +168,5 @@ class _Flight:
         self.writes = regions(outputs)
         if inputs is not outputs:
             self.reads = regions(inputs)
+        for parcel in self.submission.parcels:
+            self.reads += regions(parcel.tensors)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from asynccomm.backends import arithmetic
-from asynccomm.backends.gloo.reducing import as_it_is, brought, narrow_all, rows_of, sum_up
+from asynccomm.backends.gloo.reducing import as_it_is, brought, in_order, narrow_all, rows_of, sum_up
 from asynccomm.backends.gloo.staging import Finish, collected, movable, place, room, spread
 from asynccomm.backends.gloo.torch_gloo import Gloo
 from asynccomm.backends.hazards import Buffers
@@ -53,7 +53,7 @@ def start(gloo: Gloo, op: Op, buffers: Buffers, size: int) -> tuple[Any, Finish 
             return _all_reduce(gloo, inputs[0], outputs[0], reduction, size)
         case Reduce(reduction=reduction, root=root, dtype=dtype):
             output = outputs[0] if outputs else None
-            wide = brought(inputs[0], output, reduction)  # gloo uses it as scratch off the root
+            wide = in_order(brought(inputs[0], output, reduction), reduction)  # gloo uses it as scratch off the root
             work = gloo.reduce(wide, root, reduction, bools=dtype == torch.bool)
             return work, None if output is None else partial(narrow_all, wide, outputs, reduction, size)
         case ReduceScatter(reduction=reduction) | ReduceScatterSingle(reduction=reduction):
@@ -103,7 +103,7 @@ def _all_reduce(
     if tensor is output and as_it_is(tensor.dtype, reduction) and arithmetic.is_plain(tensor):
         # the usual case, with as little Python as can be: after a large operation none of it is in the caches
         return gloo.all_reduce(tensor, reduction), None
-    wide = brought(tensor, output, reduction)
+    wide = in_order(brought(tensor, output, reduction), reduction)
     work = gloo.all_reduce(wide, reduction, bools=tensor.dtype == torch.bool)
     return work, partial(narrow_all, wide, (output,), reduction, size)
 

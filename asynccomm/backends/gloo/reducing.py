@@ -1,7 +1,8 @@
 """What goes before and after gloo's reductions, and the reduction that is our own.
 
 gloo reduces in place, and knows some dtypes. What it does not know is widened first (``backends/arithmetic.py``), and
-what must not be clobbered is copied.
+what must not be clobbered is copied. Its smallest and largest of floats lose NaN, or not, depending on where that
+stands: so floats become integers in the same order, with NaN at the end that wins, and come back afterwards.
 
 reduce_scatter is an all_to_all and a sum of our own: half the traffic of gloo's, which reduces everything everywhere,
 in rank order, with fp32 accumulation.
@@ -24,6 +25,7 @@ __all__ = [
     "as_it_is",
     "brought",
     "fill_rows",
+    "in_order",
     "narrow_all",
     "row_bytes",
     "rows_of",
@@ -34,11 +36,37 @@ __all__ = [
 ]
 
 _UNCHANGED: Final = frozenset(RedOpType) - {RedOpType.AVG, RedOpType.PREMUL_SUM}  # nothing to do before or after
+_ORDER: Final = frozenset({RedOpType.MIN, RedOpType.MAX})
+_BITS: Final = {torch.float32: torch.int32, torch.float64: torch.int64}
+_CHUNK: Final = 1 << 17  # bytes that several passes leave in the cache
 
 
 def as_it_is(dtype: torch.dtype, reduction: ReduceOp) -> bool:
     """Whether gloo can reduce plain tensors of ``dtype`` without anything before or after."""
-    return dtype in AS_IT_IS and reduction.type in _UNCHANGED
+    return dtype in AS_IT_IS and reduction.type in _UNCHANGED and not _as_bits(dtype, reduction)
+
+
+def _as_bits(dtype: torch.dtype, reduction: ReduceOp) -> bool:
+    return reduction.type in _ORDER and dtype.is_floating_point
+
+
+def in_order(wide: Tensor, reduction: ReduceOp) -> Tensor:
+    """Widened ``wide`` as what gloo can reduce, in the same memory, which it changes."""
+    if not _as_bits(wide.dtype, reduction):
+        return wide
+    limits = torch.iinfo(_BITS[wide.dtype])
+    last = limits.max if reduction.type is RedOpType.MAX else limits.min
+    with torch.inference_mode(wide.is_inference()):
+        for part in torch.split(wide, _CHUNK // wide.itemsize):
+            nans = part.isnan()
+            _swap(part.view(_BITS[wide.dtype])).masked_fill_(nans, last)
+        return wide.view(_BITS[wide.dtype])
+
+
+def _swap(bits: Tensor) -> Tensor:
+    """From the bits of floats to integers in their order, and back, in place."""
+    mask = bits >> (8 * bits.itemsize - 1)  # all ones where the float is negative
+    return bits.bitwise_xor_(mask.bitwise_and_(torch.iinfo(bits.dtype).max))
 
 
 def brought(source: Tensor, output: Tensor | None, reduction: ReduceOp) -> Tensor:
@@ -55,7 +83,8 @@ def brought(source: Tensor, output: Tensor | None, reduction: ReduceOp) -> Tenso
 
 def wide_dtype(dtype: torch.dtype, reduction: ReduceOp) -> torch.dtype:
     """The dtype of widened tensors, as gloo sees them."""
-    return arithmetic.accumulator(dtype, reduction.type)
+    wide = arithmetic.accumulator(dtype, reduction.type)
+    return _BITS[wide] if _as_bits(wide, reduction) else wide
 
 
 def widened_bytes(dtype: torch.dtype, reduction: ReduceOp, numel: int) -> int:
@@ -63,13 +92,19 @@ def widened_bytes(dtype: torch.dtype, reduction: ReduceOp, numel: int) -> int:
 
 
 def widen_all(memory: Tensor, tensors: Sequence[Tensor], reduction: ReduceOp) -> None:
-    """Widen ``tensors`` into bytes, one after the other."""
+    """Widen ``tensors`` into bytes for gloo, one after the other."""
     pack(memory, [arithmetic.widen(tensor, reduction) for tensor in tensors])
+    in_order(memory.view(arithmetic.accumulator(tensors[0].dtype, reduction.type)), reduction)
 
 
 def narrow_all(total: Tensor, outputs: Sequence[Tensor], reduction: ReduceOp, size: int) -> None:
     """Bring the combined values to ``outputs``, one after the other."""
     with torch.inference_mode(total.is_inference()):  # it is clobbered, here on gloo's thread
+        floats = arithmetic.accumulator(outputs[0].dtype, reduction.type)
+        if total.dtype is not floats:
+            for part in torch.split(total, _CHUNK // total.itemsize):
+                _swap(part)
+            total = total.view(floats)
         if len(outputs) == 1:
             arithmetic.narrow(total, outputs[0], reduction, size)
             return

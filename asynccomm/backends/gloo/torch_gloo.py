@@ -177,8 +177,9 @@ class Gloo:
 
 
 class Gloos(NamedTuple):
-    """The groups of one comm: for small transfers, with one thread, and for large ones, with several."""
+    """The groups of one comm: for frames and for small transfers, with one thread each, and for large ones."""
 
+    frames: Gloo
     small: Gloo
     large: Gloo
 

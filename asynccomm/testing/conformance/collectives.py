@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from asynccomm.comm import Comm
 from asynccomm.reduce_op import ReduceOp
 from asynccomm.testing.conformance.data import (
     DTYPES,
+    FLOAT8,
+    FLOATS,
     SHAPES,
     combinations,
     expect_equal,
@@ -66,6 +69,42 @@ async def halves_accumulate_in_fp32(comm: Comm) -> None:
         assert torch.equal(tensor, expected), f"all_reduce accumulates in {dtype}: {tensor} instead of {expected}"
         out = await comm.reduce_scatter_single(None, torch.full((5 * comm.size,), value, dtype=dtype))
         assert torch.equal(out, expected), f"reduce_scatter accumulates in {dtype}: {out} instead of {expected}"
+
+
+async def nan_wins_in_min_and_max(comm: Comm) -> None:
+    if comm.device.type != "cpu":
+        return  # what a GPU's library makes of it is its own
+    for dtype in (*FLOATS, *FLOAT8):
+        for n in (1, 5, 67, 1031, 70_001):
+            place = torch.arange(n * comm.size)
+            rows = [sample(rank, (n * comm.size,)) for rank in range(comm.size)]
+            for rank, row in enumerate(rows):
+                row[(place * 7 + rank) % 5 == 0] = math.nan
+            for kind in (ReduceOp.MIN, ReduceOp.MAX):
+                together = torch.stack(rows)
+                expected = together.amin(0) if kind is ReduceOp.MIN else together.amax(0)
+                mine = rows[comm.rank].to(dtype)
+                await _expect_with_nan(comm, mine, kind, expected)
+
+
+async def _expect_with_nan(comm: Comm, mine: Tensor, kind: ReduceOp, expected: Tensor) -> None:
+    rank, n = comm.rank, len(mine) // comm.size
+    what = f"{kind} with nan of {mine.dtype}[{n}]"
+    everywhere = await comm.all_reduce(mine.clone(), kind)
+    _expect_same(everywhere, expected, what)
+    bits = everywhere.view(torch.uint8)
+    first = await comm.broadcast(bits.clone(), 0)
+    assert torch.equal(bits, first), f"{what}: the ranks have different bits"
+    at_root = await comm.reduce(mine.clone(), comm.size - 1, kind)
+    if at_root is not None:
+        _expect_same(at_root, expected, what)
+    part = await comm.reduce_scatter_single(None, mine, kind)
+    _expect_same(part, expected[rank * n : rank * n + n], what)
+
+
+def _expect_same(found: Tensor, expected: Tensor, what: str) -> None:
+    assert torch.equal(found.float().isnan(), expected.isnan()), f"{what}: nan was lost, or spread"
+    assert torch.equal(found.float().nan_to_num(), expected.nan_to_num()), what
 
 
 async def nan_and_infinity_travel(comm: Comm) -> None:

@@ -16,6 +16,7 @@ from asynccomm.reduce_op import RedOpType, ReduceOp
 __all__ = [
     "COMPLEX",
     "DTYPES",
+    "FLOAT8",
     "FLOATS",
     "REDUCTIONS",
     "SHAPES",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from types import NoneType
 from typing import Any
 
 import torch
@@ -13,8 +15,10 @@ from asynccomm.errors import (
     AsyncCommError,
     BrokenError,
     ClosedError,
+    CollectiveMismatchError,
     CollectiveTimeoutError,
 )
+from asynccomm.reduce_op import ReduceOp
 from asynccomm.work import Work
 
 
@@ -126,6 +130,74 @@ async def deadlines_name_who_is_missing(comm: Comm) -> None:
         assert "not arrived" in str(exc)
     else:
         raise AssertionError("an operation without its peer finished")
+
+
+async def _differ(comm: Comm, *calls: Callable[[], Work[Any]], scope: bool = False) -> None:
+    """The last rank calls the last of ``calls``, the others the first, and all close at once: all are told."""
+    if comm.size == 1 or not comm.unsafe_get_backend().compares:
+        return
+    call = calls[-1 if comm.rank == comm.size - 1 else 0]
+    if scope:
+        async with comm.coalesce():
+            others = [comm.all_reduce(torch.ones(3)) for _ in range(2)]  # which may be done before
+            work = call()
+    else:
+        others, work = [], call()
+    await comm.aclose()
+    error = work.exception()
+    assert isinstance(error, CollectiveMismatchError), f"{work!r} failed with {error!r} on rank {comm.rank}"
+    assert error.op != error.other_op, "the error must say how the ranks differ"
+    for other in others:
+        assert isinstance(other.exception(), (CollectiveMismatchError, NoneType)), f"{other!r} failed otherwise"
+
+
+async def another_reduction_is_told(comm: Comm) -> None:
+    tensor = torch.ones(700)
+    await _differ(comm, lambda: comm.all_reduce(tensor), lambda: comm.all_reduce(tensor, ReduceOp.MAX))
+
+
+async def another_dtype_is_told(comm: Comm) -> None:
+    tensor = torch.ones(4)
+    await _differ(comm, lambda: comm.all_reduce(tensor), lambda: comm.all_reduce(tensor.int()))
+
+
+async def another_size_is_told(comm: Comm) -> None:
+    for_all, more = torch.ones(400), torch.ones(500)
+    await _differ(comm, lambda: comm.all_reduce(for_all), lambda: comm.all_reduce(more))
+
+
+async def another_size_to_gather_is_told(comm: Comm) -> None:
+    for_all, more = torch.ones(4), torch.ones(5000)
+    await _differ(comm, lambda: comm.all_gather_single(None, for_all), lambda: comm.all_gather_single(None, more))
+
+
+async def sizes_of_an_all_to_all_that_do_not_fit_are_told(comm: Comm) -> None:
+    even = [torch.ones(3) for _ in range(comm.size)]
+    other = [torch.ones(3 if rank == comm.rank else 4) for rank in range(comm.size)]
+    into = [torch.zeros(3) for _ in range(comm.size)]
+    await _differ(comm, lambda: comm.all_to_all(into, even), lambda: comm.all_to_all(into, other))
+
+
+async def another_collective_is_told(comm: Comm) -> None:
+    tensor = torch.ones(4)
+    await _differ(comm, lambda: comm.all_reduce(tensor), comm.barrier)
+
+
+async def objects_in_place_of_tensors_are_told(comm: Comm) -> None:
+    tensor = torch.ones(4)
+    await _differ(comm, lambda: comm.all_reduce(tensor), lambda: comm.all_gather_object("x" * 5000))
+
+
+async def another_size_in_a_scope_is_told(comm: Comm) -> None:
+    for_all, more = torch.ones(4), torch.ones(5)
+    await _differ(comm, lambda: comm.all_reduce(for_all), lambda: comm.all_reduce(more), scope=True)
+
+
+async def another_collective_in_a_scope_is_told(comm: Comm) -> None:
+    tensor = torch.ones(400)
+    await _differ(
+        comm, lambda: comm.all_gather_single(None, tensor), lambda: comm.all_reduce(tensor, ReduceOp.MIN), scope=True
+    )
 
 
 async def leaving_by_an_exception_aborts(comm: Comm) -> None:

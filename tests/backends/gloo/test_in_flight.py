@@ -15,13 +15,15 @@ from torch import Tensor
 
 from asynccomm import AbortedError, BackendError, BrokenError, CollectiveTimeoutError, Comm, ReduceOp, Work, new_comm
 from asynccomm.backends.base import Submission
-from asynccomm.backends.gloo import backend as gloo_backend
+from asynccomm.backends.gloo import collectives as gloo_collectives
 from asynccomm.backends.gloo import lowering
 from asynccomm.backends.gloo.backend import GlooBackend
 from asynccomm.backends.gloo.in_flight import InFlight
 from asynccomm.backends.gloo.torch_gloo import LARGE
 from asynccomm.backends.regions import bytes_of
-from asynccomm.ops import AllReduce, Barrier, Broadcast, Call, Recv, Send
+from asynccomm.ops import AllGather, AllReduce, Barrier, Broadcast, Call, Op, Parcel, Parcels, Recv, Send
+
+SOMETHING = AllGather(torch.uint8, 1)
 
 # -- what waits for what: with a gloo of which each operation is ended by hand -----------------------------------------
 
@@ -49,18 +51,27 @@ class Gloo:
         self.line.end()
         self.failures.append(f"{self._names[id(submission.work)]}: {exc}")
 
-    def submit(self, name: str, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> list[str]:
+    def submit(
+        self,
+        name: str,
+        reads: Sequence[Tensor] = (),
+        writes: Sequence[Tensor] = (),
+        *,
+        op: Op = SOMETHING,
+        parcels: Sequence[Tensor] = (),
+    ) -> list[str]:
         """What happens in the call."""
 
         class Settled:
-            settle = staticmethod(lambda: self.events.append(f"settle {name}"))
+            settle = staticmethod(lambda error: self.events.append(f"settle {name}"))
 
         work: Any = Settled()
         self._names[id(work)] = name
         outputs = tuple(writes)
         inputs = outputs if not reads else tuple(reads)
         self.events.clear()
-        self.line.submit(Submission(Call(Barrier(), inputs, outputs, None), work))
+        given = (Parcel(b"", tuple(parcels)),) if parcels else ()
+        self.line.submit(Submission(Call(op, inputs, outputs, None, parcels=given), work))
         return list(self.events)
 
     def over(self, name: str) -> list[str]:
@@ -131,6 +142,29 @@ def test_what_comes_later_waits_behind_it(gloo: Gloo) -> None:
     assert gloo.submit("f", writes=[torch.zeros(1)]) == ["start f"]
 
 
+def test_parcels_are_in_the_same_order(gloo: Gloo) -> None:
+    op = Parcels("all_gather_v")
+    assert gloo.submit("a", writes=[M]) == ["start a"]
+    assert gloo.submit("b", op=op, parcels=[FREE[:2], TAKEN]) == [], "of what a writes"
+    assert gloo.over("a") == ["settle a", "start b"]
+    assert gloo.submit("c", op=op, parcels=[TAKEN]) == ["start c"], "is only read"
+    assert gloo.submit("d", writes=[FREE[1:3]]) == [], "of which a parcel is made"
+    assert gloo.over("b") == ["settle b", "start d"]
+    assert gloo.submit("e", op=op, writes=[FREE[2:]], parcels=[torch.zeros(0)]) == []
+    assert gloo.over("d") == ["settle d", "start e"]
+
+
+def test_a_barrier_waits_for_all_that_is_under_way(gloo: Gloo) -> None:
+    assert gloo.submit("first", op=Barrier()) == ["start first"]
+    assert gloo.over("first") == ["settle first"]
+    gloo.submit("a", writes=[M])
+    gloo.submit("b")
+    assert gloo.submit("barrier", op=Barrier()) == []
+    assert gloo.submit("c") == []
+    assert gloo.over("b") == ["settle b"]
+    assert gloo.over("a") == ["settle a", "start barrier", "start c"]
+
+
 def test_one_that_is_over_when_it_is_started(gloo: Gloo) -> None:
     gloo.submit("a", writes=[M])
     for name in "bcd":
@@ -144,7 +178,7 @@ def test_memory_is_free_before_its_operation_is_settled(gloo: Gloo) -> None:
     """Who awaits one operation after the other on the same tensor never waits for a thread of gloo's."""
     gloo.submit("a", writes=[M])
     started: list[str] = []
-    gloo.flying["a"].args[0].submission.work.settle = lambda: started.extend(gloo.submit("b", writes=[M]))  # type: ignore[attr-defined]
+    gloo.flying["a"].args[0].submission.work.settle = lambda error: started.extend(gloo.submit("b", writes=[M]))  # type: ignore[attr-defined]
     gloo.over("a")
     assert started == ["start b"]
 
@@ -411,14 +445,14 @@ async def patched() -> AsyncIterator[pytest.MonkeyPatch]:
 def waiting_in(comm: Comm) -> int:
     backend = comm.unsafe_get_backend()
     assert isinstance(backend, GlooBackend)
-    return len(backend._in_flight._waiting)
+    return len(backend._collectives._in_flight._waiting)
 
 
 @TWO_RANKS
 async def test_a_failing_operation_of_a_batch_names_itself_and_fails_what_waits(comm: Comm) -> None:
     async with new_comm("gloo", name="failing") as one, patched() as patch:
         group = one._group
-        tensor, half = torch.ones(3), torch.ones(2, dtype=torch.bfloat16)
+        tensor, half = torch.ones(3), torch.ones(600, dtype=torch.bfloat16)  # more than goes with a frame
         vector = [torch.ones(4), torch.ones(5)]
 
         def broken(*arguments: object) -> None:
@@ -437,7 +471,7 @@ async def test_a_failing_operation_of_a_batch_names_itself_and_fails_what_waits(
             assert waiting_in(one) == 2
             await comm.barrier()
             for work in works:
-                with pytest.raises(BackendError, match=r"gloo failed in all_reduce\(bfloat16\[2\], SUM\): no luck"):
+                with pytest.raises(BackendError, match=r"gloo failed in all_reduce\(bfloat16\[600\], SUM\): no luck"):
                     await work
         else:
             await comm.barrier()  # nothing of the other's can be done before
@@ -449,14 +483,18 @@ async def test_a_failing_operation_of_a_batch_names_itself_and_fails_what_waits(
 @TWO_RANKS
 async def test_what_waited_and_cannot_be_started_breaks_the_comm(comm: Comm) -> None:
     async with new_comm("gloo", name="unstarted") as one, patched() as patch:
-        tensor = torch.ones(3)
+        tensor = torch.ones(300)  # more than goes with a frame
         if one.rank == 0:
             works = [one.all_reduce(tensor) for _ in range(3)]
 
-            def broken(*arguments: object) -> None:
+            working = [gloo_collectives.start]
+
+            def broken_from_the_second_on(*arguments: Any) -> Any:
+                if working:
+                    return working.pop()(*arguments)
                 raise ValueError("no luck")
 
-            patch.setattr(gloo_backend, "start", broken)
+            patch.setattr(gloo_collectives, "start", broken_from_the_second_on)
             await comm.send(torch.zeros(1), 1)  # which is not started there
             await works[0]
             for work in works[1:]:
@@ -478,13 +516,13 @@ async def test_abort_fails_what_waits(comm: Comm) -> None:
             works = [one.all_reduce(tensor) for _ in range(5)]
             backend = one.unsafe_get_backend()
             assert isinstance(backend, GlooBackend)
-            assert len(backend._in_flight._waiting) == 4
+            assert len(backend._collectives._in_flight._waiting) == 4
             one.abort("enough")
             for work in works:
                 with pytest.raises(AbortedError, match="enough"):
                     await work
             await one.aclose()
-            assert not backend._in_flight._waiting
+            assert not backend._collectives._in_flight._waiting
         else:
             with pytest.raises(AbortedError, match="enough"):
                 await one.recv(torch.zeros(1), 0)

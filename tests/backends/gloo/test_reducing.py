@@ -1,13 +1,16 @@
 """What goes before and after a reduction."""
 
+import math
+
 import pytest
 import torch
 
-from asynccomm import ReduceOp
+from asynccomm import Comm, ReduceOp
 from asynccomm.backends.gloo.reducing import (
     as_it_is,
     brought,
     fill_rows,
+    in_order,
     narrow_all,
     row_bytes,
     rows_of,
@@ -20,6 +23,7 @@ from asynccomm.backends.gloo.staging import room
 from asynccomm.backends.regions import bytes_of
 from asynccomm.testing.conformance.data import DTYPES, sample, sentinel, strided
 
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 PREMUL = ReduceOp.PREMUL_SUM(3)
 
 
@@ -89,3 +93,70 @@ def test_rows_that_lie_side_by_side_are_not_copied() -> None:
     source = torch.arange(6, dtype=torch.bfloat16)
     assert rows_of(source.split(2), ReduceOp.SUM).data_ptr() == source.data_ptr()
     assert rows_of([source], ReduceOp.SUM).data_ptr() == source.data_ptr()
+
+
+SPECIAL = [-math.inf, -3e38, -1.0, -1e-40, -0.0, 0.0, 1e-40, 1.0, 3e38, math.inf]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", [ReduceOp.MIN, ReduceOp.MAX])
+def test_floats_as_integers_in_their_order(dtype: torch.dtype, kind: ReduceOp) -> None:
+    nans = torch.tensor([math.nan, -math.nan], dtype=dtype)
+    values = torch.tensor(SPECIAL, dtype=dtype)
+    bits = in_order(values.clone(), kind)
+    assert bits.dtype is wide_dtype(dtype, kind)
+    assert not bits.is_floating_point()
+    assert bits.tolist() == sorted(set(bits.tolist()))
+    end = in_order(nans.clone(), kind)
+    assert (end > bits.max()).all() if kind is ReduceOp.MAX else (end < bits.min()).all()
+    for tensor in (values, nans):
+        output = torch.zeros_like(tensor)
+        narrow_all(in_order(tensor.clone(), kind), (output,), kind, 2)
+        assert torch.equal(output.isnan(), tensor.isnan())
+        assert tensor.isnan().all() or torch.equal(bytes_of(output), bytes_of(tensor))
+
+
+@pytest.mark.parametrize("n", [1, 7, 1 << 15, (1 << 17) + 3])
+def test_it_happens_in_place(n: int) -> None:
+    values = torch.randn(n)
+    bits = in_order(values, ReduceOp.MIN)
+    assert bits.data_ptr() == values.data_ptr()
+    before = torch.randn(0)
+    assert in_order(before, ReduceOp.MIN).numel() == 0
+    narrow_all(bits, (values,), ReduceOp.MIN, 2)
+    assert torch.isfinite(values).all()
+
+
+def test_what_is_no_float_stays_as_it_is() -> None:
+    integers, floats = torch.arange(3), torch.ones(3)
+    assert in_order(integers, ReduceOp.MAX) is integers
+    assert in_order(floats, ReduceOp.SUM) is floats
+    assert not as_it_is(torch.float32, ReduceOp.MAX)
+    assert as_it_is(torch.int32, ReduceOp.MAX)
+    assert wide_dtype(torch.bfloat16, ReduceOp.MIN) is torch.int32
+
+
+def test_in_inference_mode_and_back_without() -> None:
+    with torch.inference_mode():
+        values = torch.tensor([1.0, math.nan, -2.0])
+    bits = in_order(values, ReduceOp.MAX)
+    narrow_all(bits, (values,), ReduceOp.MAX, 2)
+    assert values[::2].tolist() == [1, -2]
+    assert values[1].isnan()
+
+
+@pytest.mark.ranks([2, 3], backend="gloo")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, *FLOAT8])
+@pytest.mark.parametrize("n", [9, 1000, 1_500_000])
+async def test_nan_in_lists_of_tensors(comm: Comm, dtype: torch.dtype, n: int) -> None:
+    for kind in (ReduceOp.MIN, ReduceOp.MAX):
+        tensors = [torch.full((size,), 1.0 + comm.rank) for size in (n, 5, 0, n // 2)]
+        for i, tensor in enumerate(tensors):
+            tensor[i :: 3 + comm.rank] = math.nan
+        mine = [tensor.to(dtype) for tensor in tensors]
+        await comm.all_reduce_coalesced(mine, kind)
+        for i, tensor in enumerate(mine):
+            place = torch.arange(len(tensor)) - i
+            lost = torch.stack([(place >= 0) & (place % (3 + rank) == 0) for rank in range(comm.size)]).any(0)
+            assert torch.equal(tensor.float().isnan(), lost)
+            assert tensor.float()[~lost].eq(1 if kind is ReduceOp.MIN else comm.size).all()

@@ -1,0 +1,135 @@
+"""Collectives of tensors as a computation: what each rank contributes, and what the outputs become of that.
+
+For backends that have the contributions of all ranks in one place. Reductions go in rank order, so the result is
+bitwise the same wherever it is computed. A contribution is flat bytes: the inputs one after the other, or where a
+reduction has a factor, the products, which are not rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from asynccomm.backends import arithmetic
+from asynccomm.backends.regions import bytes_of
+from asynccomm.ops import (
+    AllGather,
+    AllGatherSingle,
+    AllReduce,
+    AllToAll,
+    AllToAllSingle,
+    Barrier,
+    Broadcast,
+    Gather,
+    Op,
+    Reduce,
+    ReduceScatter,
+    ReduceScatterSingle,
+    Scatter,
+)
+from asynccomm.reduce_op import ReduceOp
+
+__all__ = ["contributed_bytes", "contribution", "fill", "perform"]
+
+_NOTHING: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def contributed_bytes(op: Op, inputs: Sequence[Tensor]) -> int:
+    """The length of :func:`contribution`."""
+    reduction: ReduceOp | None = getattr(op, "reduction", None)
+    if reduction is None or reduction.factor is None:
+        return sum([tensor.nbytes for tensor in inputs])
+    dtype = inputs[0].dtype
+    itemsize = arithmetic.accumulator(dtype, reduction.type).itemsize * (2 if dtype.is_complex else 1)
+    return sum([tensor.numel() for tensor in inputs]) * itemsize
+
+
+def contribution(op: Op, inputs: Sequence[Tensor]) -> Tensor:
+    """What a rank with these inputs contributes; the memory of an input, if that will do."""
+    reduction: ReduceOp | None = getattr(op, "reduction", None)
+    if reduction is not None and reduction.factor is not None:
+        inputs = [arithmetic.widen(tensor, reduction) for tensor in inputs]
+    if len(inputs) == 1:
+        return bytes_of(inputs[0])
+    return torch.cat([bytes_of(tensor) for tensor in inputs]) if inputs else _NOTHING
+
+
+def perform(ops: Sequence[Op], given: Sequence[Tensor], outputs: Mapping[int, Sequence[Tensor]]) -> None:
+    """Fill the outputs of a collective.
+
+    Args:
+        ops: of each rank; they fit.
+        given: the contribution of each rank, in memory that no output shares.
+        outputs: of those ranks that have some here.
+    """
+    op: Any = ops[0]
+    size = len(given)
+    match op:
+        case AllReduce() | Reduce():
+            total = _combined(op, given)
+            for targets in outputs.values():
+                _narrow(total, targets, op.reduction, size)
+        case ReduceScatter() | ReduceScatterSingle():
+            pairs = 2 if op.dtype.is_complex else 1
+            counts = getattr(op, "counts", ()) or [op.numel] * size
+            chunks = _combined(op, given).split_with_sizes([pairs * count for count in counts])
+            for rank, targets in outputs.items():
+                _narrow(chunks[rank], targets, op.reduction, size)
+        case Broadcast():
+            for targets in outputs.values():
+                fill(targets, given[op.root])
+        case AllGather() | AllGatherSingle() | Gather():
+            for targets in outputs.values():
+                if targets:
+                    fill(targets, torch.cat(list(given)))
+        case Scatter():
+            chunks = given[op.root].split_with_sizes([op.nbytes] * size)
+            for rank, targets in outputs.items():
+                fill(targets, chunks[rank])
+        case AllToAllSingle():
+            share = op.nbytes // size
+            for rank, targets in outputs.items():
+                fill(targets, torch.cat([each[rank * share : (rank + 1) * share] for each in given]))
+        case AllToAll():
+            for rank, targets in outputs.items():
+                fill(targets, torch.cat([_share(each, source, rank) for each, source in zip(ops, given, strict=True)]))
+        case Barrier():
+            pass
+        case _:
+            raise AssertionError(f"no such collective: {op}")
+
+
+def fill(outputs: Sequence[Tensor], data: Tensor) -> None:
+    """Bring bytes to where they belong, one output after the other."""
+    if not outputs:
+        return
+    for output, part in zip(outputs, data.split_with_sizes([output.nbytes for output in outputs]), strict=True):
+        arithmetic.write(output, part.clone().view(output.dtype).view(output.shape))  # a clone, for its alignment
+
+
+def _combined(op: Any, given: Sequence[Tensor]) -> Tensor:
+    reduction: ReduceOp = op.reduction
+    if reduction.factor is None:
+        rows = [arithmetic.widen(each.view(op.dtype), reduction) for each in given]
+    else:
+        wide = arithmetic.accumulator(op.dtype, reduction.type)
+        rows = [each.view(wide) for each in given]
+    return arithmetic.combine(torch.stack(rows), reduction, bools=op.dtype == torch.bool)
+
+
+def _narrow(total: Tensor, outputs: Sequence[Tensor], reduction: ReduceOp, size: int) -> None:
+    if not outputs:
+        return
+    pairs = 2 if outputs[0].is_complex() else 1
+    parts = total.split_with_sizes([pairs * output.numel() for output in outputs])
+    for output, part in zip(outputs, parts, strict=True):
+        arithmetic.narrow(part.clone(), output, reduction, size)
+
+
+def _share(op: Any, given: Tensor, rank: int) -> Tensor:
+    """What the rank of ``op`` sends to ``rank``."""
+    start = sum(op.sends[:rank]) * op.dtype.itemsize
+    return given[start : start + op.sends[rank] * op.dtype.itemsize]

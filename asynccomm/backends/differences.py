@@ -1,0 +1,66 @@
+"""How ranks differ in what they have issued at one place: the error that names it, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+from asynccomm.backends.base import Submission
+from asynccomm.errors import CollectiveMismatchError
+from asynccomm.ops.signature import Signature, signature
+
+__all__ = ["Called", "Issued", "difference", "issued", "misfit"]
+
+
+class Called(NamedTuple):
+    """A collective as it was called."""
+
+    number: int  #: on the comm
+    text: str
+    words: Signature
+
+
+class Issued(NamedTuple):
+    """The collectives that a rank has submitted at once."""
+
+    called: Sequence[Called]  #: in the order of their numbers, before any were merged
+    submitted: Sequence[str]  #: as they were submitted
+
+
+def issued(batch: Sequence[Submission]) -> Issued:
+    """The collectives of ``batch``."""
+    called: list[Called] = []
+    for submission in batch:
+        ops = submission.members or (submission.op,)
+        numbers = submission.numbers if submission.members else (submission.work.seq,)
+        called += [Called(number, str(op), signature(op)) for number, op in zip(numbers, ops, strict=True)]
+    return Issued(sorted(called, key=attrgetter("number")), [str(submission.op) for submission in batch])
+
+
+def difference(rank: int, mine: Issued, other: int, theirs: Issued) -> CollectiveMismatchError:
+    """What ``rank`` and ``other`` have, which is not the same: an operation as it was called, if one differs."""
+    for ours, another in zip(mine.called, theirs.called, strict=False):
+        if ours.words != another.words:
+            text = another.text if another.text != ours.text else f"{another.text}, divided otherwise"
+            return CollectiveMismatchError(ours.number, rank, ours.text, other, text)
+    first, count = mine.called[0], len(mine.called)
+    if count != len(theirs.called):
+        sides = _extent(first, count), _extent(theirs.called[0], len(theirs.called))
+        return CollectiveMismatchError(first.number, rank, sides[0], other, sides[1])
+    what = _extent(first, count)
+    merged = [f"{what}, merged into {', '.join(side.submitted)}" for side in (mine, theirs)]
+    return CollectiveMismatchError(first.number, rank, merged[0], other, merged[1])
+
+
+def misfit(sends: Sequence[Sequence[int]], receives: Sequence[Sequence[int]]) -> tuple[int, int] | None:
+    """A rank of an uneven all_to_all, and one that receives another number of elements from it than it sends."""
+    for source, sent in enumerate(sends):
+        for rank, received in enumerate(receives):
+            if sent[rank] != received[source]:
+                return source, rank
+    return None
+
+
+def _extent(first: Called, count: int) -> str:
+    return f"{first.text} alone" if count == 1 else f"a batch of {count} from {first.text} on"

@@ -1,0 +1,184 @@
+"""The frame that each rank sends ahead of a collective, of one length for all: what it is, and what it gives if short.
+
+gloo trusts that all ranks have called the same: sizes that differ end the process of the rank that gets more than it
+expects, everything else that differs gives garbage. A frame begins with a heading that must be equal on all ranks; then
+comes what is a rank's own::
+
+    number, signature (2 words), digest, length of the batch, place in it;  balance, bytes of the contribution, whole
+
+The digest covers what the signature says in few bits or not at all: the sizes of the pieces that an operation is
+divided in, and the numbers of the operations that were merged into one. The balances of all ranks add up to zero if
+each rank of an uneven all_to_all receives what the others send it. A contribution that fits stands behind that, and
+``whole`` says so: if all do, the frames were the collective.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import Final, final
+
+import torch
+from torch import Tensor
+
+from asynccomm.backends.base import Submission
+from asynccomm.backends.computing import contributed_bytes, contribution, perform
+from asynccomm.backends.regions import bytes_of
+from asynccomm.errors import BackendError
+from asynccomm.ops import AllGather, AllReduce, AllToAll, Broadcast, Op, Parcel, Parcels, ReduceScatter
+from asynccomm.ops.signature import signature
+
+__all__ = ["ROOM", "Frame", "balance", "complete", "digest", "extent", "parcel_in"]
+
+ROOM: Final = 1024  # bytes of a contribution: up to here it costs as much to send them as not to
+
+_EQUAL: Final = struct.Struct("<qQQQII")
+_OWN: Final = struct.Struct("<QII")
+_HEADER: Final = 64  # where the contribution begins: aligned for every dtype
+_FRAME: Final = _HEADER + ROOM
+_HEAD: Final = struct.Struct("<I")  # bytes of a parcel's head
+_MASK: Final = (1 << 64) - 1
+
+assert _EQUAL.size + _OWN.size <= _HEADER
+
+
+@final
+class Frame:
+    """The memory of a frame and of those of all ranks, to be used again and again.
+
+    Attributes:
+        mine, all: the same as tensors, for gloo.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._size = size
+        self._sent = bytearray(_FRAME)
+        self._received = bytearray(size * _FRAME)
+        with torch.inference_mode(False):  # threads of gloo's write it
+            self.mine = torch.frombuffer(self._sent, dtype=torch.uint8)
+            self.all = torch.frombuffer(self._received, dtype=torch.uint8)
+
+    def fill(self, submission: Submission) -> None:
+        """Write what this rank has to say of ``submission``, and read its inputs if they are short."""
+        op = submission.op
+        total, before = extent(submission)
+        equal = submission.work.seq, *signature(op), digest(submission), total, before
+        _EQUAL.pack_into(self._sent, 0, *equal)
+        mine = balance(op, self._rank) if isinstance(op, AllToAll) else 0
+        nbytes = self._give_parcel(op, submission) if isinstance(op, Parcels) else self._give(op, submission)
+        _OWN.pack_into(self._sent, _EQUAL.size, mine, max(nbytes, 0), nbytes >= 0)
+
+    def _give(self, op: Op, submission: Submission) -> int:
+        """Returns how many bytes it took; -1 if there are too many."""
+        inputs = submission.inputs
+        start = 8 * self._size if isinstance(op, AllToAll) else 0
+        nbytes = start + contributed_bytes(op, inputs)
+        if nbytes > ROOM:
+            return -1
+        if isinstance(op, AllToAll):
+            struct.pack_into(f"<{self._size}q", self._sent, _HEADER, *op.sends)
+        if nbytes > start:
+            self.mine[_HEADER + start : _HEADER + nbytes].copy_(contribution(op, inputs))
+        return nbytes
+
+    def _give_parcel(self, op: Parcels, submission: Submission) -> int:
+        if not op.gives(self._rank):
+            return 0
+        head, tensors = submission.parcels[0] if op.shared else Parcel(b"", ())
+        start = _HEAD.size + len(head)
+        nbytes = start + submission.parcels[0].nbytes if op.shared else ROOM + 1
+        if nbytes > ROOM:
+            return -1
+        _HEAD.pack_into(self._sent, _HEADER, len(head))
+        self._sent[_HEADER + _HEAD.size : _HEADER + start] = head
+        if nbytes > start:
+            self.mine[_HEADER + start : _HEADER + nbytes].copy_(torch.cat([bytes_of(tensor) for tensor in tensors]))
+        return nbytes
+
+    def differing(self) -> tuple[int, int] | None:
+        """Two ranks that have not called the same, if there are such; the same two on all ranks."""
+        received, n = self._received, _EQUAL.size
+        first = received[:n]
+        for rank in range(1, self._size):
+            at = rank * _FRAME
+            if received[at : at + n] != first:
+                return 0, rank
+        return None
+
+    def given(self) -> tuple[Sequence[Tensor] | None, bool]:
+        """The contributions of all ranks, if all are here; and whether the sizes of an uneven all_to_all fit.
+
+        Raises: BackendError for what no rank says.
+        """
+        total, complete = 0, True
+        contributions = []
+        for rank in range(self._size):
+            at = rank * _FRAME
+            mine, nbytes, whole = _OWN.unpack_from(self._received, at + _EQUAL.size)
+            if nbytes > ROOM or whole > 1:
+                raise BackendError(f"rank {rank} sent a frame that cannot be: {nbytes} bytes of {ROOM}, flag {whole}")
+            total += mine
+            complete = complete and whole == 1
+            contributions.append(self.all[at + _HEADER : at + _HEADER + nbytes])
+        return contributions if complete else None, total & _MASK == 0
+
+
+def extent(submission: Submission) -> tuple[int, int]:
+    """How many operations were submitted at once, as they were called, and how many of them before this one."""
+    if submission.batch is None:
+        return len(submission.members) or 1, 0
+    batch, at = submission.batch
+    counts = [len(each.members) or 1 for each in batch]
+    return sum(counts), sum(counts[:at])
+
+
+def complete(submission: Submission, rank: int, given: Sequence[Tensor]) -> None:
+    """Fill the outputs of a collective of tensors with what the contributions make."""
+    op, ops = submission.op, [submission.op] * len(given)
+    if isinstance(op, AllToAll):
+        n = 8 * len(given)
+        tables = [struct.unpack(f"<{len(given)}q", bytes(each[:n].tolist())) for each in given]
+        ops = [AllToAll(op.dtype, sends, ()) for sends in tables]
+        given = [each[n:] for each in given]
+    perform(ops, given, {rank: submission.outputs})
+
+
+def parcel_in(contribution: Tensor) -> tuple[bytes, Tensor]:
+    """Head and payload. Raises: BackendError for what is no parcel."""
+    data = bytes(contribution.tolist())
+    length = _HEAD.unpack_from(data)[0] if len(data) >= _HEAD.size else len(data)
+    start = _HEAD.size + length
+    if start > len(data):
+        raise BackendError(f"a parcel of {len(data)} bytes came with a head of {length} bytes")
+    return data[_HEAD.size : start], contribution[start:]
+
+
+def digest(submission: Submission) -> int:
+    """What tells apart operations whose signatures may be equal."""
+    op = submission.op
+    pieces: Sequence[Tensor] = ()
+    match op:
+        case AllReduce() | Broadcast() if op.layout:
+            pieces = submission.inputs or submission.outputs
+        case AllGather() if op.layout:
+            pieces = submission.outputs
+        case ReduceScatter() if op.layout:
+            pieces = submission.inputs
+    if not pieces and not submission.numbers:
+        return 0
+    numbers = array("Q", [*submission.numbers, *[tensor.nbytes for tensor in pieces]])
+    return int.from_bytes(hashlib.blake2b(numbers.tobytes(), digest_size=8).digest())
+
+
+def balance(op: AllToAll, rank: int) -> int:
+    """What ``rank`` sends and does not receive, in hashes: of all ranks they add up to zero, modulo 2**64."""
+    sent = sum([_hash(rank, peer, count) for peer, count in enumerate(op.sends)])
+    received = sum([_hash(peer, rank, count) for peer, count in enumerate(op.receives)])
+    return (sent - received) & _MASK
+
+
+def _hash(source: int, target: int, count: int) -> int:
+    return int.from_bytes(hashlib.blake2b(b"%d %d %d" % (source, target, count), digest_size=8).digest())

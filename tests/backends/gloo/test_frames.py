@@ -1,0 +1,208 @@
+"""What a frame holds, and what it tells of."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from asynccomm import BackendError, Comm, ReduceOp
+from asynccomm.backends.base import Submission
+from asynccomm.backends.gloo.frames import ROOM, Frame, balance, complete, digest, extent, parcel_in
+from asynccomm.checks import Group
+from asynccomm.ops import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Call, Op, Parcel, Parcels, ReduceScatter
+
+SIZE = 3
+
+
+def group(rank: int) -> Group:
+    return Group("t", rank, SIZE, torch.device("cpu"))
+
+
+def submission(call: Call, number: int = 5) -> Submission:
+    class Numbered:
+        seq = number
+
+    work: Any = Numbered()
+    return Submission(call, work)
+
+
+def exchanged(submissions: Sequence[Submission]) -> list[Frame]:
+    """The frames of all ranks, after their all_gather."""
+    frames = [Frame(rank, len(submissions)) for rank in range(len(submissions))]
+    for frame, mine in zip(frames, submissions, strict=True):
+        frame.fill(mine)
+    everything = torch.cat([frame.mine for frame in frames])
+    for frame in frames:
+        frame.all.copy_(everything)
+    return frames
+
+
+def of_all(make: Callable[[int], Call]) -> list[Frame]:
+    return exchanged([submission(make(rank)) for rank in range(SIZE)])
+
+
+@pytest.mark.parametrize("n", [0, 1, ROOM // 4, ROOM // 4 + 1])
+def test_what_fits_is_in_it(n: int) -> None:
+    tensors = [torch.full((n,), 1.0 + rank) for rank in range(SIZE)]
+    submissions = [submission(AllReduce.of(group(rank), t, ReduceOp.SUM)) for rank, t in enumerate(tensors)]
+    for rank, frame in enumerate(exchanged(submissions)):
+        assert frame.differing() is None
+        given, balanced = frame.given()
+        assert balanced
+        assert (given is None) is (4 * n > ROOM)
+        if given is not None:
+            complete(submissions[rank], rank, given)
+            assert tensors[rank].eq(6).all()
+
+
+def test_all_or_none_is_in_it() -> None:
+    """Of sizes of their own, that of one rank may be too long."""
+    counts = [1, 1000, 2]
+    frames = of_all(lambda rank: AllGather.of(group(rank), [torch.zeros(n) for n in counts], torch.zeros(counts[rank])))
+    assert [frame.given()[0] for frame in frames] == [None] * SIZE
+
+
+CASES: list[tuple[Op, Op]] = [
+    (AllReduce(torch.float32, 3, ReduceOp.SUM), AllReduce(torch.float32, 3, ReduceOp.MAX)),
+    (AllReduce(torch.float32, 3, ReduceOp.SUM), AllReduce(torch.int32, 3, ReduceOp.SUM)),
+    (AllReduce(torch.float32, 3, ReduceOp.SUM), AllReduce(torch.float32, 4, ReduceOp.SUM)),
+    (Broadcast(torch.float32, 3, 0), Broadcast(torch.float32, 3, 1)),
+    (Barrier(), Barrier(label="x")),
+    (Barrier(), Parcels("all_gather_object")),
+]
+
+
+@pytest.mark.parametrize(("mine", "other"), CASES)
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_a_difference_is_seen_by_all(mine: Op, other: Op, odd: int) -> None:
+    calls = [Call(other if rank == odd else mine, (torch.ones(3),), (), None) for rank in range(SIZE)]
+    calls = [
+        call._replace(parcels=(Parcel(b"", ()),), inputs=()) if call.op.kind == "parcels" else call for call in calls
+    ]
+    frames = exchanged([submission(call) for call in calls])
+    assert {frame.differing() for frame in frames} == {(0, odd or 1)}
+
+
+def test_numbers_and_places_must_agree() -> None:
+    def pair(change: Callable[[Submission], object]) -> Frame:
+        both = [submission(Call(Barrier(), (), (), None)) for _ in range(2)]
+        change(both[1])
+        return exchanged(both)[0]
+
+    def number(one: Submission) -> None:
+        one.work.seq = 6
+
+    def batch(one: Submission) -> None:
+        one.batch = (one, one), 0
+
+    def merged(one: Submission) -> None:
+        one.numbers = (5, 6)
+
+    assert pair(lambda one: None).differing() is None
+    for change in (number, batch, merged):
+        assert pair(change).differing() == (0, 1)
+
+
+def test_places_in_a_batch() -> None:
+    merged, one = submission(Call(Barrier(), (), (), None)), submission(Call(Barrier(), (), (), None))
+    merged.members = (Barrier(),) * 3
+    assert extent(one) == (1, 0)
+    assert extent(merged) == (3, 0)
+    batch = [one, merged, one]
+    merged.batch = batch, 1
+    assert extent(merged) == (5, 1)
+
+
+def test_pieces_are_told_apart_by_their_sizes() -> None:
+    def digests(make: Callable[[list[Tensor]], Call]) -> set[int]:
+        lists = [[1, 2, 4], [2, 1, 4], [1, 2, 4]]
+        return {digest(submission(make([torch.zeros(n) for n in sizes]))) for sizes in lists}
+
+    one = Group("t", 0, 1, torch.device("cpu"))
+    assert len(digests(lambda tensors: AllReduce.of_several(one, tensors, ReduceOp.SUM))) == 2
+    assert len(digests(lambda tensors: Broadcast.of_several(one, tensors, 0))) == 2
+    assert len(digests(lambda tensors: ReduceScatter.of_several(one, tensors, [tensors], ReduceOp.SUM))) == 2
+    assert len(digests(lambda tensors: Broadcast.of_several(group(1), tensors, 0))) == 2
+    assert digest(submission(AllReduce.of(one, torch.zeros(3), ReduceOp.SUM))) == 0
+
+
+def all_to_all(rank: int, extra: int = 0) -> Call:
+    """Rank 0 sends rank 2 ``extra`` more than that expects."""
+    counts = [[rank + peer for peer in range(SIZE)] for rank in range(SIZE)]
+    inputs = [torch.full((n,), float(rank)) for n in counts[rank]]
+    outputs = [torch.zeros(n) for n in counts[rank]]
+    if rank == 0 and extra:
+        inputs[2] = torch.zeros(len(inputs[2]) + extra)
+    return AllToAll.of(group(rank), outputs, inputs)
+
+
+@pytest.mark.parametrize("extra", [0, 1, 400])
+def test_sizes_of_an_uneven_exchange(extra: int) -> None:
+    for frame in of_all(lambda rank: all_to_all(rank, extra)):
+        assert frame.differing() is None
+        assert frame.given()[1] is (extra == 0)
+
+
+def test_an_uneven_exchange_in_frames() -> None:
+    calls = [all_to_all(rank) for rank in range(SIZE)]
+    submissions = [submission(call) for call in calls]
+    for rank, frame in enumerate(exchanged(submissions)):
+        given = frame.given()[0]
+        assert given is not None
+        complete(submissions[rank], rank, given)
+        assert [output.tolist() for output in calls[rank].outputs] == [[float(r)] * (r + rank) for r in range(SIZE)]
+
+
+def test_balances_depend_on_the_pair() -> None:
+    ops = [AllToAll(torch.float32, (0, 1), (0, 2)), AllToAll(torch.float32, (1, 0), (2, 0))]
+    assert sum([balance(op, rank) for rank, op in enumerate(ops)]) % 2**64 != 0, "the sums of sizes are equal"
+
+
+@pytest.mark.parametrize("length", [0, 7, ROOM - 8, ROOM])
+def test_parcels(length: int) -> None:
+    given = Parcel(b"head", (torch.arange(length) % 200).to(torch.uint8).split(5) or ())
+    call = Call(Parcels("broadcast_object", giver=1), (), (), None)
+    frames = of_all(lambda rank: call._replace(parcels=(given,) if rank == 1 else ()))
+    for frame in frames:
+        found, _ = frame.given()
+        assert (found is None) is (length > ROOM - 8)
+        if found is not None:
+            head, payload = parcel_in(found[1])
+            assert head == b"head"
+            assert payload.tolist() == [i % 200 for i in range(length)]
+
+
+def test_parcels_of_their_own_for_each_go_another_way() -> None:
+    call = Call(Parcels("scatter_v", shared=False, giver=0), (), (), None)
+    frames = of_all(lambda rank: call._replace(parcels=(Parcel(b"", ()),) * SIZE if rank == 0 else ()))
+    assert [frame.given()[0] for frame in frames] == [None] * SIZE
+
+
+@pytest.mark.parametrize("at", [48, 52])
+def test_what_no_rank_says_is_refused(at: int) -> None:
+    frame = of_all(lambda rank: Call(Barrier(), (), (), None))[0]
+    frame.all[len(frame.mine) + at : len(frame.mine) + at + 4] = 255
+    with pytest.raises(BackendError, match="rank 1 sent a frame that cannot be"):
+        frame.given()
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff\xff\xff\xff123", b"\x04\0\0\0abc"])
+def test_what_is_no_parcel_is_refused(data: bytes) -> None:
+    with pytest.raises(BackendError, match=f"a parcel of {len(data)} bytes"):
+        parcel_in(torch.tensor(list(data), dtype=torch.uint8))
+
+
+@pytest.mark.ranks([2, 3], backend="gloo")
+async def test_in_inference_mode_and_out_of_it(comm: Comm) -> None:
+    """Frames are used again, whatever mode they were made in."""
+    with torch.inference_mode():
+        inside = [torch.ones(3) for _ in range(3)]
+        await asyncio.gather(*[comm.all_reduce(tensor) for tensor in inside])
+    outside = [torch.ones(3) for _ in range(5)]
+    await asyncio.gather(*[comm.all_reduce(tensor) for tensor in outside])
+    assert all(tensor.eq(comm.size).all() for tensor in (*inside, *outside))
