@@ -223,7 +223,7 @@ async def test_functional_collectives() -> None:
 @pytest.mark.ranks(2)
 async def test_the_profiler_sees_what_is_called() -> None:
     with world():
-        with profile(record_shapes=True) as seen:
+        with profile(record_shapes=True, acc_events=True) as seen:
             total(None)
             dist.barrier()
             dist.all_reduce(torch.eye(2).to_sparse())
