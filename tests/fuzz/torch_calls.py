@@ -1,0 +1,87 @@
+"""Steps by torch's own functions: which of them torch has, and how they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import distributed as dist
+
+from .legality import refusal, uses
+from .program import Step, View
+
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
+_GATHERS = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_SCATTERS = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_REDUCTIONS = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+_NAMES = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_single", "reduce_scatter_single", "scatter")
+_MORE = ("gather", "all_to_all", "all_to_all_single", "barrier")
+
+
+def by_torch(step: Step) -> Step | None:
+    """The step as calls of torch's functions, which must be able to do it; None if they are not."""
+    members = range(len(step.group))
+    views = [use.view for member in members for use in uses(step, member)]
+    if step.op not in (*_NAMES, *_MORE) or "tag" in step.common or step.common.get("dim", 0) != 0:
+        return None
+    if not all(_plain(view) for view in views) or len({view.dtype for view in views}) > 1:
+        return None
+    if step.common.get("op", "SUM") not in _REDUCTIONS or any(refusal(step, member) for member in members):
+        return None
+    if not all(_has_outputs(step, member, own) for member, own in enumerate(step.ranks)):
+        return None
+    return replace(step, issue="torch", scope=0)
+
+
+def _plain(view: View) -> bool:
+    step = 1
+    for extent, stride in zip(reversed(view.shape), reversed(view.strides), strict=True):
+        if extent != 1 and stride != step:
+            return False
+        step *= extent
+    return view.dtype in DTYPES and bool(view.numel) and not view.conj and not view.neg
+
+
+def _has_outputs(step: Step, member: int, own: Mapping[str, Any]) -> bool:
+    """Whether everything is given that torch does not make itself, in one shape."""
+    root = step.common.get("root", member)
+    needed = {"output", "tensor_list"} if step.op not in ("gather", "scatter") else {"output"}
+    if step.op == "all_to_all" or (step.op == "gather" and member == root):
+        needed.add("output_list")
+    if "out" in own or any(own.get(name, step) is None for name in needed):
+        return False
+    lists = [value for value in own.values() if isinstance(value, list) and step.op != "all_to_all"]
+    shapes = {view.shape for views in lists for view in views}
+    return len(shapes) < 2
+
+
+def torch_call(step: Step, member: int, given: dict[str, Any], group: Any = None) -> None:
+    """Call it, and block until it is done."""
+    root = step.group[given["root"]] if "root" in given else 0
+    op = getattr(dist.ReduceOp, step.common["op"]) if "op" in step.common else None
+    match step.op:
+        case "all_reduce":
+            dist.all_reduce(given["tensor"], op, group)
+        case "broadcast":
+            dist.broadcast(given["tensor"], root, group)
+        case "reduce":
+            dist.reduce(given["tensor"], root, op, group)
+        case "all_gather":
+            dist.all_gather(given["tensor_list"], given["tensor"], group)
+        case "all_gather_single":
+            _GATHERS(given["output"], given["input"], group)
+        case "reduce_scatter_single":
+            _SCATTERS(given["output"], given["input"], op, group)
+        case "scatter":
+            dist.scatter(given["output"], given["input_list"], root, group)
+        case "gather":
+            dist.gather(given["input"], given["output_list"], root, group)
+        case "all_to_all":
+            dist.all_to_all(given["output_list"], given["input_list"], group)
+        case "all_to_all_single":
+            dist.all_to_all_single(given["output"], given["input"], None, None, group)
+        case "barrier":
+            dist.barrier(group)
+        case _:
+            raise AssertionError(f"torch has no {step.op}")
