@@ -21,7 +21,7 @@ from .reference import FREE, Margin, reduced
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Elements, as bytes; ``margin`` where a reduction left some play. ``itemsize`` and ``reals`` are of one element."""
+    """Elements, as bytes; ``margin`` where a reduction left some play. ``itemsize`` and ``reals`` are those of one."""
 
     data: Tensor
     itemsize: int

@@ -1,4 +1,4 @@
-"""What the operations on lists do: each of the list as its operation on one tensor does, all read before any is written.
+"""What operations on lists do: with each of the list what the operation on one tensor does, all read before any write.
 Also what operations on objects give."""
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ def _objects(step: Step, read: Read) -> Effect:
             case "gather_object":
                 gathered = [_told(read, i, obj) for i, obj in enumerate(everything)]
                 effect.objects[rank] = gathered if rank == root else None
+            case "broadcast_object" | "broadcast_tensor_dict" if rank == root:
+                effect.results[rank] = "obj" if step.op == "broadcast_object" else "tensor_dict"
             case "broadcast_object":
                 effect.objects[rank] = _told(read, root, everything[root])
             case "scatter_object_list":

@@ -71,14 +71,15 @@ class _Maker:
     def _steps(self, count: int, *, scoped: bool) -> list[Step]:
         group = self._group()
         issue = self._issue()
-        steps = [replace(self._step(group), issue="flight" if count > 1 else issue) for _ in range(count)]
+        plain = "flight" if count > 1 else "await" if issue == "torch" else issue
+        steps = [replace(self._step(group), issue=plain) for _ in range(count)]
         if scoped:
             self._scope += 1
             limits: dict[str, Any] = {"max_ops": 2} if self._random.random() < 0.2 else {}
             steps = [replace(step, scope=self._scope, issue="await") for step in steps]
             steps[0] = replace(steps[0], common={**steps[0].common, "scope": limits})
         elif issue == "torch":
-            steps = [by_torch(step) or step for step in steps]
+            steps = [by_torch(step) or step for step in steps] if len(group) == self._size else steps
         return steps
 
     def _issue(self) -> str:
@@ -116,7 +117,7 @@ class _Maker:
         return {name: placed[name] for name in arguments}
 
     def _messages(self, op: str, group: tuple[int, ...], draw: Draw) -> Step:
-        conflict = self._aliasing if self._random.random() < 0.3 else 0.0
+        conflict = self._aliasing if op == "batch" and self._random.random() < 0.3 else 0.0
         messages = []
         for number in range(self._random.choice((1, 2, 2, 3, 4))):
             draw.dtype = draw.any_dtype()

@@ -103,7 +103,7 @@ def _compare(actual: Tensor, value: Value, dtype: str, mine: Tensor | None) -> t
     kind = torch_dtype(dtype)
     real = kind.to_real() if kind.is_complex else kind
     got, wanted = data.view(real), value.data.view(real)
-    same = (data.view(len(got), -1) == value.data.view(len(got), -1)).all(1)
+    same = (data.view(-1, real.itemsize) == value.data.view(-1, real.itemsize)).all(1)
     margin = value.margin
     wide = got.double()
     within = (margin.low <= wide) & (wide <= margin.high) | (torch.isnan(margin.low) & torch.isnan(wide))

@@ -124,7 +124,7 @@ class Ground:
         return self.random.choice(ways)(slot, other)
 
     def _at(self, slot: Slot, other: View, offset: int, strides: tuple[int, ...] | None = None) -> View:
-        return View(other.arena, max(0, offset), slot.shape, strides or _dense(slot.shape), slot.dtype)
+        return View(other.arena, max(0, offset), slot.shape, strides or dense(slot.shape), slot.dtype)
 
     def _same(self, slot: Slot, other: View) -> View:
         """The very same elements."""
@@ -155,11 +155,11 @@ class Ground:
         offset = _offset(other, slot.dtype)
         if slot.shape and slot.numel <= LARGE and self.random.random() < (0.1 if slot.written else 0.4):
             return self._at(slot, other, offset, tuple(self.random.choice((0, 1)) for _ in slot.shape))
-        turned = _dense(tuple(reversed(slot.shape)))
+        turned = dense(tuple(reversed(slot.shape)))
         return self._at(slot, other, offset, tuple(reversed(turned)))
 
 
-def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+def dense(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides, step = [], 1
     for extent in reversed(shape):
         strides.append(step)

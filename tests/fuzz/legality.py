@@ -136,7 +136,7 @@ def normal(program: Program) -> Program:
     flight; and scopes need operations that share memory alike on all ranks.
     """
     steps: list[Step] = []
-    for _, group in runs(_sure(program.steps)):
+    for _, group in runs(_sure([_in_order(step) for step in program.steps])):
         steps += group if not group[0].scope or _scope_is_plain(group) else [_apart(step) for step in group]
     in_flight: list[int] = []
     for i, step in enumerate(steps):
@@ -148,6 +148,14 @@ def normal(program: Program) -> Program:
             in_flight = []
         in_flight = [*in_flight, i] if step.issue == "flight" or step.scope else []
     return replace(program, steps=tuple(steps))
+
+
+def _in_order(step: Step) -> Step:
+    """Messages that share memory only as a batch, which is refused then."""
+    if step.op != "messages" or step.scope:
+        return step
+    alone = all(_conflict(_calls(step, rank)) is None for rank in range(len(step.group)))
+    return step if alone else replace(step, op="batch")
 
 
 def _sure(steps: Sequence[Step]) -> Sequence[Step]:
@@ -189,7 +197,8 @@ def _scope_is_plain(steps: Sequence[Step]) -> bool:
     members = range(len(first.group))
     if any(refusal(step, rank) for step in steps for rank in members):
         return False
-    if any(refusal_of_scope(steps, rank) == MAY for rank in members):
+    refused = {refusal_of_scope(steps, rank) for rank in members}
+    if MAY in refused or (MUST in refused and first.common.get("scope")):  # with limits, some has been sent by then
         return False
     joint = [step for step in steps if not step.messages and step.op not in _ALONE]
     patterns = {tuple(_pattern(joint, rank)) for rank in members}

@@ -107,7 +107,7 @@ def _apply(expectation: Expectation, number: int, step: Step, effect: Effect) ->
             else:
                 _write(expectation, Written(number, rank, j, target, value))
         given, objects = effect.results[i], effect.objects
-        expectation.results[number, rank] = Result(given, tuple(made), effect.made, objects.get(i), bool(objects))
+        expectation.results[number, rank] = Result(given, tuple(made), effect.made, objects.get(i), i in objects)
 
 
 def _write(expectation: Expectation, written: Written) -> None:

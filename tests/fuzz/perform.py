@@ -30,12 +30,13 @@ class Comms:
         torch_calls: does a step by torch's own functions, and returns what must be its result; blocks.
     """
 
-    world: Comm
+    world: Comm | None
     torch_calls: Caller | None = None
     groups: dict[tuple[int, ...], Comm] = field(default_factory=dict)
 
     async def of(self, group: tuple[int, ...]) -> Comm:
         """The comm of some ranks, made when they first have one; all of them ask at the same place."""
+        assert self.world is not None, "this world has torch's functions only"
         if group == tuple(range(self.world.size)):
             return self.world
         if group not in self.groups:
@@ -45,12 +46,15 @@ class Comms:
         return self.groups[group]
 
     def abort(self, reason: str) -> None:
-        for comm in (self.world, *self.groups.values()):
+        for comm in self._all():
             comm.abort(reason)
 
     async def aclose(self) -> None:
-        for comm in (*self.groups.values(), self.world):
+        for comm in reversed(self._all()):
             await comm.aclose()
+
+    def _all(self) -> list[Comm]:
+        return [comm for comm in (self.world, *self.groups.values()) if comm is not None]
 
 
 class NotAsExpected(Exception):
@@ -82,11 +86,13 @@ class _Pending:
 
 @dataclass(slots=True)
 class Report:
-    """What a rank says of a program. ``broken``: its comms cannot be used for another."""
+    """What a rank says of a program. ``broken``: its comms cannot be used for another. ``refused``: a call of its was
+    that may be, so the others could not go on."""
 
     findings: list[Finding]
     digests: dict[str, int] = field(default_factory=dict)
     broken: bool = False
+    refused: bool = False
 
 
 async def perform(program: Program, expectation: Expectation, rank: int, comms: Comms) -> Report:
@@ -102,7 +108,7 @@ async def perform(program: Program, expectation: Expectation, rank: int, comms: 
     except Refused as exc:  # as it may be; then it must have left everything as it was
         comms.abort(str(exc))
         before = expect(replace(program, steps=program.steps[: exc.number]))
-        return Report([*run.findings, *judge_memory(before, run.memory, rank)], broken=True)
+        return Report([*run.findings, *judge_memory(before, run.memory, rank)], broken=True, refused=True)
     findings = [*run.findings, *judge_memory(expectation, run.memory, rank)]
     return Report(findings, digests(expectation, run.memory, rank))
 
@@ -250,4 +256,7 @@ def reduction_of(name: str, factor: complex | None, *, as_tensor: bool = False) 
     if name != "PREMUL_SUM":
         return getattr(ReduceOp, name)  # type: ignore[no-any-return]
     assert factor is not None
-    return ReduceOp.PREMUL_SUM(torch.tensor(factor) if as_tensor else factor)
+    if not as_tensor:
+        return ReduceOp.PREMUL_SUM(factor)
+    dtype = {int: torch.int64, float: torch.float64, complex: torch.complex128}[type(factor)]
+    return ReduceOp.PREMUL_SUM(torch.tensor(factor, dtype=dtype))

@@ -20,8 +20,10 @@ _MORE = ("gather", "all_to_all", "all_to_all_single", "barrier")
 
 
 def by_torch(step: Step) -> Step | None:
-    """The step as calls of torch's functions, which must be able to do it; None if they are not."""
+    """The step, of the whole world, as calls of torch's functions; None if they cannot do it."""
     members = range(len(step.group))
+    if step.group != tuple(members):
+        return None
     views = [use.view for member in members for use in uses(step, member)]
     if step.op not in (*_NAMES, *_MORE) or "tag" in step.common or step.common.get("dim", 0) != 0:
         return None

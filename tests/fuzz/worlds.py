@@ -11,7 +11,7 @@ from asynccomm.backends import registry
 
 from .judging import Finding, differing
 from .oracle import expect
-from .perform import Comms, perform
+from .perform import Comms, Report, perform
 from .program import Program
 
 TIMEOUT = 20.0  # seconds for one operation; more is a hang
@@ -51,9 +51,16 @@ async def perform_all(program: Program, comms: list[Comms]) -> tuple[list[Findin
     """Do a program as all of its ranks at once. Returns: the findings, and whether the comms are broken."""
     expectation = expect(program)
     each = await asyncio.gather(*(perform(program, expectation, rank, mine) for rank, mine in enumerate(comms)))
+    return combined(program, each), any(report.broken for report in each)
+
+
+def combined(program: Program, each: list[Report]) -> list[Finding]:
+    """What all ranks say, without what only follows from other things: that one was refused, or had to give up."""
     findings = [finding for report in each for finding in report.findings]
     findings += differing(program, [report.digests for report in each])
-    return primary(findings), any(report.broken for report in each)
+    if any(report.refused for report in each):
+        findings = [finding for finding in findings if not finding.secondary]
+    return primary(findings)
 
 
 def primary(findings: list[Finding]) -> list[Finding]:
