@@ -13,6 +13,7 @@ from .fleet import Fleet
 from .generate import PROFILES, generate
 from .printing import printed
 from .program import dumps, loads
+from .shrink import SECONDS
 from .worlds import TIMEOUT
 
 
@@ -26,7 +27,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, help="how many programs")
     parser.add_argument("--minutes", type=float, help="for how long, instead")
     parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds for one operation; more is a hang")
-    parser.add_argument("--no-shrink", action="store_true", help="leave the programs that fail as they are")
+    parser.add_argument("--shrink", type=float, default=SECONDS, help="seconds to shrink a program that fails; 0: none")
     parser.add_argument("--log", type=Path, help="a file for what is printed")
     parser.add_argument("--summary", type=Path, help="a file for the summary, which is printed otherwise")
     parser.add_argument(
@@ -41,7 +42,7 @@ def main() -> int:
         log = stack.enter_context(args.log.open("a")) if args.log else None
         seconds = None if args.minutes is None else 60 * args.minutes
         campaign = Campaign(args.backend, args.profile, sizes, args.seed, cases, seconds, args.timeout)
-        campaign.shrinks, campaign.log = not args.no_shrink, log
+        campaign.shrink_seconds, campaign.log = args.shrink, log
         campaign.out = lambda text: print(text, flush=True)
         summary = campaign.run()
     text = json.dumps(summary, indent=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 import json
@@ -22,6 +21,7 @@ Signature = tuple[str, ...]
 
 BACKENDS = ("shm", "gloo", "loopback", "nccl", "torch")
 TRIES = 3  # of a program that fails now and then
+_DATA = ("wrong", "untouched", "result", "differs")
 SLOW_KINDS = ("hang", "crash")  # each try takes seconds
 CHUNK = 200  # cases on one number of ranks before the next
 FEATURES = {
@@ -35,13 +35,14 @@ FEATURES = {
 
 def signature(program: Program, finding: Finding) -> Signature:
     """What findings have in common that are taken for one."""
+    kind = "wrong" if finding.kind in _DATA else finding.kind
     if finding.step < 0:
         ops = "+".join(dict.fromkeys(step.op for step in program.steps))
-        return finding.kind, ops if len(program.steps) < 3 else "", finding.detail
+        return kind, ops if len(program.steps) < 3 else "", finding.detail
     step = program.steps[finding.step]
     way = "scope" if step.scope else "torch" if step.issue == "torch" else "call"
     reduction = "minmax" if step.common.get("op") in ("MIN", "MAX") and finding.detail else ""
-    return finding.kind, step.op, way, finding.detail + reduction
+    return kind, step.op, way, finding.detail + reduction
 
 
 @dataclasses.dataclass(slots=True)
@@ -55,6 +56,7 @@ class Found:
     message: str
     program: Program
     minimal: Program | None = None
+    becomes: Signature = ()  #: the signature of the smallest program
     test: str = ""
 
 
@@ -69,7 +71,7 @@ class Campaign:
     cases: int | None = None
     seconds: float | None = None
     timeout: float = 20.0
-    shrinks: bool = True
+    shrink_seconds: float = SECONDS  # for each signature; 0: none is shrunk
     out: Callable[[str], object] = print
     log: TextIO | None = None
     found: dict[Signature, Found] = dataclasses.field(default_factory=dict)
@@ -90,7 +92,7 @@ class Campaign:
                 count = CHUNK if self.cases is None else min(CHUNK, self.cases - first)
                 self._chunk(fleets[size], size, self.seed + first, count, start)
                 self._progress(start)
-            if self.shrinks:
+            if self.shrink_seconds:
                 for found in self.found.values():
                     self._shrink(fleets[found.size], found)
         return self._summary(time.monotonic() - start)
@@ -142,9 +144,15 @@ class Campaign:
         if kind == "fuzzer" or not fails(trimmed(found.program)):
             self._say(f"{' '.join(found.signature)} does not come again")
             return
-        found.minimal = shrink(trimmed(found.program), fails, SECONDS)
+        found.minimal = shrink(trimmed(found.program), fails, self.shrink_seconds)
+        found.becomes = signature(found.minimal, last[0])
         found.test = printed(found.minimal, self.backend, last)
-        self._say(f"MINIMAL {' '.join(found.signature)} ({found.count} times)\n{dumps(found.minimal)}\n{found.test}")
+        title = f"MINIMAL {' '.join(found.signature)} ({found.count} times)"
+        same = [other for other in self.found.values() if other is not found and other.becomes == found.becomes]
+        if same:
+            self._say(f"{title}: as {' '.join(same[0].signature)}")
+        else:
+            self._say(f"{title}: {' '.join(found.becomes)}\n{dumps(found.minimal)}\n{found.test}")
 
     def _progress(self, start: float) -> None:
         spent = time.monotonic() - start
@@ -161,6 +169,7 @@ class Campaign:
         findings = [
             {
                 "signature": " ".join(found.signature),
+                "becomes": " ".join(found.becomes),
                 "count": found.count,
                 "size": found.size,
                 "seed": found.seed,
@@ -172,9 +181,6 @@ class Campaign:
         ]
         what = {"backend": self.backend, "profile": self.profile, "ranks": list(self.sizes), "seed": self.seed}
         return {**what, "cases": self.done, "seconds": round(seconds, 1), "findings": findings}
-
-
-_DATA = ("wrong", "untouched", "result", "differs")
 
 
 def _kin(finding: Finding, wanted: Signature) -> bool:

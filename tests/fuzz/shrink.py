@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from .effects import rows_for
 from .layouts import dense
 from .legality import normal
 from .program import Program, Step, View, mapped, torch_dtype, views_in, with_views
 from .values import FILLS
 
 Fails = Callable[[Program], bool]
-SECONDS = 60.0  # for one program
+SECONDS = 30.0  # for one program
 _PLAIN_DTYPES = ("float32", "int32", "uint8")
 
 
@@ -48,6 +49,8 @@ def _exhaust(
         for candidate in candidates(program):
             if time.monotonic() > deadline:
                 return program
+            if not _has_arenas(candidate):
+                continue
             candidate = trimmed(normal(candidate))
             key = repr(candidate)
             if key in tried or candidate == program:
@@ -72,6 +75,15 @@ def trimmed(program: Program) -> Program:
         arenas.append(tuple(own))
     steps = [with_views(s, lambda rank, view: replace(view, arena=numbers[rank][view.arena])) for s in program.steps]
     return Program(tuple(arenas), tuple(steps))
+
+
+def _has_arenas(program: Program) -> bool:
+    return all(
+        view.arena < len(program.arenas[rank])
+        for step in program.steps
+        for rank in step.group
+        for view in views_of(step, rank)
+    )
 
 
 def _used(program: Program, rank: int) -> dict[int, int]:
@@ -246,6 +258,12 @@ def _smaller(program: Program) -> Iterator[Program]:
 
 def _sizes(step: Step) -> list[Sequence[int]]:
     values = [step.common.get("sizes"), *(own.get(key) for own in step.ranks for key in _BY_SIZES)]
+    if step.op in ("all_gather_v", "all_gather_v_coalesced"):  # sizes may be exchanged
+        inputs = [list(views_in(own.get("input", own.get("inputs")))) for own in step.ranks]
+        values.append([views[0].shape[step.common["dim"]] for views in inputs])
+    if step.op == "all_to_all_v_single":
+        sends = [rows_for(own, len(step.ranks)) for own in step.ranks]
+        values += zip(*sends, strict=True)
     return [value for value in values if value]
 
 
