@@ -16,6 +16,7 @@ from .judging import Finding
 from .printing import printed
 from .program import Program, dumps
 from .shrink import SECONDS, shrink, trimmed
+from .torch_calls import OPS
 
 Signature = tuple[str, ...]
 
@@ -29,7 +30,7 @@ FEATURES = {
     "shm": Features(torch=True),
     "gloo": Features(anyone=False),
     "nccl": Features(anyone=False, wait=False),
-    "torch": Features(torch=True, only_torch=True, groups=False),
+    "torch": Features(torch=True, only_torch=True, groups=False, ops=OPS),
 }
 
 

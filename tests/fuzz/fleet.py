@@ -26,6 +26,7 @@ from .program import Program, dumps
 from .worlds import IN_PROCESS, TIMEOUT, combined
 
 WINDOW = 8  # cases that processes are given ahead
+GRACE = 10.0
 START_SECONDS = 120.0  # for a process to import torch
 STACKS_SECONDS = 2.0  # for one that does not answer to say where it is
 TAIL = 6000  # characters of its output in a finding
@@ -89,11 +90,15 @@ class Fleet:
 
     Args:
         timeout: seconds for one operation; more is a hang.
+        grace: seconds in which a process that is not stuck says something after that.
         with_torch: the ranks can call torch's functions, too.
     """
 
-    def __init__(self, backend: str, size: int, *, timeout: float = TIMEOUT, with_torch: bool = False) -> None:
-        self._backend, self._size, self._timeout, self._with_torch = backend, size, timeout, with_torch
+    def __init__(
+        self, backend: str, size: int, *, timeout: float = TIMEOUT, grace: float = GRACE, with_torch: bool = False
+    ) -> None:
+        self._backend, self._size, self._with_torch = backend, size, with_torch
+        self.timeout, self.grace = timeout, grace
         self._processes: list[Process] = []
         self._store: HostedStore | None = None
         self._epoch = 0
@@ -143,7 +148,7 @@ class Fleet:
 
     def _collect(self, answers: list[collections.deque[dict[str, Any]]]) -> Finding | None:
         """Wait until each process has answered the oldest case; returns what is wrong if one does not."""
-        limit = 2 * self._timeout + 10.0
+        limit = 2 * self.timeout + self.grace
         while any(not queue for queue in answers):
             waiting = {
                 p.channel: i for i, (p, queue) in enumerate(zip(self._processes, answers, strict=True)) if not queue
@@ -177,9 +182,9 @@ class Fleet:
         self._epoch += 1
         for rank, process in enumerate(self._processes):
             world = {"backend": self._backend, "size": self._size, "rank": rank, "name": f"fuzz{self._epoch}"}
-            settings = {"timeout": self._timeout, "with_torch": self._with_torch}
+            settings = {"timeout": self.timeout, "with_torch": self._with_torch}
             process.send({"epoch": self._epoch, "open": {**world, **settings}})
-        deadline = time.monotonic() + (limit or 3 * self._timeout)
+        deadline = time.monotonic() + (limit or 3 * self.timeout + self.grace)
         for process in self._processes:
             if not self._opened(process, deadline):
                 text = process.tail()

@@ -11,7 +11,7 @@ from .arguments_of_lists import ARGUMENTS, OBJECTS, message_slots
 from .layouts import Ground
 from .legality import normal
 from .program import Message, Program, Step
-from .torch_calls import by_torch
+from .torch_calls import by_torch, right_in_gloo
 from .values import DTYPES, FILLS
 
 PROFILES = ("aliasing", "everything")
@@ -49,7 +49,9 @@ class _Maker:
     def __init__(self, profile: str, size: int, random: Random, features: Features) -> None:
         self._random, self._features, self._size = random, features, size
         aliasing = profile == "aliasing"
-        self._aliasing = random.choice((0.5, 0.8, 1.0)) if aliasing else random.choice((0.0, 0.0, 0.0, 0.6))
+        self._aliasing = random.choice((0.5, 0.8, 1.0) if aliasing else (0.0, 0.0, 0.0, 0.6))
+        if features.only_torch:
+            self._aliasing = 0.0
         self._lazy = random.random() < 0.3
         self._objects = not aliasing
         self._count = random.choice((1, 1, 1, 2, 3)) if aliasing else random.choice((1, 2, 2, 3, 3, 4, 5))
@@ -61,11 +63,12 @@ class _Maker:
     def program(self) -> Program:
         steps: list[Step] = []
         while len(steps) < self._count:
+            if self._features.only_torch:
+                step = by_torch(self._step(tuple(range(self._size))))
+                steps += [step] if step is not None and right_in_gloo(step) else []
+                continue
             count = self._random.choice((2, 2, 3, 4)) if self._count > 1 and self._random.random() < 0.25 else 1
             steps += self._steps(count, scoped=count > 1 and self._random.random() < 0.7)
-        if self._features.only_torch:
-            steps = [by_torch(step) or step for step in steps]
-            steps = [step for step in steps if step.issue == "torch"]
         return normal(Program(tuple(ground.arenas() for ground in self._grounds), tuple(steps)))
 
     def _steps(self, count: int, *, scoped: bool) -> list[Step]:

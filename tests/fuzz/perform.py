@@ -129,10 +129,10 @@ class _Run:
         refused = self._expectation.refusals.get(number, {}).get(self._rank)
         if self._expectation.probes(number) and refused != MUST:
             return
-        for step in steps:  # before a scope is entered: making a comm takes its time
-            if step.issue != "torch":
-                await self._comms.of(step.group)
         try:
+            for step in steps:  # before a scope is entered: making a comm takes its time
+                if step.issue != "torch":
+                    await self._comms.of(step.group)
             if steps[0].scope:
                 await self._scope(number, steps)
             else:

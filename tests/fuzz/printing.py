@@ -12,11 +12,11 @@ from torch import Tensor
 from .effects import sent_by
 from .judging import Finding
 from .legality import MAY, MUST, runs
-from .memory import bytes_of
+from .memory import Memory, bytes_of, nbytes_of
 from .oracle import Expectation, Result, expect, owners_of
 from .program import Program, Step, View, torch_dtype
 from .reference import EXACT
-from .values import content
+from .shrink import views_of
 
 RUNS = 40  # stretches of equal values that are written out; more is a checksum
 LISTED = 64  # values that are written out one by one
@@ -88,17 +88,28 @@ class _Rank:
         self._lines: list[str] = []
         self._works: list[tuple[int, str]] = []
         self._names: dict[View, str] = {}
+        self._groups: list[str] = []  # comms of some of the ranks
 
     def lines(self) -> list[str]:
         for number, arena in enumerate(self._program.arenas[self._rank]):
-            self._lines.append(f"a{number} = {_tensor(content(arena, self._rank), arena.dtype)}")
+            values = Memory((arena,), self._rank).arenas[0][: self._nbytes(number)].view(torch_dtype(arena.dtype))
+            self._lines.append(f"a{number} = {_tensor(values, arena.dtype)}")
         for number, steps in runs(self._program.steps):
             if self._rank in steps[0].group:
                 self._run(number, steps)
         self._await()
         for number, _ in enumerate(self._program.arenas[self._rank]):
             self._memory(number)
+        self._lines += [f"await {name}.aclose()" for name in self._groups]
         return self._lines
+
+    def _nbytes(self, number: int) -> int:
+        """Of an arena; what views of other dtypes need if there are any, which do not divide it otherwise."""
+        arena = self._program.arenas[self._rank][number]
+        views = [view for step in self._program.steps for view in views_of(step, self._rank) if view.arena == number]
+        if all(view.dtype == arena.dtype for view in views):
+            return arena.numel * torch_dtype(arena.dtype).itemsize
+        return nbytes_of(arena)
 
     def _run(self, number: int, steps: Sequence[Step]) -> None:
         refused = self._expectation.refusals.get(number, {}).get(self._rank)
@@ -128,7 +139,8 @@ class _Rank:
             return "comm"
         name = "c" + "".join(map(str, step.group))
         line = f'{name} = await comm.split({list(step.group)}, "{name}")'
-        if line not in self._lines:
+        if name not in self._groups:
+            self._groups.append(name)
             self._lines.insert(0, line)
         return name
 
@@ -214,8 +226,7 @@ class _Rank:
     def _memory(self, number: int) -> None:
         arena = self._program.arenas[self._rank][number]
         memory, owners = self._expectation.memories[self._rank], self._expectation.owners[self._rank][number]
-        nbytes = arena.numel * torch_dtype(arena.dtype).itemsize
-        expected = memory.arenas[number][:nbytes].view(torch_dtype(arena.dtype))
+        expected = memory.arenas[number][: self._nbytes(number)].view(torch_dtype(arena.dtype))
         vague = [
             i
             for i, written in enumerate(self._expectation.written, 1)

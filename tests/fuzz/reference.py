@@ -106,7 +106,7 @@ def _of_complex(rows: Sequence[Tensor], kind: str, factors: Sequence[complex | N
         a, b = pairs[:, 0], pairs[:, 1]
         c, d = factor.real, factor.imag
         parts.append(torch.stack([a * c - b * d, a * d + b * c], 1).reshape(-1))
-        size = (a.abs() + b.abs()) * (abs(c) + abs(d))
+        size = _size(torch.stack([a, b])) * (abs(c) + abs(d))
         sizes.append(torch.stack([size, size], 1).reshape(-1))
     total, size = sum(parts), sum(sizes)
     assert isinstance(total, Tensor)
@@ -134,13 +134,18 @@ def _of_floats(rows: Sequence[Tensor], kind: str, factors: Sequence[complex | No
     if kind == "PREMUL_SUM":
         wide = [row * factor.real for row, factor in zip(wide, factors, strict=True) if factor is not None]
     table = torch.stack(wide)
-    total, size = table.sum(0), table.abs().sum(0)
+    total, size = table.sum(0), _size(table)
     if kind == "SUM" and len(rows) <= 2:  # one addition, rounded: the same for everybody
         return _exact(_added(rows, dtype), total)
     whole = _whole(wide)
     if kind == "PREMUL_SUM":
         whole &= torch.stack([row.to(dtype).double() == row for row in wide]).all(0)
     return _settled(total, size, whole, len(rows), dtype, scaled=kind == "PREMUL_SUM", divided=kind == "AVG")
+
+
+def _size(table: Tensor) -> Tensor:
+    """How large the finite numbers of each column are together."""
+    return torch.where(torch.isfinite(table), table, 0.0).abs().sum(0)
 
 
 def _added(rows: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -178,9 +183,9 @@ def _product(wide: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Margin
     exact = _whole(wide) & (most <= 2 / accumulator.eps)
     bound = total.abs() * (len(wide) * accumulator.eps * 4)
     margin = _margin(total, bound, exact, dtype)
-    zero = (table == 0).any(0) | torch.isnan(total)
-    margin.kind[(most > accumulator.max) | ((least < accumulator.tiny) & ~zero)] = FREE
-    margin.kind[torch.isinf(table).any(0) | torch.isnan(table).any(0)] = BOUNDED
+    vanishes = (least < accumulator.tiny) & ~(table == 0).any(0)
+    margin.kind[(most > accumulator.max) & ~torch.isinf(table).any(0) | vanishes] = FREE
+    margin.kind[torch.isnan(table).any(0)] = BOUNDED
     return total.to(WIDE.get(dtype, torch.float32)).to(dtype), margin
 
 
@@ -207,7 +212,7 @@ def _settled(
         if count & (count - 1):
             exact = exact & (total == total.round())
     margin = _margin(total, bound, exact, dtype)
-    margin.kind[(size > accumulator.max) & torch.isfinite(size)] = FREE
+    margin.kind[(size > accumulator.max) & ~torch.isnan(total)] = FREE
     return result.to(dtype), margin
 
 

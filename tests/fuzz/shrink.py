@@ -13,6 +13,7 @@ from typing import Any
 from .effects import rows_for
 from .layouts import dense
 from .legality import normal
+from .oracle import expect
 from .program import Program, Step, View, mapped, torch_dtype, views_in, with_views
 from .values import FILLS
 
@@ -56,10 +57,19 @@ def _exhaust(
             if key in tried or candidate == program:
                 continue
             tried.add(key)
-            if fails(candidate):
+            if _has_meaning(candidate) and fails(candidate):
                 program, taken = candidate, True
                 break
     return program
+
+
+def _has_meaning(program: Program) -> bool:
+    """Whether the oracle can make anything of it: a change may have left calls that do not fit together."""
+    try:
+        expect(program)
+    except Exception:  # of torch's or Python's own, whatever does not fit
+        return False
+    return True
 
 
 def trimmed(program: Program) -> Program:
@@ -222,7 +232,8 @@ def _plainer_issue(program: Program) -> Iterator[Program]:
     yield replace(program, steps=tuple(replace(step, scope=0, issue="await") for step in program.steps))
     for number, step in enumerate(program.steps):
         yield _with_step(program, number, replace(step, scope=0, issue="await"))
-        yield _with_step(program, number, replace(step, issue="flight"))
+        if step.issue != "await":
+            yield _with_step(program, number, replace(step, issue="flight"))
         for key in ("tag", "scope"):
             if key in step.common:
                 common = {name: value for name, value in step.common.items() if name != key}

@@ -15,8 +15,19 @@ DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32",
 _GATHERS = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _SCATTERS = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _REDUCTIONS = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
-_NAMES = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_single", "reduce_scatter_single", "scatter")
-_MORE = ("gather", "all_to_all", "all_to_all_single", "barrier")
+OPS = (
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "all_gather_single",
+    "reduce_scatter_single",
+    "scatter",
+    "gather",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+)
 
 
 def by_torch(step: Step) -> Step | None:
@@ -25,13 +36,16 @@ def by_torch(step: Step) -> Step | None:
     if step.group != tuple(members):
         return None
     views = [use.view for member in members for use in uses(step, member)]
-    if step.op not in (*_NAMES, *_MORE) or "tag" in step.common or step.common.get("dim", 0) != 0:
+    if step.op not in OPS or "tag" in step.common or step.common.get("dim", 0) != 0:
         return None
     if not all(_plain(view) for view in views) or len({view.dtype for view in views}) > 1:
         return None
     if step.common.get("op", "SUM") not in _REDUCTIONS or any(refusal(step, member) for member in members):
         return None
     if not all(_has_outputs(step, member, own) for member, own in enumerate(step.ranks)):
+        return None
+    flat = step.op.endswith("_single")  # torch wants alike what has the same elements
+    if any(len(view.shape) != 1 for view in views) if flat else len({view.shape for view in views}) > 1:
         return None
     return replace(step, issue="torch", scope=0)
 
@@ -46,16 +60,17 @@ def _plain(view: View) -> bool:
 
 
 def _has_outputs(step: Step, member: int, own: Mapping[str, Any]) -> bool:
-    """Whether everything is given that torch does not make itself, in one shape."""
+    """Whether everything is given that torch does not make itself."""
     root = step.common.get("root", member)
     needed = {"output", "tensor_list"} if step.op not in ("gather", "scatter") else {"output"}
     if step.op == "all_to_all" or (step.op == "gather" and member == root):
         needed.add("output_list")
-    if "out" in own or any(own.get(name, step) is None for name in needed):
-        return False
-    lists = [value for value in own.values() if isinstance(value, list) and step.op != "all_to_all"]
-    shapes = {view.shape for views in lists for view in views}
-    return len(shapes) < 2
+    return "out" not in own and not any(own.get(name, step) is None for name in needed)
+
+
+def right_in_gloo(step: Step) -> bool:
+    """Whether torch's gloo does it as it should: it changes the others' tensors in reduce, and loses NaN."""
+    return step.op != "reduce" and step.common.get("op") not in ("MIN", "MAX")
 
 
 def torch_call(step: Step, member: int, given: dict[str, Any], group: Any = None) -> None:
