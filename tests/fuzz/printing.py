@@ -245,8 +245,7 @@ class _Rank:
         if not bool((owners_of(self._expectation, self._rank, view) == owner).all()):
             return
         tensor = self._expectation.memories[self._rank].tensor(view)
-        values = [repr(value) for value in tensor.resolve_conj().reshape(-1).tolist()]
-        text = _plain(f"[{', '.join(values[:LISTED])}]")
+        text = _literal(tensor.resolve_conj().reshape(-1)[:LISTED].tolist())
         self._lines.append(
             f"assert {self._view(view)}.reshape(-1)[:{LISTED}].tolist() == pytest.approx({text}, rel=1e-2, nan_ok=True)"
         )
@@ -256,8 +255,13 @@ def _reduction(name: str, given: Mapping[str, Any]) -> str:
     return f"ReduceOp.{name}" + (f"({given['factor']!r})" if name == "PREMUL_SUM" else "")
 
 
-def _plain(text: str) -> str:
-    return text.replace("nan", "math.nan").replace("inf", "math.inf")
+def _literal(value: Any) -> str:
+    """The code of a number, or of a list of numbers."""
+    if isinstance(value, list):
+        return f"[{', '.join(_literal(item) for item in value)}]"
+    if isinstance(value, complex):
+        return f"complex({_literal(value.real)}, {_literal(value.imag)})"
+    return repr(value).replace("nan", "math.nan").replace("inf", "math.inf")
 
 
 def _tensor(values: Tensor, dtype: str) -> str:
@@ -283,7 +287,7 @@ def _listed(values: Tensor) -> str:
         values = values.float()
     if values.dtype.is_complex and values.dtype.itemsize == 4:
         values = values.to(torch_dtype("complex64"))
-    return _plain(str(values.tolist()))
+    return _literal(values.tolist())
 
 
 def _stretches(values: Tensor) -> tuple[str, list[int]] | None:
@@ -296,7 +300,7 @@ def _stretches(values: Tensor) -> tuple[str, list[int]] | None:
             return None
         heads.append(value)
         counts.append(sum(1 for _ in items))
-    return _plain(str(heads)), counts
+    return _literal(heads), counts
 
 
 def _asserted(name: str, expected: Tensor, dtype: str) -> list[str]:
