@@ -136,7 +136,7 @@ class Campaign:
             if program.size != found.size:
                 return False  # its ranks would have to be started
             for _ in range(tries):
-                found_now = [f for f in run_one(fleet, program) if _kin(f, found.signature)]
+                found_now = [f for f in run_one(fleet, program) if _kin(f, found.signature, found.message)]
                 if found_now:
                     last[:] = found_now
                     return True
@@ -184,11 +184,18 @@ class Campaign:
         return {**what, "cases": self.done, "seconds": round(seconds, 1), "findings": findings}
 
 
-def _kin(finding: Finding, wanted: Signature) -> bool:
+def _kin(finding: Finding, wanted: Signature, message: str) -> bool:
     """Whether a finding is of the same sort; wrong data may show in one place or another."""
     if wanted[0] in _DATA:
         return finding.kind in _DATA
-    return finding.kind == wanted[0] and (finding.kind == "hang" or finding.detail == wanted[-1])
+    if finding.kind != wanted[0] or (finding.kind != "hang" and not wanted[-1].startswith(finding.detail)):
+        return False
+    return finding.kind != "refused" or _words(finding.message) == _words(message)
+
+
+def _words(message: str) -> set[str]:
+    """What a message says, but for names and numbers."""
+    return {word for word in message.split() if word.isalpha() and len(word) > 4}
 
 
 def run_one(fleet: Fleet, program: Program) -> list[Finding]:

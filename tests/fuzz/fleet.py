@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -100,6 +101,7 @@ class Fleet:
         self._backend, self._size, self._with_torch = backend, size, with_torch
         self.timeout, self.grace = timeout, grace
         self._processes: list[Process] = []
+        self._answers: list[collections.deque[dict[str, Any]]] = []  # of each process, in this epoch
         self._store: HostedStore | None = None
         self._epoch = 0
 
@@ -113,41 +115,56 @@ class Fleet:
             self._store = None
 
     def run(self, programs: Iterable[Program]) -> Iterator[tuple[Program, list[Finding]]]:
-        """Do programs one after the other; gives each with its findings."""
+        """Do programs one after the other; gives each with its findings.
+
+        Processes are given several ahead, and one of them may be further than another. What may be another program's
+        fault is looked at once more with those that were under way, one at a time.
+        """
         source = iter(programs)
-        under_way: collections.deque[Program] = collections.deque()
-        answers: list[collections.deque[dict[str, Any]]] = []
+        pending: collections.deque[Program] = collections.deque()  # those that are given come first
+        given = careful = 0
+        doubt: list[Finding] = []
         while True:
+            pending.extend(itertools.islice(source, max(0, WINDOW - len(pending))))
+            if not pending:
+                return
             if not self._processes:
                 self._open()
-            if not answers:
-                answers = [collections.deque() for _ in self._processes]
-                for program in under_way:
-                    self._give(program)
-            while len(under_way) < WINDOW and (program := next(source, None)) is not None:  # type: ignore[assignment]
-                under_way.append(program)
-                self._give(program)
-            if not under_way:
-                return
-            problem = self._collect(answers)
-            if problem is not None:
-                answers = []
-                self._end_processes()
-                yield under_way.popleft(), [problem]
+            while given < min(len(pending), 1 if careful else WINDOW):
+                self._give(pending[given])
+                given += 1
+            findings, again = self._findings(pending[0])
+            before, given = given, 0 if again else given - 1
+            if before > 1 and any(_is_doubtful(finding) for finding in findings):
+                careful, doubt = before, findings
                 continue
-            each = [queue.popleft() for queue in answers]
-            program = under_way.popleft()
-            if any(answer["broken"] for answer in each):
-                answers = []
-                self._renew()
-            yield program, _findings(program, each)
+            if any(_is_doubtful(finding) for finding in findings):
+                doubt = []
+            careful -= bool(careful)
+            if not careful:
+                findings = [*findings, *(finding for finding in doubt if not finding.secondary)]
+                doubt = []
+            yield pending.popleft(), findings
+
+    def _findings(self, program: Program) -> tuple[list[Finding], bool]:
+        """Of the oldest program; and whether the others must be given again."""
+        problem = self._collect()
+        if problem is not None:
+            self._end_processes()
+            return [problem], True
+        each = [_report(queue.popleft()) for queue in self._answers]
+        broken = any(report.broken for report in each)
+        if broken:
+            self._renew()
+        return combined(program, each), broken
 
     def _give(self, program: Program) -> None:
         for process in self._processes:
             process.send({"epoch": self._epoch, "case": 0, "program": dumps(program)})
 
-    def _collect(self, answers: list[collections.deque[dict[str, Any]]]) -> Finding | None:
+    def _collect(self) -> Finding | None:
         """Wait until each process has answered the oldest case; returns what is wrong if one does not."""
+        answers = self._answers
         limit = 2 * self.timeout + self.grace
         while any(not queue for queue in answers):
             waiting = {
@@ -180,6 +197,7 @@ class Fleet:
     def _renew(self, limit: float | None = None) -> None:
         """Have the processes make a new world; if they cannot, with new processes."""
         self._epoch += 1
+        self._answers = [collections.deque() for _ in self._processes]
         for rank, process in enumerate(self._processes):
             world = {"backend": self._backend, "size": self._size, "rank": rank, "name": f"fuzz{self._epoch}"}
             settings = {"timeout": self.timeout, "with_torch": self._with_torch}
@@ -208,8 +226,9 @@ class Fleet:
             self._processes.pop().kill()
 
 
-def _findings(program: Program, each: list[dict[str, Any]]) -> list[Finding]:
-    return combined(program, [_report(answer) for answer in each])
+def _is_doubtful(finding: Finding) -> bool:
+    """Whether it may come of what another rank did in a later program."""
+    return finding.secondary or (finding.kind in ("crash", "hang") and finding.step < 0)
 
 
 def _report(answer: dict[str, Any]) -> Report:

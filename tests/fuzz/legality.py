@@ -146,8 +146,8 @@ def normal(program: Program) -> Program:
             if steps[last].scope:
                 steps = [_apart(each) if each.scope == steps[last].scope else each for each in steps]
             in_flight = []
-        in_flight = [*in_flight, i] if step.issue == "flight" or step.scope else []
-    return replace(program, steps=tuple(steps))
+        in_flight = [*in_flight, i] if step.issue in ("flight", "thread") or step.scope else []
+    return replace(program, steps=tuple(_sure(steps)))
 
 
 def _in_order(step: Step) -> Step:

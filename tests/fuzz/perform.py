@@ -99,16 +99,14 @@ async def perform(program: Program, expectation: Expectation, rank: int, comms: 
     """Do what ``rank`` does in the program, and judge it."""
     run = _Run(program, expectation, rank, comms)
     try:
-        for number, steps in runs(program.steps):
-            await run.steps(number, steps)
-        await run.finish()
+        number = await run.all()
     except NotAsExpected as exc:
         comms.abort(str(exc.finding))
         return Report([*run.findings, exc.finding], broken=True)
-    except Refused as exc:  # as it may be; then it must have left everything as it was
-        comms.abort(str(exc))
-        before = expect(replace(program, steps=program.steps[: exc.number]))
-        return Report([*run.findings, *judge_memory(before, run.memory, rank)], broken=True, refused=True)
+    if number is not None:  # it must have left everything as it was, and the others cannot go on
+        comms.abort(f"step {number} was refused, as it may be")
+        expectation = expect(replace(program, steps=program.steps[:number]))
+        return Report([*run.findings, *judge_memory(expectation, run.memory, rank)], broken=True, refused=True)
     findings = [*run.findings, *judge_memory(expectation, run.memory, rank)]
     return Report(findings, digests(expectation, run.memory, rank))
 
@@ -119,8 +117,19 @@ class _Run:
     def __init__(self, program: Program, expectation: Expectation, rank: int, comms: Comms) -> None:
         self.memory = Memory(program.arenas[rank], rank)
         self.findings: list[Finding] = []
-        self._expectation, self._rank, self._comms = expectation, rank, comms
+        self._program, self._expectation, self._rank, self._comms = program, expectation, rank, comms
         self._pending: list[_Pending] = []
+
+    async def all(self) -> int | None:
+        """Everything; returns the number of a step that was refused, as it may be."""
+        refused = None
+        try:
+            for number, steps in runs(self._program.steps):
+                await self.steps(number, steps)
+        except Refused as exc:
+            refused = exc.number
+        await self.finish()
+        return refused
 
     async def steps(self, number: int, steps: Sequence[Step]) -> None:
         """Those of one scope, or a single one."""

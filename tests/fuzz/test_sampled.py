@@ -35,12 +35,12 @@ def told(backend: str, profile: str, size: int, seed: int, findings: list[Findin
     return "\n".join([*map(str, findings[:5]), f"as a test: {again} --replay -", f"shrunk: {again} --cases 1"])
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("backend", ["loopback", "nccl"])
 async def test_a_sample_within_a_process(backend: str, profile: str, size: int) -> None:
     async with worlds(backend, size, name=f"{profile}{size}", timeout=5.0) as comms:
-        for seed, program, _ in sample(backend, profile, size, 60):
+        for seed, program, _ in sample(backend, profile, size, 120):
             findings, broken = await perform_all(program, comms)
             if findings:
                 pytest.fail(told(backend, profile, size, seed, findings), pytrace=False)
