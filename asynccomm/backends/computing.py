@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from asynccomm.backends import arithmetic
+from asynccomm.backends.hazards import in_order
 from asynccomm.backends.regions import bytes_of
 from asynccomm.ops import (
     AllGather,
@@ -84,7 +85,7 @@ def perform(ops: Sequence[Op], given: Sequence[Tensor], outputs: Mapping[int, Se
         case AllGather() | AllGatherSingle() | Gather():
             for targets in outputs.values():
                 if targets:
-                    fill(targets, torch.cat(list(given)))
+                    _gather(op, size, targets, torch.cat(list(given)))
         case Scatter():
             chunks = given[op.root].split_with_sizes([op.nbytes] * size)
             for rank, targets in outputs.items():
@@ -100,6 +101,12 @@ def perform(ops: Sequence[Op], given: Sequence[Tensor], outputs: Mapping[int, Se
             pass
         case _:
             raise AssertionError(f"no such collective: {op}")
+
+
+def _gather(op: Op, size: int, outputs: Sequence[Tensor], data: Tensor) -> None:
+    parts = data.split_with_sizes([output.nbytes for output in outputs])
+    pairs = in_order(op, len(outputs) // size, list(zip(outputs, parts, strict=True)))
+    fill([output for output, _ in pairs], torch.cat([part for _, part in pairs]))
 
 
 def fill(outputs: Sequence[Tensor], data: Tensor) -> None:

@@ -8,13 +8,14 @@ starts an operation:
 - An input that overlaps an output is copied first, unless it lies *in place*: exactly where the operation puts this
   rank's own share, which a step reads before it writes.
 - Outputs that overlap each other are received in memory of their own, and copied to their places at the end, in order.
+  A list of tensors counts as if its tensors were gathered one after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,8 +38,9 @@ from asynccomm.ops import (
     Scatter,
 )
 
-__all__ = ["Buffers", "Hazards", "apart", "find", "separated"]
+__all__ = ["Buffers", "Hazards", "apart", "find", "in_order", "separated"]
 
+T = TypeVar("T")
 Tensors = tuple[Tensor, ...]
 Kinds = frozenset[type[Op]]
 
@@ -70,7 +72,8 @@ def separated(submission: Submission, rank: int, out_of_place: Kinds = frozenset
     inputs, outputs = submission.inputs, submission.outputs
     copied, staged = find(submission.op, inputs, outputs, rank, out_of_place)
     if staged:
-        return Buffers(inputs, *_staged(outputs))
+        places, lands = _staged(outputs)
+        return Buffers(inputs, places, in_order(submission.op, len(inputs), lands))
     if copied:
         inputs = tuple([tensor.clone() if i in copied else tensor for i, tensor in enumerate(inputs)])
     return Buffers(inputs, outputs)
@@ -81,14 +84,14 @@ def apart(
 ) -> tuple[tuple[Parcel, ...], Tensors, Sequence[Callable[[], object]]]:
     """Parcels and outputs to be read and filled in any order, and what then brings the outputs to their places."""
     writes = regions(outputs)
-    if len(outputs) > 1 and not disjoint((), writes) and _overlapping(writes):
-        return (tuple(parcels), *_staged(outputs))
     written = RegionSet()
     written.add(writes)
     kept = [
         parcel._replace(tensors=tuple([t.clone() if written.overlaps(regions([t])) else t for t in parcel.tensors]))
         for parcel in parcels
     ]
+    if len(outputs) > 1 and not disjoint((), writes) and _overlapping(writes):
+        return (tuple(kept), *_staged(outputs))
     return tuple(kept), outputs, ()
 
 
@@ -97,6 +100,16 @@ def _staged(outputs: Tensors) -> tuple[Tensors, Sequence[Callable[[], object]]]:
     with torch.inference_mode(False):  # any thread may write it
         places = tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in outputs])
     return places, [partial(arithmetic.write, *pair) for pair in zip(outputs, places, strict=True)]
+
+
+def in_order(op: Op, count: int, lands: Sequence[T]) -> list[T]:
+    """``lands``, one for each output of ``op``, in the order in which the outputs are written; of ``count`` inputs.
+
+    Several tensors are gathered as if one after the other.
+    """
+    if isinstance(op, AllGather) and count > 1:
+        return [land for i in range(count) for land in lands[i::count]]
+    return list(lands)
 
 
 def find(op: Op, inputs: Tensors, outputs: Tensors, rank: int, out_of_place: Kinds = frozenset()) -> Hazards:

@@ -139,6 +139,18 @@ def test_later_outputs_stay() -> None:
     assert whole.tolist() == [1, 2, 3, 3, 3, 3]
 
 
+def test_a_list_is_gathered_as_if_tensor_by_tensor() -> None:
+    whole, alone = torch.zeros(2), [torch.zeros(2) for _ in range(SIZE)]
+    lists = [[whole, alone[0]], [alone[1], whole], [alone[2], torch.zeros(2)]]
+    buffers = separated(submission(AllGather.of_several(GROUP, lists, [torch.ones(2)] * 2)), RANK)
+    for i, output in enumerate(buffers.outputs):
+        output.fill_(i + 1)
+    for land in buffers.lands:
+        land()
+    assert whole.tolist() == [4, 4], "the second tensor of rank 1, behind the first of rank 0"
+    assert [tensor[0].item() for tensor in alone] == [2, 3, 5]
+
+
 def test_a_copy_is_taken_when_it_starts() -> None:
     whole = torch.zeros(5)
     waiting = submission(AllReduce.of(GROUP, whole[1:], SUM, whole[:4]))
@@ -170,7 +182,7 @@ def test_parcels_are_copied_where_results_come() -> None:
     assert outputs[0].data_ptr() == whole[1:].data_ptr()
     assert not lands
     kept, outputs, lands = apart(parcels, (whole, whole[1:]))
-    assert kept[0].tensors[0] is parcels[0].tensors[0], "it is read before anything is written"
+    assert kept[0].tensors[0].data_ptr() != whole.data_ptr(), "other ranks may read it when the outputs are written"
     assert len(lands) == 2
 
 

@@ -46,8 +46,10 @@ def _all_gather(step: Step, read: Read) -> Effect:
     for arguments in step.ranks:
         lists = arguments.get("output_lists")
         made: list[list[View | Fresh]] = [[Fresh(v.shape, v.dtype) for v in arguments["tensors"]] for _ in step.ranks]
-        pairs = zip(lists or made, values, strict=True)
-        effect.writes.append([pair for targets, given in pairs for pair in zip(targets, given, strict=True)])
+        pairs = [list(zip(targets, given, strict=True)) for targets, given in zip(lists or made, values, strict=True)]
+        if lists is not None:  # the tensors are gathered as if one after the other
+            pairs = [list(ranks) for ranks in zip(*pairs, strict=True)]
+        effect.writes.append([pair for several in pairs for pair in several])
         effect.results.append(None if lists is None else "output_lists")
     return effect
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
-from asynccomm.backends.hazards import find
+from asynccomm.backends.hazards import find, in_order
 from asynccomm.backends.nccl.plan import Plan
 from asynccomm.backends.regions import adjoining, bytes_of
 from asynccomm.dtypes import REAL
@@ -73,8 +73,9 @@ def lower(submission: Submission, plan: Plan) -> None:
         return
     places = tuple([plan.room(output.numel(), output.dtype).view(output.shape) for output in outputs])
     _lower(plan, op, inputs, places)
-    for output, place in zip(outputs, places, strict=True):
-        plan.finish(partial(arithmetic.write, output, place))
+    lands = [partial(arithmetic.write, *pair) for pair in zip(outputs, places, strict=True)]
+    for land in in_order(op, len(inputs), lands):
+        plan.finish(land)
 
 
 def _lower(plan: Plan, op: Op, inputs: Tensors, outputs: Tensors) -> None:
