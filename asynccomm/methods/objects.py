@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, SupportsIndex
 
 from asynccomm.checks import check_rank, check_tag
@@ -50,8 +51,8 @@ class Objects(ParcelMethods):
         """
         inbox = self._inbox("all_gather_object", Kind.OBJECT, weights_only, max_bytes)
         parcel = encode(Kind.OBJECT, obj)
-        inbox.keep_own(parcel)
-        call = Call(Parcels("all_gather_object"), (), (), None, inbox.all, (parcel,), inbox)
+        begin = partial(inbox.begin, parcel)
+        call = Call(Parcels("all_gather_object"), (), (), None, inbox.all, (parcel,), inbox, begin=begin)
         return self._submit(call, timeout, hints, tag)
 
     def gather_object(
@@ -75,8 +76,8 @@ class Objects(ParcelMethods):
         op = Parcels("gather_object", taker=taker)
         if taker != self.rank:
             return self._submit(Call(op, (), (), None, parcels=(parcel,)), timeout, hints, tag)
-        inbox.keep_own(parcel)
-        return self._submit(Call(op, (), (), None, inbox.all, (parcel,), inbox), timeout, hints, tag)
+        call = Call(op, (), (), None, inbox.all, (parcel,), inbox, begin=partial(inbox.begin, parcel))
+        return self._submit(call, timeout, hints, tag)
 
     def broadcast_object(
         self,
@@ -164,9 +165,10 @@ class Objects(ParcelMethods):
                 f"input_list must have one object for each of the {self.size} ranks, got {len(input_list)}"
             )
         parcels = [encode(Kind.OBJECT, obj, f"input_list[{r}]") for r, obj in enumerate(input_list)]
-        inbox.keep_own(parcels[giver])
+        begin = partial(inbox.begin, parcels[giver])
         parcels[giver] = _NOTHING
-        return self._submit(Call(op, (), (), None, inbox.only, tuple(parcels), inbox), timeout, hints, tag)
+        call = Call(op, (), (), None, inbox.only, tuple(parcels), inbox, begin=begin)
+        return self._submit(call, timeout, hints, tag)
 
     def send_object(
         self,

@@ -73,8 +73,8 @@ class Inbox:
         incoming = self.incoming[source] = Incoming(source, head, length)
         return incoming.places
 
-    def keep_own(self, parcel: Parcel) -> None:
-        """Take this rank's own, as it is now."""
+    def begin(self, parcel: Parcel, *_: object) -> None:
+        """The operation takes effect: take ``parcel``, which is this rank's own, as it is now."""
         self.incoming[self._rank] = own(self._rank, parcel)
 
     def only(self, _: object = None) -> Any:

@@ -101,6 +101,8 @@ def refusal_of_scope(steps: Sequence[Step], rank: int) -> str | None:
     messages: list[Sequence[Use]] = []
     others: list[Sequence[Use]] = []
     for step in steps:
+        if _undivided(step, rank):
+            worst = MAY
         for call in _calls(step, rank):
             against = [*messages, *others] if step.messages else messages
             for other in against:
@@ -110,6 +112,18 @@ def refusal_of_scope(steps: Sequence[Step], rank: int) -> str | None:
                 worst = found or worst
             (messages if step.messages else others).append(call)
     return worst
+
+
+def _undivided(step: Step, rank: int) -> bool:
+    """Whether the tensor with the shares of all ranks is strided so that no share of it is a view."""
+    name = {"all_gather_single": "output", "reduce_scatter_single": "input"}.get(step.op)
+    view = step.ranks[rank].get(name) if name is not None and step.ranks else None
+    if not isinstance(view, View) or not view.numel or len(step.group) == 1:
+        return False
+    plain, stride = True, 1
+    for n, found in zip(reversed(view.shape), reversed(view.strides), strict=True):
+        plain, stride = plain and (n == 1 or found == stride), stride * n
+    return not plain and view.shape[0] % len(step.group) != 0
 
 
 def runs(steps: Sequence[Step]) -> Iterator[tuple[int, Sequence[Step]]]:

@@ -44,10 +44,12 @@ def test_another_kind_is_told_of() -> None:
 def test_own_and_others_in_rank_order() -> None:
     inbox = Inbox("all_gather_object", 1, Kind.OBJECT, Terms(True, 1000))
     tensor = torch.zeros(2)
-    inbox.keep_own(encode(Kind.OBJECT, tensor))
+    parcel = encode(Kind.OBJECT, tensor)
+    tensor.fill_(3)  # by an operation before it
+    inbox.begin(parcel, [parcel], ())
     tensor.fill_(5)
     for source in (2, 0):
         inbox(source, encode(Kind.OBJECT, source).head, {source: 0})
     zero, own, two = inbox.all()
     assert (zero, two) == (0, 2)
-    assert own.tolist() == [0, 0]
+    assert own.tolist() == [3, 3]
