@@ -144,5 +144,6 @@ def narrow(accumulated: Tensor, output: Tensor, reduction: ReduceOp, size: int) 
     elif output.dtype == torch.uint64:
         values = accumulated.view(torch.uint64).view(output.shape)
     else:
-        values = accumulated.view(output.shape)
+        # converted before it is copied: the bits of a NaN depend on whether torch converts into plain memory
+        values = accumulated.to(output.dtype).view(output.shape)
     write(output, values)

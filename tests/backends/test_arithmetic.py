@@ -312,3 +312,14 @@ def test_plain_and_resolved() -> None:
     single = torch.zeros(8).as_strided((1, 1), (5, 7))
     assert flat(single).stride() == (1,)
     assert not resolved(torch.ones(2, requires_grad=True)).requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("n", [1, 3, 40])
+def test_a_nan_has_the_same_bits_wherever_it_is_written(dtype: torch.dtype, n: int) -> None:
+    bits = torch.tensor([0x7FC00000, -0x400000, 0x7F800001, 0x7FFFFFFF])
+    total = bits.to(torch.int32).view(torch.float32).repeat(n)
+    plain, gaps = torch.zeros(4 * n, dtype=dtype), torch.zeros(12 * n, dtype=dtype)[::3]
+    for output in (plain, gaps):
+        narrow(total.clone(), output, ReduceOp.SUM, 2)
+    assert torch.equal(plain.view(torch.uint8), gaps.contiguous().view(torch.uint8))

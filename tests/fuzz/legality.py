@@ -24,6 +24,7 @@ class Use:
     view: View
     written: bool
     checked: bool  #: to be one that can be written, which it need not be
+    touched: bool = True  #: False: only looked at
 
 
 def uses(step: Step, rank: int) -> list[Use]:
@@ -37,8 +38,16 @@ def uses(step: Step, rank: int) -> list[Use]:
         views = list(views_in(value))
         if views:
             written, checked = _role(step, rank, name, arguments)
-            found += [Use(view, written, checked) for view in views]
+            found += [Use(view, written, checked, _is_touched(step, rank, name)) for view in views]
     return found
+
+
+def _is_touched(step: Step, rank: int, name: str) -> bool:
+    """Whether an argument of this name is used on a rank that is not the root."""
+    root = step.common.get("root", rank)
+    return rank == root or not (
+        (step.op == "reduce" and name == "out") or (step.op.startswith("broadcast") and name in ("obj", "tensor_dict"))
+    )
 
 
 def _role(step: Step, rank: int, name: str, arguments: Mapping[str, Any]) -> tuple[bool, bool]:
@@ -88,7 +97,7 @@ def _conflict(calls: Sequence[Sequence[Use]]) -> str | None:
         for other in calls[:i]:
             for a in one:
                 for b in other:
-                    if (a.written or b.written) and touch(a.view, b.view):
+                    if (a.written or b.written) and a.touched and b.touched and touch(a.view, b.view):
                         if share(a.view, b.view):
                             return MUST
                         worst = MAY
@@ -200,7 +209,9 @@ def _may_overtake(earlier: Step, later: Step) -> bool:
 
 
 def _meets(uses: Sequence[Use], others: Sequence[Use]) -> bool:
-    return any((a.written or b.written) and touch(a.view, b.view) for a in uses for b in others)
+    return any(
+        (a.written or b.written) and a.touched and b.touched and touch(a.view, b.view) for a in uses for b in others
+    )
 
 
 def _scope_is_plain(steps: Sequence[Step]) -> bool:
