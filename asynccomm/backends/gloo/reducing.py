@@ -57,7 +57,7 @@ def in_order(wide: Tensor, reduction: ReduceOp) -> Tensor:
     limits = torch.iinfo(_BITS[wide.dtype])
     last = limits.max if reduction.type is RedOpType.MAX else limits.min
     with torch.inference_mode(wide.is_inference()):
-        for part in wide.split(_CHUNK // wide.itemsize):
+        for part in torch.split(wide, _CHUNK // wide.itemsize):
             nans = part.isnan()
             _swap(part.view(_BITS[wide.dtype])).masked_fill_(nans, last)
         return wide.view(_BITS[wide.dtype])
@@ -102,7 +102,7 @@ def narrow_all(total: Tensor, outputs: Sequence[Tensor], reduction: ReduceOp, si
     with torch.inference_mode(total.is_inference()):  # it is clobbered, here on gloo's thread
         floats = arithmetic.accumulator(outputs[0].dtype, reduction.type)
         if total.dtype is not floats:
-            for part in total.split(_CHUNK // total.itemsize):
+            for part in torch.split(total, _CHUNK // total.itemsize):
                 _swap(part)
             total = total.view(floats)
         if len(outputs) == 1:
