@@ -27,7 +27,7 @@ from asynccomm.backends.base import Submission
 from asynccomm.backends.computing import contributed_bytes, contribution, perform
 from asynccomm.backends.regions import bytes_of
 from asynccomm.errors import BackendError
-from asynccomm.ops import AllGather, AllReduce, AllToAll, Broadcast, Op, Parcel, Parcels, ReduceScatter
+from asynccomm.ops import AllGather, AllReduce, AllToAll, Broadcast, Op, Parcels, ReduceScatter
 from asynccomm.ops.signature import signature
 
 __all__ = ["ROOM", "Frame", "balance", "complete", "digest", "extent"]
@@ -93,12 +93,13 @@ class Frame:
         return nbytes
 
     def _give_parcel(self, op: Parcels, submission: Submission) -> int:
-        if not op.gives(self._rank):
+        if not op.gives(self._rank) or not submission.parcels:  # nobody but itself would take one
             return 0
-        head, tensors = submission.parcels[0] if op.shared else Parcel(b"", ())
+        parcel = submission.parcels[0]
+        head, tensors = parcel
         start = _HEAD.size + len(head)
-        nbytes = start + submission.parcels[0].nbytes if op.shared else ROOM + 1
-        if nbytes > ROOM:
+        nbytes = start + parcel.nbytes
+        if not op.shared or nbytes > ROOM:
             return -1
         _HEAD.pack_into(self._sent, _HEADER, len(head))
         self._sent[_HEADER + _HEAD.size : _HEADER + start] = head

@@ -177,6 +177,11 @@ def test_parcels(length: int) -> None:
             assert payload.tolist() == [i % 200 for i in range(length)]
 
 
+def test_no_parcel_of_who_is_alone() -> None:
+    (frame,) = exchanged([submission(Call(Parcels("all_gather_object"), (), (), None))])
+    assert frame.given()[0] is not None
+
+
 def test_parcels_of_their_own_for_each_go_another_way() -> None:
     call = Call(Parcels("scatter_v", shared=False, giver=0), (), (), None)
     frames = of_all(lambda rank: call._replace(parcels=(Parcel(b"", ()),) * SIZE if rank == 0 else ()))
