@@ -8,7 +8,7 @@ cannot wrap; bools as 0 and 1. Everything works on detached tensors: autograd se
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -103,13 +103,13 @@ def widen(tensor: Tensor, reduction: ReduceOp) -> Tensor:
     return values.to(target)
 
 
-def combine(rows: Tensor, reduction: ReduceOp, *, bools: bool = False) -> Tensor:
+def combine(rows: Tensor | Sequence[Tensor], reduction: ReduceOp, *, bools: bool = False) -> Tensor:
     """Reduce ``rows`` of shape ``(ranks, n)``, each widened, over the ranks. For bools SUM is a logical or."""
     kind = reduction.type
-    if kind is RedOpType.MAX or (bools and kind is RedOpType.SUM):
-        return rows.amax(dim=0)
-    if kind is RedOpType.MIN:
-        return rows.amin(dim=0)
+    largest = kind is RedOpType.MAX or (bools and kind is RedOpType.SUM)
+    if largest or kind is RedOpType.MIN:
+        together = rows if isinstance(rows, Tensor) else torch.stack(tuple(rows))
+        return together.amax(dim=0) if largest else together.amin(dim=0)
     result = rows[0].clone()
     for row in rows[1:]:
         if kind in (RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM):

@@ -16,6 +16,7 @@ from torch import Tensor
 from asynccomm.backends import arithmetic
 from asynccomm.backends.hazards import in_order
 from asynccomm.backends.regions import bytes_of
+from asynccomm.dtypes import REAL
 from asynccomm.ops import (
     AllGather,
     AllGatherSingle,
@@ -72,7 +73,7 @@ def perform(ops: Sequence[Op], given: Sequence[Tensor], outputs: Mapping[int, Se
         case AllReduce() | Reduce():
             total = _combined(op, given)
             for targets in outputs.values():
-                _narrow(total, targets, op.reduction, size)
+                _narrow(total if len(outputs) == 1 else total.clone(), targets, op.reduction, size)
         case ReduceScatter() | ReduceScatterSingle():
             pairs = 2 if op.dtype.is_complex else 1
             counts = getattr(op, "counts", ()) or [op.numel] * size
@@ -119,21 +120,24 @@ def fill(outputs: Sequence[Tensor], data: Tensor) -> None:
 
 def _combined(op: Any, given: Sequence[Tensor]) -> Tensor:
     reduction: ReduceOp = op.reduction
-    if reduction.factor is None:
-        rows = [arithmetic.widen(each.view(op.dtype), reduction) for each in given]
-    else:
-        wide = arithmetic.accumulator(op.dtype, reduction.type)
+    wide = arithmetic.accumulator(op.dtype, reduction.type)
+    if reduction.factor is not None or wide is REAL.get(op.dtype, op.dtype):
         rows = [each.view(wide) for each in given]
-    return arithmetic.combine(torch.stack(rows), reduction, bools=op.dtype == torch.bool)
+    else:
+        rows = [arithmetic.widen(each.view(op.dtype), reduction) for each in given]
+    return arithmetic.combine(rows, reduction, bools=op.dtype == torch.bool)
 
 
 def _narrow(total: Tensor, outputs: Sequence[Tensor], reduction: ReduceOp, size: int) -> None:
-    if not outputs:
+    """Bring ``total`` to ``outputs``, and clobber it."""
+    if len(outputs) == 1:
+        arithmetic.narrow(total, outputs[0], reduction, size)
+    if len(outputs) < 2:
         return
     pairs = 2 if outputs[0].is_complex() else 1
     parts = total.split_with_sizes([pairs * output.numel() for output in outputs])
     for output, part in zip(outputs, parts, strict=True):
-        arithmetic.narrow(part.clone(), output, reduction, size)
+        arithmetic.narrow(part, output, reduction, size)
 
 
 def _share(op: Any, given: Tensor, rank: int) -> Tensor:

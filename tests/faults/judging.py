@@ -30,9 +30,8 @@ def _outcome_problems(case: Case, outcome: Outcome) -> list[str]:
         return problems
     dead = _dead(case)
     for rank, how in outcome.deaths.items():
-        # gloo itself ends a process that gets more than it expects, or has no descriptor for who connects
-        short = case.fault == "descriptors" and rank == case.victim
-        aborts = case.backend == "gloo" and (short or (case.fault == "mismatch" and case.detail == "size"))
+        # gloo itself ends a process that has no descriptor for who connects
+        aborts = case.backend == "gloo" and case.fault == "descriptors" and rank == case.victim
         if not (how == "SIGKILL" and rank in dead) and not (how == "SIGABRT" and aborts):
             problems.append(f"rank {rank} ended by {how}")
     problems += [f"rank {rank} lives" for rank in dead if rank not in outcome.deaths]

@@ -261,9 +261,7 @@ def expected(case: Case) -> Expected:
             errors = "BackendError", "UnsuitableError", "AbortedError", "PeerLostError"
             return Expected(errors, MEETING + GRACE, named=False, optional=True)
         case "mismatch":
-            lost = ("PeerLostError",) if case.backend == "gloo" and case.detail == "size" else ()
-            # gloo may end the processes that get more than they expect, and the others hear of one of them
-            return Expected(("CollectiveMismatchError", *lost), AT_ONCE, named=not lost)
+            return Expected(("CollectiveMismatchError",), AT_ONCE)
         case "stop" | "block" | "late":
             # who exchanges messages names whom it waits for, which may wait for the victim
             return Expected(LATE, DEADLINE + GRACE, named=case.operation != "messages")

@@ -28,7 +28,7 @@ from asynccomm.backends.base import Submission
 from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.gloo.disputes import Dispute
 from asynccomm.backends.gloo.exchange import Exchange
-from asynccomm.backends.gloo.frames import Frame, complete, parcel_in
+from asynccomm.backends.gloo.frames import Frame, complete
 from asynccomm.backends.gloo.in_flight import InFlight
 from asynccomm.backends.gloo.lowering import OUT_OF_PLACE, start
 from asynccomm.backends.gloo.p2p import conclude
@@ -103,7 +103,7 @@ class Collectives:
         assert gloos is not None, "started on a closed backend"
         frame = self._frames.pop() if self._frames else Frame(self._rank, self._size)
         frame.fill(submission)
-        work = gloos.frames.all_gather_single(frame.all, frame.mine)
+        work = gloos.frames.all_to_all_single(frame.all, frame.copies)
         work.get_future().add_done_callback(partial(self._announced, frame, submission, over))
 
     def _announced(
@@ -121,7 +121,7 @@ class Collectives:
                 Dispute(self._gather, submission, self._size, sides, partial(self._failed, submission)).begin()
                 return
             if given is not None:
-                self._complete(submission, given)
+                self._complete(submission, frame, given)
             self._frames.append(frame)
         except Exception as exc:
             self._failed(submission, exc)
@@ -148,14 +148,14 @@ class Collectives:
         if error is not None:
             self._not_started(submission, error)
 
-    def _complete(self, submission: Submission, given: Sequence[torch.Tensor]) -> None:
+    def _complete(self, submission: Submission, frame: Frame, given: Sequence[torch.Tensor]) -> None:
         """Do what the frames were enough for."""
         op = submission.op
         if not isinstance(op, Parcels):
             complete(submission, self._rank, given)
             return
         others = [rank for rank in range(self._size) if rank != self._rank and op.takes(self._rank)]
-        parcels = {giver: parcel_in(given[giver]) for giver in others if op.gives(giver)}
+        parcels = {giver: frame.parcel(giver, given[giver]) for giver in others if op.gives(giver)}
         delivery = Delivery(submission)
         lengths = {giver: len(payload) for giver, (_, payload) in parcels.items()}
         for giver, (head, payload) in parcels.items():

@@ -171,13 +171,6 @@ async def another_size_to_gather_is_told(comm: Comm) -> None:
     await _differ(comm, lambda: comm.all_gather_single(None, for_all), lambda: comm.all_gather_single(None, more))
 
 
-async def sizes_of_an_all_to_all_that_do_not_fit_are_told(comm: Comm) -> None:
-    even = [torch.ones(3) for _ in range(comm.size)]
-    other = [torch.ones(3 if rank == comm.rank else 4) for rank in range(comm.size)]
-    into = [torch.zeros(3) for _ in range(comm.size)]
-    await _differ(comm, lambda: comm.all_to_all(into, even), lambda: comm.all_to_all(into, other))
-
-
 async def another_collective_is_told(comm: Comm) -> None:
     tensor = torch.ones(4)
     await _differ(comm, lambda: comm.all_reduce(tensor), comm.barrier)

@@ -185,3 +185,20 @@ async def test_an_error_does_not_keep_the_groups() -> None:
     assert isinstance(caught.value.__cause__, RuntimeError)
     await asyncio.gather(*(comm.aclose() for comm in comms))
     assert [group() for group in groups] == [None, None]
+
+
+async def test_groups_end_on_a_thread_that_nobody_waits_for() -> None:
+    """One that is stuck would keep whoever ends it."""
+    store = MemoryStore()
+    comms = await asyncio.gather(*(new_comm("gloo", store=store, rank=rank, size=2) for rank in range(2)))
+    await asyncio.gather(*(comm.all_reduce(torch.ones(n)) for n in (3, 3000) for comm in comms))
+    ends: list[str] = []
+    for comm in comms:
+        backend = comm.unsafe_get_backend()
+        assert isinstance(backend, GlooBackend)
+        for gloo in backend._gloos or ():
+            weakref.finalize(gloo, lambda: ends.append(threading.current_thread().name))
+    del backend, gloo
+    await asyncio.gather(*(comm.aclose() for comm in comms))
+    await until(lambda: len(ends) == 6)
+    assert set(ends) == {"asynccomm-gloo-end"}

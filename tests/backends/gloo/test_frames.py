@@ -12,7 +12,7 @@ from torch import Tensor
 
 from asynccomm import BackendError, Comm, ReduceOp
 from asynccomm.backends.base import Submission
-from asynccomm.backends.gloo.frames import ROOM, Frame, balance, complete, digest, extent, parcel_in
+from asynccomm.backends.gloo.frames import ROOM, Frame, balance, complete, digest, extent
 from asynccomm.checks import Group
 from asynccomm.ops import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Call, Op, Parcel, Parcels, ReduceScatter
 
@@ -172,9 +172,14 @@ def test_parcels(length: int) -> None:
         found, _ = frame.given()
         assert (found is None) is (length > ROOM - 8)
         if found is not None:
-            head, payload = parcel_in(found[1])
+            head, payload = frame.parcel(1, found[1])
             assert head == b"head"
             assert payload.tolist() == [i % 200 for i in range(length)]
+
+
+def test_no_parcel_of_who_is_alone() -> None:
+    (frame,) = exchanged([submission(Call(Parcels("all_gather_object"), (), (), None))])
+    assert frame.given()[0] is not None
 
 
 def test_parcels_of_their_own_for_each_go_another_way() -> None:
@@ -191,10 +196,16 @@ def test_what_no_rank_says_is_refused(at: int) -> None:
         frame.given()
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff\xff\xff\xff123", b"\x04\0\0\0abc"])
-def test_what_is_no_parcel_is_refused(data: bytes) -> None:
-    with pytest.raises(BackendError, match=f"a parcel of {len(data)} bytes"):
-        parcel_in(torch.tensor(list(data), dtype=torch.uint8))
+@pytest.mark.parametrize("length", [1, ROOM, 2**32 - 1])
+def test_what_is_no_parcel_is_refused(length: int) -> None:
+    call = Call(Parcels("all_gather_object"), (), (), None, parcels=(Parcel(b"", ()),))
+    frame = of_all(lambda rank: call)[0]
+    given, _ = frame.given()
+    assert given is not None
+    assert frame.parcel(1, given[1])[0] == b""
+    given[1][:4] = torch.tensor(list(length.to_bytes(4, "little")), dtype=torch.uint8)
+    with pytest.raises(BackendError, match=f"rank 1 sent a parcel of 4 bytes with a head of {length} bytes"):
+        frame.parcel(1, given[1])
 
 
 @pytest.mark.ranks([2, 3], backend="gloo")
