@@ -120,6 +120,7 @@ class Collectives:
                 self.end()
                 Dispute(self._gather, submission, self._size, sides, partial(self._failed, submission)).begin()
                 return
+            submission.batch = None  # which refers to this, and to the tensors of others
             if given is not None:
                 self._complete(submission, frame, given)
             self._frames.append(frame)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 
 from asynccomm import AbortedError, CollectiveMismatchError, Comm, ReduceOp, Work, new_comm
 from asynccomm.backends.gloo.torch_gloo import LARGE
+from tests.waiting import until
 
 Calls = Callable[[Comm, int], Work[Any]]
 
@@ -221,3 +224,26 @@ async def test_abort_wakes_those_who_wait_for_frames(comm: Comm) -> None:
         for work in works:
             with pytest.raises(AbortedError, match="enough"):
                 await work
+
+
+class Memory(bytearray):
+    """Memory of a tensor, of which one can see when it is given up."""
+
+
+@pytest.mark.ranks(2, backend="gloo", timeout=60)
+async def test_what_was_sent_together_lets_go_of_its_tensors(comm: Comm) -> None:
+    """Without the help of the garbage collector."""
+    gc.disable()
+    try:
+        references = []
+        async with comm.coalesce():
+            for op in (ReduceOp.SUM, ReduceOp.MAX):
+                memory = Memory(5000)
+                references.append(weakref.ref(memory))
+                comm.all_reduce(torch.frombuffer(memory, dtype=torch.float32), op)
+                del memory
+            comm.barrier()
+        await comm.barrier()
+        await until(lambda: not any(reference() for reference in references))
+    finally:
+        gc.enable()
