@@ -45,6 +45,7 @@ CONNECT_SECONDS = 30.0  # for connections once all ranks are there; a process th
 P2P_THREADS = 64  # point-to-point lanes that can wait at the same time
 LINGER_SECONDS = 1.0  # for lanes to get to the end of what is over
 CLOSE_SECONDS = 5.0  # for lanes to see the end of an aborted group; they are daemons, so a miss costs a thread
+CATCH_UP_SECONDS = 0.02  # for what a rank sent before it failed to come out of gloo
 END_SECONDS = 1.0  # for gloo's own threads, likewise
 
 _HINTS: Mapping[str, str] = {
@@ -177,6 +178,9 @@ class GlooBackend(Backend):
             error.__cause__ = _bare(exc)
             exc = error
         self._on_error(_bare(exc))
+
+    def catch_up(self) -> None:
+        self._collectives.catch_up(CATCH_UP_SECONDS)
 
     async def aclose(self) -> None:
         await anyio.to_thread.run_sync(self._close)

@@ -85,6 +85,10 @@ class Collectives:
             except RuntimeError as exc:  # the group died, and this call is the first to see it
                 self._not_started(submission, exc)
 
+    def catch_up(self, timeout: float) -> None:
+        """Wait for what may be done with what the ranks have sent, at most ``timeout`` seconds."""
+        self._in_flight.catch_up(timeout)
+
     def end(self) -> None:
         """The comm is broken: start nothing any more. From any thread, more than once."""
         self._ended = True

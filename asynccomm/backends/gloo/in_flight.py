@@ -55,6 +55,7 @@ class InFlight:
         self._starting = False  # a thread starts what waits
         self._ended = False
         self._count = 0  # under way
+        self._unsettled = 0  # put in, and not settled yet
         self._alone: _Flight | None = None  # under way when nothing else was: its memory is looked at once there is
         self._accesses = AccessSet()  # of those under way
 
@@ -64,6 +65,7 @@ class InFlight:
         with self._lock:
             if self._ended:
                 return
+            self._unsettled += 1
             if self._waiting or self._starting or not self._enter(flight):
                 self._waiting.append(flight)
                 return
@@ -72,14 +74,21 @@ class InFlight:
         except BaseException:
             with self._lock:
                 self._leave(flight)
+                self._unsettled -= 1
             raise
 
     def end(self) -> None:
         """The comm is broken, which fails what waits: start nothing any more. From any thread, more than once."""
         with self._lock:
             self._ended = True
+            self._resting.notify_all()
             self._waiting.clear()
             self._alone = None
+
+    def catch_up(self, timeout: float) -> bool:
+        """Block until all that was put in is settled; False if that took longer than ``timeout`` seconds."""
+        with self._lock:
+            return self._resting.wait_for(lambda: self._ended or not self._unsettled, timeout)
 
     def join(self, timeout: float) -> bool:
         """After ``end``: block until nothing is being started; False if that took longer than ``timeout`` seconds."""
@@ -96,6 +105,9 @@ class InFlight:
         try:
             flight.submission.work.settle(flight.submission.error)
         finally:
+            with self._lock:
+                self._unsettled -= 1
+                self._resting.notify_all()
             if go_on:
                 self._start_waiting()
 

@@ -94,6 +94,23 @@ def test_what_shares_nothing_is_started_in_the_call(gloo: Gloo) -> None:
     assert [gloo.over(name) for name in "badc"] == [[f"settle {name}"] for name in "badc"]
 
 
+def test_catching_up_is_over_once_all_is_settled(gloo: Gloo) -> None:
+    assert gloo.line.catch_up(0)
+    gloo.submit("a", writes=[torch.zeros(2)])
+    assert not gloo.line.catch_up(0)
+    waiting = threading.Thread(target=gloo.line.catch_up, args=(60,))
+    waiting.start()
+    gloo.over("a")
+    waiting.join(30)
+    assert not waiting.is_alive()
+    gloo.submit("b", writes=[torch.zeros(2)])
+    waiting = threading.Thread(target=gloo.line.catch_up, args=(60,))
+    waiting.start()
+    gloo.line.end()  # which fails what is left
+    waiting.join(30)
+    assert not waiting.is_alive()
+
+
 M = torch.zeros(10)
 FREE, TAKEN = torch.zeros(10), M[4:]
 CONFLICTS = {

@@ -39,7 +39,7 @@ async def test_collectives_do_nothing() -> None:
         await dist.barrier()
         await dist.send(tensor, 1)
         assert await dist.recv(tensor, 1) == 1
-        ops = [dist.P2POp(dist.isend, tensor, 3), dist.P2POp(dist.irecv, tensor, 3)]
+        ops = [dist.P2POp(dist.isend, tensor, 3), dist.P2POp(dist.irecv, torch.ones(2), 3)]
         for work in dist.batch_isend_irecv(ops):
             await work
         async with dist._coalescing_manager():
