@@ -22,7 +22,7 @@ from torch import Tensor
 
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
-from asynccomm.backends.regions import RegionSet, disjoint, region, regions
+from asynccomm.backends.regions import RegionSet, disjoint, overlap, region, regions
 from asynccomm.ops import (
     AllGather,
     AllGatherSingle,
@@ -116,6 +116,10 @@ def find(op: Op, inputs: Tensors, outputs: Tensors, rank: int, out_of_place: Kin
     """What stands in the way of running ``op`` of ``rank`` on these tensors piece by piece."""
     if not outputs or (len(outputs) == 1 and (inputs is outputs or not inputs)):
         return NONE
+    if len(outputs) == 1 and len(inputs) == 1:  # the usual case, in short
+        one, other = inputs[0], outputs[0]
+        if not one.numel() or not other.numel() or not overlap(region(one), region(other)):
+            return NONE
     writes = regions(outputs)
     if inputs is outputs:
         return NONE if disjoint((), writes) else Hazards(staged=_overlapping(writes))

@@ -64,7 +64,15 @@ def region(tensor: Tensor) -> Region:
 
 def regions(tensors: Iterable[Tensor]) -> list[Region]:
     """The memory of those ``tensors`` that have elements."""
-    return [region(tensor) for tensor in tensors if tensor.numel()]
+    found: list[Region] = []
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            if tensor.numel():
+                found.append(region(tensor))
+        elif nbytes := tensor.nbytes:  # the usual case, without a call for each: there may be hundreds
+            start = tensor.data_ptr()
+            found.append((start, start + nbytes, ()))
+    return found
 
 
 def overlap(one: Region, other: Region) -> bool:
