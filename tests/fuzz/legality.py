@@ -256,4 +256,4 @@ def _pattern(steps: Sequence[Step], rank: int) -> Iterator[bool]:
         found.append([replace(use, written=use.written or everywhere) for use in uses(step, rank)])
     for i, one in enumerate(found):
         for other in found[:i]:
-            yield _meets(one, other)
+            yield _conflict([one, other]) == MUST

@@ -136,12 +136,12 @@ class _Run:
         if self._rank not in steps[0].group:
             return
         refused = self._expectation.refusals.get(number, {}).get(self._rank)
-        if self._expectation.probes(number) and refused != MUST:
-            return
         try:
-            for step in steps:  # before a scope is entered: making a comm takes its time
+            for step in steps:  # before a scope is entered, and by all of them: making a comm is a collective
                 if step.issue != "torch":
                     await self._comms.of(step.group)
+            if self._expectation.probes(number) and refused != MUST:
+                return
             if steps[0].scope:
                 await self._scope(number, steps)
             else:
