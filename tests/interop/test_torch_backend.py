@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tomllib
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,16 @@ async def test_the_profiler_sees_what_is_called() -> None:
         assert shapes[0] == [[2]]
         assert len(shapes) == 2
         assert "c10d::allreduce_" in events or not PYTHON_BACKENDS  # torch stands in front of groups of its own only
+
+
+@pytest.mark.ranks(2)
+async def test_one_tensor_may_be_twice_in_a_list() -> None:
+    """Tied weights are."""
+    with world():
+        tensor = torch.full((300_000,), dist.get_rank() + 1.0)
+        with warnings.catch_warnings(action="ignore"):  # torch calls it deprecated
+            dist.all_reduce_coalesced([tensor, tensor])
+        assert set(tensor.tolist()) == {3.0}
 
 
 @pytest.mark.ranks(2)
