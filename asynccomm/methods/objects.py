@@ -165,9 +165,9 @@ class Objects(ParcelMethods):
                 f"input_list must have one object for each of the {self.size} ranks, got {len(input_list)}"
             )
         parcels = [encode(Kind.OBJECT, obj, f"input_list[{r}]") for r, obj in enumerate(input_list)]
-        begin = partial(inbox.begin, parcels[giver])
-        parcels[giver] = _NOTHING
-        call = Call(op, (), (), None, inbox.only, tuple(parcels), inbox, begin=begin)
+        kept, parcels[giver] = parcels[giver], _NOTHING  # it is read when the operation takes effect, and not sent
+        begin = partial(inbox.begin, kept)
+        call = Call(op, kept.tensors, (), None, inbox.only, tuple(parcels), inbox, begin=begin)
         return self._submit(call, timeout, hints, tag)
 
     def send_object(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from asynccomm import CollectiveMismatchError, Comm, PayloadError
+from asynccomm import CollectiveMismatchError, Comm, PayloadError, ReduceOp
 from asynccomm.testing.local import loopback_world
 
 
@@ -126,6 +126,19 @@ async def test_what_the_root_of_a_scatter_keeps_is_not_sent() -> None:
         a.scatter_object_list([torch.ones(1000), 1], 0)
         assert a.statistics().bytes_in_flight == 0
         assert await b.scatter_object_list(None, 0) == 1
+
+
+async def test_what_the_root_of_a_scatter_keeps_is_read_nevertheless() -> None:
+    async with loopback_world(1) as (comm,):
+        tensor = torch.ones(2)
+        with pytest.raises(ValueError, match="shares memory with"):
+            async with comm.coalesce():
+                comm.scatter_object_list([tensor], 0)
+                comm.recv(tensor, 0)
+        async with comm.coalesce():
+            comm.all_reduce(tensor, ReduceOp.PREMUL_SUM(3.0))
+            kept = comm.scatter_object_list([tensor], 0)
+        assert (await kept).tolist() == [3, 3]  # type: ignore[attr-defined]
 
 
 async def test_different_methods_do_not_meet() -> None:
