@@ -26,7 +26,7 @@ LAYERS = [
     "backends.delivery backends.matching backends.computing backends.differences backends.loopback",
     "backends.gloo backends.gloo.torch_gloo backends.gloo.staging backends.gloo.transfers",
     "backends.gloo.reducing backends.gloo.lowering backends.gloo.several backends.gloo.wire backends.gloo.p2p",
-    "backends.gloo.exchange backends.gloo.in_flight backends.gloo.frames backends.gloo.disputes",
+    "backends.gloo.exchange backends.gloo.in_flight backends.gloo.frames backends.gloo.disputes backends.gloo.ahead",
     "backends.gloo.collectives",
     "backends.gloo.backend",
     "backends.shm backends.shm.segment backends.shm.fence backends.shm.bells backends.shm.memory backends.shm.line",

@@ -34,6 +34,7 @@ __all__ = ["ROOM", "Frame", "balance", "complete", "digest", "extent"]
 
 ROOM: Final = 1024  # bytes of a contribution: up to here it costs as much to send them as not to
 
+_NUMBER: Final = struct.Struct("<q")
 _EQUAL: Final = struct.Struct("<qQQQII")
 _OWN: Final = struct.Struct("<QII")
 _HEADER: Final = 64  # where the contribution begins: aligned for every dtype
@@ -67,6 +68,11 @@ class Frame:
             self.all = torch.frombuffer(self._received, dtype=torch.uint8)
             self.copies = torch.empty(size * _FRAME, dtype=torch.uint8, device="cpu")
             self._rows = self.copies.view(size, _FRAME)
+
+    @property
+    def heading(self) -> bytes:
+        """What must be equal on all ranks, without the number: equal for equal calls."""
+        return bytes(self._sent[_NUMBER.size : _EQUAL.size])
 
     def fill(self, submission: Submission) -> None:
         """Write what this rank has to say of ``submission``, and read its inputs if they are short."""
@@ -177,7 +183,8 @@ def digest(submission: Submission) -> int:
             pieces = submission.inputs
     if not pieces and not submission.numbers:
         return 0
-    numbers = array("Q", [*submission.numbers, *[tensor.nbytes for tensor in pieces]])
+    first = submission.work.seq  # numbers count from here: so what a loop calls has one digest
+    numbers = array("q", [*[number - first for number in submission.numbers], *[tensor.nbytes for tensor in pieces]])
     return int.from_bytes(hashlib.blake2b(numbers.tobytes(), digest_size=8).digest())
 
 
