@@ -67,6 +67,7 @@ class Submission:
     parcels: tuple[Parcel, ...] = ()
     place: Place | None = None
     begin: Begin | None = None
+    copies: tuple[tuple[Tensor, Tensor], ...] = ()  #: to be made by ``hazards.load``; none once they are
     #: what ``Backend.origin`` said at the call, if that was some time ago; of collectives of tensors that were merged
     #: into one, a tuple of what it said at each
     origin: Any = None
@@ -94,6 +95,8 @@ class Submission:
             self.place = call.place
         if call.begin is not None:
             self.begin = call.begin
+        if call.copies:
+            self.copies = tuple([(memory, tensor.detach()) for memory, tensor in call.copies])
         if call.parcels or call.expected:
             self.parcels = call.parcels
             self.nbytes = max(call.expected, *[parcel.nbytes for parcel in call.parcels], 0)
