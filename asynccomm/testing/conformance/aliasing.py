@@ -135,7 +135,8 @@ async def an_input_between_two_operations_that_write_it(comm: Comm) -> None:
                     before = [comm.all_reduce(whole) for whole in wholes]
                     between = comm.reduce_scatter_coalesced(outputs, [whole.t() for whole in wholes], ReduceOp.MAX)
                     after = [comm.all_reduce(whole) for whole in wholes]
-                for work in (*before, between, *after):
+                await between
+                for work in (*before, *after):
                     await work
                 for whole, output, dtype in zip(wholes, outputs, dtypes, strict=True):
                     total = reduced(everyones(size, shape, dtype), ReduceOp.SUM)
@@ -180,3 +181,11 @@ async def one_list_of_several_dtypes_in_one_memory_is_refused(comm: Comm) -> Non
         assert "shares memory with" in str(exc), exc
     else:
         raise AssertionError("one memory is reduced as numbers of two kinds")
+    whole = torch.ones(comm.size, comm.size + 1).t()  # of which the shares are no views
+    outputs = [whole.t().view(torch.int32)[0, :1], sentinel((comm.size + 1,))]
+    try:
+        comm.reduce_scatter_coalesced(outputs, [torch.ones(comm.size, dtype=torch.int32), whole])
+    except ValueError as exc:
+        assert "shares memory with" in str(exc), exc
+    else:
+        raise AssertionError("one memory is read as numbers of one kind and written as those of another")
