@@ -16,7 +16,8 @@ A backend promises:
 - A transport error goes to ``context.on_error``; the comm decides what it means and fails what is pending.
 - Parcels (``ops.Parcels``, ``ops.SendParcel``, ``ops.RecvParcel``) go to where ``Submission.place`` says; an error out
   of that settles the Work with it, and the comm goes on. See ``backends/delivery.py``.
-- An operation gives the result that it would give if no two of its tensors shared memory: see ``backends/hazards.py``.
+- An operation gives the result that it would give if no two of its tensors shared memory, and its ``copies`` are made
+  when it takes effect: see ``backends/hazards.py``.
 - all_reduce is bitwise the same on all ranks; half types accumulate in fp32; inputs are untouched unless they are
   outputs too; a world of one rank works and still applies AVG and PREMUL_SUM.
 - ``abort`` waits for nobody, ends everything in flight here and makes the peers' operations fail, if it can.
