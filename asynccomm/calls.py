@@ -142,7 +142,7 @@ class Calls(Traffic):
         The Work carries the number of the first.
         """
         limit = self._checked(timeout, hints)
-        check_apart([item_of(call.op, call.inputs, call.outputs) for call in calls])
+        check_apart([item_of(call.op, call.inputs, call.outputs, [t for _, t in call.copies]) for call in calls])
         whole = Whole()
 
         def settled(part: Work[Any]) -> None:

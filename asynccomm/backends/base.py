@@ -16,7 +16,8 @@ A backend promises:
 - A transport error goes to ``context.on_error``; the comm decides what it means and fails what is pending.
 - Parcels (``ops.Parcels``, ``ops.SendParcel``, ``ops.RecvParcel``) go to where ``Submission.place`` says; an error out
   of that settles the Work with it, and the comm goes on. See ``backends/delivery.py``.
-- An operation gives the result that it would give if no two of its tensors shared memory: see ``backends/hazards.py``.
+- An operation gives the result that it would give if no two of its tensors shared memory, and its ``copies`` are made
+  when it takes effect: see ``backends/hazards.py``.
 - all_reduce is bitwise the same on all ranks; half types accumulate in fp32; inputs are untouched unless they are
   outputs too; a world of one rank works and still applies AVG and PREMUL_SUM.
 - ``abort`` waits for nobody, ends everything in flight here and makes the peers' operations fail, if it can.
@@ -67,6 +68,7 @@ class Submission:
     parcels: tuple[Parcel, ...] = ()
     place: Place | None = None
     begin: Begin | None = None
+    copies: tuple[tuple[Tensor, Tensor], ...] = ()  #: to be made by ``hazards.load``; none once they are
     #: what ``Backend.origin`` said at the call, if that was some time ago; of collectives of tensors that were merged
     #: into one, a tuple of what it said at each
     origin: Any = None
@@ -94,6 +96,8 @@ class Submission:
             self.place = call.place
         if call.begin is not None:
             self.begin = call.begin
+        if call.copies:
+            self.copies = tuple([(memory, tensor.detach()) for memory, tensor in call.copies])
         if call.parcels or call.expected:
             self.parcels = call.parcels
             self.nbytes = max(call.expected, *[parcel.nbytes for parcel in call.parcels], 0)

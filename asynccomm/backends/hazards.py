@@ -7,6 +7,7 @@ starts an operation:
 
 - An input that overlaps an output is copied first, unless it lies *in place*: exactly where the operation puts this
   rank's own share, which a step reads before it writes.
+- A tensor of which an input is no view is copied to the memory of that input (``Submission.copies``).
 - Outputs that overlap each other are received in memory of their own, and copied to their places at the end, in order.
   A list of tensors counts as if its tensors were gathered one after the other.
 """
@@ -38,7 +39,7 @@ from asynccomm.ops import (
     Scatter,
 )
 
-__all__ = ["Buffers", "Hazards", "apart", "find", "in_order", "separated"]
+__all__ = ["Buffers", "Hazards", "apart", "find", "in_order", "load", "separated"]
 
 T = TypeVar("T")
 Tensors = tuple[Tensor, ...]
@@ -69,6 +70,7 @@ def separated(submission: Submission, rank: int, out_of_place: Kinds = frozenset
     Args:
         out_of_place: operations that the transport cannot do in place.
     """
+    load(submission)
     inputs, outputs = submission.inputs, submission.outputs
     copied, staged = find(submission.op, inputs, outputs, rank, out_of_place)
     if staged:
@@ -77,6 +79,16 @@ def separated(submission: Submission, rank: int, out_of_place: Kinds = frozenset
     if copied:
         inputs = tuple([tensor.clone() if i in copied else tensor for i, tensor in enumerate(inputs)])
     return Buffers(inputs, outputs)
+
+
+def load(submission: Submission) -> None:
+    """Make the copies of which ``submission`` has its inputs. To be called when it takes effect, before they are read.
+
+    A second call does nothing.
+    """
+    for memory, tensor in submission.copies:
+        arithmetic.write(memory, tensor)
+    submission.copies = ()  # only now: until then the tensors count as read
 
 
 def apart(

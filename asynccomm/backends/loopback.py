@@ -25,6 +25,7 @@ from asynccomm.backends.base import Backend, BackendContext, Submission
 from asynccomm.backends.computing import contribution, fill, perform
 from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.differences import difference, issued, misfit
+from asynccomm.backends.hazards import load
 from asynccomm.backends.matching import Matching
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.handles import Handle
@@ -189,6 +190,8 @@ class Hub(Handle):
 
 
 def _perform(ranks: Sequence[Submission]) -> None:
+    for submission in ranks:
+        load(submission)
     given = [contribution(s.op, s.inputs).clone() for s in ranks]
     perform([s.op for s in ranks], given, {rank: s.outputs for rank, s in enumerate(ranks)})
 

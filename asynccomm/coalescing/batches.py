@@ -67,9 +67,10 @@ def batches_of(held: Sequence[Submission], size: int, backend: Backend, mailbox:
 
 def planned(submission: Submission) -> Item:
     """An operation as it is planned."""
-    if not submission.parcels:
+    if not submission.parcels and not submission.copies:
         return item_of(submission.op, submission.inputs, submission.outputs)
     given = [tensor for parcel in submission.parcels for tensor in parcel.tensors]
+    given += [tensor for _, tensor in submission.copies]
     return item_of(submission.op, submission.inputs, submission.outputs, given)
 
 

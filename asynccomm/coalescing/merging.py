@@ -36,7 +36,8 @@ def merge(size: int, parts: Sequence[Submission]) -> Call:
     for part in parts:
         if isinstance(part.op, (AllGatherSingle, ReduceScatterSingle)):
             check_merge(size, part)
-    return _MERGERS[type(parts[0].op)](size, parts)
+    call = _MERGERS[type(parts[0].op)](size, parts)
+    return call._replace(copies=tuple([copy for part in parts for copy in part.copies]))
 
 
 def _all_reduce(size: int, parts: Sequence[Submission]) -> Call:

@@ -66,7 +66,7 @@ def item_of(op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor], given: 
     """Of an operation on these tensors, inputs and outputs being the same object where it works in place.
 
     Args:
-        given: what it reads besides: the tensors of its parcels.
+        given: what it reads besides: the tensors of its parcels, and those that its inputs are copies of.
     """
     if inputs is outputs and len(inputs) == 1 and (tensor := inputs[0]).is_contiguous():  # the usual case, in short
         start, nbytes = tensor.data_ptr(), tensor.nbytes

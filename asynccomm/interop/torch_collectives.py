@@ -351,7 +351,7 @@ class TorchCollectives:
         if op.type.name not in ("SUM", "AVG"):
             raise ValueError(f"op must be SUM or AVG for sparse tensors, got {op}")
         own = tensor.detach().coalesce()
-        indices, values = own.indices().t().contiguous(), own.values().contiguous()
+        indices, values = own.indices().t(), own.values()  # views: others may be writing them
         comm = self.comms.of(values)
         works: list[Work[Any]] = []
 

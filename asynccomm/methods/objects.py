@@ -22,8 +22,9 @@ _NOTHING = Parcel(b"", ())
 class Objects(ParcelMethods):
     """Python objects. Common to all of these methods:
 
-    - An object is pickled by the call; what cannot be pickled is a TypeError there. Tensors in it are not: they travel
-      beside it, and must not be changed before the Work is done. They arrive on the CPU.
+    - An object is pickled by the call; what cannot be pickled is a TypeError there. Tensors in plain data are not: they
+      travel beside it, and must not be changed before the Work is done. Those in other objects are pickled with them,
+      as they are at the call. All arrive on the CPU.
     - ``weights_only``: with True, the default, what comes can only be plain data, tensors, and what
       ``torch.load(weights_only=True)`` takes (see ``torch.serialization.add_safe_globals``). False unpickles anything,
       which lets the sender run any code here.

@@ -139,6 +139,9 @@ class Call(NamedTuple):
     #: is called when an operation with parcels takes effect, before any comes, with the parcels that this rank gives
     #: and the outputs to be filled: those of the call, or stand-ins for ones that share memory
     begin: Begin | None = None
+    #: pairs of memory of the call's own, in which some of ``inputs`` lie, and a tensor of the caller's: the second is
+    #: copied to the first when the operation takes effect, for an earlier one may still write it at the call
+    copies: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def labelled(self, tag: object) -> Call:
         """This call, with ``tag`` as its operation's label. Raises: TypeError, ValueError naming ``tag``."""

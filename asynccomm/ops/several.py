@@ -76,12 +76,12 @@ def reduce_scatter(
         _check_alike("inputs", items, "outputs", check_several(group, "outputs", outputs, written=True), group.size)
     calls = []
     for numbers in _by_dtype(items):
-        shares = [_chunks(items[i], group.size) for i in numbers]
-        calls.append(
-            ReduceScatter.of_several(
-                group, [outputs[i] for i in numbers], [[share[r] for share in shares] for r in range(group.size)], op
-            )
-        )
+        wholes = [_divisible(items[i], group.size) for i in numbers]
+        shares = [_chunks(whole, group.size) for whole in wholes]
+        by_rank = [[share[r] for share in shares] for r in range(group.size)]
+        call = ReduceScatter.of_several(group, [outputs[i] for i in numbers], by_rank, op)
+        copies = [(whole, items[i]) for i, whole in zip(numbers, wholes, strict=True) if whole is not items[i]]
+        calls.append(call._replace(copies=tuple(copies)))
     return calls, outputs
 
 
@@ -166,11 +166,23 @@ def as_many(name: str, tensors: Sequence[Tensor], like_name: str, likes: Sequenc
         raise ValueError(f"{name} must have as many tensors as {like_name}, {len(likes)}, got {len(tensors)}")
 
 
+def _divisible(tensor: Tensor, size: int) -> Tensor:
+    """``tensor`` if its equal parts in row-major order are views, else memory for a copy of it."""
+    if tensor.is_contiguous() or (tensor.dim() and tensor.shape[0] % size == 0):
+        return tensor
+    try:
+        tensor.view(size, tensor.numel() // size)
+    except RuntimeError:  # its elements lie at several distances from one another
+        with torch.inference_mode(False):  # any thread may write it
+            return empty_like(tensor)
+    return tensor
+
+
 def _chunks(tensor: Tensor, size: int) -> Sequence[Tensor]:
-    """Equal parts in row-major order: views where that can be."""
+    """Equal parts in row-major order, as views."""
     if tensor.dim() and tensor.shape[0] % size == 0:
         return tensor.chunk(size) if tensor.shape[0] else [tensor] * size
-    return tensor.reshape(size, tensor.numel() // size).unbind()
+    return tensor.view(size, tensor.numel() // size).unbind()
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:

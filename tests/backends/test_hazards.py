@@ -13,7 +13,7 @@ from torch import Tensor
 
 from asynccomm.backends.arithmetic import is_plain
 from asynccomm.backends.base import Submission
-from asynccomm.backends.hazards import apart, find, separated
+from asynccomm.backends.hazards import apart, find, load, separated
 from asynccomm.backends.regions import overlap, region
 from asynccomm.checks import Group
 from asynccomm.ops import (
@@ -159,6 +159,20 @@ def test_a_copy_is_taken_when_it_starts() -> None:
     assert buffers.inputs[0].tolist() == [7] * 4
     buffers.outputs[0].fill_(1)
     assert buffers.inputs[0].tolist() == [7] * 4
+
+
+def test_inputs_that_are_no_views_are_copied_once_when_it_starts() -> None:
+    whole, room = torch.zeros(2, 3, requires_grad=True), torch.zeros(3, 2)
+    call = ReduceScatter.of(GROUP, torch.empty(2), room.unbind(), SUM)._replace(copies=((room, whole.t()),))
+    for starts in (load, lambda waiting: separated(waiting, RANK)):
+        waiting = submission(call)
+        whole.data.fill_(7)  # as an operation does that was called before
+        starts(waiting)
+        assert room.tolist() == [[7, 7]] * 3
+        room.zero_()
+        starts(waiting)
+        assert not room.any(), "gloo reads them from its frames or later, and copies before either"
+        assert not waiting.copies, "it reads them no more"
 
 
 def test_stand_ins_can_be_written_by_any_thread() -> None:

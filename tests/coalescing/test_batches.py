@@ -12,9 +12,11 @@ from torch import Tensor
 
 from asynccomm import Comm
 from asynccomm.backends.base import Backend, Submission
-from asynccomm.coalescing.batches import Batch, Lot, batches_of, due
+from asynccomm.backends.regions import region
+from asynccomm.coalescing.batches import Batch, Lot, batches_of, due, planned
 from asynccomm.mailbox import Mailbox
 from asynccomm.ops import AllReduce, Barrier, Broadcast, Call, Send
+from asynccomm.ops.several import reduce_scatter
 from asynccomm.reduce_op import ReduceOp
 from asynccomm.testing.local import loopback_world
 from asynccomm.work import UNNUMBERED, Work
@@ -150,6 +152,16 @@ async def test_what_cannot_be_sent_together(world: World) -> None:
         world.batches(held)
     assert [item.work.seq for item in held] == [UNNUMBERED] * 2
     assert world.settled == []
+
+
+async def test_what_is_copied_later_counts_as_read(world: World) -> None:
+    whole = torch.ones(2, 3).t()
+    (call,), _ = reduce_scatter(world.group, [torch.ones(3)], [whole], ReduceOp.SUM)
+    held = world.hold(call)
+    assert region(whole) in planned(held)[1]
+    batches = world.batches([world.reduced(whole), held, world.reduced(whole)])
+    assert [[lot.members for lot in batch.lots] for batch in batches][1] == [[held]]
+    assert len(batches) == 3
 
 
 async def test_nothing(world: World) -> None:

@@ -72,8 +72,11 @@ def one_reduction(op: ReduceOp, dtype: torch.dtype) -> Make:
 
 def one_scattered(op: ReduceOp, dtype: torch.dtype) -> Make:
     def make(world: Group, chance: random.Random) -> Call:
-        kind = chance.randrange(4)
+        kind = chance.randrange(5)
         where = shape(chance)
+        if kind == 4:  # the ranks' shares of it are perhaps no views
+            whole = data(world, chance, dtype, (world.size + 1, world.size))
+            return several.reduce_scatter(world, [blank(chance, dtype, (world.size + 1,))], [whole], op)[0][0]
         if kind == 0:
             inputs = [data(world, chance, dtype, where) for _ in range(world.size)]
             return ReduceScatter.of(world, blank(chance, dtype, where), inputs, op)

@@ -46,12 +46,12 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).clone()
 
 
-def places(view: View) -> set[int]:
-    """All bytes of the arena that a view reaches."""
-    found = {view.offset} if view.numel else set()
-    for extent, stride in zip(view.shape, view.strides, strict=True):
-        found = {start + i * stride for start in found for i in range(extent)}
-    return {start * view.itemsize + byte for start in found for byte in range(view.itemsize)}
+def _places(view: View, memory: Tensor, start: int) -> Tensor:
+    """The bytes that a view reaches of ``memory``, which begins with byte ``start`` of the arena."""
+    size = view.itemsize
+    dims = [(n, stride * size) for n, stride in zip(view.shape, view.strides, strict=True) if stride]
+    shape, strides = zip(*dims, (size, 1), strict=True)
+    return memory.as_strided(shape, strides, view.offset * size - start)
 
 
 def overlaps_itself(view: View) -> bool:
@@ -73,8 +73,9 @@ def touch(one: View, other: View) -> bool:
 
 def share(one: View, other: View) -> bool:
     """Whether two views really share a byte."""
-    if not touch(one, other):
+    if not touch(one, other) or not one.numel or not other.numel:
         return False
-    if min(one.numel, other.numel) * min(one.itemsize, other.itemsize) > 1 << 16:
-        return True  # too large to be listed; only views without gaps are that large
-    return not places(one).isdisjoint(places(other))
+    start, end = min(one.span[0], other.span[0]), max(one.span[1], other.span[1])
+    memory = torch.zeros(end - start, dtype=torch.bool)
+    _places(one, memory, start).fill_(True)
+    return bool(_places(other, memory, start).any())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import torch
@@ -139,6 +140,37 @@ def test_results_are_the_arguments_or_what_was_made() -> None:
     given = torch.zeros(2)
     assert judge_result(0, 0, Result("tensor"), {"tensor": given}, given) is None
     assert judge_result(0, 0, Result("tensor"), {"tensor": given}, given.clone()) is not None
+
+
+def places(view: View) -> set[int]:
+    """All bytes of the arena that a view reaches."""
+    found = {view.offset} if view.numel else set()
+    for extent, stride in zip(view.shape, view.strides, strict=True):
+        found = {start + i * stride for start in found for i in range(extent)}
+    return {start * view.itemsize + byte for start in found for byte in range(view.itemsize)}
+
+
+def test_views_share_memory_if_they_have_a_byte_in_common() -> None:
+    random, seen = Random(0), set()
+
+    def view() -> View:
+        shape = tuple(random.randrange(5) for _ in range(random.randrange(4)))
+        strides = tuple(random.randrange(9) for _ in shape)
+        return View(0, random.randrange(20), shape, strides, random.choice(("int8", "int16", "float32", "complex64")))
+
+    for _ in range(3000):
+        one, other = view(), view()
+        assert share(one, other) == share(other, one) == bool(places(one) & places(other)), (one, other)
+        seen.add((touch(one, other), share(one, other)))
+    assert seen == {(False, False), (True, False), (True, True)}
+
+
+def test_large_views_share_memory() -> None:
+    n = 1 << 20
+    even, odd = at(0, n, strides=(2,)), at(1, n, strides=(2,))
+    assert not share(even, odd)
+    assert share(even, at(2 * n - 2, 1))
+    assert not share(odd, at(2 * n - 2, 1))
 
 
 def test_how_views_share_memory() -> None:

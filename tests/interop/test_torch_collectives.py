@@ -352,6 +352,22 @@ async def test_bad_arguments_raise_at_the_call() -> None:
             dist.all_reduce(sparse, dist.ReduceOp.MAX)
 
 
+@pytest.mark.ranks(2)
+async def test_a_sparse_tensor_that_other_operations_write() -> None:
+    with world():
+        rank = dist.get_rank()
+        indices, values = torch.tensor([[1, 2, 4]]) - rank, torch.full((2, 3), rank + 1.0)
+        sparse = torch.sparse_coo_tensor(indices, values.t(), (5, 2), is_coalesced=True, check_invariants=True)
+        works = [
+            dist.broadcast(indices, 0, async_op=True),
+            dist.all_reduce(values, async_op=True),
+            dist.all_reduce(sparse, async_op=True),
+        ]
+        for work in works:
+            work.wait()
+        assert sparse.to_dense().tolist() == [[0, 0], [6, 6], [6, 6], [0, 0], [6, 6]]
+
+
 def broadcast_options() -> Any:
     options = dist.BroadcastOptions()
     options.rootRank = 0

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from asynccomm.backends.base import Submission
 from asynccomm.backends.computing import contributed_bytes, contribution, perform
+from asynccomm.backends.hazards import load
 from asynccomm.backends.regions import bytes_of
 from asynccomm.errors import BackendError
 from asynccomm.ops import AllGather, AllReduce, AllToAll, Broadcast, Op, Parcels, ReduceScatter
@@ -95,6 +96,7 @@ class Frame:
         if isinstance(op, AllToAll):
             struct.pack_into(f"<{self._size}q", self._sent, _HEADER, *op.sends)
         if nbytes > start:
+            load(submission)
             self.mine[_HEADER + start : _HEADER + nbytes].copy_(contribution(op, inputs))
         return nbytes
 

@@ -180,5 +180,6 @@ class _Flight:
         self.writes = regions(outputs)
         if inputs is not outputs:
             self.reads = regions(inputs)
+        self.reads += regions([tensor for _, tensor in self.submission.copies])
         for parcel in self.submission.parcels:
             self.reads += regions(parcel.tensors)

@@ -65,6 +65,8 @@ def lower(submission: Submission, plan: Plan) -> None:
     """Add to ``plan`` what the operation of ``submission`` becomes."""
     op, inputs, outputs = submission.op, submission.inputs, submission.outputs
     plan.op = op
+    for copy in submission.copies:
+        plan.prepare(partial(arithmetic.write, *copy))
     copied, staged = find(op, inputs, outputs, plan.rank, _OUT_OF_PLACE)
     if copied:
         inputs = tuple([plan.snapshot(tensor) if i in copied else tensor for i, tensor in enumerate(inputs)])

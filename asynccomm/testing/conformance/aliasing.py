@@ -6,6 +6,8 @@ overlap, the later one stays.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -120,6 +122,29 @@ def _rows(rank: int, sizes: list[int]) -> list[Tensor]:
     return [sample(rank, (n,), salt=peer) for peer, n in enumerate(sizes)]
 
 
+async def an_input_between_two_operations_that_write_it(comm: Comm) -> None:
+    """Of which the ranks' shares are no views, so that it has to be copied: neither before nor after its turn."""
+    size, rank = comm.size, comm.rank
+    for n in LENGTHS:
+        shape = (size * (n // size + 1), size + 1)
+        for dtypes in ([torch.float32], [torch.float32, torch.int64]):
+            for scope in (False, True):
+                wholes = [sample(rank, shape, dtype) for dtype in dtypes]
+                outputs = [sentinel((shape[0] // size, shape[1]), dtype) for dtype in dtypes]
+                async with comm.coalesce() if scope else nullcontext():
+                    before = [comm.all_reduce(whole) for whole in wholes]
+                    between = comm.reduce_scatter_coalesced(outputs, [whole.t() for whole in wholes], ReduceOp.MAX)
+                    after = [comm.all_reduce(whole) for whole in wholes]
+                await between
+                for work in (*before, *after):
+                    await work
+                for whole, output, dtype in zip(wholes, outputs, dtypes, strict=True):
+                    total = reduced(everyones(size, shape, dtype), ReduceOp.SUM)
+                    expected = total.t().reshape(size, -1)[rank].view(output.shape)
+                    expect_equal(output, expected, f"share of a transposed sum, {dtype}, of {n}, scope: {scope}")
+                    expect_equal(whole, total * size, f"sum of sums, {dtype}, of {n}, scope: {scope}")
+
+
 async def messages_that_share_memory_are_refused(comm: Comm) -> None:
     size, rank = comm.size, comm.rank
     following, previous = (rank + 1) % size, (rank - 1) % size
@@ -156,3 +181,11 @@ async def one_list_of_several_dtypes_in_one_memory_is_refused(comm: Comm) -> Non
         assert "shares memory with" in str(exc), exc
     else:
         raise AssertionError("one memory is reduced as numbers of two kinds")
+    whole = torch.ones(comm.size, comm.size + 1).t()  # of which the shares are no views
+    outputs = [whole.t().view(torch.int32)[0, :1], sentinel((comm.size + 1,))]
+    try:
+        comm.reduce_scatter_coalesced(outputs, [torch.ones(comm.size, dtype=torch.int32), whole])
+    except ValueError as exc:
+        assert "shares memory with" in str(exc), exc
+    else:
+        raise AssertionError("one memory is read as numbers of one kind and written as those of another")
