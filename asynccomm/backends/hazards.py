@@ -22,7 +22,7 @@ from torch import Tensor
 
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
-from asynccomm.backends.regions import RegionSet, disjoint, overlap, region, regions
+from asynccomm.backends.regions import Region, RegionSet, disjoint, overlap, region, regions
 from asynccomm.ops import (
     AllGather,
     AllGatherSingle,
@@ -38,7 +38,7 @@ from asynccomm.ops import (
     Scatter,
 )
 
-__all__ = ["Buffers", "Hazards", "apart", "find", "in_order", "separated"]
+__all__ = ["Buffers", "Hazards", "accesses", "apart", "find", "in_order", "separated"]
 
 T = TypeVar("T")
 Tensors = tuple[Tensor, ...]
@@ -61,6 +61,15 @@ class Buffers(NamedTuple):
 
 
 NONE: Final = Hazards()
+
+
+def accesses(submission: Submission) -> tuple[list[Region], list[Region]]:
+    """The memory that an operation only reads, and the memory that it writes; that of parcels to come is not known."""
+    inputs, outputs = submission.inputs, submission.outputs
+    reads = [] if inputs is outputs else regions(inputs)
+    for parcel in submission.parcels:
+        reads += regions(parcel.tensors)
+    return reads, regions(outputs)
 
 
 def separated(submission: Submission, rank: int, out_of_place: Kinds = frozenset()) -> Buffers:
