@@ -15,7 +15,6 @@ _WRITTEN = ("out", "output", "outputs", "tensor_list", "output_list", "output_li
 _READ = ("input", "inputs", "input_list", "obj", "tensor_dict")
 # in which ranks have parts of their own, so that each is a batch by itself
 _ALONE = ("reduce", "gather", "gather_single", "gather_v", "scatter", "scatter_single", "scatter_v", "all_to_all")
-# of which some have sizes that only their givers know
 
 
 @dataclass(frozen=True, slots=True)
