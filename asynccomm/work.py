@@ -256,8 +256,9 @@ class Work(Handle, Generic[T]):
         """Order ``stream`` (default: the current one) after the operation, without waiting on the host. GPU only.
 
         A collective is in its stream when the call has returned, as a rule; NCCL may have to connect for the first of
-        its kind, and then this blocks until it has. A send or receive must first find its other end, for which this
-        blocks, so on a thread with a running event loop it raises ``WouldBlockError``: use :meth:`ordered` there.
+        its kind, and then this blocks until it has. A send or receive must first find its other end, and a collective
+        on memory that objects, dicts or uneven tensors under way still use must wait for these. For that this blocks,
+        so on a thread with a running event loop it raises ``WouldBlockError``: use :meth:`ordered` there.
 
         Raises: RuntimeError if the operation has no place in a stream; the operation's error if it has failed already.
         """
@@ -307,7 +308,7 @@ class Work(Handle, Generic[T]):
         """Order ``stream`` after the operation; the output."""
         if not order.issued and not self._done:
             if not order.prompt and asyncio._get_running_loop() is not None:
-                raise WouldBlockError(f"{self!r} must find its other end first: use `await work.ordered()`")
+                raise WouldBlockError(f"{self!r} must wait for other ranks first: use `await work.ordered()`")
             self._block(limit, order)
         if self._error is not None:
             return self._outcome()

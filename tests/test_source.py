@@ -38,7 +38,7 @@ LAYERS = [
     "backends.registry",
     "backends.nccl backends.nccl.api backends.nccl.events backends.nccl.device backends.nccl.platform",
     "backends.nccl.hints backends.nccl.flight backends.nccl.plan backends.nccl.lowering backends.nccl.communicator",
-    "backends.nccl.estimates backends.nccl.origins backends.nccl.side",
+    "backends.nccl.estimates backends.nccl.origins backends.nccl.side backends.nccl.in_flight",
     "backends.nccl.turns backends.nccl.gifts backends.nccl.transfers backends.nccl.parcels",
     "backends.nccl.backend",
     "coalescing coalescing.plan coalescing.merging coalescing.together coalescing.holding coalescing.batches",

@@ -463,7 +463,7 @@ async def test_what_needs_the_loop_may_not_block_it(bench: Bench) -> None:
     work = bench.work()
     order = placed(work, prompt=False)
     for wait in (work.wait, work.wait_stream, lambda: work.wait(1.0)):
-        with pytest.raises(WouldBlockError, match=r"other end first: use `await work\.ordered\(\)`"):
+        with pytest.raises(WouldBlockError, match=r"other ranks first: use `await work\.ordered\(\)`"):
             wait()
     assert order.listeners == []
     waiting = asyncio.ensure_future(asyncio.to_thread(work.wait))  # a thread may

@@ -31,8 +31,10 @@ class Delivery:
         outputs = submission.outputs
         if outputs:
             submission.parcels, outputs, self._lands = apart(submission.parcels, outputs)
+        #: made for the result when the operation took effect
+        self.made: Sequence[Tensor] = ()
         if submission.begin is not None:
-            submission.begin(submission.parcels, outputs)
+            self.made = submission.begin(submission.parcels, outputs)
 
     def accept(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor] | None:
         """Plain tensors for the payload, one after the other; None: it is not wanted, and is to be thrown away.

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
-from asynccomm.backends.regions import RegionSet, disjoint, overlap, region, regions
+from asynccomm.backends.regions import Region, RegionSet, disjoint, overlap, region, regions
 from asynccomm.ops import (
     AllGather,
     AllGatherSingle,
@@ -39,7 +39,7 @@ from asynccomm.ops import (
     Scatter,
 )
 
-__all__ = ["Buffers", "Hazards", "apart", "find", "in_order", "load", "separated"]
+__all__ = ["Buffers", "Hazards", "accesses", "apart", "find", "in_order", "load", "separated"]
 
 T = TypeVar("T")
 Tensors = tuple[Tensor, ...]
@@ -62,6 +62,16 @@ class Buffers(NamedTuple):
 
 
 NONE: Final = Hazards()
+
+
+def accesses(submission: Submission) -> tuple[list[Region], list[Region]]:
+    """The memory that an operation only reads, and the memory that it writes; that of parcels to come is not known."""
+    inputs, outputs = submission.inputs, submission.outputs
+    reads = [] if inputs is outputs else regions(inputs)
+    reads += regions([tensor for _, tensor in submission.copies])
+    for parcel in submission.parcels:
+        reads += regions(parcel.tensors)
+    return reads, regions(outputs)
 
 
 def separated(submission: Submission, rank: int, out_of_place: Kinds = frozenset()) -> Buffers:

@@ -73,9 +73,10 @@ class Inbox:
         incoming = self.incoming[source] = Incoming(source, head, length)
         return incoming.places
 
-    def begin(self, parcel: Parcel, *_: object) -> None:
-        """The operation takes effect: take ``parcel``, which is this rank's own, as it is now."""
+    def begin(self, parcel: Parcel, *_: object) -> Sequence[Tensor]:
+        """The operation takes effect: take ``parcel``, which is this rank's own, as it is now; to the host."""
         self.incoming[self._rank] = own(self._rank, parcel)
+        return ()
 
     def only(self, _: object = None) -> Any:
         """The object of the only sender. Raises: PayloadError."""

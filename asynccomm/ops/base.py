@@ -122,7 +122,7 @@ class Place(Protocol):
         """
 
 
-Begin = Callable[[Sequence[Parcel], Sequence[Tensor]], object]
+Begin = Callable[[Sequence[Parcel], Sequence[Tensor]], Sequence[Tensor]]
 
 
 class Call(NamedTuple):
@@ -137,7 +137,8 @@ class Call(NamedTuple):
     place: Place | None = None  #: for the parcels that come
     expected: int = 0  #: bytes that will probably come in parcels, if that is known
     #: is called when an operation with parcels takes effect, before any comes, with the parcels that this rank gives
-    #: and the outputs to be filled: those of the call, or stand-ins for ones that share memory
+    #: and the outputs to be filled: those of the call, or stand-ins for ones that share memory; returns the new
+    #: tensors of the device that it has made for the result
     begin: Begin | None = None
     #: pairs of memory of the call's own, in which some of ``inputs`` lie, and a tensor of the caller's: the second is
     #: copied to the first when the operation takes effect, for an earlier one may still write it at the call

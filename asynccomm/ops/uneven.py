@@ -194,13 +194,16 @@ class _Joined:
         extent = parts[0].shape[self._dims[0]]
         return Parcel(_ROWS.pack(extent, self._sum), tuple([part.detach() for part in parts]))
 
-    def begin(self, own: int, parcels: Sequence[Parcel], outputs: Sequence[Tensor]) -> None:
+    def begin(self, own: int, parcels: Sequence[Parcel], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """The operation takes effect; this rank's part is in parcel number ``own``."""
         self._own = parcels[own].tensors
         if outputs:
             self._outputs = outputs
-        if self._alone:
-            self._make_parts({})
+        if not self._alone:
+            return ()
+        self._make_parts({})
+        assert self._outputs is not None
+        return () if outputs else self._outputs
 
     def place(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
         if len(head) != _ROWS.size:
@@ -295,16 +298,18 @@ class _Shaped:
         begin = partial(self.begin, own)
         return Call(op, (), tuple(self._given or ()), self, _Shaped.result, parcels, self.place, expected, begin)
 
-    def begin(self, own: int | None, parcels: Sequence[Parcel], outputs: Sequence[Tensor]) -> None:
+    def begin(self, own: int | None, parcels: Sequence[Parcel], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """The operation takes effect."""
         if outputs:
             self._outputs = dict(zip(self._sources, outputs, strict=True))
-        if own is not None:
-            (mine,) = parcels[own].tensors
-            rank = self._group.rank
-            target = empty(mine, mine.shape) if self._outputs is None else self._outputs[rank]
-            put(target, mine)
-            self._tensors[rank] = target
+        if own is None:
+            return ()
+        (mine,) = parcels[own].tensors
+        rank = self._group.rank
+        target = empty(mine, mine.shape) if self._outputs is None else self._outputs[rank]
+        put(target, mine)
+        self._tensors[rank] = target
+        return (target,) if self._outputs is None else ()
 
     def place(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
         try:

@@ -132,3 +132,21 @@ def test_more_room_than_bytes() -> None:
 def test_nothing_to_begin() -> None:
     call = Call(all_gather_v(group(1), None, torch.zeros(2), 0).op, (), (), None, parcels=(Parcel(b"x", ()),))
     Delivery(submission(call)).finish()
+
+
+def test_tensors_made_for_the_result_are_known() -> None:
+    own = [torch.ones(2), torch.full((3,), 2.0), torch.zeros(1)]
+    call = scatter_v(group(1), None, own, 1)
+    delivery = Delivery(submission(call))
+    assert call.finish is not None
+    result = call.finish(call.result)
+    assert result.tolist() == [2] * 3
+    assert [made.data_ptr() for made in delivery.made] == [result.data_ptr()]
+    assert Delivery(submission(scatter_v(group(1), torch.zeros(3), own, 1))).made == ()
+    assert Delivery(submission(all_gather_v(group(1), None, torch.zeros(2), 0))).made == (), "not made yet"
+    alone = all_gather_v(group(0, 1), None, torch.ones(2), 0)
+    made = Delivery(submission(alone)).made
+    assert alone.finish is not None
+    assert [tensor.data_ptr() for tensor in made] == [alone.finish(alone.result).data_ptr()]
+    given = torch.zeros(2)
+    assert Delivery(submission(all_gather_v(group(0, 1), given, torch.ones(2), 0))).made == ()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from asynccomm.backends.arithmetic import is_plain
 from asynccomm.backends.base import Submission
-from asynccomm.backends.hazards import apart, find, load, separated
+from asynccomm.backends.hazards import accesses, apart, find, load, separated
 from asynccomm.backends.regions import overlap, region
 from asynccomm.checks import Group
 from asynccomm.ops import (
@@ -36,6 +36,20 @@ from asynccomm.reduce_op import ReduceOp
 RANK, SIZE, ROOM = 1, 3, 64
 GROUP = Group("grads", RANK, SIZE, torch.device("cpu"))
 SUM = ReduceOp.SUM
+
+
+def test_accesses() -> None:
+    one, other, third, nothing = torch.zeros(8), torch.zeros(8), torch.zeros(4), torch.zeros(0)
+
+    def of(call: Call) -> tuple[list[Any], list[Any]]:
+        return accesses(Submission(call, None))  # type: ignore[arg-type]
+
+    both = (one, nothing)
+    op = AllReduce.of(GROUP, one, SUM).op
+    assert of(Call(op, both, both, None)) == ([], [region(one)])
+    assert of(Call(op, (one, nothing), (other[::2],), None)) == ([region(one)], [region(other[::2])])
+    parcels = (Parcel(b"", (one[:4], nothing)), Parcel(b"", (third,)))
+    assert of(Call(op, (), (other,), None, parcels=parcels)) == ([region(one[:4]), region(third)], [region(other)])
 
 
 def taken(call: Call, out_of_place: frozenset[Any] = frozenset()) -> tuple[frozenset[int], bool]:

@@ -29,7 +29,7 @@ FEATURES = {
     "loopback": Features(),
     "shm": Features(torch=True),
     "gloo": Features(anyone=False),
-    "nccl": Features(anyone=False, wait=False, parcels_apart=True),
+    "nccl": Features(anyone=False, wait=False),
     "torch": Features(torch=True, only_torch=True, groups=False, ops=OPS),
 }
 

@@ -27,7 +27,6 @@ class Features:
         anyone: receives that do not name their sender; torch: calls of torch's functions.
         groups: operations of some of the ranks; wait: threads that block on a Work.
         only_torch: nothing but such calls, and only what torch itself does as it should.
-        parcels_apart: as in a Program.
     """
 
     anyone: bool = True
@@ -35,7 +34,6 @@ class Features:
     groups: bool = True
     wait: bool = True
     only_torch: bool = False
-    parcels_apart: bool = False
     big: float = 0.01
     ops: tuple[str, ...] = (*ARGUMENTS, "messages", "batch")
 
@@ -72,7 +70,7 @@ class _Maker:
             count = self._random.choice((2, 2, 3, 4)) if self._count > 1 and self._random.random() < 0.25 else 1
             steps += self._steps(count, scoped=count > 1 and self._random.random() < 0.7)
         arenas = tuple(ground.arenas() for ground in self._grounds)
-        return normal(Program(arenas, tuple(steps), self._features.parcels_apart))
+        return normal(Program(arenas, tuple(steps)))
 
     def _steps(self, count: int, *, scoped: bool) -> list[Step]:
         group = self._group()

@@ -15,11 +15,6 @@ _WRITTEN = ("out", "output", "outputs", "tensor_list", "output_list", "output_li
 _READ = ("input", "inputs", "input_list", "obj", "tensor_dict")
 # in which ranks have parts of their own, so that each is a batch by itself
 _ALONE = ("reduce", "gather", "gather_single", "gather_v", "scatter", "scatter_single", "scatter_v", "all_to_all")
-# of which some have sizes that only their givers know
-_PARCELS = (
-    *("gather_v", "scatter_v", "all_to_all", "all_gather_v", "all_to_all_v_single", "all_gather_v_coalesced"),
-    *("all_gather_object", "gather_object", "broadcast_object", "scatter_object_list", "broadcast_tensor_dict"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +159,12 @@ def normal(program: Program) -> Program:
     flight; and scopes need operations that share memory alike on all ranks.
     """
     steps: list[Step] = []
-    apart = program.parcels_apart
     for _, group in runs(_sure([_in_order(step) for step in program.steps])):
-        plain = not group[0].scope or (_scope_is_plain(group) and not (apart and _parcels_meet(group)))
+        plain = not group[0].scope or _scope_is_plain(group)
         steps += group if plain else [_apart(step) for step in group]
     in_flight: list[int] = []
     for i, step in enumerate(steps):
-        if any(not _may_overtake(steps[j], step, parcels_apart=apart) for j in in_flight):
+        if any(not _may_overtake(steps[j], step) for j in in_flight):
             last = in_flight[-1]
             steps[last] = replace(steps[last], issue="await") if not steps[last].scope else steps[last]
             if steps[last].scope:
@@ -200,23 +194,12 @@ def _apart(step: Step) -> Step:
     return replace(step, scope=0, issue="await")
 
 
-def _parcels_meet(steps: Sequence[Step]) -> bool:
-    """Whether one of these operations is made of parcels, and shares memory with another."""
-    return any(
-        (one.op in _PARCELS or other.op in _PARCELS) and _meets(uses(one, rank), uses(other, rank))
-        for i, one in enumerate(steps)
-        for other in steps[:i]
-        for rank in range(len(one.group))
-    )
-
-
-def _may_overtake(earlier: Step, later: Step, *, parcels_apart: bool = False) -> bool:
+def _may_overtake(earlier: Step, later: Step) -> bool:
     """Whether both may be in flight: of one comm's collectives the order is kept, anything else must be apart."""
     ordered = not earlier.messages and not later.messages and earlier.group == later.group
     if earlier.scope and earlier.scope == later.scope:
         return True
-    free = not parcels_apart or (earlier.op not in _PARCELS and later.op not in _PARCELS)
-    if ordered and free and "torch" not in (earlier.issue, later.issue):
+    if ordered and "torch" not in (earlier.issue, later.issue):
         return True
     if any(refusal(step, i) for step in (earlier, later) for i in range(len(step.group))):
         return False

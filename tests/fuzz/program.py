@@ -100,15 +100,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """``arenas[rank]`` are that rank's.
-
-    ``parcels_apart``: operations whose sizes only their givers know are awaited where they share memory with others,
-    for a backend that keeps no order there.
-    """
+    """``arenas[rank]`` are that rank's."""
 
     arenas: tuple[tuple[Arena, ...], ...]
     steps: tuple[Step, ...]
-    parcels_apart: bool = False
 
     @property
     def size(self) -> int:
@@ -165,7 +160,7 @@ def dumps(program: Program) -> str:
 def loads(text: str) -> Program:
     data = json.loads(text)
     arenas = tuple(tuple(Arena(*arena) for arena in rank) for rank in data["arenas"])
-    return Program(arenas, tuple(_step(step) for step in data["steps"]), data.get("parcels_apart", False))
+    return Program(arenas, tuple(_step(step) for step in data["steps"]))
 
 
 def _plain(value: Any) -> Any:

@@ -138,9 +138,14 @@ def _of_floats(rows: Sequence[Tensor], kind: str, factors: Sequence[complex | No
     if kind == "SUM" and len(rows) <= 2:  # one addition, rounded: the same for everybody
         return _exact(_added(rows, dtype), total)
     whole = _whole(wide)
-    if kind == "PREMUL_SUM":
-        whole &= torch.stack([row.to(dtype).double() == row for row in wide]).all(0)
-    return _settled(total, size, whole, len(rows), dtype, scaled=kind == "PREMUL_SUM", divided=kind == "AVG")
+    if kind != "PREMUL_SUM":
+        return _settled(total, size, whole, len(rows), dtype, divided=kind == "AVG")
+    # factors and products may be rounded to the dtype of the tensors, as NCCL does
+    whole &= _whole([factor_parts(factor, len(total)) for factor in factors])
+    whole &= torch.stack([row.to(dtype).double() == row for row in wide]).all(0)
+    result, margin = _settled(total, size, whole, len(rows), dtype, scaled=True)
+    margin.kind[(torch.isfinite(table) & (table.abs() >= torch.finfo(dtype).max)).any(0)] = FREE
+    return result, margin
 
 
 def _size(table: Tensor) -> Tensor:

@@ -96,6 +96,23 @@ def test_what_overflows_on_the_way_is_free() -> None:
     assert one("PRODUCT", 1e30, 1e30, 1e-30)[1] == FREE
 
 
+def scaled(*values: tuple[float, float], dtype: torch.dtype) -> int:
+    """The kind of a sum of such values times factors."""
+    rows = [torch.tensor([value], dtype=dtype) for value, _ in values]
+    _, margin = reduced(rows, "PREMUL_SUM", [factor for _, factor in values])
+    assert margin is not None
+    return int(margin.kind[0])
+
+
+def test_factors_and_products_may_be_rounded_to_the_dtype() -> None:
+    assert scaled((3.0, 2), (5.0, -1), dtype=torch.float32) == EXACT
+    assert scaled((10.0, 0.3), (5.0, -1), dtype=torch.float32) == BOUNDED, "10 * 0.3 is whole, but 0.3 is none"
+    assert scaled((60000.0, 2), (-math.inf, 1), dtype=torch.float16) == FREE, "infinities in float16"
+    assert scaled((60000.0, 2), (60000.0, -2), dtype=torch.float16) == FREE
+    assert scaled((60000.0, 2), (-math.inf, 1), dtype=torch.float32) == BOUNDED
+    assert scaled((300.0, 2), (-math.inf, 1), dtype=torch.float16) == BOUNDED
+
+
 def test_integers_wrap_and_their_average_is_cut_towards_zero() -> None:
     assert one("SUM", 100, 100, dtype=torch.int8)[0] == -56
     assert one("AVG", -1, -2, dtype=torch.int32)[0] == -1

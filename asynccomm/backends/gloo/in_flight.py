@@ -26,7 +26,8 @@ from functools import partial
 from typing import final
 
 from asynccomm.backends.base import Submission
-from asynccomm.backends.regions import AccessSet, Region, regions
+from asynccomm.backends.hazards import accesses
+from asynccomm.backends.regions import AccessSet, Region
 from asynccomm.ops import Barrier
 
 __all__ = ["InFlight"]
@@ -176,10 +177,4 @@ class _Flight:
         if self._looked:
             return
         self._looked = True
-        inputs, outputs = self.submission.inputs, self.submission.outputs
-        self.writes = regions(outputs)
-        if inputs is not outputs:
-            self.reads = regions(inputs)
-        self.reads += regions([tensor for _, tensor in self.submission.copies])
-        for parcel in self.submission.parcels:
-            self.reads += regions(parcel.tensors)
+        self.reads, self.writes = accesses(self.submission)

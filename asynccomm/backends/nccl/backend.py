@@ -8,7 +8,8 @@ their tensors. Batches so take effect one after the other, also on the same memo
 
 Messages, parcels and barriers are told of over a side channel on the host (``side``, ``parcels``); what they move from
 device to device has communicators and streams of its own (``transfers``), which follow the callers' streams and not the
-collectives': what has the memory of one that is not done yet must wait for that first.
+collectives'. Where collectives of parcels share memory with other collectives, the host keeps their order
+(``in_flight``). Messages have none: one that has the memory of an operation must be called when that is done.
 
 In a stream that is being captured, operations on tensors are queued on that very stream, and become part of its graph.
 How long operations would take, NCCL is asked in groups that do not run (``estimates``).
@@ -37,6 +38,7 @@ from asynccomm.backends.nccl.communicator import END_SECONDS, Communicator, end_
 from asynccomm.backends.nccl.device import Event, Stream
 from asynccomm.backends.nccl.flight import Flight
 from asynccomm.backends.nccl.hints import HINTS, check, config_of
+from asynccomm.backends.nccl.in_flight import Entry, InFlight
 from asynccomm.backends.nccl.lowering import lower
 from asynccomm.backends.nccl.parcels import Messenger
 from asynccomm.backends.nccl.plan import Ability, Plan, Step
@@ -47,7 +49,7 @@ from asynccomm.backends.nccl.turns import Countdown
 from asynccomm.background import finish, obtain
 from asynccomm.errors import BackendError, BrokenError
 from asynccomm.mailbox import Mailbox
-from asynccomm.ops import Barrier, Call, Op, Recv, RecvParcel, Send, TensorOp, Together
+from asynccomm.ops import Barrier, Call, Op, Parcels, Recv, RecvParcel, Send, TensorOp, Together
 from asynccomm.work import Work
 
 __all__ = ["NcclBackend"]
@@ -93,10 +95,18 @@ class NcclBackend(Backend):
             self._new_stream,
             context.on_error,
         )
-        stream = self._new_stream()
         self._messenger = Messenger(
-            group.rank, group.size, device, stream, side, self._transfers, poller, self._lanes, context.on_error
+            group.rank,
+            group.size,
+            device,
+            self._new_stream,
+            side,
+            self._transfers,
+            poller,
+            self._lanes,
+            context.on_error,
         )
+        self._in_flight = InFlight(self._lanes, self._not_begun)
         self._lock = threading.Lock()  # held while a batch is put in the stream, or in the line of those that wait
         self._connected = False
         self._last: Flight | None = None  # of the latest batch
@@ -205,17 +215,32 @@ class NcclBackend(Backend):
 
     def _tell(self, submission: Submission, stream: Stream) -> None:
         """Start what begins on the side channel. It follows ``stream``."""
-        work = submission.work
-        if isinstance(submission.op, Barrier):
-            # everybody has called it, and what this rank has called before is done, as elsewhere
-            both = Countdown(2, work.settle)
-            self._after_all(both)
-            self._driven[work] = self._side.submit(Call(submission.op, (), (), None), both)
-            return
-        flight = Flight(self._device, prompt=False)
-        if isinstance(submission.op, TensorOp):
-            work.order = flight
-        self._driven[work] = self._messenger.submit(submission, stream, flight)
+        op, work = submission.op, submission.work
+        if isinstance(op, Barrier):
+            self._in_flight.submit(Entry(lambda *_: self._bar(op, work)))
+        elif isinstance(op, Parcels):
+            start = partial(self._exchange, submission, op, stream, stream.record())
+            self._in_flight.submit(Entry(start, (submission,)))
+        else:
+            flight = Flight(self._device, prompt=False)
+            if isinstance(op, TensorOp):
+                work.order = flight
+            self._driven[work] = self._messenger.submit(submission, stream, flight)
+
+    def _bar(self, op: Barrier, work: Work[Any]) -> None:
+        # everybody has called it, and what this rank has called before is done, as elsewhere
+        both = Countdown(2, work.settle)
+        self._after_all(both)
+        self._driven[work] = self._side.submit(Call(op, (), (), None), both)
+
+    def _exchange(
+        self, submission: Submission, op: Parcels, stream: Stream, called: Event, entry: Entry, late: bool
+    ) -> None:
+        if not late:
+            self._device.release(called)
+        over = partial(self._in_flight.over, entry)
+        driver = self._messenger.collective(submission, op, stream, over, called if late else None)
+        self._driven[submission.work] = driver
 
     def _after_all(self, done: Callable[[BrokenError | None], object]) -> None:
         """Call ``done`` once all collectives so far have passed."""
@@ -248,13 +273,22 @@ class NcclBackend(Backend):
         return not self._waiting and self._connected and self._communicator.knows(plan.calls)
 
     def _begin(self, batch: Sequence[Submission], before: Sequence[Stream]) -> None:
-        """Issue collectives as one group, or have it done by a thread if that could wait for other ranks."""
+        """Issue collectives as one group, unless parcels under way have their memory."""
         flight = Flight(self._device)
+        plan = self._lowered(batch, self._communicator.stream)
+        ready = [stream.record() for stream in before]
+        for submission in batch:
+            submission.work.order = flight
+        if self._in_flight.quiet:  # the usual case, in short
+            self._in_flight.note(flight, batch)
+            self._start(batch, plan, ready, flight)
+        else:
+            entry = Entry(lambda *_: self._start(batch, plan, ready, flight), batch, flight)
+            flight.prompt = self._in_flight.submit(entry)
+
+    def _start(self, batch: Sequence[Submission], plan: Plan, ready: Sequence[Event], flight: Flight) -> None:
+        """Issue them, or have it done by a thread if that could wait for other ranks."""
         with self._lock:
-            plan = self._lowered(batch, self._communicator.stream)
-            ready = [stream.record() for stream in before]
-            for submission in batch:
-                submission.work.order = flight
             self._last = flight
             if self._now(plan):
                 self._issue(batch, plan, ready, flight, known=True)
@@ -305,6 +339,7 @@ class NcclBackend(Backend):
         self, batch: Sequence[Submission], plan: Plan, flight: Flight, error: BrokenError | None
     ) -> None:  # which keeps ``plan`` and its memory until now
         flight.pass_()
+        self._in_flight.passed(flight)
         if error is not None:
             self._on_error(error)
             return
@@ -322,6 +357,8 @@ class NcclBackend(Backend):
             raise RuntimeError(
                 "NCCL is not connected yet: run a collective on this comm, and await it, before capturing"
             )
+        if self._in_flight.waiting:
+            raise RuntimeError("collectives wait for memory that others still use: await them before capturing")
         stream = self._device.current_stream()
         before = origins.streams(self._device, batch)
         plan = self._lowered(batch, stream)
@@ -344,15 +381,19 @@ class NcclBackend(Backend):
             raise RuntimeError("how long operations take cannot be estimated while a CUDA graph is captured")
         future: Future[float] = Future()
         future.set_running_or_notify_cancel()  # from here on it is not to be cancelled: others may be waiting for this
+        plan = self._lowered(batch, self._communicator.stream)
+        estimates.check_calls(plan.calls)
+        ended = partial(future.set_exception, BackendError("the comm has ended"))
+        self._in_flight.submit(Entry(lambda *_: self._estimate_in_order(plan, future), drop=ended))
+        return future
+
+    def _estimate_in_order(self, plan: Plan, future: Future[float]) -> None:
         with self._lock:
-            plan = self._lowered(batch, self._communicator.stream)
-            estimates.check_calls(plan.calls)
             if self._now(plan):
                 self._estimate(plan, future, known=True)
             else:
                 self._waiting += 1
                 self._lanes.put("collectives", partial(self._estimate_later, plan, future))
-        return future
 
     def _estimate_later(self, plan: Plan, future: Future[float]) -> None:
         """On a lane."""
@@ -399,6 +440,10 @@ class NcclBackend(Backend):
         driver = self._driven.get(work)
         if driver is not None:
             self._side.relieve(driver)
+        elif not self._in_flight.quiet:  # it may wait for these; what a lane starts does not rely on the loop
+            for submission in self._in_flight.parcels():
+                if (driver := self._driven.get(submission.work)) is not None:
+                    self._side.relieve(driver)
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
@@ -430,7 +475,13 @@ class NcclBackend(Backend):
         communicators = [self._communicator, *self._transfers.stop()]
         return end_all(self._platform.nccl, self._device, communicators, abort=abort)
 
+    def _not_begun(self, entry: Entry, exc: Exception) -> None:
+        """Collectives have waited, and could not be started then."""
+        op = _all_of(entry.batch) if entry.batch else Barrier()
+        self._on_error(exc if isinstance(exc, BrokenError) else _not_started(op, exc))
+
     def abort(self) -> None:
+        self._in_flight.end()
         with self._ending_lock:  # the other one may be held by somebody who is stuck in NCCL
             if self._ending is not None:
                 return

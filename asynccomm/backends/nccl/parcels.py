@@ -3,6 +3,12 @@
 What a rank gives is told in a head (``gifts``); what of it is on the device is offered to the takers (``transfers``). A
 collective of parcels is one of the side channel's, so all heads of it come before any payload is placed; a message is
 one of the side channel's messages, which so match by tag and source.
+
+Copies of what comes go to two streams, which follow the callers' streams: one for collectives and one for messages,
+because a caller's stream may wait for a later operation of a peer that first needs a message. Parcels on the host alone
+use no stream. A collective that has waited for its memory starts long after its call, when the caller's stream may have
+got work that waits for later operations; so it follows that stream as it was at the call, and makes all its copies on
+the stream for collectives.
 """
 
 from __future__ import annotations
@@ -36,6 +42,7 @@ __all__ = ["Messenger"]
 _MESSAGE: Final = struct.Struct("<IQQ")  # of a send: code of the dtype, elements, sequence number
 
 Step = Callable[[], object]
+Gifts = Sequence[tuple[bytes, Sequence[tuple[Tensor, bool]]]]  # heads, and bytes with whether they are on the device
 
 
 @final
@@ -43,7 +50,7 @@ class Messenger:
     """Of one rank.
 
     Args:
-        stream: for new memory, and for what is copied when all has come.
+        new_stream: makes one for new memory, and for what is copied when all has come.
         on_error: hears of what breaks the comm.
     """
 
@@ -52,7 +59,7 @@ class Messenger:
         rank: int,
         size: int,
         device: Device,
-        stream: Stream,
+        new_stream: Callable[[], Stream],
         side: Side,
         transfers: Transfers,
         poller: Poller[Event],
@@ -61,11 +68,11 @@ class Messenger:
     ) -> None:
         self._rank, self._size, self._device, self._side, self._transfers = rank, size, device, side, transfers
         self._poller, self._lanes, self._on_error = poller, lanes, on_error
-        self._stream = stream
+        self._for_messages, self._for_collectives = new_stream(), new_stream()
         self._turns = Turns()
 
     def submit(self, submission: Submission, stream: Stream, flight: Flight) -> Work[None]:
-        """Start a message or a collective of parcels; returns what drives it on the side channel.
+        """Start a message; returns what drives it on the side channel.
 
         Args:
             stream: the caller's, to be followed.
@@ -77,19 +84,21 @@ class Messenger:
                 head = _MESSAGE.pack(CODES[dtype], numel, submission.work.seq)
                 gifts = [(head, [(bytes_of(tensor), True) for tensor in submission.inputs if numel])]
                 op = SendParcel("send", peer, tag, Channel.TENSORS)
-                return self._send(_Task(self._device, stream, submission, gifts, 2), op, flight)
+                return self._send(self._task(submission, stream, gifts, 2), op, flight)
             case SendParcel() as op:
-                task = _Task(self._device, stream, submission, [self._segments(parcel) for parcel in parcels], 2)
+                task = self._task(submission, stream, [self._segments(parcel) for parcel in parcels], 2)
                 return self._send(task, op, Flight(self._device))
             case Recv(peer=source, tag=tag) as wanted:
-                step = partial(self._take_message, _Task(self._device, stream, submission, (), 1), wanted, flight)
+                step = partial(self._take_message, self._task(submission, stream, (), 1), wanted, flight)
                 return self._receive(RecvParcel("recv", source, tag, Channel.TENSORS), step)
             case RecvParcel() as op:
-                return self._receive(op, partial(self._take_parcels, _Task(self._device, stream, submission, (), 1)))
-            case Parcels() as op:
-                return self._collective(submission, stream, op)
+                return self._receive(op, partial(self._take_parcels, self._task(submission, stream, (), 1)))
             case other:
                 raise AssertionError(f"no such message: {other}")
+
+    def _task(self, submission: Submission, stream: Stream, gifts: Gifts, parts: int) -> _Task:
+        """Of a message."""
+        return _Task(self._device, submission, stream, self._for_messages, stream.record(), gifts, parts)
 
     # -- giving -------------------------------------------------------------------------------------------------------
 
@@ -114,29 +123,65 @@ class Messenger:
                 task.part_done(None)
         return packed(number, head, segments)
 
-    def _collective(self, submission: Submission, stream: Stream, op: Parcels) -> Work[None]:
+    def collective(
+        self, submission: Submission, op: Parcels, stream: Stream, over: Callable[[], object], called: Event | None
+    ) -> Work[None]:
+        """Start a collective of parcels; returns what drives it on the side channel.
+
+        Args:
+            stream: the caller's, to be followed.
+            over: to be called once the memory of ``submission`` is free.
+            called: of a collective that has waited: ``stream`` as it was at the call.
+        """
         others = [rank for rank in range(self._size) if rank != self._rank]
         takers = [rank for rank in others if op.gives(self._rank) and op.takes(rank)]
         givers = [rank for rank in others if op.takes(self._rank) and op.gives(rank)]
-        delivery = Delivery(submission)
-        gifts = [self._segments(parcel) for parcel in submission.parcels]
-        if not givers:
-            delivery.finish()
-        task = _Task(self._device, stream, submission, gifts, 1 + len(takers) + bool(givers), delivery)
-        parcels: list[Parcel] = []
-        if op.shared and takers:
-            parcels = [self._packed(task, 0, {rank: Flight(self._device) for rank in takers})]
-        elif takers:
-            parcels = [
-                self._packed(task, rank, {rank: Flight(self._device)}) if rank in takers else Parcel(b"", ())
-                for rank in range(self._size)
-            ]
+        own = self._for_collectives
+        at = stream
+        if called is not None:
+            at = own
+            own.wait(called)
+            self._device.release(called)
+        with self._device.here(), self._device.allocating(at):
+            delivery = Delivery(submission)
+            gifts = [self._segments(parcel) for parcel in submission.parcels]
+            if not givers:
+                delivery.finish()
+        parts = 1 + len(takers) + bool(givers) + (called is not None)
+        task = _Task(self._device, submission, stream, own, at.record(), gifts, parts, delivery, over)
+        if called is not None:
+            self._await_copies(task)
+        taking = partial(self._take_parcels, task) if givers else None
+        return self._told(task, op, self._parcels_for(task, op, takers), taking)
+
+    def _await_copies(self, task: _Task) -> None:
+        """``task`` is to be done after its copies so far, which the caller's stream does not follow."""
+        for tensor in task.delivery.made:
+            if self._device.owns(tensor):
+                self._device.lend(tensor, task.stream)
+        self._poller.watch(task.own.handle, task.ready, task.part_done)
+
+    def _parcels_for(self, task: _Task, op: Parcels, takers: Sequence[int]) -> list[Parcel]:
+        """For the side channel."""
+        if not takers:
+            return []
+        if op.shared:
+            return [self._packed(task, 0, {rank: Flight(self._device) for rank in takers})]
+        return [
+            self._packed(task, rank, {rank: Flight(self._device)}) if rank in takers else Parcel(b"", ())
+            for rank in range(self._size)
+        ]
+
+    def _told(
+        self, task: _Task, op: Parcels, parcels: Sequence[Parcel], taking: Callable[[Inbox], None] | None
+    ) -> Work[None]:
+        """Exchange heads; then have ``taking`` see to what comes, if anything does."""
         inbox = Inbox()
         turn = self._turns.announce("parcels")
 
         def take() -> None:
-            if givers:  # not in the lane where NCCL may wait for ranks that first want to see us take this
-                self._lanes.put("parcels", partial(self._guarded, partial(self._take_parcels, task), inbox))
+            if taking is not None:  # not in the lane where NCCL may wait for ranks that first want to see us take this
+                self._lanes.put("parcels", partial(self._guarded, taking, inbox))
 
         def come(error: AsyncCommError | None) -> None:
             if self._has_come(error):
@@ -197,7 +242,7 @@ class Messenger:
             task.part_done(None)
             return
         (output,) = task.outputs
-        with self._device.here(), self._device.allocating(self._stream):
+        with self._device.here(), self._device.allocating(task.own):
             memory, copy = arithmetic.landing(output)
         landing = Landing(bytes_of(memory), [] if copy is None else [copy])
         self._transfers.accept(source, gift.number + self._rank, [landing], task.ready, flight, task.part_done)
@@ -210,13 +255,16 @@ class Messenger:
         delivery = task.delivery
         transfers: list[Callable[[Callable[..., object]], None]] = []
         steps: list[Step] = []
-        on_device = False
+        if task.gives_device_memory:  # of which a place keeps this rank's share
+            task.own.wait(task.ready)
+        on_device = task.gives_device_memory
         for source, gift in gifts.items():
-            with self._device.here(), self._device.allocating(self._stream):
+            on_device |= gift.on_device
+            with self._device.here(), self._device.allocating(task.own):
                 places = delivery.accept(source, gift.head, lengths)
                 if isinstance(delivery.error, BrokenError):
                     raise delivery.error
-                landings = [] if places is None else self._landings(gift, places, steps)
+                landings = [] if places is None else self._landings(task.own, gift, places, steps)
             for place in places or ():
                 if self._device.owns(place):
                     on_device = True
@@ -229,6 +277,7 @@ class Messenger:
             else:
                 accept = partial(self._transfers.accept, source, number, landings, task.ready, Flight(self._device))
                 transfers.append(accept)
+        task.on_device = on_device
         finish = partial(self._finish, task, [*steps, delivery.finish])
 
         def finish_later(error: BrokenError | None) -> None:
@@ -240,10 +289,10 @@ class Messenger:
             transfer(all_here)
         if not transfers:
             if on_device:
-                self._stream.wait(task.ready)  # as a transfer would have
+                task.own.wait(task.ready)  # as a transfer would have
             all_here.end(None)
 
-    def _landings(self, gift: Gift, places: Sequence[Tensor], steps: list[Step]) -> list[Landing]:
+    def _landings(self, stream: Stream, gift: Gift, places: Sequence[Tensor], steps: list[Step]) -> list[Landing]:
         """Where each segment on the giver's device comes to; ``steps`` then bring home what cannot come there."""
         cursor = Cursor(places)
         landings: list[Landing] = []
@@ -256,7 +305,7 @@ class Messenger:
                 landings.append(Landing(pieces[0]))
                 continue
             else:
-                source = self._device.empty(nbytes, self._stream)
+                source = self._device.empty(nbytes, stream)
                 landings.append(Landing(source))
             parts = source.split_with_sizes([len(piece) for piece in pieces])
             steps += [partial(arithmetic.write, piece, part) for piece, part in zip(pieces, parts, strict=True)]
@@ -267,18 +316,22 @@ class Messenger:
         if error is not None:
             self._on_error(error)
             return
+        if not task.on_device:
+            for step in steps:
+                step()
+            task.taken()
+            return
         for step in steps:
-            self._stream.run(step)
-        event = self._stream.record()
+            task.own.run(step)
+        event = task.own.record()
         kept = [steps]  # and their memory, which torch would give to others as soon as the host lets go of it
 
         def passed(error: BrokenError | None) -> None:
             kept.clear()
             self._device.release(event)
-            task.error = task.delivery.error
-            task.part_done(error)
+            task.taken(error)
 
-        self._poller.watch(self._stream.handle, event, passed)
+        self._poller.watch(task.own.handle, event, passed)
 
 
 @final
@@ -288,25 +341,45 @@ class _Task:
     def __init__(
         self,
         device: Device,
-        stream: Stream,
         submission: Submission,
-        gifts: Sequence[tuple[bytes, Sequence[tuple[Tensor, bool]]]],
+        stream: Stream,
+        own: Stream,
+        ready: Event,
+        gifts: Gifts,
         parts: int,
         delivery: Delivery | None = None,
+        over: Callable[[], object] | None = None,
     ) -> None:
         self._device = device
+        self._over = over
         self._countdown = Countdown(parts, self._end)
-        self.gifts = gifts  #: what is given: heads, and the bytes of segments with whether these are on the device
+        self.gifts = gifts  #: what is given
         self.stream = stream  #: the caller's
-        self.ready: Event = self.stream.record()  #: behind all that it has queued, the making of ``gifts`` included
+        self.own = own  #: for new memory and copies
+        self.ready = (
+            ready  #: behind all that the caller had queued, and the making of ``gifts``; the task's from now on
+        )
+        self.on_device = False  #: whether anything that comes has to do with the device
         self.work = submission.work
         self.outputs = submission.outputs
         self.delivery = delivery if delivery is not None else Delivery(submission)
         self.error: AsyncCommError | None = None  #: what the Work is to fail with, while the comm goes on
+
+    @property
+    def gives_device_memory(self) -> bool:
+        """Whether any of ``gifts`` is on the device."""
+        return any(on_device for _, segments in self.gifts for _, on_device in segments)
+
+    def taken(self, error: AsyncCommError | None = None) -> None:
+        """All that comes is where it belongs: a part."""
+        self.error = self.delivery.error
+        self.part_done(error)
 
     def part_done(self, error: AsyncCommError | None) -> None:
         self._countdown(error)
 
     def _end(self, error: AsyncCommError | None) -> None:
         self._device.release(self.ready)
+        if self._over is not None:  # first: an operation that is called once this one is settled need not wait
+            self._over()
         self.work.settle(error or self.error)

@@ -540,7 +540,7 @@ async def test_a_device_that_fails_at_the_last_step(world: World, monkeypatch: p
         def fail(*_: object, **__: object) -> None:
             raise RuntimeError("CUDA error: out of memory")
 
-        stream = backend_of(taker)._messenger._stream
+        stream = backend_of(taker)._messenger._for_messages
         monkeypatch.setattr(stream, "run", fail)
         send(giver, of(0, [8]), 1)
         with pytest.raises(BackendError, match="out of memory"):
