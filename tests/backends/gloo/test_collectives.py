@@ -215,12 +215,14 @@ async def test_objects_and_parcels_of_any_length(comm: Comm, n: int) -> None:
 @pytest.mark.ranks(2, backend="gloo", timeout=60)
 async def test_abort_wakes_those_who_wait_for_frames(comm: Comm) -> None:
     async with new_comm("gloo", name="aborted", timeout=30) as other:
-        await comm.barrier()  # both have it
+        works: list[Work[Any]] = []
         if other.rank == 0:
-            works = [other.all_reduce(ones(n)) for n in (3, 3000)] + [other.all_gather_object("x")]
-            other.abort("enough")
+            works += [other.all_reduce(ones(n)) for n in (3, 3000)] + [other.all_gather_object("x")]
         else:
-            works = [other.recv(ones(1), 0)]
+            works.append(other.recv(ones(1), 0))
+        await comm.barrier()  # both wait
+        if other.rank == 0:
+            other.abort("enough")
         for work in works:
             with pytest.raises(AbortedError, match="enough"):
                 await work

@@ -252,6 +252,7 @@ class SimulatedNccl:
     groups: dict[bytes, Group] = {}
     ids = itertools.count(1)
     comms: list[SimulatedComm] = []  # of all ranks, that have not ended
+    registry = threading.Lock()  # held while these change: the ranks come and go on threads of their own
 
     def __init__(
         self, *, native: Sequence[str] = ("all_to_all", "gather", "scatter", "estimate"), connects: bool = True
@@ -266,20 +267,22 @@ class SimulatedNccl:
         self._open = threading.local()
 
     def unique_id(self) -> bytes:
-        return next(self.ids).to_bytes(128, "little")
+        return next(self.ids).to_bytes(128, "big")  # the latest is the greatest
 
     def init(self, size: int, rank: int, unique_id: bytes, config: Config) -> SimulatedComm:
         self._note("init")
         self.configs.append(config)
-        group = self.groups.setdefault(unique_id, Group(unique_id, size))
-        assert group.size == size
-        comm = SimulatedComm(group, rank, config.blocking)
-        self.comms.append(comm)
-        with group.lock:
-            assert rank not in group.joined
-            group.joined.add(rank)
-            group.lock.notify_all()
-            if config.blocking:
+        with self.registry:
+            group = self.groups.setdefault(unique_id, Group(unique_id, size))
+            assert group.size == size
+            comm = SimulatedComm(group, rank, config.blocking)
+            with group.lock:
+                assert rank not in group.joined
+                group.joined.add(rank)
+                group.lock.notify_all()
+            self.comms.append(comm)
+        if config.blocking:
+            with group.lock:
                 assert group.lock.wait_for(lambda: len(group.joined) == size or comm.aborted, LIMIT)
         return comm
 
@@ -305,13 +308,14 @@ class SimulatedNccl:
             self._end(comm)
 
     def _end(self, comm: SimulatedComm) -> None:
-        assert not comm.ended
         assert comm.aborted or not comm.reductions
-        comm.ended = True
-        self.comms.remove(comm)
         group = comm.group
-        if len(group.joined) == group.size and not any(other.group is group for other in self.comms):
-            self.groups.pop(group.unique_id)  # with everything that was ever sent
+        with self.registry:
+            assert not comm.ended
+            comm.ended = True
+            self.comms.remove(comm)
+            if len(group.joined) == group.size and not any(other.group is group for other in self.comms):
+                self.groups.pop(group.unique_id)  # with everything that was ever sent
 
     def pre_mul_sum(self, scalar: int, dtype: int, comm: SimulatedComm, *, on_device: bool) -> int:
         assert on_device
