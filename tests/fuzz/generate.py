@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -59,6 +60,7 @@ class _Maker:
         base = random.getrandbits(32)  # where ranks draw alike, they come to the same layouts
         self._grounds = [Ground(Random(base + (0 if alike else rank)), fill, seed) for rank in range(size)]
         self._scope = 0
+        self._tags = itertools.count(10)  # of messages that are received from any rank
 
     def program(self) -> Program:
         steps: list[Step] = []
@@ -123,7 +125,7 @@ class _Maker:
     def _messages(self, op: str, group: tuple[int, ...], draw: Draw) -> Step:
         conflict = self._aliasing if op == "batch" and self._random.random() < 0.3 else 0.0
         messages = []
-        for number in range(self._random.choice((1, 2, 2, 3, 4))):
+        for _ in range(self._random.choice((1, 2, 2, 3, 4))):
             draw.dtype = draw.any_dtype()
             send, recv = message_slots(draw)
             src, dst = self._random.randrange(len(group)), self._random.randrange(len(group))
@@ -131,6 +133,7 @@ class _Maker:
             given = self._grounds[group[src]].place(send, aliasing=conflict, lazy=lazy)
             taken = self._grounds[group[dst]].place(recv, aliasing=conflict, lazy=lazy)
             anyone = self._features.anyone and self._random.random() < 0.1
-            tag = 10 + number if anyone else self._random.choice((0, 0, 1, 7))
+            # of its own in the whole program: the messages of two steps may be under way together
+            tag = next(self._tags) if anyone else self._random.choice((0, 0, 1, 7))
             messages.append(Message(src, dst, tag, given, taken, anyone))
         return Step(op, group, {}, tuple({} for _ in group), tuple(messages))

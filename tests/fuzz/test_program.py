@@ -39,6 +39,17 @@ def test_what_is_generated_is_normal() -> None:
         assert normal(program) == program
 
 
+def test_a_message_from_any_rank_has_a_tag_of_its_own() -> None:
+    """Two that are under way at once could each take the other's."""
+    found = 0
+    for seed in range(400):
+        program = generate("everything", 3, seed, Features())
+        tags = [message.tag for step in program.steps for message in step.messages if message.anyone]
+        assert len(set(tags)) == len(tags)
+        found += len(tags) > 1
+    assert found
+
+
 def test_views_are_found_and_changed_wherever_they_are() -> None:
     view = View(0, 2, (3,), (1,), "float32")
     message = Message(0, 1, 0, view, view)
