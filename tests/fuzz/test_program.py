@@ -42,7 +42,7 @@ def test_what_is_generated_is_normal() -> None:
 def test_a_message_from_any_rank_has_a_tag_of_its_own() -> None:
     """Two that are under way at once could each take the other's."""
     found = 0
-    for seed in range(400):
+    for seed in (408, 582, 741, 772, 1202, 1386):  # which have several
         program = generate("everything", 3, seed, Features())
         tags = [message.tag for step in program.steps for message in step.messages if message.anyone]
         assert len(set(tags)) == len(tags)
