@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -162,16 +163,27 @@ def normal(program: Program) -> Program:
     for _, group in runs(_sure([_in_order(step) for step in program.steps])):
         plain = not group[0].scope or _scope_is_plain(group)
         steps += group if plain else [_apart(step) for step in group]
-    in_flight: list[int] = []
-    for i, step in enumerate(steps):
-        if any(not _may_overtake(steps[j], step) for j in in_flight):
-            last = in_flight[-1]
-            steps[last] = replace(steps[last], issue="await") if not steps[last].scope else steps[last]
-            if steps[last].scope:
-                steps = [_apart(each) if each.scope == steps[last].scope else each for each in steps]
-            in_flight = []
-        in_flight = [*in_flight, i] if step.issue in ("flight", "thread") or step.scope else []
+    while (clash := _clash(steps)) is not None:
+        early = steps[clash]
+        if early.scope:
+            steps = [_apart(each) if each.scope == early.scope else each for each in steps]
+        else:
+            steps[clash] = replace(early, issue="await")
     return replace(program, steps=tuple(_sure(steps)))
+
+
+def _clash(steps: Sequence[Step]) -> int | None:
+    """A step that is in flight on some rank when another is called there that must not overtake it."""
+    in_flight: dict[int, set[int]] = {}  # by step: the ranks that have not awaited it
+    for i, step in enumerate(steps):
+        for j, ranks in in_flight.items():
+            if not _may_overtake(steps[j], step, ranks):
+                return j
+        if step.issue in ("flight", "thread") or step.scope:
+            in_flight[i] = {*step.group}
+        else:  # its ranks await all that is in flight there
+            in_flight = {j: ranks - {*step.group} for j, ranks in in_flight.items()}
+    return None
 
 
 def _in_order(step: Step) -> Step:
@@ -194,8 +206,12 @@ def _apart(step: Step) -> Step:
     return replace(step, scope=0, issue="await")
 
 
-def _may_overtake(earlier: Step, later: Step) -> bool:
-    """Whether both may be in flight: of one comm's collectives the order is kept, anything else must be apart."""
+def _may_overtake(earlier: Step, later: Step, ranks: AbstractSet[int]) -> bool:
+    """Whether both may be in flight: of one comm's collectives the order is kept, anything else must be apart.
+
+    Args:
+        ranks: those on which the earlier one is in flight.
+    """
     ordered = not earlier.messages and not later.messages and earlier.group == later.group
     if earlier.scope and earlier.scope == later.scope:
         return True
@@ -203,7 +219,7 @@ def _may_overtake(earlier: Step, later: Step) -> bool:
         return True
     if any(refusal(step, i) for step in (earlier, later) for i in range(len(step.group))):
         return False
-    for rank in {*earlier.group} & {*later.group}:
+    for rank in ranks & {*later.group}:
         if _meets(uses(earlier, earlier.group.index(rank)), uses(later, later.group.index(rank))):
             return False
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -99,6 +100,17 @@ def test_a_scope_in_which_ranks_share_memory_otherwise_is_taken_apart() -> None:
     b = step("all_reduce", {"op": "SUM"}, {"tensor": at(1, 2)}, {"tensor": at(2, 2)}, scope=1)
     assert [each.scope for each in normal(program(a, b)).steps] == [0, 0]
     assert [each.scope for each in normal(program(a, a)).steps] == [1, 1]
+
+
+def test_operations_of_several_comms_that_share_memory_are_not_in_flight_together() -> None:
+    """Those who await another comm's operation in between are other ranks."""
+    own = {"tensor": at(0, 2)}
+    first = replace(step("all_reduce", {"op": "SUM"}, own, own), issue="flight")
+    between = Step("all_reduce", (1,), {"op": "SUM"}, ({"tensor": at(2, 2)},))
+    last = Step("all_reduce", (0,), {"op": "SUM"}, (own,))
+    assert [each.issue for each in normal(program(first, between, last)).steps] == ["await"] * 3
+    apart = Step("all_reduce", (0,), {"op": "SUM"}, ({"tensor": at(2, 2)},))
+    assert [each.issue for each in normal(program(first, between, apart)).steps] == ["flight", "await", "await"]
 
 
 def test_wrong_bytes_are_told_with_the_step_that_should_have_written_them() -> None:
