@@ -89,12 +89,12 @@ class Traffic(abc.ABC):
 
     def statistics(self) -> CommStatistics:
         """How much is going on."""
-        pending = self._pending.copy()
+        pending = [(work, nbytes) for work, nbytes in self._pending.copy().items() if not work.done()]  # see pending()
         return CommStatistics(
             self._called,
             len(pending),
-            sum(pending.values()),
-            sum([work.seq == UNNUMBERED for work in pending]),
+            sum([nbytes for _, nbytes in pending]),
+            sum([work.seq == UNNUMBERED for work, _ in pending]),
             self._batches,
             self._waiting,
             self._waits,
@@ -227,7 +227,9 @@ class Traffic(abc.ABC):
 
     def pending(self) -> list[Work[Any]]:
         """What is not done, oldest first. From any thread."""
-        return sorted(self._pending.copy(), key=attrgetter("started"))
+        # the thread that settles an operation removes it a moment after it is done, when its caller may have gone on
+        works = [work for work in self._pending.copy() if not work.done()]
+        return sorted(works, key=attrgetter("started"))
 
     def _settled(self, work: Work[Any]) -> None:
         self._pending.pop(work, None)

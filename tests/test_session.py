@@ -370,8 +370,8 @@ async def test_thousand_operations_leak_nothing(comm: Comm) -> None:
     held, threads = descriptors(), threading.active_count()
     for _ in range(1000):
         await comm.all_reduce(torch.ones(16))
-    assert descriptors() == held
-    assert threading.active_count() <= threads  # some of an earlier test may just be ending
+    assert descriptors() <= held  # some of an earlier test may just be ending
+    assert threading.active_count() <= threads
     assert comm.statistics().in_flight == 0
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 
-from asynccomm import Comm, CommStatistics
+from asynccomm import Comm, CommStatistics, Work
 from asynccomm.backends.loopback import Hub, LoopbackBackend
 from asynccomm.testing.local import loopback_world
 
@@ -39,6 +40,20 @@ async def test_every_number_of_the_statistics() -> None:
         await batch
         await single
         assert a.statistics() == CommStatistics(submitted=3, in_flight=0, bytes_in_flight=0, batches=1)
+
+
+async def test_what_is_done_is_not_in_flight_any_more() -> None:
+    """Not even before the thread that settles it has come to the end of that."""
+    async with loopback_world(2) as (a, b):
+        hub_of(a).hold()
+        work = a.all_reduce(torch.ones(4))
+        seen: list[tuple[bool, CommStatistics, list[Work[Any]]]] = []
+        work.listen(lambda: seen.append((work.done(), a.statistics(), a._session.pending())))
+        assert a._session.pending() == [work]
+        b.all_reduce(torch.ones(4))
+        hub_of(a).release()
+        await work
+        assert seen == [(True, CommStatistics(submitted=1, in_flight=0, bytes_in_flight=0), [])]
 
 
 async def test_who_waits_until_there_is_less() -> None:

@@ -81,6 +81,17 @@ async def error_of(work: Awaitable[object]) -> AsyncCommError:
     return caught.value
 
 
+def wait_for_goodbyes(patch: pytest.MonkeyPatch) -> None:
+    """Until they come, and answer those of a rank that is slow: one that does not come is seen, on a slow machine, too."""
+    patch.setattr(module, "GOODBYE_SECONDS", 3600.0)
+    patch.setattr(module, "ANSWER_SECONDS", 3600.0)
+
+
+async def closed(comm: Comm) -> None:
+    async with asyncio.timeout(20):
+        await comm.aclose()
+
+
 async def called(comm: Comm, n: int = 2) -> None:
     """An operation whose call may raise already."""
     await comm.all_reduce(ones(n), tag="x")
@@ -813,14 +824,13 @@ async def test_nothing_happens_when_there_is_nothing_to_tell(sent: list[tuple[in
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-async def test_ranks_close_one_after_the_other(order: tuple[int, ...]) -> None:
+async def test_ranks_close_one_after_the_other(monkeypatch: pytest.MonkeyPatch, order: tuple[int, ...]) -> None:
+    wait_for_goodbyes(monkeypatch)
     async with agreed(3) as comms:
         await asyncio.gather(*(comm.barrier() for comm in comms))
-        start = time.monotonic()
         for rank in order:
-            await comms[rank].aclose()
+            await closed(comms[rank])
             assert "closed" in repr(comms[rank])
-        assert time.monotonic() - start < module.GOODBYE_SECONDS, "nobody had to give up waiting"
 
 
 @pytest.mark.parametrize("closing", [0, 1, 2])
@@ -870,7 +880,8 @@ async def test_a_rank_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.M
         await b.aclose()
 
 
-async def test_abort_in_the_middle() -> None:
+async def test_abort_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_goodbyes(monkeypatch)
     async with agreed(3) as comms:
         works = [comm.all_reduce(ones(), tag="x") for comm in comms[:2]]
         await turns()
@@ -878,19 +889,17 @@ async def test_abort_in_the_middle() -> None:
         for work in works:
             assert str(await error_of(work)) == "aborted by rank 1: enough"
         await until(lambda: "broken" in repr(comms[2]))
-        start = time.monotonic()
-    assert time.monotonic() - start < module.GOODBYE_SECONDS
+        await asyncio.gather(*(closed(comm) for comm in comms))
 
 
-async def test_abort_while_closing() -> None:
+async def test_abort_while_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_goodbyes(monkeypatch)
     async with agreed(2) as (a, _):
         a.barrier(tag="x")
-        closing = asyncio.ensure_future(a.aclose())
+        closing = asyncio.ensure_future(closed(a))
         await turns()
         a.abort("enough")
-        start = time.monotonic()
         await closing
-        assert time.monotonic() - start < module.GOODBYE_SECONDS
 
 
 async def test_what_cannot_be_submitted_breaks_the_comm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -928,25 +937,28 @@ async def test_a_comm_that_is_dropped_unclosed_is_reported_and_leaves_nothing() 
 
 @pytest.mark.ranks(3, backend=BACKENDS)
 async def test_closing_between_processes_is_quick_and_leaves_nothing(comm: Comm) -> None:
-    async def once(first: int | None) -> float:
+    """Quick: no goodbye is waited for in vain, however slow the machine is."""
+
+    async def once(first: int | None) -> None:
         shared = await new_comm(comm.backend, name="agreed", ordering="agreed", timeout=30)
         await shared.barrier()
         if first is not None and comm.rank != first:
             await comm.barrier()
-        start = time.monotonic()
-        await shared.aclose()
-        took = time.monotonic() - start
+        await closed(shared)
         if first is not None and comm.rank == first:
             await comm.barrier()
         await comm.barrier()
-        return took
+
+    def held() -> tuple[int, int]:
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
     await once(None)
-    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    for first in (None, 0, 1, 2):
-        assert await once(first) < module.GOODBYE_SECONDS
-    await until(lambda: threading.active_count() <= threads)
-    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    threads, descriptors = held()
+    with pytest.MonkeyPatch.context() as patch:  # on this rank, which runs other tests, too
+        wait_for_goodbyes(patch)
+        for first in (None, 0, 1, 2):
+            await once(first)
+    await until(lambda: held()[0] <= threads and held()[1] <= descriptors)
 
 
 @pytest.mark.ranks(3, backend=BACKENDS)

@@ -147,11 +147,13 @@ async def test_another_order_is_a_difference(comm: Comm) -> None:
 @pytest.mark.ranks(3, backend="gloo", timeout=30)
 async def test_abort_ends_what_waits(comm: Comm) -> None:
     if comm.rank == 0:
-        await asyncio.sleep(0.2)
+        await asyncio.gather(*(comm.recv(torch.zeros(1), rank) for rank in (1, 2)))  # they have called it
         comm.abort("enough")
         return
+    work = collective(comm, EVERYBODY, [parcel_of(comm.rank, 5 << 20)], Shelf())
     with pytest.raises(BrokenError, match="enough"):
-        await collective(comm, EVERYBODY, [parcel_of(comm.rank, 5 << 20)], Shelf())
+        await comm.send(torch.zeros(1), 0)
+        await work
 
 
 @pytest.mark.ranks(2, backend="gloo")
