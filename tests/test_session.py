@@ -370,9 +370,9 @@ async def test_thousand_operations_leak_nothing(comm: Comm) -> None:
     held, threads = descriptors(), threading.active_count()
     for _ in range(1000):
         await comm.all_reduce(torch.ones(16))
-    assert descriptors() <= held  # some of an earlier test may just be ending
-    assert threading.active_count() <= threads
     assert comm.statistics().in_flight == 0
+    # some of an earlier test may just be ending, and somebody who looks at what goes on here may just be connected
+    await until(lambda: descriptors() <= held and threading.active_count() <= threads)
 
 
 async def test_by_option_a_broken_comm_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
