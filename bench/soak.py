@@ -609,6 +609,16 @@ class Driver:
         self.surprises: list[str] = []
         self.rounds = 0
         self.machine: list[tuple[float, dict[str, float]]] = []
+        self._interrupted = False
+
+    def interrupt(self, *_: object) -> None:
+        """End the run soon. A handler of signals, which the second one ends at once.
+
+        An exception out of the first could come in a destructor, where Python drops it, or while results are written.
+        """
+        if self._interrupted:
+            raise KeyboardInterrupt
+        self._interrupted = True
 
     def start(self, rank: int = -1) -> None:
         doomed = rank < 0 and self._chance.random() < 0.2
@@ -636,7 +646,7 @@ class Driver:
             self._elder = one
 
     def run(self) -> None:
-        """Until all have ended. Raises: Failed."""
+        """Until all have ended. Raises: Failed, KeyboardInterrupt."""
         for rank in range(self._args.ranks):
             self.start(rank)
         last = 0.0
@@ -644,7 +654,10 @@ class Driver:
             whose: dict[object, Process] = {one.pipe: one for one in self._alive}
             whose |= {one.process.sentinel: one for one in self._alive}
             sentinels = [one.process.sentinel for one in self._alive]
-            for ready in wait([*(one.pipe for one in self._alive), *sentinels], timeout=0.1):
+            found = wait([*(one.pipe for one in self._alive), *sentinels], timeout=0.1)
+            if self._interrupted:  # looked at first: the ranks may have been told to end, too
+                raise KeyboardInterrupt
+            for ready in found:
                 one = whose[ready]
                 if one not in self._alive:
                     continue  # its pipe has told that it has ended
@@ -838,6 +851,8 @@ def soak(args: argparse.Namespace) -> int:
     os.environ.setdefault("MALLOC_ARENA_MAX", "2")  # or memory grows with whichever threads happen to allocate
     hosted = serve("127.0.0.1", listen("127.0.0.1", 0))
     driver = Driver(args, hosted.port)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, driver.interrupt)  # to report what was found
     failures: list[str] = []
     start = time.monotonic()
     try:
@@ -894,5 +909,4 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # to report what was found
     raise SystemExit(soak(parse()))

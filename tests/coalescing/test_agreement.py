@@ -82,7 +82,7 @@ async def error_of(work: Awaitable[object]) -> AsyncCommError:
 
 
 def wait_for_goodbyes(patch: pytest.MonkeyPatch) -> None:
-    """Until they come, and answer a slow rank: on a slow machine, too, one that does not come is seen."""
+    """Until they come, however slow a rank is; one that never comes fails the test."""
     patch.setattr(module, "GOODBYE_SECONDS", 3600.0)
     patch.setattr(module, "ANSWER_SECONDS", 3600.0)
 

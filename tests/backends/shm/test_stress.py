@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from asynccomm import Comm, ReduceOp, Work, new_comm
+from tests.waiting import until
 
 SIZES = [0, 1, 3, 100, 4096, 20_000, 100_000, 600_000]  # elements; from one cache line to many chunks
 STOPPER = """
@@ -200,6 +201,7 @@ async def test_ten_thousand_operations_leave_nothing(comm: Comm) -> None:
     await some(1000)
     before, memory = held(), resident()
     await some(10_000)
-    assert held() == before
-    assert resident() - memory < 4 << 20
     assert comm.statistics().in_flight == 0
+    assert resident() - memory < 4 << 20
+    # some of an earlier test may just be ending, and somebody who looks at what goes on here may just be connected
+    await until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
