@@ -147,8 +147,11 @@ class Hub(Handle):
             self._held.append((ranks, run))
 
     def _transfer(self, source: int, destination: int, send: Submission, recv: Submission) -> None:
+        recv.work.source = source
         if isinstance(recv.op, RecvParcel):
-            self._deliver(Delivery(recv), recv, {source: send.parcels[0]})
+            delivery = Delivery(recv)
+            self._deliver(delivery, recv, {source: send.parcels[0]})
+            self._settle(delivery, recv)
         else:
             assert isinstance(send.op, Send)
             assert isinstance(recv.op, Recv)
@@ -157,7 +160,6 @@ class Hub(Handle):
                 return
             fill(recv.outputs, contribution(send.op, send.inputs))
             recv.work.settle()
-        recv.work.source = source
         send.work.settle()
 
     def _collective(self, ranks: Sequence[Submission]) -> None:
@@ -166,19 +168,23 @@ class Hub(Handle):
             deliveries = [Delivery(submission) for submission in ranks]  # before anything is written
             for rank, delivery in enumerate(deliveries):
                 self._deliver(delivery, ranks[rank], _parcels_for(rank, op, ranks))
+            for delivery, submission in zip(deliveries, ranks, strict=True):  # now nobody reads the givers' tensors
+                self._settle(delivery, submission)
             return
         _perform(ranks)
         for submission in ranks:
             submission.work.settle()
 
     def _deliver(self, delivery: Delivery, submission: Submission, parcels: dict[int, Parcel]) -> None:
-        """Bring ``parcels`` to a submission, and settle it."""
+        """Bring ``parcels`` to a submission."""
         lengths = {source: parcel.nbytes for source, parcel in parcels.items()}
         for source, parcel in parcels.items():
             tensors = delivery.accept(source, parcel.head, lengths)
             if tensors is not None:
                 fill(tensors, contribution(submission.op, parcel.tensors).clone())
         delivery.finish()
+
+    def _settle(self, delivery: Delivery, submission: Submission) -> None:
         if isinstance(delivery.error, BrokenError):
             self._report(delivery.error)
         else:

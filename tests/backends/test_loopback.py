@@ -55,6 +55,23 @@ async def test_a_rank_that_closes_takes_only_its_own_operations_with_it() -> Non
         await asyncio.gather(send, recv)
 
 
+async def test_no_rank_is_done_before_all_have_what_it_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is done may write what it has given."""
+    outputs = [torch.zeros(rank + 1) for rank in range(3)]
+    seen: list[list[float]] = []
+    settle = Work.settle
+
+    def spy(work: Work[Any], error: Any = None) -> None:
+        seen.append([output.sum().item() for output in outputs])
+        settle(work, error)
+
+    async with loopback_world(3) as comms:
+        monkeypatch.setattr(Work, "settle", spy)
+        works = [comm.gather_v(None, torch.ones(comm.rank + 1), 2) for comm in comms[:2]]
+        await asyncio.gather(comms[2].gather_v(outputs, torch.ones(3), 2), *works)
+    assert seen[:3] == [[1, 2, 3]] * 3
+
+
 # -- batches -----------------------------------------------------------------------------------------------------------
 
 

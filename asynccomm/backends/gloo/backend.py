@@ -78,7 +78,7 @@ class GlooBackend(Backend):
         self._p2p = PointToPoint(group.rank, self._lanes, self._internal_lanes, self._complete, context.on_error)
         self._parcel_lane = Lanes(f"{name}-parcels", 1)  # apart from messages, which must not hold up a collective
         exchange = Exchange(group.rank, group.size, self._parcel_lane, self._complete)
-        self._collectives = Collectives(gloos, group.rank, group.size, exchange, self._failed, self._not_started)
+        self._collectives = Collectives(gloos, name, group.rank, group.size, exchange, self._failed, self._not_started)
         self._ending = threading.Lock()
         self._poisoned = False
         self._out_of_step = False  # a lane has not taken all that is meant for it, and the comm is about to break

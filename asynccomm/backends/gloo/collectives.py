@@ -1,17 +1,22 @@
 """Collectives from their submission to their end: order, frame, and what follows it.
 
-Each collective that nothing under way conflicts with (``in_flight.py``) sends a frame, in the order of issue. Frames go
-through a gloo group of their own, with one thread, so they come back in that order, one at a time. In that order the
-operation itself is then started on the other groups: gloo tells the operations of a group apart by their order, which
-would be another on each rank if frames and data shared a group. So nothing that depends on sizes is handed to gloo
-before all ranks have said that they mean the same, or will say so: a collective that all ranks expect next
-(``ahead.py``) is started at once, and is over when its frames are here, too.
+gloo trusts that all ranks have called the same. So nothing that depends on sizes is handed to gloo before it is certain
+that all ranks mean the same, or that the others hand over nothing at that place.
 
-- What fits in the frames is complete with them: a short collective, and every barrier.
-- A collective of tensors becomes operations of gloo's (``lowering.py``, ``several.py``), one of parcels messages
-  (``exchange.py``).
-- Where frames differ nothing follows them but the descriptions (``disputes.py``), on the group for large transfers:
-  what was started ahead of its frames may block the group for small ones.
+- A collective that nothing under way conflicts with (``in_flight.py``) sends a **frame** (``frames.py``), in the order
+  of issue. Frames go through a gloo group of their own, with one thread, so they come back in that order, one at a
+  time. In that order the collectives themselves are started on the other groups: gloo tells the operations of a group
+  apart by their order, which would be another on each rank if frames and data shared a group.
+- What fits in the frames is complete with them. Other collectives of tensors become operations of gloo's
+  (``lowering.py``, ``several.py``), those of parcels messages (``exchange.py``).
+- A collective that was **predicted** (``predictions.py``) is started at once, once all calls before it are known to be
+  the same on all ranks: predictions follow from the calls before, so at that place the ranks hand over the same or
+  nothing. It is over when its frames are here, too.
+- A predicted collective that needs data from every rank has **no frame**: its end shows that all ranks have called it.
+  A rank that calls something else where one was predicted sends a frame and raises an alarm (``alarms.py``). The others
+  then send a frame of that place, too: those that have started what was predicted, late; those that have not called
+  yet, when they do. A rank that has gone on, and sent the frame of a later place, need not: the frames differ as well.
+- Where frames differ nothing follows them but the descriptions (``disputes.py``).
 
 A group that ends on a thread of its own ends the process. So what runs there holds none, but looks it up, under a lock
 that closing takes before it lets go of the groups.
@@ -20,27 +25,30 @@ that closing takes before it lets go of the groups.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, final
+from typing import final
 
 import torch
 
 from asynccomm.backends.base import Submission
 from asynccomm.backends.delivery import Delivery
-from asynccomm.backends.gloo.ahead import Ahead, Expected
+from asynccomm.backends.gloo.alarms import Alarms
 from asynccomm.backends.gloo.disputes import Dispute
 from asynccomm.backends.gloo.exchange import Exchange
-from asynccomm.backends.gloo.frames import Frame, complete
+from asynccomm.backends.gloo.frames import Frame, complete, heading_of
 from asynccomm.backends.gloo.in_flight import InFlight
 from asynccomm.backends.gloo.lowering import OUT_OF_PLACE, start
 from asynccomm.backends.gloo.p2p import conclude
-from asynccomm.backends.gloo.several import are_small, is_divided, lines_of
+from asynccomm.backends.gloo.predictions import Predictor, needs_every_rank
+from asynccomm.backends.gloo.several import is_divided, lines_of
 from asynccomm.backends.gloo.staging import unpack
 from asynccomm.backends.gloo.torch_gloo import Gloos
 from asynccomm.backends.gloo.transfers import run
 from asynccomm.backends.hazards import separated
-from asynccomm.ops import Parcels
+from asynccomm.errors import BackendError
+from asynccomm.ops import AllToAll, Parcels
 
 __all__ = ["Collectives"]
 
@@ -48,10 +56,42 @@ Over = Callable[[], object]
 
 
 @final
+class _Started:
+    """A collective in the order of issue.
+
+    Attributes:
+        place: how many collectives of the group were before it.
+        over: settles it.
+        frame: None for one that has no frame.
+        halves: what is still to come if its data were handed to gloo ahead of its frames: 2, these and the data.
+    """
+
+    __slots__ = ("frame", "halves", "heading", "lock", "over", "place", "submission")
+
+    def __init__(self, submission: Submission, over: Over, place: int, heading: bytes) -> None:
+        self.submission = submission
+        self.over = over
+        self.place = place
+        self.heading = heading
+        self.frame: Frame | None = None
+        self.halves = 0
+        self.lock = threading.Lock()
+
+    def half(self) -> None:
+        """The frames of one that was handed over ahead of them are here, or its data: the second to come ends it."""
+        with self.lock:
+            self.halves -= 1
+            last = not self.halves
+        if last:
+            self.over()
+
+
+@final
 class Collectives:
     """Those of one rank.
 
     Args:
+        name: of the comm's threads.
         exchange: moves parcels that are too long for a frame.
         failed: takes what ends the comm: an error of ours, or whatever has gone wrong in an operation.
         not_started: takes what has gone wrong before gloo had the operation.
@@ -60,6 +100,7 @@ class Collectives:
     def __init__(
         self,
         gloos: Gloos,
+        name: str,
         rank: int,
         size: int,
         exchange: Exchange,
@@ -67,18 +108,25 @@ class Collectives:
         not_started: Callable[[Submission, Exception], object],
     ) -> None:
         self._gloos: Gloos | None = gloos
+        self._name = name
         self._rank = rank
         self._size = size
         self._exchange = exchange
         self._failed = failed
         self._not_started = not_started
-        self._in_flight = InFlight(self._announce, not_started)
+        self._in_flight = InFlight(self._start, not_started)
         self._using = threading.RLock()  # held while a thread of gloo's uses the groups
         self._ended = False
+        self._disputed = False
         self._frames: list[Frame] = []  # that nothing uses
-        self._announcing = 0  # collectives whose frames are under way, or which have not been started after them
-        self._counting = threading.Lock()
-        self._expected = Expected()
+        self._predictor = Predictor()
+        self._alarms = Alarms(gloos.frames, name, rank, size, self._alarmed)
+        self._order = threading.Lock()  # for what follows, and held while a frame is handed to gloo
+        self._places = 0  # collectives so far
+        self._queue: deque[_Started] = deque()  # with frames under way, and behind them those without
+        self._without_frame: dict[int, Submission] = {}  # under way, by place
+        self._last_frame = -1  # the highest place with a frame
+        self._alarms_ahead: set[int] = set()  # places still to come where another rank has left the prediction
 
     def submit(self, batch: Sequence[Submission]) -> None:
         """Start the collectives of a batch. Under the comm's lock."""
@@ -103,83 +151,154 @@ class Collectives:
     def close(self, timeout: float) -> None:
         """After ``end``: let go of the groups once nothing is being started, in at most ``timeout`` seconds."""
         self._in_flight.join(timeout)  # the threads that may be starting something are gloo's own
+        self._alarms.close(timeout)
         held = self._using.acquire(timeout=timeout)
         self._gloos = None
         if held:
             self._using.release()
 
-    def _announce(self, submission: Submission, over: Over) -> None:
+    def _start(self, submission: Submission, over: Over) -> None:
+        """Take a collective, in order, one at a time. Raises: RuntimeError if a group is broken."""
         gloos = self._gloos
         assert gloos is not None, "started on a closed backend"
-        frame = self._frames.pop() if self._frames else Frame(self._rank, self._size)
-        frame.fill(submission)
-        heading = frame.heading
-        expected = self._expected.called(heading)
-        with self._counting:
-            first = not self._announcing
-            self._announcing += 1
-        ahead: Ahead | None = None
-        if expected and first and self._expected.moved(heading) and are_small(submission):
-            ahead = Ahead(over, partial(self._failed, submission))
-            self._transfer(submission, ahead.done, ahead.failed)
-        work = gloos.frames.all_to_all_single(frame.all, frame.copies)
-        work.get_future().add_done_callback(partial(self._announced, frame, submission, ahead, over))
+        heading = heading_of(submission)
+        every_rank = self._size > 1 and needs_every_rank(submission.op)
+        prediction = self._predictor.predict()
+        self._predictor.record(heading, every_rank)
+        as_predicted = prediction is not None and prediction.heading == heading
+        alarming = prediction is not None and prediction.needs_every_rank
+        if alarming:
+            self._alarms.listen()
+        with self._order:
+            started = _Started(submission, over, self._places, heading)
+            self._places += 1
+            first = not self._queue
+            announced = not (as_predicted and alarming) or started.place in self._alarms_ahead
+            self._alarms_ahead.discard(started.place)
+            if not announced:
+                self._without_frame[started.place] = submission
+                if not first:
+                    self._queue.append(started)
+                    return
+        if not announced:
+            self._transfer(started.submission, partial(self._over_without_frame, started))
+            return
+        even = not isinstance(submission.op, (AllToAll, Parcels))  # the heading tells all sizes
+        if as_predicted and not alarming and even and first and self._predictor.is_long(heading):
+            started.halves = 2
+            self._transfer(submission, started.half)
+        self._announce(gloos, started)
+        if alarming and not as_predicted:
+            self._alarms.tell(started.place)
 
-    def _announced(
-        self,
-        frame: Frame,
-        submission: Submission,
-        ahead: Ahead | None,
-        over: Over,
-        future: torch.futures.Future[object],
-    ) -> None:
+    def _announce(self, gloos: Gloos, started: _Started) -> None:
+        """Send the frame of a collective."""
+        frame = self._frames.pop() if self._frames else Frame(self._rank, self._size)
+        started.frame = frame
+        frame.fill(started.submission, started.place, started.heading)
+        with self._order:
+            self._queue.append(started)
+            self._last_frame = started.place
+            work = gloos.frames.all_to_all_single(frame.all, frame.copies)
+        work.get_future().add_done_callback(partial(self._announced, started, frame))
+
+    def _alarmed(self, place: int) -> None:
+        """Another rank has called something else than was predicted at ``place``. On a thread."""
+        with self._order:
+            gloos = self._gloos
+            if gloos is None or self._ended:
+                return
+            if place >= self._places:
+                self._alarms_ahead.add(place)
+                return
+            submission = self._without_frame.get(place)
+            if submission is None or self._last_frame > place:
+                return
+            frame = Frame(self._rank, self._size)
+            frame.fill(submission, place, heading_of(submission), contribute=False)
+            self._last_frame = place
+            work = gloos.frames.all_to_all_single(frame.all, frame.copies)
+        late = _Started(submission, submission.work.settle, place, b"")  # only to tell of the difference
+        work.get_future().add_done_callback(partial(self._announced, late, frame))
+
+    def _announced(self, started: _Started, frame: Frame, future: torch.futures.Future[object]) -> None:
         """All frames are here. In order, one at a time: on the thread of their group, or on that which starts them."""
+        submission = started.submission
         try:
             future.value()
             if self._ended:
                 return
-            sides = frame.differing()
+            difference = frame.differing()
             given, balanced = frame.given()
-            if sides is not None or not balanced:
-                if ahead is not None:
-                    ahead.disputed()
-                self.end()
-                Dispute(self._gather, submission, self._size, sides, partial(self._failed, submission)).begin()
+            if difference is not None or not balanced:
+                self._dispute(submission, difference)
                 return
+            if started.frame is None:
+                raise BackendError(f"rank {self._rank} was told that others had not called {submission.op}")
             submission.batch = None  # which refers to this, and to the tensors of others
             if given is not None:
                 self._complete(submission, frame, given)
             else:
-                self._expected.moves(frame.heading)
+                self._predictor.note_long(started.heading)
             self._frames.append(frame)
         except Exception as exc:
             self._failed(submission, exc)
             return
-        if given is None and ahead is None:
-            self._go_on(submission, over)
-        with self._counting:
-            self._announcing -= 1
-        if ahead is not None:
-            ahead.done()
+        if given is None and not started.halves:
+            self._go_on(submission, started.over)
+        self._leave_queue()
+        if started.halves:
+            started.half()
         elif given is not None:
-            over()
+            started.over()
 
-    def _gather(self, output: torch.Tensor, input: torch.Tensor) -> Any:
-        with self._using:
-            if self._gloos is None:
-                raise RuntimeError("the groups of gloo are closed")
-            return self._gloos.large.all_gather_single(output, input)
+    def _leave_queue(self) -> None:
+        """The head of the queue is started: so start what follows it without a frame."""
+        while True:
+            with self._order:
+                self._queue.popleft()
+                if self._ended or not self._queue or self._queue[0].frame is not None:
+                    return
+                started = self._queue[0]
+            self._go_on(started.submission, partial(self._over_without_frame, started))
+
+    def _over_without_frame(self, started: _Started) -> None:
+        with self._order:
+            self._without_frame.pop(started.place, None)
+        started.submission.batch = None
+        started.over()
 
     def _go_on(self, submission: Submission, over: Over) -> None:
         """Start what the ranks have agreed on."""
         error: Exception | None = None
         with self._using:
             try:
-                self._transfer(submission, over, partial(self._failed, submission))
+                self._transfer(submission, over)
             except Exception as exc:
                 error = exc.with_traceback(None)  # its frames hold the groups
         if error is not None:
             self._not_started(submission, error)
+
+    def _dispute(self, submission: Submission, difference: tuple[int, tuple[int, int]] | None) -> None:
+        """Find out what the ranks called that differ; None: the sizes of an uneven all_to_all."""
+        sides: tuple[int, int] | None = None
+        if difference is not None:
+            place, sides = difference
+            submission = self._without_frame.get(place, submission)
+        self._disputed = True
+        self.end()
+        with self._using:
+            self._begin_dispute(submission, sides)
+
+    def _begin_dispute(self, submission: Submission, sides: tuple[int, int] | None) -> None:
+        gloos = self._gloos
+        if gloos is not None:
+            failed = partial(self._failed, submission)
+            Dispute(gloos.frames, self._rank, self._size, submission, sides, failed).begin(f"{self._name}-dispute")
+
+    def _transfer_failed(self, submission: Submission, exc: Exception) -> None:
+        if not self._disputed:  # or the error that says why is being made
+            self._failed(submission, exc)
 
     def _complete(self, submission: Submission, frame: Frame, given: Sequence[torch.Tensor]) -> None:
         """Do what the frames were enough for."""
@@ -197,13 +316,15 @@ class Collectives:
                 unpack(payload, tensors)
         conclude(delivery, submission)
 
-    def _transfer(self, submission: Submission, over: Over, fail: Callable[[Exception], object]) -> None:
+    def _transfer(self, submission: Submission, over: Over) -> None:
+        """Hand the data of a collective to gloo."""
         op, gloos = submission.op, self._gloos
         if gloos is None:
             return
         if isinstance(op, Parcels):
             self._exchange.submit(gloos.small, op, submission, over)
             return
+        fail = partial(self._transfer_failed, submission)
         buffers = separated(submission, self._rank, OUT_OF_PLACE)
         if is_divided(submission):
             lines = lines_of(gloos, op, buffers, self._rank, self._size)

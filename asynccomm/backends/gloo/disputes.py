@@ -1,29 +1,28 @@
 """What the ranks tell each other once their frames have shown that they called different collectives.
 
-Every rank sees that in the same frame, and each then sends all others what it has called: first how long the text is,
-then the text. So all come to the same error, with both descriptions as they would be printed where they were called.
+Every rank sees that in the same frame, and each then sends all others a description of its own call, on the group that
+the frames use. So all come to the same error, with both descriptions as they would be printed where they were called.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Final, NamedTuple, final
-
-import torch
-from torch import Tensor
+from typing import Final, NamedTuple, final
 
 from asynccomm.backends.base import Submission
 from asynccomm.backends.differences import Called, Issued, difference, issued, misfit
-from asynccomm.backends.gloo.staging import room
+from asynccomm.backends.gloo.torch_gloo import Gloo
+from asynccomm.backends.gloo.wire import Incoming, Outgoing
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
-from asynccomm.ops import AllToAll
+from asynccomm.ops import AllToAll, Channel, Parcel
 
 __all__ = ["Dispute"]
 
 MOST: Final = 1 << 24  # bytes of a rank's text
 LISTED: Final = 1 << 14  # operations of a batch that are described, and texts of merged ones
+_KEY: Final = Channel.INTERNAL.key(0)
 
 
 @final
@@ -31,62 +30,53 @@ class Dispute:
     """One difference; see the module.
 
     Args:
-        gather: an all_gather on a group whose operations are in the same order on all ranks, up to here; returns
-            gloo's work.
+        gloo: the group for frames, on which nothing else sends messages of this kind.
+        submission: what this rank called at the place where ranks differ.
         sides: two ranks that differ; None: an uneven all_to_all, of which any two may.
-        end: takes the error, on a thread of gloo's.
+        end: takes the error, on a thread.
     """
 
     def __init__(
         self,
-        gather: Callable[[Tensor, Tensor], Any],
-        submission: Submission,
+        gloo: Gloo,
+        rank: int,
         size: int,
+        submission: Submission,
         sides: tuple[int, int] | None,
         end: Callable[[Exception], object],
     ) -> None:
-        self._gather = gather
-        self._seq = submission.work.seq
+        self._gloo = gloo
+        self._rank = rank
         self._size = size
+        self._seq = submission.work.seq
+        self._text = _said(submission)
         self._sides = sides
         self._end = end
-        self._text = torch.frombuffer(bytearray(_said(submission)), dtype=torch.uint8)
-        self._lengths = room(8 * size)
-        self._texts = room(0)
 
-    def begin(self) -> None:
-        """Start, on every rank at the same place in the order of ``gloo``."""
-        mine = torch.tensor([len(self._text)], device="cpu").view(torch.uint8)
-        self._then(self._gather(self._lengths, mine), self._exchange)
+    def begin(self, name: str) -> None:
+        """Start, on a thread of that name."""
+        threading.Thread(target=self._settle, name=name, daemon=True).start()
 
-    def _exchange(self) -> None:
-        longest = max(self._checked_lengths())
-        mine = room(longest)
-        mine[: len(self._text)] = self._text
-        self._texts = room(self._size * longest)
-        self._then(self._gather(self._texts, mine), partial(self._conclude, longest))
+    def _settle(self) -> None:
+        try:
+            said = self._exchange()
+            error: Exception = _error(self._seq, said, self._sides)
+        except Exception as exc:
+            error = exc
+        self._end(error)
 
-    def _checked_lengths(self) -> list[int]:
-        lengths: list[int] = self._lengths.view(torch.int64).tolist()
-        if not all(0 < length <= MOST for length in lengths):
-            raise BackendError(f"the ranks announce descriptions of lengths that cannot be: {lengths}")
-        return lengths
-
-    def _conclude(self, longest: int) -> None:
-        rows = self._texts.view(self._size, longest)
-        lengths = self._checked_lengths()
-        said = [_read(rank, rows[rank][: lengths[rank]]) for rank in range(self._size)]
-        self._end(_error(self._seq, said, self._sides))
-
-    def _then(self, work: Any, step: Callable[[], None]) -> None:
-        def done(future: torch.futures.Future[object]) -> None:
-            try:
-                future.value()
-                step()
-            except Exception as exc:
-                self._end(exc)
-
-        work.get_future().add_done_callback(done)
+    def _exchange(self) -> list[_Said]:
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        text = Outgoing(Parcel(self._text, ()))
+        coming = [Incoming(self._gloo, rank, _KEY) for rank in others]
+        sent = [step for rank in others for step in text.send(self._gloo, rank, _KEY)]
+        texts = {self._rank: self._text}
+        for rank, parcel in zip(others, coming, strict=True):
+            parcel.read()
+            texts[rank] = parcel.head
+        for wait in sent:
+            wait()
+        return [_read(rank, texts[rank]) for rank in range(self._size)]
 
 
 class _Said(NamedTuple):
@@ -105,14 +95,14 @@ def _said(submission: Submission) -> bytes:
     return text if len(text) <= MOST else json.dumps([called[:1], submitted[:1], "", (), ()]).encode()
 
 
-def _read(rank: int, data: Tensor) -> _Said:
+def _read(rank: int, text: bytes) -> _Said:
     try:
-        called, submitted, text, sends, receives = json.loads(bytes(data.tolist()))
+        called, submitted, own, sends, receives = json.loads(text)
         calls = [Called(int(number), str(said), (int(code), int(second))) for number, said, (code, second) in called]
         if not calls:
             raise ValueError("nothing is named")
-        own = Issued(calls, [str(said) for said in submitted])
-        return _Said(own, str(text), [int(n) for n in sends], [int(n) for n in receives])
+        everything = Issued(calls, [str(said) for said in submitted])
+        return _Said(everything, str(own), [int(n) for n in sends], [int(n) for n in receives])
     except (ValueError, TypeError, RecursionError) as exc:
         raise BackendError(f"rank {rank} differs from others, and its description is corrupt: {exc}") from exc
 

@@ -4,8 +4,11 @@ gloo trusts that all ranks have called the same: sizes that differ end the proce
 expects, everything else that differs gives garbage. A frame begins with a heading that must be equal on all ranks; then
 comes what is a rank's own::
 
-    number, signature (2 words), digest, length of the batch, place in it;  balance, bytes of the contribution, whole
+    place, number, signature (2 words), digest, length of the batch, place in it;
+    balance, bytes of the contribution, whole
 
+The place counts the collectives of the group, the number those of the comm as they were called. What follows, up to the
+semicolon, is the heading, which describes the call.
 The digest covers what the signature says in few bits or not at all: the sizes of the pieces that an operation is
 divided in, and the numbers of the operations that were merged into one. The balances of all ranks add up to zero if
 each rank of an uneven all_to_all receives what the others send it. A contribution that fits stands behind that, and
@@ -31,19 +34,20 @@ from asynccomm.errors import BackendError
 from asynccomm.ops import AllGather, AllReduce, AllToAll, Broadcast, Op, Parcels, ReduceScatter
 from asynccomm.ops.signature import signature
 
-__all__ = ["ROOM", "Frame", "balance", "complete", "digest", "extent"]
+__all__ = ["ROOM", "Frame", "balance", "complete", "digest", "extent", "heading_of"]
 
 ROOM: Final = 1024  # bytes of a contribution: up to here it costs as much to send them as not to
 
-_NUMBER: Final = struct.Struct("<q")
-_EQUAL: Final = struct.Struct("<qQQQII")
+_NUMBERS: Final = struct.Struct("<qq")
+_HEADING: Final = struct.Struct("<QQQII")
+_EQUAL: Final = _NUMBERS.size + _HEADING.size  # bytes that are equal on all ranks
 _OWN: Final = struct.Struct("<QII")
 _HEADER: Final = 64  # where the contribution begins: aligned for every dtype
 _FRAME: Final = _HEADER + ROOM
 _HEAD: Final = struct.Struct("<I")  # bytes of a parcel's head
 _MASK: Final = (1 << 64) - 1
 
-assert _EQUAL.size + _OWN.size <= _HEADER
+assert _EQUAL + _OWN.size <= _HEADER
 
 
 @final
@@ -70,20 +74,20 @@ class Frame:
             self.copies = torch.empty(size * _FRAME, dtype=torch.uint8, device="cpu")
             self._rows = self.copies.view(size, _FRAME)
 
-    @property
-    def heading(self) -> bytes:
-        """What must be equal on all ranks, without the number: equal for equal calls."""
-        return bytes(self._sent[_NUMBER.size : _EQUAL.size])
+    def fill(self, submission: Submission, place: int, heading: bytes, *, contribute: bool = True) -> None:
+        """Write what this rank has to say of ``submission``, and read its inputs if they are short.
 
-    def fill(self, submission: Submission) -> None:
-        """Write what this rank has to say of ``submission``, and read its inputs if they are short."""
+        Args:
+            contribute: False: the frame only says what was called.
+        """
         op = submission.op
-        total, before = extent(submission)
-        equal = submission.work.seq, *signature(op), digest(submission), total, before
-        _EQUAL.pack_into(self._sent, 0, *equal)
+        _NUMBERS.pack_into(self._sent, 0, place, submission.work.seq)
+        self._sent[_NUMBERS.size : _EQUAL] = heading
         mine = balance(op, self._rank) if isinstance(op, AllToAll) else 0
-        nbytes = self._give_parcel(op, submission) if isinstance(op, Parcels) else self._give(op, submission)
-        _OWN.pack_into(self._sent, _EQUAL.size, mine, max(nbytes, 0), nbytes >= 0)
+        nbytes = -1
+        if contribute:
+            nbytes = self._give_parcel(op, submission) if isinstance(op, Parcels) else self._give(op, submission)
+        _OWN.pack_into(self._sent, _EQUAL, mine, max(nbytes, 0), nbytes >= 0)
         self._rows.copy_(self.mine)
 
     def _give(self, op: Op, submission: Submission) -> int:
@@ -115,15 +119,23 @@ class Frame:
             self.mine[_HEADER + start : _HEADER + nbytes].copy_(torch.cat([bytes_of(tensor) for tensor in tensors]))
         return nbytes
 
-    def differing(self) -> tuple[int, int] | None:
-        """Two ranks that have not called the same, if there are such; the same two on all ranks."""
-        received, n = self._received, _EQUAL.size
-        first = received[:n]
-        for rank in range(1, self._size):
-            at = rank * _FRAME
-            if received[at : at + n] != first:
-                return 0, rank
-        return None
+    def differing(self) -> tuple[int, tuple[int, int]] | None:
+        """The first place where ranks differ, and two that do; the same on all ranks. None: all called the same.
+
+        A rank that sent the frame of a later place called what was predicted at this one; the ranks that did not are
+        among those that sent this place's frame.
+        """
+        received = self._received
+        heads = [bytes(received[rank * _FRAME : rank * _FRAME + _EQUAL]) for rank in range(self._size)]
+        if heads.count(heads[0]) == self._size:
+            return None
+        places = [_NUMBERS.unpack_from(head)[0] for head in heads]
+        first = min(places)
+        here = [rank for rank, place in enumerate(places) if place == first]
+        other = next((rank for rank in here if heads[rank] != heads[here[0]]), None)
+        if other is None:
+            other = next(rank for rank, place in enumerate(places) if place != first)
+        return first, (min(here[0], other), max(here[0], other))
 
     def given(self) -> tuple[Sequence[Tensor] | None, bool]:
         """The contributions of all ranks, if all are here; and whether the sizes of an uneven all_to_all fit.
@@ -134,7 +146,7 @@ class Frame:
         contributions = []
         for rank in range(self._size):
             at = rank * _FRAME
-            mine, nbytes, whole = _OWN.unpack_from(self._received, at + _EQUAL.size)
+            mine, nbytes, whole = _OWN.unpack_from(self._received, at + _EQUAL)
             if nbytes > ROOM or whole > 1:
                 raise BackendError(f"rank {rank} sent a frame that cannot be: {nbytes} bytes of {ROOM}, flag {whole}")
             total += mine
@@ -170,6 +182,11 @@ def complete(submission: Submission, rank: int, given: Sequence[Tensor]) -> None
         ops = [AllToAll(op.dtype, sends, ()) for sends in tables]
         given = [each[n:] for each in given]
     perform(ops, given, {rank: submission.outputs})
+
+
+def heading_of(submission: Submission) -> bytes:
+    """What a call of a collective is, without its number: equal for equal calls."""
+    return _HEADING.pack(*signature(submission.op), digest(submission), *extent(submission))
 
 
 def digest(submission: Submission) -> int:

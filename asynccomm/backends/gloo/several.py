@@ -27,17 +27,16 @@ from asynccomm.backends.gloo.reducing import (
     widened_bytes,
 )
 from asynccomm.backends.gloo.staging import Finish, pack, room, unpack
-from asynccomm.backends.gloo.torch_gloo import LARGE, Gloos
+from asynccomm.backends.gloo.torch_gloo import Gloos
 from asynccomm.backends.gloo.transfers import Transfer
 from asynccomm.backends.hazards import Buffers
 from asynccomm.backends.regions import adjoining
-from asynccomm.ops import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Op, Parcels, ReduceScatter
+from asynccomm.ops import AllGather, AllReduce, Broadcast, Op, ReduceScatter
 
-__all__ = ["are_small", "groups_of", "is_divided", "lines_of"]
+__all__ = ["groups_of", "is_divided", "lines_of"]
 
 SMALL = 1 << 20  # bytes: up to here copying costs less than an operation of its own (2 ranks on 2 cores)
 PACK = 4 << 20  # bytes of a pack at most
-WIDEST = 4  # times as many bytes that an element may take while it is reduced: float8 as float32
 
 Lines = list[list[Transfer]]
 
@@ -73,17 +72,6 @@ def is_divided(submission: Submission) -> bool:
             return bool(op.counts) or len(submission.outputs) > 1
         case _:
             return False
-
-
-def are_small(submission: Submission) -> bool:
-    """Whether all transfers of a collective of tensors surely go through the group for small ones."""
-    op = submission.op
-    if isinstance(op, (AllToAll, Barrier, Parcels)):
-        return False
-    if not is_divided(submission):
-        return op.nbytes < LARGE
-    widest = 1 if getattr(op, "reduction", None) is None else WIDEST
-    return widest * max(sum([t.nbytes for t in each]) for each in (submission.inputs, submission.outputs)) < LARGE
 
 
 def lines_of(gloos: Gloos, op: Op, buffers: Buffers, rank: int, size: int) -> Lines:

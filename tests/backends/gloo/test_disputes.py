@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Sequence
+from operator import itemgetter
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from asynccomm import BackendError, CollectiveMismatchError, ReduceOp
 from asynccomm.backends.base import Submission
 from asynccomm.backends.gloo import disputes
 from asynccomm.backends.gloo.disputes import Dispute
 from asynccomm.ops import AllReduce, AllToAll, Barrier, Call, Op
+from tests.backends.gloo.network import Network
 
 
 def submission(op: Op, number: int = 7) -> Submission:
@@ -26,44 +27,17 @@ def submission(op: Op, number: int = 7) -> Submission:
     return Submission(Call(op, (), (), None), work)
 
 
-class Gather:
-    """An all_gather of ranks in one process, each on a thread."""
-
-    def __init__(self, size: int) -> None:
-        self._given: list[Tensor | None] = [None] * size
-        self._barrier = threading.Barrier(size)
-
-    def of(self, rank: int) -> Any:
-        def gather(output: Tensor, input: Tensor) -> Any:
-            self._given[rank] = input.clone()
-            self._barrier.wait(20)
-            output.copy_(torch.cat([given for given in self._given if given is not None]))
-            self._barrier.wait(20)
-            future: torch.futures.Future[object] = torch.futures.Future()
-            future.set_result(None)
-
-            class Work:
-                get_future = staticmethod(lambda: future)
-
-            return Work
-
-        return gather
-
-
 def errors_of(submissions: Sequence[Submission], sides: tuple[int, int] | None) -> list[Exception]:
     size = len(submissions)
-    gather = Gather(size)
-    errors: list[list[Exception]] = [[] for _ in range(size)]
+    network = Network()
+    errors: SimpleQueue[tuple[int, Exception]] = SimpleQueue()
+    for rank in range(size):
 
-    def begin(rank: int) -> None:
-        Dispute(gather.of(rank), submissions[rank], size, sides, errors[rank].append).begin()
+        def end(error: Exception, rank: int = rank) -> None:
+            errors.put((rank, error))
 
-    threads = [threading.Thread(target=begin, args=[rank]) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [error for (error,) in errors]
+        Dispute(network.of(rank), rank, size, submissions[rank], sides, end).begin("dispute")
+    return [error for _, error in sorted([errors.get(timeout=20) for _ in range(size)], key=itemgetter(0))]
 
 
 def test_all_come_to_the_same_error() -> None:
@@ -125,15 +99,6 @@ def test_what_is_no_description_is_refused(said: bytes, monkeypatch: pytest.Monk
     for error in errors_of([submission(Barrier())] * 2, (0, 1)):
         assert isinstance(error, BackendError)
         assert "its description is corrupt" in str(error)
-
-
-def test_lengths_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disputes, "MOST", 20)
-    texts = iter([b"x" * 5, b"x" * 21])
-    monkeypatch.setattr(disputes, "_said", lambda submission: next(texts))
-    for error in errors_of([submission(Barrier())] * 2, (0, 1)):
-        assert isinstance(error, BackendError)
-        assert "lengths that cannot be: [" in str(error)
 
 
 def test_long_descriptions_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:

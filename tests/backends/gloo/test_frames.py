@@ -12,7 +12,7 @@ from torch import Tensor
 
 from asynccomm import BackendError, Comm, ReduceOp
 from asynccomm.backends.base import Submission
-from asynccomm.backends.gloo.frames import ROOM, Frame, balance, complete, digest, extent
+from asynccomm.backends.gloo.frames import ROOM, Frame, balance, complete, digest, extent, heading_of
 from asynccomm.checks import Group
 from asynccomm.ops import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Call, Op, Parcel, Parcels, ReduceScatter
 
@@ -35,7 +35,7 @@ def exchanged(submissions: Sequence[Submission]) -> list[Frame]:
     """The frames of all ranks, after their all_gather."""
     frames = [Frame(rank, len(submissions)) for rank in range(len(submissions))]
     for frame, mine in zip(frames, submissions, strict=True):
-        frame.fill(mine)
+        frame.fill(mine, 3, heading_of(mine))
     everything = torch.cat([frame.mine for frame in frames])
     for frame in frames:
         frame.all.copy_(everything)
@@ -85,7 +85,7 @@ def test_a_difference_is_seen_by_all(mine: Op, other: Op, odd: int) -> None:
         call._replace(parcels=(Parcel(b"", ()),), inputs=()) if call.op.kind == "parcels" else call for call in calls
     ]
     frames = exchanged([submission(call) for call in calls])
-    assert {frame.differing() for frame in frames} == {(0, odd or 1)}
+    assert {frame.differing() for frame in frames} == {(3, (0, odd or 1))}
 
 
 def test_numbers_and_places_must_agree() -> None:
@@ -105,7 +105,27 @@ def test_numbers_and_places_must_agree() -> None:
 
     assert pair(lambda one: None).differing() is None
     for change in (number, batch, merged):
-        assert pair(change).differing() == (0, 1)
+        assert pair(change).differing() == (3, (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("places", "names", "sides"),
+    [
+        ([5, 4, 5], "aba", (0, 1)),  # 0 and 2 went on without a frame
+        ([4, 4, 5], "aba", (0, 1)),  # 0 sent its frame late
+        ([5, 4, 4], "bba", (1, 2)),
+        ([6, 5, 4], "abb", (0, 2)),  # 1 went on as well, and then left the prediction
+        ([4, 6, 4], "bab", (0, 1)),
+    ],
+)
+def test_the_earliest_place_tells_where_ranks_differ(places: list[int], names: str, sides: tuple[int, int]) -> None:
+    frames = [Frame(rank, SIZE) for rank in range(SIZE)]
+    for frame, place, name in zip(frames, places, names, strict=True):
+        one = submission(Call(Barrier(label=name), (), (), None), place + 100)
+        frame.fill(one, place, heading_of(one), contribute=False)
+    for frame in frames:
+        frame.all.copy_(torch.cat([each.mine for each in frames]))
+        assert frame.differing() == (4, sides)
 
 
 def test_places_in_a_batch() -> None:
@@ -188,7 +208,7 @@ def test_parcels_of_their_own_for_each_go_another_way() -> None:
     assert [frame.given()[0] for frame in frames] == [None] * SIZE
 
 
-@pytest.mark.parametrize("at", [48, 52])
+@pytest.mark.parametrize("at", [56, 60])
 def test_what_no_rank_says_is_refused(at: int) -> None:
     frame = of_all(lambda rank: Call(Barrier(), (), (), None))[0]
     frame.all[len(frame.mine) + at : len(frame.mine) + at + 4] = 255

@@ -1,0 +1,85 @@
+"""Which collective comes next: programs repeat their calls.
+
+A prediction depends on nothing but the calls before it. As long as the ranks make the same calls, they make the same
+predictions; and where the calls begin to differ, at most one group of ranks still follows the prediction.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple, final
+
+from asynccomm.ops import (
+    AllGather,
+    AllGatherSingle,
+    AllReduce,
+    AllToAllSingle,
+    Barrier,
+    Op,
+    ReduceScatter,
+    ReduceScatterSingle,
+)
+
+__all__ = ["REMEMBERED", "Predicted", "Predictor", "needs_every_rank"]
+
+REMEMBERED: Final = 4096  # pairs of calls whose successors are known: more than a training step has
+
+
+class Predicted(NamedTuple):
+    """The collective that a rank will probably call next."""
+
+    heading: bytes
+    needs_every_rank: bool
+    confirmed: bool  #: came a second time in this place
+
+
+@final
+class Predictor:
+    """The calls of one rank so far, by their headings.
+
+    A heading describes a call completely, but for its number. The prediction is the successor that the last two calls
+    had twice in a row.
+    """
+
+    def __init__(self) -> None:
+        self._successors: dict[tuple[bytes, bytes], Predicted] = {}
+        self._last = b"", b""
+        self._long: set[bytes] = set()
+
+    def predict(self) -> Predicted | None:
+        """The next call, if it can be told."""
+        successor = self._successors.get(self._last)
+        return successor if successor is not None and successor.confirmed else None
+
+    def record(self, heading: bytes, needs_every_rank: bool) -> None:
+        """Count a call, in the order of calls."""
+        last = self._last
+        known = self._successors.get(last)
+        again = known is not None and known.heading == heading
+        if known is None or not (again and known.confirmed):
+            if known is None and len(self._successors) >= REMEMBERED:  # at the same call on all ranks
+                self._successors.clear()
+            self._successors[last] = Predicted(heading, needs_every_rank, again)
+        self._last = last[1], heading
+
+    def is_long(self, heading: bytes) -> bool:
+        """Whether the contributions to such a call did not fit in frames before."""
+        return heading in self._long
+
+    def note_long(self, heading: bytes) -> None:
+        """The contributions to such a call do not fit in frames."""
+        if len(self._long) >= REMEMBERED:
+            self._long.clear()
+        self._long.add(heading)
+
+
+def needs_every_rank(op: Op) -> bool:
+    """Whether no rank can complete ``op`` before every rank has started it, because each needs data from all."""
+    match op:
+        case Barrier():
+            return True
+        case AllGather() | ReduceScatter() if op.counts:
+            return min(op.counts) > 0
+        case AllReduce() | AllGather() | AllGatherSingle() | ReduceScatter() | ReduceScatterSingle() | AllToAllSingle():
+            return op.numel > 0
+        case _:
+            return False
