@@ -1,10 +1,10 @@
 """CPU collectives by torch's gloo, over TCP between any machines.
 
-A collective sends a frame ahead (``collectives.py``), on the thread that calls; gloo only queues it. All else comes
-back through gloo's futures, on gloo's threads, which also do what is left: divide, convert, copy back. An operation may
-be several of gloo's (``several.py``): it is settled when all are done. Those that share memory wait for each other
-(``in_flight.py``). Point-to-point works have no future: a thread waits for each of their lanes (``lanes.py``).
-Collectives of parcels are made of such messages (``exchange.py``).
+The thread that calls a collective hands its frame or its data to gloo (``collectives.py``), which only queues them. All
+else comes back through gloo's futures, on gloo's threads, which also do what is left: divide, convert, copy back. An
+operation may be several of gloo's (``several.py``): it is settled when all are done. Those that share memory wait for
+each other (``in_flight.py``). Point-to-point works have no future: a thread waits for each of their lanes
+(``lanes.py``). Collectives of parcels are made of such messages (``exchange.py``).
 
 There are three gloo groups. Frames have one of their own. With one thread, a group is up to twice as fast for small
 collectives; from 16 MiB on, one with torch's default of two is faster by a tenth.

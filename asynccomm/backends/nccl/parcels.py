@@ -356,9 +356,8 @@ class _Task:
         self.gifts = gifts  #: what is given
         self.stream = stream  #: the caller's
         self.own = own  #: for new memory and copies
-        self.ready = (
-            ready  #: behind all that the caller had queued, and the making of ``gifts``; the task's from now on
-        )
+        #: behind all that the caller had queued, and the making of ``gifts``; the task's from now on
+        self.ready = ready
         self.on_device = False  #: whether anything that comes has to do with the device
         self.work = submission.work
         self.outputs = submission.outputs
