@@ -39,6 +39,7 @@ from asynccomm.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     PeerLostError,
+    StoreError,
 )
 from asynccomm.family import Seat
 from asynccomm.mailbox import Mailbox
@@ -57,6 +58,7 @@ __all__ = ["Session"]
 TELL_SECONDS = 2.0  # for the store to say who came
 LOST_SECONDS = 0.03  # to look for the reason why a rank is gone; all are to know within 0.1 that it is
 EXPLAIN_SECONDS = 1.0  # the same for other errors of the transport
+CONNECT_SECONDS = 0.5  # the same for what a rank could not connect for; less, as who saw it leave waits to hear of it
 ROLL_CALL_SECONDS = 0.5  # for peers to say what they have issued, once an operation is past its deadline
 
 _log = logging.getLogger("asynccomm")
@@ -106,6 +108,7 @@ class Session(Calls):
         """
         if parent is not None:
             parent._growing.add(self)
+        may_connect = parent is None or parent.error is None
         try:
             async with within(timeout) as self._connecting:
                 if isinstance(self.error, BrokenError):  # before anybody could be told to stop
@@ -124,7 +127,8 @@ class Session(Calls):
             self._connecting = None
             reason = exc
             try:
-                reason = await self._why_not_connected(exc)
+                if may_connect:  # else the parent's error says it all
+                    reason = await self._why_not_connected(exc)
             finally:
                 error = AbortedError(self.group.rank, f"could not connect: {type(reason).__name__}: {reason}")
                 # the others may still be connecting, to who will not come; what does not suit they all find out
@@ -178,14 +182,19 @@ class Session(Calls):
         self._fail(error, tell=True)
 
     async def _why_not_connected(self, exc: BaseException) -> BaseException:
-        """What to raise for ``exc``, which ended connecting."""
-        if isinstance(exc, PeerLostError) and self.error is None and self.reporter is not None:
+        """What to raise for ``exc``, which ended connecting. What is behind it may be on its way to us."""
+        seconds = 0.0
+        if isinstance(exc, PeerLostError):
+            seconds = EXPLAIN_SECONDS
+        elif isinstance(exc, (BackendError, StoreError)) and not isinstance(exc, UnsuitableError):
+            seconds = CONNECT_SECONDS
+        if seconds and self.error is None and self.reporter is not None:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(EXPLAIN_SECONDS) as self._connecting:
-                    await self.mailbox.loop.create_future()  # until the news of why it left
+                async with asyncio.timeout(seconds) as self._connecting:
+                    await self.mailbox.loop.create_future()  # until the news
             self._connecting = None
         late = isinstance(exc, TimeoutError) and not isinstance(exc, AsyncCommError)
-        if isinstance(self.error, BrokenError) and (late or isinstance(exc, PeerLostError)):
+        if isinstance(self.error, BrokenError) and (late or seconds):
             return self.error
         if not late:
             return exc

@@ -24,13 +24,16 @@ from asynccomm import (
     PeerLostError,
     RendezvousError,
     StoreClient,
+    StoreError,
     new_comm,
 )
+from asynccomm import session as session_module
 from asynccomm.backends import registry
 from asynccomm.backends.base import Backend, BackendContext, UnsuitableError
 from asynccomm.backends.loopback import LoopbackBackend
 from asynccomm.backends.shm import meeting
 from asynccomm.options import seconds
+from asynccomm.testing.local import loopback_world
 
 
 @pytest.fixture
@@ -230,6 +233,52 @@ async def test_a_rank_that_is_lost_before_the_news_of_why(monkeypatch: pytest.Mo
     monkeypatch.setattr(LoopbackBackend, "connect", classmethod(lost_for_no_reason))
     with pytest.raises(PeerLostError, match="rank 1 was lost"):
         await new_comm("loopback", store=store, rank=0, size=1)
+
+
+@pytest.mark.parametrize("error", [BackendError("the connection was closed"), StoreError("the store was lost")])
+async def test_a_transport_that_fails_before_the_news_of_why(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    failed = asyncio.Event()
+
+    async def fails(cls: type[Backend], context: BackendContext) -> Backend:
+        if context.group.rank == 0:
+            failed.set()
+            raise error
+        await failed.wait()
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(LoopbackBackend, "connect", classmethod(fails))
+    store = MemoryStore()
+    errors = await asyncio.gather(
+        *(new_comm("loopback", store=store, rank=rank, size=2)._connect() for rank in range(2)), return_exceptions=True
+    )
+    assert str(errors[0]) == "aborted by rank 1: could not connect: ZeroDivisionError: "
+    assert errors[0].__cause__ is error  # type: ignore[union-attr]
+
+
+async def test_a_transport_that_fails_when_a_rank_dies_is_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever else connects may see that before the control channel does."""
+    async with loopback_world(3) as comms:
+
+        async def fails(cls: type[Backend], context: BackendContext) -> Backend:
+            lost = PeerLostError(1, "its control connection ended")
+            asyncio.get_running_loop().call_soon(comms[context.group.rank]._session.break_by, lost)
+            raise BackendError("the connection was closed")
+
+        monkeypatch.setattr(LoopbackBackend, "connect", classmethod(fails))
+        errors = await asyncio.gather(*(comms[rank].dup()._connect() for rank in (0, 2)), return_exceptions=True)
+    assert [str(error) for error in errors] == ["rank 1 was lost: its control connection ended"] * 2
+
+
+async def test_what_has_broken_the_parent_needs_no_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CONNECT_SECONDS", "EXPLAIN_SECONDS"):
+        monkeypatch.setattr(session_module, name, 3600.0)
+    async with loopback_world(2) as (a, b):
+        for comm, error in ((a, BackendError("the connection was closed")), (b, PeerLostError(0, "it has ended"))):
+            comm._session.break_by(error)
+            async with asyncio.timeout(20):
+                with pytest.raises(type(error)) as caught:
+                    await comm.dup()
+            assert caught.value.__cause__ is error
 
 
 # -- "auto" -----------------------------------------------------------------------------------------------------------

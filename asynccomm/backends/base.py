@@ -152,6 +152,8 @@ class Backend(Handle, abc.ABC):
     async def connect(cls, context: BackendContext) -> Self:
         """Meet the other ranks. Collective; cancelling it cleans up.
 
+        What it returns may be closed at once, and the others connect all the same.
+
         Raises: ValueError for a hint's value, UnsuitableError on all ranks alike, BackendError.
         """
 

@@ -30,6 +30,7 @@ from asynccomm.backends.gloo.exchange import Exchange
 from asynccomm.backends.gloo.p2p import PointToPoint
 from asynccomm.backends.gloo.torch_gloo import LARGE, Gloo, Gloos
 from asynccomm.backends.lanes import Lanes
+from asynccomm.background import finish
 from asynccomm.errors import BackendError, BrokenError
 from asynccomm.ops import Recv, RecvParcel
 from asynccomm.store.torch_store import AsTorchStore
@@ -124,11 +125,16 @@ class GlooBackend(Backend):
             for name, count in threads.items()
         ]
         try:
-            gloos = await asyncio.gather(*making)
+            backend = cls(context, Gloos(*await asyncio.gather(*making)))
         except (BackendError, asyncio.CancelledError):
             store.end()  # threads may be waiting for it, and the process cannot end before they do
             raise
-        return cls(context, Gloos(*gloos))
+        try:
+            await _all_connected(context)
+        except BaseException:
+            await finish(backend.aclose())
+            raise
+        return backend
 
     def submit(self, batch: Sequence[Submission]) -> None:
         assert self._gloos is not None, "submitted to a closed backend"
@@ -231,6 +237,16 @@ def _address(context: BackendContext) -> str | None:
         return "127.0.0.1"
     address = context.store.local_address()
     return None if address is None or ipaddress.ip_address(address).is_loopback else address
+
+
+async def _all_connected(context: BackendContext) -> None:
+    """Wait until all ranks have their connections: a comm that is closed at once would break those still being made.
+
+    The ranks say so in the store. In a collective of gloo, a rank that dies would be an error of the transport.
+    """
+    if await context.store.add("connected", 1) == context.group.size:
+        await context.store.set("all connected", b"1")
+    await context.store.wait(["all connected"], math.inf)
 
 
 def _let_go(gloos: Gloos | None) -> None:

@@ -5,16 +5,17 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from asynccomm import BackendError, MemoryStore, new_comm
+from asynccomm import AbortedError, BackendError, MemoryStore, new_comm
 from asynccomm.backends.base import BackendContext, Member
 from asynccomm.backends.gloo import backend as backend_module
 from asynccomm.backends.gloo.backend import GlooBackend
+from asynccomm.backends.gloo.torch_gloo import Gloo
 from asynccomm.checks import Group
 from asynccomm.mailbox import Mailbox
 from asynccomm.testing import check_backend
@@ -120,6 +121,7 @@ import asyncio, socket, torch
 from asynccomm import BackendError, MemoryStore
 from asynccomm.backends.base import BackendContext, Member
 from asynccomm.backends.gloo.backend import GlooBackend
+from asynccomm.backends.gloo.torch_gloo import Gloo
 from asynccomm.checks import Group
 from asynccomm.mailbox import Mailbox
 
@@ -202,3 +204,62 @@ async def test_groups_end_on_a_thread_that_nobody_waits_for() -> None:
     await asyncio.gather(*(comm.aclose() for comm in comms))
     await until(lambda: len(ends) == 6)
     assert set(ends) == {"asynccomm-gloo-end"}
+
+
+class Late:
+    """Rank 1 is not told that it has connected before ``go`` is set."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.made: list[weakref.ref[Gloo]] = []
+        self.ends: list[str] = []  #: threads on which groups have ended
+
+    def make(self, store: Any, rank: int, size: int, **options: Any) -> Gloo:
+        gloo = Gloo(store, rank, size, **options)
+        weakref.finalize(gloo, lambda: self.ends.append(threading.current_thread().name))
+        self.made.append(weakref.ref(gloo))
+        if rank == 1:
+            assert self.go.wait(30)
+        return gloo
+
+    async def connect(self) -> tuple[MemoryStore, list[asyncio.Task[Any]]]:
+        """Connect two ranks; returns when rank 0 has all its connections, and either a comm or a reason to wait."""
+        store = MemoryStore()
+        connecting = [
+            asyncio.ensure_future(new_comm("gloo", store=store, rank=rank, size=2)._connect()) for rank in range(2)
+        ]
+        await until(lambda: len(self.made) == 6 and (connecting[0].done() or len(store._waiters) > 0))
+        return store, connecting
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
+    late = Late()
+    monkeypatch.setattr(backend_module, "Gloo", late.make)
+    yield late
+    late.go.set()
+
+
+async def test_no_rank_has_a_comm_before_all_have_their_connections(late: Late) -> None:
+    """Else it could close it, which would break connections that others are still making."""
+    store, connecting = await late.connect()
+    early = connecting[0].done()
+    late.go.set()
+    comms = await asyncio.gather(*connecting)
+    assert not early
+    assert len(store._waiters) == 0
+    await asyncio.gather(*(comm.barrier() for comm in comms))
+    await asyncio.gather(*(comm.aclose() for comm in comms))
+
+
+async def test_a_rank_that_gives_up_before_all_have_connected_ends_its_groups(late: Late) -> None:
+    store, connecting = await late.connect()
+    connecting[0].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await connecting[0]
+    assert late.ends == ["asynccomm-gloo-end"] * 3
+    assert len(store._waiters) == 0
+    late.go.set()
+    with pytest.raises(AbortedError, match="aborted by rank 0: could not connect: CancelledError"):
+        await connecting[1]
+    await until(lambda: not any(gloo() for gloo in late.made))
