@@ -11,14 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from asynccomm.backends.registry import backend_names as backend_names
-    from asynccomm.coalescing.scope import Batch as Batch
-    from asynccomm.coalescing.scope import Estimate as Estimate
-    from asynccomm.comm import Comm as Comm
-    from asynccomm.connect import join_comm as join_comm
-    from asynccomm.connect import new_comm as new_comm
+    from asynccomm.comm.comm import Comm as Comm
+    from asynccomm.comm.in_flight import CommStatistics as CommStatistics
+    from asynccomm.comm.methods.p2p import BatchSendRecv as BatchSendRecv
+    from asynccomm.comm.methods.scopes import coalesce as coalesce
+    from asynccomm.comm.methods.streams import Sink as Sink
+    from asynccomm.comm.methods.streams import Stream as Stream
+    from asynccomm.comm.new_comm import join_comm as join_comm
+    from asynccomm.comm.new_comm import new_comm as new_comm
+    from asynccomm.comm.scopes import Batch as Batch
+    from asynccomm.comm.scopes import Estimate as Estimate
     from asynccomm.control.diagnosis import Diagnosis as Diagnosis
     from asynccomm.control.diagnosis import PendingOp as PendingOp
     from asynccomm.control.diagnosis import RankState as RankState
+    from asynccomm.core.work import Work as Work
     from asynccomm.errors import AbortedError as AbortedError
     from asynccomm.errors import AsyncCommError as AsyncCommError
     from asynccomm.errors import BackendError as BackendError
@@ -36,32 +42,26 @@ if TYPE_CHECKING:
     from asynccomm.errors import StoreProtocolError as StoreProtocolError
     from asynccomm.errors import StoreTimeoutError as StoreTimeoutError
     from asynccomm.errors import WouldBlockError as WouldBlockError
-    from asynccomm.interop.from_torch import wrap as wrap
-    from asynccomm.methods.messages import BatchSendRecv as BatchSendRecv
-    from asynccomm.methods.scopes import coalesce as coalesce
-    from asynccomm.methods.streams import Sink as Sink
-    from asynccomm.methods.streams import Stream as Stream
+    from asynccomm.interop.wrap import wrap as wrap
+    from asynccomm.ops.reduce_op import RedOpType as RedOpType
+    from asynccomm.ops.reduce_op import ReduceOp as ReduceOp
     from asynccomm.options import CommOptions as CommOptions
-    from asynccomm.reduce_op import RedOpType as RedOpType
-    from asynccomm.reduce_op import ReduceOp as ReduceOp
     from asynccomm.runner import run as run
     from asynccomm.store.base import PrefixStore as PrefixStore
     from asynccomm.store.base import Store as Store
     from asynccomm.store.client import StoreClient as StoreClient
     from asynccomm.store.memory import MemoryStore as MemoryStore
     from asynccomm.store.torch_store import TorchStore as TorchStore
-    from asynccomm.traffic import CommStatistics as CommStatistics
     from asynccomm.version import __version__ as __version__
-    from asynccomm.work import Work as Work
 
 _HOMES = {
     "backend_names": "asynccomm.backends.registry",
-    "Batch": "asynccomm.coalescing.scope",
-    "Estimate": "asynccomm.coalescing.scope",
-    "Comm": "asynccomm.comm",
-    "CommStatistics": "asynccomm.traffic",
-    "join_comm": "asynccomm.connect",
-    "new_comm": "asynccomm.connect",
+    "Batch": "asynccomm.comm.scopes",
+    "Estimate": "asynccomm.comm.scopes",
+    "Comm": "asynccomm.comm.comm",
+    "CommStatistics": "asynccomm.comm.in_flight",
+    "join_comm": "asynccomm.comm.new_comm",
+    "new_comm": "asynccomm.comm.new_comm",
     "Diagnosis": "asynccomm.control.diagnosis",
     "PendingOp": "asynccomm.control.diagnosis",
     "RankState": "asynccomm.control.diagnosis",
@@ -82,14 +82,14 @@ _HOMES = {
     "StoreProtocolError": "asynccomm.errors",
     "StoreTimeoutError": "asynccomm.errors",
     "WouldBlockError": "asynccomm.errors",
-    "wrap": "asynccomm.interop.from_torch",
-    "BatchSendRecv": "asynccomm.methods.messages",
-    "coalesce": "asynccomm.methods.scopes",
-    "Sink": "asynccomm.methods.streams",
-    "Stream": "asynccomm.methods.streams",
+    "wrap": "asynccomm.interop.wrap",
+    "BatchSendRecv": "asynccomm.comm.methods.p2p",
+    "coalesce": "asynccomm.comm.methods.scopes",
+    "Sink": "asynccomm.comm.methods.streams",
+    "Stream": "asynccomm.comm.methods.streams",
     "CommOptions": "asynccomm.options",
-    "RedOpType": "asynccomm.reduce_op",
-    "ReduceOp": "asynccomm.reduce_op",
+    "RedOpType": "asynccomm.ops.reduce_op",
+    "ReduceOp": "asynccomm.ops.reduce_op",
     "run": "asynccomm.runner",
     "PrefixStore": "asynccomm.store.base",
     "Store": "asynccomm.store.base",
@@ -97,7 +97,7 @@ _HOMES = {
     "MemoryStore": "asynccomm.store.memory",
     "TorchStore": "asynccomm.store.torch_store",
     "__version__": "asynccomm.version",
-    "Work": "asynccomm.work",
+    "Work": "asynccomm.core.work",
 }
 __all__ = list(_HOMES)
 

@@ -24,7 +24,7 @@ sent. Errors carry data, render it in ``__str__`` and survive pickle: ``args`` a
 
 from __future__ import annotations
 
-from asynccomm.ops.base import Op
+from typing import Protocol
 
 __all__ = [
     "AsyncCommError",
@@ -45,6 +45,13 @@ __all__ = [
     "AbortedError",
     "BackendError",
 ]
+
+
+class Labelled(Protocol):
+    """An operation, as far as errors show it."""
+
+    @property
+    def label(self) -> str: ...
 
 
 class AsyncCommError(RuntimeError):
@@ -70,7 +77,7 @@ class NotSentError(AsyncCommError):
         reason: what became of the scope.
     """
 
-    def __init__(self, op: Op, comm: str, reason: str) -> None:
+    def __init__(self, op: Labelled, comm: str, reason: str) -> None:
         super().__init__(op, comm, reason)
         self.op, self.comm, self.reason = op, comm, reason
 
@@ -174,7 +181,7 @@ class CollectiveTimeoutError(BrokenError, TimeoutError):
 
     def __init__(
         self,
-        op: Op,
+        op: Labelled,
         seq: int,
         comm: str,
         rank: int,

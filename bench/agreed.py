@@ -27,9 +27,9 @@ from report import Results, median, print_table
 from rounds import ROUNDS, in_turns, start_ranks, timed
 
 from asynccomm.backends.base import Submission
-from asynccomm.coalescing.agreed import Council, Voice
-from asynccomm.comm import Comm
-from asynccomm.connect import new_comm
+from asynccomm.batching.ordering.protocol import Council, Voice
+from asynccomm.comm.comm import Comm
+from asynccomm.comm.new_comm import new_comm
 from asynccomm.ops import RecvParcel, SendParcel
 from asynccomm.runner import run
 

@@ -23,8 +23,8 @@ from rounds import ROUNDS, in_turns, start_ranks, timed
 from torch import Tensor
 from torch import distributed as dist
 
-from asynccomm.comm import Comm
-from asynccomm.connect import new_comm
+from asynccomm.comm.comm import Comm
+from asynccomm.comm.new_comm import new_comm
 from asynccomm.runner import run
 
 LISTS: dict[str, list[int]] = {  # numbers of floats

@@ -28,8 +28,8 @@ from report import Results, Row, print_rows
 from rounds import Body, arguments, in_turns, start_ranks, timed
 from torch import distributed as dist
 
-from asynccomm.comm import Comm
-from asynccomm.connect import new_comm
+from asynccomm.comm.comm import Comm
+from asynccomm.comm.new_comm import new_comm
 from asynccomm.runner import run
 
 PEERS = ["gloo", "gloo-future", "mpi"]

@@ -37,12 +37,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
 import torch
 from report import Results, median, print_table
 
-from asynccomm.backends.nccl.events import Poller
-from asynccomm.mailbox import Mailbox
+from asynccomm.backends.nccl.poller import Poller
+from asynccomm.core.mailbox import Mailbox
+from asynccomm.core.work import Work
 from asynccomm.ops import AllReduce
-from asynccomm.reduce_op import ReduceOp
+from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.runner import run
-from asynccomm.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -28,8 +28,8 @@ from torch import distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from asynccomm.comm import Comm
-from asynccomm.connect import new_comm
+from asynccomm.comm.comm import Comm
+from asynccomm.comm.new_comm import new_comm
 from asynccomm.interop.torch_backend import register
 from asynccomm.runner import run
 

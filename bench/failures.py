@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from report import Results, median, print_table
 
-from asynccomm.comm import Comm
-from asynccomm.connect import new_comm
+from asynccomm.comm.comm import Comm
+from asynccomm.comm.new_comm import new_comm
 from asynccomm.errors import AbortedError, BrokenError, CollectiveMismatchError, PeerLostError
 from asynccomm.runner import run
-from asynccomm.store.host import listen, serve
+from asynccomm.store.server import listen, serve
 
 CASE_SECONDS = 30.0  # for one round; then it is a failure of ours
 

@@ -21,8 +21,8 @@ from report import Results, print_table
 from rounds import Body, arguments, in_turns, start_ranks, timed
 
 from asynccomm.backends.registry import backend_names, load_backend
-from asynccomm.comm import Comm
-from asynccomm.connect import new_comm
+from asynccomm.comm.comm import Comm
+from asynccomm.comm.new_comm import new_comm
 from asynccomm.options import HINTS, check_hints
 from asynccomm.runner import run
 

@@ -32,8 +32,8 @@ import torch
 from report import Results, median, print_table
 from rounds import start_ranks
 
-from asynccomm.comm import Comm
-from asynccomm.connect import new_comm
+from asynccomm.comm.comm import Comm
+from asynccomm.comm.new_comm import new_comm
 from asynccomm.runner import run
 
 NAP = 0.001  # seconds that the probe means to sleep

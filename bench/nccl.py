@@ -26,8 +26,8 @@ from report import Results, Row, median, print_rows
 from torch import Tensor
 from torch import distributed as dist
 
-from asynccomm.comm import Comm
-from asynccomm.connect import new_comm
+from asynccomm.comm.comm import Comm
+from asynccomm.comm.new_comm import new_comm
 from asynccomm.runner import run
 
 TENSORS = 100  # of one group

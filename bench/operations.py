@@ -11,7 +11,7 @@ from parts import uneven
 from torch import Tensor
 from torch import distributed as dist
 
-from asynccomm.comm import Comm
+from asynccomm.comm.comm import Comm
 
 __all__ = ["NO_FUTURE", "OPS", "SIZES", "Op", "floats", "one_way"]
 

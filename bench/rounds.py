@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 import torch
 from report import median
 
-from asynccomm.comm import Comm
+from asynccomm.comm.comm import Comm
 
 __all__ = ["ROUNDS", "Body", "arguments", "in_turns", "start_ranks", "timed"]
 

@@ -60,23 +60,23 @@ import torch
 from report import median, print_table, write_rows
 from torch import distributed as dist
 
-from asynccomm import stacks
-from asynccomm.comm import Comm
-from asynccomm.connect import join_comm, new_comm
+from asynccomm.comm.comm import Comm
+from asynccomm.comm.new_comm import join_comm, new_comm
+from asynccomm.core import stacks
+from asynccomm.core.work import Work
 from asynccomm.errors import (
     BrokenError,
     CollectiveTimeoutError,
     LeftOutError,
     RendezvousError,
 )
-from asynccomm.reduce_op import ReduceOp
+from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.runner import run
 from asynccomm.store.client import StoreClient
-from asynccomm.store.host import listen, serve
+from asynccomm.store.server import listen, serve
+from asynccomm.testing.conformance.argument_forms import Forms, Started, expect_finished
 from asynccomm.testing.conformance.data import FLOATS, INTS, sample
-from asynccomm.testing.conformance.forms import Forms, Started, expect_finished
 from asynccomm.testing.conformance.objects import expect_same
-from asynccomm.work import Work
 
 TIMEOUT = 30.0  # seconds of an operation; a rank that is merely slow must not exceed it
 EXCUSED = 3.0  # for the kill of a second rank, or of a newcomer, to be felt
@@ -91,7 +91,7 @@ WARM = 0.25  # of the run, after which growth counts
 SLACK = {"private_mb": 48.0, "shared_mb": 48.0, "fds": 8.0, "threads": 3.0, "tasks": 4.0}
 KEYS = 12  # per rank and comm: a comm leaves its keys in the store
 GLOO_THREADS = 1 / 20  # per recovery: gloo leaves some behind, and says so
-PRELOADED = ["torch", "uvloop", "asynccomm.comm", "asynccomm.connect", "asynccomm.testing.conformance"]
+PRELOADED = ["torch", "uvloop", "asynccomm.comm.comm", "asynccomm.comm.new_comm", "asynccomm.testing.conformance"]
 
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it

@@ -24,7 +24,7 @@ from torch import distributed as dist
 
 from asynccomm.runner import run
 from asynccomm.store.client import StoreClient
-from asynccomm.store.host import listen, serve
+from asynccomm.store.server import listen, serve
 
 VALUE = b"x" * 64
 ALONE = 1000  # operations in a sequential round

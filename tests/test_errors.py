@@ -29,7 +29,7 @@ from asynccomm.errors import (
     WouldBlockError,
 )
 from asynccomm.ops import AllReduce
-from asynccomm.reduce_op import ReduceOp
+from asynccomm.ops.reduce_op import ReduceOp
 
 OP = AllReduce(torch.float32, 7, ReduceOp.PREMUL_SUM(0.5))
 TAGGED = AllReduce(torch.float32, 7, ReduceOp.SUM, label="x")

@@ -14,8 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from asynccomm.dtypes import REAL, in_reals
-from asynccomm.reduce_op import RedOpType, ReduceOp
+from asynccomm.ops.dtypes import REAL, in_reals
+from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 
 __all__ = ["accumulator", "combine", "flat", "is_plain", "landing", "narrow", "plain", "resolved", "widen", "write"]
 

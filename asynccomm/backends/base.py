@@ -34,13 +34,13 @@ from typing import Any, ClassVar, Self, final
 import torch
 from torch import Tensor
 
-from asynccomm.checks import Group
+from asynccomm.core.handles import Handle
+from asynccomm.core.mailbox import Mailbox
+from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, BackendError, BrokenError
-from asynccomm.handles import Handle
-from asynccomm.mailbox import Mailbox
 from asynccomm.ops import Begin, Call, Op, Parcel, Place
+from asynccomm.ops.validation import Group
 from asynccomm.store.base import Store
-from asynccomm.work import Work
 
 __all__ = ["Backend", "BackendContext", "Member", "Submission", "UnsuitableError"]
 

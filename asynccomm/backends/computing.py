@@ -16,7 +16,6 @@ from torch import Tensor
 from asynccomm.backends import arithmetic
 from asynccomm.backends.hazards import in_order
 from asynccomm.backends.regions import bytes_of
-from asynccomm.dtypes import REAL
 from asynccomm.ops import (
     AllGather,
     AllGatherSingle,
@@ -32,7 +31,8 @@ from asynccomm.ops import (
     ReduceScatterSingle,
     Scatter,
 )
-from asynccomm.reduce_op import ReduceOp
+from asynccomm.ops.dtypes import REAL
+from asynccomm.ops.reduce_op import ReduceOp
 
 __all__ = ["contributed_bytes", "contribution", "fill", "perform"]
 

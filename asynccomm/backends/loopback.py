@@ -27,8 +27,8 @@ from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.differences import difference, issued, misfit
 from asynccomm.backends.hazards import load
 from asynccomm.backends.matching import Matching
+from asynccomm.core.handles import Handle
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
-from asynccomm.handles import Handle
 from asynccomm.ops import (
     AllToAll,
     Channel,

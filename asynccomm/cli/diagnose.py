@@ -27,8 +27,8 @@ from typing import Any, Final, Self, final
 
 from asynccomm.cli.run import Commands
 from asynccomm.control.diagnosis import Diagnosis, RankState
-from asynccomm.control.doors import run_name
-from asynccomm.control.frames import MESSAGE_BYTES, Decoder, Message, encode
+from asynccomm.control.transport.framing import MESSAGE_BYTES, Decoder, Message, encode
+from asynccomm.control.transport.sockets import run_name
 
 __all__ = ["Door", "Family", "Job", "View", "add_command", "doors_in", "jobs_of"]
 

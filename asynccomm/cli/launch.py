@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, final
 
 from asynccomm.cli.environment import rank_environment
+from asynccomm.cli.exit_status import culprit, excerpt, exit_code, how
 from asynccomm.cli.processes import Child, spawn
 from asynccomm.cli.rank_output import LogFile, RankOutput, Terminal
-from asynccomm.cli.report import culprit, excerpt, exit_code, how
 
 __all__ = ["LaunchOptions", "launch"]
 

@@ -16,7 +16,7 @@ import time
 
 from asynccomm.cli.processes import GROUP_SECONDS, kill_group
 from asynccomm.errors import RendezvousError
-from asynccomm.store.host import serve
+from asynccomm.store.server import serve
 
 __all__ = ["main"]
 

@@ -1,11 +1,11 @@
 """The control channel of a job's rank: one connection up the tree, shared by all comms that were split off one another.
 
-Each comm enrols with the key that its ranks share and a member (``members``), which hears its news, is asked what it is
-at, and hears who is gone. All of that happens on the control thread, whatever the comm's own loop is doing.
+Each comm enrols with the key that its ranks share and a member (``subscribers``), which hears its news, is asked what
+it is at, and hears who is gone. All of that happens on the control thread, whatever the comm's own loop is doing.
 
-The channel holds together what does the work, and passes on what comes: ``node`` knows the ways and who is gone,
-``listener`` lets others in, ``climbing`` connects to the rank above, ``members`` are the comms, ``questions`` and
-``prints`` are what ranks ask and compare, ``elections`` how they agree who goes on.
+The channel holds together what does the work, and passes on what comes: ``router`` knows the ways and who is gone,
+``listener`` lets others in, ``uplink`` connects to the rank above, ``subscribers`` are the comms, ``requests`` and
+``mismatch`` are what ranks ask and compare, ``service`` how they agree who goes on.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final, TypeVar, final
 
-from asynccomm.control.climbing import Climber
-from asynccomm.control.doors import Doors
-from asynccomm.control.elections import Elections
-from asynccomm.control.frames import Message
-from asynccomm.control.links import Connection, Tokens
-from asynccomm.control.listener import Listener
-from asynccomm.control.members import Member, Members
-from asynccomm.control.node import ALL, HERE, Node
-from asynccomm.control.prints import Prints
-from asynccomm.control.questions import Questions
-from asynccomm.control.roster import Contact, Roster
-from asynccomm.control.thread import ControlThread, control_thread
+from asynccomm.control.membership.service import Elections
+from asynccomm.control.mismatch import Prints
+from asynccomm.control.requests import Questions
+from asynccomm.control.router import ALL, HERE, Node
+from asynccomm.control.subscribers import Member, Members
+from asynccomm.control.transport.connection import Connection, Tokens
+from asynccomm.control.transport.framing import Message
+from asynccomm.control.transport.listener import Listener
+from asynccomm.control.transport.sockets import Doors
+from asynccomm.control.transport.thread import ControlThread, control_thread
+from asynccomm.control.transport.topology import Contact, Roster
+from asynccomm.control.uplink import Climber
 
 __all__ = ["Channel"]
 

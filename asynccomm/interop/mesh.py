@@ -23,8 +23,8 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from asynccomm.comm import Comm
-from asynccomm.interop import known_groups
+from asynccomm.comm.comm import Comm
+from asynccomm.interop import torch_registry
 from asynccomm.interop.torch_backend import TorchGroup, group_over
 
 __all__ = ["init_device_mesh"]
@@ -132,7 +132,7 @@ def _take_default(
     whole: Comm | None, comms: Sequence[Comm], names: Sequence[str], rank: int, mesh: torch.Tensor
 ) -> None:
     """Have a default group of the mesh's ranks."""
-    there: Any = known_groups.default()
+    there: Any = torch_registry.default()
     if there is not None:
         if (there.size(), there.rank()) != (mesh.numel(), rank):
             raise ValueError(
@@ -143,7 +143,7 @@ def _take_default(
         raise RuntimeError(f"a mesh of {_shape(comms, names)} needs the comm of all its ranks: pass _global_comm")
     else:
         name = names[0] if len(comms) == 1 and comms[0] is whole else whole.name
-        known_groups.make_default(_group_for(whole, name, range(whole.size)))
+        torch_registry.make_default(_group_for(whole, name, range(whole.size)))
 
 
 def _group_for(comm: Comm, name: str, ranks: Sequence[int]) -> TorchGroup:
@@ -151,10 +151,10 @@ def _group_for(comm: Comm, name: str, ranks: Sequence[int]) -> TorchGroup:
     for label in itertools.chain(
         (name, f"{name}/{comm.name}"), (f"{name}/{comm.name}/{n}" for n in itertools.count(1))
     ):
-        there = known_groups.group_called(label)
+        there = torch_registry.group_called(label)
         if there is None:
             group = group_over(comm, name=label)
-            known_groups.add(group, label, ranks)
+            torch_registry.add(group, label, ranks)
             _comms[group] = comm
             return group
         if _comms.get(there) is comm and dist.get_process_group_ranks(there) == list(ranks):
@@ -166,8 +166,8 @@ def _drop_closed() -> None:
     """Take what earlier meshes have left, whose comms are closed."""
     for group, comm in list(_comms.items()):
         if comm._session.closed:
-            if group is known_groups.default():
-                known_groups.make_default(None)
+            if group is torch_registry.default():
+                torch_registry.make_default(None)
             if group in dist.distributed_c10d._world.pg_map:
-                known_groups.drop(group)
+                torch_registry.drop(group)
             del _comms[group]

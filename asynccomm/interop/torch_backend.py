@@ -25,13 +25,13 @@ import torch
 from torch import distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from asynccomm.comm import Comm
-from asynccomm.interop.comms import Comms
-from asynccomm.interop.threads import detached
+from asynccomm.comm.comm import Comm
+from asynccomm.interop.group_comms import Comms
+from asynccomm.interop.loop_thread import detached
+from asynccomm.interop.no_compile import uncompiled
 from asynccomm.interop.torch_collectives import NAME, TorchCollectives
 from asynccomm.interop.torch_version import PYTHON_BACKENDS, as_backend, group_arguments
 from asynccomm.interop.torch_words import check_split
-from asynccomm.interop.uncompiled import uncompiled
 
 __all__ = ["TorchGroup", "group_over", "register"]
 

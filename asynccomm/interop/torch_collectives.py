@@ -17,18 +17,18 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-from asynccomm.coalescing.scope import Batch
+from asynccomm.comm.methods.scopes import coalesce
+from asynccomm.comm.scopes import Batch
+from asynccomm.core.work import Work
 from asynccomm.errors import MonitoredBarrierError
-from asynccomm.interop.comms import Comms
+from asynccomm.interop.group_comms import Comms
+from asynccomm.interop.loop_thread import detached
+from asynccomm.interop.no_compile import uncompiled
 from asynccomm.interop.profiling import is_profiling, recorded
-from asynccomm.interop.threads import detached
 from asynccomm.interop.torch_version import checked_limit, time_limit
 from asynccomm.interop.torch_words import monitored_barrier_failed
 from asynccomm.interop.torch_work import TorchWork
-from asynccomm.interop.uncompiled import uncompiled
-from asynccomm.methods.scopes import coalesce
-from asynccomm.reduce_op import ReduceOp
-from asynccomm.work import Work
+from asynccomm.ops.reduce_op import ReduceOp
 
 __all__ = ["NAME", "TorchCollectives"]
 

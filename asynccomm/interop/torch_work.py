@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError
-from asynccomm.interop.threads import detached, on_a_thread
-from asynccomm.interop.uncompiled import uncompiled
-from asynccomm.work import Work
+from asynccomm.interop.loop_thread import detached, on_a_thread
+from asynccomm.interop.no_compile import uncompiled
 
 __all__ = ["TorchWork"]
 

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol, final
 import torch
 from torch import Tensor
 
-from asynccomm.checks import check_label
-from asynccomm.dtypes import REAL
+from asynccomm.ops.dtypes import REAL
+from asynccomm.ops.validation import check_label
 
 __all__ = [
     "Begin",

@@ -10,8 +10,8 @@ import enum
 from dataclasses import dataclass
 from typing import Final, final
 
-from asynccomm.checks import MAX_TAG
 from asynccomm.ops.base import Op
+from asynccomm.ops.validation import MAX_TAG
 
 __all__ = ["MAX_HEAD", "Channel", "Parcels", "RecvParcel", "SendParcel"]
 

@@ -9,7 +9,9 @@ from typing import Any, SupportsIndex, final
 import torch
 from torch import Tensor
 
-from asynccomm.checks import (
+from asynccomm.ops.base import Call, Op, TensorOp, described, layout_of, layout_of_shares
+from asynccomm.ops.reduce_op import RedOpType, ReduceOp
+from asynccomm.ops.validation import (
     Group,
     as_list,
     check_length,
@@ -23,8 +25,6 @@ from asynccomm.checks import (
     divided,
     empty_like,
 )
-from asynccomm.ops.base import Call, Op, TensorOp, described, layout_of, layout_of_shares
-from asynccomm.reduce_op import RedOpType, ReduceOp
 
 __all__ = ["AllReduce", "Reduce", "ReduceScatter", "ReduceScatterSingle"]
 

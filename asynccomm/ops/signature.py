@@ -25,7 +25,6 @@ from typing import Any, Final
 
 import torch
 
-from asynccomm.dtypes import BY_NAME
 from asynccomm.ops import (
     AllGather,
     AllGatherSingle,
@@ -43,7 +42,8 @@ from asynccomm.ops import (
     Scatter,
     TensorOp,
 )
-from asynccomm.reduce_op import RedOpType, ReduceOp
+from asynccomm.ops.dtypes import BY_NAME
+from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 
 __all__ = ["Signature", "describe", "differing_layout", "signature", "signature_of"]
 

@@ -16,7 +16,7 @@ import socket
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import final
 
-from asynccomm.handles import Handle
+from asynccomm.core.handles import Handle
 
 __all__ = ["DEFAULT_TIMEOUT", "PrefixStore", "Store", "address_towards", "to_amount", "to_bytes", "to_keys", "within"]
 

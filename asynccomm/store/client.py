@@ -1,7 +1,7 @@
 """The asyncio client of torch's TCPStore: a thin shell around the codec.
 
 Two connections or more. On the command line requests are pipelined and those of one loop turn leave in one write. A
-WAIT that has to wait would confuse the replies there, so waits have lines of their own (``wait_line``): one from the
+WAIT that has to wait would confuse the replies there, so waits have lines of their own (``wait_pool``): one from the
 start, others when several wait for long.
 
 A cancelled request leaves its place in the queue, so the replies keep their order. An error or a lost connection fails
@@ -24,7 +24,7 @@ from typing import Any, Self, cast, final
 from asynccomm.errors import ClosedError, RendezvousError, StoreError, StoreProtocolError, StoreTimeoutError
 from asynccomm.store.base import DEFAULT_TIMEOUT, Store, to_bytes, within
 from asynccomm.store.codec import MULTI_SET_BYTES, Codec
-from asynccomm.store.wait_line import WaitLines
+from asynccomm.store.wait_pool import WaitLines
 
 __all__ = ["StoreClient"]
 

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from datetime import timedelta
 
-from asynccomm.comm import Comm
-from asynccomm.connect import new_comm
+from asynccomm.comm.comm import Comm
+from asynccomm.comm.new_comm import new_comm
 from asynccomm.options import MAX_BYTES, MAX_OPS
 from asynccomm.store.memory import MemoryStore
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from asynccomm.testing.messages import Died, Failed, Filters, Job, Passed, Report, Setup, Skipped, Stuck, World
+from asynccomm.testing.protocol import Died, Failed, Filters, Job, Passed, Report, Setup, Skipped, Stuck, World
 
 if TYPE_CHECKING:
     from asynccomm.testing.pool import RankPool

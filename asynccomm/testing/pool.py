@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, final
 
-from asynccomm.store.host import HostedStore, listen, serve
-from asynccomm.testing.messages import Died, Failed, Job, Passed, Report, Setup, ShowStacks, Skipped, Stacks, Stuck
+from asynccomm.store.server import HostedStore, listen, serve
+from asynccomm.testing.protocol import Died, Failed, Job, Passed, Report, Setup, ShowStacks, Skipped, Stacks, Stuck
 
 __all__ = ["Rank", "RankPool"]
 

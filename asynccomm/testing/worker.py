@@ -32,11 +32,11 @@ from _pytest.assertion import util as assertion_util
 from _pytest.config import Config, _prepareconfig, apply_warning_filters
 from _pytest.pathlib import ImportMode, import_path
 
-from asynccomm.connect import new_comm
+from asynccomm.comm.new_comm import new_comm
+from asynccomm.core.stacks import describe
+from asynccomm.core.work import Work
 from asynccomm.errors import AbortedError
-from asynccomm.stacks import describe
-from asynccomm.testing.messages import Failed, Job, Passed, Setup, ShowStacks, Skipped, Stacks
-from asynccomm.work import Work
+from asynccomm.testing.protocol import Failed, Job, Passed, Setup, ShowStacks, Skipped, Stacks
 
 PR_SET_PDEATHSIG = 1
 OWN_SECONDS = 0.05  # for other ranks, which may fail in the same place, to do so by themselves and not by our abort

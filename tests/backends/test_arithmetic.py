@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asynccomm.backends.arithmetic import accumulator, combine, flat, is_plain, narrow, resolved, widen
-from asynccomm.reduce_op import RedOpType, ReduceOp
+from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 from asynccomm.testing.conformance.data import DTYPES, combinations, layouts
 
 CASES = list(combinations())

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from asynccomm.backends.base import Backend, BackendContext, Member, Submission, device_of
-from asynccomm.checks import Group
-from asynccomm.mailbox import Mailbox
+from asynccomm.core.mailbox import Mailbox
+from asynccomm.core.work import Work
 from asynccomm.ops import AllGather, AllReduce
-from asynccomm.reduce_op import ReduceOp
+from asynccomm.ops.reduce_op import ReduceOp
+from asynccomm.ops.validation import Group
 from asynccomm.store.memory import MemoryStore
-from asynccomm.work import Work
 
 
 class Least(Backend):

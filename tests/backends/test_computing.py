@@ -12,7 +12,6 @@ from torch import Tensor
 from asynccomm import ReduceOp
 from asynccomm.backends.computing import contributed_bytes, contribution, fill, perform
 from asynccomm.backends.regions import bytes_of
-from asynccomm.checks import Group
 from asynccomm.ops import (
     AllGather,
     AllReduce,
@@ -27,6 +26,7 @@ from asynccomm.ops import (
     ReduceScatterSingle,
     Scatter,
 )
+from asynccomm.ops.validation import Group
 from asynccomm.testing.conformance.data import combinations, expect_equal, reduced, sample, sentinel, strided
 
 SIZE = 3

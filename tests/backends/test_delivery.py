@@ -9,10 +9,10 @@ from torch import Tensor
 
 from asynccomm.backends.base import Submission
 from asynccomm.backends.delivery import Delivery
-from asynccomm.checks import Group
 from asynccomm.errors import PayloadError
 from asynccomm.ops import Call, Parcel
-from asynccomm.ops.uneven import all_gather_v, all_gather_v_coalesced, all_to_all_v_single, gather_v, scatter_v
+from asynccomm.ops.validation import Group
+from asynccomm.ops.variable import all_gather_v, all_gather_v_coalesced, all_to_all_v_single, gather_v, scatter_v
 
 SIZE = 3
 

@@ -15,7 +15,6 @@ from asynccomm.backends.arithmetic import is_plain
 from asynccomm.backends.base import Submission
 from asynccomm.backends.hazards import accesses, apart, find, load, separated
 from asynccomm.backends.regions import overlap, region
-from asynccomm.checks import Group
 from asynccomm.ops import (
     AllGather,
     AllGatherSingle,
@@ -31,7 +30,8 @@ from asynccomm.ops import (
     ReduceScatterSingle,
     Scatter,
 )
-from asynccomm.reduce_op import ReduceOp
+from asynccomm.ops.reduce_op import ReduceOp
+from asynccomm.ops.validation import Group
 
 RANK, SIZE, ROOM = 1, 3, 64
 GROUP = Group("grads", RANK, SIZE, torch.device("cpu"))

@@ -24,9 +24,9 @@ from asynccomm.cli.diagnose import Door, doors_in, jobs_of
 from asynccomm.cli.main import main
 from asynccomm.control.channel import Channel
 from asynccomm.control.diagnosis import Diagnosis, RankState
-from asynccomm.control.doors import Doors, run_name
-from asynccomm.control.frames import MESSAGE_BYTES
-from asynccomm.control.links import Tokens
+from asynccomm.control.transport.connection import Tokens
+from asynccomm.control.transport.framing import MESSAGE_BYTES
+from asynccomm.control.transport.sockets import Doors, run_name
 
 DEADLINE = 60.0  # seconds until a condition counts as never met
 
@@ -512,7 +512,9 @@ def test_elsewhere_than_on_linux(command: Command, monkeypatch: pytest.MonkeyPat
 
 
 def test_it_needs_no_torch() -> None:
-    modules = "asynccomm.cli.main, asynccomm.cli.diagnose, asynccomm.control.frames, asynccomm.control.diagnosis"
+    modules = (
+        "asynccomm.cli.main, asynccomm.cli.diagnose, asynccomm.control.transport.framing, asynccomm.control.diagnosis"
+    )
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60).stdout == b"False\n"

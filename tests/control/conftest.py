@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from .door import Door, opened
-from .strangers import until
+from .fake_listener import Door, opened
+from .unauthenticated import until
 
 
 @pytest.fixture(params=["local", "tcp"])

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from asynccomm.control import channel as module
-from asynccomm.control import thread as thread_module
 from asynccomm.control.channel import Channel
-from asynccomm.control.doors import Doors
-from asynccomm.control.frames import Message
-from asynccomm.control.links import Tokens
-from asynccomm.control.roster import Contact
+from asynccomm.control.transport import thread as thread_module
+from asynccomm.control.transport.connection import Tokens
+from asynccomm.control.transport.framing import Message
+from asynccomm.control.transport.sockets import Doors
+from asynccomm.control.transport.topology import Contact
 
-from .channels import HOSTS, doors_of, job, two_threads
-from .strangers import descriptors, nothing_unclosed, until
+from .channel_pairs import HOSTS, doors_of, job, two_threads
+from .unauthenticated import descriptors, nothing_unclosed, until
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

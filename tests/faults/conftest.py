@@ -11,9 +11,9 @@ from typing import Any, Final, final
 import pytest
 
 from .jobs import Nursery
-from .judging import delays, judge
 from .plans import ISSUING, Case, plan
 from .reports import Outcome
+from .verdicts import delays, judge
 
 USUAL: Final = 310
 SEED: Final = 11

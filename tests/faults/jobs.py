@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Final, final
 
-from asynccomm.store.host import HostedStore, listen, serve
+from asynccomm.store.server import HostedStore, listen, serve
 
 from .inventory import sockets_named
 from .plans import LOCAL, Case
@@ -83,7 +83,7 @@ class Nursery:
         self._store: HostedStore = serve("127.0.0.1", listen("127.0.0.1", 0))
         one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.nursery", str(theirs.fileno())],
+            [sys.executable, "-m", "tests.faults.forkserver", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,

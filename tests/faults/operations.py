@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import torch
 
-from asynccomm.comm import Comm
-from asynccomm.work import Work
+from asynccomm.comm.comm import Comm
+from asynccomm.core.work import Work
 
 __all__ = ["SMALL", "LARGE", "call"]
 

@@ -23,26 +23,26 @@ from typing import Any, Final, final
 import torch
 import uvloop
 
-from asynccomm import assembly
 from asynccomm.backends import registry
-from asynccomm.backends.shm.worker import the_worker
-from asynccomm.comm import Comm
-from asynccomm.connect import new_comm
-from asynccomm.control import links
+from asynccomm.backends.shm.progress_thread import the_worker
+from asynccomm.comm import bootstrap
+from asynccomm.comm.comm import Comm
+from asynccomm.comm.new_comm import new_comm
+from asynccomm.comm.session import Session
 from asynccomm.control.channel import Channel
-from asynccomm.control.links import Connection
+from asynccomm.control.transport import connection
+from asynccomm.control.transport.connection import Connection
+from asynccomm.core.stacks import describe
+from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, BrokenError, CollectiveMismatchError, CollectiveTimeoutError
-from asynccomm.session import Session
-from asynccomm.stacks import describe
 from asynccomm.store.memory import MemoryStore
-from asynccomm.work import Work
 from tests.backends.nccl import simulation
 
 from .inventory import Inventory, what_is_left
 from .operations import LARGE, SMALL, call
 from .plans import DEADLINE, GRACE, ISSUING, LOCAL, MEETING, SLOWNESS, Case
 from .reports import Report, Struck
-from .scarcity import few_descriptors, full_disks, own_disk, small_files
+from .resource_limits import few_descriptors, full_disks, own_disk, small_files
 
 __all__ = ["run_local", "run_rank"]
 
@@ -545,7 +545,7 @@ _CHANNELS: Final[ContextVar[list[Channel]]] = ContextVar("channels")
 
 def keep_channels() -> None:
     """From now on, each task that has set ``_CHANNELS`` finds the control channels that it opens there."""
-    open_channel = assembly._open_channel
+    open_channel = bootstrap._open_channel
 
     async def open_and_keep(*args: Any) -> Channel | None:
         channel = await open_channel(*args)
@@ -553,7 +553,7 @@ def keep_channels() -> None:
             _CHANNELS.get().append(channel)
         return channel
 
-    assembly._open_channel = open_and_keep
+    bootstrap._open_channel = open_and_keep
 
 
 def strike_at(point: str, strike: Callable[[], object], delay: float) -> None:
@@ -588,18 +588,18 @@ def strike_at(point: str, strike: Callable[[], object], delay: float) -> None:
 
     match point:
         case "meeting":
-            assembly.join = wrapped(assembly.join, after=False)
+            bootstrap.join = wrapped(bootstrap.join, after=False)
         case "met":
-            assembly.join = wrapped(assembly.join, after=True)
+            bootstrap.join = wrapped(bootstrap.join, after=True)
         case "attached":
-            assembly._open_channel = wrapped(assembly._open_channel, after=True)
+            bootstrap._open_channel = wrapped(bootstrap._open_channel, after=True)
         case _:
             Session._connect_first = connect_while  # type: ignore[method-assign]
 
 
 def be_slow() -> None:
     """From now on, what goes over the control connection to the rank above arrives late, either way."""
-    connect = links._local
+    connect = connection._local
 
     async def connect_slowly(address: str) -> socket.socket:
         far = await connect(address)
@@ -609,7 +609,7 @@ def be_slow() -> None:
         near.setblocking(False)
         return near
 
-    links._local = connect_slowly
+    connection._local = connect_slowly
 
 
 def _slow_line(near: socket.socket, far: socket.socket) -> None:

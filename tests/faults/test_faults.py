@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from .conftest import USUAL, Runner, cases_of
-from .judging import judge
 from .plans import Case
+from .verdicts import judge
 
 
 def test_a_fault(fault_case: Case, fault_runner: Runner) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from socket import socketpair
 from typing import Any, Self
 
-from asynccomm.store.host import HostedStore, listen, serve
+from asynccomm.store.server import HostedStore, listen, serve
 
 from .judging import Finding
 from .perform import Report

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asynccomm.backends import arithmetic
-from asynccomm.reduce_op import ReduceOp
+from asynccomm.ops.reduce_op import ReduceOp
 
 from .generate import Features, generate
 from .judging import Finding

@@ -36,7 +36,7 @@ from asynccomm.ops import (
     Together,
 )
 from asynccomm.ops.base import described, layout_of, layout_of_shares, moved
-from asynccomm.reduce_op import ReduceOp
+from asynccomm.ops.reduce_op import ReduceOp
 
 F = torch.float32
 SUM, PREMUL = ReduceOp.SUM, ReduceOp.PREMUL_SUM

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from asynccomm.checks import MAX_TAG
 from asynccomm.ops import Channel, Parcels
+from asynccomm.ops.validation import MAX_TAG
 
 
 def test_who_gives_and_who_takes() -> None:

@@ -10,8 +10,8 @@ import torch
 
 from asynccomm.ops import AllReduce, Reduce, ReduceScatter, ReduceScatterSingle
 from asynccomm.ops.base import layout_of
-from asynccomm.reduce_op import ReduceOp
-from tests.methods.uses import GROUP, RANK, SIZE, around, fails, several, t
+from asynccomm.ops.reduce_op import ReduceOp
+from tests.comm.methods.argument_matrix import GROUP, RANK, SIZE, around, fails, several, t
 
 F, D, C = torch.float32, torch.float64, torch.complex64
 SUM, PREMUL = ReduceOp.SUM, ReduceOp.PREMUL_SUM

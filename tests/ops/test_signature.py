@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynccomm import ops
-from asynccomm.dtypes import BY_NAME
 from asynccomm.ops import Op
 from asynccomm.ops.base import layout_of, layout_of_shares
+from asynccomm.ops.dtypes import BY_NAME
+from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 from asynccomm.ops.signature import REMEMBERED, describe, differing_layout, signature
-from asynccomm.reduce_op import RedOpType, ReduceOp
 
 F, I = torch.float32, torch.int64  # noqa: E741
 ALL: list[Op] = [

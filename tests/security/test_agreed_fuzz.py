@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from asynccomm.coalescing import agreed
-from asynccomm.coalescing.agreed import Council, Voice
-from asynccomm.coalescing.announcements import MAX_TAG, MAX_TEXT, GarbledError, Writer, notice
+from asynccomm.batching.ordering import protocol
+from asynccomm.batching.ordering.codec import MAX_TAG, MAX_TEXT, GarbledError, Writer, notice
+from asynccomm.batching.ordering.protocol import Council, Voice
 
 from .mutations import little_memory
 
 LIMIT = 100
 
 
-REAL = agreed.UNDECIDED
+REAL = protocol.UNDECIDED
 
 
 @pytest.fixture(autouse=True)
 def _lower_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreed, "UNDECIDED", LIMIT)
+    monkeypatch.setattr(protocol, "UNDECIDED", LIMIT)
 
 
 def announced(count: int, tag: str = "tag") -> bytes:

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from asynccomm.coalescing.agreed import Council, Voice
-from asynccomm.coalescing.announcements import GarbledError, Mismatch, Reader, Writer, notice
+from asynccomm.batching.ordering.codec import GarbledError, Mismatch, Reader, Writer, notice
+from asynccomm.batching.ordering.protocol import Council, Voice
 
 from .mutations import little_memory, mutated
 

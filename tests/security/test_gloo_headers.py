@@ -19,16 +19,16 @@ from torch import Tensor
 from asynccomm import BackendError, BrokenError, Comm
 from asynccomm.backends.base import Submission
 from asynccomm.backends.delivery import Delivery
-from asynccomm.backends.gloo import wire
-from asynccomm.backends.gloo.exchange import Exchange
+from asynccomm.backends.gloo import payloads
 from asynccomm.backends.gloo.frames import ROOM, Frame
 from asynccomm.backends.gloo.p2p import PointToPoint
-from asynccomm.backends.gloo.wire import Incoming, Outgoing
-from asynccomm.checks import Group
-from asynccomm.dtypes import CODES
+from asynccomm.backends.gloo.payload_collectives import Exchange
+from asynccomm.backends.gloo.payloads import Incoming, Outgoing
 from asynccomm.errors import CollectiveMismatchError
 from asynccomm.ops import Call, Channel, Parcel, Parcels, Recv, RecvParcel
+from asynccomm.ops.dtypes import CODES
 from asynccomm.ops.parcels import MAX_HEAD
+from asynccomm.ops.validation import Group
 
 from .mutations import HUGE, little_memory, mutated
 
@@ -66,7 +66,7 @@ def sent(parcel: Parcel, code: int = 0, text: str = "") -> list[bytes]:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that what is cut up is small."""
     for name, value in (("SHORT", 100), ("SEGMENT", 400), ("SMALL", 50), ("PACK", 120)):
-        monkeypatch.setattr(wire, name, value)
+        monkeypatch.setattr(payloads, name, value)
 
 
 def take(messages: Sequence[bytes], room: int | None) -> BackendError | None:
@@ -125,7 +125,9 @@ def test_headers_of_any_numbers(seed: int) -> None:
     with little_memory(600 << 20):
         for _ in range(50):
             head, payload, segments = (choose.choice(numbers) for _ in range(3))
-            first = struct.pack("<qqqI60s", head, payload, segments, 0, b"x").ljust(wire._HEADER.size + wire.SHORT)
+            first = struct.pack("<qqqI60s", head, payload, segments, 0, b"x").ljust(
+                payloads._HEADER.size + payloads.SHORT
+            )
             take([first, choose.randbytes(100)], choose.choice([None, 8]))
 
 
@@ -148,7 +150,7 @@ def test_headers_of_any_numbers(seed: int) -> None:
     ids=str,
 )
 def test_notes_that_cannot_be(note: tuple[int, int, int]) -> None:
-    first = struct.pack("<qqqI60s", *note, 0, b"").ljust(wire._HEADER.size + wire.SHORT, b"\1")
+    first = struct.pack("<qqqI60s", *note, 0, b"").ljust(payloads._HEADER.size + payloads.SHORT, b"\1")
     with little_memory(64 << 20):
         error = take([first, b"\1" * 1000], None)
     assert "rank 1 sent a header that cannot be" in str(error)
@@ -167,13 +169,13 @@ def test_notes_that_cannot_be(note: tuple[int, int, int]) -> None:
 def test_tables_that_cannot_be(lengths: list[int], what: str) -> None:
     first = struct.pack("<qqqI60s", 0, 600_000, len(lengths), 0, b"") + struct.pack(f"<{len(lengths)}q", *lengths)
     with little_memory(64 << 20):
-        error = take([first.ljust(wire._HEADER.size + wire.SHORT)], 600_000)
+        error = take([first.ljust(payloads._HEADER.size + payloads.SHORT)], 600_000)
     assert what in str(error)
 
 
 def test_many_small_tensors_between_large_ones_are_not_too_many_segments() -> None:
     """The limit is what a sender can come to at most."""
-    small, large = torch.ones(1, dtype=torch.uint8), torch.ones(wire.SMALL + 1, dtype=torch.uint8)
+    small, large = torch.ones(1, dtype=torch.uint8), torch.ones(payloads.SMALL + 1, dtype=torch.uint8)
     parcel = Parcel(b"", (*[small, large] * 20, small))
     peer: Any = Peer([])
     Outgoing(parcel).send(peer, 1, 0)

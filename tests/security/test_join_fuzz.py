@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from asynccomm import join as module
-from asynccomm.control.roster import Contact
+from asynccomm.control.transport.topology import Contact
 from asynccomm.errors import RendezvousError
-from asynccomm.join import Joined, join
+from asynccomm.rendezvous import handshake as module
+from asynccomm.rendezvous.handshake import Joined, join
 from asynccomm.store.memory import MemoryStore
 
 from .mutations import little_memory, mutated

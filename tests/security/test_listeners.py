@@ -15,10 +15,10 @@ from typing import NamedTuple
 import pytest
 
 from asynccomm import Comm, StoreClient, new_comm
-from asynccomm.backends.shm import meeting
-from asynccomm.store.host import listen, serve
-from asynccomm.store.rendezvous import find_place
-from asynccomm.store.rendezvous import meet as meet_at
+from asynccomm.backends.shm import bootstrap
+from asynccomm.rendezvous.spec import find_place
+from asynccomm.rendezvous.spec import meet as meet_at
+from asynccomm.store.server import listen, serve
 
 
 class Listener(NamedTuple):
@@ -103,12 +103,12 @@ def test_the_meeting_has_a_name_that_nobody_can_guess() -> None:
     async def main() -> None:
         import torch
 
-        from asynccomm.backends.shm.line import Descriptors
-        from asynccomm.checks import Group
+        from asynccomm.backends.shm.fd_socket import Descriptors
+        from asynccomm.ops.validation import Group
 
         group = Group("test", 0, 2, torch.device("cpu"))
         before = listeners_of(os.getpid())
-        hosts = [meeting._Host(group, Descriptors(), (-1, -1, -1)) for _ in range(2)]
+        hosts = [bootstrap._Host(group, Descriptors(), (-1, -1, -1)) for _ in range(2)]
         names = {name for name in names_of(os.getpid()) if name.startswith("@asynccomm-")}
         assert names == {f"@{host.address({}).name}" for host in hosts}
         assert all(len(name) == len("@asynccomm-") + 32 for name in names)

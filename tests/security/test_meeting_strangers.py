@@ -27,12 +27,12 @@ import uvloop
 
 from asynccomm import MemoryStore, PeerLostError
 from asynccomm.backends.base import BackendContext, Member, UnsuitableError
-from asynccomm.backends.shm import meeting
-from asynccomm.backends.shm.line import MESSAGE_BYTES
-from asynccomm.backends.shm.meeting import Circle, meet
-from asynccomm.backends.shm.segment import Layout
-from asynccomm.checks import Group
-from asynccomm.mailbox import Mailbox
+from asynccomm.backends.shm import bootstrap
+from asynccomm.backends.shm.bootstrap import Circle, meet
+from asynccomm.backends.shm.fd_socket import MESSAGE_BYTES
+from asynccomm.backends.shm.layout import Layout
+from asynccomm.core.mailbox import Mailbox
+from asynccomm.ops.validation import Group
 from tests.waiting import until
 
 from .mutations import little_memory, mutated
@@ -68,7 +68,7 @@ class World:
         return sock
 
     def hello(self, address: dict[str, Any], rank: int) -> bytes:
-        return meeting._hello.pack(bytes.fromhex(address["ask"]), rank)
+        return bootstrap._hello.pack(bytes.fromhex(address["ask"]), rank)
 
     def close(self) -> None:
         for fd in [fd for bells in self.bells for fd in bells]:
@@ -143,7 +143,7 @@ async def test_descriptors_of_strangers_are_closed(
     world = world_of(2)
     zero = asyncio.ensure_future(world.rank(0))
     address = await world.address()
-    wrong = meeting._hello.pack(b"x" * 16, 1)
+    wrong = bootstrap._hello.pack(b"x" * 16, 1)
     given, strangers = [], []
     for data in (
         b"x",
@@ -165,7 +165,7 @@ async def test_descriptors_of_strangers_are_closed(
     async with asyncio.timeout(20):
         assert set(await asyncio.gather(*ended)) == {b""}
     for sock in strangers:
-        assert heard(sock) in ((b"", True), (meeting.REFUSED, True))
+        assert heard(sock) in ((b"", True), (bootstrap.REFUSED, True))
         sock.close()
     for fd in given:
         os.close(fd)
@@ -230,7 +230,7 @@ def test_who_says_nothing_is_dropped_after_some_time(
         await all_come(world, zero)
         assert warnings_of() == ["comm 'test': rank 0 refused 5 connections of strangers: 5 silent for 0.05 s"]
 
-    monkeypatch.setattr(meeting, "HELLO_SECONDS", 0.05)
+    monkeypatch.setattr(bootstrap, "HELLO_SECONDS", 0.05)
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(main())
 
@@ -238,7 +238,7 @@ def test_who_says_nothing_is_dropped_after_some_time(
 async def test_a_rank_that_has_spoken_has_all_the_time(
     world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "HELLO_SECONDS", 0.02)
+    monkeypatch.setattr(bootstrap, "HELLO_SECONDS", 0.02)
     world = world_of(3)
     two = [asyncio.ensure_future(world.rank(rank)) for rank in (0, 1)]
     await world.store.wait(["reach/1"], 20)
@@ -252,18 +252,18 @@ async def test_who_was_dropped_for_its_silence_comes_again(
 ) -> None:
     """A rank may be stopped just between connecting and saying who it is."""
     world = world_of(2)
-    send, tries = meeting.Line.send, 0
+    send, tries = bootstrap.Line.send, 0
 
-    async def slow(self: meeting.Line, data: bytes, fds: Sequence[int] = ()) -> None:
+    async def slow(self: bootstrap.Line, data: bytes, fds: Sequence[int] = ()) -> None:
         nonlocal tries
-        if len(data) == meeting._hello.size:
+        if len(data) == bootstrap._hello.size:
             tries += 1
             if tries < 3:
                 await asyncio.sleep(0.1)
         await send(self, data, fds)
 
-    monkeypatch.setattr(meeting, "HELLO_SECONDS", 0.01)
-    monkeypatch.setattr(meeting.Line, "send", slow)
+    monkeypatch.setattr(bootstrap, "HELLO_SECONDS", 0.01)
+    monkeypatch.setattr(bootstrap.Line, "send", slow)
     await all_come(world, asyncio.ensure_future(world.rank(0)))
     assert tries == 3
 
@@ -291,7 +291,7 @@ async def test_a_thousand_strangers_that_stay(
         strangers.append(sock)
         if len(strangers) % 100 == 0:
             await asyncio.sleep(0.001)
-    most = meeting.STRANGERS + world.size
+    most = bootstrap.STRANGERS + world.size
     await until(lambda: sum(heard(sock)[1] for sock in strangers) == 1000 - most)
     assert [heard(sock)[1] for sock in strangers] == [True] * (1000 - most) + [False] * most, "the oldest had to go"
     assert len(os.listdir("/proc/self/fd")) - before - 1000 < most + 20
@@ -307,30 +307,30 @@ async def test_a_rank_whose_hello_is_there_is_not_dropped_as_the_oldest(
     world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop takes connections before it reads: it must look before it throws out."""
-    monkeypatch.setattr(meeting, "STRANGERS", 0)
-    monkeypatch.setattr(meeting, "ACCEPTS", 1000)
+    monkeypatch.setattr(bootstrap, "STRANGERS", 0)
+    monkeypatch.setattr(bootstrap, "ACCEPTS", 1000)
     world = world_of(2)
     zero = asyncio.ensure_future(world.rank(0))
     address = await world.address()
     one = asyncio.ensure_future(world.rank(1))
     tries = 0
-    introduce = meeting._Guest._try
+    introduce = bootstrap._Guest._try
 
     async def counted(self: Any, rank: int, there: Any) -> bool:
         nonlocal tries
         tries += 1
         return await introduce(self, rank, there)
 
-    monkeypatch.setattr(meeting._Guest, "_try", counted)
-    send = meeting.Line.send
+    monkeypatch.setattr(bootstrap._Guest, "_try", counted)
+    send = bootstrap.Line.send
     strangers: list[socket.socket] = []
 
-    async def crowd(self: meeting.Line, data: bytes, fds: Sequence[int] = ()) -> None:
+    async def crowd(self: bootstrap.Line, data: bytes, fds: Sequence[int] = ()) -> None:
         await send(self, data, fds)
-        if len(data) == meeting._hello.size:  # right behind the rank, before the loop sees any of it
+        if len(data) == bootstrap._hello.size:  # right behind the rank, before the loop sees any of it
             strangers.extend(world.stranger(address) for _ in range(20))
 
-    monkeypatch.setattr(meeting.Line, "send", crowd)
+    monkeypatch.setattr(bootstrap.Line, "send", crowd)
     async with asyncio.timeout(20):
         close_all(await asyncio.gather(zero, one))
     assert tries == 1
@@ -561,4 +561,4 @@ async def test_news_that_are_almost_right(world_of: Callable[[int], World], seed
 
 
 def test_the_hello_is_what_this_file_thinks_it_is() -> None:
-    assert meeting._hello.size == struct.calcsize("=16sI") == 20
+    assert bootstrap._hello.size == struct.calcsize("=16sI") == 20

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from asynccomm import BackendError, BrokenError, Comm
-from asynccomm.backends.nccl.gifts import Inbox, packed
-from asynccomm.dtypes import CODES
+from asynccomm.backends.nccl.envelopes import Inbox, packed
 from asynccomm.ops import Call, Channel, Parcel, SendParcel
+from asynccomm.ops.dtypes import CODES
 
 from ..backends.nccl.conftest import World, simulated, world  # noqa: F401, TID252
 from ..backends.nccl.test_transfers import Ends, ends  # noqa: F401, TID252

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from asynccomm import pickling, schemas
 from asynccomm.errors import PayloadError
-from asynccomm.pickling import Incoming, Kind, encode
+from asynccomm.serialization import objects, tensor_dicts
+from asynccomm.serialization.objects import Incoming, Kind, encode
 
 try:
     from .mutations import mutated
@@ -45,13 +45,13 @@ OBJECTS = [
 
 def take(choose: random.Random) -> str:
     parcel = encode(Kind.OBJECT, choose.choice(OBJECTS))
-    form, kind, _, count, size = pickling._PREFIX.unpack_from(parcel.head)
+    form, kind, _, count, size = objects._PREFIX.unpack_from(parcel.head)
     end = len(parcel.head) - size
     body = mutated(parcel.head[end:], choose)
-    metas = parcel.head[pickling._PREFIX.size : end]
+    metas = parcel.head[objects._PREFIX.size : end]
     if choose.random() < 0.2:
         metas = mutated(metas, choose)
-    head = pickling._PREFIX.pack(form, kind, zlib.crc32(body), count, len(body)) + metas + body
+    head = objects._PREFIX.pack(form, kind, zlib.crc32(body), count, len(body)) + metas + body
     try:
         incoming = Incoming(1, head, parcel.nbytes)
         for place in incoming.places:
@@ -64,13 +64,13 @@ def take(choose: random.Random) -> str:
 
 
 def take_schema(choose: random.Random) -> str:
-    described = schemas.describe({"a": torch.ones(3), "b": {"c": [torch.ones(2), 1]}}, torch.device("cpu"))
+    described = tensor_dicts.describe({"a": torch.ones(3), "b": {"c": [torch.ones(2), 1]}}, torch.device("cpu"))
     data = mutated(described.schema, choose)
     slot = choose.choice([0, 1, 17, 255])
-    head = schemas._HEAD.pack(1, Kind.TENSOR_DICT, slot, zlib.crc32(data), len(data)) + data
+    head = tensor_dicts._HEAD.pack(1, Kind.TENSOR_DICT, slot, zlib.crc32(data), len(data)) + data
     try:
-        schema, _ = schemas.ReceivedSchemas().read((1, 0), head)
-        with pickling.reading(1):
+        schema, _ = tensor_dicts.ReceivedSchemas().read((1, 0), head)
+        with objects.reading(1):
             schema.build([torch.ones(1)] * len(schema.metas), [1])
     except PayloadError:
         return "refused"

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from asynccomm import ops
-from asynccomm.backends.shm.collectives import start
-from asynccomm.checks import Group
+from asynccomm.backends.shm.lowering import start
 from asynccomm.errors import BackendError, BrokenError
+from asynccomm.ops.validation import Group
 
 from ..backends.shm.world import boards, submission  # noqa: TID252
 

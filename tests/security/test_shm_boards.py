@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from asynccomm import ops
-from asynccomm.backends.shm.batches import Bundle, cut, size_of_batch
 from asynccomm.backends.shm.board import BUNDLE, LARGEST, Board
-from asynccomm.backends.shm.collectives import start
-from asynccomm.backends.shm.listing import read_listing
-from asynccomm.backends.shm.segment import Word
-from asynccomm.checks import Group
+from asynccomm.backends.shm.bundles import Bundle, cut, size_of_batch
+from asynccomm.backends.shm.layout import Word
+from asynccomm.backends.shm.lowering import start
+from asynccomm.backends.shm.manifest import read_listing
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import Call, Parcel, Parcels
+from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.signature import describe, differing_layout, signature
-from asynccomm.reduce_op import ReduceOp
+from asynccomm.ops.validation import Group
 
 from ..backends.shm.world import boards, submission  # noqa: TID252
 from .mutations import HUGE, little_memory, mutated

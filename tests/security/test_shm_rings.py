@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from asynccomm.backends.shm import links
-from asynccomm.backends.shm.links import CLEAR, DATA, OFFER, SHORT
+from asynccomm.backends.shm import endpoint
+from asynccomm.backends.shm.endpoint import CLEAR, DATA, OFFER, SHORT
+from asynccomm.backends.shm.layout import LINE
 from asynccomm.backends.shm.rings import framed
-from asynccomm.backends.shm.segment import LINE
-from asynccomm.dtypes import CODES
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import Channel
+from asynccomm.ops.dtypes import CODES
 from asynccomm.ops.parcels import MAX_HEAD
 
 from ..backends.shm.ring_world import Box, World, pattern, text  # noqa: TID252
@@ -201,7 +201,7 @@ def test_a_rank_keeps_no_more_than_a_ring_of_what_it_did_not_ask_for(kind: str, 
 
 
 def test_a_rank_keeps_no_more_offers_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "MOST_OFFERS", 10)
+    monkeypatch.setattr(endpoint, "MOST_OFFERS", 10)
     world = World()
 
     def offer(ident: int) -> None:

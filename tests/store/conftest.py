@@ -11,7 +11,7 @@ import pytest
 from torch import distributed as dist
 
 from asynccomm.store.client import StoreClient
-from asynccomm.store.host import listen
+from asynccomm.store.server import listen
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

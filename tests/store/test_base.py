@@ -14,8 +14,8 @@ from torch import distributed as dist
 from asynccomm.errors import StoreError, StoreTimeoutError
 from asynccomm.store.base import Store, address_towards, within
 from asynccomm.store.client import StoreClient
-from asynccomm.store.host import listen
 from asynccomm.store.memory import MemoryStore
+from asynccomm.store.server import listen
 from asynccomm.store.torch_store import TorchStore
 
 KINDS = ["client-libuv", "client-legacy", "memory", "hash", "file", "tcp", "prefix", "torch-prefix"]

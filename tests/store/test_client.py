@@ -16,7 +16,7 @@ from torch import distributed as dist
 from asynccomm.errors import ClosedError, RendezvousError, StoreError, StoreProtocolError, StoreTimeoutError
 from asynccomm.store.client import StoreClient
 from asynccomm.store.codec import MAX_KEY, MAX_VALUE
-from asynccomm.store.host import HostedStore, listen, serve
+from asynccomm.store.server import HostedStore, listen, serve
 
 StartFake = Callable[[Callable[..., Awaitable[None]]], Awaitable[Any]]
 Until = Callable[[Callable[[], object]], Awaitable[None]]

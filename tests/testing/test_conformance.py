@@ -14,9 +14,9 @@ from asynccomm.backends.base import Submission
 from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.loopback import Hub, LoopbackBackend
 from asynccomm.backends.matching import Matching
-from asynccomm.coalescing import plan
-from asynccomm.methods import dicts, groups, states
-from asynccomm.monitored_barrier import MonitoredBarriers
+from asynccomm.batching import plan
+from asynccomm.comm.methods import groups, state_dict, tensor_dicts
+from asynccomm.comm.monitored_barrier import MonitoredBarriers
 from asynccomm.ops import (
     AllGather,
     AllGatherSingle,
@@ -31,12 +31,12 @@ from asynccomm.ops import (
     ReduceScatter,
     ReduceScatterSingle,
     Scatter,
-    along,
-    uneven,
+    dims,
+    variable,
 )
-from asynccomm.pickling import Incoming
-from asynccomm.reduce_op import ReduceOp
-from asynccomm.schemas import Schema, Slices
+from asynccomm.ops.reduce_op import ReduceOp
+from asynccomm.serialization.objects import Incoming
+from asynccomm.serialization.tensor_dicts import Schema, Slices
 from asynccomm.testing.conformance import CHECKS, check_backend
 
 perform, widen, narrow, combine = loopback._perform, arithmetic.widen, arithmetic.narrow, arithmetic.combine
@@ -195,7 +195,7 @@ def looks_memory_up_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def runs_what_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asynccomm.ops.moves.check_numel", lambda *args: None)
+    monkeypatch.setattr("asynccomm.ops.movement.check_numel", lambda *args: None)
 
 
 def writes_beside(ranks: Sequence[Submission]) -> None:
@@ -206,8 +206,8 @@ def writes_beside(ranks: Sequence[Submission]) -> None:
 
 
 def reverses_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts_along = along.parts_along
-    monkeypatch.setattr(along, "parts_along", lambda *args: parts_along(*args)[::-1])
+    parts_along = dims.parts_along
+    monkeypatch.setattr(dims, "parts_along", lambda *args: parts_along(*args)[::-1])
 
 
 def shifts_uneven_parts(ranks: Sequence[Submission]) -> None:
@@ -225,14 +225,14 @@ def forgets_counts(ranks: Sequence[Submission]) -> None:
 
 
 def forgets_its_own_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_parts = uneven._Joined._make_parts
+    make_parts = variable._Joined._make_parts
 
-    def make_parts_without_own(self: uneven._Joined, lengths: Mapping[int, int]) -> None:
+    def make_parts_without_own(self: variable._Joined, lengths: Mapping[int, int]) -> None:
         make_parts(self, lengths)
         for part in self._parts[self._rank]:
             part.zero_()
 
-    monkeypatch.setattr(uneven._Joined, "_make_parts", make_parts_without_own)
+    monkeypatch.setattr(variable._Joined, "_make_parts", make_parts_without_own)
 
 
 def lets_the_first_output_stay(ranks: Sequence[Submission]) -> None:
@@ -341,12 +341,12 @@ def sorts_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ignores_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states._Named, "__call__", lambda self, *args: self.tensors)
+    monkeypatch.setattr(state_dict._Named, "__call__", lambda self, *args: self.tensors)
 
 
 def sends_the_first_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dicts, "Slices", lambda parts, part, *rest: Slices(parts, 0, *rest))
-    monkeypatch.setattr(dicts._DictInbox, "_check_share", lambda *args: None)
+    monkeypatch.setattr(tensor_dicts, "Slices", lambda parts, part, *rest: Slices(parts, 0, *rest))
+    monkeypatch.setattr(tensor_dicts._DictInbox, "_check_share", lambda *args: None)
 
 
 def sorts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 
 from asynccomm.testing import pool as module
-from asynccomm.testing.messages import Died, Failed, Filters, Job, Passed, Setup, Skipped, Stuck, World
 from asynccomm.testing.pool import SILENT, RankPool
+from asynccomm.testing.protocol import Died, Failed, Filters, Job, Passed, Setup, Skipped, Stuck, World
 
 from .conftest import running, wait_until
 
 PLAYER = """
 import os, signal, subprocess, sys, time
 from multiprocessing.connection import Connection
-from asynccomm.testing.messages import *
+from asynccomm.testing.protocol import *
 
 channel = Connection(int(sys.argv[1]))
 setup = channel.recv()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from asynccomm.testing.messages import Failed, Filters, Job, Passed, Setup, ShowStacks, Skipped, Stacks, World
+from asynccomm.testing.protocol import Failed, Filters, Job, Passed, Setup, ShowStacks, Skipped, Stacks, World
 
 NONE = Filters([], [], [])
 DEADLINE = 60.0  # seconds; it has to import torch

@@ -14,7 +14,7 @@ from typing import Final, final
 import torch
 
 from asynccomm.backends.gloo.torch_gloo import ALARM_TAG, Gloo
-from asynccomm.backends.lanes import Lanes
+from asynccomm.backends.ordered_executor import Lanes
 
 __all__ = ["Alarms"]
 

@@ -2,9 +2,9 @@
 
 The thread that calls a collective hands its frame or its data to gloo (``collectives.py``), which only queues them. All
 else comes back through gloo's futures, on gloo's threads, which also do what is left: divide, convert, copy back. An
-operation may be several of gloo's (``several.py``): it is settled when all are done. Those that share memory wait for
-each other (``in_flight.py``). Point-to-point works have no future: a thread waits for each of their lanes
-(``lanes.py``). Collectives of parcels are made of such messages (``exchange.py``).
+operation may be several of gloo's (``packing.py``): it is settled when all are done. Those that share memory wait for
+each other (``hazard_tracker.py``). Point-to-point works have no future: a thread waits for each of their lanes
+(``lanes.py``). Collectives of parcels are made of such messages (``payload_collectives.py``).
 
 There are three gloo groups. Frames have one of their own. With one thread, a group is up to twice as fast for small
 collectives; from 16 MiB on, one with torch's default of two is faster by a tenth.
@@ -26,11 +26,11 @@ from torch import distributed as dist
 
 from asynccomm.backends.base import Backend, BackendContext, Submission
 from asynccomm.backends.gloo.collectives import Collectives
-from asynccomm.backends.gloo.exchange import Exchange
 from asynccomm.backends.gloo.p2p import PointToPoint
+from asynccomm.backends.gloo.payload_collectives import Exchange
 from asynccomm.backends.gloo.torch_gloo import LARGE, Gloo, Gloos
-from asynccomm.backends.lanes import Lanes
-from asynccomm.background import finish
+from asynccomm.backends.ordered_executor import Lanes
+from asynccomm.core.tasks import finish
 from asynccomm.errors import BackendError, BrokenError
 from asynccomm.ops import Recv, RecvParcel
 from asynccomm.store.torch_store import AsTorchStore

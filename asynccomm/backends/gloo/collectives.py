@@ -3,12 +3,12 @@
 gloo trusts that all ranks have called the same. So nothing that depends on sizes is handed to gloo before it is certain
 that all ranks mean the same, or that the others hand over nothing at that place.
 
-- A collective that nothing under way conflicts with (``in_flight.py``) sends a **frame** (``frames.py``), in the order
-  of issue. Frames go through a gloo group of their own, with one thread, so they come back in that order, one at a
-  time. In that order the collectives themselves are started on the other groups: gloo tells the operations of a group
+- A collective that nothing under way conflicts with (``hazard_tracker.py``) sends a **frame** (``frames.py``), in the
+  order of issue. Frames go through a gloo group of their own, with one thread, so they come back in that order, one at
+  a time. In that order the collectives themselves are started on the other groups: gloo tells the operations of a group
   apart by their order, which would be another on each rank if frames and data shared a group.
 - What fits in the frames is complete with them. Other collectives of tensors become operations of gloo's
-  (``lowering.py``, ``several.py``), those of parcels messages (``exchange.py``).
+  (``lowering.py``, ``packing.py``), those of parcels messages (``payload_collectives.py``).
 - A collective that was **predicted** (``predictions.py``) is started at once, once all calls before it are known to be
   the same on all ranks: predictions follow from the calls before, so at that place the ranks hand over the same or
   nothing. It is over when its frames are here, too.
@@ -36,13 +36,13 @@ from asynccomm.backends.base import Submission
 from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.gloo.alarms import Alarms
 from asynccomm.backends.gloo.disputes import Dispute
-from asynccomm.backends.gloo.exchange import Exchange
 from asynccomm.backends.gloo.frames import Frame, complete, heading_of
-from asynccomm.backends.gloo.in_flight import InFlight
+from asynccomm.backends.gloo.hazard_tracker import InFlight
 from asynccomm.backends.gloo.lowering import OUT_OF_PLACE, start
 from asynccomm.backends.gloo.p2p import conclude
+from asynccomm.backends.gloo.packing import is_divided, lines_of
+from asynccomm.backends.gloo.payload_collectives import Exchange
 from asynccomm.backends.gloo.predictions import Predictor, needs_every_rank
-from asynccomm.backends.gloo.several import is_divided, lines_of
 from asynccomm.backends.gloo.staging import unpack
 from asynccomm.backends.gloo.torch_gloo import Gloos
 from asynccomm.backends.gloo.transfers import run

@@ -13,8 +13,8 @@ from typing import Final, NamedTuple, final
 
 from asynccomm.backends.base import Submission
 from asynccomm.backends.differences import Called, Issued, difference, issued, misfit
+from asynccomm.backends.gloo.payloads import Incoming, Outgoing
 from asynccomm.backends.gloo.torch_gloo import Gloo
-from asynccomm.backends.gloo.wire import Incoming, Outgoing
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import AllToAll, Channel, Parcel
 

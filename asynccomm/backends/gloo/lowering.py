@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from asynccomm.backends import arithmetic
-from asynccomm.backends.gloo.reducing import as_it_is, brought, in_order, narrow_all, rows_of, sum_up
+from asynccomm.backends.gloo.reduction import as_it_is, brought, in_order, narrow_all, rows_of, sum_up
 from asynccomm.backends.gloo.staging import Finish, collected, movable, place, room, spread
 from asynccomm.backends.gloo.torch_gloo import Gloo
 from asynccomm.backends.hazards import Buffers
@@ -34,7 +34,7 @@ from asynccomm.ops import (
     ReduceScatterSingle,
     Scatter,
 )
-from asynccomm.reduce_op import ReduceOp
+from asynccomm.ops.reduce_op import ReduceOp
 
 __all__ = ["OUT_OF_PLACE", "start"]
 
@@ -45,7 +45,7 @@ OUT_OF_PLACE: Final = frozenset({AllToAll, AllToAllSingle})
 def start(gloo: Gloo, op: Op, buffers: Buffers, size: int) -> tuple[Any, Finish | None]:
     """Start a collective of one tensor, or one for each rank; returns gloo's work and what to do after it, if anything.
 
-    What is divided otherwise is in ``several.py``.
+    What is divided otherwise is in ``packing.py``.
     """
     inputs, outputs = buffers.inputs, buffers.outputs
     match op:

@@ -3,7 +3,7 @@
 gloo matches messages by peer and tag, in order, but trusts both sides to know the size: a shorter message fills half
 of the tensor in silence, a longer one ends the process. So each message has a header that says how many elements of
 which dtype it brings. A short payload comes with it; a long one follows under a tag of its own, and is received only if
-it fits. What does not fit fails with both descriptions. Parcels say themselves what they bring (``wire.py``); they
+it fits. What does not fit fails with both descriptions. Parcels say themselves what they bring (``payloads.py``); they
 have tags of their own.
 
 Messages to oneself never reach gloo, which has no connection to itself.
@@ -21,15 +21,15 @@ from torch import Tensor
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
 from asynccomm.backends.delivery import Delivery
+from asynccomm.backends.gloo.payloads import Incoming, Outgoing
 from asynccomm.backends.gloo.staging import place, room, unpack
 from asynccomm.backends.gloo.torch_gloo import Gloo
-from asynccomm.backends.gloo.wire import Incoming, Outgoing
-from asynccomm.backends.lanes import Lanes
 from asynccomm.backends.matching import Matching
+from asynccomm.backends.ordered_executor import Lanes
 from asynccomm.backends.regions import bytes_of
-from asynccomm.dtypes import BY_CODE, CODES
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import Channel, Recv, RecvParcel, Send, SendParcel
+from asynccomm.ops.dtypes import BY_CODE, CODES
 
 __all__ = ["PointToPoint"]
 

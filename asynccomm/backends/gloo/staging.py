@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asynccomm.backends import arithmetic
 from asynccomm.backends.regions import adjoining, bytes_of
-from asynccomm.dtypes import in_reals
+from asynccomm.ops.dtypes import in_reals
 
 __all__ = [
     "AS_IT_IS",

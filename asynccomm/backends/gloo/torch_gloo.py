@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from asynccomm.reduce_op import RedOpType, ReduceOp
+from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 
 __all__ = ["ALARM_TAG", "LARGE", "POISON_TAG", "Gloo", "Gloos", "Message"]
 

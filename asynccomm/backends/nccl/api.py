@@ -37,7 +37,7 @@ from typing import Final, ParamSpec, Protocol, TypeVar, final
 import torch
 
 from asynccomm.errors import BackendError
-from asynccomm.reduce_op import RedOpType
+from asynccomm.ops.reduce_op import RedOpType
 
 __all__ = ["DTYPES", "REDUCTIONS", "REMOTE_ERROR", "Comm", "Config", "Nccl", "NcclError", "load"]
 

@@ -2,14 +2,14 @@
 
 One NCCL communicator and one stream for the collectives of a comm: a batch of operations is lowered to calls
 (``lowering``), which go to NCCL as one group between two events. The stream follows what the callers had queued on
-their current streams at the calls (``origins``), and their streams follow it where they are told to
-(``Work.wait_stream``). The completion poller (``events``) sees the second event pass; until then the submissions keep
+their current streams at the calls (``call_streams``), and their streams follow it where they are told to
+(``Work.wait_stream``). The completion poller (``poller``) sees the second event pass; until then the submissions keep
 their tensors. Batches so take effect one after the other, also on the same memory, whatever is copied before and after.
 
-Messages, parcels and barriers are told of over a side channel on the host (``side``, ``parcels``); what they move from
-device to device has communicators and streams of its own (``transfers``), which follow the callers' streams and not the
-collectives'. Where collectives of parcels share memory with other collectives, the host keeps their order
-(``in_flight``). Messages have none: one that has the memory of an operation must be called when that is done.
+Messages, parcels and barriers are told of over a side channel on the host (``side_channel``, ``p2p``); what they move
+from device to device has communicators and streams of its own (``transfers``), which follow the callers' streams and
+not the collectives'. Where collectives of parcels share memory with other collectives, the host keeps their order
+(``hazard_tracker``). Messages have none: one that has the memory of an operation must be called when that is done.
 
 In a stream that is being captured, operations on tensors are queued on that very stream, and become part of its graph.
 How long operations would take, NCCL is asked in groups that do not run (``estimates``).
@@ -32,25 +32,25 @@ import anyio
 import anyio.to_thread
 
 from asynccomm.backends.base import Backend, BackendContext, Submission
-from asynccomm.backends.lanes import Lanes
-from asynccomm.backends.nccl import estimates, origins
+from asynccomm.backends.nccl import call_streams, estimates
 from asynccomm.backends.nccl.communicator import END_SECONDS, Communicator, end_all
 from asynccomm.backends.nccl.device import Event, Stream
-from asynccomm.backends.nccl.flight import Flight
+from asynccomm.backends.nccl.hazard_tracker import Entry, InFlight
 from asynccomm.backends.nccl.hints import HINTS, check, config_of
-from asynccomm.backends.nccl.in_flight import Entry, InFlight
 from asynccomm.backends.nccl.lowering import lower
-from asynccomm.backends.nccl.parcels import Messenger
+from asynccomm.backends.nccl.p2p import Messenger
 from asynccomm.backends.nccl.plan import Ability, Plan, Step
-from asynccomm.backends.nccl.platform import Platform
-from asynccomm.backends.nccl.side import Side
+from asynccomm.backends.nccl.sequencer import Countdown
+from asynccomm.backends.nccl.shared import Platform
+from asynccomm.backends.nccl.side_channel import Side
+from asynccomm.backends.nccl.stream_order import Flight
 from asynccomm.backends.nccl.transfers import Transfers
-from asynccomm.backends.nccl.turns import Countdown
-from asynccomm.background import finish, obtain
+from asynccomm.backends.ordered_executor import Lanes
+from asynccomm.core.mailbox import Mailbox
+from asynccomm.core.tasks import finish, obtain
+from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError
-from asynccomm.mailbox import Mailbox
 from asynccomm.ops import Barrier, Call, Op, Parcels, Recv, RecvParcel, Send, TensorOp, Together
-from asynccomm.work import Work
 
 __all__ = ["NcclBackend"]
 
@@ -203,15 +203,15 @@ class NcclBackend(Backend):
         together = [submission for submission in batch if _is_collective(submission)]
         others = [submission for submission in batch if not _is_collective(submission)]
         # all of them before anything is handed on: this may raise
-        before = origins.streams(self._device, together) if together else []
-        alone = [origins.stream(self._device, submission) for submission in others]
+        before = call_streams.streams(self._device, together) if together else []
+        alone = [call_streams.stream(self._device, submission) for submission in others]
         if together:
             self._begin(together, before)
         for submission, stream in zip(others, alone, strict=True):
             self._tell(submission, stream)
 
-    def origin(self) -> origins.Origin:
-        return origins.note(self._device)
+    def origin(self) -> call_streams.Origin:
+        return call_streams.note(self._device)
 
     def _tell(self, submission: Submission, stream: Stream) -> None:
         """Start what begins on the side channel. It follows ``stream``."""
@@ -360,7 +360,7 @@ class NcclBackend(Backend):
         if self._in_flight.waiting:
             raise RuntimeError("collectives wait for memory that others still use: await them before capturing")
         stream = self._device.current_stream()
-        before = origins.streams(self._device, batch)
+        before = call_streams.streams(self._device, batch)
         plan = self._lowered(batch, stream)
         for other in before:
             if other.handle != stream.handle:

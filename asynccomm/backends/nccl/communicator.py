@@ -16,7 +16,7 @@ from asynccomm.backends.nccl.api import Comm, Config, Nccl
 from asynccomm.backends.nccl.device import ISSUING, Device, Stream
 from asynccomm.backends.nccl.plan import NcclCall
 from asynccomm.errors import AsyncCommError, BackendError
-from asynccomm.reduce_op import RedOpType
+from asynccomm.ops.reduce_op import RedOpType
 
 __all__ = ["Communicator", "end_all"]
 

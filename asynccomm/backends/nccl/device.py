@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, final
 import torch
 from torch import Tensor
 
-from asynccomm.backends.nccl.events import EventPool
+from asynccomm.backends.nccl.poller import EventPool
 from asynccomm.errors import BackendError
 
 __all__ = ["ISSUING", "Cuda", "Device", "Event", "Stream"]

@@ -23,7 +23,6 @@ from asynccomm.backends.base import Submission
 from asynccomm.backends.hazards import find, in_order
 from asynccomm.backends.nccl.plan import Plan
 from asynccomm.backends.regions import adjoining, bytes_of
-from asynccomm.dtypes import REAL
 from asynccomm.ops import (
     AllGather,
     AllGatherSingle,
@@ -40,7 +39,8 @@ from asynccomm.ops import (
     Scatter,
     Send,
 )
-from asynccomm.reduce_op import RedOpType, ReduceOp
+from asynccomm.ops.dtypes import REAL
+from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 
 __all__ = ["lower"]
 

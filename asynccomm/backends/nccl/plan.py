@@ -13,7 +13,7 @@ from torch import Tensor
 from asynccomm.backends import arithmetic
 from asynccomm.backends.regions import bytes_of
 from asynccomm.ops import Op
-from asynccomm.reduce_op import RedOpType
+from asynccomm.ops.reduce_op import RedOpType
 
 __all__ = ["Ability", "NcclCall", "Plan", "Step"]
 

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from asynccomm.backends import arithmetic
-from asynccomm.backends.lanes import Lanes
 from asynccomm.backends.nccl.api import Config, Nccl
 from asynccomm.backends.nccl.communicator import Communicator
 from asynccomm.backends.nccl.device import Device, Event, Stream
-from asynccomm.backends.nccl.events import Poller
-from asynccomm.backends.nccl.flight import Flight
 from asynccomm.backends.nccl.plan import NcclCall
-from asynccomm.backends.nccl.side import Side
+from asynccomm.backends.nccl.poller import Poller
+from asynccomm.backends.nccl.side_channel import Side
+from asynccomm.backends.nccl.stream_order import Flight
+from asynccomm.backends.ordered_executor import Lanes
 from asynccomm.errors import AsyncCommError, BackendError, BrokenError
 from asynccomm.ops import Call, Channel, Parcel, RecvParcel, SendParcel
 

@@ -10,13 +10,13 @@ thread can keep any number of them going. Four forms are all there is:
   all-gather), chunk by chunk through slots that stay in the caches.
 
 All but the last can share a step with others, each at its own place in the slots: they are a :class:`Part`, which
-``transfer`` takes through the steps of a collective by itself, and ``collectives.py`` through one step for all.
+``transfer`` takes through the steps of a collective by itself, and ``lowering.py`` through one step for all.
 
 Reductions go in rank order, whoever computes them, so every rank holds the same bits.
 
 What is only moved is moved by address: a view for each piece would take longer than moving a small one. Callers keep
 the tensors, and see to it that what is written does not clobber what is still to be read (``backends/hazards.py``).
-Collectives of which only the givers know the lengths are in ``streams.py``.
+Collectives of which only the givers know the lengths are in ``variable_length.py``.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from asynccomm.backends.shm.board import Board
+from asynccomm.backends.shm.layout import LINE, rounded_up
 from asynccomm.backends.shm.reduction import Reduction
-from asynccomm.backends.shm.segment import LINE, rounded_up
 from asynccomm.backends.shm.vectors import Operand, Share, copy, read, where, write
 
 __all__ = [

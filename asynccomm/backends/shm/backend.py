@@ -1,9 +1,9 @@
 """CPU collectives through shared memory, between ranks on one machine; Linux only.
 
-The parts, lowest first: ``segment`` (what lies where), ``fence`` (memory ordering), ``memory`` and ``meeting`` (how the
-ranks come to share one), ``rings`` and ``messages`` (point to point), ``batches`` (what shares a step), ``board``,
-``reduction``, ``algorithms``, ``parts`` and ``collectives`` (steps of collectives), ``worker`` and ``engine`` (who
-moves them on, and when).
+The parts, lowest first: ``layout`` (what lies where), ``fence`` (memory ordering), ``segment`` and ``bootstrap`` (how
+the ranks come to share one), ``rings`` and ``p2p`` (point to point), ``bundles`` (what shares a step), ``board``,
+``reduction``, ``algorithms``, ``schedule`` and ``lowering`` (steps of collectives), ``progress_thread`` and ``engine``
+(who moves them on, and when).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Final, Self, final
 import anyio.to_thread
 
 from asynccomm.backends.base import Backend, BackendContext, Submission
+from asynccomm.backends.shm.bootstrap import Circle, decline, meet, unsupported
 from asynccomm.backends.shm.engine import Engine
-from asynccomm.backends.shm.meeting import Circle, decline, meet, unsupported
-from asynccomm.backends.shm.patience import patience_for
+from asynccomm.backends.shm.progress_thread import Worker, the_worker
 from asynccomm.backends.shm.settings import HINTS, Settings, spin_seconds, yield_seconds
-from asynccomm.backends.shm.worker import Worker, the_worker
-from asynccomm.work import Work
+from asynccomm.backends.shm.spin_budget import patience_for
+from asynccomm.core.work import Work
 
 __all__ = ["ShmBackend"]
 

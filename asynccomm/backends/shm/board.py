@@ -15,10 +15,10 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from asynccomm.backends.shm.batches import MOST, Bundle, size_of_batch
+from asynccomm.backends.shm.bundles import MOST, Bundle, size_of_batch
 from asynccomm.backends.shm.fence import Fence
-from asynccomm.backends.shm.listing import Issued, Listed, difference, listing, read_listing
-from asynccomm.backends.shm.segment import HEADER, WORD, Layout, Word
+from asynccomm.backends.shm.layout import HEADER, WORD, Layout, Word
+from asynccomm.backends.shm.manifest import Issued, Listed, difference, listing, read_listing
 from asynccomm.errors import BackendError, CollectiveMismatchError
 from asynccomm.ops import Barrier, Op
 from asynccomm.ops.signature import Signature, describe, differing_layout, signature

@@ -5,13 +5,13 @@ It has no thread of its own and never waits. It is driven by
 1. ``submit`` itself: where the peers are there already, a small operation is over before the call returns;
 2. a task that is about to wait (``hurry``), which looks out for a late peer for a moment;
 3. the event loop, when a peer rings;
-4. the worker thread (``worker.py``): large transfers, calls from threads without the loop, and callers that block
-   (``relieve``).
+4. the worker thread (``progress_thread.py``): large transfers, calls from threads without the loop, and callers that
+   block (``relieve``).
 
 Only one thread drives at a time. One that finds another at it leaves word (``_news``) and goes; whoever drives looks
 for word once more after giving up the lock, so none is lost.
 
-How they go to sleep and are woken: ``bells.py``.
+How they go to sleep and are woken: ``doorbell.py``.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ import torch
 
 from asynccomm.backends.base import BackendContext, Submission
 from asynccomm.backends.shm.algorithms import Progress
-from asynccomm.backends.shm.batches import Bundle, cut
-from asynccomm.backends.shm.bells import Bell, Bells
 from asynccomm.backends.shm.board import Board
-from asynccomm.backends.shm.collectives import start
+from asynccomm.backends.shm.bootstrap import Circle
+from asynccomm.backends.shm.bundles import Bundle, cut
+from asynccomm.backends.shm.doorbell import Bell, Bells
 from asynccomm.backends.shm.fence import Fence
-from asynccomm.backends.shm.meeting import Circle
-from asynccomm.backends.shm.messages import Messages
+from asynccomm.backends.shm.layout import Layout, State, Word
+from asynccomm.backends.shm.lowering import start
+from asynccomm.backends.shm.p2p import Messages
+from asynccomm.backends.shm.progress_thread import Turn, Worker
 from asynccomm.backends.shm.rings import Mapped
-from asynccomm.backends.shm.segment import Layout, State, Word
 from asynccomm.backends.shm.settings import Settings
-from asynccomm.backends.shm.worker import Turn, Worker
+from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError, PeerLostError
-from asynccomm.work import Work
 
 __all__ = ["Engine"]
 

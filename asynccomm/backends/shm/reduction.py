@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from asynccomm.backends import arithmetic
-from asynccomm.dtypes import REAL, in_reals
-from asynccomm.reduce_op import RedOpType, ReduceOp
+from asynccomm.ops.dtypes import REAL, in_reals
+from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 
 __all__ = ["Reduction", "reduction_for"]
 

@@ -18,7 +18,7 @@ from struct import Struct
 from typing import Final, NamedTuple, final
 
 from asynccomm.backends.shm.fence import Fence
-from asynccomm.backends.shm.segment import LINE, WORD, Layout
+from asynccomm.backends.shm.layout import LINE, WORD, Layout
 from asynccomm.errors import BackendError
 
 __all__ = ["HEADER", "PADDING", "Mapped", "Reader", "Writer", "framed", "largest_payload"]

@@ -1,121 +1,95 @@
-"""What lies where in a shared segment: pure arithmetic, in bytes from its start.
+"""Memory that processes share, without a name: nothing to clean up after a rank that was killed.
 
-::
-
-    words   one block of 64-bit words per rank; all but SLEEPING are written by that rank alone
-    headers per bank, rank and part of its slot: four words that say what is in there
-    slots   per bank and rank: what the rank contributes to a step of a collective
-    results per bank and rank: the rank's reduced part of a step
-    rings   per (source, destination): a queue of bytes for messages
-
-A collective runs in steps, numbered through the life of the comm. Step s uses bank s % banks, so a rank may be that
-many steps ahead of the slowest reader. The slots of a bank stand side by side at one stride.
+The segment is a memfd where the system has it: memory that only descriptors lead to, not limited by the size of
+``/dev/shm``. It is sealed, so nobody can cut it short under the others, whose next access would be a SIGBUS. Elsewhere
+it is a file that was never linked into its directory, with all its space reserved: on a full disk, too, the first
+access would be a SIGBUS.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import IntEnum
+import fcntl
+import mmap
+import os
+import tempfile
 from typing import Final, final
 
-__all__ = ["HEADER", "LINE", "WORD", "Layout", "State", "Word", "rounded_up"]
+import torch
 
-WORD: Final = 8  # bytes; aligned ones are written and read whole on every 64-bit machine
-LINE: Final = 64  # bytes of a cache line
-HEADER: Final = 4  # words
-BLOCK: Final = 4 * LINE  # of one rank's words: processors fetch lines in pairs, so neighbours keep a distance
+from asynccomm.errors import BackendError
+
+__all__ = ["Segment", "create"]
+
+# Since Linux 6.3: what can never be executed. Some systems allow no other memfd, older ones do not know the flag.
+_MFD_NOEXEC_SEAL: Final = 0x8
+_DIRECTORIES: Final = ("/dev/shm",)  # before the one for temporary files, which may be on a disk
+
+
+def create(nbytes: int) -> int:
+    """A descriptor, to be closed by the caller, of ``nbytes`` of new zeroed memory that can be mapped shared.
+
+    Raises: BackendError with the size and what the system said.
+    """
+    reasons = []
+    for place in (None, *_DIRECTORIES, tempfile.gettempdir()):
+        try:
+            return _memfd(nbytes) if place is None else _unlinked(place, nbytes)
+        except OSError as exc:
+            reasons.append(f"{place or 'memfd'}: {exc.strerror}")
+    raise BackendError(
+        f"no shared memory of {nbytes} bytes to be had ({'; '.join(reasons)}); "
+        f"hints 'chunk_bytes' and 'message_bytes' make it smaller"
+    )
+
+
+def _memfd(nbytes: int) -> int:
+    if not hasattr(os, "memfd_create"):  # a Python that was built for older systems has none
+        raise OSError(0, "this Python has no memfd_create")
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        fd = os.memfd_create("asynccomm", flags | _MFD_NOEXEC_SEAL)
+    except OSError:
+        fd = os.memfd_create("asynccomm", flags)
+    try:
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _unlinked(directory: str, nbytes: int) -> int:
+    with tempfile.TemporaryFile(dir=directory, prefix="asynccomm-", buffering=0) as file:  # 0600
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+        return os.dup(file.fileno())
 
 
 @final
-class Word(IntEnum):
-    """A rank's words, by their place in its block."""
+class Segment:
+    """Shared memory, mapped into this process; ``fd`` may be closed afterwards.
 
-    POSTED = 0  #: steps whose slot this rank has filled
-    REDUCED = 1  #: steps whose result this rank has filled
-    FINISHED = 2  #: steps in which this rank reads no more
-    STATE = 3  #: a :class:`State`
-    PLACE = 4  #: one more than the processor that this rank's worker has woken up on; 0 while it is asleep
-    SLEEPING = 8  #: for each of this rank's two bells, whether to ring it when there is news; whoever rings clears it
-    WHAT = 16  #: for each bank, three words that say which collectives the step belongs to, and after which others
-
-
-@final
-class State(IntEnum):
-    """How far a rank is with the comm."""
-
-    HERE = 0
-    LEFT = 1  #: closed in good order
-    ABORTED = 2
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Where everything is for so many ranks.
+    There is no ``close``: the mapping ends with the last of the views on it, wherever they were passed on to. Unmapping
+    earlier would turn them into wild pointers. A forked child inherits the mapping, which does no harm.
 
     Args:
-        size: ranks.
-        chunk: bytes of a slot, a multiple of 64.
-        banks: steps that may be under way at once, at most 5.
-        ring: bytes of a message ring, a multiple of 64.
+        fd: from ``create``, here or on another rank.
+        nbytes: its size.
+
+    Raises: BackendError when it has another size or cannot be mapped.
     """
 
-    size: int
-    chunk: int
-    banks: int
-    ring: int
+    __slots__ = ("data", "raw", "words")
 
-    @property
-    def piece(self) -> int:
-        """Bytes of a result: one rank's part of a chunk, and room for an element more."""
-        return rounded_up(self.chunk // self.size + 16)
-
-    def word(self, rank: int, word: int) -> int:
-        """Number of a rank's word among all words of the segment."""
-        return (rank * BLOCK) // WORD + word
-
-    def what(self, rank: int, bank: int) -> int:
-        """Number of the first of the three words that describe a step."""
-        return self.word(rank, Word.WHAT) + 3 * bank
-
-    def header(self, bank: int, rank: int, part: int) -> int:
-        """Number of the first word of a header; there is one for each rank that may look at a part of its own."""
-        return self.size * BLOCK // WORD + ((bank * self.size + rank) * self.size + part) * HEADER
-
-    def slot(self, bank: int, rank: int) -> int:
-        """Start of a rank's slot."""
-        return self._slots + (bank * self.size + rank) * self.chunk
-
-    def result(self, bank: int, rank: int) -> int:
-        """Start of a rank's result."""
-        return self._results + (bank * self.size + rank) * self.piece
-
-    def ring_start(self, source: int, destination: int) -> int:
-        """Start of the ring from ``source`` to ``destination``: a line with the head, one with the tail, the bytes."""
-        return self._rings + (source * self.size + destination) * self._ring_stride
-
-    @property
-    def total(self) -> int:
-        """Bytes of the segment."""
-        return self._rings + self.size * self.size * self._ring_stride
-
-    @property
-    def _slots(self) -> int:
-        return rounded_up(self.size * BLOCK + self.banks * self.size**2 * HEADER * WORD, 4096)
-
-    @property
-    def _results(self) -> int:
-        return self._slots + self.banks * self.size * self.chunk
-
-    @property
-    def _rings(self) -> int:
-        return rounded_up(self._results + self.banks * self.size * self.piece, 4096)
-
-    @property
-    def _ring_stride(self) -> int:
-        return 2 * LINE + self.ring
-
-
-def rounded_up(nbytes: int, to: int = LINE) -> int:
-    """``nbytes``, or the next multiple of ``to``."""
-    return -(-nbytes // to) * to
+    def __init__(self, fd: int, nbytes: int) -> None:
+        try:
+            there = os.fstat(fd).st_size
+            if there != nbytes:
+                raise BackendError(f"the shared segment has {there} bytes instead of {nbytes}")
+            mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        except OSError as exc:
+            raise BackendError(f"cannot map a shared segment of {nbytes} bytes: {exc.strerror}") from exc
+        self.raw = memoryview(mapping)  #: all of it as bytes
+        self.words = self.raw.cast("Q")  #: as 64-bit words
+        self.data = torch.frombuffer(mapping, dtype=torch.uint8)  #: as a tensor of bytes

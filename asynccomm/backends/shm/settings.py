@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Final, Self, final
 
-from asynccomm.backends.shm.segment import LINE, Layout
+from asynccomm.backends.shm.layout import LINE, Layout
 
 __all__ = ["HINTS", "Settings", "spin_seconds", "yield_seconds"]
 

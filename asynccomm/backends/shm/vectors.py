@@ -19,7 +19,7 @@ from typing import final
 
 from torch import Tensor
 
-from asynccomm.backends.shm.pieces import SMALL, hold
+from asynccomm.backends.shm.iovec import SMALL, hold
 
 __all__ = [
     "Operand",

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from asynccomm.compat.c10d.backends import Backend, accelerator
-from asynccomm.compat.c10d.checks import member_of
 from asynccomm.compat.c10d.logs import logged
 from asynccomm.compat.c10d.process_group import ProcessGroup
+from asynccomm.compat.c10d.validation import member_of
 from asynccomm.compat.c10d.work import NOTHING, Work
 from asynccomm.compat.c10d.world import Group
 

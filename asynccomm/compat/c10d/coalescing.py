@@ -17,15 +17,15 @@ from typing import Any, Final, NoReturn, Self, final
 
 import torch
 
-from asynccomm import work as _ours
-from asynccomm.coalescing.scope import Batch, Estimate
-from asynccomm.comm import Comm
-from asynccomm.compat.c10d.checks import member_of
+from asynccomm.comm.comm import Comm
+from asynccomm.comm.methods.scopes import coalesce
+from asynccomm.comm.scopes import Batch, Estimate
 from asynccomm.compat.c10d.process_group import ProcessGroup
+from asynccomm.compat.c10d.validation import member_of
 from asynccomm.compat.c10d.work import NOTHING, Work
 from asynccomm.compat.c10d.world import Group, group_or_default, world
-from asynccomm.handles import Handle
-from asynccomm.methods.scopes import coalesce
+from asynccomm.core import work as _ours
+from asynccomm.core.handles import Handle
 
 __all__ = [
     "CoalescingManager",

@@ -15,15 +15,15 @@ from typing import Self, final
 import torch
 
 from asynccomm.backends.base import Backend, BackendContext, Member, Submission, device_of
-from asynccomm.checks import Group
-from asynccomm.comm import Comm
+from asynccomm.comm.comm import Comm
+from asynccomm.comm.session import Session
+from asynccomm.core.mailbox import Mailbox
 from asynccomm.errors import PayloadError
-from asynccomm.family import Claim, Family, Seat
-from asynccomm.mailbox import Mailbox
+from asynccomm.ops.validation import Group
 from asynccomm.options import CommOptions
-from asynccomm.session import Session
+from asynccomm.rendezvous.job import Claim, Family, Seat
+from asynccomm.rendezvous.spec import Meeting
 from asynccomm.store.memory import MemoryStore
-from asynccomm.store.rendezvous import Meeting
 
 __all__ = ["FakeBackend", "fake_comm"]
 

@@ -7,17 +7,17 @@ from datetime import timedelta
 
 import torch
 
-from asynccomm.background import finish
-from asynccomm.checks import as_index
 from asynccomm.compat.c10d.backends import Backend
+from asynccomm.compat.c10d.create import Plan, drop_groups, make_group
 from asynccomm.compat.c10d.init import barrier_after_init
 from asynccomm.compat.c10d.logs import timed
-from asynccomm.compat.c10d.making import Plan, drop_groups, make_group
-from asynccomm.compat.c10d.meeting import store_based_barrier
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.ranks import get_process_group_ranks, get_rank, get_world_size
+from asynccomm.compat.c10d.rendezvous_handlers import store_based_barrier
 from asynccomm.compat.c10d.types import NON_GROUP_MEMBER, check_valid_timeout, default_timeout
 from asynccomm.compat.c10d.world import Group, Member, default_group, world
+from asynccomm.core.tasks import finish
+from asynccomm.ops.validation import as_index
 
 __all__ = [
     "find_or_create_group",

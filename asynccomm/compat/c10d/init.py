@@ -13,15 +13,15 @@ import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import _set_global_rank
 
-from asynccomm.background import finish
 from asynccomm.compat.c10d.backends import Backend, accelerator, get_default_backend_for_device
-from asynccomm.compat.c10d.hooks import RankHook
+from asynccomm.compat.c10d.create import Plan, check_device, drop_groups, make_group
+from asynccomm.compat.c10d.excepthook import RankHook
 from asynccomm.compat.c10d.logs import logged_coroutine, timed
-from asynccomm.compat.c10d.making import Plan, check_device, drop_groups, make_group
-from asynccomm.compat.c10d.meeting import Leaving, as_store, rendezvous, store_based_barrier
 from asynccomm.compat.c10d.process_group import ProcessGroup
+from asynccomm.compat.c10d.rendezvous_handlers import Leaving, as_store, rendezvous, store_based_barrier
 from asynccomm.compat.c10d.types import check_valid_timeout, default_timeout
 from asynccomm.compat.c10d.world import Ending, World, world
+from asynccomm.core.tasks import finish
 from asynccomm.store.base import PrefixStore, Store
 from asynccomm.store.memory import MemoryStore
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asynccomm.compat.c10d.checks import check_not_self, check_root_list, member_of
 from asynccomm.compat.c10d.logs import logged
-from asynccomm.compat.c10d.messages import sender_of
+from asynccomm.compat.c10d.p2p import sender_of
 from asynccomm.compat.c10d.ranks import canonical_rank, root_rank
+from asynccomm.compat.c10d.validation import check_not_self, check_root_list, member_of
 from asynccomm.compat.c10d.work import NOTHING, Nothing, Then
 from asynccomm.compat.c10d.world import Group, group_or_default
 

@@ -7,10 +7,10 @@ from datetime import timedelta
 
 import torch
 
-from asynccomm.comm import Comm
+from asynccomm.comm.comm import Comm
 from asynccomm.compat.c10d.backends import BackendConfig, backend_of
+from asynccomm.core.handles import Handle
 from asynccomm.errors import AsyncCommError
-from asynccomm.handles import Handle
 
 __all__ = ["ProcessGroup"]
 

@@ -23,8 +23,10 @@ from typing import Any, Final, final
 
 import torch
 
-from asynccomm.comm import Comm
+from asynccomm.comm.comm import Comm
 from asynccomm.compat.c10d.process_group import ProcessGroup
+from asynccomm.core.callsite import Site, line_of
+from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.errors import AbortedError, BrokenError
 from asynccomm.ops import (
     AllGather,
@@ -47,8 +49,6 @@ from asynccomm.ops import (
     Send,
     SendParcel,
 )
-from asynccomm.sites import Site, line_of
-from asynccomm.work import UNNUMBERED, Work
 
 __all__ = ["Recorder"]
 

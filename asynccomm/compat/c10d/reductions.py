@@ -9,19 +9,19 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary, has_torch_function_variadic
 from typing_extensions import deprecated
 
-from asynccomm import work as _ours
-from asynccomm.comm import Comm
-from asynccomm.compat.c10d.checks import check_same_dtype, check_tensor, check_tensor_list, member_of
+from asynccomm.comm.comm import Comm
 from asynccomm.compat.c10d.coalescing import CollOp, recording
 from asynccomm.compat.c10d.logs import logged
 from asynccomm.compat.c10d.ranks import canonical_rank
 from asynccomm.compat.c10d.types import ReduceOp, reduction
+from asynccomm.compat.c10d.validation import check_same_dtype, check_tensor, check_tensor_list, member_of
 from asynccomm.compat.c10d.work import NOTHING, Work, giving_a_future
 from asynccomm.compat.c10d.world import Group
-from asynccomm.dtypes import in_reals
-from asynccomm.ops import AllReduce, several
-from asynccomm.reduce_op import RedOpType
-from asynccomm.reduce_op import ReduceOp as _OurOp
+from asynccomm.core import work as _ours
+from asynccomm.ops import AllReduce, lists
+from asynccomm.ops.dtypes import in_reals
+from asynccomm.ops.reduce_op import RedOpType
+from asynccomm.ops.reduce_op import ReduceOp as _OurOp
 
 __all__ = [
     "all_reduce",
@@ -94,7 +94,7 @@ def all_reduce_coalesced(
     comm, kind = pg.comm(tensors[0].device if tensors else None), reduction(op)
     if _go_in_parts(tensors, kind):
         reals = [in_reals(tensor) for tensor in tensors]
-        work = comm._submit_together(several.all_reduce(comm._group, reals, kind), tensors, None, None)
+        work = comm._submit_together(lists.all_reduce(comm._group, reals, kind), tensors, None, None)
     else:
         work = comm.all_reduce_coalesced(tensors, kind)
     return Work(work) if async_op else work

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Final
 
-from asynccomm.checks import as_index
-from asynccomm.comm import Comm
+from asynccomm.comm.comm import Comm
+from asynccomm.compat.c10d.create import drop_groups, give_up
 from asynccomm.compat.c10d.init import update_default_pg
 from asynccomm.compat.c10d.logs import timed
-from asynccomm.compat.c10d.making import drop_groups, give_up
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.types import SHRINK_ABORT, SHRINK_DEFAULT
 from asynccomm.compat.c10d.world import Group, registered, world
+from asynccomm.ops.validation import as_index
 from asynccomm.store.base import PrefixStore, Store
 
 __all__ = ["shrink_group"]

@@ -8,15 +8,15 @@ from datetime import timedelta
 from hashlib import sha1
 from typing import Final
 
-from asynccomm.checks import as_index
-from asynccomm.comm import Comm
+from asynccomm.comm.comm import Comm
 from asynccomm.compat.c10d.backends import Backend
-from asynccomm.compat.c10d.checks import member_of
+from asynccomm.compat.c10d.create import give_up, options_of
 from asynccomm.compat.c10d.logs import timed
-from asynccomm.compat.c10d.making import give_up, options_of
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.types import NON_GROUP_MEMBER, check_valid_timeout, default_timeout
+from asynccomm.compat.c10d.validation import member_of
 from asynccomm.compat.c10d.world import Group, Member, default_group, registered, world
+from asynccomm.ops.validation import as_index
 from asynccomm.store.base import PrefixStore
 
 __all__ = ["is_safe_to_split", "process_group_color", "split_group"]

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as _torch
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from typing_extensions import deprecated
 
-from asynccomm import reduce_op as _ours
+from asynccomm.ops import reduce_op as _ours
 
 __all__ = [
     "NON_GROUP_MEMBER",

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Generator
 from datetime import timedelta
 from typing import Any, Final, Generic, ParamSpec, TypeVar, final
 
-from asynccomm import work as _ours
-from asynccomm.handles import Handle
+from asynccomm.core import work as _ours
+from asynccomm.core.handles import Handle
 
 __all__ = ["NOTHING", "Nothing", "Then", "Work", "giving_a_future", "operation_of"]
 

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias, final
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.recorder import Recorder
 from asynccomm.compat.c10d.types import NON_GROUP_MEMBER
-from asynccomm.handles import Handle
+from asynccomm.core.handles import Handle
 from asynccomm.store.base import Store
 
 __all__ = [

@@ -11,8 +11,8 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from asynccomm.comm import Comm
-from asynccomm.reduce_op import ReduceOp
+from asynccomm.comm.comm import Comm
+from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.testing.conformance.data import everyones, expect_equal, reduced, sample, sentinel
 
 LENGTHS = [5, 20_011, 300_007]  # elements: in a slot or a pack, in several steps, and by itself

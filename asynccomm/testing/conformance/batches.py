@@ -6,8 +6,8 @@ import asyncio
 
 import torch
 
-from asynccomm.comm import Comm
-from asynccomm.reduce_op import ReduceOp
+from asynccomm.comm.comm import Comm
+from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.testing.conformance.data import (
     DTYPES,
     Frame,

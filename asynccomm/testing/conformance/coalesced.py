@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from asynccomm.comm import Comm
-from asynccomm.reduce_op import ReduceOp
+from asynccomm.comm.comm import Comm
+from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.testing.conformance.data import (
     DTYPES,
     FLOATS,

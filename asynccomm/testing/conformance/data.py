@@ -11,7 +11,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from asynccomm.reduce_op import RedOpType, ReduceOp
+from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 
 __all__ = [
     "COMPLEX",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asynccomm.comm import Comm
+from asynccomm.comm.comm import Comm
 from asynccomm.errors import PayloadError
 from asynccomm.testing.conformance.data import DTYPES, sample, sentinel, strided
 from asynccomm.testing.conformance.objects import Custom, expect_same

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from asynccomm.comm import Comm
+from asynccomm.comm.comm import Comm
+from asynccomm.core.work import Work
 from asynccomm.errors import (
     AbortedError,
     AsyncCommError,
@@ -18,8 +19,7 @@ from asynccomm.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
 )
-from asynccomm.reduce_op import ReduceOp
-from asynccomm.work import Work
+from asynccomm.ops.reduce_op import ReduceOp
 
 
 async def bad_arguments_send_nothing(comm: Comm) -> None:

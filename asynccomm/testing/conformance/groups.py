@@ -7,9 +7,9 @@ from contextlib import AsyncExitStack
 
 import torch
 
-from asynccomm.comm import Comm
+from asynccomm.comm.comm import Comm
 from asynccomm.errors import AbortedError, MonitoredBarrierError
-from asynccomm.reduce_op import ReduceOp
+from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.testing.conformance.data import expect_equal, reduced, sample
 from asynccomm.testing.conformance.objects import expect_same
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asynccomm.comm import Comm
-from asynccomm.reduce_op import ReduceOp
+from asynccomm.comm.comm import Comm
+from asynccomm.core.work import Work
+from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.testing.conformance.data import (
     Frame,
     chunks,
@@ -23,7 +24,6 @@ from asynccomm.testing.conformance.data import (
     sentinel,
     strided,
 )
-from asynccomm.work import Work
 
 LENGTHS = [1, 5, 20_011]  # of one rank's share
 MATRIX = (3, 4)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asynccomm.comm import Comm
+from asynccomm.comm.comm import Comm
 from asynccomm.errors import PayloadError
-from asynccomm.reduce_op import ReduceOp
+from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.testing.conformance.data import DTYPES, everyones, expect_equal, negated, reduced, sample, strided
 
 LARGE = 3 << 20  # bytes; more than any transport moves in one piece

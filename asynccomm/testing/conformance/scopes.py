@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asynccomm.comm import Comm
+from asynccomm.comm.comm import Comm
+from asynccomm.core.work import Work
 from asynccomm.errors import NotSentError
-from asynccomm.reduce_op import ReduceOp
+from asynccomm.ops.reduce_op import ReduceOp
+from asynccomm.testing.conformance.argument_forms import Forms, Started, expect_finished
 from asynccomm.testing.conformance.data import everyones, expect_equal, reduced, sample, sentinel, strided
-from asynccomm.testing.conformance.forms import Forms, Started, expect_finished
 from asynccomm.testing.conformance.objects import expect_same
-from asynccomm.work import Work
 
 KINDS = [
     ((3, 4), torch.float32),

@@ -8,23 +8,23 @@ from contextlib import AbstractAsyncContextManager
 from inspect import getmembers, iscoroutinefunction
 from types import ModuleType
 
-from asynccomm.comm import Comm
+from asynccomm.comm.comm import Comm
 from asynccomm.testing.conformance import (
     aliasing,
-    along,
     batches,
     coalesced,
     collectives,
-    complexes,
-    crowds,
+    concurrency,
     dicts,
+    dims,
+    dtypes_and_views,
     failures,
     groups,
-    handles,
     inplace,
     objects,
     scopes,
     uneven,
+    works,
 )
 
 __all__ = ["CHECKS", "Check", "check_backend"]
@@ -40,8 +40,8 @@ def _checks(module: ModuleType) -> list[Check]:
     ]
 
 
-_TENSORS = (collectives, handles, along, uneven, coalesced, inplace, aliasing, complexes, batches)
-_OTHERS = (objects, dicts, groups, crowds, scopes)
+_TENSORS = (collectives, works, dims, uneven, coalesced, inplace, aliasing, dtypes_and_views, batches)
+_OTHERS = (objects, dicts, groups, concurrency, scopes)
 _HARMLESS = [check for module in (*_TENSORS, *_OTHERS) for check in _checks(module)]
 _BREAKING = _checks(failures)
 CHECKS: dict[str, Check] = {check.__name__: check for check in [*_HARMLESS, *_BREAKING]}

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asynccomm.comm import Comm
+from asynccomm.comm.comm import Comm
+from asynccomm.core.work import Work
 from asynccomm.errors import PayloadError
-from asynccomm.reduce_op import ReduceOp
+from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.testing.conformance.data import (
     DTYPES,
     Frame,
@@ -25,7 +26,6 @@ from asynccomm.testing.conformance.data import (
     sentinel,
     strided,
 )
-from asynccomm.work import Work
 
 
 def _divisions(size: int) -> list[list[int]]:

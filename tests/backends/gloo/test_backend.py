@@ -16,8 +16,8 @@ from asynccomm.backends.base import BackendContext, Member
 from asynccomm.backends.gloo import backend as backend_module
 from asynccomm.backends.gloo.backend import GlooBackend
 from asynccomm.backends.gloo.torch_gloo import Gloo
-from asynccomm.checks import Group
-from asynccomm.mailbox import Mailbox
+from asynccomm.core.mailbox import Mailbox
+from asynccomm.ops.validation import Group
 from asynccomm.testing import check_backend
 from tests.waiting import until
 
@@ -122,8 +122,8 @@ from asynccomm import BackendError, MemoryStore
 from asynccomm.backends.base import BackendContext, Member
 from asynccomm.backends.gloo.backend import GlooBackend
 from asynccomm.backends.gloo.torch_gloo import Gloo
-from asynccomm.checks import Group
-from asynccomm.mailbox import Mailbox
+from asynccomm.ops.validation import Group
+from asynccomm.core.mailbox import Mailbox
 
 class Dead(MemoryStore):
     async def set(self, key, value):

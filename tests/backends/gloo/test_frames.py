@@ -13,8 +13,8 @@ from torch import Tensor
 from asynccomm import BackendError, Comm, ReduceOp
 from asynccomm.backends.base import Submission
 from asynccomm.backends.gloo.frames import ROOM, Frame, balance, complete, digest, extent, heading_of
-from asynccomm.checks import Group
 from asynccomm.ops import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Call, Op, Parcel, Parcels, ReduceScatter
+from asynccomm.ops.validation import Group
 
 SIZE = 3
 

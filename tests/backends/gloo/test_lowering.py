@@ -12,8 +12,8 @@ from asynccomm.backends.gloo.lowering import OUT_OF_PLACE, start
 from asynccomm.backends.gloo.staging import movable, place
 from asynccomm.backends.hazards import separated
 from asynccomm.backends.regions import bytes_of
-from asynccomm.checks import Group
 from asynccomm.ops import AllReduce, AllToAll, AllToAllSingle, Broadcast, Call, Reduce, ReduceScatterSingle
+from asynccomm.ops.validation import Group
 from asynccomm.testing.conformance.data import DTYPES, reduced, sample, sentinel, strided
 
 GROUP = Group("test", 0, 2, torch.device("cpu"))

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from asynccomm import BackendError, BrokenError, CollectiveMismatchError, Comm, PayloadError
-from asynccomm.checks import MAX_TAG
 from asynccomm.ops import Channel, Parcel
 from asynccomm.ops.parcels import MAX_HEAD
+from asynccomm.ops.validation import MAX_TAG
 from asynccomm.testing.conformance.data import DTYPES, sample, strided
 
 from .parcels import Shelf, data, joined, recv, send

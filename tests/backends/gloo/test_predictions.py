@@ -14,12 +14,11 @@ from asynccomm import CollectiveMismatchError, Comm, ReduceOp, Work, new_comm
 from asynccomm.backends.base import Submission
 from asynccomm.backends.gloo import disputes
 from asynccomm.backends.gloo.collectives import Collectives
-from asynccomm.backends.gloo.exchange import Exchange
 from asynccomm.backends.gloo.frames import Frame, heading_of
+from asynccomm.backends.gloo.payload_collectives import Exchange
 from asynccomm.backends.gloo.predictions import REMEMBERED, Predictor, needs_every_rank
 from asynccomm.backends.gloo.torch_gloo import ALARM_TAG, Gloos
-from asynccomm.backends.lanes import Lanes
-from asynccomm.checks import Group
+from asynccomm.backends.ordered_executor import Lanes
 from asynccomm.ops import (
     AllGather,
     AllReduce,
@@ -34,6 +33,7 @@ from asynccomm.ops import (
     ReduceScatter,
     Scatter,
 )
+from asynccomm.ops.validation import Group
 from tests.waiting import until
 
 A, B, C = b"a", b"b", b"c"

@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from asynccomm import ReduceOp, StoreClient
 from asynccomm.backends.gloo.torch_gloo import POISON_TAG, Gloo
-from asynccomm.checks import MAX_TAG
+from asynccomm.ops.validation import MAX_TAG
 from asynccomm.store.torch_store import AsTorchStore
 
 

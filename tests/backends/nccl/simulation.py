@@ -25,9 +25,9 @@ from torch import Tensor
 from asynccomm.backends.base import BackendContext
 from asynccomm.backends.nccl.api import Config
 from asynccomm.backends.nccl.backend import NcclBackend
-from asynccomm.backends.nccl.platform import Platform
+from asynccomm.backends.nccl.shared import Platform
 from asynccomm.errors import BackendError
-from asynccomm.reduce_op import RedOpType
+from asynccomm.ops.reduce_op import RedOpType
 
 LIMIT = 60.0  # seconds after which a wait in here is a hang
 

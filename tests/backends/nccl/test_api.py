@@ -19,7 +19,7 @@ import torch
 
 from asynccomm.backends.nccl import api
 from asynccomm.errors import BackendError
-from asynccomm.reduce_op import RedOpType
+from asynccomm.ops.reduce_op import RedOpType
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent.parent

@@ -12,9 +12,9 @@ import torch
 
 from asynccomm import AbortedError, Comm, MemoryStore, ReduceOp, Work, new_comm
 from asynccomm.backends.base import BackendContext, Submission
-from asynccomm.backends.nccl.origins import Origin
-from asynccomm.backends.nccl.platform import Platform
-from asynccomm.backends.nccl.side import Side
+from asynccomm.backends.nccl.call_streams import Origin
+from asynccomm.backends.nccl.shared import Platform
+from asynccomm.backends.nccl.side_channel import Side
 from asynccomm.errors import BackendError, BrokenError, CollectiveTimeoutError
 from asynccomm.ops import (
     AllGatherSingle,

@@ -20,7 +20,7 @@ from asynccomm.backends.nccl.device import ISSUING
 from asynccomm.backends.nccl.plan import NcclCall
 from asynccomm.errors import BackendError
 from asynccomm.ops import Barrier, Broadcast
-from asynccomm.reduce_op import RedOpType
+from asynccomm.ops.reduce_op import RedOpType
 
 from .simulation import SimulatedDevice, SimulatedNccl, SimulatedStream
 

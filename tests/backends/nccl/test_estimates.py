@@ -17,7 +17,7 @@ from asynccomm.backends.nccl.api import Config
 from asynccomm.backends.nccl.plan import NcclCall
 from asynccomm.errors import BrokenError
 from asynccomm.ops import AllReduce, AllToAllSingle, Barrier, Broadcast, Call, Parcels, Recv, Reduce, Send
-from asynccomm.reduce_op import RedOpType, ReduceOp
+from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 
 from .conftest import World
 from .simulation import SimulatedBackend, SimulatedStream

@@ -22,7 +22,6 @@ from asynccomm.backends.nccl import api
 from asynccomm.backends.nccl.lowering import lower
 from asynccomm.backends.nccl.plan import Ability, NcclCall, Plan
 from asynccomm.backends.regions import bytes_of
-from asynccomm.checks import Group
 from asynccomm.ops import (
     AllGather,
     AllGatherSingle,
@@ -40,7 +39,8 @@ from asynccomm.ops import (
     Scatter,
     Send,
 )
-from asynccomm.reduce_op import RedOpType
+from asynccomm.ops.reduce_op import RedOpType
+from asynccomm.ops.validation import Group
 from asynccomm.testing.conformance.data import (
     DTYPES,
     FLOATS,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from asynccomm.backends.nccl.plan import Ability, Plan
 from asynccomm.ops import AllReduce, Barrier
-from asynccomm.reduce_op import ReduceOp
+from asynccomm.ops.reduce_op import ReduceOp
 
 
 @pytest.fixture

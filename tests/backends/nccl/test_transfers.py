@@ -19,20 +19,20 @@ import torch
 from torch import Tensor
 
 from asynccomm import MemoryStore
-from asynccomm.backends import lanes as lanes_module
+from asynccomm.backends import ordered_executor as lanes_module
 from asynccomm.backends.base import BackendContext, Submission
 from asynccomm.backends.delivery import Delivery
-from asynccomm.backends.lanes import Lanes
 from asynccomm.backends.nccl.api import Config
 from asynccomm.backends.nccl.communicator import end_all
-from asynccomm.backends.nccl.events import Poller
-from asynccomm.backends.nccl.flight import Flight
-from asynccomm.backends.nccl.side import Side
+from asynccomm.backends.nccl.poller import Poller
+from asynccomm.backends.nccl.side_channel import Side
+from asynccomm.backends.nccl.stream_order import Flight
 from asynccomm.backends.nccl.transfers import Landing, Transfers
-from asynccomm.checks import Group
+from asynccomm.backends.ordered_executor import Lanes
+from asynccomm.core.mailbox import Mailbox
 from asynccomm.errors import BackendError, BrokenError
-from asynccomm.mailbox import Mailbox
 from asynccomm.ops import Call, Channel, Parcel, RecvParcel, SendParcel
+from asynccomm.ops.validation import Group
 from tests.waiting import until
 
 from . import simulation

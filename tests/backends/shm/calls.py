@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from asynccomm import ops
-from asynccomm.checks import Group
 from asynccomm.ops import Call
-from asynccomm.reduce_op import ReduceOp
+from asynccomm.ops.reduce_op import ReduceOp
+from asynccomm.ops.validation import Group
 
 KINDS = [
     "all_reduce",

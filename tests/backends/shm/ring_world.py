@@ -12,12 +12,12 @@ from torch import Tensor
 
 from asynccomm.backends.base import Submission
 from asynccomm.backends.shm.fence import Fence
-from asynccomm.backends.shm.messages import Messages
+from asynccomm.backends.shm.layout import LINE, Layout
+from asynccomm.backends.shm.p2p import Messages
 from asynccomm.backends.shm.rings import Mapped
-from asynccomm.backends.shm.segment import LINE, Layout
-from asynccomm.checks import Group
 from asynccomm.errors import BrokenError
 from asynccomm.ops import Call, Channel, Parcel, Recv, RecvParcel, Send, SendParcel
+from asynccomm.ops.validation import Group
 
 Place = Callable[[int, bytes, Mapping[int, int]], Sequence[Tensor]]
 

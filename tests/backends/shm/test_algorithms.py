@@ -16,7 +16,7 @@ from asynccomm.backends.shm.algorithms import (
     transfer,
 )
 from asynccomm.backends.shm.reduction import Reduction
-from asynccomm.reduce_op import ReduceOp
+from asynccomm.ops.reduce_op import ReduceOp
 
 from .world import boards
 

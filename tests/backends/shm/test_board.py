@@ -6,9 +6,9 @@ import torch
 from asynccomm import ops
 from asynccomm.backends.shm.board import CACHED_VIEWS, LARGEST, Board
 from asynccomm.backends.shm.fence import Fence
-from asynccomm.backends.shm.segment import Layout
+from asynccomm.backends.shm.layout import Layout
 from asynccomm.errors import CollectiveMismatchError
-from asynccomm.reduce_op import ReduceOp
+from asynccomm.ops.reduce_op import ReduceOp
 
 from .world import boards
 

@@ -1,453 +1,198 @@
-"""Batches on boards, under random interleavings. Between processes: test_batches_of_ranks.py."""
+"""How a batch is cut: pure arithmetic on operations, the same on all ranks."""
 
 import random
-from collections.abc import Callable, Sequence
-from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from asynccomm import ops
-from asynccomm.backends import loopback
-from asynccomm.backends.shm.batches import Bundle, cut
-from asynccomm.backends.shm.board import Board
-from asynccomm.backends.shm.collectives import start
-from asynccomm.backends.shm.listing import ROW
-from asynccomm.checks import Group
-from asynccomm.errors import CollectiveMismatchError
+from asynccomm.backends.base import Submission
+from asynccomm.backends.shm.bundles import MOST, Bundle, cut, extent, place_in_batch, size_of_batch
+from asynccomm.backends.shm.layout import rounded_up
+from asynccomm.backends.shm.manifest import ROW
 from asynccomm.ops import Call, Op
-from asynccomm.reduce_op import ReduceOp
+from asynccomm.ops.reduce_op import ReduceOp
+from asynccomm.ops.validation import Group
 
-from .calls import DTYPES, KINDS, copied, legal, make, values
-from .world import boards, interleave, submission
+from .calls import DTYPES, KINDS, legal, make, values
 
-CHUNK, WHOLE = 4096, 2048
-REDUCTIONS = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT, ReduceOp.BXOR]
-Asked = tuple[str, int, int, torch.dtype, ReduceOp, bool]  # kind, n, root, dtype, reduction, strided
-
-
-def groups_of(size: int) -> list[Group]:
-    return [Group("t", rank, size, torch.device("cpu")) for rank in range(size)]
+F = torch.float32
+CHUNK, WHOLE = 1024, 512
 
 
-def asked(kind: str, size: int, choose: random.Random, sizes: Sequence[int]) -> Asked:
-    dtype = choose.choice(DTYPES)
-    reductions = [op for op in [*REDUCTIONS, ReduceOp.PREMUL_SUM(2)] if legal(op, dtype)]
-    return kind, choose.choice(sizes), choose.randrange(size), dtype, choose.choice(reductions), choose.random() < 0.2
-
-
-def called(group: Group, what: Asked, choose: random.Random) -> Call:
-    kind, n, root, dtype, op, strided = what
-    return make(kind, group, n, root, op, partial(values, dtype=dtype, strided=strided, choose=choose))
-
-
-def items(world: list[Board], batches: list[list[Call]], whole: int = WHOLE) -> list[Any]:
-    """One rank's batches as they travel."""
-    found: list[Any] = []
-    seq = 0
-    for batch in batches:
-        submissions = [submission(call, seq + i) for i, call in enumerate(batch)]
-        seq += len(batch)
-        found += cut(submissions, len(world), world[0].chunk, whole)
+def submitted(*described: Op, members: tuple[Op, ...] = ()) -> list[Submission]:
+    found = []
+    for seq, op in enumerate(described):
+        work: Any = SimpleNamespace(seq=seq)
+        found.append(Submission(Call(op, (), (), None), work))
+    if members:
+        found[0].members, found[0].numbers = members, tuple(range(len(members)))
     return found
 
 
-BATCHES = st.lists(st.lists(st.sampled_from(KINDS), min_size=1, max_size=8), min_size=1, max_size=4)
+def reduced(nbytes: int) -> Op:
+    return ops.AllReduce(torch.uint8, nbytes, ReduceOp.MAX)
+
+
+def sizes(items: list[Any]) -> list[int]:
+    """How many travel together in each step; 0: one by itself."""
+    return [len(item.places) for item in items]
+
+
+def bundles(batch: list[Submission], size: int = 2, chunk: int = CHUNK, whole: int = WHOLE) -> list[Any]:
+    found = list(cut(batch, size, chunk, whole))
+    assert all(isinstance(item, Bundle) for item in found)
+    return found
+
+
+def test_one_collective_is_no_batch() -> None:
+    alone = submitted(reduced(8))
+    assert cut(alone, 2, CHUNK, WHOLE) is alone
+
+
+def test_what_fits_in_a_slot_travels_together() -> None:
+    batch = submitted(*[reduced(8)] * 5, ops.Barrier(), ops.Broadcast(F, 3, 0))
+    (bundle,) = bundles(batch)
+    assert bundle.submissions == batch
+    assert bundle.places == [(64 * i, 64) for i in range(5)] + [(320, 0), (320, 64)]
+    assert (bundle.used, bundle.total) == (384, 7)
+    assert bundle.listed == batch
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        (CHUNK - 512 - 3 * ROW - 32, [2]),  # 32: to the next line
+        (CHUNK - 512 - 3 * ROW - 31, [0, 0]),
+    ],
+)
+def test_around_the_end_of_a_slot(last: int, expected: list[int]) -> None:
+    """With the data there is a row for each, and one for what follows."""
+    batch = submitted(reduced(512), ops.Broadcast(torch.uint8, last, 0))
+    assert sizes(bundles(batch)) == expected
+
+
+@pytest.mark.parametrize(
+    ("large", "expected"),
+    [
+        (reduced(WHOLE), [3]),
+        (reduced(WHOLE + 1), [0, 0, 0]),
+        (ops.Reduce(torch.bool, WHOLE + 1, 0, ReduceOp.SUM), [0, 0, 0]),
+        (ops.Reduce(torch.int8, WHOLE // 4, 0, ReduceOp.AVG), [3]),  # travels as int32
+        (ops.Reduce(torch.int8, WHOLE // 4 + 1, 0, ReduceOp.AVG), [0, 0, 0]),
+        (ops.AllReduce(torch.complex64, WHOLE // 8, ReduceOp.SUM), [3]),
+        (ops.AllReduce(torch.complex64, WHOLE // 8 + 1, ReduceOp.SUM), [0, 0, 0]),
+        (ops.Broadcast(torch.uint8, CHUNK, 0), [0, 0, 0]),
+        (ops.Scatter(torch.uint8, 256, 0), [3]),
+        (ops.Scatter(torch.uint8, 512, 0), [0, 0, 0]),
+        (ops.ReduceScatterSingle(torch.uint8, 257, ReduceOp.MAX), [3]),
+        (ops.AllToAllSingle(torch.uint8, 640), [3]),
+        (ops.AllToAllSingle(torch.uint8, 1024), [0, 0, 0]),
+        (ops.AllToAll(F, (1, 1), (1, 1)), [0, 0, 0]),
+        (ops.Parcels("all_gather_object"), [0, 0, 0]),
+    ],
+    ids=str,
+)
+def test_by_itself_goes_what_is_large_or_known_to_some(large: Op, expected: list[int]) -> None:
+    batch = submitted(reduced(8), large, ops.Barrier())
+    found = bundles(batch)
+    assert sizes(found) == expected
+    assert [submission for bundle in found for submission in bundle.submissions] == batch
+
+
+def test_greedily_in_program_order() -> None:
+    batch = submitted(*[reduced(200)] * 8, reduced(WHOLE + 1), reduced(8), reduced(8), ops.Barrier())
+    found = bundles(batch)
+    assert sizes(found) == [3, 3, 2, 0, 3]
+    assert [bundle.listed for bundle in found] == [batch[:4], batch[3:7], batch[6:9], batch[8:10], batch[9:]]
+    assert len({bundle.place for bundle in found}) == 5
+    assert [size_of_batch(bundle.place) for bundle in found] == [12] * 5
+
+
+def test_a_step_is_not_too_long() -> None:
+    batch = submitted(*[ops.Barrier()] * (2 * MOST + 1))
+    assert sizes(bundles(batch, chunk=1 << 20)) == [MOST, MOST, 0]
+
+
+def test_messages_are_no_part_of_it() -> None:
+    send, recv = ops.Send(F, 3, 1, 0), ops.Recv(F, 3, 1, 0)
+    batch = submitted(reduced(8), send, reduced(8), recv)
+    first, second, bundle = cut(batch, 2, CHUNK, WHOLE)
+    assert [first, second] == [batch[1], batch[3]]
+    assert isinstance(bundle, Bundle)
+    assert bundle.submissions == [batch[0], batch[2]]
+    few = submitted(send, reduced(8), recv)
+    assert cut(few, 2, CHUNK, WHOLE) is few
+
+
+def test_a_merged_operation_is_a_batch() -> None:
+    members = (reduced(3), reduced(5))
+    merged = ops.AllReduce(torch.uint8, 8, ReduceOp.MAX, layout=9)
+    (bundle,) = bundles(submitted(merged, members=members))
+    assert (sizes([bundle]), bundle.total) == ([1], 2)
+    large = ops.AllReduce(torch.uint8, WHOLE + 1, ReduceOp.MAX, layout=9)
+    (bundle,) = bundles(submitted(large, members=members))
+    assert (sizes([bundle]), size_of_batch(bundle.place)) == ([0], 2)
+    found = bundles(submitted(merged, large, merged, members=members))
+    assert sizes(found) == [1, 0, 0]
+    assert [size_of_batch(bundle.place) for bundle in found] == [4] * 3
+
+
+def test_all_of_a_bundle_counts_for_who_drives_it() -> None:
+    tensors = [torch.zeros(n, dtype=torch.uint8) for n in (8, 20)]
+    group = Group("t", 0, 1, torch.device("cpu"))
+    work: Any = SimpleNamespace(seq=0)
+    batch = [Submission(ops.AllReduce.of(group, tensor, ReduceOp.MAX), work) for tensor in tensors]
+    assert [bundle.nbytes for bundle in bundles(batch)] == [28]
+
+
+@given(total=st.integers(2, 1 << 22), before=st.integers(0, 1 << 22))
+def test_places_in_batches(total: int, before: int) -> None:
+    place = place_in_batch(total, before)
+    assert 0 < place < 1 << 40
+    assert size_of_batch(place) == (total if total < 1 << 20 and before < total else size_of_batch(place))
+
+
+def test_what_is_in_no_batch_has_place_0() -> None:
+    assert size_of_batch(0) == 1
+    assert size_of_batch(place_in_batch(3, 1) | 1 << 50) is None
+    assert size_of_batch(3 << 20 | 3) is None
 
 
 @given(
     seed=st.integers(0, 1 << 30),
-    size=st.sampled_from([1, 2, 3, 4]),
-    kinds=BATCHES,
+    size=st.integers(1, 5),
+    kinds=st.lists(st.sampled_from(KINDS), min_size=2, max_size=20),
     whole=st.sampled_from([0, 64, 1024]),
 )
-@settings(max_examples=200)
-def test_any_batches_are_what_one_by_one_is(seed: int, size: int, kinds: list[list[str]], whole: int) -> None:
+def test_every_rank_cuts_alike_and_nothing_overlaps(seed: int, size: int, kinds: list[str], whole: int) -> None:
     choose = random.Random(seed)
-    world = boards(size, CHUNK)
-    what = [[asked(kind, size, choose, [0, 1, 2, 7, 64, 255, 600]) for kind in batch] for batch in kinds]
-    calls = [[[called(group, each, choose) for each in batch] for batch in what] for group in groups_of(size)]
-    expected = [[copied(call) for batch in rank for call in batch] for rank in calls]
-    for seq, row in enumerate(zip(*expected, strict=True)):
-        loopback._perform([submission(call, seq) for call in row])
-    interleave(world, [items(world, rank, whole) for rank in calls], whole, choose)
-    for mine, theirs in zip(calls, expected, strict=True):
-        for call, want in zip([call for batch in mine for call in batch], theirs, strict=True):
-            for one, other in zip((*call.inputs, *call.outputs), (*want.inputs, *want.outputs), strict=True):
-                assert torch.equal(one, other), f"{call.op}: {one} != {other}"
-
-
-def test_a_batch_is_one_synchronisation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All kinds, every dtype: each rank posts once and finishes once."""
-    size = 3
-    world = boards(size, 1 << 16)
-    choose = random.Random(1)
-    kinds = [kind for kind in KINDS if kind != "all_to_all"]
-    what = [asked(kind, size, choose, [50]) for kind in [*kinds, *kinds]]
-    calls = [[[called(group, each, choose) for each in what]] for group in groups_of(size)]
-    seen: list[str] = []
-    for name in ("post", "finish"):
-        original = getattr(Board, name)
-        monkeypatch.setattr(
-            Board, name, lambda self, step, n=name, o=original: (seen.append(f"{n} {self.rank} {step}"), o(self, step))
-        )
-    interleave(world, [items(world, rank, 1 << 16) for rank in calls], 1 << 16, choose)
-    assert sorted(seen) == sorted(f"{name} {rank} 0" for name in ("post", "finish") for rank in range(size))
-    assert [board.step for board in world] == [1] * size
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_rank_waits_for_all_others(size: int) -> None:
-    """A root, too, which would not have to wait for what it sends alone."""
-    world = boards(size, CHUNK)
-    batch = [[ops.Broadcast.of(group, torch.ones(3), 0) for _ in range(2)] for group in groups_of(size)]
-    running = [start(board, items(world, [calls])[0], WHOLE) for board, calls in zip(world, batch, strict=True)]
-    for progress in running[:-1]:
-        assert next(progress) is False
-    for progress in reversed(running):
-        assert list(progress) == []
-
-
-def test_more_than_all_banks_hold() -> None:
-    size, count = 2, 60
-    world = boards(size, 1024)
-    tensors = [[torch.full((150,), 10.0 * i + rank) for i in range(count)] for rank in range(size)]
-    calls = [[[ops.AllReduce.of(g, t, ReduceOp.SUM) for t in tensors[g.rank]]] for g in groups_of(size)]
-    programs = [items(world, rank, 1024) for rank in calls]
-    assert len(programs[0]) > 4 * 4
-    interleave(world, programs, 1024, random.Random(3))
-    assert all(tensor.eq(20 * i + 1).all() for mine in tensors for i, tensor in enumerate(mine))
-
-
-@pytest.mark.parametrize("over", [0, 1])
-def test_a_batch_that_just_fits(over: int) -> None:
-    size = 2
-    world = boards(size, CHUNK)
-    n = CHUNK - 64 - 3 * ROW - 32 + over  # 32: up to a line
-    sent = [[torch.full((k,), group.rank + 5, dtype=torch.uint8) for k in (3, n)] for group in groups_of(size)]
-    got = [[torch.zeros(size * k, dtype=torch.uint8) for k in (3, n)] for _ in range(size)]
-    calls = [[[ops.AllGatherSingle.of(g, got[g.rank][i], sent[g.rank][i]) for i in range(2)]] for g in groups_of(size)]
-    programs = [items(world, rank) for rank in calls]
-    assert [len(program) for program in programs] == [1 + over] * size
-    interleave(world, programs, WHOLE, random.Random(3))
-    for mine in got:
-        assert [tensor.tolist() for tensor in mine] == [[5] * k + [6] * k for k in (3, n)]
-
-
-def test_in_place_and_overlapping_as_alone() -> None:
-    size, n = 2, 30
-    world = boards(size, CHUNK)
-    memory = [[torch.arange(size * n) + 100 * group.rank + 1000 * i for i in range(4)] for group in groups_of(size)]
-    before = [[tensor.clone() for tensor in mine] for mine in memory]
-    calls = []
-    for g in groups_of(size):
-        swapped, gathered, scattered, shifted = memory[g.rank]
-        calls.append(
-            [
-                [
-                    ops.AllToAllSingle.of(g, swapped, swapped),
-                    ops.AllGatherSingle.of(g, gathered, gathered[(1 - g.rank) * n : (2 - g.rank) * n]),
-                    ops.ReduceScatterSingle.of(g, scattered[n:], scattered, ReduceOp.SUM),
-                    ops.AllReduce.of(g, shifted[:n], ReduceOp.MAX, shifted[7 : n + 7]),
-                ]
-            ]
-        )
-    interleave(world, [items(world, rank) for rank in calls], WHOLE, random.Random(5))
-    for rank in range(size):
-        swapped, gathered, scattered, shifted = memory[rank]
-        mine = slice(rank * n, (rank + 1) * n)
-        assert torch.equal(swapped, torch.cat([before[r][0][mine] for r in range(size)]))
-        assert torch.equal(gathered, torch.cat([before[r][1][(1 - r) * n : (2 - r) * n] for r in range(size)]))
-        assert torch.equal(scattered[n:], before[0][2][mine] + before[1][2][mine])
-        assert torch.equal(shifted[7 : n + 7], before[1][3][:n])
-
-
-def test_a_batch_of_one_meets_one_that_is_in_none() -> None:
-    world = boards(2, CHUNK)
-    tensors = [torch.ones(3), torch.ones(3)]
-    calls = [ops.AllReduce.of(group, tensors[group.rank], ReduceOp.SUM) for group in groups_of(2)]
-    interleave(world, [items(world, [[calls[0]]]), [submission(calls[1], 0)]], WHOLE, random.Random(1))
-    assert all(tensor.eq(2).all() for tensor in tensors)
-
-
-# -- batches that differ ----------------------------------------------------------------------------------------------
-
-
-def run_apart(world: list[Board], programs: list[list[Any]], choose: random.Random) -> list[Any]:
-    """Each rank as far as it gets: how many of its items it has done, or its error."""
-    queues = [list(program) for program in programs]
-    current: list[Any] = [None] * len(world)
-    errors: dict[int, CollectiveMismatchError] = {}
-    idle = 0
-    while idle < 200:
-        idle += 1
-        rank = choose.randrange(len(world))
-        if rank in errors or not queues[rank]:
-            continue
-        if current[rank] is None:
-            current[rank] = start(world[rank], queues[rank][0], WHOLE)
-        try:
-            if next(current[rank]):
-                idle = 0
-        except StopIteration:
-            queues[rank].pop(0)
-            current[rank] = None
-            idle = 0
-        except CollectiveMismatchError as error:
-            errors[rank] = error
-            idle = 0
-    return [errors.get(rank, len(programs[rank]) - len(queues[rank])) for rank in range(len(world))]
-
-
-def changed(batches: list[list[Asked]], size: int, choose: random.Random) -> list[list[Asked]]:
-    """The same but for one mistake."""
-    new = [list(batch) for batch in batches]
-    i = choose.randrange(len(new))
-    j = choose.randrange(len(new[i]))
-    match choose.choice(["drop", "add", "other", "swap", "split", "join"]):
-        case "drop":
-            del new[i][j]
-        case "add":
-            new[i].insert(j, asked(choose.choice(KINDS), size, choose, [1, 7, 600]))
-        case "other":
-            new[i][j] = asked(choose.choice(KINDS), size, choose, [1, 7, 600])
-        case "swap":
-            new[i][j], new[i][0] = new[i][0], new[i][j]
-        case "split":
-            new[i : i + 1] = [new[i][:j], new[i][j:]]
-        case _ if i:
-            new[i - 1 : i + 1] = [new[i - 1] + new[i]]
-    return [batch for batch in new if batch]
-
-
-def described(group: Group, batches: list[list[Asked]]) -> list[list[Op]]:
-    """What other ranks can know: sizes that are a rank's own and factors left out."""
-    found = []
-    for batch in batches:
-        found.append([])
-        for what in batch:
-            op = called(group, what, random.Random(0)).op
-            found[-1].append(ops.AllToAll(op.dtype, (), ()) if isinstance(op, ops.AllToAll) else op)
-    return found
-
-
-@given(seed=st.integers(0, 1 << 30), size=st.sampled_from([2, 3]), kinds=BATCHES)
-@settings(max_examples=300)
-def test_batches_that_differ_are_seen_before_anything_is_taken(seed: int, size: int, kinds: list[list[str]]) -> None:
-    """Whatever the mistake: other operations, or other boundaries. Nobody gets past the end."""
-    choose = random.Random(seed)
-    right = [[asked(kind, size, choose, [0, 1, 7, 255, 600]) for kind in batch] for batch in kinds]
-    wrong = changed(right, size, choose)
-    group = groups_of(size)[0]
-    mine, theirs = described(group, right), described(group, wrong)
-    assume([len(batch) for batch in mine] != [len(batch) for batch in theirs] or not fit(mine, theirs))
-    end: list[list[Asked]] = [[("barrier", 0, 0, torch.float32, ReduceOp.SUM, False)] * 2]
-    world = boards(size, CHUNK)
-    mistaken = choose.randrange(size)
-    programs = []
-    for group in groups_of(size):
-        batches = [*(wrong if group.rank == mistaken else right), *end]
-        programs.append(items(world, [[called(group, what, choose) for what in batch] for batch in batches]))
-    outcome = run_apart(world, programs, choose)
-    assert any(isinstance(each, CollectiveMismatchError) for each in outcome)
-    for each, program in zip(outcome, programs, strict=True):
-        assert isinstance(each, CollectiveMismatchError) or each < len(program)
-
-
-def fit(mine: list[list[Op]], theirs: list[list[Op]]) -> bool:
-    pairs = [(a, b) for one, other in zip(mine, theirs, strict=True) for a, b in zip(one, other, strict=True)]
-    return all(a.fits(b) for a, b in pairs)
-
-
-def mismatch(*programs: list[list[Call]], seed: int = 0, chunk: int = CHUNK) -> list[CollectiveMismatchError]:
-    """The errors of the ranks that see one, first that of rank 0 if it does."""
-    world = boards(len(programs), chunk)
-    outcome = run_apart(world, [items(world, batches) for batches in programs], random.Random(seed))
-    found = [each for each in outcome if isinstance(each, CollectiveMismatchError)]
-    assert found
-    return found
-
-
-def reduced(group: Group, n: int, dtype: torch.dtype = torch.float32, op: ReduceOp = ReduceOp.SUM) -> Call:
-    return ops.AllReduce.of(group, torch.ones(n, dtype=dtype), op)
-
-
-ZERO, ONE = groups_of(2)
-Make = Callable[[Group], list[list[Call]]]
-
-
-@pytest.mark.parametrize(
-    ("mine", "theirs", "seq", "words"),
-    [
-        (
-            lambda g: [[reduced(g, 3), reduced(g, 256), reduced(g, 1)]],
-            lambda g: [[reduced(g, 3), reduced(g, 255), reduced(g, 1)]],
-            1,
-            ("all_reduce(float32[256], SUM)", "all_reduce(float32[255], SUM)"),
-        ),
-        (
-            lambda g: [[reduced(g, 3)], [reduced(g, 3), reduced(g, 4)]],
-            lambda g: [[reduced(g, 3)], [reduced(g, 3), reduced(g, 4, torch.int64)]],
-            2,
-            ("all_reduce(float32[4], SUM)", "all_reduce(int64[4], SUM)"),
-        ),
-        (
-            lambda g: [[ops.Barrier.of(g), reduced(g, 4, op=ReduceOp.MAX)]],
-            lambda g: [[ops.Barrier.of(g), reduced(g, 4)]],
-            1,
-            ("all_reduce(float32[4], MAX)", "all_reduce(float32[4], SUM)"),
-        ),
-        (
-            lambda g: [[ops.Broadcast.of(g, torch.ones(3), 0), ops.Barrier.of(g)]],
-            lambda g: [[ops.Broadcast.of(g, torch.ones(3), 1), ops.Barrier.of(g)]],
-            0,
-            ("broadcast(float32[3], root=0)", "broadcast(float32[3], root=1)"),
-        ),
-        (
-            lambda g: [[reduced(g, 256), reduced(g, 2), reduced(g, 2)]],
-            lambda g: [[reduced(g, 256)]],
-            0,
-            ("a batch of 3 from all_reduce(float32[256], SUM) on", "all_reduce(float32[256], SUM) alone"),
-        ),
-        (
-            lambda g: [[reduced(g, 256), reduced(g, 2), reduced(g, 2)]],
-            lambda g: [[reduced(g, 256), reduced(g, 2)], [reduced(g, 2)]],
-            0,
-            (
-                "a batch of 3 from all_reduce(float32[256], SUM) on",
-                "a batch of 2 from all_reduce(float32[256], SUM) on",
-            ),
-        ),
-        (  # the difference is in what follows the first bundle
-            lambda g: [[reduced(g, 400), reduced(g, 400), reduced(g, 400)]],
-            lambda g: [[reduced(g, 400), reduced(g, 400), reduced(g, 3)]],
-            2,
-            ("all_reduce(float32[400], SUM)", "all_reduce(float32[3], SUM)"),
-        ),
-        (  # large ones, by themselves
-            lambda g: [[reduced(g, 9000), reduced(g, 9000)]],
-            lambda g: [[reduced(g, 9000)], [reduced(g, 9000)]],
-            0,
-            ("a batch of 2 from all_reduce(float32[9000], SUM) on", "all_reduce(float32[9000], SUM) alone"),
-        ),
-        (
-            lambda g: [[reduced(g, 9000), reduced(g, 9000)]],
-            lambda g: [[reduced(g, 3), reduced(g, 9000)]],
-            0,
-            ("all_reduce(float32[9000], SUM)", "all_reduce(float32[3], SUM)"),
-        ),
-        (
-            lambda g: [[reduced(g, 9000), reduced(g, 9000)]],
-            lambda g: [[reduced(g, 9000), reduced(g, 3)]],
-            1,
-            ("all_reduce(float32[9000], SUM)", "all_reduce(float32[3], SUM)"),
-        ),
-    ],
-)
-@pytest.mark.parametrize("seed", range(3))
-def test_what_differs_is_named(mine: Make, theirs: Make, seq: int, words: tuple[str, str], seed: int) -> None:
-    for error in mismatch(mine(ZERO), theirs(ONE), seed=seed):
-        assert error.seq == seq
-        assert (error.op, error.other_op) == (words if error.rank == 0 else words[::-1])
-        assert error.other_rank == 1 - error.rank
-
-
-def test_both_see_it() -> None:
-    assert {error.rank for error in mismatch([[reduced(ZERO, 3), reduced(ZERO, 3)]], [[reduced(ONE, 3)]])} == {0, 1}
-
-
-def merged(group: Group, numels: list[int], numbers: list[int]) -> Any:
-    found = submission(ops.AllReduce.of_several(group, [torch.ones(n) for n in numels], ReduceOp.SUM), numbers[0])
-    found.members = tuple(ops.AllReduce(torch.float32, n, ReduceOp.SUM) for n in numels)
-    found.numbers = tuple(numbers)
-    return found
-
-
-def merged_mismatch(mine: list[int], theirs: list[int], chunk: int = CHUNK) -> CollectiveMismatchError:
-    """Of all_reduces with a broadcast after the first."""
-    world = boards(2, chunk)
-    programs = []
-    for group, numels in zip(groups_of(2), (mine, theirs), strict=True):
-        batch = [
-            merged(group, numels, [5, *range(7, 6 + len(numels))]),
-            submission(ops.Broadcast.of(group, torch.ones(3), 0), 6),
-        ]
-        programs.append(list(cut(batch, 2, chunk, chunk)))
-    for error in run_apart(world, programs, random.Random(0)):
-        if isinstance(error, CollectiveMismatchError) and error.rank == 0:
-            return error
-    raise AssertionError("not seen by rank 0")
-
-
-def test_a_member_of_merged_operations_is_named() -> None:
-    error = merged_mismatch([10, 20, 30], [10, 20, 31])
-    assert (error.seq, error.op, error.other_op) == (
-        8,
-        "all_reduce(float32[30], SUM)",
-        "all_reduce(float32[31], SUM)",
-    )
-    error = merged_mismatch([10, 20, 30], [10, 20, 30, 40])
-    assert (error.seq, error.op, error.other_op) == (
-        5,
-        "a batch of 4 from all_reduce(float32[10], SUM) on",
-        "a batch of 5 from all_reduce(float32[10], SUM) on",
-    )
-
-
-def test_one_merged_operation_of_a_batch_names_its_members() -> None:
-    world = boards(2, CHUNK)
-    programs = [
-        list(cut([merged(group, [10, n], [3, 4])], 2, CHUNK, WHOLE))
-        for group, n in zip(groups_of(2), (5, 6), strict=True)
+    chosen = [
+        (kind, choose.choice([0, 1, 7, 255, 600]), choose.randrange(size), choose.choice(DTYPES)) for kind in kinds
     ]
-    for rank, error in enumerate(run_apart(world, programs, random.Random(0))):
-        assert isinstance(error, CollectiveMismatchError)
-        assert (error.rank, error.seq, error.op) == (rank, 4, f"all_reduce(float32[{5 + rank}], SUM)")
-
-
-def test_without_room_for_members_the_merged_operation_is_named() -> None:
-    error = merged_mismatch([100, 100, 30], [100, 100, 31], chunk=1024)
-    assert (error.seq, error.op) == (5, "all_reduce(float32[230] in pieces, SUM)")
-    assert error.other_op == "all_reduce(float32[231] in pieces, SUM)"
-
-
-def test_an_earlier_difference_is_told_from_one_in_the_batch() -> None:
-    """The ranks that give have differed before, which they did not have to wait for; the one that takes is late."""
-    world = boards(3, CHUNK)
-    bundles = []
-    for group, n in zip(groups_of(3), (0, 3, 4), strict=True):
-        if group.rank:
-            gather = submission(ops.Gather.of(group, None, torch.ones(n), 0), 0)
-            assert list(start(world[group.rank], gather, WHOLE)) == []
-            bundle: Any = items(world, [[ops.Barrier.of(group)] * 2])[0]
-            bundles.append(start(world[group.rank], bundle, WHOLE))
-    assert next(bundles[0]) is False
-    assert next(bundles[1]) is False
-    world[0].begin(0, ops.Gather(torch.float32, 3, 0), 1)
-    world[0].post(0)
-    bundle = items(world, [[ops.Barrier.of(groups_of(3)[0])] * 2])[0]
-    with pytest.raises(
-        CollectiveMismatchError, match="rank 2 has a batch, and the ranks differed in a collective before"
-    ):
-        next(start(world[0], bundle, WHOLE))
-
-
-def test_a_failing_operation_is_what_the_bundle_is_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    (board,) = boards(1, CHUNK)
-    (group,) = groups_of(1)
-    bundle: Any = items([board], [[reduced(group, 3), reduced(group, 4), reduced(group, 5)]])[0]
-    assert isinstance(bundle, Bundle)
-    assert str(bundle.op).startswith("together(all_reduce(float32[3], SUM), all_reduce")
-
-    def fails(_: Any, rows: list[Tensor], out: Tensor) -> None:
-        if out.numel() == 4:
-            raise MemoryError
-
-    monkeypatch.setattr("asynccomm.backends.shm.reduction.Reduction.combine", fails)
-    with pytest.raises(MemoryError):
-        list(start(board, bundle, WHOLE))
-    assert str(bundle.op) == "all_reduce(float32[4], SUM)"
+    seen = set()
+    for rank in range(size):
+        group = Group("t", rank, size, torch.device("cpu"))
+        batch = []
+        for kind, n, root, dtype in chosen:
+            op = ReduceOp.MAX if legal(ReduceOp.MAX, dtype) else ReduceOp.SUM
+            work: Any = SimpleNamespace(seq=0)
+            call = make(kind, group, n, root, op, lambda n, dtype=dtype: values(n, dtype, False, choose))
+            batch.append(Submission(call, work))
+        found = bundles(batch, size, CHUNK, whole)
+        assert [submission for bundle in found for submission in bundle.submissions] == batch
+        for bundle in found:
+            end = 0
+            for (start, room), submission in zip(bundle.places, bundle.submissions, strict=False):
+                nbytes, split = extent(submission.op, size)
+                assert start == end
+                assert room == rounded_up(nbytes)
+                end = start + room * (size if split else 1)
+            assert end == bundle.used
+            assert bundle.used + len(bundle.listed) * ROW <= CHUNK or not bundle.places
+        seen.add(tuple((tuple(bundle.places), bundle.place, len(bundle.submissions)) for bundle in found))
+    assert len(seen) == 1

@@ -8,7 +8,7 @@ import pytest
 
 from asynccomm.backends.shm import fence
 from asynccomm.backends.shm.fence import Fence
-from asynccomm.backends.shm.memory import Segment, create
+from asynccomm.backends.shm.segment import Segment, create
 
 
 @pytest.mark.parametrize("in_order", [True, False])

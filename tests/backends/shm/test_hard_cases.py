@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from asynccomm import AsyncCommError, Comm, ReduceOp, new_comm
-from asynccomm import work as work_module
+from asynccomm.core import work as work_module
 from tests.waiting import until
 
 

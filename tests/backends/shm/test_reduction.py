@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asynccomm.backends.shm.reduction import SERIAL, Reduction, reduction_for
-from asynccomm.reduce_op import ReduceOp
+from asynccomm.ops.reduce_op import ReduceOp
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asynccomm.backends.shm.fence import Fence
+from asynccomm.backends.shm.layout import LINE, Layout
 from asynccomm.backends.shm.rings import HEADER, PADDING, Mapped, Reader, Writer, framed, largest_payload
-from asynccomm.backends.shm.segment import LINE, Layout
 from asynccomm.errors import BackendError
 
 KIND = 7

@@ -1,77 +1,162 @@
-"""Where things lie in a segment."""
+"""Shared memory without a name."""
 
-from itertools import pairwise
+import errno
+import fcntl
+import gc
+import mmap
+import os
+import stat
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import torch
 
-from asynccomm.backends.shm.segment import HEADER, LINE, WORD, Layout, State, Word, rounded_up
+from asynccomm import BackendError
+from asynccomm.backends.shm import segment as segment_module
+from asynccomm.backends.shm.segment import Segment, create
 
-BLOCK = 256
-layouts = st.builds(
-    Layout,
-    size=st.integers(1, 64),
-    chunk=st.integers(16, 1 << 14).map(lambda lines: lines * LINE),
-    banks=st.integers(1, 5),
-    ring=st.integers(1, 1 << 14).map(lambda lines: lines * LINE),
-)
+SIZE = 3 * 4096 + 64
 
 
-def regions(layout: Layout) -> list[tuple[int, int]]:
-    """Start and bytes of everything."""
-    ranks, banks = range(layout.size), range(layout.banks)
-    found = [(layout.word(rank, 0) * WORD, BLOCK) for rank in ranks]
-    found += [(layout.header(bank, rank, 0) * WORD, layout.size * HEADER * WORD) for bank in banks for rank in ranks]
-    found += [(layout.slot(bank, rank), layout.chunk) for bank in banks for rank in ranks]
-    found += [(layout.result(bank, rank), layout.piece) for bank in banks for rank in ranks]
-    found += [(layout.ring_start(a, b), 2 * LINE + layout.ring) for a in ranks for b in ranks]
-    return found
+@pytest.fixture
+def no_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, flags: int) -> int:
+        raise PermissionError(errno.EPERM, "no memfd for you")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
 
 
-@given(layouts)
-def test_regions_are_apart_aligned_and_inside(layout: Layout) -> None:
-    found = sorted(regions(layout))
-    assert found[0][0] == 0
-    for (start, nbytes), (following, _) in pairwise(found):
-        assert start + nbytes <= following
-    headers = {layout.header(bank, rank, 0) * WORD for bank in range(layout.banks) for rank in range(layout.size)}
-    assert all(start % LINE == 0 for start, _ in found if start not in headers)
-    start, nbytes = found[-1]
-    assert start + nbytes == layout.total
-    assert layout.total % WORD == 0
+@pytest.fixture(autouse=True)
+def no_descriptor_is_left() -> Iterator[None]:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
-@given(layouts)
-def test_slots_and_results_of_a_bank_are_at_one_stride(layout: Layout) -> None:
-    for bank in range(layout.banks):
-        for place, stride in ((layout.slot, layout.chunk), (layout.result, layout.piece)):
-            starts = [place(bank, rank) for rank in range(layout.size)]
-            assert all(b - a == stride for a, b in pairwise(starts))
+def check(fd: int) -> None:
+    info = os.fstat(fd)
+    assert info.st_size == SIZE
+    assert stat.S_IMODE(info.st_mode) == 0o600
+    assert info.st_nlink == 0
+    assert not os.get_inheritable(fd)
+    one, other = Segment(fd, SIZE), Segment(fd, SIZE)
+    os.close(fd)
+    assert not one.data.any()
+    one.words[2] = 2**64 - 1
+    other.data[-1] = 7
+    other.raw[0] = 1
+    assert one.data[16:24].tolist() == [255] * 8
+    assert (one.raw[-1], one.words[0]) == (7, 1)
+    assert len(one.raw) == SIZE == one.data.numel() == 8 * len(one.words)
 
 
-@given(layouts)
-def test_words_of_a_rank_are_apart_and_in_its_block(layout: Layout) -> None:
-    for rank in range(layout.size):
-        named = [layout.word(rank, word) for word in Word if word is not Word.WHAT]
-        described = [layout.what(rank, bank) + i for bank in range(layout.banks) for i in range(3)]
-        numbers = [*named, named[list(Word).index(Word.SLEEPING)] + 1, *described]
-        assert len(set(numbers)) == len(numbers)
-        assert all(rank * BLOCK <= number * WORD < (rank + 1) * BLOCK for number in numbers)
+def test_two_mappings_share() -> None:
+    check(create(SIZE))
 
 
-@given(layouts, st.sampled_from([1, 2, 4, 8, 16]))
-def test_a_result_has_room_for_any_ranks_part(layout: Layout, itemsize: int) -> None:
-    elements = layout.chunk // itemsize
-    assert -(-elements // layout.size) * itemsize <= layout.piece
+def test_nobody_can_cut_it_short() -> None:
+    fd = create(SIZE)
+    for size in (0, 2 * SIZE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    os.close(fd)
 
 
-def test_what_others_write_has_a_line_of_its_own() -> None:
-    mine = {word * WORD // LINE for word in Word if word is not Word.SLEEPING}
-    assert Word.SLEEPING * WORD // LINE not in mine
-    assert State.HERE == 0, "a new segment is zero"
+def test_an_old_kernel_does_not_know_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = os.memfd_create
+
+    def old(name: str, flags: int) -> int:
+        if flags & ~(os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return make(name, flags)
+
+    monkeypatch.setattr(os, "memfd_create", old)
+    check(create(SIZE))
 
 
-@pytest.mark.parametrize(("nbytes", "to", "expected"), [(0, 64, 0), (1, 64, 64), (64, 64, 64), (65, 64, 128)])
-def test_rounded_up(nbytes: int, to: int, expected: int) -> None:
-    assert rounded_up(nbytes, to) == expected
+@pytest.mark.usefixtures("no_memfd")
+def test_without_memfd_an_unlinked_file() -> None:
+    check(create(SIZE))
+
+
+@pytest.mark.usefixtures("no_memfd")
+def test_without_dev_shm_a_file_among_the_temporary_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(segment_module, "_DIRECTORIES", (str(tmp_path / "none"),))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    check(create(SIZE))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_python_without_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    check(create(SIZE))
+
+
+def test_no_room_says_what_was_tried_and_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, *args: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "ftruncate", full)  # of the memfd
+    with pytest.raises(BackendError) as caught:
+        create(SIZE)
+    for part in (str(SIZE), "memfd: No space left", f"{tempfile.gettempdir()}: No space", "chunk_bytes", "message_byt"):
+        assert part in str(caught.value)
+
+
+def test_another_size_is_named() -> None:
+    fd = create(SIZE)
+    with pytest.raises(BackendError, match=f"has {SIZE} bytes instead of {SIZE + 64}"):
+        Segment(fd, SIZE + 64)
+    os.close(fd)
+
+
+def test_no_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: int) -> mmap.mmap:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    fd = create(SIZE)
+    with pytest.raises(BackendError, match=f"cannot map a shared segment of {SIZE} bytes: Cannot allocate"):
+        Segment(fd, SIZE)
+    os.close(fd)
+
+
+def mapped() -> bool:
+    return "memfd:asynccomm" in Path("/proc/self/maps").read_text()
+
+
+def test_the_mapping_ends_with_its_last_view() -> None:
+    fd = create(SIZE)
+    segment = Segment(fd, SIZE)
+    os.close(fd)
+    view = segment.data[4096:8192].view(torch.float32)
+    del segment
+    gc.collect()
+    assert mapped()
+    view.fill_(2)
+    assert view.sum() == 2048
+    del view
+    gc.collect()
+    assert not mapped()
+
+
+def test_a_forked_child_shares_it_too() -> None:
+    fd = create(SIZE)
+    segment = Segment(fd, SIZE)
+    os.close(fd)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads about
+        pid = os.fork()
+    if pid == 0:
+        segment.words[0] = 5
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert segment.words[0] == 5

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asynccomm.backends.arithmetic import plain
-from asynccomm.backends.shm.pieces import SMALL
+from asynccomm.backends.shm.iovec import SMALL
 from asynccomm.backends.shm.vectors import (
     Scattered,
     copy,

@@ -9,9 +9,9 @@ import torch
 from asynccomm.backends.base import Submission
 from asynccomm.backends.shm.algorithms import Progress
 from asynccomm.backends.shm.board import Board
-from asynccomm.backends.shm.collectives import start
 from asynccomm.backends.shm.fence import Fence
-from asynccomm.backends.shm.segment import Layout
+from asynccomm.backends.shm.layout import Layout
+from asynccomm.backends.shm.lowering import start
 from asynccomm.ops import Call
 
 

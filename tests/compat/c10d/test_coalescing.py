@@ -10,7 +10,7 @@ import torch
 
 import asynccomm.compat.c10d as dist
 from asynccomm import Comm, NotSentError
-from asynccomm.coalescing.scope import Estimate
+from asynccomm.comm.scopes import Estimate
 from tests.compat.c10d.worlds import alone, run_ranks
 
 

@@ -37,12 +37,12 @@ SHOWN: Final = {
     "C15 get_default_backend_for_device": "backends::test_default_backend_for_device",
     "C16 get_backend": "ranks::test_backend_and_config",
     "C17 get_backend_config": "ranks::test_backend_and_config",
-    "C18 one instance for all devices": "making::test_one_backend_for_all_devices_connects_once",
+    "C18 one instance for all devices": "create::test_one_backend_for_all_devices_connects_once",
     "C19 _World": "world::test_what_is_known_of_the_groups",
     "C20 pg_config_info": "world::test_what_is_known_of_the_groups",
     "C21 WORLD": "world::test_world_is_always_current",
     "C22 names": "world::test_names",
-    "C23 names in use, get_pg_count": "making::test_names_in_use",
+    "C23 names in use, get_pg_count": "create::test_names_in_use",
     "C24 tags": "world::test_tags",
     "C25 _find_pg_by_ranks_and_tag": "world::test_tags",
     "C26 _find_or_create_pg_by_ranks_and_tag": "groups::test_find_or_create_in_strides",
@@ -54,19 +54,19 @@ SHOWN: Final = {
     "C32 get_global_rank": "ranks::test_world_takes_any_rank",
     "C33 get_process_group_ranks": "ranks::test_ranks_and_sizes",
     "C34 _canonicalize_group_rank": "ranks::test_one_rank_given_either_way",
-    "C35 global ranks and ranks of the group": "moves::test_defaults_are_global_rank_0",
+    "C35 global ranks and ranks of the group": "collectives::test_defaults_are_global_rank_0",
     "C36 get_node_local_rank": "ranks::test_local_rank",
     "C37 is_torchelastic_launched": "ranks::test_torchelastic",
     "C38 is_initialized": "ranks::test_before_init",
-    "C39 _check_not_self_rank": "checks::test_not_to_oneself",
-    "C40 checks of tensors": "checks::test_a_list_of_tensors",
-    "C41 one dtype": "checks::test_one_dtype",
-    "C42 who is not in the group": "checks::test_there_is_no_handle_for_who_is_not_in_the_group",
-    "C43 membership first": "checks::test_who_is_not_in_the_group_is_warned_first",
-    "C44 __torch_function__": "moves::test_modes_may_take_over",
+    "C39 _check_not_self_rank": "validation::test_not_to_oneself",
+    "C40 checks of tensors": "validation::test_a_list_of_tensors",
+    "C41 one dtype": "validation::test_one_dtype",
+    "C42 who is not in the group": "validation::test_there_is_no_handle_for_who_is_not_in_the_group",
+    "C43 membership first": "validation::test_who_is_not_in_the_group_is_warned_first",
+    "C44 __torch_function__": "collectives::test_modes_may_take_over",
     "C45 waiting of plain calls": "reductions::test_all_reduce",
     "C46 complex tensors": (
-        "moves::test_complex_on_one_rank_and_its_parts_on_another "
+        "collectives::test_complex_on_one_rank_and_its_parts_on_another "
         "reductions::test_complex_on_one_rank_and_its_parts_on_another"
     ),
     "C47 init_process_group": "init::test_what_goes_with_a_store",
@@ -77,27 +77,27 @@ SHOWN: Final = {
     "C52 MPI, fake": "fake::test_collectives_do_nothing",
     "C53 rendezvous and prefix": "init::test_over_tcp",
     "C54 what init records": "init::test_what_the_default_group_is",
-    "C55 excepthook": "hooks::test_each_line_says_the_rank",
+    "C55 excepthook": "excepthook::test_each_line_says_the_rank",
     "C56 TORCH_DIST_INIT_BARRIER": "init::test_a_barrier_that_fails_leaves_no_comm",
-    "C57 _store_based_barrier": "meeting::test_ranks_of_torch_and_ours_pass_one_barrier",
-    "C58 rendezvous": "meeting::test_missing_variables_are_named",
+    "C57 _store_based_barrier": "rendezvous_handlers::test_ranks_of_torch_and_ours_pass_one_barrier",
+    "C58 rendezvous": "rendezvous_handlers::test_missing_variables_are_named",
     "C59 all ranks make a group": "groups::test_ranks_are_sorted_and_others_are_outside",
-    "C60 stores": "making::test_keys_are_where_torch_has_them",
+    "C60 stores": "create::test_keys_are_where_torch_has_them",
     "C61 which backend stands for a group": "backends::test_which_backend_stands_for_the_group",
-    "C62 missing backends": "making::test_backends_that_are_not_available",
-    "C63 options": "making::test_options_of_torch_for_nccl",
-    "C64 splitting where a device is bound": "making::test_where_a_device_is_bound_groups_are_split_off",
+    "C62 missing backends": "create::test_backends_that_are_not_available",
+    "C63 options": "create::test_options_of_torch_for_nccl",
+    "C64 splitting where a device is bound": "create::test_where_a_device_is_bound_groups_are_split_off",
     "C65 _process_group_color": "splitting::test_a_colour_is_a_c_int",
-    "C66 a backend that makes the group": "making::test_a_backend_may_make_the_group",
-    "C67 ranks that disagree": "moves::test_ranks_that_disagree_are_told",
+    "C66 a backend that makes the group": "create::test_a_backend_may_make_the_group",
+    "C67 ranks that disagree": "collectives::test_ranks_that_disagree_are_told",
     "C68 eager connection": "init::test_a_bound_device",
     # the second half is hooks by which torch drives its backends: here is what they are for, in their order
     "C69 what backends can": (
         "process_group::test_what_it_supports on_nccl::test_what_a_group_supports_and_its_number "
-        "ending::test_timeouts_of_what_comes_later ending::test_more_time_for_a_while "
-        "ending::test_all_are_aborted_before_one_is_closed splitting::test_groups_of_the_parent_s_ranks "
-        "making::test_options_of_torch_for_nccl shrinking::test_a_group_of_some "
-        "moves::test_ranks_that_disagree_are_told"
+        "destroy::test_timeouts_of_what_comes_later destroy::test_more_time_for_a_while "
+        "destroy::test_all_are_aborted_before_one_is_closed splitting::test_groups_of_the_parent_s_ranks "
+        "create::test_options_of_torch_for_nccl shrinking::test_a_group_of_some "
+        "collectives::test_ranks_that_disagree_are_told"
     ),
     "C70 new_group": "groups::test_defaults",
     "C71 its ranks": "groups::test_ranks_that_are_no_group",
@@ -113,42 +113,42 @@ SHOWN: Final = {
     "C81 SHRINK_ABORT, the default group": "shrinking::test_the_default_group",
     "C82 what a shrunk group inherits": "shrinking::test_a_group_of_some",
     "C83 failures of clean-up": "shrinking::test_groups_that_do_not_abort_well_are_left",
-    "C84 destroy_process_group": "ending::test_all_groups_end_the_last_first",
+    "C84 destroy_process_group": "destroy::test_all_groups_end_the_last_first",
     "C85 _abort_process_group": (
-        "ending::test_all_are_aborted_before_one_is_closed ending::test_variables_for_errors_of_nccl_change_nothing"
+        "destroy::test_all_are_aborted_before_one_is_closed destroy::test_variables_for_errors_of_nccl_change_nothing"
     ),
-    "C86 _set_pg_timeout": "ending::test_timeouts_of_what_comes_later",
-    "C87 _add_ephemeral_timeout_for_all_pgs": "ending::test_more_time_for_a_while",
+    "C86 _set_pg_timeout": "destroy::test_timeouts_of_what_comes_later",
+    "C87 _add_ephemeral_timeout_for_all_pgs": "destroy::test_more_time_for_a_while",
     "C88 what a timeout does": (
-        "ending::test_time_that_is_over_ends_the_group_and_not_the_process "
-        "ending::test_variables_for_errors_of_nccl_change_nothing "
-        "ending::test_a_process_may_end_by_its_errors_if_that_is_asked_for"
+        "destroy::test_time_that_is_over_ends_the_group_and_not_the_process "
+        "destroy::test_variables_for_errors_of_nccl_change_nothing "
+        "destroy::test_a_process_may_end_by_its_errors_if_that_is_asked_for"
     ),
-    "C89 isend": "messages::test_global_ranks_and_ranks_of_the_group",
-    "C90 irecv": "messages::test_a_handle_knows_the_sender messages::test_gloo_receives_from_ranks_that_are_named",
-    "C91 send": "checks::test_not_to_oneself",
-    "C92 recv": "messages::test_from_anybody messages::test_gloo_receives_from_ranks_that_are_named",
-    "C93 P2POp": "messages::test_a_p2p_op",
-    "C94 batch_isend_irecv": "messages::test_a_ring",
+    "C89 isend": "p2p::test_global_ranks_and_ranks_of_the_group",
+    "C90 irecv": "p2p::test_a_handle_knows_the_sender p2p::test_gloo_receives_from_ranks_that_are_named",
+    "C91 send": "validation::test_not_to_oneself",
+    "C92 recv": "p2p::test_from_anybody p2p::test_gloo_receives_from_ranks_that_are_named",
+    "C93 P2POp": "p2p::test_a_p2p_op",
+    "C94 batch_isend_irecv": "p2p::test_a_ring",
     "C95 _CollOp": "coalescing::test_a_record",
     "C96 _coalescing_manager": "coalescing::test_all_reduces_leave_at_the_end",
     "C97 _IllegalWork": "coalescing::test_a_recorded_collective_has_no_handle",
     "C98 mixing, errors and nesting": "coalescing::test_only_one_kind_at_a_time",
     "C99 other collectives inside": "coalescing::test_what_else_is_called_goes_at_once",
     "C100 _time_estimator": "on_nccl::test_estimates",
-    "C101 broadcast": "moves::test_broadcast",
+    "C101 broadcast": "collectives::test_broadcast",
     "C102 all_reduce": "reductions::test_all_reduce",
     "C103 all_reduce_coalesced": "reductions::test_all_reduce_coalesced",
     "C104 reduce": "reductions::test_reduce_leaves_others_alone",
-    "C105 all_gather": "moves::test_uneven_all_gather",
-    "C106 all_gather_into_tensor": "moves::test_all_gather_concatenated_or_stacked",
-    "C107 all_gather_coalesced": "moves::test_all_gather_coalesced",
-    "C108 gather": "moves::test_gather",
-    "C109 scatter": "moves::test_scatter",
+    "C105 all_gather": "collectives::test_uneven_all_gather",
+    "C106 all_gather_into_tensor": "collectives::test_all_gather_concatenated_or_stacked",
+    "C107 all_gather_coalesced": "collectives::test_all_gather_coalesced",
+    "C108 gather": "collectives::test_gather",
+    "C109 scatter": "collectives::test_scatter",
     "C110 reduce_scatter": "reductions::test_reduce_scatter_of_lists_also_uneven",
     "C111 reduce_scatter_tensor": "reductions::test_reduce_scatter_tensor_concatenated_or_stacked",
-    "C112 all_to_all_single": "moves::test_all_to_all_single_by_rows",
-    "C113 all_to_all": "moves::test_all_to_all",
+    "C112 all_to_all_single": "collectives::test_all_to_all_single_by_rows",
+    "C113 all_to_all": "collectives::test_all_to_all",
     "C114 barrier": "barriers::test_devices_of_a_barrier",
     "C115 monitored_barrier": "barriers::test_a_monitored_barrier_names_who_is_missing",
     "C116 devices of objects": "objects::test_devices_of_objects",
@@ -170,29 +170,29 @@ SHOWN: Final = {
         "recorder::test_a_timeout_is_dumped_on_all_ranks recorder::test_torch_s_tool_finds_who_is_missing"
     ),
     "C126 access to state": "world::test_groups_that_are_none",
-    "C127 private checks": "checks::test_lists_on_the_root_alone",
+    "C127 private checks": "validation::test_lists_on_the_root_alone",
     "C128 private helpers": "coalescing::test_what_a_manager_keeps",
-    "C129 private names": "internals::test_names",
+    "C129 private names": "private::test_names",
     "C130 steps of shrinking": "shrinking::test_who_is_left_out_does_not_call_it",
     "H37 a store that is given": "init::test_torch_s_world_and_ours_on_one_store",
-    "H38 errors of env://": "meeting::test_rank_and_size_are_given_once",
+    "H38 errors of env://": "rendezvous_handlers::test_rank_and_size_are_given_once",
     "H39 names without the others": "world::test_hashed_names_do_not_count_other_groups",
     "H40 names by parent": "splitting::test_names_differ_by_parent",
-    "H41 global ranks everywhere": "messages::test_global_ranks_and_ranks_of_the_group",
-    "H42 global rank 0 is not rank 0 of the group": "moves::test_defaults_are_global_rank_0",
-    "H43 None is the default group": "checks::test_none_is_the_default_group",
+    "H41 global ranks everywhere": "p2p::test_global_ranks_and_ranks_of_the_group",
+    "H42 global rank 0 is not rank 0 of the group": "collectives::test_defaults_are_global_rank_0",
+    "H43 None is the default group": "validation::test_none_is_the_default_group",
     "H44 ranks of new_group": "groups::test_ranks_that_are_no_group",
     "H45 splits that leave ranks out": "splitting::test_groups_of_the_parent_s_ranks",
     "H46 eager connection": "init::test_a_bound_device",
     "H47 shrinking with dead ranks": "shrinking::test_after_a_loss_in_processes",
-    "H48 order of ending": "ending::test_all_groups_end_the_last_first",
-    "H49 aborting what is stuck": "ending::test_aborting_wakes_all_that_wait",
+    "H48 order of ending": "destroy::test_all_groups_end_the_last_first",
+    "H49 aborting what is stuck": "destroy::test_aborting_wakes_all_that_wait",
     "H50 tags": "world::test_tags",
     "H51 several backends": "process_group::test_a_device_picks_its_backend",
-    "H52 register_backend": "making::test_a_backend_of_ones_own_that_is_told_more",
+    "H52 register_backend": "create::test_a_backend_of_ones_own_that_is_told_more",
     "H53 monitored_barrier": "barriers::test_a_monitored_barrier_names_who_is_missing",
-    "H54 checks that allow what may differ": "moves::test_all_to_all_single_by_rows",
-    "H55 timeouts": "ending::test_timeouts_of_what_comes_later",
+    "H54 checks that allow what may differ": "collectives::test_all_to_all_single_by_rows",
+    "H55 timeouts": "destroy::test_timeouts_of_what_comes_later",
     "H72 init_device_mesh": (
         "tests/interop/test_mesh.py::test_torch_runs_on_it tests/interop/test_mesh.py::test_ranks_that_do_not_fit "
         "tests/interop/test_mesh.py::test_comms_of_other_processes "
@@ -200,20 +200,20 @@ SHOWN: Final = {
         "tests/interop/test_mesh.py::test_the_default_group"
     ),
     "H73 communicators within and between nodes": (
-        "tests/methods/test_groups.py::test_comms_within_nodes_and_between_them "
-        "tests/methods/test_groups.py::test_nodes_are_those_of_the_ranks_of_a_comm"
+        "tests/comm/methods/test_groups.py::test_comms_within_nodes_and_between_them "
+        "tests/comm/methods/test_groups.py::test_nodes_are_those_of_the_ranks_of_a_comm"
     ),
     "H74 streams, groups of torch, reductions by name": (
         "tests/backends/nccl/test_backend.py::test_the_stream_of_the_call_is_followed_and_not_the_current_one "
         "tests/backends/nccl/test_backend.py::test_wait_orders_and_ordered_suspends_until_it_can "
-        "tests/interop/test_from_torch.py::test_comms_over_a_group "
-        "tests/interop/test_from_torch.py::test_a_group_without_a_store "
-        "tests/test_reduce_op.py::test_torchs_members_and_instances_are_understood"
+        "tests/interop/test_wrap.py::test_comms_over_a_group "
+        "tests/interop/test_wrap.py::test_a_group_without_a_store "
+        "tests/ops/test_reduce_op.py::test_torchs_members_and_instances_are_understood"
     ),
     "H75 groups of one": "reductions::test_a_group_of_one_still_applies_factors",
-    "H76 ranks and lists that are none": "checks::test_roots_that_there_are_not",
+    "H76 ranks and lists that are none": "validation::test_roots_that_there_are_not",
     "H77 deprecated names": "reductions::test_all_reduce_coalesced",
-    "H78 excepthook by lines": "hooks::test_it_does_not_nest",
+    "H78 excepthook by lines": "excepthook::test_it_does_not_nest",
     "H79 counts, ranks and unknown names": "world::test_what_is_destroyed_is_forgotten",
 }
 

@@ -12,7 +12,7 @@ import torch
 import asynccomm.compat.c10d as dist
 from asynccomm import BrokenError, CommOptions
 from asynccomm.backends import registry
-from asynccomm.compat.c10d import making
+from asynccomm.compat.c10d import create
 from tests.backends.nccl import simulation
 from tests.compat.c10d.worlds import run_ranks
 
@@ -23,7 +23,7 @@ OPTIONS = CommOptions(hints={"side": "loopback"})
 def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry._BUILTIN, "nccl", (simulation.__name__, "SimulatedBackend"))
     monkeypatch.setattr(simulation.SimulatedBackend, "settings", {"connects": True})
-    monkeypatch.setattr(making, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(create, "is_nccl_available", lambda: True)
 
 
 async def run(size: int, body: Any) -> None:

@@ -19,7 +19,8 @@ from torch.distributed.flight_recorder import fr_trace
 from torch.distributed.flight_recorder.components import types as fr_types
 
 import asynccomm.compat.c10d as dist
-from asynccomm import AbortedError, BackendError, CollectiveTimeoutError, CommOptions, PayloadError, session
+from asynccomm import AbortedError, BackendError, CollectiveTimeoutError, CommOptions, PayloadError
+from asynccomm.comm import session
 from asynccomm.compat.c10d.fake import fake_comm
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.recorder import Recorder

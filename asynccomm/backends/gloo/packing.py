@@ -1,0 +1,274 @@
+"""Operations that become several of gloo's: of several tensors for each rank, or of another size on each rank.
+
+Each of gloo's operations costs as much as copying a megabyte. So small tensors go in packs, which are copied together
+and apart again on gloo's thread, in one piece of memory (``transfers.py``); a large one goes by itself, out of and into
+its own memory. What travels together depends only on sizes, which are the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import final
+
+import torch
+from torch import Tensor
+
+from asynccomm.backends import arithmetic
+from asynccomm.backends.base import Submission
+from asynccomm.backends.gloo.reduction import (
+    as_it_is,
+    fill_rows,
+    narrow_all,
+    row_bytes,
+    sum_up,
+    wide_dtype,
+    widen_all,
+    widened_bytes,
+)
+from asynccomm.backends.gloo.staging import Finish, pack, room, unpack
+from asynccomm.backends.gloo.torch_gloo import Gloos
+from asynccomm.backends.gloo.transfers import Transfer
+from asynccomm.backends.hazards import Buffers
+from asynccomm.backends.regions import adjoining
+from asynccomm.ops import AllGather, AllReduce, Broadcast, Op, ReduceScatter
+
+__all__ = ["groups_of", "is_divided", "lines_of"]
+
+SMALL = 1 << 20  # bytes: up to here copying costs less than an operation of its own (2 ranks on 2 cores)
+PACK = 4 << 20  # bytes of a pack at most
+
+Lines = list[list[Transfer]]
+
+
+def groups_of(sizes: Sequence[int]) -> list[list[int]]:
+    """Which tensors, of these sizes in bytes, travel together; smaller groups first."""
+    groups: list[list[int]] = []
+    pack: list[int] = []
+    left = PACK
+    for i, nbytes in enumerate(sizes):
+        if nbytes > SMALL:
+            groups.append([i])
+            continue
+        if nbytes > left:
+            groups.append(pack)
+            pack, left = [], PACK
+        pack.append(i)
+        left -= nbytes
+    if pack:
+        groups.append(pack)
+    return sorted(groups, key=lambda group: sum([sizes[i] for i in group]))
+
+
+def is_divided(submission: Submission) -> bool:
+    """Whether an operation has several tensors, or shares of their own size."""
+    op = submission.op
+    match op:
+        case AllReduce() | Broadcast():
+            return op.layout != 0
+        case AllGather():
+            return bool(op.counts) or len(submission.inputs) > 1
+        case ReduceScatter():
+            return bool(op.counts) or len(submission.outputs) > 1
+        case _:
+            return False
+
+
+def lines_of(gloos: Gloos, op: Op, buffers: Buffers, rank: int, size: int) -> Lines:
+    """The transfers of an operation that has a ``layout``, each line for a gloo group of one thread."""
+    inputs, outputs = buffers.inputs, buffers.outputs
+    match op:
+        case AllReduce():
+            return _all_reduce(gloos, inputs, outputs, op, size)
+        case Broadcast(root=root):
+            return _broadcast(gloos, inputs or outputs, root, rank)
+        case AllGather():
+            return _all_gather(gloos, inputs, outputs, rank, size)
+        case ReduceScatter():
+            return _reduce_scatter(gloos, inputs, outputs, op, rank, size)
+        case other:
+            raise AssertionError(f"no such collective of several: {other}")
+
+
+@final
+class _Lines:
+    """Puts transfers in lines: one for all that go through the group of one thread, one for each other.
+
+    Args:
+        lengths: bytes that each transfer moves for one rank.
+        late: whether it may be filled late, so that it has to stand in the line whatever its size.
+    """
+
+    def __init__(self, gloos: Gloos, lengths: Sequence[int], late: Sequence[bool]) -> None:
+        self._small = gloos.small
+        self._lengths = lengths
+        pairs = zip(lengths, late, strict=True)
+        self.gloos = [gloos.small if staged else gloos.by_size(length) for length, staged in pairs]
+        standing = [length for length, gloo in zip(lengths, self.gloos, strict=True) if gloo is gloos.small]
+        self._most = max(standing, default=0)
+        self._shared: dict[str, Tensor] = {}
+        self._line: list[Transfer] = []
+        self._alone: Lines = []
+
+    def memory(self, i: int, name: str, times: int = 1) -> Tensor:
+        """Staging memory for transfer ``i``: those in the line share what has one name."""
+        if self.gloos[i] is not self._small:
+            return room(times * self._lengths[i])
+        if name not in self._shared:
+            self._shared[name] = room(times * self._most)
+        return self._shared[name][: times * self._lengths[i]]
+
+    def add(self, i: int, transfer: Transfer) -> None:
+        if self.gloos[i] is self._small:
+            self._line.append(transfer)
+        else:
+            self._alone.append([transfer])
+
+    def all(self) -> Lines:
+        return [self._line, *self._alone] if self._line else self._alone
+
+
+def _all_reduce(gloos: Gloos, inputs: Sequence[Tensor], outputs: Sequence[Tensor], op: AllReduce, size: int) -> Lines:
+    dtype, reduction = op.dtype, op.reduction
+    direct, wide = as_it_is(dtype, reduction), wide_dtype(dtype, reduction)
+    groups = groups_of([tensor.nbytes for tensor in outputs])
+    lengths = [widened_bytes(dtype, reduction, sum([outputs[i].numel() for i in group])) for group in groups]
+    lines = _Lines(gloos, lengths, [not direct or len(group) > 1 for group in groups])
+    for i, group in enumerate(groups):
+        sources, targets = [inputs[j] for j in group], [outputs[j] for j in group]
+        fill: Finish | None = None
+        if direct and len(group) == 1 and _same(sources[0], targets[0]):  # gloo reduces where the input lies
+            values = arithmetic.resolved(sources[0])
+            finish: Finish = partial(narrow_all, values, targets, reduction, size)
+        else:
+            memory = lines.memory(i, "sums")
+            values = memory.view(wide)
+            if direct:
+                fill, finish = partial(pack, memory, sources), partial(unpack, memory, targets)
+            else:
+                fill = partial(widen_all, memory, sources, reduction)
+                finish = partial(narrow_all, values, targets, reduction, size)
+        start = partial(lines.gloos[i].all_reduce, values, reduction, bools=dtype == torch.bool)
+        lines.add(i, Transfer(start, finish, fill))
+    return lines.all()
+
+
+def _broadcast(gloos: Gloos, tensors: Sequence[Tensor], root: int, rank: int) -> Lines:
+    sizes = [tensor.nbytes for tensor in tensors]
+    groups = groups_of(sizes)
+    lines = _Lines(gloos, [sum([sizes[j] for j in group]) for group in groups], [len(group) > 1 for group in groups])
+    for i, group in enumerate(groups):
+        items = [tensors[j] for j in group]
+        data = adjoining(items)
+        fill = finish = None
+        if data is None:
+            data = lines.memory(i, "moved")
+            if rank == root:
+                fill = partial(pack, data, items)
+            else:
+                finish = partial(unpack, data, items)
+        lines.add(i, Transfer(partial(lines.gloos[i].broadcast, data, root), finish, fill))
+    return lines.all()
+
+
+def _all_gather(gloos: Gloos, inputs: Sequence[Tensor], outputs: Sequence[Tensor], rank: int, size: int) -> Lines:
+    k = len(inputs)
+    shares = [outputs[r * k : r * k + k] for r in range(size)]
+    sizes = [[tensor.nbytes for tensor in share] for share in shares]
+    groups = groups_of([max(column) for column in zip(*sizes, strict=True)])
+    lengths = [[sum([row[j] for j in group]) for row in sizes] for group in groups]
+    lines = _Lines(gloos, [max(ranks) for ranks in lengths], [len(group) > 1 for group in groups])
+    for i, group in enumerate(groups):
+        sources = [inputs[j] for j in group]
+        targets = [[share[j] for j in group] for share in shares]
+        if size * max(lengths[i]) <= 2 * sum(lengths[i]):
+            _gather_at_once(lines, i, sources, targets, lengths[i], rank)
+        else:
+            _gather_one_by_one(lines, i, sources, targets, lengths[i], rank)
+    return lines.all()
+
+
+def _gather_at_once(
+    lines: _Lines,
+    i: int,
+    sources: Sequence[Tensor],
+    targets: Sequence[Sequence[Tensor]],
+    lengths: Sequence[int],
+    rank: int,
+) -> None:
+    """All ranks send as much as the one that has most."""
+    most = max(lengths)
+    source = adjoining(sources) if lengths[rank] == most else None
+    target = adjoining([tensor for share in targets for tensor in share]) if min(lengths) == most else None
+    fill = finish = None
+    if source is None:
+        source = lines.memory(i, "sent")
+        fill = partial(pack, source[: lengths[rank]], sources)
+    if target is None:
+        target = lines.memory(i, "gathered", len(targets))
+        finish = partial(_unpack_rows, target.view(len(targets), most), targets, lengths)
+    lines.add(i, Transfer(partial(lines.gloos[i].all_gather_single, target, source), finish, fill))
+
+
+def _unpack_rows(rows: Tensor, targets: Sequence[Sequence[Tensor]], lengths: Sequence[int]) -> None:
+    for row, share, length in zip(rows.unbind(), targets, lengths, strict=True):
+        unpack(row[:length], share)
+
+
+def _gather_one_by_one(
+    lines: _Lines,
+    i: int,
+    sources: Sequence[Tensor],
+    targets: Sequence[Sequence[Tensor]],
+    lengths: Sequence[int],
+    rank: int,
+) -> None:
+    """Each rank that has something broadcasts it: where padding would be most of the traffic."""
+    for root, (share, length) in enumerate(zip(targets, lengths, strict=True)):
+        if not length:
+            continue
+        tensors = sources if root == rank else share
+        data = adjoining(tensors)
+        fill: Finish | None = None
+        finish: Finish | None = None
+        if data is None:
+            data = lines.memory(i, "moved")[:length]
+            if root == rank:
+                fill = partial(pack, data, sources)
+            else:
+                finish = partial(unpack, data, share)
+        if root == rank and not all(map(_same, sources, share)):
+            finish = partial(unpack, data, share)
+        lines.add(i, Transfer(partial(lines.gloos[i].broadcast, data, root), finish, fill))
+
+
+def _reduce_scatter(
+    gloos: Gloos, inputs: Sequence[Tensor], outputs: Sequence[Tensor], op: ReduceScatter, rank: int, size: int
+) -> Lines:
+    k, reduction, dtype = len(outputs), op.reduction, op.dtype
+    numels = [[tensor.numel() for tensor in inputs[r * k : r * k + k]] for r in range(size)]
+    groups = groups_of([max(column) * dtype.itemsize for column in zip(*numels, strict=True)])
+    lengths = [[row_bytes(dtype, reduction, sum([row[j] for j in group])) for row in numels] for group in groups]
+    # what is alone would be filled at once in any case
+    lines = _Lines(gloos, [max(ranks) for ranks in lengths], [len(groups) > 1] * len(groups))
+    for i, group in enumerate(groups):
+        sources = [inputs[r * k + j] for r in range(size) for j in group]
+        rows, fill = adjoining(sources) if reduction.factor is None else None, None
+        if rows is None:
+            rows = lines.memory(i, "sent", size)[: sum(lengths[i])]
+            fill = partial(fill_rows, rows, sources, reduction)
+        received = lines.memory(i, "received", size)[: size * lengths[i][rank]]
+        uneven = min(lengths[i]) != max(lengths[i])
+        splits = ([lengths[i][rank]] * size, lengths[i]) if uneven else ()
+        finish = partial(sum_up, received, [outputs[j] for j in group], reduction, size)
+        lines.add(i, Transfer(partial(lines.gloos[i].all_to_all_single, received, rows, *splits), finish, fill))
+    return lines.all()
+
+
+def _same(tensor: Tensor, other: Tensor) -> bool:
+    return (
+        tensor.data_ptr() == other.data_ptr()
+        and tensor.nbytes == other.nbytes
+        and arithmetic.is_plain(tensor)
+        and arithmetic.is_plain(other)
+    )

@@ -1,0 +1,101 @@
+"""The CPU side channel of a GPU comm: another backend, between the same ranks.
+
+Heads, objects and barriers go here, never through device memory. It is shared memory where all ranks can map it, else
+gloo.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Self, final
+
+import torch
+
+from asynccomm.backends.base import Backend, BackendContext, Submission, UnsuitableError
+from asynccomm.backends.registry import candidates, load_backend
+from asynccomm.core.mailbox import Mailbox
+from asynccomm.core.work import Work
+from asynccomm.errors import AsyncCommError
+from asynccomm.ops import Call
+
+__all__ = ["Side"]
+
+_CPU = torch.device("cpu")
+
+
+@final
+class Side:
+    """Runs calls on CPU tensors; each tells somebody when it is over."""
+
+    def __init__(self, backend: Backend, mailbox: Mailbox) -> None:
+        self._backend = backend
+        self._lock = threading.RLock()  # one call at a time; a backend may settle one inside another
+        self._mailbox = mailbox
+        self._numbers = [0, 0]  # calls so far: collectives, messages
+
+    @classmethod
+    async def connect(cls, context: BackendContext, name: str) -> Self:
+        """Connect the backend of that name, or of ``"auto"`` the first that suits. Collective."""
+        names = candidates(name, _CPU)
+        for candidate in names:
+            own = replace(
+                context,
+                group=replace(context.group, device=_CPU),
+                store=context.store.prefix(candidate),
+                hints={},
+            )
+            try:
+                backend = await load_backend(candidate, _CPU).connect(own)
+            except UnsuitableError:
+                if candidate == names[-1]:
+                    raise
+            else:
+                return cls(backend, context.mailbox)
+        raise AssertionError("no candidates")
+
+    def submit(self, call: Call, done: Callable[[AsyncCommError | None], object]) -> Work[None]:
+        """Run ``call``; ``done`` hears of the end, from any thread, and must not submit anything itself.
+
+        Returns: a Work that only serves to drive it.
+        """
+
+        def settled(work: Work[None]) -> None:
+            done(work.surrender())
+
+        p2p = call.op.p2p
+        with self._lock:
+            number = self._numbers[p2p]
+            self._numbers[p2p] += 1
+            work: Work[None] = Work(
+                call.op, number, self._mailbox, value=None, timeout=math.inf, on_settled=settled, driver=self._backend
+            )
+            self._backend.submit((Submission(call, work),))
+        return work
+
+    @property
+    def name(self) -> str:
+        """Of the backend."""
+        return self._backend.name
+
+    @property
+    def any_source(self) -> bool:
+        """Whether a receive may leave its source open."""
+        return self._backend.any_source
+
+    def hurry(self, work: Work[None]) -> None:
+        self._backend.hurry(work)
+
+    def relieve(self, work: Work[None]) -> None:
+        self._backend.relieve(work)
+
+    async def aclose(self) -> None:
+        await self._backend.aclose()
+
+    def abort(self) -> None:
+        self._backend.abort()
+
+    def abandon(self) -> None:
+        self._backend.abandon()

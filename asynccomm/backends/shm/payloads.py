@@ -1,0 +1,113 @@
+"""Parcels on a board: what a rank gives as streams, and what comes of those of others."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import final
+
+from asynccomm.backends import arithmetic
+from asynccomm.backends.base import Submission
+from asynccomm.backends.delivery import Delivery
+from asynccomm.backends.shm.algorithms import Progress, part_bytes
+from asynccomm.backends.shm.board import Board
+from asynccomm.backends.shm.iovec import address_of
+from asynccomm.backends.shm.variable_length import Stream, Taker, stream
+from asynccomm.backends.shm.vectors import Scattered, scattered
+from asynccomm.errors import BackendError, BrokenError
+from asynccomm.ops import Parcel, Parcels
+from asynccomm.ops.parcels import MAX_HEAD
+
+__all__ = ["parcels"]
+
+
+def parcels(board: Board, submission: Submission) -> Progress:
+    """The collective, on a submission whose op is ``ops.Parcels``."""
+    op = submission.op
+    assert isinstance(op, Parcels)
+    size, me = board.size, board.rank
+    first = board.begin(submission.work.seq, op, 1)
+    delivery = Delivery(submission)
+    gives = _streams(op, submission.parcels, size, me)
+    givers = [rank for rank in board.others if op.gives(rank) and op.taker != rank]
+    room, part = (board.chunk, 0) if op.shared else (part_bytes(board), me)
+    if op.takes(me):
+        deliveries = Deliveries(submission, delivery)
+        yield from stream(board, first, room, part, gives, givers, Taker(deliveries.begin, deliveries.take))
+        deliveries.finish()
+    else:
+        yield from stream(board, first, room, part, gives, givers, None)
+        delivery.finish()
+
+
+def _streams(op: Parcels, given: Sequence[Parcel], size: int, me: int) -> dict[int, Stream]:
+    """This rank's streams, by the part of its slots.
+
+    There are none if nobody else would take them; where each rank has its own, those who do not take get empty ones.
+    """
+    if not op.gives(me) or op.taker == me or size == 1:
+        return {}
+    if op.shared:
+        return {0: _stream(given[0])}
+    nothing = Stream(0, 0, 0)
+    return {rank: _stream(given[rank]) if rank != me and op.takes(rank) else nothing for rank in range(size)}
+
+
+def _stream(parcel: Parcel) -> Stream:
+    tensors = [arithmetic.plain(tensor) for tensor in parcel.tensors]
+    pieces = [(address_of(parcel.head), len(parcel.head)), *[(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]]
+    data = Scattered(pieces, (parcel.head, tensors))
+    return Stream(len(parcel.head), data.nbytes - len(parcel.head), data)
+
+
+@final
+class Deliveries:
+    """The parcels that come for one submission."""
+
+    def __init__(self, submission: Submission, delivery: Delivery) -> None:
+        self._submission = submission
+        self._delivery = delivery
+        self._lengths: Mapping[int, tuple[int, int]] = {}
+        self._payloads: dict[int, int] = {}
+        self._heads: dict[int, list[bytes]] = {}  # as far as they have come
+        self._targets: dict[int, Scattered | None] = {}  # of those whose head is complete; None: to be thrown away
+        self._left: dict[int, int] = {}  # bytes that are due
+
+    def begin(self, lengths: Mapping[int, tuple[int, int]]) -> None:
+        """Learn the lengths of all that will come."""
+        for rank, (head, _) in lengths.items():
+            if head > MAX_HEAD:
+                raise BackendError(f"rank {rank} announces {head} bytes of a parcel's head; more than {MAX_HEAD}")
+        self._lengths = lengths
+        self._payloads = {rank: body for rank, (_, body) in lengths.items()}
+        self._heads = {rank: [] for rank in lengths}
+        self._left = {rank: head + body for rank, (head, body) in lengths.items()}
+
+    def take(self, source: int, start: int, n: int, address: int) -> None:
+        """Bytes ``start`` to ``start + n`` of the stream from ``source`` are at ``address``."""
+        head = self._lengths[source][0]
+        end = start + n
+        self._left[source] -= n
+        if start < head:
+            self._heads[source].append(ctypes.string_at(address, min(end, head) - start))
+        if end >= head and source not in self._targets:
+            self._targets[source] = self._accept(source, b"".join(self._heads.pop(source)))
+        if end > head:
+            target = self._targets[source]
+            skip = max(0, head - start)
+            if target is not None:
+                target.write(start + skip - head, n - skip, address + skip)
+
+    def finish(self) -> None:
+        """The giver has no more. Raises: BackendError if that is not all that it has announced."""
+        for rank, left in self._left.items():
+            if left:
+                raise BackendError(f"rank {rank} has not sent {left} bytes of those that it has announced")
+        self._delivery.finish()
+        self._submission.error = self._delivery.error
+
+    def _accept(self, source: int, head: bytes) -> Scattered | None:
+        tensors = self._delivery.accept(source, head, self._payloads)
+        if isinstance(self._delivery.error, BrokenError):
+            raise self._delivery.error
+        return None if tensors is None else scattered(tensors)

@@ -1,0 +1,107 @@
+"""Batches as they are handed to a backend, made of what was held: planned, and with what is of one sort merged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from asynccomm.backends.base import Backend, Submission
+from asynccomm.batching.composite import Carrier
+from asynccomm.batching.fusion import merge
+from asynccomm.batching.plan import Item, item_of, plan
+from asynccomm.core.mailbox import Mailbox
+from asynccomm.core.work import UNNUMBERED, Driver, Work
+
+__all__ = ["Batch", "Lot", "batches_of", "due", "planned"]
+
+
+class Lot(NamedTuple):
+    """What a backend gets as one operation."""
+
+    submission: Submission
+    members: Sequence[Submission]  #: what it does; itself if that is one
+    carrier: Carrier | None = None  #: settles the members, if they are several
+
+    def prepare(self, driver: Driver) -> None:
+        """The members are numbered and go to ``driver`` now, which is to move on what is waited for."""
+        if self.carrier is None:
+            self.submission.work.driver = driver
+            return
+        self.submission.numbers = numbers = tuple([member.work.seq for member in self.members])
+        self.submission.work.seq = numbers[0]
+        for member in self.members:
+            member.work.driver = self.carrier
+
+    def sent(self) -> None:
+        """It was handed on."""
+        if self.carrier is not None:
+            self.carrier.sent()
+
+    @property
+    def most_urgent(self) -> Work[Any]:
+        """The member that is due first."""
+        return min([member.work for member in self.members], key=due) if self.carrier else self.submission.work
+
+
+class Batch(NamedTuple):
+    """What a backend gets at once."""
+
+    items: Sequence[Submission]  #: in the order of the calls
+    lots: Sequence[Lot]
+
+
+def batches_of(held: Sequence[Submission], size: int, backend: Backend, mailbox: Mailbox) -> list[Batch]:
+    """The batches of what a rank of ``size`` has held, none of it numbered or sent yet.
+
+    Raises: ValueError if it cannot be sent together.
+    """
+    batches = []
+    for lots in plan([planned(s) for s in held], merged_bytes=backend.merged_bytes):
+        made = [_lot([held[i] for i in lot], size, backend, mailbox) for lot in lots]
+        items = (
+            held if len(held) == sum(map(len, lots)) else [held[i] for i in sorted([i for lot in lots for i in lot])]
+        )
+        batches.append(Batch(items, made))
+    return batches
+
+
+def planned(submission: Submission) -> Item:
+    """An operation as it is planned."""
+    if not submission.parcels and not submission.copies:
+        return item_of(submission.op, submission.inputs, submission.outputs)
+    given = [tensor for parcel in submission.parcels for tensor in parcel.tensors]
+    given += [tensor for _, tensor in submission.copies]
+    return item_of(submission.op, submission.inputs, submission.outputs, given)
+
+
+def _lot(members: list[Submission], size: int, backend: Backend, mailbox: Mailbox) -> Lot:
+    if len(members) == 1:
+        return Lot(members[0], members)
+    call = merge(size, members)
+    works = [member.work for member in members]
+    carrier = Carrier(works, backend)
+    first = min(works, key=due)
+    carrier.work = Work(
+        call.op,
+        UNNUMBERED,
+        mailbox,
+        value=None,
+        timeout=first.timeout,
+        on_settled=carrier.settled,
+        driver=backend,
+    )
+    submission = Submission(call, carrier.work, detached=True)
+    submission.members = tuple([member.op for member in members])
+    submission.origin = _origins(members)
+    return Lot(submission, members, carrier)
+
+
+def due(work: Work[Any]) -> float:
+    """When it counts as failed, on the clock of ``Work.started``."""
+    return work.started + work.timeout
+
+
+def _origins(members: Sequence[Submission]) -> Any:
+    """Where the members were called, each place once."""
+    places = [member.origin for member in members]
+    return places[0] if len(set(places)) == 1 else tuple(dict.fromkeys(places))

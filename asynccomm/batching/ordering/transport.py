@@ -1,0 +1,274 @@
+"""Agreed ordering over a backend: carries the messages of ``protocol`` between the ranks, and runs what was decided.
+
+Every rank announces to rank 0, which answers all ranks with decisions. Both travel as parcels on a channel of their
+own, so they disturb nothing else. What is issued in one turn of the loop is announced in one message, at the end of
+that turn; while a message is still being sent, news wait for it. Nothing happens when there is no news.
+
+A rank that closes says goodbye and waits a little for the answer: so no receive is left open that nobody will ever
+fill. Who was busy for so long that nobody waits any more does not answer, as there may be nobody left to answer to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final, final
+
+from torch import Tensor
+
+from asynccomm.backends.base import Backend, Submission
+from asynccomm.batching.ordering.protocol import Council, GarbledError, Mismatch, Voice
+from asynccomm.core.mailbox import Mailbox
+from asynccomm.core.work import UNNUMBERED, Work
+from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
+from asynccomm.ops import Call, Channel, Parcel, RecvParcel, SendParcel
+from asynccomm.ops.signature import Signature
+from asynccomm.ops.validation import Group
+
+__all__ = ["ALONE", "Agreement"]
+
+BATCH_OPS: Final = 1024  # that are decided together; what is ready at once is rarely more
+BATCH_BYTES: Final = 128 << 20
+ALONE: Final = BATCH_BYTES + 1  # what an operation counts that must share a batch with no other
+GOODBYE_SECONDS: Final = 1.0  # to wait for the answer; who does not give it has other troubles
+ANSWER_SECONDS: Final = 0.5  # after which a goodbye is not answered; on other hosts, clocks may differ a little
+_COORDINATOR: Final = 0
+_TAG: Final = 2  # on the internal channel; backends have others
+_NEWS, _GOODBYE = b"\0", b"\1"
+_WHEN: Final = struct.Struct("<d")  # seconds of the clock on the wall: when it was said
+
+Item = Sequence[Submission]  # of one call
+
+
+@final
+class Agreement:
+    """One rank's part. On the loop, but for ``issue`` and ``outstanding``.
+
+    Args:
+        backend: carries the messages.
+        lock: the comm's, under which everything is submitted.
+        run: called with the items of one batch, to number them and hand them on.
+        fail: called with what ends the comm.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        mailbox: Mailbox,
+        backend: Backend,
+        lock: AbstractContextManager[object],
+        run: Callable[[list[Item]], object],
+        fail: Callable[[BrokenError], object],
+    ) -> None:
+        self._group = group
+        self._mailbox = mailbox
+        self._backend = backend
+        self._lock = lock
+        self._run = run
+        self._fail = fail
+        self._voice: Voice[Item] = Voice()
+        coordinates = group.rank == _COORDINATOR
+        self._council = Council(group.size, BATCH_OPS, BATCH_BYTES) if coordinates else None
+        self._peers = [rank for rank in range(group.size) if rank != group.rank] if coordinates else [_COORDINATOR]
+        self._listening = set(self._peers)  # who has not said goodbye
+        self._greeted: set[int] = set()  # to whom this rank has
+        self._quiet = asyncio.Event()  # everybody has, and all is sent; or it has ended
+        self._due = self._deciding = False  # there is news to tell, or to decide on, and the loop will come to it
+        self._sending: set[Work[Any]] = set()
+        self._ended = False
+        if group.size == 1:
+            self._peers = []
+            self._listening = set()
+        for peer in self._peers:
+            self._listen(peer)
+
+    # -- what is issued -----------------------------------------------------------------------------------------------
+
+    def issue(self, tag: str, what: Signature, text: str, nbytes: int, item: Item) -> None:
+        """Take the submissions of one call. From any thread, under the comm's lock."""
+        self._voice.issue(tag, what, text, nbytes, item)
+        if not self._due:
+            self._due = True
+            self._mailbox.post(lambda: self._mailbox.loop.call_soon(self._speak))
+
+    def outstanding(self, tag: str) -> int:
+        """How many operations under ``tag`` this rank has issued that are not decided."""
+        return self._voice.outstanding(tag)
+
+    def _speak(self) -> None:
+        self._due = False
+        if self._ended or (self._sending and self._council is None):
+            return  # it is called again when that is sent
+        with self._lock:
+            message = self._voice.message()
+        if message is None:
+            return
+        if self._council is not None:
+            try:
+                self._consider(_COORDINATOR, message)
+            except GarbledError as exc:  # it has issued too much
+                self._garbled(_COORDINATOR, exc)
+        elif _COORDINATOR in self._listening:
+            self._send(_COORDINATOR, _NEWS + message)
+        else:
+            self._look_around()
+
+    # -- what is decided ----------------------------------------------------------------------------------------------
+
+    def _consider(self, rank: int, message: bytes) -> None:
+        """On the coordinator: take a rank's announcements."""
+        assert self._council is not None
+        self._council.hear(rank, message)
+        if not self._deciding:
+            self._deciding = True
+            self._mailbox.loop.call_soon(self._decide)
+
+    def _decide(self) -> None:
+        self._deciding = False
+        assert self._council is not None
+        if self._ended:
+            return
+        if (message := self._council.message()) is not None:
+            for peer in self._peers:
+                if peer in self._listening:
+                    self._send(peer, _NEWS + message)
+            self._obey(message)
+        self._look_around()
+
+    def _obey(self, message: bytes) -> None:
+        try:
+            with self._lock:
+                batches = self._voice.hear(message)
+        except Mismatch as exc:
+            rank, op, other_rank, other_op = exc.rank, exc.text, exc.other_rank, exc.other_text
+            self._fail(CollectiveMismatchError(UNNUMBERED, rank, op, other_rank, other_op))
+            return
+        for batch in batches:
+            try:
+                self._run(batch)
+            except Exception as exc:  # nobody called for it here, and the others have begun with it
+                error = BackendError(f"what was agreed on cannot be submitted: {type(exc).__name__}: {exc}")
+                error.__cause__ = exc
+                self._fail(error)
+                return
+
+    def _heard(self, peer: int, message: bytes) -> None:
+        try:
+            if message[:1] == _GOODBYE:
+                self._part(peer, message[1:])
+                return
+            if message[:1] != _NEWS:
+                raise GarbledError("it is neither news nor a goodbye")
+            if self._council is not None:
+                self._consider(peer, message[1:])
+            else:
+                self._obey(message[1:])
+        except GarbledError as exc:
+            self._garbled(peer, exc)
+        else:
+            if not self._ended:
+                self._listen(peer)
+
+    def _garbled(self, peer: int, exc: Exception) -> None:
+        error = BackendError(f"rank {peer} sent what is no message of agreed ordering: {exc}")
+        error.__cause__ = exc
+        self._fail(error)
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def _listen(self, peer: int) -> None:
+        heads: deque[bytes] = deque()
+
+        def place(source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
+            heads.append(head)
+            return ()
+
+        def done(work: Work[Any]) -> None:
+            error = work.surrender()
+            if self._ended or isinstance(error, BrokenError):
+                return  # the comm has it from the backend
+            if error is None:
+                self._heard(peer, heads.popleft())
+            else:
+                self._garbled(peer, error)
+
+        op = RecvParcel("agree", peer, _TAG, Channel.INTERNAL)
+        self._submit(Call(op, (), (), None, place=place), _nothing).add_done_callback(done)
+
+    def _send(self, peer: int, message: bytes) -> None:
+        op = SendParcel("agree", peer, _TAG, Channel.INTERNAL)
+        work = self._submit(Call(op, (), (), None, parcels=(Parcel(message, ()),)), Work.surrender)
+        if not work.done():
+            self._sending.add(work)
+            work.add_done_callback(self._sent)
+
+    def _sent(self, work: Work[Any]) -> None:
+        self._sending.discard(work)
+        if self._council is None and not self._due:
+            self._speak()
+        self._look_around()
+
+    def _submit(self, call: Call, settled: Callable[[Work[Any]], object]) -> Work[Any]:
+        work: Work[Any] = Work(
+            call.op, 0, self._mailbox, value=None, timeout=math.inf, on_settled=settled, driver=self._backend
+        )
+        with self._lock:
+            self._backend.submit((Submission(call, work),))
+        return work
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    def _bid_goodbye(self, peer: int) -> None:
+        if peer not in self._greeted and not self._ended:
+            self._greeted.add(peer)
+            self._send(peer, _GOODBYE + _WHEN.pack(time.time()))
+
+    def _part(self, peer: int, when: bytes) -> None:
+        """``peer`` has said goodbye."""
+        if len(when) != _WHEN.size:
+            raise GarbledError("a goodbye does not say when")
+        self._listening.discard(peer)
+        if abs(time.time() - _WHEN.unpack(when)[0]) < ANSWER_SECONDS:
+            self._bid_goodbye(peer)
+        self._look_around()
+
+    def _look_around(self) -> None:
+        """Somebody may have left: fail what nobody will decide on any more."""
+        if self._ended or len(self._listening) == len(self._peers):
+            return
+        if not self._listening and not self._sending:
+            self._quiet.set()
+        left = self._voice if self._council is None else self._council
+        with self._lock:
+            text = left.undecided
+        if text is not None:
+            gone = next(peer for peer in self._peers if peer not in self._listening)
+            self._fail(BackendError(f"rank {gone} has closed the comm and takes no part in {text}"))
+
+    async def aclose(self) -> None:
+        """Part from the others. Nothing is undecided here any more."""
+        if self._ended or not self._peers:
+            return
+        for peer in self._peers:
+            if peer in self._listening:
+                self._bid_goodbye(peer)
+        self._look_around()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GOODBYE_SECONDS):
+                await self._quiet.wait()
+        self.end()
+
+    def end(self) -> None:
+        """Hear and say nothing more. From any thread."""
+        self._ended = True
+        self._mailbox.post(self._quiet.set)
+
+
+def _nothing(work: Work[Any]) -> None:
+    pass

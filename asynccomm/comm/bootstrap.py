@@ -1,0 +1,121 @@
+"""Assembling a comm: the ranks meet at a store, open their control channel, and connect a backend."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Mapping, Sequence
+
+from asynccomm.backends.base import Backend
+from asynccomm.comm.session import Session
+from asynccomm.control.channel import Channel
+from asynccomm.control.transport.sockets import Doors
+from asynccomm.control.transport.topology import Contact
+from asynccomm.core.mailbox import Mailbox
+from asynccomm.errors import StoreError
+from asynccomm.ops.validation import Group
+from asynccomm.options import CommOptions
+from asynccomm.rendezvous.handshake import Joined, join
+from asynccomm.rendezvous.job import HOST_KEY, Claim, Family, Origin, Seat
+from asynccomm.rendezvous.spec import Meeting, Place, meet
+from asynccomm.store.base import Store, address_towards
+
+__all__ = ["assemble"]
+
+LEAST_SECONDS = 0.1  # that each step gets, however late it is
+RETRY_SECONDS = 0.05  # until a rank whose store went away under it looks for the new one
+
+
+async def assemble(
+    place: Place,
+    group: Group,
+    asked: str,
+    backends: Mapping[str, type[Backend]],
+    options: CommOptions,
+    *,
+    origin: Origin | None = None,
+    parent_ranks: Sequence[int] | None = None,
+    limit: float | None = None,
+) -> Session:
+    """Meet the other ranks at ``place``, and connect the first of ``backends`` that suits. Cancelling is safe.
+
+    Args:
+        asked: name of the backend that was asked for, the same on all ranks.
+        origin: where the comm that goes on in this one met; None: there is none.
+        parent_ranks: what the ranks are called there.
+        limit: seconds; None: ``options.timeout``.
+
+    Raises: what ``new_comm`` raises.
+    """
+    start = time.monotonic()
+    limit = options.timeout if limit is None else limit
+    origin = Origin(place, group.rank) if origin is None else origin
+    world = origin.world
+    async with contextlib.AsyncExitStack() as unless_met:
+        claim = Claim(world, group.name)
+        unless_met.callback(claim.release)
+        doors = None
+        if options.hints.get("control") != "off":
+            doors = Doors(group.rank, place.run)
+            unless_met.callback(doors.close)
+        meeting, joined = await _join(place, group, asked, options.ordering, limit, doors, start)
+        unless_met.push_async_callback(meeting.aclose)
+        room = meeting.store.prefix(place.scope).prefix(group.name).prefix(joined.epoch)
+        if meeting.hosted is not None:
+            await room.set(HOST_KEY, str(group.rank))
+        channel = None if doors is None else await _open_channel(room, joined, doors, start + limit)
+        unless_met.pop_all()
+    ranks = range(group.size)
+    family = Family(world, group, room, meeting, channel, origin)
+    seat = Seat(family, claim, room, joined.members, ranks if parent_ranks is None else parent_ranks, ranks)
+    session = Session(group, options, Mailbox(asyncio.get_running_loop()), seat)
+    await session.connect(backends, max(LEAST_SECONDS, start + limit - time.monotonic()))
+    return session
+
+
+async def _join(
+    place: Place, group: Group, asked: str, ordering: str, timeout: float, doors: Doors | None, start: float
+) -> tuple[Meeting, Joined]:
+    """Meet the others; again if that was at a store on its way out, whose host had closed an earlier comm there."""
+    contact = None if doors is None else doors.contact
+    spent = 0.0
+    while True:
+        meeting = await meet(place, max(0.0, timeout - spent))
+        scope = meeting.store.prefix(place.scope)
+        try:
+            joined = await join(
+                scope,
+                group.name,
+                group.rank,
+                group.size,
+                asked,
+                timeout,
+                ordering=ordering,
+                contact=contact,
+                spent=spent,
+            )
+        except BaseException as exc:
+            await meeting.aclose()
+            lost = type(exc) is StoreError and meeting.owned and not place.hosting
+            spent = time.monotonic() - start
+            if not lost or spent > timeout:
+                raise
+            await asyncio.sleep(RETRY_SECONDS)
+        else:
+            return meeting, joined
+
+
+async def _open_channel(room: Store, joined: Joined, doors: Doors, deadline: float) -> Channel | None:
+    """The control channel of the ranks that have met."""
+    contacts = joined.contacts
+    if len({member.host for member in joined.members}) > 1:
+        doors.open_tcp(room.local_address() or address_towards(socket.gethostname(), 9) or "127.0.0.1")
+        await room.set(f"control/{doors.contact.rank}", json.dumps(doors.contact.as_json()))
+        keys = [f"control/{contact.rank}" for contact in contacts]
+        said = await room.multi_get(keys, max(LEAST_SECONDS, deadline - time.monotonic()))
+        contacts = [Contact.of_json(json.loads(text)) for text in said]
+    left = max(LEAST_SECONDS, deadline - time.monotonic())
+    return await Channel.open(doors.contact.rank, contacts, joined.tokens, doors, left)

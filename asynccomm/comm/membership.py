@@ -1,0 +1,344 @@
+"""How a comm goes on as another one: the ranks that are left agree who they are, and connect anew.
+
+What they agree on, and how, is ``control.membership.coordinator``; here is what each of them does about it. A comm that
+was agreed on is used only when all its members have connected: until then any loss makes them agree again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Final, Protocol, final
+
+import anyio.to_thread
+
+from asynccomm.comm.bootstrap import assemble
+from asynccomm.comm.session import Session
+from asynccomm.control.channel import Channel
+from asynccomm.control.membership.messages import (
+    Again,
+    Committed,
+    Decided,
+    Decision,
+    LeftOut,
+    Order,
+    Refused,
+    Who,
+    listed,
+)
+from asynccomm.core.tasks import finish, keep
+from asynccomm.errors import AsyncCommError, BackendError, ClosedError, LeftOutError
+from asynccomm.ops.validation import Group
+from asynccomm.rendezvous.job import HOST_KEY
+from asynccomm.rendezvous.lobby import Lobby
+from asynccomm.rendezvous.spec import Place, host_anew
+
+__all__ = ["CONNECT_SECONDS", "Voter", "go_on", "lobby_of", "regroup", "scope_of"]
+
+STORE_SECONDS: Final = 1.0  # for a store to answer, or it counts as dead
+CONNECT_SECONDS: Final = 20.0  # for the members to connect, once they are agreed on
+CLOSE_SECONDS: Final = 2.0  # for the old comm to close, before that goes on by itself
+
+
+class Voter(Protocol):
+    """A participant in the agreement; see ``control.membership.service``."""
+
+    def ask(self, proposal: Sequence[Who] | None, wait: float, hear: Callable[[Order], object]) -> None: ...
+    def prepared(self, decision: str) -> None: ...
+    def failed(self, decision: str, why: str) -> None: ...
+    def give_up(self) -> None: ...  # for good
+
+
+@final
+class _Rank:
+    """A rank of the comm that is left behind, as a voter."""
+
+    def __init__(self, channel: Channel, key: str, ranks: Sequence[int]) -> None:
+        self._channel = channel
+        self._key = key
+        self._ranks = list(ranks)
+        self.has_asked = False
+
+    def ask(self, proposal: Sequence[Who] | None, wait: float, hear: Callable[[Order], object]) -> None:
+        self.has_asked = True
+        self._call(lambda: self._channel.elections.ask(self._key, self._ranks, proposal, wait, hear))
+
+    def prepared(self, decision: str) -> None:
+        self._call(lambda: self._channel.elections.prepared(self._key, decision))
+
+    def failed(self, decision: str, why: str) -> None:
+        self._call(lambda: self._channel.elections.failed(self._key, decision, why))
+
+    def give_up(self) -> None:
+        self._call(lambda: self._channel.elections.give_up(self._key))
+
+    def _call(self, call: Callable[[], object]) -> None:
+        self._channel.call(call)
+
+
+async def go_on(
+    voter: Voter,
+    proposal: Sequence[Who] | None,
+    wait: float,
+    form: Callable[[Decision], Awaitable[Session]],
+    name: str,
+    note: str = "",
+) -> Session:
+    """Ask, and form what is decided, until a decision is committed. Cancelling gives up for good.
+
+    Args:
+        proposal: in the order of the new ranks; None: all.
+        wait: seconds to wait for others to ask.
+        form: connects the members of a decision. Raises LeftOutError if others go on in place of the comm.
+        name: of the comm, for errors.
+        note: says how ranks are called in them, if that does not go without saying.
+
+    Raises: ValueError: the ranks propose different things; LeftOutError; BackendError: they could not connect.
+    """
+    loop = asyncio.get_running_loop()
+    orders: asyncio.Queue[Order | LeftOutError] = asyncio.Queue()
+
+    def hear(order: Order) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop may be closed
+            loop.call_soon_threadsafe(orders.put_nowait, order)
+
+    attempt: _Attempt | None = None
+    asking = True
+    voter.ask(proposal, wait, hear)
+    try:
+        while True:
+            match await orders.get():
+                case Decided(decision):
+                    attempt = _Attempt(voter, decision, form, orders.put_nowait)
+                case Again():
+                    if attempt is not None:
+                        await attempt.drop()
+                        attempt = None
+                case Committed():
+                    assert attempt is not None
+                    return attempt.session
+                case Refused(_, why, mistake):
+                    asking = False  # for now: this rank may call again
+                    if mistake:
+                        raise ValueError(f"the ranks of comm {name!r} must propose the same members: {why}{note}")
+                    raise BackendError(f"comm {name!r} cannot go on: {why}{note}")
+                case LeftOut(why):
+                    asking = False
+                    raise LeftOutError(name, f"{why}{note}")
+                case LeftOutError() as error:
+                    raise error
+                case _:
+                    pass
+    except BaseException:
+        if asking:
+            voter.give_up()
+        if attempt is not None:
+            await attempt.drop()
+            attempt = None  # whoever has the error has this frame, and would keep the store that it may host
+        raise
+
+
+@final
+class _Attempt:
+    """The members of a decision connect; ``left_out`` hears if others have gone on already."""
+
+    def __init__(
+        self,
+        voter: Voter,
+        decision: Decision,
+        form: Callable[[Decision], Awaitable[Session]],
+        left_out: Callable[[LeftOutError], object],
+    ) -> None:
+        self._voter, self._decision, self._form, self._left_out = voter, decision, form, left_out
+        self._session: Session | None = None
+        self._dropping: asyncio.Task[None] | None = None
+        self._task = asyncio.ensure_future(self._run())
+
+    async def _run(self) -> None:
+        try:
+            self._session = await self._form(self._decision)
+        except LeftOutError as exc:
+            self._left_out(exc)
+        except Exception as exc:  # whatever it is, the others must not wait for this rank
+            self._voter.failed(self._decision.key, f"{type(exc).__name__}: {exc}")
+        else:
+            self._voter.prepared(self._decision.key)
+
+    @property
+    def session(self) -> Session:
+        assert self._session is not None
+        return self._session
+
+    async def drop(self) -> None:
+        """It is not to be. Cancelled, that goes on; it may be called again."""
+        if self._dropping is None:
+            self._dropping = keep(asyncio.ensure_future(self._drop()))
+        await asyncio.shield(self._dropping)
+
+    async def _drop(self) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        if self._session is not None:
+            await _drop(self._session)
+
+
+async def regroup(session: Session, proposal: Sequence[Who], wait: float, invite: Sequence[str] = ()) -> Session:
+    """Go on as a comm of ``proposal``, as far as these come; closes the old one. One call at a time.
+
+    Args:
+        proposal: ranks of the old comm as the job calls them, and newcomers, in the order of their new ranks.
+        wait: seconds for them to ask, too.
+        invite: the newcomers of them.
+    """
+    seat = session.seat
+    assert seat.family.channel is not None
+    voter = _Rank(seat.family.channel, seat.key, seat.job_ranks)
+    task = asyncio.ensure_future(_regroup(session, voter, proposal, wait, invite))
+    keep(task)
+    session.regrouping = task  # cancelled when the comm is closed meanwhile
+    try:
+        await asyncio.wait([task])
+        if task.cancelled():
+            raise ClosedError(f"comm {session.group.name!r} was closed while it was regrouped")
+        return task.result()
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait([task])
+        if not voter.has_asked:
+            voter.give_up()  # the others must not wait for it
+        if not task.cancelled() and task.exception() is None:
+            await _drop(task.result())
+        raise
+    finally:
+        session.regrouping = None
+
+
+async def _regroup(
+    session: Session, voter: _Rank, proposal: Sequence[Who], wait: float, invite: Sequence[str]
+) -> Session:
+    seat = session.seat
+    family, channel = seat.family, seat.family.channel
+    origin = family.origin
+    assert channel is not None
+    assert origin is not None
+    assert session.backend is not None
+    backends = {session.backend_name: type(session.backend)}
+    group, options = session.group, session.options
+    ranks = {job: rank for rank, job in enumerate(seat.job_ranks)}
+    if invite:
+        await lobby_of(session).invite(invite, session.invitation())
+    await session.come_to_rest()
+
+    async def form(decision: Decision) -> Session:
+        me = decision.members.index(channel.rank)
+        place = await _place(session, decision, origin.place)
+        seat.free_name()
+        return await assemble(
+            replace(place, rank=me, size=len(decision.members), scope=scope_of(place, decision)),
+            Group(group.name, me, len(decision.members), group.device),
+            session.backend_name,
+            backends,
+            options,
+            origin=replace(origin, place=place),
+            parent_ranks=[ranks[who] if isinstance(who, int) else -1 for who in decision.members],
+            limit=min(options.timeout, CONNECT_SECONDS),
+        )
+
+    note = "" if list(ranks) == list(ranks.values()) else f" (where its ranks are called {list(ranks)})"
+    try:
+        new = await go_on(voter, proposal, wait, form, group.name, note)
+    except BaseException:
+        if not session.closed:
+            seat.retake_name()
+        raise
+    session.regrouping = None
+    try:
+        await _give_way(session, [rank for rank in new.seat.parent_ranks if rank >= 0])
+    except asyncio.CancelledError:
+        await finish(_drop(new))
+        raise
+    return new
+
+
+async def _give_way(session: Session, members: Sequence[int]) -> None:
+    """Close a comm that another one of its ranks ``members`` goes on in place of."""
+    assert session.reporter is not None
+    session.reporter.followers = [session.seat.job_ranks[rank] for rank in members]
+    session.seat.family.followed = True
+    session.give_way()
+    closing = asyncio.ensure_future(session.aclose())
+    keep(closing)
+    await asyncio.wait([closing], timeout=CLOSE_SECONDS)
+
+
+async def _drop(session: Session) -> None:
+    """End a comm that is not to be."""
+    session.abort("its members have changed before it began")
+    await session.aclose()
+
+
+def lobby_of(session: Session) -> Lobby:
+    """Where newcomers to the comm wait."""
+    family = session.seat.family
+    assert family.origin is not None
+    return Lobby(family.store.prefix(family.origin.place.scope), session.group.name)
+
+
+def scope_of(place: Place, decision: Decision) -> str:
+    """Prefix of the keys of what was decided."""
+    return f"{place.scope}/{decision.key}"
+
+
+async def _place(session: Session, decision: Decision, place: Place) -> Place:
+    """Where the members meet: at the old store if that lives on, else at one that the first of them hosts."""
+    reporter, channel = session.reporter, session.seat.family.channel
+    assert reporter is not None
+    assert channel is not None
+    first = next(who for who in decision.members if isinstance(who, int))
+    if first != channel.rank:
+        address = (await reporter.heard_of(decision.key))["store"]
+        if address is None:
+            return place
+        return replace(place, store=None, path=None, host=address[0], port=address[1], hosting=False, server=None)
+    address = None
+    if await _lives_on(session, decision):
+        await _claim(session, decision)
+    else:
+        contact = channel.roster.contacts[channel.rank]
+        place = await anyio.to_thread.run_sync(partial(host_anew, place, contact.address or "127.0.0.1"))
+        address = [place.host, place.port]
+    reporter.say({"kind": "meet", "key": decision.key, "store": address})
+    return place
+
+
+async def _claim(session: Session, decision: Decision) -> None:
+    """Write down in the store who goes on; nobody else may then, but one of them in another decision.
+
+    So ranks that could not hear of each other do not all go on, as long as the store lives.
+
+    Raises: LeftOutError: others were first.
+    """
+    room, key = session.seat.family.room, f"followed/{session.seat.key}"
+    ours, found = json.dumps(decision.members).encode(), b""
+    while (before := found) != ours:
+        found = await room.compare_set(key, before, ours)
+        if found != ours and not set(members := json.loads(found)) & set(decision.members):
+            raise LeftOutError(session.group.name, f"the comm goes on as {listed(members)}")
+
+
+async def _lives_on(session: Session, decision: Decision) -> bool:
+    """Whether the store answers, and will as long as the members need it."""
+    room = session.seat.family.room
+    try:
+        async with asyncio.timeout(STORE_SECONDS):
+            if not await room.check([HOST_KEY]):
+                return True
+            host = int(await room.get(HOST_KEY, STORE_SECONDS))
+    except (AsyncCommError, OSError):  # a TimeoutError is one, too
+        return False
+    # newcomers find no other store than that
+    return host in decision.members or not all(isinstance(who, int) for who in decision.members)

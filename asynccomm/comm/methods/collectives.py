@@ -1,0 +1,296 @@
+"""Collectives on tensors whose sizes all ranks know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import SupportsIndex
+
+from torch import Tensor
+
+from asynccomm import ops
+from asynccomm.comm.methods.base import CommBase
+from asynccomm.core.work import Work
+from asynccomm.ops import dims, variable
+from asynccomm.ops.reduce_op import ReduceOp
+
+__all__ = ["Collectives"]
+
+
+class Collectives(CommBase):
+    """Collectives on tensors whose sizes all ranks know."""
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: object = ReduceOp.SUM,
+        *,
+        out: Tensor | None = None,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
+    ) -> Work[Tensor]:
+        """Combine all ranks' ``tensor`` elementwise on all ranks, in place; bitwise the same everywhere.
+
+        Args:
+            tensor: any shape; the same number of elements and dtype on all ranks.
+            op: a ReduceOp, ours or ``torch.distributed``'s.
+            out: as many elements; the result goes there instead, and ``tensor`` stays as it is.
+
+        Returns: Work of ``tensor``, or of ``out``.
+        """
+        return self._submit(ops.AllReduce.of(self._group, tensor, op, out), timeout, hints, tag)
+
+    def broadcast(
+        self,
+        tensor: Tensor,
+        root: SupportsIndex,
+        *,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
+    ) -> Work[Tensor]:
+        """Copy ``tensor`` of rank ``root`` into everybody's, in place.
+
+        Returns: Work of ``tensor``.
+        """
+        return self._submit(ops.Broadcast.of(self._group, tensor, root), timeout, hints, tag)
+
+    def reduce(
+        self,
+        tensor: Tensor,
+        root: SupportsIndex,
+        op: object = ReduceOp.SUM,
+        *,
+        out: Tensor | None = None,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
+    ) -> Work[Tensor | None]:
+        """Combine all ranks' ``tensor`` in place on rank ``root``; the others' tensors stay as they are.
+
+        Args:
+            out: as many elements; on the root the result goes there instead, and ``tensor`` stays as it is. Not looked
+                at elsewhere, but for its size.
+
+        Returns: Work of ``tensor``, or of ``out``, on the root; of None elsewhere.
+        """
+        return self._submit(ops.Reduce.of(self._group, tensor, root, op, out), timeout, hints, tag)
+
+    def all_gather(
+        self,
+        tensor_list: Sequence[Tensor] | None,
+        tensor: Tensor,
+        *,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
+    ) -> Work[list[Tensor]]:
+        """Collect every rank's ``tensor`` on all ranks, one output each.
+
+        Args:
+            tensor_list: ``size`` tensors, each of as many elements as that rank's ``tensor``, the same on all ranks;
+                None: new ones of the shape of ``tensor``, which all ranks' then have.
+            tensor: as many elements as ``tensor_list[rank]``, and may be that. One dtype on all ranks.
+
+        Returns: Work of ``tensor_list``, in rank order.
+        """
+        return self._submit(ops.AllGather.of(self._group, tensor_list, tensor), timeout, hints, tag)
+
+    def all_gather_single(
+        self,
+        output: Tensor | None,
+        input: Tensor,
+        dim: SupportsIndex = 0,
+        *,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
+    ) -> Work[Tensor]:
+        """Collect every rank's ``input`` on all ranks, in one output.
+
+        Args:
+            output: concatenated along ``dim``; with dim 0 any shape of ``size`` times the elements of ``input``, such
+                as stacked ``(size, n, ...)``. None: a new one, concatenated.
+            input: the same shape and dtype on all ranks. In place: chunk ``rank`` of ``output``.
+            dim: counted from the end if negative.
+
+        Returns: Work of ``output``.
+        """
+        return self._submit(dims.all_gather_single(self._group, output, input, dim), timeout, hints, tag)
+
+    def reduce_scatter(
+        self,
+        output: Tensor | None,
+        input_list: Sequence[Tensor],
+        op: object = ReduceOp.SUM,
+        *,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
+    ) -> Work[Tensor]:
+        """Combine the ranks' ``input_list[r]`` for each r, and leave the result of ``input_list[rank]`` here.
+
+        Args:
+            output: as many elements as ``input_list[rank]``; None: a new one of its shape.
+            input_list: ``size`` tensors, ``input_list[r]`` of the same number of elements on all ranks; not changed.
+
+        Returns: Work of ``output``.
+        """
+        return self._submit(ops.ReduceScatter.of(self._group, output, input_list, op), timeout, hints, tag)
+
+    def reduce_scatter_single(
+        self,
+        output: Tensor | None,
+        input: Tensor,
+        op: object = ReduceOp.SUM,
+        dim: SupportsIndex = 0,
+        *,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
+    ) -> Work[Tensor]:
+        """Combine the ranks' ``input``, and leave chunk ``rank`` of the result here.
+
+        Args:
+            output: that chunk, ``dim`` divided by ``size``; with dim 0 any shape of so many elements. None: a new one.
+                In place: any chunk of ``input``, usually the first.
+            input: the same shape and dtype on all ranks; not changed, unless the output lies there.
+            dim: counted from the end if negative.
+
+        Returns: Work of ``output``.
+        """
+        return self._submit(dims.reduce_scatter_single(self._group, output, input, op, dim), timeout, hints, tag)
+
+    def scatter(
+        self,
+        output: Tensor,
+        input_list: Sequence[Tensor] | None,
+        root: SupportsIndex,
+        *,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
+    ) -> Work[Tensor]:
+        """Give each rank r the root's ``input_list[r]``.
+
+        Args:
+            output: where it goes.
+            input_list: on the root ``size`` tensors of as many elements as ``output``; elsewhere None or empty.
+
+        Returns: Work of ``output``.
+        """
+        return self._submit(ops.Scatter.of(self._group, output, input_list, root), timeout, hints, tag)
+
+    def gather(
+        self,
+        output_list: Sequence[Tensor] | None,
+        input: Tensor,
+        root: SupportsIndex,
+        *,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
+    ) -> Work[list[Tensor] | None]:
+        """Collect every rank's ``input`` on the root.
+
+        Args:
+            output_list: on the root ``size`` tensors of as many elements as ``input``, or None for new ones; elsewhere
+                None or empty.
+
+        Returns: Work of ``output_list`` on the root, of None elsewhere.
+        """
+        return self._submit(ops.Gather.of(self._group, output_list, input, root), timeout, hints, tag)
+
+    def gather_single(
+        self,
+        output: Tensor | None,
+        input: Tensor,
+        root: SupportsIndex,
+        dim: SupportsIndex = 0,
+        *,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
+    ) -> Work[Tensor | None]:
+        """Collect every rank's ``input`` on the root, concatenated along ``dim``.
+
+        Args:
+            output: on the root, ``dim`` times ``size``, or None for a new one; elsewhere None.
+            input: the same shape and dtype on all ranks. In place: on the root its chunk of ``output``.
+
+        Returns: Work of ``output`` on the root, of None elsewhere.
+        """
+        return self._submit(dims.gather_single(self._group, output, input, root, dim), timeout, hints, tag)
+
+    def scatter_single(
+        self,
+        output: Tensor | None,
+        input: Tensor | None,
+        root: SupportsIndex,
+        dim: SupportsIndex = 0,
+        *,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
+    ) -> Work[Tensor]:
+        """Give each rank its chunk along ``dim`` of the root's ``input``.
+
+        Args:
+            output: where it goes; on the root None means a new one. In place: on the root its chunk of ``input``.
+            input: on the root, with a ``dim`` that ``size`` divides; elsewhere None.
+
+        Returns: Work of ``output``.
+        """
+        return self._submit(dims.scatter_single(self._group, output, input, root, dim), timeout, hints, tag)
+
+    def all_to_all(
+        self,
+        output_list: Sequence[Tensor] | None,
+        input_list: Sequence[Tensor],
+        *,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
+    ) -> Work[list[Tensor]]:
+        """Send ``input_list[r]`` to each rank r; ``output_list[s]`` comes from rank s.
+
+        Args:
+            output_list: ``size`` tensors, ``output_list[s]`` of as many elements as rank s sends here, all of one
+                dtype; None, on all ranks or none: new ones, of the shapes and dtypes that come.
+            input_list: ``size`` tensors of any shapes; not changed.
+
+        Returns: Work of ``output_list``.
+        """
+        if output_list is None:
+            return self._submit(variable.all_to_all(self._group, input_list), timeout, hints, tag)
+        return self._submit(ops.AllToAll.of(self._group, output_list, input_list), timeout, hints, tag)
+
+    def all_to_all_single(
+        self,
+        output: Tensor | None,
+        input: Tensor,
+        *,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
+    ) -> Work[Tensor]:
+        """Send chunk r of ``input`` to each rank r; chunk s of ``output`` comes from rank s.
+
+        Args:
+            output: as many elements as ``input``; None: a new one of its shape. May be ``input`` itself.
+            input: a number of elements that ``size`` divides, the same on all ranks.
+
+        Returns: Work of ``output``.
+        """
+        return self._submit(ops.AllToAllSingle.of(self._group, output, input), timeout, hints, tag)
+
+    def barrier(
+        self,
+        *,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
+    ) -> Work[None]:
+        """Done when every rank has called it. Moves no tensor."""
+        return self._submit(ops.Barrier.of(self._group), timeout, hints, tag)

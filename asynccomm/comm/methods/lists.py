@@ -1,0 +1,139 @@
+"""Collectives on lists of tensors, as one operation each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import SupportsIndex
+
+from torch import Tensor
+
+from asynccomm.comm.methods.base import CommBase
+from asynccomm.core.work import Work
+from asynccomm.ops import lists, variable
+from asynccomm.ops.reduce_op import ReduceOp
+
+__all__ = ["CoalescedCollectives"]
+
+
+class CoalescedCollectives(CommBase):
+    """Collectives on lists of tensors: one Work, and about the time of one tensor of as many bytes.
+
+    The lists have the same lengths, shapes and dtypes on all ranks; a list may mix dtypes.
+    """
+
+    def all_reduce_coalesced(
+        self,
+        tensors: Sequence[Tensor],
+        op: object = ReduceOp.SUM,
+        *,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
+    ) -> Work[list[Tensor]]:
+        """:meth:`all_reduce` each of ``tensors``, in place; at least one.
+
+        Returns: Work of ``tensors``.
+        """
+        return self._submit_together(lists.all_reduce(self._group, tensors, op), tensors, timeout, hints, tag)
+
+    def broadcast_coalesced(
+        self,
+        tensors: Sequence[Tensor],
+        root: SupportsIndex,
+        *,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
+    ) -> Work[list[Tensor]]:
+        """:meth:`broadcast` each of ``tensors``, in place; at least one.
+
+        Returns: Work of ``tensors``.
+        """
+        return self._submit(lists.broadcast(self._group, tensors, root), timeout, hints, tag)
+
+    def all_gather_coalesced(
+        self,
+        output_lists: Sequence[Sequence[Tensor]] | None,
+        tensors: Sequence[Tensor],
+        *,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
+    ) -> Work[list[list[Tensor]]]:
+        """Collect each of the ranks' ``tensors``; at least one.
+
+        Args:
+            output_lists: ``output_lists[r][i]`` becomes ``tensors[i]`` of rank r; None: new ones.
+
+        Returns: Work of ``output_lists``.
+        """
+        return self._submit(lists.all_gather(self._group, output_lists, tensors), timeout, hints, tag)
+
+    def reduce_scatter_coalesced(
+        self,
+        outputs: Sequence[Tensor] | None,
+        inputs: Sequence[Tensor],
+        op: object = ReduceOp.SUM,
+        *,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
+    ) -> Work[list[Tensor]]:
+        """:meth:`reduce_scatter_single` each of ``inputs``; at least one.
+
+        Args:
+            outputs: ``outputs[i]`` with ``1 / size`` of the elements of ``inputs[i]``; None: new ones, dim 0 divided.
+            inputs: not changed.
+
+        Returns: Work of ``outputs``.
+        """
+        calls, result = lists.reduce_scatter(self._group, outputs, inputs, op)
+        return self._submit_together(calls, result, timeout, hints, tag)
+
+    def all_gather_v_coalesced(
+        self,
+        outputs: Sequence[Tensor] | None,
+        inputs: Sequence[Tensor],
+        sizes: Sequence[SupportsIndex] | None = None,
+        dim: SupportsIndex = 0,
+        *,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
+    ) -> Work[list[Tensor]]:
+        """:meth:`all_gather_v` each of ``inputs``; at least one. So a model's experts are sent their tokens.
+
+        Args:
+            outputs: ``sum(sizes)`` along ``dim``; None: new ones.
+            inputs: all with this rank's extent along ``dim``.
+            sizes: every rank's extent; None, on all ranks or none: they are exchanged.
+
+        Returns: Work of ``outputs``.
+        """
+        if sizes is None:
+            return self._submit(variable.all_gather_v_coalesced(self._group, outputs, inputs, dim), timeout, hints, tag)
+        return self._submit(lists.all_gather_v(self._group, outputs, inputs, sizes, dim), timeout, hints, tag)
+
+    def reduce_scatter_v_coalesced(
+        self,
+        outputs: Sequence[Tensor] | None,
+        inputs: Sequence[Tensor],
+        sizes: Sequence[SupportsIndex],
+        op: object = ReduceOp.SUM,
+        dim: SupportsIndex = 0,
+        *,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
+    ) -> Work[list[Tensor]]:
+        """:meth:`reduce_scatter_v` each of ``inputs``; at least one.
+
+        Args:
+            outputs: ``sizes[rank]`` along ``dim``; None: new ones.
+            inputs: all ``sum(sizes)`` along ``dim``; not changed.
+
+        Returns: Work of ``outputs``.
+        """
+        calls, result = lists.reduce_scatter_v(self._group, outputs, inputs, sizes, op, dim)
+        return self._submit_together(calls, result, timeout, hints, tag)

@@ -1,0 +1,121 @@
+"""Point to point: tensors from one rank to another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, SupportsIndex, final
+
+from torch import Tensor
+
+from asynccomm.comm.methods.base import CommBase
+from asynccomm.core.handles import Handle
+from asynccomm.core.work import Work
+from asynccomm.ops import Call, Recv, Send
+from asynccomm.ops.validation import Group
+
+__all__ = ["BatchSendRecv", "Messages"]
+
+
+@final
+class BatchSendRecv(Handle):
+    """Sends and receives that are to be started together; made by ``comm.batch_op_create()``.
+
+    ``send`` and ``recv`` only record, and check their arguments. In what order ranks record matters only for messages
+    between the same two under the same tag. Any ranks may take part; the others need not know.
+    """
+
+    _instead = "make one there, by comm.batch_op_create()"
+
+    def __init__(self, group: Group, submit: Callable[..., Work[Any]]) -> None:
+        """Not for users: see ``comm.batch_op_create``."""
+        self._group = group
+        self._submit = submit
+        self._calls: list[Call] = []
+        self._issued = False
+
+    @property
+    def ops(self) -> list[Send | Recv]:
+        """What was recorded."""
+        return [call.op for call in self._calls]  # type: ignore[misc]
+
+    def send(self, tensor: Tensor, dst: SupportsIndex, tag: SupportsIndex = 0) -> None:
+        """Record a send, see :meth:`Comm.send`; to oneself, too."""
+        self._record(Send.of(self._group, tensor, dst, tag))
+
+    def recv(self, tensor: Tensor, src: SupportsIndex | None = None, tag: SupportsIndex = 0) -> None:
+        """Record a receive, see :meth:`Comm.recv`."""
+        self._record(Recv.of(self._group, tensor, src, tag))
+
+    def _record(self, call: Call) -> None:
+        if self._issued:
+            raise RuntimeError("this batch was issued; make a new one with comm.batch_op_create()")
+        self._calls.append(call)
+
+    def issue(
+        self, *, timeout: float | timedelta | None = None, hints: Mapping[str, str] | None = None
+    ) -> Work[list[Tensor]]:
+        """Start everything that was recorded, at the same time: no order among them can deadlock. Once.
+
+        Returns: Work of the recorded tensors, in that order; done when all are. Raises ValueError for an empty batch.
+        """
+        if self._issued:
+            raise RuntimeError("this batch was issued; make a new one with comm.batch_op_create()")
+        if not self._calls:
+            raise ValueError("nothing was recorded in this batch: call send() or recv() before issue()")
+        work = self._submit(self._calls, [call.result for call in self._calls], timeout, hints)
+        self._issued = True
+        return work
+
+
+class Messages(CommBase):
+    """Point to point."""
+
+    def send(
+        self,
+        tensor: Tensor,
+        dst: SupportsIndex,
+        tag: SupportsIndex = 0,
+        *,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+    ) -> Work[Tensor]:
+        """Send ``tensor`` to rank ``dst``, which receives it under the same ``tag``; done when it may be changed again.
+
+        Messages are ordered per pair and tag, and stand outside the sequence of collectives. Sending to oneself works:
+        it needs a receive, too.
+
+        Returns: Work of ``tensor``.
+        """
+        return self._submit(Send.of(self._group, tensor, dst, tag), timeout, hints)
+
+    def recv(
+        self,
+        tensor: Tensor,
+        src: SupportsIndex | None = None,
+        tag: SupportsIndex = 0,
+        *,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+    ) -> Work[Tensor]:
+        """Receive into ``tensor`` what rank ``src`` sends under ``tag``: as many elements, of the same dtype.
+
+        Args:
+            src: None: the message under ``tag`` that comes first, from any rank; not every backend can, and one that
+                cannot raises ``ValueError``. ``Work.source`` says whose it was.
+
+        Returns: Work of ``tensor``.
+        """
+        return self._submit(Recv.of(self._group, tensor, src, tag), timeout, hints)
+
+    def batch_op_create(self) -> BatchSendRecv:
+        """Sends and receives to be started together, with one Work for all: a ring exchange cannot deadlock then.
+
+        ::
+
+            batch = comm.batch_op_create()
+            batch.send(mine, (comm.rank + 1) % comm.size)
+            batch.recv(theirs, (comm.rank - 1) % comm.size)
+            await batch.issue()
+        """
+        return BatchSendRecv(self._group, self._submit_together)

@@ -1,0 +1,169 @@
+"""The state of a module, from one rank to all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, SupportsIndex, TypeVar, final
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from asynccomm.comm.methods.base import CommBase
+from asynccomm.core.work import Work
+from asynccomm.errors import PayloadError
+from asynccomm.ops import Call, Parcel, Parcels
+from asynccomm.ops.parcels import MAX_HEAD
+from asynccomm.ops.validation import Group, check_rank, check_tensor
+from asynccomm.serialization.objects import DTYPES, Kind, dtype_code, kind_of, reading, seal, unseal
+
+__all__ = ["States"]
+
+_USUAL = (Tensor, torch.nn.Parameter)
+State = TypeVar("State", bound=torch.nn.Module | Mapping[str, Tensor])
+SEVERAL = 4  # names that an error gives for each thing that is wrong
+
+
+class States(CommBase):
+    """The state of a module."""
+
+    def broadcast_state(
+        self,
+        state: State,
+        root: SupportsIndex,
+        *,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
+    ) -> Work[State]:
+        """Copy all tensors of rank ``root``'s ``state`` into those of the same names of everybody's, in place.
+
+        Names, shapes and dtypes must be the same on all ranks, in any order; as must be which names stand for one
+        tensor (tied weights, which are sent once). A rank where they are not raises a PayloadError that says what
+        differs, nothing of its state is changed, and the comm goes on. Cancelling the await is safe.
+
+        Args:
+            state: a module, which means all parameters and buffers in its ``state_dict()``, or a mapping of names to
+                tensors on the comm's device. What is no tensor is a TypeError naming it.
+
+        Returns: Work of ``state``.
+        """
+        giver = check_rank(self._group, "root", root)
+        named = _Named(self._group, state, written=giver != self.rank)
+        op = Parcels("broadcast_state", giver=giver)
+        if giver == self.rank:
+            call = Call(op, (), (), state, parcels=(Parcel(named.head, tuple(named.tensors)),))
+        else:
+            call = Call(op, (), (), state, place=named, expected=sum([tensor.nbytes for tensor in named.tensors]))
+        return self._submit(call, timeout, hints, tag)
+
+
+@final
+class _Named:
+    """The tensors of one state by name; where those of a root go: the ``place`` of its operation."""
+
+    def __init__(self, group: Group, state: object, *, written: bool) -> None:
+        self.names: list[str] = []
+        self.numbers: list[int] = []  #: of the names' tensors
+        self.tensors: list[Tensor] = []  #: each one once
+        self._rank = group.rank
+        seen: dict[object, int] = {}
+        by_address: dict[int, int] = {}  # most are told apart by this alone
+        for name, tensor in _entries(state).items():
+            if not isinstance(name, str):
+                raise TypeError(f"state must have strings for names, got {name!r}")
+            if type(tensor) not in _USUAL and is_lazy(tensor):
+                raise ValueError(f"state[{name!r}] has no values yet: run the module once before")
+            check_tensor(group, "state", tensor, written=written, key=name)
+            if dtype_code(tensor) is None:
+                raise ValueError(f"state[{name!r}] has dtype {tensor.dtype}, which cannot be sent")
+            number = len(self.tensors)
+            first = by_address.setdefault(tensor.data_ptr(), number)
+            if first != number:
+                seen.setdefault(_identity(self.tensors[first]), first)
+                number = seen.setdefault(_identity(tensor), number)
+            if number == len(self.tensors):
+                self.tensors.append(tensor.detach())
+            self.names.append(name)
+            self.numbers.append(number)
+        metas = [(dtype_code(tensor), tuple(tensor.shape)) for tensor in self.tensors]
+        self.head = seal(Kind.STATE, (self.names, self.numbers, metas))  #: what is sent of them besides the values
+        if len(self.head) > MAX_HEAD:
+            raise ValueError(f"state has too many names to be sent: {len(self.names)}")
+
+    def __call__(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
+        if head == self.head:  # as it should be
+            return self.tensors
+        if (kind := kind_of(source, head)) is not Kind.STATE:
+            raise PayloadError(f"broadcast_state() got what rank {source} sent by {kind.sender}()")
+        with reading(source):
+            names, numbers, metas = _checked(unseal(source, head))
+            problems = self._problems(source, names, numbers, metas)
+            if problems:
+                raise PayloadError(f"the state of rank {source} does not fit that of rank {self._rank}: {problems}")
+            mine = dict(zip(self.names, self.numbers, strict=True))
+            places = {number: self.tensors[mine[name]] for name, number in zip(names, numbers, strict=True)}
+            return [places[number] for number in range(len(metas))]
+
+    def _problems(
+        self, source: int, names: list[str], numbers: list[int], metas: list[tuple[torch.dtype, tuple[int, ...]]]
+    ) -> str:
+        mine = dict(zip(self.names, self.numbers, strict=True))
+        theirs = dict(zip(names, numbers, strict=True))
+        shapes, dtypes, tied = [], [], []
+        pairs: dict[int, int] = {}  # which tensor there is which here, and the other way round
+        back: dict[int, int] = {}
+        for name in names:
+            if name not in mine:
+                continue
+            tensor, (dtype, shape) = self.tensors[mine[name]], metas[theirs[name]]
+            if tensor.shape != shape:
+                shapes.append(f"{name} ({shape}, here {tuple(tensor.shape)})")
+            if tensor.dtype != dtype:
+                dtypes.append(f"{name} ({dtype}, here {tensor.dtype})")
+            if (
+                pairs.setdefault(theirs[name], mine[name]) != mine[name]
+                or back.setdefault(mine[name], theirs[name]) != theirs[name]
+            ):
+                tied.append(name)
+        found = {
+            "missing there": [name for name in self.names if name not in theirs],
+            "missing here": [name for name in names if name not in mine],
+            "other shapes": shapes,
+            "other dtypes": dtypes,
+            "tied to others on one of them only": tied,
+        }
+        return "; ".join([f"{what}: {_several(items)}" for what, items in found.items() if items])
+
+
+def _entries(state: object) -> Mapping[Any, Any]:
+    if isinstance(state, torch.nn.Module):
+        return state.state_dict(keep_vars=True)  # they are detached later, each once
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state must be a torch.nn.Module or a mapping of names to tensors, got {type(state).__name__}")
+    return state
+
+
+def _identity(tensor: Tensor) -> object:
+    """What two views of the same elements have in common."""
+    if not tensor.numel():
+        return object()  # they have no memory that could be the same
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+
+
+def _checked(value: Any) -> tuple[list[str], list[int], list[tuple[torch.dtype, tuple[int, ...]]]]:
+    """What a head says, if it could have come from :meth:`_Named.head`. Raises anything."""
+    names, numbers, metas = value
+    if not all(type(name) is str for name in names) or len(set(names)) != len(names) or len(numbers) != len(names):
+        raise ValueError("its names are wrong")
+    if not all(type(number) is int for number in numbers) or {*numbers} != {*range(len(metas))}:
+        raise ValueError("its numbers are wrong")
+    for code, shape in metas:
+        if type(code) is not int or code < 0 or type(shape) is not tuple:
+            raise ValueError("its shapes are wrong")
+    return names, numbers, [(DTYPES[code], shape) for code, shape in metas]
+
+
+def _several(items: Sequence[str]) -> str:
+    return ", ".join(items[:SEVERAL]) + (f" and {len(items) - SEVERAL} more" if len(items) > SEVERAL else "")

@@ -1,0 +1,226 @@
+"""Streams: one object after the other from one rank to another, until the sender says that it was the last."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Final, Self, SupportsIndex, final
+
+from torch import Tensor
+
+from asynccomm.comm.methods.parcels import MAX_BYTES, ParcelMethods, Terms, mistaken
+from asynccomm.core.handles import Handle
+from asynccomm.core.work import Work
+from asynccomm.errors import AsyncCommError, PayloadError
+from asynccomm.ops import Call, Channel, RecvParcel, SendParcel
+from asynccomm.ops.validation import check_rank, check_tag
+from asynccomm.options import seconds
+from asynccomm.serialization.objects import Incoming, Kind, encode, kind_of
+
+__all__ = ["Sink", "Stream", "Streams"]
+
+ENDING: Final = 4096  # bytes of the message that a stream has ended, which is taken whatever the limit
+
+
+class Streams(ParcelMethods):
+    """Streams of objects."""
+
+    def sink(self, dst: SupportsIndex, tag: SupportsIndex = 0) -> Sink:
+        """The end of a stream to rank ``dst`` that things are put into; :meth:`stream` there is the other.
+
+        ::
+
+            async with comm.sink(1) as sink:
+                for batch in batches:
+                    await sink.put(batch)
+
+        What is put into streams never meets what is sent otherwise, whatever the tags.
+        """
+        return Sink(self, check_rank(self._group, "dst", dst), check_tag(tag))
+
+    def stream(
+        self,
+        src: SupportsIndex,
+        tag: SupportsIndex = 0,
+        *,
+        weights_only: bool = True,
+        max_bytes: int = MAX_BYTES,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+    ) -> Stream:
+        """What rank ``src`` puts into its :meth:`sink` of the same ``tag``, until it closes that.
+
+        ::
+
+            async for batch in comm.stream(0):
+                ...
+
+        A stream that is read when the comm is closed ends with ClosedError.
+
+        Args:
+            src: must be given: a stream has one source.
+            weights_only, max_bytes: as with ``recv_object``, for each thing that comes.
+            timeout: seconds or a timedelta that the sender may take for the next thing; None: as long as it likes,
+                whatever the comm's. (A sender that dies is noticed all the same.)
+            hints: for each receive.
+        """
+        peer, key = check_rank(self._group, "src", src), check_tag(tag)
+        limit = seconds("timeout", timeout, math.inf)
+        return Stream(self, peer, key, Terms.of(weights_only, max_bytes), limit, hints)
+
+
+@final
+class Sink(Handle):
+    """Where things are put into a stream; made by ``comm.sink``.
+
+    ``async with`` closes it at the end. If its body raises, the receiver gets a PayloadError with the reason in place
+    of an end, and nobody waits for it to take that.
+    """
+
+    _instead = "make one there, by comm.sink()"
+
+    def __init__(self, comm: Streams, peer: int, tag: int) -> None:
+        self._comm = comm
+        self._op = SendParcel("sink", peer, tag, Channel.STREAMS)
+        self._last: Work[None] | None = None
+
+    def put(
+        self,
+        item: object,
+        *,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+    ) -> Work[None]:
+        """Send ``item``, any object as in ``send_object``. The call sends; awaiting the Work holds back a fast sender.
+
+        Tensors in ``item`` must not be changed before the Work is done. Cancelling the await is safe: ``item`` is sent.
+
+        Raises: RuntimeError after :meth:`close`; TypeError if ``item`` cannot be pickled.
+        """
+        if self._last is not None:
+            raise RuntimeError(f"{self!r} is closed, so nothing can be put into it any more")
+        return self._send(Kind.ITEM, item, timeout, hints)
+
+    def close(self, *, timeout: float | timedelta | None = None, hints: Mapping[str, str] | None = None) -> Work[None]:
+        """End the stream. The call says so to the receiver; the Work is done when that is sent. Idempotent."""
+        if self._last is None:
+            self._last = self._send(Kind.END, None, timeout, hints)
+        return self._last
+
+    def _send(
+        self, kind: Kind, item: object, timeout: float | timedelta | None, hints: Mapping[str, str] | None
+    ) -> Work[None]:
+        call = Call(self._op, (), (), None, parcels=(encode(kind, item, "item"),))
+        return self._comm._submit(call, timeout, hints)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if exc is None:
+            await self.close()
+        elif self._last is None:
+            reason = f"{type(exc).__name__}: {exc}"[: ENDING // 8] if str(exc) else type(exc).__name__
+            with suppress(AsyncCommError):  # closed or broken, which the receiver hears otherwise; ``exc`` says more
+                self._last = self._send(Kind.FAILURE, reason, None, None)
+
+    def __repr__(self) -> str:
+        return f"<Sink to rank {self._op.peer}, tag {self._op.tag}{'' if self._last is None else ', closed'}>"
+
+
+@final
+class Stream(Handle, AsyncIterator[Any]):
+    """What comes out of a stream; made by ``comm.stream``.
+
+    Breaking out of ``async for``, or cancelling it, loses nothing as long as this is kept: go on with the same Stream.
+    What cannot be taken is a PayloadError, and the next ``async for`` goes on with what comes after it; the one that
+    says that the sender gave up is final.
+    """
+
+    _instead = "make one there, by comm.stream()"
+
+    def __init__(
+        self,
+        comm: Streams,
+        peer: int,
+        tag: int,
+        terms: Terms,
+        timeout: float,
+        hints: Mapping[str, str] | None,
+    ) -> None:
+        self._comm = comm
+        self._timeout, self._hints = timeout, hints
+        self._op = RecvParcel("stream", peer, tag, Channel.STREAMS)
+        self._terms = terms
+        self._receive: Work[tuple[Kind, Any]] | None = None  # kept while nobody has got what it brings
+        self._reading = False
+        self._ended = False
+        self._failure: str | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        """The next thing. Cancelling is safe: it comes next time. Raises: PayloadError, BrokenError, ClosedError."""
+        if self._reading:
+            raise RuntimeError(f"two tasks read from {self!r} at the same time")
+        if self._ended:
+            self._raise_failure()
+            raise StopAsyncIteration
+        if self._receive is None:
+            inbox = _ItemInbox(self._comm.rank, self._terms)
+            call = Call(self._op, (), (), None, inbox.finish, place=inbox)
+            self._receive = self._comm._submit(call, self._timeout, self._hints)
+        self._reading = True
+        try:
+            kind, item = await self._receive
+        except AsyncCommError:
+            self._receive = None
+            raise
+        finally:
+            self._reading = False
+        self._receive = None
+        if kind is Kind.ITEM:
+            return item
+        self._ended = True
+        if kind is Kind.FAILURE:
+            self._failure = str(item)
+            self._raise_failure()
+        raise StopAsyncIteration
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise PayloadError(f"rank {self._op.peer} gave up its stream (tag {self._op.tag}): {self._failure}")
+
+    def __repr__(self) -> str:
+        return f"<Stream from rank {self._op.peer}, tag {self._op.tag}{', ended' if self._ended else ''}>"
+
+
+@final
+class _ItemInbox:
+    """Where one item of a stream comes to: the ``place`` of its receive."""
+
+    def __init__(self, rank: int, terms: Terms) -> None:
+        self._rank, self._terms = rank, terms
+        self._kind = Kind.ITEM
+        self._incoming: Incoming | None = None
+
+    def __call__(self, source: int, head: bytes, lengths: Mapping[int, int]) -> list[Tensor]:
+        self._kind = kind_of(source, head)
+        if self._kind not in (Kind.ITEM, Kind.END, Kind.FAILURE):
+            raise mistaken("stream", self._rank, source, self._kind)
+        size = len(head) + lengths[source]
+        if self._kind is Kind.ITEM or size > ENDING:
+            self._terms.check(source, size)
+        self._incoming = Incoming(source, head, lengths[source])
+        return self._incoming.places
+
+    def finish(self, _: object) -> tuple[Kind, Any]:
+        """What it is, and itself. Raises: PayloadError."""
+        assert self._incoming is not None
+        return self._kind, self._incoming.decode(weights_only=self._terms.weights_only)

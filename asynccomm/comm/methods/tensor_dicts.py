@@ -1,0 +1,314 @@
+"""Dicts of tensors: what they hold is told and sent in one go."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import zlib
+from collections.abc import Awaitable, Generator, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Final, SupportsIndex, final
+
+import torch
+from torch import Tensor
+
+from asynccomm.comm.methods.collectives import Collectives
+from asynccomm.comm.methods.parcels import MAX_BYTES, ParcelMethods, Terms, mistaken
+from asynccomm.core.handles import Handle
+from asynccomm.core.tasks import keep
+from asynccomm.core.work import Work
+from asynccomm.errors import AsyncCommError, PayloadError
+from asynccomm.ops import Call, Op, Parcel, Parcels, RecvParcel, SendParcel
+from asynccomm.ops.validation import Group, check_rank, check_tag
+from asynccomm.serialization.objects import Incoming, Kind, encode, kind_of, reading
+from asynccomm.serialization.tensor_dicts import (
+    EVERYBODY,
+    Channel,
+    Described,
+    Meta,
+    ReceivedSchemas,
+    Schema,
+    Slices,
+    describe,
+)
+
+__all__ = ["TensorDicts"]
+
+_TOLD: Final = struct.Struct("<?I251s")  # whether a share is here, CRC-32 of what is to be gathered, why it is not
+
+
+class TensorDicts(ParcelMethods):
+    """Dicts of tensors. Common to all of these methods:
+
+    - Keys are strings or other plain data; their order is kept. Values are tensors of any dtypes, shapes and strides;
+      dicts, lists and tuples of such; and whatever else can be pickled, which is treated as any object is: see
+      ``Objects`` for ``weights_only`` and ``max_bytes``.
+    - Everything goes in one message, the tensors straight into the memory of new ones. These are on the comm's device
+      if the sent ones were on such a device, else on the CPU. What is one tensor in two places stays one.
+    - What a dict looks like is sent only once while it does not change (keys, shapes, dtypes): the last 16 forms are
+      remembered per receiver and tag, and per root.
+    - The result is put together when the Work is first asked for it. What cannot be taken is a PayloadError on that
+      rank alone, or on all ranks of an ``all_gather_group``, and the comm goes on. Cancelling the await is safe: the
+      operation goes on.
+    """
+
+    def broadcast_tensor_dict(
+        self,
+        tensor_dict: dict[Any, Any] | None,
+        root: SupportsIndex,
+        *,
+        weights_only: bool = True,
+        max_bytes: int = MAX_BYTES,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
+    ) -> Work[dict[Any, Any]]:
+        """Give everybody the ``tensor_dict`` of rank ``root``; the others' are not looked at.
+
+        Returns: Work of a new dict; on the root of ``tensor_dict`` itself.
+        """
+        giver = check_rank(self._group, "root", root)
+        terms = Terms.of(weights_only, max_bytes)
+        op = Parcels("broadcast_tensor_dict", giver=giver)
+        if giver == self.rank:
+            described = describe(_checked(tensor_dict), self.device)
+            return self._submit_dict(op, (EVERYBODY, EVERYBODY), described, tensor_dict, timeout, hints, tag)
+        inbox = _DictInbox(op.what, self._group, EVERYBODY, terms, self._received_schemas, None)
+        return self._submit(Call(op, (), (), None, inbox.finish, place=inbox), timeout, hints, tag)
+
+    def send_tensor_dict(
+        self,
+        tensor_dict: dict[Any, Any],
+        dst: SupportsIndex,
+        tag: SupportsIndex = 0,
+        *,
+        all_gather_group: Collectives | None = None,
+        all_gather_tensors: Mapping[Any, bool] | None = None,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+    ) -> Work[None]:
+        """Send ``tensor_dict`` to rank ``dst``, which takes it by :meth:`recv_tensor_dict` under the same ``tag``.
+
+        It is ordered with the objects that are sent to that rank under that tag.
+
+        Args:
+            all_gather_group: a comm of ranks that all have the same tensors, each of which sends them to another rank
+                of a group of as many: they then send a share of each tensor, and the receivers put these together.
+                That is done with every tensor whose number of elements the group's size divides.
+            all_gather_tensors: exceptions: whether to, by key of ``tensor_dict``; for what is nested below it, too.
+                False is needed for what differs among the ranks of the group.
+        """
+        op = SendParcel("send_tensor_dict", check_rank(self._group, "dst", dst), check_tag(tag))
+        group = _checked_group(all_gather_group)
+        if all_gather_tensors is not None and not isinstance(all_gather_tensors, Mapping):
+            raise TypeError(f"all_gather_tensors must be a mapping of keys to bools, got {all_gather_tensors!r}")
+        slices = None if group is None else Slices(group.size, group.rank, all_gather_tensors or {})
+        described = describe(_checked(tensor_dict), self.device, slices)
+        return self._submit_dict(op, (op.peer, op.tag), described, None, timeout, hints)
+
+    def recv_tensor_dict(
+        self,
+        src: SupportsIndex | None = None,
+        tag: SupportsIndex = 0,
+        *,
+        all_gather_group: Collectives | None = None,
+        weights_only: bool = True,
+        max_bytes: int = MAX_BYTES,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+    ) -> Awaitable[dict[Any, Any]]:
+        """Receive what rank ``src`` sends by :meth:`send_tensor_dict` under ``tag``. The call posts the receive.
+
+        Args:
+            src: None: the dict under ``tag`` that comes first, from any rank; not every backend can, and one that
+                cannot raises ``ValueError``.
+            all_gather_group: a comm of as many ranks as the sender's, where this one has the same number; needed if
+                the sender gave one. This rank receives a share of each tensor, and the rest from the group. Awaiting
+                calls a short ``all_gather_single`` of the group when the dict has come, and one for each such tensor,
+                in the order of the keys: all ranks of the group must await at the same place among their calls on it.
+                Where one of them cannot take its share, or gets other tensors, the dict is a PayloadError on all of
+                them, and the group goes on.
+
+        Returns: the dict, to be awaited; without ``all_gather_group`` it is a Work.
+        """
+        peer = None if src is None else check_rank(self._group, "src", src)
+        op = RecvParcel("recv_tensor_dict", peer, check_tag(tag))
+        group = _checked_group(all_gather_group)
+        terms = Terms.of(weights_only, max_bytes)
+        inbox = _DictInbox(op.what, self._group, op.tag, terms, self._received_schemas, group)
+        work = self._submit(Call(op, (), (), None, inbox.finish, place=inbox), timeout, hints)
+        return work if group is None else _Gathering(work, inbox, group, timeout)
+
+    def _submit_dict(
+        self,
+        op: Op,
+        channel: Channel,
+        described: Described,
+        result: object,
+        timeout: float | timedelta | None,
+        hints: Mapping[str, str] | None,
+        tag: str | None = None,
+    ) -> Work[Any]:
+        head, tensors = b"", described.tensors
+        if described.values:
+            head, more = encode(Kind.TENSOR_DICT, described.values, "tensor_dict")
+            tensors.extend(more)
+        now = self._session.sends_now(p2p=op.p2p)
+        with self._sent_schemas.heading(channel, described.schema, now=now) as heading:
+            parcel = Parcel(heading + head, tuple(tensors))
+            return self._submit(Call(op, (), (), result, parcels=(parcel,)), timeout, hints, tag)
+
+
+def _checked(tensor_dict: object) -> dict[Any, Any]:
+    if not isinstance(tensor_dict, dict):
+        raise TypeError(f"tensor_dict must be a dict, got {tensor_dict!r} ({type(tensor_dict).__name__})")
+    return tensor_dict
+
+
+def _checked_group(group: object) -> Collectives | None:
+    if group is not None and not isinstance(group, Collectives):
+        raise TypeError(f"all_gather_group must be a Comm, got {group!r} ({type(group).__name__})")
+    return group
+
+
+@final
+class _DictInbox:
+    """Where one dict comes to: the ``place`` of its receive."""
+
+    def __init__(
+        self,
+        method: str,
+        own: Group,
+        tag: int,
+        terms: Terms,
+        schemas: ReceivedSchemas,
+        group: Collectives | None,
+    ) -> None:
+        self._method, self._own, self._tag, self._terms, self._schemas = method, own, tag, terms, schemas
+        self._group = group
+        self._source = 0
+        self._schema: Schema | None = None
+        self._values: Incoming | None = None
+        self._tensors: list[Tensor] = []
+        self.arrived = False  #: the tensors are here
+        self.shares: list[tuple[Tensor, Tensor]] = []  #: flat tensors of which a share comes, and that share
+
+    def __call__(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
+        length = lengths[source]
+        if (kind := kind_of(source, head)) is not Kind.TENSOR_DICT:
+            raise mistaken(self._method, self._own.rank, source, kind)
+        schema, rest = self._schemas.read((source, self._tag), head)
+        self._terms.check(source, len(head) + length)
+        for meta in schema.metas:
+            if meta.parts:
+                self._check_share(source, meta)
+        if rest:
+            self._values = Incoming(source, rest, length - schema.nbytes)
+        elif length != schema.nbytes:
+            raise PayloadError(f"rank {source} sent {length} bytes of tensors that have {schema.nbytes}")
+        self._source, self._schema = source, schema
+        with reading(source), torch.inference_mode(False):  # ordinary tensors, whatever the mode of this thread
+            places = [self._place(meta) for meta in schema.metas]
+        return places if self._values is None else [*places, *self._values.places]
+
+    def _check_share(self, source: int, meta: Meta) -> None:
+        group = self._group
+        share = f"rank {source} sent share {meta.part} of {meta.parts} of a tensor"
+        if group is None:
+            raise PayloadError(f"{share}, but no all_gather_group was given here")
+        if group.size != meta.parts or group.rank != meta.part:
+            raise PayloadError(f"{share}, but this is rank {group.rank} of {group.size} in all_gather_group")
+
+    def _place(self, meta: Meta) -> Tensor:
+        device = self._own.device if meta.on_device else "cpu"
+        tensor = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+        self._tensors.append(tensor)
+        if not meta.parts:
+            return tensor
+        whole = tensor.view(-1)
+        share = whole.view(meta.parts, -1)[meta.part]
+        self.shares.append((whole, share))
+        return share
+
+    def finish(self, _: object) -> dict[Any, Any]:
+        """The dict. Raises: PayloadError."""
+        assert self._schema is not None
+        self.arrived = True
+        values = [] if self._values is None else self._values.decode(weights_only=self._terms.weights_only)
+        with reading(self._source):
+            return self._schema.build(self._tensors, values)
+
+
+@final
+class _Gathering(Handle, Awaitable[dict[Any, Any]]):
+    """A dict of which shares come, and the rest from the group once they have.
+
+    Before that the ranks of the group tell each other what they have got: a rank that has refused what came does not
+    know what the others are about to gather, and they cannot have the share that it has thrown away.
+    """
+
+    _instead = "await it here, and send the dict there"
+
+    def __init__(
+        self, work: Work[dict[Any, Any]], inbox: _DictInbox, group: Collectives, timeout: float | timedelta | None
+    ) -> None:
+        self._work, self._inbox, self._group, self._timeout = work, inbox, group, timeout
+        self._task: asyncio.Task[dict[Any, Any]] | None = None  # it goes on when an await is cancelled
+
+    def __await__(self) -> Generator[Any, None, dict[Any, Any]]:
+        if self._task is None:
+            self._task = keep(asyncio.ensure_future(self._gathered()))
+        yield from asyncio.wait([self._task]).__await__()
+        return self._task.result()
+
+    async def _gathered(self) -> dict[Any, Any]:
+        refusal, result = None, {}
+        try:
+            result = await self._work
+        except AsyncCommError as exc:
+            refusal = exc
+            if not self._inbox.arrived:
+                with suppress(AsyncCommError):  # of a group that is broken itself
+                    self._tell(exc)
+                raise
+        problem = await self._problem() if self._group.size > 1 else None
+        if problem is None:
+            await self._gather()
+        if refusal is not None:  # of what is no tensor: the shares are good
+            raise refusal
+        if problem is not None:
+            raise PayloadError(problem)
+        return result
+
+    async def _gather(self) -> None:
+        gathers = [
+            self._group.all_gather_single(whole, share, timeout=self._timeout) for whole, share in self._inbox.shares
+        ]
+        for gather in gathers:
+            await gather
+
+    def _tell(self, refusal: Exception | None) -> Work[Tensor]:
+        """Start to exchange what the ranks of the group have got, or why they have refused it."""
+        wholes = [(str(whole.dtype), whole.numel()) for whole, _ in self._inbox.shares]
+        reason = b"" if refusal is None else str(refusal).encode()
+        told = bytearray(_TOLD.pack(refusal is None, zlib.crc32(repr(wholes).encode()), reason))  # cut where too long
+        mine = torch.frombuffer(told, dtype=torch.uint8).to(self._group.device)
+        return self._group.all_gather_single(None, mine, timeout=self._timeout)
+
+    async def _problem(self) -> str | None:
+        """Why the ranks of the group cannot put a dict together; None: they can."""
+        group, told = self._group, await self._tell(None)
+        forms = {}
+        for rank, row in enumerate(told.view(group.size, -1).tolist()):
+            taken, forms[rank], reason = _TOLD.unpack(bytes(row))
+            if not taken:
+                text = reason.rstrip(b"\0").decode(errors="replace")
+                return f"rank {rank} of comm {group.name!r} could not take its share of the dict: {text}"
+        others = [rank for rank, form in forms.items() if form != forms[group.rank]]
+        if not others:
+            return None
+        return f"the dicts of ranks {others} of comm {group.name!r} have other tensors to be gathered than this rank's"
+
+    def __repr__(self) -> str:
+        return f"<{self._work!r}, then {len(self._inbox.shares)} all_gathers>"

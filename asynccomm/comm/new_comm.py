@@ -1,0 +1,166 @@
+"""Making a comm: check the arguments, meet the other ranks, connect the backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import SupportsIndex
+
+import torch
+from torch import distributed as dist
+
+from asynccomm.backends.base import Backend, device_of, own_hints
+from asynccomm.backends.registry import candidates, load_backend
+from asynccomm.comm.bootstrap import assemble
+from asynccomm.comm.comm import Comm
+from asynccomm.comm.incoming import come_in
+from asynccomm.comm.pending import Connecting
+from asynccomm.ops.validation import Group
+from asynccomm.options import DEFAULT_TIMEOUT, MAX_BYTES, MAX_OPS, CommOptions, check_hints, check_name, seconds
+from asynccomm.rendezvous.spec import find_place
+from asynccomm.store.base import Store
+
+__all__ = ["join_comm", "new_comm"]
+
+
+def new_comm(
+    backend: str = "auto",
+    device: str | torch.device = "cpu",
+    *,
+    name: str = "main",
+    timeout: float | timedelta | None = None,
+    store: Store | dist.Store | str | None = None,
+    rank: SupportsIndex | None = None,
+    size: SupportsIndex | None = None,
+    hints: Mapping[str, str] | None = None,
+    abort_process_on_timeout_or_error: bool = False,
+    high_priority_stream: bool = False,
+    ordering: str = "program",
+    max_ops: int = MAX_OPS,
+    max_bytes: int = MAX_BYTES,
+) -> Connecting[Comm]:
+    """Make a comm of all ranks; ``await`` it, or better ``async with`` it. Collective: all ranks do so.
+
+    ::
+
+        async with asynccomm.new_comm(name="main") as comm:
+            await comm.all_reduce(tensor)
+
+    Args:
+        backend: a name from :func:`asynccomm.backend_names`, or ``"auto"``: on the CPU shared memory where all ranks
+            can map it, else gloo.
+        device: where the tensors live.
+        name: the same on all ranks, and unique among the open comms of this process.
+        timeout: seconds or a timedelta (default 600), for connecting and then for each operation that brings no own;
+            ``math.inf``: no limit.
+        store: where to meet: None for the environment that launchers set (``env://``), ``tcp://host:port``,
+            ``file:///path``, one of our stores, or any ``torch.distributed.Store``.
+        rank, size: who this is; None: from the store's URL, or RANK and WORLD_SIZE.
+        hints: strings for the backend (with ``"auto"``, for those that may be chosen); unknown ones are logged and
+            ignored.
+        abort_process_on_timeout_or_error: end the process (SIGABRT) when the comm breaks, instead of only raising.
+        high_priority_stream: CUDA only: communicate on a stream of high priority.
+        ordering: ``"program"``: all ranks call the same collectives in the same order. ``"agreed"``: in any order, so
+            that many tasks can share the comm: collectives with the same ``tag=`` belong together, those under one tag
+            (or none) in the order of each rank's calls. Rank 0 hears what every rank has called, and all ranks then run
+            what all have called, in one order, in batches. Costs about two messages' time for what is called at once.
+        max_ops, max_bytes: what may be in flight before ``await comm.ready()`` waits.
+
+    Raises:
+        ValueError, TypeError: at the call, naming the argument or environment variable.
+        RendezvousError: from awaiting: nobody there, port in use, or ranks that do not fit together.
+        BackendError: from awaiting: the transport could not connect.
+
+    Cancelling the await is safe, also by ``asyncio.timeout``.
+    """
+    check_name(name)
+    where, backends, checked = _choice(backend, device, hints)
+    options = CommOptions(
+        timeout=seconds("timeout", timeout, DEFAULT_TIMEOUT),
+        hints=checked,
+        abort_process_on_timeout_or_error=abort_process_on_timeout_or_error,
+        high_priority_stream=high_priority_stream,
+        ordering=ordering,
+        max_ops=max_ops,
+        max_bytes=max_bytes,
+    )
+    place = find_place(store, rank, size)
+    group = Group(name, place.rank, place.size, where)
+
+    async def connect() -> Comm:
+        session = await assemble(place, group, backend, backends, options)
+        return Comm(session, session.backend_name)
+
+    return Connecting(connect)
+
+
+def join_comm(
+    backend: str = "auto",
+    device: str | torch.device = "cpu",
+    *,
+    name: str = "main",
+    timeout: float | timedelta | None = None,
+    store: Store | dist.Store | str | None = None,
+    hints: Mapping[str, str] | None = None,
+    abort_process_on_timeout_or_error: bool = False,
+    high_priority_stream: bool = False,
+    max_ops: int = MAX_OPS,
+    max_bytes: int = MAX_BYTES,
+) -> Connecting[Comm]:
+    """Wait to be taken into a comm that is there already; ``await`` it, or better ``async with`` it.
+
+    The ranks of that comm see this process in ``comm.newcomers()``, and take it in by ``comm.reconfigure(...)``. What
+    comes back is the comm that goes on then, with this process among its ranks.
+
+    Args:
+        backend: ``"auto"``: the one that the comm has.
+        name: of the comm.
+        timeout: seconds or a timedelta (default 600), for being taken in and then for each operation.
+        store: where the comm's ranks met, see ``new_comm``; it must be alive. RANK and WORLD_SIZE play no part, but
+            TORCHELASTIC_RUN_ID and TORCHELASTIC_RESTART_COUNT must be theirs, if their launcher has set them.
+        device, hints, abort_process_on_timeout_or_error, high_priority_stream, max_ops, max_bytes: see ``new_comm``.
+
+    Raises:
+        ValueError, TypeError: at the call, naming the argument or environment variable.
+        RendezvousError: from awaiting: nobody has taken this process in, the store is not there, or another backend is
+            in use.
+        LeftOutError: from awaiting: it was invited, and then they went on without it.
+        BackendError: from awaiting: the transport could not connect.
+
+    Cancelling the await is safe.
+    """
+    check_name(name)
+    where, backends, checked = _choice(backend, device, hints)
+    if checked.get("control") == "off":
+        raise ValueError("hint 'control' must be 'on' for join_comm, got 'off'")
+    options = CommOptions(
+        timeout=seconds("timeout", timeout, DEFAULT_TIMEOUT),
+        hints=checked,
+        abort_process_on_timeout_or_error=abort_process_on_timeout_or_error,
+        high_priority_stream=high_priority_stream,
+        max_ops=max_ops,
+        max_bytes=max_bytes,
+    )
+    place = find_place(store, 1, 2)  # not the first, who would host it; the others are told who this is
+
+    async def connect() -> Comm:
+        session = await come_in(place, name, where, backend, list(backends), options)
+        return Comm(session, session.backend_name)
+
+    return Connecting(connect)
+
+
+def _choice(
+    backend: str, device: str | torch.device, hints: Mapping[str, str] | None
+) -> tuple[torch.device, dict[str, type[Backend]], dict[str, str]]:
+    """Where the tensors live, the backends that may be used there, and the hints that these know.
+
+    Raises: ValueError, TypeError naming what is wrong.
+    """
+    where = device_of(device)
+    backends = {candidate: load_backend(candidate, where) for candidate in candidates(backend, where)}
+    known = {key: text for each in backends.values() for key, text in each.hints.items()}
+    checked = check_hints(hints, known, backend)
+    for each in backends.values():
+        each.check_hints(own_hints(each, checked))
+    return where, backends, checked

@@ -1,0 +1,332 @@
+"""How calls become operations of a comm: sent at once, held back in a scope, or put in an order by all ranks.
+
+A call in a scope of ``coalesce()`` is held back. What a scope has held is planned (``batching.plan``), merged,
+numbered and handed on when it is left. On a comm with agreed ordering a collective waits until all ranks have called it
+(``batching.ordering.transport``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+from asynccomm.backends.base import Backend, Submission
+from asynccomm.batching.batches import Batch, Lot, batches_of, planned
+from asynccomm.batching.composite import Whole
+from asynccomm.batching.fusion import can_merge, check_merge
+from asynccomm.batching.hazards import Undecided
+from asynccomm.batching.ordering.transport import ALONE, Agreement
+from asynccomm.batching.plan import Meter, check_apart, check_messages, item_of
+from asynccomm.batching.queue import Hold, caller
+from asynccomm.comm.in_flight import Traffic
+from asynccomm.core.callsite import call_site
+from asynccomm.core.mailbox import Mailbox
+from asynccomm.core.work import UNNUMBERED, Work
+from asynccomm.errors import NotSentError
+from asynccomm.ops import Call, Together
+from asynccomm.ops.signature import signature_of
+from asynccomm.ops.validation import Group
+from asynccomm.options import CommOptions
+
+__all__ = ["Calls", "named"]
+
+_DEPTH = 5  # frames from the user's call to where its place is taken: a method, _submit, submit, _sent, call_site
+
+
+class Calls(Traffic):
+    """Takes calls; arguments as for :class:`Traffic`."""
+
+    def __init__(self, group: Group, options: CommOptions, mailbox: Mailbox) -> None:
+        super().__init__(group, options, mailbox)
+        self._holds: dict[object, Hold] = {}  # by who is in a scope
+        self.agreement: Agreement | None = None  #: what puts the operations in order, unless the program does
+        self._undecided = Undecided()
+
+    def submit(self, call: Call, timeout: float | timedelta | None, hints: Mapping[str, str] | None) -> Work[Any]:
+        """Number ``call`` and hand it on, or hold it back in the caller's scope. From any thread."""
+        running = asyncio._get_running_loop()
+        if timeout is None and hints is None and (running is self.mailbox.loop or running is None):
+            limit = self._limit
+        else:
+            limit = self._checked(timeout, hints)
+        op = call.op
+        with self._lock:
+            if self.error is not None:
+                self.check_open()
+            if self._holds and (hold := self._holds.get(caller())) is not None:
+                work = self._held_back(call, limit, hold)
+            elif self.agreement is not None and not op.p2p:
+                work = self._put_forward(call, limit)
+            else:
+                work = self._sent(call, limit)
+            if self.witness is not None:
+                self.witness.called(call, work)
+        return work
+
+    def _held_back(self, call: Call, limit: float, hold: Hold) -> Work[Any]:
+        """It leaves with all that the scope holds."""
+        if self.agreement is None:
+            check_merge(self.group.size, call)
+        assert self.backend is not None
+        work = self._work(call, limit, hold)
+        submission = self._submission(call, work, None, self.backend.origin())
+        self._called += 1
+        hold.works.append(work)
+        self._add(hold, [submission])
+        if work.seq == UNNUMBERED and (due := work.started + limit) < hold.due:
+            hold.due = due
+            self._deadlines.add(work)
+        return work
+
+    def _put_forward(self, call: Call, limit: float) -> Work[Any]:
+        """It leaves when the ranks have agreed on it."""
+        assert self.backend is not None
+        work = self._work(call, limit, None)
+        self._called += 1
+        self._issue([self._submission(call, work, None, self.backend.origin())])
+        self._deadlines.add(work)
+        return work
+
+    def _sent(self, call: Call, limit: float) -> Work[Any]:
+        """It leaves at once. In here is what costs least: this is on the way of every small operation."""
+        op, backend, reporter = call.op, self.backend, self.reporter
+        assert backend is not None
+        seq = self._p2p if op.p2p else self._collectives
+        work: Work[Any] = Work(
+            op,
+            seq,
+            self.mailbox,
+            value=call.result,
+            finish=call.finish,
+            timeout=limit,
+            on_settled=self._settled,
+            on_overdue=self._overdue,
+            driver=backend,
+        )
+        if reporter is not None:
+            work.site = call_site(_DEPTH)
+            reporter.recent.append((op, work.site, seq, work.started))
+        submission = Submission(call, work)
+        self._pending[work] = submission.nbytes
+        try:
+            backend.submit((submission,))
+        except BaseException:
+            self._settled(work)
+            raise
+        if op.p2p:
+            self._p2p += 1
+        else:
+            self._collectives += 1
+        self._called += 1
+        if reporter is not None and reporter.compares:
+            reporter.compare(work, 1)
+        if self.error is not None:
+            self._check_late([work])
+        if not work.done():
+            self._deadlines.add(work)
+        return work
+
+    def sends_now(self, *, p2p: bool) -> bool:
+        """Whether what the caller submits is sent in the call, in the order of the calls."""
+        return (p2p or self.agreement is None) and not (self._holds and caller() in self._holds)
+
+    def submit_together(
+        self, calls: Sequence[Call], result: Any, timeout: float | timedelta | None, hints: Mapping[str, str] | None
+    ) -> Work[Any]:
+        """Number ``calls`` and hand them on as one batch; the Work of ``result`` is done when all are. From any thread.
+
+        The Work carries the number of the first.
+        """
+        limit = self._checked(timeout, hints)
+        check_apart([item_of(call.op, call.inputs, call.outputs, [t for _, t in call.copies]) for call in calls])
+        whole = Whole()
+
+        def settled(part: Work[Any]) -> None:
+            self._settled(part)
+            whole.settled(part)
+
+        with self._lock:
+            self.check_open()
+            backend = self.backend
+            assert backend is not None
+            hold = self._holds.get(caller()) if self._holds else None
+            agree = hold is None and self.agreement is not None and not calls[0].op.p2p
+            driver = None if agree else backend if hold is None else hold
+            origin = None if driver is backend else backend.origin()
+            parts = [self._work(call._replace(result=None), limit, driver, settled=settled) for call in calls]
+            whole.expect(parts)
+            together = Together(tuple([call.op for call in calls]))
+            whole.work = self._work(Call(together, (), (), result), limit, whole, settled=_nothing)
+            items = [self._submission(call, part, whole, origin) for call, part in zip(calls, parts, strict=True)]
+            if hold is not None:
+                self._called += len(items)
+                hold.works.append(whole.work)
+                self._add(hold, items)
+                self._deadlines.add(parts[0])
+            elif agree:
+                self._called += len(items)
+                self._issue(items)
+                self._deadlines.add(parts[0])
+            else:
+                lots = [Lot(item, (item,)) for item in items]
+                try:
+                    self._hand_on(Batch(items, lots))
+                except BaseException:
+                    for part in parts:
+                        self._pending.pop(part, None)
+                    raise
+                self._called += len(items)
+            if self.witness is not None:
+                for call, part in zip(calls, parts, strict=True):
+                    self.witness.called(call, part)
+        return whole.work
+
+    # -- what is sent together ----------------------------------------------------------------------------------------
+
+    def _submission(self, call: Call, work: Work[Any], whole: Whole | None = None, origin: Any = None) -> Submission:
+        submission = Submission(call, work)
+        submission.whole = whole
+        submission.origin = origin
+        self._pending[work] = submission.nbytes
+        if self.error is not None:
+            self._check_late([work])
+        return submission
+
+    def _add(self, hold: Hold, items: Sequence[Submission]) -> None:
+        """Hold back one call. What is full leaves; if it cannot, this call fails with it."""
+        try:
+            for item in items:
+                hold.add(item)
+        except BaseException as exc:
+            self.drop(items, named(exc))
+            raise
+
+    def open_hold(self, meter: Meter, send: Callable[[Hold], object] | None = None) -> Hold:
+        """Hold back what the caller submits from now on; if something holds that already, it does so for both."""
+        self.check_loop()
+        with self._lock:
+            self.check_open()
+            owner = caller()
+            hold = self._holds.get(owner)
+            if hold is None:
+                hold = self._holds[owner] = Hold(owner, meter, self.flush if send is None else send)
+            else:
+                hold.depth += 1
+            return hold
+
+    def close_hold(self, hold: Hold) -> None:
+        """One scope less that holds it."""
+        with self._lock:
+            hold.depth -= 1
+            if not hold.depth:
+                self._holds.pop(hold.owner, None)
+
+    def flush(self, hold: Hold) -> None:
+        """Send what ``hold`` holds. From any thread.
+
+        Raises: ValueError if that cannot be sent together; nothing is sent then.
+        """
+        with self._lock:
+            held = [item for item in hold.take() if not item.work.done()]
+            if not held:
+                return  # or the comm has broken
+            assert self.backend is not None
+            try:
+                if self.agreement is not None:
+                    check_messages([planned(item) for item in held])
+                    held = self._issue_all(held)
+                for batch in batches_of(held, self.group.size, self.backend, self.mailbox):
+                    self._hand_on(batch)
+            except BaseException as exc:
+                self.drop(held, named(exc))
+                raise
+
+    # -- what the ranks agree on --------------------------------------------------------------------------------------
+
+    def _issue(self, items: Sequence[Submission]) -> None:
+        """Have the ranks agree on when ``items``, of one call, take place. Under the lock."""
+        assert self.agreement is not None
+        ops = [item.op for item in items]
+        nbytes = sum([op.nbytes for op in ops])
+        conflicts = self._undecided.enter(items)
+        if conflicts or not all(can_merge(self.group.size, item) for item in items):
+            nbytes = ALONE  # so it is in a batch of its own on all ranks, whose tensors may lie otherwise
+        text = str(ops[0] if len(ops) == 1 else Together(tuple(ops)))
+        self.agreement.issue(ops[0].label, signature_of(ops), text, nbytes, items)
+
+    def _issue_all(self, held: Sequence[Submission]) -> list[Submission]:
+        """Issue the collectives of ``held``; returns the rest, messages."""
+        messages = []
+        wholes: dict[object, list[Submission]] = {}
+        for item in held:
+            if item.op.p2p:
+                messages.append(item)
+            else:
+                item.work.driver = None
+                wholes.setdefault(item if item.whole is None else item.whole, []).append(item)
+        for items in wholes.values():
+            self._issue(items)
+            self._deadlines.add(items[0].work)
+        return messages
+
+    def run_agreed(self, batch: Sequence[Sequence[Submission]]) -> None:
+        """Hand on what was agreed on: all at once. On the loop."""
+        with self._lock:
+            items = [item for call in batch for item in call]
+            self._undecided.leave(items)
+            items = [item for item in items if not item.work.done()]
+            if not items:
+                return  # the comm has broken
+            assert self.backend is not None
+            for part in batches_of(items, self.group.size, self.backend, self.mailbox):
+                self._hand_on(part)
+
+    def flush_all(self) -> None:
+        """Send what anybody holds: the comm is closing. What cannot be sent has failed, for its own reason."""
+        for hold in list(self._holds.values()):
+            with contextlib.suppress(Exception):
+                hold.send()
+            self.drop(hold.take(), "the comm was closed")  # if it only estimates
+
+    def give_up(self, hold: Hold, since: int = 0) -> list[Submission]:
+        """Take from ``hold`` what it holds, or what of it came as number ``since`` and later."""
+        with self._lock:
+            return hold.take(since)
+
+    def check_estimates(self) -> None:
+        """Raise NotImplementedError if the backend cannot estimate."""
+        self.check_open()
+        assert self.backend is not None
+        if type(self.backend).estimate is Backend.estimate:
+            self.backend.estimate(())
+
+    def estimate(self, held: Sequence[Submission]) -> list[Future[float]]:
+        """Seconds that each batch of ``held`` would take. Raises: what ``flush`` and ``Backend.estimate`` raise."""
+        with self._lock:
+            self.check_open()
+            assert self.backend is not None
+            batches = batches_of(held, self.group.size, self.backend, self.mailbox)
+            return [self.backend.estimate([lot.submission for lot in batch.lots]) for batch in batches]
+
+    def drop(self, items: Sequence[Submission], reason: str) -> None:
+        """Fail those of ``items`` that were not sent. From any thread."""
+        for item in items:
+            work = item.work
+            if work.seq == UNNUMBERED:
+                error = NotSentError(work.op, self.group.name, reason)
+                error.observed = True  # it is news to nobody: what dropped them was raised
+                work.settle(error)
+
+
+def _nothing(work: Work[Any]) -> None:
+    pass
+
+
+def named(exc: BaseException) -> str:
+    """An exception, as it is told of."""
+    text = str(exc)
+    return f"{type(exc).__name__}: {text}" if text else type(exc).__name__

@@ -1,0 +1,1 @@
+"""The agreement on who goes on: two phases, a coordinator, participants, and processes that join."""

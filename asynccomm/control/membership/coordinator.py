@@ -1,0 +1,478 @@
+"""The ranks of a comm agree who goes on after a loss, and who comes in.
+
+Each participant, a rank or a newcomer, has a :class:`Candidate`. The process that coordinates, which is the lowest
+rank of the job that is not lost, has a :class:`Coordinator`. They talk over a channel that keeps the order of what one
+says to the other and loses nothing, unless one of them dies. In the end all learn of each death, and none is reported
+that did not happen.
+
+1. Who asks *wants*, with a proposal. The coordinator *decides* once all that are proposed want, or are gone (lost, or
+   have left the comm); it goes on without those who do not come in time, or are known to be silent. Newcomers who are
+   not there soon after the ranks are taken for dead. If proposals differ, all calls are refused.
+2. The members connect, and say that they are *prepared*. Once all are, the coordinator says *committed*; if one cannot,
+   is gone or takes too long, it says *again*, and all want again. Members that failed ``TRIES`` times are refused.
+3. A member that hears committed has taken the decision, and reports it. Once all have, it is *over*.
+4. Whoever wants and is no member of what is committed is *left out*, now or when it comes, and that is final.
+
+A refusal is for one call on all ranks: who makes that call late is refused, too, and then all may call again.
+
+When the coordinator dies, all report to the next one what they hold, and it hears all before it does anything. A
+decision that anybody has committed stays committed; one that all members are prepared for is committed now; of any
+other, no living participant can have heard a commit, and it is tried again.
+
+Guarantees, as long as all living processes run:
+
+- of all decisions, one at most is committed, and then nobody hears again for it or another one;
+- nobody hears committed before all members were prepared;
+- once there are no more losses, all that ask hear committed, refused or left out, provided that all ask, or that
+  somebody's wait is finite.
+
+A process that is alive and does not answer, say because it was stopped, cannot be told from one that holds a commit
+that nobody else has seen. A new coordinator waits for its report for ``patience`` seconds, or until it is known to be
+silent, and then goes on without it, as if it were lost. That is a choice: nothing safer ever ends. When it reports
+after all:
+
+- nothing is decided without it so far: what it holds counts, and is committed if it was;
+- its decision was dropped by a living member, or another one is committed: it is left out, and its comm is void. The
+  others dropped theirs before, so no comm that somebody uses loses its members unheard. Only where *all* members of a
+  commit were silent at once may they use it, between their awakening and the next message that they read.
+
+Of two commits that came about in this way, the one by the later coordinator counts, for it knew of all who spoke.
+
+``over`` does not wait for silent members for longer than ``patience`` either: it is said so that who leaves the channel
+takes no commit with it that somebody needs. Later coordinators still ask who is on the channel, so that who comes late
+is left out and does not go on alone: a Candidate is kept, and reports, as long as its process is there.
+
+There is no clock and no timer here: after each call, and when it is ``due``, :meth:`Coordinator.advance` says what is
+to be sent. A Candidate's report is sent when it attaches to a coordinator (and None by all that have no Candidate), and
+after each ``ask``, ``prepared``, ``failed`` and whatever it heard that was not None; and nothing else is.
+
+Nothing here knows of loops, sockets or stores.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Final, NamedTuple, TypeAlias, final
+
+from asynccomm.control.membership.messages import (
+    Again,
+    Committed,
+    Decided,
+    Decision,
+    GarbledError,
+    LeftOut,
+    Message,
+    Order,
+    Over,
+    Refused,
+    Report,
+    State,
+    Who,
+    listed,
+    named,
+    order_message,
+    parse_report,
+    plain,
+)
+
+__all__ = ["Coordinator"]
+
+TRIES: Final = 3  # times that the same members may fail to connect: a loss that nobody knows of yet takes one
+COMING: Final = 10.0  # seconds for newcomers to come, once all ranks are there that have invited them
+PATIENCE: Final = 60.0  # seconds; a rank that takes longer to connect or to report is as good as silent
+
+Letter: TypeAlias = tuple[Who, Message]  # to whom, and what
+
+
+@final
+class Coordinator:
+    """Decides for one comm.
+
+    Args:
+        by: the rank of this process in the job. It need not be of the comm.
+        ranks: of the comm, in order.
+        patience: seconds for what participants do by themselves: to connect, to report, to take a commit.
+        heir: whether there was a coordinator of this comm before: then all must report first.
+        gone: ranks known to be lost or to have left, and what became of them.
+        newcomers: that are known to be on the channel.
+        place: makes a decision's place, from its members.
+        fresh: makes keys that nobody else makes.
+    """
+
+    def __init__(
+        self,
+        by: int,
+        ranks: Iterable[int],
+        *,
+        patience: float = PATIENCE,
+        heir: bool = False,
+        gone: Mapping[Who, str] | None = None,
+        newcomers: Iterable[str] = (),
+        place: Callable[[tuple[Who, ...]], object] = lambda members: None,
+        fresh: Callable[[], str] = lambda: secrets.token_hex(16),
+    ) -> None:
+        self._by, self._ranks = by, tuple(ranks)
+        self._known = frozenset(self._ranks)
+        self._patience, self._place, self._fresh = patience, place, fresh
+        self._asked_for: set[Who] = {*self._ranks, *newcomers} if heir else set()  # whose reports must come first
+        self._asked_since: float | None = None  # when one of them had anything to report
+        self._heard: dict[Who, _Heard] = {}
+        self._gone: dict[Who, str] = dict(gone or {})
+        self._silent: set[Who] = set()
+        self._owing: dict[Who, float] = {}  # who was told again, and until when it should have asked again
+        self._round: _Round | None = None
+        self._taken_back: set[tuple[Who, str]] = set()  # who was told again for which decision
+        self._made: set[str] = set()  # keys of decisions of this coordinator
+        self._heir = heir
+        self._refused = Refused(-1, "", False)
+        self._attempt = 0  # the highest that anybody was told
+        self._tries: tuple[tuple[Who, ...], int] = ((), 0)  # the members that could not connect last, how often
+
+    @property
+    def decision(self) -> Decision | None:
+        """What was decided and not dropped."""
+        return None if self._round is None else self._round.decision
+
+    @property
+    def committed(self) -> bool:
+        return self._round is not None and self._round.committed
+
+    def hear(self, who: Who, message: object, now: float) -> None:
+        """Take a report; None: it is on the channel and has nothing to report.
+
+        Raises: GarbledError: no participant says this. Nothing of it was taken.
+        """
+        if isinstance(who, int) and who not in self._known:
+            raise GarbledError(f"rank {who} is not of the comm")
+        report = None if message is None else parse_report(message, who, self._known)
+        if report is not None and report.decision is not None:
+            self._check_maker(report.decision)
+        if who in self._gone:
+            return
+        if report is not None and report.state is State.OUT:
+            self._goes(who, "was left out")
+            return
+        self._silent.discard(who)
+        if report is not None and report.decision is not None and (who, report.decision.key) in self._taken_back:
+            return  # it had not read that it is to drop this when it said so
+        self._heard[who] = _Heard(report, now)
+        if report is None or report.decision is None:
+            self._owing.pop(who, None)
+        if report is not None and self._asked_for:
+            self._asked_since = now if self._asked_since is None else self._asked_since
+            if report.decision is not None:
+                self._asked_for.update(report.decision.members)
+            if report.state is State.REFUSED and report.attempt > self._refused.attempt:
+                self._refused = Refused(report.attempt, report.why, report.mistake)
+
+    def lost(self, who: Who) -> None:
+        """It died."""
+        self._goes(who, "was lost")
+
+    def left(self, who: Who) -> None:
+        """It has closed the comm, and takes no part any more."""
+        self._goes(who, "has left")
+
+    def silent(self, who: Who) -> None:
+        """It is alive and does not answer: nobody waits for it any more until it is heard."""
+        if who not in self._gone:
+            self._silent.add(who)
+
+    def advance(self, now: float) -> list[Letter]:
+        """What is to be sent now, in this order."""
+        out: list[tuple[Who, Order]] = []
+        if self._all_reported(now):
+            while self._step(now, out):
+                pass
+        return [(who, order_message(order)) for who, order in out]
+
+    @property
+    def due(self) -> float | None:
+        """When to call ``advance`` though nothing was heard."""
+        if self._unreported():
+            return None if self._asked_since is None else self._finite(self._asked_since + self._patience)
+        if self._round is None:
+            proposal, wants = self._wants()
+            if proposal is None:
+                return None
+            return self._finite(self._waits_until(wants, self._missing(proposal, wants)))
+        if self._round.committed and not self._taken() - self._round.over:
+            return None
+        return self._finite(self._round.since + self._patience)
+
+    # each of these does one thing of what can be done, and says whether there may be more
+
+    def _step(self, now: float, out: list[tuple[Who, Order]]) -> bool:
+        if self._round is None or not self._round.committed:
+            if self._adopt(now, out):
+                return True
+            self._send_back(now, out)
+        if self._round is None:
+            self._turn_away(out)
+            return self._decide(now, out)
+        if not self._round.committed:
+            return self._prepare(now, out)
+        self._settle(now, out)
+        return False
+
+    def _adopt(self, now: float, out: list[tuple[Who, Order]]) -> bool:
+        """Go on with a decision of an earlier coordinator."""
+        for state in (State.COMMITTED, State.PREPARED):
+            held = [r.decision for _, r in self._reports() if r.state is state and r.decision is not None]
+            for decision in sorted(held, key=lambda d: (d.by, d.attempt), reverse=True):
+                if self._round is not None and (state is State.PREPARED or decision == self._round.decision):
+                    continue
+                if self._can_commit(decision, by_one=state is State.COMMITTED):
+                    if self._round is not None:
+                        self._again(self._round, f"rank {decision.by} has decided before", now, out)
+                    self._round = _Round(decision, now, committed=True)
+                    return True
+        return False
+
+    def _can_commit(self, decision: Decision, by_one: bool) -> bool:
+        """Whether all members are ready to. If one has committed, they were, and who is not heard counts as ready."""
+        for who in decision.members:
+            if who in self._gone or who not in self._heard:
+                if not by_one:
+                    return False
+                continue
+            report = self._heard[who].report
+            if report is None or report.decision != decision:
+                return False
+            if report.state not in (State.PREPARED, State.COMMITTED):
+                return False
+        return True
+
+    def _send_back(self, now: float, out: list[tuple[Who, Order]]) -> None:
+        """Take from everybody what nobody can commit any more."""
+        for who, report in self._reports():
+            if report.decision is None or report.decision == self.decision:
+                continue
+            if report.state is State.COMMITTED:
+                self._leave_out(who, "while it was silent, the members of its comm went on without it", out)
+            else:
+                why = f"rank {report.decision.by}, which decided, has not seen it through"
+                self._send_again(who, report.decision, why, now, out)
+
+    def _turn_away(self, out: list[tuple[Who, Order]]) -> None:
+        """The calls up to the attempt that was refused are refused on all ranks, whenever they come."""
+        for who, report in self._reports():
+            # a newcomer's first attempt may have come after it
+            late = report.attempt <= self._refused.attempt and (isinstance(who, int) or report.attempt > 0)
+            if report.state is not State.WANTS:
+                continue
+            if late:
+                self._refuse(who, out)
+            elif self._known <= self._gone.keys():
+                self._leave_out(who, "no rank of the comm is left to go on", out)
+
+    def _decide(self, now: float, out: list[tuple[Who, Order]]) -> bool:
+        first, wants = self._wants()
+        if first is None:
+            return False
+        # those that were told again and have not asked again yet belong to it, too
+        attempt = max(self._attempt, *(h.report.attempt for h in wants.values() if h.report))
+        proposal, proposer = first
+        for who, (other, _) in ((who, self._proposal(who)) for who in wants if isinstance(who, int)):
+            if other != proposal:
+                why = f"{named(proposer)} proposes {listed(proposal)}, {named(who)} proposes {listed(other)}"
+                return self._refuse_all(wants, Refused(attempt, why, mistake=True), out)
+        missing = self._missing(first, wants)
+        if now < self._waits_until(wants, missing):
+            return False
+        members = tuple(who for who in proposal if who in wants and who not in self._silent)
+        if not members:
+            why = f"none of {listed(proposal)}, which {named(proposer)} proposes, can go on"
+            return self._refuse_all(wants, Refused(attempt, why, mistake=False), out)
+        decision = Decision(self._fresh(), self._by, attempt, members, plain(self._place(members)))
+        self._made.add(decision.key)
+        self._round = _Round(decision, now)
+        for one in proposal:
+            if one not in members and one not in self._gone:
+                self._round.reasons[one] = "it did not answer" if one in self._silent else "it did not come in time"
+        for one in wants:
+            if one not in proposal:
+                self._round.reasons[one] = f"{named(proposer)} does not propose it"
+        out += [(who, Decided(decision)) for who in members]
+        return True
+
+    def _prepare(self, now: float, out: list[tuple[Who, Order]]) -> bool:
+        assert self._round is not None
+        decision = self._round.decision
+        waiting: list[Who] = []
+        why = ""
+        for who in decision.members:
+            report = self._heard[who].report if who in self._heard else None
+            if who in self._gone:
+                why = f"{named(who)} {self._gone[who]}"
+            elif report is None or (report.decision is None and report.attempt > decision.attempt):
+                why = f"{named(who)} went back"
+            elif report.state is State.FAILED:
+                why = report.why
+            elif report.state is not State.PREPARED:  # it still connects, or had asked and has not heard the decision
+                waiting.append(who)
+                if who in self._silent:
+                    why = f"{named(who)} does not answer"
+        if waiting and now >= self._round.since + self._patience:
+            why = f"{named(waiting[0])} was not connected after {self._patience:g} s"
+        if why:
+            self._again(self._round, why, now, out)
+            return True
+        if not waiting:
+            self._round.committed, self._round.since = True, now
+        return not waiting
+
+    def _settle(self, now: float, out: list[tuple[Who, Order]]) -> None:
+        """Tell who is in what is committed, who is out, and that it is over."""
+        assert self._round is not None
+        decision = self._round.decision
+        for who, report in self._reports():
+            if report.state is State.REFUSED:
+                continue
+            if report.decision == decision and report.state is State.PREPARED:
+                if who not in self._round.told:
+                    self._round.told.add(who)
+                    out.append((who, Committed(decision.key)))
+            elif report.decision != decision or report.state is not State.COMMITTED:
+                why = f": {self._round.reasons[who]}" if who in self._round.reasons else ""
+                self._leave_out(who, f"the comm goes on as {listed(decision.members)}{why}", out)
+        taken = self._taken()
+        pending = set(decision.members) - taken - self._gone.keys() - self._silent
+        if not pending or now >= self._round.since + self._patience:
+            out += [(who, Over(decision.key)) for who in decision.members if who in taken - self._round.over]
+            self._round.over |= taken
+
+    # what is known
+
+    def _unreported(self) -> set[Who]:
+        return self._asked_for - self._heard.keys() - self._gone.keys() - self._silent
+
+    def _all_reported(self, now: float) -> bool:
+        """Whether what is known is all there is to know, or all that will be said."""
+        if self._unreported() and (self._asked_since is None or now < self._asked_since + self._patience):
+            return False
+        self._asked_for = set()
+        return True
+
+    def _reports(self) -> Iterator[tuple[Who, Report]]:
+        """Of all that have anything to report; what is heard may be changed meanwhile."""
+        for who, heard in list(self._heard.items()):
+            if heard.report is not None:
+                yield who, heard.report
+
+    def _wants(self) -> tuple[_Proposed | None, dict[Who, _Heard]]:
+        """The proposal of the first rank that wants, if any does; and all that want."""
+        wants = {who: h for who, h in self._heard.items() if h.report and h.report.state is State.WANTS}
+        first = next((who for who in wants if isinstance(who, int)), None)
+        return (None if first is None else self._proposal(first)), wants
+
+    def _proposal(self, who: Who) -> _Proposed:
+        report = self._heard[who].report
+        assert report is not None
+        return _Proposed(self._ranks if report.proposal is None else report.proposal, who)
+
+    def _missing(self, proposed: _Proposed, wants: Mapping[Who, _Heard]) -> list[Who]:
+        """Who is waited for."""
+        return [who for who in proposed.members if not (who in wants or who in self._gone or who in self._silent)]
+
+    def _waits_until(self, wants: Mapping[Who, _Heard], missing: list[Who]) -> float:
+        """When to decide without the missing ones. Who was told again gets the time to say that it wants again."""
+        if not missing:
+            return -math.inf
+        asked = [(h.since, h.report.wait) for who, h in wants.items() if h.report and isinstance(who, int)]
+        until = min(since + wait for since, wait in asked)
+        if all(isinstance(who, str) for who in missing):  # the invitation has reached them long ago, if they live
+            until = min(until, max(since for since, _ in asked) + COMING)
+        return max(until, *(self._owing.get(who, -math.inf) for who in missing))
+
+    def _check_maker(self, decision: Decision) -> None:
+        """Nobody can have a decision of a later coordinator, or one of this that it has not made."""
+        if decision.key not in self._made if decision.by == self._by else decision.by > self._by or not self._heir:
+            raise GarbledError(f"nobody has made the decision {decision.key!r}")
+
+    def _taken(self) -> set[Who]:
+        assert self._round is not None
+        decision = self._round.decision
+        return {who for who, r in self._reports() if r.state is State.COMMITTED and r.decision == decision}
+
+    def _finite(self, when: float) -> float | None:
+        return when if math.isfinite(when) else None
+
+    # what changes it
+
+    def _goes(self, who: Who, what: str) -> None:
+        self._gone.setdefault(who, what)
+        self._heard.pop(who, None)
+        self._silent.discard(who)
+        self._owing.pop(who, None)
+
+    def _again(self, round_: _Round, why: str, now: float, out: list[tuple[Who, Order]]) -> None:
+        """All members drop the decision; if they have failed too often, their next calls are refused."""
+        decision = round_.decision
+        members, tries = self._tries
+        self._tries = decision.members, tries + 1 if members == decision.members else 1
+        failed = self._tries[1] >= TRIES
+        if failed:
+            self._refused = Refused(decision.attempt + 1, f"{listed(decision.members)} could not connect: {why}", False)
+            self._tries = (), 0
+        self._round = None
+        for who in decision.members:
+            report = self._heard[who].report if who in self._heard else None
+            back = report is not None and report.state is State.WANTS and report.attempt > decision.attempt
+            if who not in self._gone and not back:
+                self._send_again(who, decision, why, now, out)
+        if failed:
+            for who in self._wants()[1]:
+                self._refuse(who, out)
+
+    def _send_again(self, who: Who, decision: Decision, why: str, now: float, out: list[tuple[Who, Order]]) -> None:
+        self._forget(who, now)
+        self._taken_back.add((who, decision.key))
+        self._attempt = max(self._attempt, decision.attempt + 1)
+        self._owing.setdefault(who, now + self._patience)
+        out.append((who, Again(decision.key, decision.attempt + 1, why)))
+
+    def _refuse_all(self, wants: Iterable[Who], refused: Refused, out: list[tuple[Who, Order]]) -> bool:
+        self._refused = refused
+        for who in wants:
+            self._refuse(who, out)
+        return True
+
+    def _refuse(self, who: Who, out: list[tuple[Who, Order]]) -> None:
+        self._forget(who, self._heard[who].since)
+        out.append((who, self._refused))
+
+    def _leave_out(self, who: Who, why: str, out: list[tuple[Who, Order]]) -> None:
+        self._forget(who, self._heard[who].since)
+        out.append((who, LeftOut(why)))
+
+    def _forget(self, who: Who, now: float) -> None:
+        """It holds nothing any more once it reads what it is told now."""
+        self._heard[who] = _Heard(None, now)
+
+
+class _Heard(NamedTuple):
+    report: Report | None
+    since: float
+
+
+class _Proposed(NamedTuple):
+    members: tuple[Who, ...]
+    by: Who
+
+
+@final
+class _Round:
+    """A decision under way."""
+
+    __slots__ = ("committed", "decision", "over", "reasons", "since", "told")
+
+    def __init__(self, decision: Decision, since: float, committed: bool = False) -> None:
+        self.decision = decision
+        self.since = since  # it was decided, or committed
+        self.committed = committed
+        self.told: set[Who] = set()  # that it is committed
+        self.over: set[Who] = set()  # who was told so
+        self.reasons: dict[Who, str] = {}  # why participants are no members

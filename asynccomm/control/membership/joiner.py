@@ -1,0 +1,218 @@
+"""A newcomer's connection to the job that it is to become part of: to its root, and to the next one if that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, final
+
+from asynccomm.control.membership.messages import (
+    Again,
+    Committed,
+    LeftOut,
+    Order,
+    Refused,
+    Report,
+    State,
+    Who,
+    order_message,
+    report_message,
+)
+from asynccomm.control.membership.participant import Candidate
+from asynccomm.control.transport.connection import Connection, Tokens, connect
+from asynccomm.control.transport.framing import Message
+from asynccomm.control.transport.thread import ControlThread, control_thread
+from asynccomm.control.transport.topology import Contact
+
+__all__ = ["Guest"]
+
+RETRY_SECONDS: Final = 0.05  # until another round through the ranks, when none of them is the root
+PROBE_SECONDS: Final = 1.0  # for a rank to answer, which may be stopped
+SILENT_SECONDS: Final = 3.0  # after which a root that should be heard every second counts as stopped
+REACH_SECONDS: Final = 5.0  # after which ranks none of which can be reached count as lost
+LINGER_SECONDS: Final = 30.0  # for the others to learn what was agreed on with this one
+
+
+@final
+class Guest:
+    """One newcomer, as a participant in the agreement of one comm. See ``elections.Elections`` for the methods.
+
+    Args:
+        name: of the newcomer.
+        key: of the comm.
+        ranks: of the comm, as the job calls them.
+        contacts, tokens: of the job.
+    """
+
+    def __init__(self, name: str, key: str, ranks: Sequence[int], contacts: Sequence[Contact], tokens: Tokens) -> None:
+        self._name = name
+        self._key = key
+        self._ranks = list(ranks)
+        self._contacts = sorted((c for c in contacts if c.listens), key=lambda contact: contact.rank)
+        self._tokens = tokens
+        self._thread: ControlThread = control_thread()
+        self._candidate = Candidate(name, ranks)
+        self._hear: Callable[[Order], object] = _nothing
+        self._wait = 0.0
+        self._host = socket.gethostname()
+        self._leaving = False  # it takes no part any more, and the others are to know
+        self._closing = False  # it ends as soon as nobody needs it
+        self._ended_here = False
+        self._link: Connection | None = None
+        self._heard = 0.0  # when anything came
+        self._task: asyncio.Task[None] | None = None
+        self._lost: asyncio.Event | None = None  # the connection has ended
+
+    def ask(self, proposal: Sequence[Who] | None, wait: float, hear: Callable[[Order], object]) -> None:
+        """Want in. From any thread."""
+
+        def ask() -> None:
+            self._hear, self._wait = hear, wait
+            self._candidate.ask(proposal, wait)
+            self._connect()
+            self._report()
+
+        self._thread.call(ask)
+
+    def prepared(self, decision: str) -> None:
+        """The members of a decision are connected. From any thread."""
+
+        def prepared() -> None:
+            self._candidate.prepared(decision)
+            self._report()
+
+        self._thread.call(prepared)
+
+    def failed(self, decision: str, why: str) -> None:
+        """They could not be. From any thread."""
+
+        def failed() -> None:
+            self._candidate.failed(decision, why)
+            self._report()
+
+        self._thread.call(failed)
+
+    def give_up(self) -> None:
+        """Leave, and say so: the others may be waiting for this one. From any thread."""
+
+        def leave() -> None:
+            if self._ended_here or self._leaving:
+                return
+            self._leaving = True
+            if self._link is None:
+                self._connect()
+                self._thread.loop.call_later(REACH_SECONDS, self._end)
+            else:
+                self._say_out(self._link)
+
+        self._thread.call(leave)
+
+    def close(self) -> None:
+        """Leave, once nobody needs this one any more. From any thread."""
+
+        def close() -> None:
+            if not (self._ended_here or self._leaving or self._closing):
+                self._closing = True
+                self._thread.loop.call_later(LINGER_SECONDS, self._end)
+                self._end_if_over()
+
+        self._thread.call(close)
+
+    def _end_if_over(self) -> None:
+        if self._closing and self._candidate.may_leave:
+            self._end()
+
+    def _end(self) -> None:
+        if self._ended_here:
+            return
+        self._ended_here = True
+        if self._task is not None:
+            self._task.cancel()
+        if self._link is not None:
+            self._link.close()
+        self._thread.release()
+
+    def _connect(self) -> None:
+        if self._task is None:
+            self._lost = asyncio.Event()
+            self._task = self._thread.loop.create_task(self._stay())
+
+    async def _stay(self) -> None:
+        """Keep connected to whoever is the root."""
+        assert self._lost is not None
+        seen = time.monotonic()  # that one of them was there
+        while True:
+            for contact in self._contacts:
+                try:
+                    async with asyncio.timeout(PROBE_SECONDS):
+                        self._link = await connect(
+                            contact, contact.host == self._host, self._tokens, self._name, self._received, self._ended
+                        )
+                except PermissionError:  # it is not the root, or has not seen yet that an earlier connection ended
+                    seen = time.monotonic()
+                    continue
+                except OSError:
+                    continue
+                if self._leaving:
+                    self._say_out(self._link)
+                    return
+                await self._keep(self._link)
+                seen = time.monotonic()
+                break
+            if time.monotonic() - seen > REACH_SECONDS:
+                self._leave_out("none of its ranks can be reached any more")
+                return
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def _keep(self, link: Connection) -> None:
+        """Report, and stay until the connection ends, or nothing comes by it any more."""
+        assert self._lost is not None
+        self._heard = time.monotonic()
+        self._report()
+        while not self._lost.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PROBE_SECONDS):
+                    await self._lost.wait()
+            if time.monotonic() - self._heard > SILENT_SECONDS:
+                link.drop("it is silent")
+        self._lost.clear()
+
+    def _leave_out(self, why: str) -> None:
+        order = self._candidate.hear(order_message(LeftOut(why)))
+        if order is not None:
+            self._hear(order)
+        self._end_if_over()
+
+    def _report(self) -> None:
+        report = self._candidate.report()
+        if self._link is not None and report is not None and not self._leaving:
+            self._link.send({"comm": self._key, "ranks": self._ranks, "report": report})
+
+    def _say_out(self, link: Connection) -> None:
+        link.send({"comm": self._key, "ranks": self._ranks, "report": report_message(Report(State.OUT, 0))})
+        self._end()
+
+    def _received(self, connection: Connection, message: Message) -> None:
+        self._heard = time.monotonic()
+        if "order" not in message:
+            return  # the root lives
+        order = self._candidate.hear(message["order"])
+        if isinstance(order, Refused) and order.mistake:  # not its: they may call again
+            self._candidate.ask(None, self._wait)
+        elif order is not None:
+            self._hear(order)
+        if isinstance(order, (Again, Committed, Refused, LeftOut)):
+            self._report()
+        self._end_if_over()
+
+    def _ended(self, connection: Connection, how: str) -> None:
+        self._link = None
+        if self._lost is not None:
+            self._lost.set()
+
+
+def _nothing(order: Order) -> None:
+    pass

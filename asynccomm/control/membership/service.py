@@ -1,0 +1,337 @@
+"""Carries the agreement on who goes on (``coordinator``) over the control channel, for all comms of a job.
+
+Each rank that asks has a candidate here, and the root has a coordinator for each comm that somebody asks for. A rank
+that has committed stays on the channel until nobody needs it there any more: see :meth:`Elections.lingers`. All of this
+is on the control thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, Protocol, final
+
+from asynccomm.control.membership.coordinator import Coordinator
+from asynccomm.control.membership.messages import (
+    Again,
+    Committed,
+    GarbledError,
+    LeftOut,
+    Order,
+    Over,
+    Refused,
+    Who,
+    order_message,
+)
+from asynccomm.control.membership.participant import Candidate
+from asynccomm.control.router import ROOT, Node
+from asynccomm.control.transport.framing import Message
+
+__all__ = ["PATIENCE", "Elections", "Guests"]
+
+PATIENCE: Final = 30.0  # seconds for a member to connect the new comm, or to report to a new root
+SILENT_SECONDS: Final = 3.0  # after which a rank that should be heard every second counts as stopped
+ORDERS: Final = 1024  # comms whose past is remembered
+
+_log = logging.getLogger("asynccomm")
+
+
+class Guests(Protocol):
+    """Those who are not of the job, and want in."""
+
+    def send(self, name: str, message: Message) -> None:
+        """Tell the one of that name, if it is here."""
+
+
+@final
+class _Candidacy:
+    """This rank's part in one comm's agreement."""
+
+    __slots__ = ("candidate", "hear", "ranks")
+
+    def __init__(self, candidate: Candidate, ranks: Sequence[int], hear: Callable[[Order], object]) -> None:
+        self.candidate = candidate
+        self.ranks = list(ranks)
+        self.hear = hear
+
+
+@final
+class Elections:
+    """Those of one rank of a job.
+
+    Args:
+        node: sends the messages, and knows who is gone.
+        loop: the control thread's.
+        guests: newcomers, who are connected to the root.
+    """
+
+    def __init__(self, node: Node, loop: asyncio.AbstractEventLoop, guests: Guests) -> None:
+        self._node = node
+        self._loop = loop
+        self._guests = guests
+        self._first_root = node.roster.root(())
+        self._candidacies: dict[str, _Candidacy] = {}
+        self._coordinators: dict[str, Coordinator] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._out: dict[str, str] = {}  # comms that go on without this rank, and why
+        self._left: dict[str, set[int]] = {}  # comms that nobody has asked for, and who has left them
+        self._changed: asyncio.Future[None] | None = None
+        self._sending = False
+        self._looked = math.inf  # when it last looked around
+        self._closed = False
+
+    # -- this rank asks -----------------------------------------------------------------------------------------------
+
+    def ask(
+        self,
+        key: str,
+        ranks: Sequence[int],
+        proposal: Sequence[Who] | None,
+        wait: float,
+        hear: Callable[[Order], object],
+    ) -> None:
+        """Want to go on in place of the comm of that key; ``hear`` is called with what the coordinator says.
+
+        Raises: ValueError for a proposal that is none.
+        """
+        out = self._node.fenced or self._out.get(key)
+        if out:  # it must not go on alone, as if the others were lost
+            hear(LeftOut(out))
+            return
+        candidacy = self._candidacies.get(key)
+        if candidacy is None:
+            candidacy = _Candidacy(Candidate(self._node.rank, ranks), ranks, hear)
+        candidacy.candidate.ask(proposal, wait)
+        candidacy.hear = hear
+        self._candidacies[key] = candidacy
+        self._report(key)
+
+    def prepared(self, key: str, decision: str) -> None:
+        """The members of a decision are connected."""
+        candidacy = self._candidacies.get(key)
+        if candidacy is not None:
+            candidacy.candidate.prepared(decision)
+            self._report(key)
+
+    def failed(self, key: str, decision: str, why: str) -> None:
+        """They could not be."""
+        candidacy = self._candidacies.get(key)
+        if candidacy is not None:
+            candidacy.candidate.failed(decision, why)
+            self._report(key)
+
+    def give_up(self, key: str) -> None:
+        """This rank takes no part any more, and cannot: the others may have gone on."""
+        self._candidacies.pop(key, None)
+        self._keep_out(key, "it has given up waiting for that")
+        self._node.send(ROOT, "report", comm=key, ranks=[], report=None, left=True)
+        self._wake()
+
+    def followed(self, key: str, members: Collection[object]) -> None:
+        """``members`` have gone on in place of the comm of that key, and leave the channel."""
+        if self._node.rank not in members:
+            self._leave_out(key, f"ranks {sorted(rank for rank in members if isinstance(rank, int))} have gone on")
+
+    def _leave_out(self, key: str, why: str) -> None:
+        self._keep_out(key, why)
+        candidacy = self._candidacies.get(key)
+        if candidacy is not None and candidacy.candidate.asking:
+            order = candidacy.candidate.hear(order_message(LeftOut(why)))
+            if order is not None:
+                candidacy.hear(order)
+        self._wake()
+
+    def _keep_out(self, key: str, why: str) -> None:
+        self._out.setdefault(key, why)
+        _limit(self._out)
+
+    def _wake(self) -> None:
+        if self._changed is not None:
+            self._changed.set_result(None)
+            self._changed = None
+
+    @property
+    def lingers(self) -> bool:
+        """Whether this rank holds a commit that not all members may know of."""
+        return not self._node.fenced and any(not each.candidate.may_leave for each in self._candidacies.values())
+
+    async def settled(self) -> None:
+        """Wait until it does not any more."""
+        while self.lingers:
+            self._changed = self._changed or self._loop.create_future()
+            await asyncio.shield(self._changed)
+
+    def _report(self, key: str, *, even_nothing: bool = False) -> None:
+        candidacy = self._candidacies.get(key)
+        report = None if candidacy is None else candidacy.candidate.report()
+        if report is not None or even_nothing:
+            ranks = [] if candidacy is None else candidacy.ranks
+            self._node.send(ROOT, "report", comm=key, ranks=ranks, report=report, left=False)
+
+    def hear_order(self, message: Message) -> None:
+        """The coordinator says something."""
+        key = message.get("comm")
+        candidacy = self._candidacies.get(key) if isinstance(key, str) else None
+        if candidacy is None:
+            return
+        assert isinstance(key, str)
+        try:
+            order = candidacy.candidate.hear(message.get("order"))
+        except GarbledError as exc:
+            _log.warning("rank %s coordinates what it cannot: %s", message.get("from"), exc)
+            return
+        if order is not None:  # before the report, which may have an answer at once
+            candidacy.hear(order)
+        if isinstance(order, (Again, Committed, Refused, LeftOut)):
+            self._report(key)
+        if isinstance(order, (Over, LeftOut)):
+            self._wake()
+
+    def hear_poll(self, message: Message, known: Callable[[str], bool]) -> None:
+        """A new coordinator wants to know what everybody holds."""
+        key = message.get("comm")
+        if not isinstance(key, str):
+            return
+        if key in self._candidacies or (key not in self._out and known(key)):
+            self._report(key, even_nothing=True)
+        else:
+            self._node.send(ROOT, "report", comm=key, ranks=[], report=None, left=True)
+
+    # -- this rank coordinates ----------------------------------------------------------------------------------------
+
+    def hear_report(self, message: Message) -> None:
+        """A participant reports."""
+        key, ranks, who = message.get("comm"), message.get("ranks"), message["from"]
+        if not isinstance(key, str) or not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
+            raise ValueError("a report of no comm")
+        self.take_report(key, ranks, who, message.get("report"), left=message.get("left") is True)
+
+    def take_report(self, key: str, ranks: Sequence[int], who: Who, report: Any, *, left: bool = False) -> None:
+        """``who`` reports."""
+        coordinator = self._coordinators.get(key)
+        if coordinator is None:
+            if left and isinstance(who, int):
+                self._note_leaving(key, who)
+            if report is None or not ranks:
+                return  # nobody asks
+            coordinator = self._coordinate(key, ranks)
+        try:
+            if left:
+                coordinator.left(who)
+            else:
+                coordinator.hear(who, report, time.monotonic())
+        except GarbledError as exc:
+            _log.warning("%s reports what it cannot: %s", who, exc)
+            return
+        self._advance(key)
+
+    def _coordinate(self, key: str, ranks: Sequence[int]) -> Coordinator:
+        node = self._node
+        heir = node.rank != self._first_root
+        gone: Mapping[Who, str] = {r: "was lost" if how else "has left" for r, how in node.gone.items() if r in ranks}
+        coordinator = Coordinator(node.rank, ranks, patience=PATIENCE, heir=heir, gone=gone)
+        for rank in self._left.pop(key, ()):
+            coordinator.left(rank)
+        self._coordinators[key] = coordinator
+        _limit(self._coordinators)
+        if heir:
+            self._poll(key, ranks)
+        return coordinator
+
+    def _poll(self, key: str, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            if rank not in self._node.gone:
+                self._node.send(rank, "poll", comm=key)
+
+    def _advance(self, key: str) -> None:
+        """Send what is to be said now, and look again when it is time."""
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+        coordinator = self._coordinators.get(key)
+        if coordinator is None or self._closed:
+            return  # it is one of too many
+        if self._sending:  # this rank answers its own letter: the others get theirs first
+            self._loop.call_soon(self._advance, key)
+            return
+        self._sending = True
+        try:
+            for who, order in coordinator.advance(time.monotonic()):
+                if isinstance(who, int):
+                    self._node.send(who, "order", comm=key, order=order)
+                else:
+                    self._guests.send(who, {"comm": key, "order": order})
+        finally:
+            self._sending = False
+        due = coordinator.due
+        if due is not None:
+            delay = max(0.0, due - time.monotonic())
+            self._timers[key] = self._loop.call_later(delay, partial(self._advance, key))
+
+    # -- what happens to others ---------------------------------------------------------------------------------------
+
+    def gone(self, who: Who, how: str) -> None:
+        """``who`` is gone; ``how`` is empty if it left in good order."""
+        if self._node.fenced:  # it is this rank that is gone
+            for key in list(self._candidacies):
+                self._leave_out(key, self._node.fenced)
+            return
+        for key, coordinator in list(self._coordinators.items()):
+            (coordinator.lost if how else coordinator.left)(who)
+            self._loop.call_soon(self._advance, key)  # not now: another may take over first
+
+    def left(self, key: str, rank: int) -> None:
+        """``rank`` has closed one comm."""
+        coordinator = self._coordinators.get(key)
+        if coordinator is None:
+            self._note_leaving(key, rank)
+        else:
+            coordinator.left(rank)
+            self._advance(key)
+
+    def _note_leaving(self, key: str, rank: int) -> None:
+        self._left.setdefault(key, set()).add(rank)
+        _limit(self._left)
+
+    def attached(self) -> None:
+        """This rank has come to a root, maybe a new one: it must know all."""
+        for key in list(self._candidacies):
+            self._report(key)
+
+    def here(self, rank: int) -> None:
+        """``rank`` has come to this one, the root."""
+        for key in self._coordinators:
+            if self._node.rank != self._first_root:
+                self._poll(key, [rank])
+
+    def look_around(self) -> None:
+        """Every second or so: give up waiting for who is silent."""
+        now, before = time.monotonic(), self._looked
+        self._looked = now
+        if now - before > SILENT_SECONDS / 2:  # it is this rank that was stopped, and has not read what came meanwhile
+            self._node.listen_anew()
+            return
+        for key, coordinator in list(self._coordinators.items()):
+            for rank in self._node.roster.contacts:
+                silence = self._node.silence(rank)
+                if silence is not None and silence > SILENT_SECONDS:
+                    coordinator.silent(rank)
+            self._advance(key)
+        if any(each.candidate.asking for each in self._candidacies.values()):
+            self._node.give_up_silent(SILENT_SECONDS)
+
+    def close(self) -> None:
+        """Coordinate no more."""
+        self._closed = True
+        for timer in self._timers.values():
+            timer.cancel()
+
+
+def _limit(comms: dict[str, Any]) -> None:
+    """Forget the oldest: comms come and go as long as a job lives."""
+    while len(comms) > ORDERS:
+        del comms[next(iter(comms))]

@@ -1,0 +1,105 @@
+"""The fingerprints of what is issued, on their way to the root; and what the root does about a difference.
+
+A rank looks at what its comms have issued now and then, as long as there is something, and not at all while there is
+nothing: to issue a collective costs no more than a look at a flag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, final
+
+from asynccomm.control.fingerprints import Difference, Ledgers
+from asynccomm.control.requests import ANSWER_SECONDS, Questions
+from asynccomm.control.router import ALL, ROOT, Node
+from asynccomm.control.subscribers import Members
+from asynccomm.control.transport.framing import Message
+from asynccomm.control.transport.thread import ControlThread
+
+__all__ = ["Prints"]
+
+PRINT_SECONDS: Final = 0.05  # between looks at what was issued, while something is
+PRINTS: Final = 4096  # in one message
+QUIET_LOOKS: Final = 4  # looks without anything new, after which they end
+
+
+@final
+class Prints:
+    """Those of one rank. On the control thread, except for :meth:`issued`.
+
+    Args:
+        node: carries them.
+        members: have issued what they are of.
+        questions: ask two ranks that differ.
+        begin: starts a task, which is cancelled when the channel ends.
+    """
+
+    def __init__(
+        self,
+        thread: ControlThread,
+        node: Node,
+        members: Members,
+        questions: Questions,
+        begin: Callable[[Coroutine[Any, Any, None]], object],
+    ) -> None:
+        self._thread = thread
+        self._node = node
+        self._members = members
+        self._questions = questions
+        self._begin = begin
+        self._ledgers = Ledgers()
+        self._looking = False
+        self._quiet = 0  # looks
+        self._closed = False
+
+    def issued(self) -> None:
+        """Something was. From any thread; costs next to nothing."""
+        if not self._looking:
+            self._looking = True
+            self._thread.call(self._look)
+
+    def _look(self) -> None:
+        """Send what was issued to the root, and look again soon as long as there is something."""
+        if self._closed:
+            return
+        self._quiet = 0 if self._send() else self._quiet + 1
+        if self._quiet < QUIET_LOOKS:
+            self._thread.loop.call_later(PRINT_SECONDS, self._look)
+            return
+        self._quiet = 0
+        self._looking = False
+        if self._send():  # came before the flag was down, so nobody has called
+            self.issued()
+
+    def _send(self) -> bool:
+        """Returns whether there were any."""
+        found = False
+        for key, size, prints in self._members.prints():
+            for first in range(0, len(prints), PRINTS):
+                found = True
+                self._node.send(ROOT, "prints", comm=key, size=size, prints=prints[first : first + PRINTS])
+        return found
+
+    def hear(self, message: Message) -> None:
+        """At the root: a rank has sent its own. Raises: ValueError for what are none."""
+        key = message.get("comm")
+        found = self._ledgers.take(key, message["from"], message.get("size"), message.get("prints"))
+        if found is not None:
+            assert isinstance(key, str)
+            self._begin(self._report(key, found))
+
+    async def _report(self, key: str, found: Difference) -> None:
+        """Ask the two ranks what they have issued, and tell all."""
+        sides = [found.rank, found.other]
+        said = await self._questions.gather(key, sides, {"what": "explain", "seq": found.seq}, ANSWER_SECONDS)
+        item = {"kind": "differs", "seq": found.seq, "jobs": sides, "sides": [said.get(side, {}) for side in sides]}
+        self._node.send(ALL, "news", comm=key, item=item)
+        self._members.tell(key, self._node.rank, item)
+
+    def forget(self, key: str) -> None:
+        """The comm has ended somewhere."""
+        self._ledgers.forget(key)
+
+    def close(self) -> None:
+        """Look no more."""
+        self._closed = True

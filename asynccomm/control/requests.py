@@ -1,0 +1,124 @@
+"""What ranks ask one another over the control channel, and what somebody who looks on from outside is shown."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+from collections.abc import Sequence
+from typing import Final, NamedTuple, final
+
+from asynccomm.control.router import Link, Node
+from asynccomm.control.subscribers import EVERY, Members
+from asynccomm.control.transport.framing import MESSAGE_BYTES, Message
+
+__all__ = ["ANSWER_SECONDS", "Questions"]
+
+ANSWER_SECONDS: Final = 1.0  # for ranks to say what they have issued, or are at
+PING_SECONDS: Final = 0.1  # for the loops to turn, before they count as blocked
+ANSWER_BYTES: Final = MESSAGE_BYTES - 4096  # the rest is for the message that carries it
+
+
+class _Asked(NamedTuple):
+    """A question that is not answered by all."""
+
+    due: set[int]
+    answers: dict[int, Message]
+    enough: asyncio.Future[None]
+
+    def end(self) -> None:
+        if not self.enough.done():
+            self.enough.set_result(None)
+
+    def end_if_all_have_answered(self) -> None:
+        if not self.due:
+            self.end()
+
+
+@final
+class Questions:
+    """Those of one rank, either way. On the control thread.
+
+    Args:
+        node: carries them.
+        members: answer what others ask.
+    """
+
+    def __init__(self, node: Node, members: Members) -> None:
+        self._node = node
+        self._members = members
+        self._asked: dict[int, _Asked] = {}
+        self._number = 0
+        self._closed = False
+
+    async def gather(self, key: str, ranks: Sequence[int], question: Message, timeout: float) -> dict[int, Message]:
+        """What ``ranks`` answer, as far as they do within ``timeout`` seconds."""
+        if self._closed:
+            return {}
+        due = {rank for rank in ranks if rank not in self._node.gone and rank in self._node.roster.contacts}
+        asked = _Asked(due, {}, asyncio.get_running_loop().create_future())
+        number = self._number
+        self._number += 1
+        self._asked[number] = asked
+        try:
+            for rank in list(due):
+                self._node.send(rank, "ask", comm=key, question=question, number=number)
+            if due:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(None if timeout == math.inf else timeout):
+                        await asked.enough
+            return asked.answers
+        finally:
+            del self._asked[number]
+
+    def hear_question(self, message: Message) -> None:
+        """A rank asks. Raises: ValueError for what is no question."""
+        key, question = message.get("comm"), message.get("question")
+        if not isinstance(key, str) or not isinstance(question, dict):
+            raise ValueError("a question of no comm")
+        self._node.send(message["from"], "reply", number=message.get("number"), answer=self._fitting(key, question))
+
+    def _fitting(self, key: str, question: Message) -> Message:
+        """The answer; without stacks if it would be too long with them, as with ten thousand tasks."""
+        answer = self._members.answer(key, question)
+        if question.get("stacks") and len(json.dumps(answer)) > ANSWER_BYTES:
+            return self._members.answer(key, {**question, "stacks": False})
+        return answer
+
+    def hear_reply(self, message: Message) -> None:
+        """A rank answers. Raises: ValueError for what is no answer."""
+        number, answer = message.get("number"), message.get("answer")
+        if type(number) is not int or not isinstance(answer, dict):
+            raise ValueError("no reply")
+        asked, rank = self._asked.get(number), message["from"]
+        if asked is not None and rank in asked.due:
+            asked.due.discard(rank)
+            asked.answers[rank] = answer
+            asked.end_if_all_have_answered()
+
+    def gone(self, rank: int) -> None:
+        """``rank`` will not answer any more."""
+        for asked in self._asked.values():
+            asked.due.discard(rank)
+            asked.end_if_all_have_answered()
+
+    def close(self) -> None:
+        """Nobody is waited for any more."""
+        self._closed = True
+        for asked in self._asked.values():
+            asked.end()
+
+    async def show(self, onlooker: Link, ranks: Sequence[int], stacks: bool) -> None:
+        """Tell somebody who looks on what ``ranks`` are at; each in a message of its own, or many would be too long."""
+        node = self._node
+        said: dict[int, Message] = {}
+        if ranks:
+            await self.gather(EVERY, ranks, {"what": "ping"}, ANSWER_SECONDS)
+            await asyncio.sleep(PING_SECONDS)
+            said = await self.gather(EVERY, ranks, {"what": "state", "stacks": stacks}, ANSWER_SECONDS)
+        for rank, answer in said.items():
+            onlooker.send({"said": {rank: answer}})
+        silent = {rank: node.silence(rank) for rank in ranks if rank not in said and rank not in node.gone}
+        doors = {rank: contact.local for rank, contact in node.roster.contacts.items()}
+        onlooker.send({"silent": silent, "gone": node.gone, "doors": doors})

@@ -1,0 +1,1 @@
+"""How messages of the control channel travel: sockets, framing, connections, and the thread for them."""

@@ -1,0 +1,192 @@
+"""Who is let in at the sockets of one rank.
+
+Strangers are kept short: so many at once and no longer than some seconds, a hello of limited size, and nothing said to
+them but that they are refused. The first refusal of a listener is logged, and how many there were when it closes.
+
+It takes connections itself: of those that a server of asyncio has just taken, the sockets are lost when the loop ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from typing import Any, Final, final
+
+from asynccomm.control.transport.connection import ENDED, Connection, Tokens, let_go
+from asynccomm.control.transport.framing import MESSAGE_BYTES, Message
+
+__all__ = ["Listener", "end_listening"]
+
+STRANGERS: Final = 64  # connections that have not said who they are, at once; more push out the oldest
+HELLO_SECONDS: Final = 5.0  # for a stranger to say it
+AT_ONCE: Final = 128  # connections taken before others have their turn
+PAUSE_SECONDS: Final = 1.0  # until another try to take what cannot be taken, for want of descriptors say
+
+_log = logging.getLogger("asynccomm")
+_listening: set[Listener] = set()
+
+
+@final
+class Listener:
+    """Takes connections on the sockets of one rank. On the control thread's loop.
+
+    Args:
+        refusal: asked of one that has shown the token, with who it says it is: why it cannot be let in, or nothing.
+        welcome: called with one that can.
+        look: called with one that only wants to look, of the same user on the same host, and its question.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        refusal: Callable[[Any], str],
+        welcome: Callable[[Any, Connection], object],
+        look: Callable[[Connection, Message], object],
+    ) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None  #: once it listens
+        self._tokens = tokens
+        self._refusal = refusal
+        self._welcome = welcome
+        self._look = look
+        self._socks: list[socket.socket] = []
+        self._coming: dict[asyncio.Task[None], socket.socket] = {}  # taken, and not a connection yet
+        self._strangers: dict[Connection, asyncio.TimerHandle] = {}
+        self._refused = 0
+        self._closed = False
+
+    def listen(self, sock: socket.socket) -> None:
+        """Take connections on ``sock``, which becomes ours."""
+        self.loop = asyncio.get_running_loop()
+        sock.setblocking(False)
+        self._socks.append(sock)
+        _listening.add(self)
+        self.loop.add_reader(sock, self._take, sock)
+
+    def _take(self, sock: socket.socket) -> None:
+        assert self.loop is not None
+        for _ in range(AT_ONCE):
+            try:
+                taken, _ = sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as exc:
+                _log.warning("a connection to the control socket could not be taken: %s", exc)
+                self.loop.remove_reader(sock)  # it would be readable all the time
+                self.loop.call_later(PAUSE_SECONDS, self._take_again, sock)
+                return
+            task = self.loop.create_task(self._connect(taken))
+            self._coming[task] = taken
+            task.add_done_callback(self._came)
+
+    def _take_again(self, sock: socket.socket) -> None:
+        if not self._closed:
+            assert self.loop is not None
+            self.loop.add_reader(sock, self._take, sock)
+
+    async def _connect(self, taken: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.connect_accepted_socket(lambda: Connection(self._greet, self._ended, self._arrived), taken)
+
+    def _came(self, task: asyncio.Task[None]) -> None:
+        taken = self._coming.pop(task)
+        if task.cancelled() or task.exception() is not None:
+            taken.close()  # a task that has not begun cannot do it
+
+    def close_in_child(self) -> None:
+        """This is a forked child: as for a connection."""
+        for sock in (*self._socks, *self._coming.values()):
+            let_go(sock.fileno())
+
+    def _arrived(self, connection: Connection) -> None:
+        if self._closed:  # it had been taken before
+            connection.drop("nobody listens any more")
+            return
+        if connection.user not in (None, os.geteuid()):
+            self._refuse(connection, f"it is user {connection.user}'s")
+            return
+        if len(self._strangers) >= STRANGERS:
+            self._refuse(next(iter(self._strangers)), "too many came at once")
+        late = connection.loop.call_later(HELLO_SECONDS, self._refuse, connection, "it did not say hello")
+        self._strangers[connection] = late
+
+    def _greet(self, connection: Connection, message: Message) -> None:
+        timer = self._strangers.pop(connection, None)
+        if timer is None:
+            return  # it was refused
+        timer.cancel()
+        if "look" in message and connection.user is not None:
+            connection.ended = _nothing
+            self._look(connection, message)
+            return
+        if not self._tokens.may_ask(message.get("token")):
+            self._refuse(connection, "it does not know the token")
+            return
+        who = message.get("who")
+        problem = self._refusal(who)
+        connection.send({"token": self._tokens.answer, "refused": problem})
+        if problem:
+            connection.close()
+        else:
+            connection.decoder.limit = MESSAGE_BYTES
+            self._welcome(who, connection)
+
+    def _ended(self, connection: Connection, how: str) -> None:
+        timer = self._strangers.pop(connection, None)
+        if timer is not None:
+            timer.cancel()
+            if not how.startswith(ENDED):  # else it has changed its mind
+                self._count(how)
+
+    def _refuse(self, connection: Connection, reason: str) -> None:
+        timer = self._strangers.pop(connection, None)
+        if timer is not None:
+            timer.cancel()
+        connection.ended = _nothing
+        connection.received = _nothing
+        connection.drop(reason)
+        self._count(reason)
+
+    def _count(self, reason: str) -> None:
+        self._refused += 1
+        if self._refused == 1:
+            _log.warning("a stranger at the control socket was refused: %s; others are only counted", reason)
+
+    def close(self) -> None:
+        """Take no more connections; those that were not let in are closed."""
+        if self._closed:
+            return
+        self._closed = True
+        _listening.discard(self)
+        for sock in self._socks:
+            assert self.loop is not None
+            self.loop.remove_reader(sock)
+            sock.close()
+        for connection in list(self._strangers):
+            self._strangers.pop(connection).cancel()
+            connection.close()
+        if self._refused > 1:
+            _log.warning("%d strangers at the control socket were refused", self._refused)
+
+
+def end_listening() -> None:
+    """Close the listeners of this loop, which ends."""
+    loop = asyncio.get_running_loop()
+    for listener in [listener for listener in list(_listening) if listener.loop is loop]:
+        listener.close()
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def _close_in_child() -> None:
+    # as long as the child held them, who connects would be taken for heard
+    for listener in _listening:
+        listener.close_in_child()
+    _listening.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

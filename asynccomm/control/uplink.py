@@ -1,0 +1,136 @@
+"""How a rank gets connected to the one above it, whoever that is by now, and finds out that there is nobody.
+
+A rank that refuses to be connected to has gone, or has not begun to listen; only after a while does it count as lost.
+The root also looks for those that should be connected to it and are not: they may have gone when nobody saw it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, final
+
+from asynccomm.control.router import Node
+from asynccomm.control.transport.connection import Connection, Tokens, connect, listens
+from asynccomm.control.transport.framing import Message
+
+__all__ = ["Climber"]
+
+REACH_SECONDS: Final = 5.0  # after which one that cannot be reached counts as lost
+RETRY_SECONDS: Final = 0.02  # until another try to reach the next one above
+REFUSED_SECONDS: Final = 0.2  # that a rank does not listen, without news that it has left, until it counts as lost
+NOT_THERE: Final = "it does not listen any more"
+
+
+@final
+class Climber:
+    """Keeps one rank connected. On the control thread.
+
+    Args:
+        node: of the rank.
+        tokens: of the job.
+        begin: starts a task, which is cancelled when the channel ends.
+        received, ended: of the connections that are made, see :class:`links.Connection`.
+        attached: called with each of them.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        tokens: Tokens,
+        begin: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        received: Callable[[Connection, Message], object],
+        ended: Callable[[Connection, str], object],
+        attached: Callable[[], object],
+    ) -> None:
+        self._node = node
+        self._tokens = tokens
+        self._begin = begin
+        self._received = received
+        self._ended = ended
+        self._attached = attached
+        self._climbing: asyncio.Task[None] | None = None
+        self._search: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def climb(self) -> None:
+        """Connect to the rank above, unless there is a connection or a try already."""
+        if self._closed or self._node.up is not None or self._node.above is None or self._climbing is not None:
+            return
+        self._climbing = self._begin(self._connect_above())
+        self._climbing.add_done_callback(self._climbed)
+
+    async def reach(self, timeout: float) -> bool:
+        """The same, and wait for it. Returns whether that took no longer than ``timeout`` seconds."""
+        self.climb()
+        if self._climbing is not None:
+            try:
+                await asyncio.wait_for(asyncio.shield(self._climbing), timeout)
+            except TimeoutError:
+                return False
+        return True
+
+    def _climbed(self, task: asyncio.Task[None]) -> None:
+        self._climbing = None
+        if not task.cancelled() and task.exception() is None:
+            self.climb()  # who is above may have changed meanwhile
+
+    async def _connect_above(self) -> None:
+        node, now = self._node, asyncio.get_running_loop().time
+        tried = now()
+        refused: dict[int, float] = {}  # since when
+        while (above := node.above) is not None and node.up is None:
+            try:
+                link = await connect(
+                    node.roster.contacts[above],
+                    self._is_near(above),
+                    self._tokens,
+                    node.rank,
+                    self._received,
+                    self._ended,
+                )
+            except PermissionError as exc:  # the others have given this rank up
+                node.fence(exc.strerror or "")
+                return
+            except OSError as exc:
+                if not isinstance(exc, ConnectionRefusedError):
+                    refused.pop(above, None)
+                    if now() - tried > REACH_SECONDS:
+                        node.give_up(above, f"it cannot be reached: {exc}")
+                        tried = now()
+                elif now() - refused.setdefault(above, now()) > REFUSED_SECONDS:
+                    node.give_up(above, NOT_THERE)
+                    continue
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            if above in node.gone:
+                link.close()
+                continue
+            node.attach(above, link)
+            self._attached()
+
+    def search(self) -> None:
+        """At the root: see whether those live that should be connected and are not."""
+        if self._node.absent and not self._closed and (self._search is None or self._search.done()):
+            self._search = self._begin(self._look_for_absent())
+
+    async def _look_for_absent(self) -> None:
+        node, now = self._node, asyncio.get_running_loop().time
+        refused: dict[int, float] = {}  # since when
+        while True:
+            for rank in node.absent:
+                if await listens(node.roster.contacts[rank], self._is_near(rank)):
+                    refused.pop(rank, None)
+                elif now() - refused.setdefault(rank, now()) > REFUSED_SECONDS and rank in node.absent:
+                    node.give_up(rank, NOT_THERE)
+            if not refused.keys() & set(node.absent):
+                return  # those that listen will come; there is another look with the next heartbeat
+            await asyncio.sleep(RETRY_SECONDS)
+
+    def _is_near(self, rank: int) -> bool:
+        contacts = self._node.roster.contacts
+        return contacts[rank].host == contacts[self._node.rank].host
+
+    def close(self) -> None:
+        """Try no more; who has started the tasks cancels them."""
+        self._closed = True

@@ -1,0 +1,1 @@
+"""The kernel that everything with an event loop stands on: works, the mailbox of a loop, deadlines, tasks."""

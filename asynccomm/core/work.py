@@ -1,0 +1,433 @@
+"""The handle to one operation in flight.
+
+States: pending, then done, with a value or with an error, once and for good. Whoever runs the operation settles it,
+from whichever thread it was seen to finish on.
+
+There is no cancel(). The peers have entered the operation, and one rank backing out would hang them. Cancelling a task
+that awaits a Work abandons that wait and nothing else; ``comm.abort()`` is what stops operations.
+
+Settling and waiting race without a lock, by the order of two steps on each side. A waiter first leaves word (appends a
+future, a callback, a listener), then looks at ``_done``; the settler first sets ``_done``, then looks for word left.
+One of the two sees the other. Futures and callbacks belong to the loop, so the settler only posts "wake" to the
+mailbox, and only if there is somebody to wake.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Generator
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar, final
+
+import torch
+
+from asynccomm.core.callsite import Site
+from asynccomm.core.handles import Handle
+from asynccomm.core.mailbox import Mailbox
+from asynccomm.errors import AsyncCommError, WouldBlockError
+from asynccomm.ops import Op
+from asynccomm.options import seconds
+
+__all__ = ["UNNUMBERED", "Driver", "Order", "Work"]
+
+UNNUMBERED = -1  # of a Work that was not sent yet
+GRACE = 2.0  # seconds past its deadline that wait() leaves to the loop to say which ranks are missing
+
+T = TypeVar("T")
+_deciding = threading.Lock()  # held for two assignments; one for all Works, because a lock each would cost more
+_finishing = threading.RLock()  # held while a result is decoded, by whoever asks first
+
+
+class Driver(Protocol):
+    """What can move an operation on when somebody is about to wait for it; a backend."""
+
+    def hurry(self, work: Work[Any]) -> None:
+        """A task on the loop is about to suspend: settle ``work`` now if that takes no longer than a wake-up would."""
+
+    def relieve(self, work: Work[Any]) -> None:
+        """A thread is about to block, maybe the one that should run the loop: do not rely on the loop for ``work``."""
+
+
+class Order(Protocol):
+    """Where in the streams of a GPU an operation stands."""
+
+    @property
+    def issued(self) -> bool:
+        """Whether a stream can be ordered after it now."""
+
+    @property
+    def prompt(self) -> bool:
+        """Whether it is issued without anything that the loop would have to do first."""
+
+    def listen(self, listener: Callable[[], object]) -> None:
+        """Call ``listener`` once it is issued, from any thread; maybe at once, maybe twice."""
+
+    def order(self, stream: torch.cuda.Stream | None) -> None:
+        """Order ``stream``, or else the current one, after it, once it is issued."""
+
+
+@final
+class Work(Handle, Generic[T]):
+    """One submitted operation; ``await`` it for its output.
+
+    Awaiting returns once the host may read the output. Any number of tasks may await, any number of times; all get
+    the same value or the same error. A finished Work does not suspend, except that after 64 of them in a row, or
+    1 ms, one lets the loop turn. Cancelling an await is always safe and leaves the operation running.
+
+    A Work may be dropped: the operation runs on, and the comm keeps its tensors alive until it has really finished. An
+    error that nobody looked at is then reported once, to the loop's exception handler.
+    """
+
+    _instead = "await it here, and send its output there"
+    __slots__ = (
+        "__weakref__",
+        "_callbacks",
+        "_done",
+        "_error",
+        "_finish",
+        "_listeners",
+        "_mailbox",
+        "_on_overdue",
+        "_on_settled",
+        "_traceback",
+        "_value",
+        "_waiters",
+        "captured",
+        "driver",
+        "finished",
+        "op",
+        "order",
+        "seq",
+        "site",
+        "source",
+        "started",
+        "timeout",
+    )
+
+    def __init__(
+        self,
+        op: Op,
+        seq: int,
+        mailbox: Mailbox,
+        *,
+        value: Any,
+        timeout: float,
+        finish: Callable[[Any], Any] | None = None,
+        on_settled: Callable[[Work[Any]], object],
+        on_overdue: Callable[[Work[Any]], object] | None = None,
+        driver: Driver | None = None,
+    ) -> None:
+        self.op = op  #: what was submitted; holds no tensors
+        #: its number on the comm: collectives count from 0, point-to-point apart; -1 as long as it is held back
+        self.seq = seq
+        self.timeout = timeout  #: seconds from the call until the comm counts as broken
+        self.started = time.monotonic()  #: when it was called, on the ``time.monotonic`` clock
+        self.finished: float | None = None  #: when it settled, same clock; None while pending
+        self.source: int | None = None  #: the rank a receive got its message from; None until done and for all else
+        self._mailbox = mailbox
+        self._value = value
+        self._finish = finish  # makes of the value what awaiting gives; dropped once it has
+        self._error: AsyncCommError | None = None
+        self._traceback: TracebackType | None = None
+        self._done = False
+        self.site: Site | None = None  #: where it was called, if the comm keeps that; for the comm
+        self.captured = False  #: it is part of a CUDA graph: done whenever that has run
+        self.order: Order | None = None  #: its place in the streams of a GPU, if it has one; for backends
+        self.driver = driver  #: what moves it on; for whoever runs it. This and the next are dropped once done
+        self._on_overdue = on_overdue
+        self._listeners: list[Callable[[], object]] = []
+        self._waiters: list[asyncio.Future[None]] = []
+        self._callbacks: list[tuple[Callable[[Work[T]], object], contextvars.Context]] = []
+        self._on_settled: Callable[[Work[Any]], object] | None = on_settled  # dropped once called: it holds the comm
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    def done(self) -> bool:
+        """Whether the outcome is known, good or bad."""
+        return self._done
+
+    def is_completed(self) -> bool:
+        """The same as :meth:`done`, under the name torch uses."""
+        return self._done
+
+    def result(self) -> T:
+        """The output, without waiting. Raises the operation's error, or ``asyncio.InvalidStateError`` while pending."""
+        if not self._done:
+            raise asyncio.InvalidStateError(f"{self!r} is not done")
+        return self._outcome()
+
+    def exception(self) -> BaseException | None:
+        """The operation's error or None, without waiting. Raises ``asyncio.InvalidStateError`` while pending."""
+        if not self._done:
+            raise asyncio.InvalidStateError(f"{self!r} is not done")
+        if self._error is not None:
+            self._error.observed = True
+        return self._error
+
+    @property
+    def duration(self) -> float | None:
+        """Seconds from the call to completion; None while pending."""
+        return None if self.finished is None else self.finished - self.started
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+
+    def __await__(self) -> Generator[Any, None, T]:
+        mailbox = self._mailbox
+        loop = asyncio.get_running_loop()
+        if loop is not mailbox.loop:
+            raise RuntimeError(f"{self!r} belongs to the event loop its comm was made on, not to the running one")
+        driver = self.driver
+        if driver is not None:
+            driver.hurry(self)
+        if self._done:
+            if mailbox.must_yield():
+                yield
+            return self._outcome()
+        waiter: asyncio.Future[None] = loop.create_future()
+        self._waiters.append(waiter)
+        if not self._done:
+            mailbox.suspended()
+            try:
+                yield from waiter
+            finally:
+                if not self._done:  # cancelled: nobody will ask this future any more
+                    self._waiters.remove(waiter)
+        return self._outcome()
+
+    def wait(self, timeout: float | timedelta | None = None) -> T:
+        """Wait for the operation as its device does, and return its output.
+
+        On a GPU, the current stream waits, and the host does not: see :meth:`wait_stream`. What is not a stream's
+        business there (objects, dicts, barriers, uneven tensors of sizes unknown) waits as on the CPU.
+
+        On the CPU, block the calling thread until the operation is done. On a thread with a running event loop this
+        raises ``WouldBlockError``, finished or not: use ``await`` there. With agreed ordering the comm's loop must be
+        running in another thread: it brings the agreement about.
+
+        Args:
+            timeout: seconds to wait at most, None for no limit of its own. Passing it raises the builtin
+                ``TimeoutError`` and abandons only this wait; the operation's own deadline is another matter.
+        """
+        limit = math.inf if timeout is None else seconds("timeout", timeout, 0.0)
+        self._send()
+        if self.order is not None:
+            return self._follow(self.order, None, limit)
+        if asyncio._get_running_loop() is not None:
+            raise WouldBlockError(f"wait() would block the event loop of this thread: use `await` on {self!r}")
+        self._block(limit)
+        return self._outcome()
+
+    def _block(self, limit: float, issued: Order | None = None) -> None:
+        """Block until the operation is done, or in a stream if ``issued`` is given."""
+        end = time.monotonic() + limit
+        driver = self.driver
+        if driver is not None:
+            driver.relieve(self)
+        if self._done:
+            return
+        event = threading.Event()
+        self._listeners.append(event.set)
+        if issued is not None:
+            issued.listen(event.set)
+        due = self.started + self.timeout + GRACE
+        while not (self._done or (issued is not None and issued.issued)):
+            now = time.monotonic()
+            if now >= end:
+                with _deciding:
+                    if not self._done:  # else the settler may be going through the list
+                        self._listeners.remove(event.set)
+                        raise TimeoutError(f"{self!r} was not done within {limit:g} s; it goes on")
+            elif now >= due:
+                due = math.inf
+                if (overdue := self._on_overdue) is not None:
+                    overdue(self)  # the loop, which keeps the deadlines, does not turn
+            else:
+                left = min(end, due) - now
+                event.wait(None if left > threading.TIMEOUT_MAX else left)
+
+    def wait_stream(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Order ``stream`` (default: the current one) after the operation, without waiting on the host. GPU only.
+
+        A collective is in its stream when the call has returned, as a rule; NCCL may have to connect for the first of
+        its kind, and then this blocks until it has. A send or receive must first find its other end, and a collective
+        on memory that objects, dicts or uneven tensors under way still use must wait for these. For that this blocks,
+        so on a thread with a running event loop it raises ``WouldBlockError``: use :meth:`ordered` there.
+
+        Raises: RuntimeError if the operation has no place in a stream; the operation's error if it has failed already.
+        """
+        self._send()
+        order = self.order
+        if order is None:
+            raise RuntimeError(
+                f"wait_stream() orders CUDA streams, but {self!r} runs on the CPU: use `await` or wait()"
+            )
+        self._follow(order, stream, math.inf)
+
+    async def ordered(self, stream: torch.cuda.Stream | None = None) -> T:
+        """Order ``stream`` (default: the current one) after the operation, and return its output, for code that never
+        leaves the GPU: the host may not read it yet.
+
+        Suspends only until the operation is in its own stream. Where it has none (on the CPU), the same as ``await``.
+        Cancelling is safe.
+        """
+        self._send()
+        order = self.order
+        if order is None:
+            return await self
+        loop = asyncio.get_running_loop()
+        if loop is not self._mailbox.loop:
+            raise RuntimeError(f"{self!r} belongs to the event loop its comm was made on, not to the running one")
+        if not order.issued and not self._done:
+            waiter: asyncio.Future[None] = loop.create_future()
+
+            def wake() -> None:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+            order.listen(lambda: self._mailbox.post(wake))
+            self.add_done_callback(lambda _: wake())
+            await waiter
+        return self._follow(order, stream, math.inf)
+
+    def _send(self) -> None:
+        """Have it sent if a scope holds it back: it has no place in a stream before."""
+        if self.seq == UNNUMBERED and (driver := self.driver) is not None:
+            if asyncio._get_running_loop() is None:
+                driver.relieve(self)
+            else:
+                driver.hurry(self)
+
+    def _follow(self, order: Order, stream: torch.cuda.Stream | None, limit: float) -> T:
+        """Order ``stream`` after the operation; the output."""
+        if not order.issued and not self._done:
+            if not order.prompt and asyncio._get_running_loop() is not None:
+                raise WouldBlockError(f"{self!r} must wait for other ranks first: use `await work.ordered()`")
+            self._block(limit, order)
+        if self._error is not None:
+            return self._outcome()
+        order.order(stream)
+        return self._value  # type: ignore[no-any-return]
+
+    def add_done_callback(self, fn: Callable[[Work[T]], object], *, context: contextvars.Context | None = None) -> None:
+        """Have the loop call ``fn(work)`` once the operation is done; soon, if it is already. From any thread."""
+        self._callbacks.append((fn, contextvars.copy_context() if context is None else context))
+        if self._done:
+            self._mailbox.post(self._wake)
+
+    def listen(self, listener: Callable[[], object]) -> None:
+        """Call ``listener`` once the operation is done, on the thread that finds it so; now, if it is done already.
+
+        From any thread; it may be called twice, and must be quick and not raise. ``add_done_callback`` is for the rest.
+        """
+        self._listeners.append(listener)
+        if self._done:
+            listener()
+
+    def remove_done_callback(self, fn: Callable[[Work[T]], object]) -> int:
+        """Forget all callbacks equal to ``fn``; returns how many there were."""
+        found = [entry for entry in self._callbacks if entry[0] == fn]
+        for entry in found:  # one by one: another thread may be about to append
+            self._callbacks.remove(entry)
+        return len(found)
+
+    # -- for whoever runs the operation -------------------------------------------------------------------------------
+
+    def settle(self, error: AsyncCommError | None = None) -> bool:
+        """Make the operation done, well or with ``error``; from any thread. For backends.
+
+        Returns whether this call decided the outcome: an operation fails early when its comm breaks, and its backend
+        learns of the end later.
+        """
+        value = None  # dropped outside of the lock: that may run anything
+        with _deciding:
+            if self._done:
+                return False
+            self._error = error
+            if error is not None:
+                value, self._value = self._value, None
+                self._finish = None
+                self._traceback = error.__traceback__
+            self.finished = time.monotonic()
+            self.driver = self._on_overdue = None
+            self._done = True
+        del value
+        listeners, self._listeners = self._listeners, []
+        for listener in listeners:
+            listener()
+        on_settled, self._on_settled = self._on_settled, None
+        assert on_settled is not None
+        on_settled(self)
+        if self._waiters or self._callbacks:
+            self._mailbox.post(self._wake)
+        return True
+
+    def capture(self) -> None:
+        """The operation became part of a CUDA graph: it is done whenever the graph has run. For backends."""
+        self.captured = True
+        self.settle()
+
+    def surrender(self) -> AsyncCommError | None:
+        """Give the error of a settled operation to whoever passes it on; it is not reported from here any more."""
+        error, self._error = self._error, None
+        return error
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        while self._callbacks:  # one list for good: another thread may be about to append to it
+            fn, context = self._callbacks.pop(0)
+            self._mailbox.loop.call_soon(fn, self, context=context)
+
+    def _outcome(self) -> T:
+        if self._error is not None:
+            self._error.observed = True
+            # the traceback as it was when the operation failed: each raise would otherwise grow it for all waiters
+            raise self._error.with_traceback(self._traceback)
+        if self.captured:
+            raise RuntimeError(
+                f"{self!r} is part of a CUDA graph: it runs when that is replayed; use wait() or wait_stream() while "
+                f"capturing, and wait for the replay"
+            )
+        finish = self._finish
+        if finish is not None:
+            with _finishing:
+                if self._finish is not None:
+                    self._value, self._finish = finish(self._value), None
+        return self._value  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        if not self._done:
+            state = "pending" if self.seq >= 0 else "held back"
+        elif self._error is None:
+            state = "captured" if self.captured else "done"
+        else:
+            state = f"failed: {type(self._error).__name__}"
+        number = f"#{self.seq} " if self.seq >= 0 else ""
+        return f"<Work {number}{self.op} {state}>"
+
+    def __del__(self) -> None:
+        error = getattr(self, "_error", None)
+        if error is None or error.observed:
+            return
+        error.observed = True  # a broken comm fails all its Works with one error: say it once
+        report = {"message": f"{self!r}: the error was never retrieved", "exception": error}
+        loop = self._mailbox.loop
+        with contextlib.suppress(RuntimeError):  # the loop may be closed by now: nobody left to tell
+            loop.call_soon_threadsafe(loop.call_exception_handler, report)
+
+
+def _renew_lock() -> None:
+    global _deciding, _finishing
+    _deciding, _finishing = threading.Lock(), threading.RLock()  # others, not in the child, may have held the old ones
+
+
+os.register_at_fork(after_in_child=_renew_lock)

@@ -1,0 +1,154 @@
+"""The comms of one torch group: one on the CPU, and one on a GPU once that is needed.
+
+The CPU's is connected when the group is made. A GPU's is connected by the first operation on it, as other backends of
+torch do, for only then is it known which GPU this rank means; all ranks of the group must take part in that one. A
+group that is bound to a device connects at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Final, final
+
+import torch
+from anyio.from_thread import BlockingPortal
+from torch import Tensor
+from torch import distributed as dist
+
+from asynccomm.comm.comm import Comm
+from asynccomm.comm.new_comm import new_comm
+from asynccomm.errors import ClosedError
+from asynccomm.interop.loop_thread import at_exit, loops, on_a_thread
+
+__all__ = ["Comms"]
+
+EXIT_SECONDS: Final = 5.0  # for what is in flight, when the process ends with the group open
+
+
+@final
+class Comms:
+    """Makes the comms, finds the one for a tensor, and ends them.
+
+    Args:
+        name: the same on all ranks.
+        store: where the ranks meet; its keys are this group's. None: all comms are in ``given``.
+        rank, size: who this is.
+        timeout: of operations, and for connecting.
+        given: comms that are there already; who made them closes them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        store: dist.Store | None,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        given: Iterable[Comm] = (),
+    ) -> None:
+        self.name, self.store, self.rank, self.size, self.timeout = name, store, rank, size, timeout
+        self._comms = {comm.device.type: comm for comm in given}
+        self._given = frozenset(self._comms.values())
+        self._connecting = threading.Lock()
+        self._portal: BlockingPortal | None = None
+        self._closed = False
+        self._process = os.getpid()
+        at_exit(self)
+
+    def connect(self, device: torch.device) -> Comm:
+        """The comm of a device; blocks until all ranks have connected, if it is not there yet.
+
+        Raises: what ``new_comm`` raises; ClosedError.
+        """
+        with self._connecting:
+            comm = self._comms.get(device.type)
+            if comm is not None:
+                return comm
+            if self._closed or self.store is None:
+                raise ClosedError(
+                    f"group {self.name!r} was closed" if self._closed else f"group {self.name!r} has no {device} comm"
+                )
+            if self._portal is None:
+                self._portal = loops().__enter__()
+            comm = self._comms[device.type] = self._portal.call(self._connected, device)
+            return comm
+
+    async def _connected(self, device: torch.device) -> Comm:
+        assert self.store is not None
+        gpu = device.type == "cuda"
+        return await new_comm(
+            "nccl" if gpu else "auto",
+            device,
+            hints={} if gpu else {"yield_us": "0"},  # no loop of the program's waits for a core
+            name=f"{self.name}/{device.type}",
+            timeout=self.timeout,
+            store=dist.PrefixStore(device.type, self.store),
+            rank=self.rank,
+            size=self.size,
+        )
+
+    def of(self, tensor: Tensor) -> Comm:
+        """The one for ``tensor``."""
+        comm = self._comms.get(tensor.device.type)
+        return self.connect(tensor.device) if comm is None else comm
+
+    def any(self) -> Comm:
+        """One of them, for what moves no tensor."""
+        for comm in self._comms.values():
+            return comm
+        return self.connect(torch.device("cpu"))
+
+    def all(self) -> list[Comm]:
+        """Those that are connected."""
+        return list(self._comms.values())
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Of what is called from now on."""
+        self.timeout = timeout
+        for comm in self.all():
+            comm.set_timeout(timeout)
+
+    def extend_timeout(self, extra: timedelta) -> None:
+        for comm in self.all():
+            comm.extend_timeout(extra)
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    def abort(self, reason: str) -> None:
+        """Stop everything, here and on the other ranks; waits for nobody."""
+        for comm in self.all():
+            comm.abort(reason)
+        on_a_thread(self.close)
+
+    def close(self) -> None:
+        """Wait for what is in flight, and free everything; of what was given, nothing. Idempotent."""
+        self._close(None)
+
+    def end_of_process(self) -> None:
+        """The same, within some seconds."""
+        self._close(EXIT_SECONDS)
+
+    def _close(self, limit: float | None) -> None:
+        with self._connecting:
+            if self._closed:
+                return
+            self._closed = True
+            portal, self._portal = self._portal, None
+        if portal is None or self._process != os.getpid():  # the loop's thread is not in a forked child
+            return
+        try:
+            portal.call(self._closing, limit)
+        finally:
+            loops().__exit__(None, None, None)
+
+    async def _closing(self, limit: float | None) -> None:
+        for comm in self.all():
+            if comm not in self._given:
+                with contextlib.suppress(TimeoutError):  # that aborts it
+                    async with asyncio.timeout(limit):
+                        await comm.aclose()

@@ -1,0 +1,284 @@
+"""What one rank needs to know to check an argument, and the checks that all collectives share.
+
+Each raises ``TypeError`` or ``ValueError`` naming the argument and the value.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from asynccomm.ops.dtypes import COMPLEX, REAL, in_reals
+from asynccomm.ops.reduce_op import ReduceOp
+
+__all__ = [
+    "MAX_LABEL",
+    "MAX_TAG",
+    "Group",
+    "as_index",
+    "as_list",
+    "check_dim",
+    "check_dtype",
+    "check_label",
+    "check_length",
+    "check_list",
+    "check_numel",
+    "check_pair",
+    "check_rank",
+    "check_reduction",
+    "check_several",
+    "check_sizes",
+    "check_tag",
+    "check_tensor",
+    "counts_of",
+    "divided",
+    "empty",
+    "empty_like",
+    "one_dtype",
+    "overlaps_itself",
+    "times",
+]
+
+MAX_LABEL = 1024  # bytes of a collective's tag, which may have to travel with every operation
+MAX_TAG = 2**28 - 2  # gloo has 31 bits: one is its own, two are for channels, and one tag for ending a group
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Who takes part, seen from one rank: what argument checks need to know."""
+
+    name: str
+    rank: int
+    size: int
+    device: torch.device
+
+
+def check_tensor(
+    group: Group, name: str, tensor: object, *, written: bool = False, key: int | str | None = None
+) -> None:
+    """One tensor: ``name``, or with ``key`` what ``name`` has under that."""
+    if not isinstance(tensor, Tensor):
+        name = _named(name, key)
+        raise TypeError(f"{name} must be a torch.Tensor, got {tensor!r} ({type(tensor).__name__})")
+    device = tensor.device
+    if device != group.device and (device.type != group.device.type or group.device.index is not None):
+        raise ValueError(f"{_named(name, key)} is on {device}, but comm {group.name!r} is on {group.device}")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
+        raise ValueError(f"{_named(name, key)} must be a dense tensor, got {kind}")
+    if written and not tensor.is_contiguous() and overlaps_itself(tensor):
+        raise ValueError(
+            f"{_named(name, key)} overlaps itself (shape {tuple(tensor.shape)}, strides {tensor.stride()}) and cannot "
+            f"be written; pass a clone"
+        )
+
+
+def _named(name: str, key: int | str | None) -> str:
+    return name if key is None else f"{name}[{key!r}]"
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two indices share memory, as far as can be told from strides alone (as_strided tricks included)."""
+    extent = 1  # one more than the largest offset reached by the dimensions seen so far
+    for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
+        if stride < extent:
+            return True
+        extent += stride * (size - 1)
+    return False
+
+
+def as_list(name: str, tensors: object) -> Sequence[Any]:
+    if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):
+        raise TypeError(f"{name} must be a list or tuple of tensors, got {type(tensors).__name__}")
+    return tensors
+
+
+def check_length(name: str, items: Sequence[Any], size: int, what: str = "tensor") -> None:
+    if len(items) != size:
+        raise ValueError(f"{name} must have one {what} for each of the {size} ranks, got {len(items)}")
+
+
+def check_several(
+    group: Group, name: str, tensors: object, *, length: int | None = None, written: bool = False
+) -> Sequence[Tensor]:
+    """Some tensors of any dtypes, at least one; with ``length`` one for each rank."""
+    items = as_list(name, tensors)
+    if length is not None:
+        check_length(name, items, length)
+    elif not items:
+        raise ValueError(f"{name} must have at least one tensor, got none")
+    for i, tensor in enumerate(items):
+        check_tensor(group, name, tensor, written=written, key=i)
+    return items
+
+
+def check_list(
+    group: Group, name: str, tensors: object, like: Tensor, like_name: str, *, written: bool = False
+) -> tuple[Sequence[Tensor], Tensor, list[int]]:
+    """One tensor for each rank, ``like``, all as one dtype; and how many elements each of the former has."""
+    items = check_several(group, name, tensors, length=group.size, written=written)
+    dtype = like.dtype
+    for tensor in items:
+        if tensor.dtype != dtype:
+            like, *items = one_dtype([like_name, *(f"{name}[{i}]" for i in range(group.size))], [like, *items])
+            break
+    return items, like, [tensor.numel() for tensor in items]
+
+
+def counts_of(numels: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    """The largest of the ranks' numbers of elements, and all of them unless they are equal."""
+    most = max(numels)
+    return most, () if min(numels) == most else tuple(numels)
+
+
+def check_dtype(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
+    """The same dtype, or one is complex and the other what it is made of."""
+    if tensor.dtype == like.dtype or REAL.get(tensor.dtype) == like.dtype or REAL.get(like.dtype) == tensor.dtype:
+        return
+    raise ValueError(f"{name} has dtype {tensor.dtype}, but {like_name} has {like.dtype}")
+
+
+def one_dtype(names: Sequence[str], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Complex ``tensors`` among real ones as pairs of reals, which share their memory; others as they are."""
+    for name, tensor in zip(names[1:], tensors[1:], strict=True):
+        check_dtype(name, tensor, names[0], tensors[0])
+    reals = []
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor.is_conj():
+            raise ValueError(f"{name} is lazily conjugated, and cannot go with a real one: pass resolve_conj()")
+        reals.append(in_reals(tensor))
+    return reals
+
+
+def check_pair(group: Group, output: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
+    """An output that was given, and its input: both as one dtype."""
+    check_tensor(group, "output", output, written=True)
+    if output.dtype == input.dtype:
+        return output, input
+    output, input = one_dtype(["output", "input"], [output, input])
+    return output, input
+
+
+def check_numel(name: str, tensor: Tensor, expected: int, why: str) -> None:
+    if tensor.numel() != expected:
+        raise ValueError(
+            f"{name} must have {expected} elements ({why}), got {tensor.numel()} (shape {tuple(tensor.shape)})"
+        )
+
+
+def check_rank(group: Group, name: str, rank: object) -> int:
+    if type(rank) is int and 0 <= rank < group.size:
+        return rank
+    value = as_index(rank)
+    if value is None:
+        raise TypeError(f"{name} must be a rank (an integer), got {rank!r}")
+    if not 0 <= value < group.size:
+        raise ValueError(f"{name} must be in [0, {group.size}), got {value}")
+    return value
+
+
+def as_index(value: Any) -> int | None:
+    if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def check_dim(dim: object, tensor: Tensor, name: str) -> int:
+    """The dimension, counted from 0."""
+    value = as_index(dim)
+    if value is None:
+        raise TypeError(f"dim must be an integer, got {dim!r}")
+    if not tensor.dim():
+        raise ValueError(f"{name} must have a dim {value}, got a scalar")
+    if not -tensor.dim() <= value < tensor.dim():
+        raise ValueError(
+            f"dim must be in [{-tensor.dim()}, {tensor.dim()}) for {name} of shape {tuple(tensor.shape)}, got {value}"
+        )
+    return value % tensor.dim()
+
+
+def check_sizes(name: str, sizes: object, size: int) -> list[int]:
+    """One number for each rank, none negative."""
+    if not isinstance(sizes, Sequence) or isinstance(sizes, (str, bytes)):
+        raise TypeError(f"{name} must be a list or tuple of integers, got {sizes!r}")
+    checked = []
+    for value in sizes:
+        number = value if type(value) is int else as_index(value)
+        if number is None:
+            raise TypeError(f"{name} must be integers, got {sizes!r}")
+        checked.append(number)
+    if len(checked) != size:
+        raise ValueError(f"{name} must have one number for each of the {size} ranks, got {len(checked)}")
+    if checked and min(checked) < 0:
+        raise ValueError(f"{name} must not be negative, got {checked}")
+    if sum(checked) > sys.maxsize:
+        raise ValueError(f"{name} must add up to a size that a tensor can have, got {checked}")
+    return checked
+
+
+def check_tag(tag: object) -> int:
+    if type(tag) is int and 0 <= tag <= MAX_TAG:
+        return tag
+    value = as_index(tag)
+    if value is None:
+        raise TypeError(f"tag must be an integer, got {tag!r}")
+    if not 0 <= value <= MAX_TAG:
+        raise ValueError(f"tag must be in [0, {MAX_TAG}], got {value}")
+    return value
+
+
+def check_label(tag: object) -> str:
+    """The tag of a collective: a plain str that can be sent as UTF-8."""
+    if not isinstance(tag, str):
+        raise TypeError(f"tag must be a str, got {tag!r} ({type(tag).__name__})")
+    if type(tag) is not str:
+        tag = str.__str__(tag)  # what others compare and hash must not depend on a class of the caller's
+    try:
+        length = len(tag.encode())
+    except UnicodeEncodeError:
+        raise ValueError(f"tag must be text that can be encoded in UTF-8, got {tag[:MAX_LABEL]!r}") from None
+    if not 1 <= length <= MAX_LABEL:
+        shown = repr(tag) if length <= MAX_LABEL else f"{tag[:20]!r}..."
+        raise ValueError(f"tag must have 1 to {MAX_LABEL} bytes in UTF-8, got {length} ({shown})")
+    return tag
+
+
+def check_reduction(op: object, dtype: torch.dtype, *, paired: bool = False) -> ReduceOp:
+    """``paired``: some of the tensors are complex, and it must be legal for these, too."""
+    reduction = ReduceOp.of(op)
+    reduction.check(dtype)
+    if paired:
+        reduction.check(COMPLEX[dtype])
+    return reduction.snapshot()
+
+
+def empty_like(tensor: Tensor) -> Tensor:
+    return empty(tensor, tensor.shape)
+
+
+def empty(like: Tensor, shape: Sequence[int]) -> Tensor:
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+def times(shape: Sequence[int], size: int) -> list[int]:
+    """The concatenated form: dim 0 times ``size``; a scalar becomes a vector."""
+    return [shape[0] * size, *shape[1:]] if shape else [size]
+
+
+def divided(name: str, tensor: Tensor, size: int) -> list[int]:
+    if not tensor.shape or tensor.shape[0] % size:
+        raise ValueError(
+            f"{name} must divide evenly among {size} ranks along dim 0 when output is None, "
+            f"got shape {tuple(tensor.shape)}"
+        )
+    return [tensor.shape[0] // size, *tensor.shape[1:]]

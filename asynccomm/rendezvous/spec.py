@@ -1,0 +1,247 @@
+"""Where a rank meets the others: from an URL, the environment, or a store it was given.
+
+    env://                            RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as launchers set them
+    tcp://host:port?rank=0&world_size=2
+    file:///path?rank=0&world_size=2  a file that all ranks see
+
+Rank 0 hosts the store for ``env://`` and ``tcp://``, unless the launcher already does (TORCHELASTIC_USE_AGENT_STORE).
+Rank and size given as arguments must agree with those of the URL.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import SupportsIndex, final
+from urllib.parse import SplitResult, parse_qs, urlsplit
+from weakref import WeakValueDictionary
+
+import anyio.to_thread
+from torch import distributed as dist
+
+from asynccomm.errors import RendezvousError
+from asynccomm.store.base import Store
+from asynccomm.store.client import StoreClient
+from asynccomm.store.server import HostedStore, listen, serve
+from asynccomm.store.torch_store import TorchStore
+
+__all__ = ["Meeting", "Place", "find_place", "host_anew", "meet"]
+
+# A port can be served once per process, however many comms meet there. Not state of any comm: the kernel's.
+_hosted: WeakValueDictionary[tuple[str, int], HostedStore] = WeakValueDictionary()
+_hosting = threading.Lock()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where to meet and as whom; nothing is connected yet."""
+
+    rank: int
+    size: int
+    scope: str  #: prefix of all keys: the run and its restart
+    store: Store | None = None  #: given by the caller, who closes it
+    path: str | None = None  #: of a file store
+    host: str = ""
+    port: int = 0
+    hosting: bool = False  #: whether this rank starts the server
+    server: HostedStore | None = field(default=None, compare=False)  #: one that lives as long as this does
+
+    @property
+    def run(self) -> str:
+        """What the launcher calls this run; empty if it does not say."""
+        name = self.scope.split("/")[1]
+        return "" if name == "run" else name
+
+    @property
+    def world(self) -> object:
+        """What tells this world from another in one process."""
+        if self.store is not None:
+            return id(self.store)
+        return self.path or (self.host, self.port, self.scope)
+
+
+@final
+@dataclass(slots=True)
+class Meeting:
+    """A connected store. ``close`` what this process opened for it."""
+
+    store: Store
+    owned: bool
+    hosted: HostedStore | None = None
+
+    async def aclose(self) -> None:
+        try:
+            if self.owned:
+                await self.store.aclose()
+        finally:
+            if self.hosted is not None:
+                hosted, self.hosted = self.hosted, None
+                hosted.release()
+
+
+def find_place(
+    store: Store | dist.Store | str | None,
+    rank: SupportsIndex | None,
+    size: SupportsIndex | None,
+    environ: Mapping[str, str] | None = None,
+) -> Place:
+    """Decide where to meet. Nothing is opened.
+
+    Raises: ValueError naming the argument or variable and its value; TypeError.
+    """
+    env = os.environ if environ is None else environ
+    scope = f"asynccomm/{env.get('TORCHELASTIC_RUN_ID', 'run')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if isinstance(store, (Store, dist.Store)):
+        ours = store if isinstance(store, Store) else TorchStore(store)
+        return Place(*_rank_and_size(rank, size, {}, env), scope, store=ours)
+    if store is not None and not isinstance(store, str):
+        raise TypeError(f"store must be a Store, a torch.distributed.Store or an URL, got {store!r}")
+    url = urlsplit("env://" if store is None else store)
+    query = {key: values[-1] for key, values in parse_qs(url.query, keep_blank_values=True).items()}
+    if unknown := query.keys() - {"rank", "world_size"}:
+        raise ValueError(f"store {store!r} may say rank and world_size, not {', '.join(sorted(unknown))}")
+    where = _rank_and_size(rank, size, query, env)
+    if url.scheme == "env":
+        host = _required(env, "MASTER_ADDR")
+        port = _port("MASTER_PORT", _required(env, "MASTER_PORT"))
+        agent = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1")
+        return Place(*where, scope, host=host, port=port, hosting=where[0] == 0 and not agent)
+    if url.scheme == "tcp":
+        host, port = _address(url)
+        return Place(*where, scope, host=host, port=port, hosting=where[0] == 0)
+    if url.scheme == "file":
+        path = url.netloc + url.path
+        if not path.startswith("/"):
+            raise ValueError(f"store {store!r} must name an absolute path: file:///path")
+        return Place(*where, scope, path=path)
+    raise ValueError(f"store {store!r} must be env://, tcp://host:port or file:///path")
+
+
+async def meet(place: Place, timeout: float) -> Meeting:
+    """Open the store, hosting it if that is this rank's part. Cancelling is safe.
+
+    Raises: RendezvousError when the port is in use or nobody answers within ``timeout`` seconds.
+    """
+    if place.store is not None:
+        return Meeting(place.store, owned=False)
+    if place.path is not None:
+        file = await anyio.to_thread.run_sync(_file_store, place.path, place.size, abandon_on_cancel=True)
+        return Meeting(TorchStore(file, timeout), owned=True)
+    hosted = await anyio.to_thread.run_sync(_host, place, abandon_on_cancel=True) if place.hosting else None
+    try:
+        client = await StoreClient.connect(place.host, place.port, timeout=timeout)
+    except BaseException:
+        if hosted is not None:
+            hosted.release()
+        raise
+    return Meeting(client, owned=True, hosted=hosted)
+
+
+def _file_store(path: str, size: int) -> dist.FileStore:
+    folder = os.path.dirname(path)
+    if not os.path.isdir(folder):  # torch would keep trying for minutes
+        raise RendezvousError(f"cannot use the file {path}: there is no folder {folder}")
+    try:
+        return dist.FileStore(path, size)
+    except RuntimeError as exc:
+        raise RendezvousError(f"cannot use the file {path}: {exc}") from exc
+
+
+def _host(place: Place) -> HostedStore:
+    """The server of this process at the place's address; blocks for some milliseconds."""
+    address = (place.host, place.port)
+    with _hosting:  # two comms may come at once, also from two loops
+        hosted = _hosted.get(address)
+        if hosted is None or not hosted.acquire():
+            local = place.host == "localhost" or place.host.startswith("127.") or place.host == "::1"
+            # the name may mean another interface to other hosts than to this one: listen on all, unless it is loopback
+            hosted = serve(place.host, listen(place.host if local else "", place.port))
+            _hosted[address] = hosted
+    return hosted
+
+
+def host_anew(place: Place, address: str) -> Place:
+    """A place of this process's own at ``address``, in place of one whose store is gone; blocks for milliseconds.
+
+    The store lives as long as what this returns, and as long as somebody who has met there has not left.
+
+    Raises: RendezvousError.
+    """
+    hosted = serve(address, listen(address, 0))
+    with _hosting:
+        _hosted[(hosted.host, hosted.port)] = hosted
+    return replace(place, store=None, path=None, host=hosted.host, port=hosted.port, hosting=True, server=hosted)
+
+
+def _rank_and_size(
+    rank: SupportsIndex | None, size: SupportsIndex | None, query: Mapping[str, str], env: Mapping[str, str]
+) -> tuple[int, int]:
+    my_rank = _number("rank", rank, query, "rank", env, "RANK")
+    my_size = _number("size", size, query, "world_size", env, "WORLD_SIZE")
+    if my_size[0] < 1:
+        raise ValueError(f"{my_size[1]} must be at least 1, got {my_size[0]}")
+    if not 0 <= my_rank[0] < my_size[0]:
+        raise ValueError(f"{my_rank[1]} must be in [0, {my_size[0]}), got {my_rank[0]}")
+    return my_rank[0], my_size[0]
+
+
+def _number(
+    argument: str, value: SupportsIndex | None, query: Mapping[str, str], key: str, env: Mapping[str, str], name: str
+) -> tuple[int, str]:
+    """The number and what to call it in errors."""
+    given = None
+    if value is not None:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{argument} must be an integer, got {value!r}")
+        given = operator.index(value)
+    if key in query:
+        text, source = query[key], f"{key} in the store's URL"
+    elif given is not None:
+        return given, argument
+    else:
+        text, source = _required(env, name), f"environment variable {name}"
+    try:
+        number = int(text)
+    except ValueError:
+        raise ValueError(f"{source} must be an integer, got {text!r}") from None
+    if given is not None and given != number:
+        raise ValueError(f"{argument}={given} contradicts {source}: {text}")
+    return number, source
+
+
+def _required(env: Mapping[str, str], name: str) -> str:
+    value = env.get(name)
+    if not value:
+        raise ValueError(
+            f"environment variable {name} is not set; start the script with `asynccomm run -n 2 ...` or torchrun, "
+            f"or pass store=, rank= and size="
+        )
+    return value
+
+
+def _port(name: str, text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise ValueError(f"{name} must be a port from 1 to 65535, got {text!r}")
+    return int(text)
+
+
+def _address(url: SplitResult) -> tuple[str, int]:
+    try:
+        host, port = url.hostname, url.port
+    except ValueError as exc:
+        raise ValueError(f"store {url.geturl()!r} has no valid port: {exc}") from None
+    if not host or not port:
+        raise ValueError(f"store {url.geturl()!r} must be tcp://host:port")
+    return host, port
+
+
+def _renew_lock() -> None:
+    global _hosting
+    _hosting = threading.Lock()  # a thread that is not in the child may have held the old one
+
+
+os.register_at_fork(after_in_child=_renew_lock)

@@ -1,0 +1,1 @@
+"""Objects and dicts of tensors as parcels, and back."""

@@ -1,0 +1,507 @@
+"""Ranks come to share a segment: several in one process mostly, real ones where death matters."""
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import gc
+import json
+import os
+import resource
+import select
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import uvloop
+
+from asynccomm import BackendError, MemoryStore, PeerLostError, Store, StoreClient
+from asynccomm.backends.base import BackendContext, Member, UnsuitableError
+from asynccomm.backends.shm import bootstrap
+from asynccomm.backends.shm.bootstrap import Circle, decline, meet, unsupported
+from asynccomm.backends.shm.layout import Layout
+from asynccomm.core.mailbox import Mailbox
+from asynccomm.ops.validation import Group
+
+SETTINGS = {"chunk_bytes": 4096, "message_bytes": 1024}
+
+
+def layout_of(size: int) -> Layout:
+    return Layout(size, 4096, 2, 1024)
+
+
+def context_of(store: Store, rank: int, size: int, *, hosts: Sequence[str] = ()) -> BackendContext:
+    return BackendContext(
+        group=Group("test", rank, size, torch.device("cpu")),
+        members=[Member(r, hosts[r] if hosts else "here", 1000 + r) for r in range(size)],
+        store=store,
+        mailbox=Mailbox(asyncio.get_running_loop()),
+        timeout=20,
+        on_error=lambda error: None,
+    )
+
+
+def descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture(autouse=True)
+def no_descriptor_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.node.get_closest_marker("ranks") is not None:  # the processes stay for the next test
+        yield
+        return
+    uvloop.new_event_loop().close()  # the first one leaves some for the process
+    before = descriptors()
+    yield
+    assert descriptors() == before
+
+
+class World:
+    """Ranks in this process, with bells."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.store = MemoryStore()
+        self.bells = [(os.eventfd(0, os.EFD_NONBLOCK), os.eventfd(0, os.EFD_NONBLOCK)) for _ in range(size)]
+
+    def rank(self, rank: int, **settings: int) -> Awaitable[Circle]:
+        context = context_of(self.store, rank, self.size)
+        return meet(context, {**SETTINGS, **settings}, layout_of(self.size), self.bells[rank])
+
+    async def all(self) -> list[Circle]:
+        return await asyncio.gather(*(self.rank(rank) for rank in range(self.size)))
+
+    async def outcomes(self) -> list[Circle | BaseException]:
+        return await asyncio.gather(*(self.rank(rank) for rank in range(self.size)), return_exceptions=True)
+
+    def close(self) -> None:
+        for bells in self.bells:
+            for fd in bells:
+                os.close(fd)
+
+
+@pytest.fixture
+def world_of() -> Iterator[Callable[[int], World]]:
+    worlds: list[World] = []
+
+    def make(size: int) -> World:
+        worlds.append(World(size))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()
+
+
+def ended(life: int) -> bool:
+    return bool(select.select([life], [], [], 0)[0]) and os.read(life, 1) == b""
+
+
+def check_circles(circles: Sequence[Circle], bells: Sequence[tuple[int, int]]) -> None:
+    size = len(circles)
+    for rank, circle in enumerate(circles):
+        circle.segment.words[rank] = rank + 1
+        assert circle.bells[rank] == bells[rank], "the own bells are passed on as they are"
+        assert (len(circle.bells), len(circle.lives)) == (size, size)
+        assert [other for other in range(size) if circle.lives[other] == -1] == [rank]
+        received = [fd for r in range(size) if r != rank for fd in (*circle.bells[r], circle.lives[r])]
+        assert not any(os.get_inheritable(fd) for fd in (*received, circle.life))
+    for circle in circles:
+        assert circle.segment.words[:size].tolist() == list(range(1, size + 1))
+        for rank in range(size):
+            for which in range(2):
+                os.eventfd_write(circle.bells[rank][which], 1)
+    for pair in bells:
+        assert [os.eventfd_read(fd) for fd in pair] == [size, size]
+    for rank, circle in enumerate(circles):
+        circle.close()
+        circle.close()
+        for later in circles[rank + 1 :]:
+            assert [ended(later.lives[r]) for r in range(size) if r <= rank] == [True] * (rank + 1)
+            assert not any(ended(later.lives[r]) for r in range(rank + 1, size) if later.lives[r] != -1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+async def test_everybody_shares_all(world_of: Callable[[int], World], size: int) -> None:
+    world = world_of(size)
+    check_circles(await world.all(), world.bells)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_on_uvloop(world_of: Callable[[int], World], size: int) -> None:
+    world = world_of(size)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        check_circles(runner.run(world.all()), world.bells)
+
+
+async def test_descriptors_may_take_several_messages(
+    world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bootstrap, "MESSAGE_DESCRIPTORS", 4)
+    world = world_of(6)
+    check_circles(await world.all(), world.bells)
+
+
+async def test_alone_without_sockets(world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch) -> None:
+    world = world_of(1)
+    monkeypatch.setattr(socket, "socket", None)
+    check_circles(await world.all(), world.bells)
+
+
+async def test_late_ranks(world_of: Callable[[int], World]) -> None:
+    world = world_of(3)
+    tasks = []
+    for rank in (2, 0, 1):
+        tasks.append(asyncio.ensure_future(world.rank(rank)))
+        await asyncio.sleep(0.02)
+    two, zero, one = await asyncio.gather(*tasks)
+    check_circles([zero, one, two], world.bells)
+
+
+def all_unsuitable(outcomes: Sequence[object], message: str) -> None:
+    assert [type(outcome) for outcome in outcomes] == [UnsuitableError] * len(outcomes), outcomes
+    assert {str(outcome) for outcome in outcomes} == {message}
+    for outcome in outcomes:
+        assert isinstance(outcome, UnsuitableError)
+        outcome.__traceback__ = None  # it holds what was under way
+
+
+async def test_other_settings_are_named(world_of: Callable[[int], World]) -> None:
+    world = world_of(3)
+    outcomes = await asyncio.gather(
+        world.rank(0), world.rank(1), world.rank(2, chunk_bytes=65536), return_exceptions=True
+    )
+    all_unsuitable(outcomes, "comm 'test': hint 'chunk_bytes' differs: rank 0 has 4096, rank 2 has 65536")
+
+
+async def test_a_rank_that_cannot_connect(world_of: Callable[[int], World]) -> None:
+    """As from another host or network namespace, where nobody has rank 0's address."""
+    world = world_of(3)
+
+    class Elsewhere(MemoryStore):  # type: ignore[misc]
+        async def get(self, key: str, timeout: float | None = None) -> bytes:
+            value = await world.store.get(key, timeout)
+            return json.dumps({**json.loads(value), "name": "nobody"}).encode() if key == "address" else value
+
+        async def set(self, key: str, value: bytes | str) -> None:
+            await world.store.set(key, value)
+
+        async def multi_get(self, keys: Sequence[str], timeout: float | None = None) -> list[bytes]:
+            return await world.store.multi_get(keys, timeout)
+
+        async def check(self, keys: Sequence[str]) -> bool:
+            return await world.store.check(keys)
+
+    away = context_of(Elsewhere(), 1, 3, hosts=["alpha", "beta", "alpha"])
+    outcomes = await asyncio.gather(
+        world.rank(0), meet(away, SETTINGS, layout_of(3), world.bells[1]), world.rank(2), return_exceptions=True
+    )
+    reason = "cannot reach rank 0 on host 'alpha' by a local socket: Connection refused"
+    all_unsuitable(outcomes, f"comm 'test': rank 1 on host 'beta' {reason}")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_rank_that_declines(world_of: Callable[[int], World], rank: int) -> None:
+    world = world_of(2)
+    outcomes = await asyncio.gather(
+        decline(context_of(world.store, rank, 2), "needs Linux, and this is plan9"),
+        world.rank(1 - rank),
+        return_exceptions=True,
+    )
+    all_unsuitable(outcomes, f"comm 'test': rank {rank} cannot share memory: needs Linux, and this is plan9")
+
+
+async def test_another_system(world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert unsupported() == ""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    outcomes = await world_of(2).outcomes()
+    all_unsuitable(outcomes, "comm 'test': rank 0 cannot share memory: needs Linux, and this is darwin")
+
+
+@pytest.mark.parametrize("size", [1, 3])
+async def test_no_memory_is_rank_0s_reason_on_all(
+    world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    def no_memory(nbytes: int) -> int:
+        raise BackendError(f"no {nbytes} bytes")
+
+    monkeypatch.setattr(bootstrap, "create", no_memory)
+    outcomes = await world_of(size).outcomes()
+    all_unsuitable(outcomes, f"comm 'test': rank 0 cannot share memory: no {layout_of(size).total} bytes")
+
+
+async def test_a_rank_that_cannot_map(world_of: Callable[[int], World]) -> None:
+    world = world_of(3)
+    smaller = dataclasses.replace(layout_of(3), ring=512)
+    odd = meet(context_of(world.store, 2, 3), SETTINGS, smaller, world.bells[2])
+    outcomes = await asyncio.gather(world.rank(0), world.rank(1), odd, return_exceptions=True)
+    sizes = f"has {layout_of(3).total} bytes instead of {smaller.total}"
+    all_unsuitable(outcomes, f"comm 'test': rank 2 cannot share memory: the shared segment {sizes}")
+
+
+async def test_no_socket_to_be_had(world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch) -> None:
+    world = world_of(2)
+
+    def no_more(*args: object) -> socket.socket:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket, "socket", no_more)
+    all_unsuitable(await world.outcomes(), "comm 'test': rank 0 cannot share memory: Too many open files")
+
+
+async def test_connections_cannot_be_taken(world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch) -> None:
+    world = world_of(3)
+
+    def no_more(self: socket.socket) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket.socket, "accept", no_more)
+    reason = "rank 0 cannot share memory: it cannot take connections: Too many open files"
+    all_unsuitable(await world.outcomes(), f"comm 'test': {reason}")
+
+
+async def test_other_users_are_dropped_on_both_sides(
+    world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.geteuid()
+    users = iter([real + 1, real, real])
+
+    async def outcomes(world: World) -> list[object]:
+        zero = asyncio.ensure_future(world.rank(0))
+        one = asyncio.ensure_future(world.rank(1))
+        return list(await asyncio.gather(zero, one, return_exceptions=True))
+
+    monkeypatch.setattr(bootstrap, "user_of", lambda sock: next(users))
+    reason = "rank 1 on host 'here' cannot reach rank 0 on host 'here' by a local socket"
+    found = await outcomes(world_of(2))
+    all_unsuitable(found, f"comm 'test': {reason}: it runs as user {real + 1}, this rank as user {real}")
+    users = iter([real, real + 1])
+    all_unsuitable(await outcomes(world_of(2)), f"comm 'test': {reason}: it hung up")
+
+
+# -- strangers --------------------------------------------------------------------------------------------------------
+
+
+def dropped(sock: socket.socket) -> bool:
+    """Whether rank 0 has closed the connection, whatever it said before."""
+    sock.setblocking(False)
+    with contextlib.suppress(ConnectionResetError):
+        while sock.recv(100):
+            pass
+    return True
+
+
+async def test_strangers_are_dropped_and_the_meeting_goes_on(world_of: Callable[[int], World]) -> None:
+    world = world_of(2)
+    zero = asyncio.ensure_future(world.rank(0))
+    address = json.loads(await world.store.get("address"))
+    token = bytes.fromhex(address["ask"])
+    null = os.open(os.devnull, os.O_RDONLY)
+    strangers = []
+    for data, count in (
+        (b"x", 3),
+        (bootstrap._hello.pack(b"wrong" * 3, 1), 3),
+        (bootstrap._hello.pack(token, 0), 3),
+        (bootstrap._hello.pack(token, 2), 3),
+        (bootstrap._hello.pack(token, 1), 2),
+        (bootstrap._hello.pack(token, 1), 0),
+        (b"", 0),
+        (None, 0),
+    ):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.connect(f"\0{address['name']}")
+        if data is not None:
+            socket.send_fds(sock, [data], [null] * count)
+        strangers.append(sock)
+        await asyncio.sleep(0.001)  # the host takes them one by one
+    os.close(null)
+    await asyncio.sleep(0.05)
+    for sock in strangers[:-1]:
+        assert dropped(sock)
+    check_circles(await asyncio.gather(zero, world.rank(1)), world.bells)
+    for sock in strangers:
+        sock.close()
+
+
+async def test_a_rank_cannot_be_taken_twice(world_of: Callable[[int], World]) -> None:
+    world = world_of(3)
+    tasks = [asyncio.ensure_future(world.rank(rank)) for rank in (0, 1)]
+    address = json.loads(await world.store.get("address"))
+    await world.store.wait(["reach/1"])
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.connect(f"\0{address['name']}")
+        hello = bootstrap._hello.pack(bytes.fromhex(address["ask"]), 1)
+        socket.send_fds(sock, [hello], [*world.bells[0], world.bells[1][0]])
+        await asyncio.sleep(0.05)
+        assert sock.recv(100) == bootstrap.REFUSED
+        assert dropped(sock)
+    tasks.append(asyncio.ensure_future(world.rank(2)))
+    check_circles(await asyncio.gather(*tasks), world.bells)
+
+
+# -- cancelling and dying ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_cancelling_at_any_point_closes_all(
+    world_of: Callable[[int], World], loop_factory: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    """All ranks are cancelled after so many turns of the loop, from none to more than a meeting takes."""
+    world = world_of(3)
+
+    async def attempt(turns: int) -> bool:
+        world.store = MemoryStore()
+        before = len(os.listdir("/proc/self/fd"))
+        tasks = [asyncio.ensure_future(world.rank(rank)) for rank in range(3)]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, Circle):
+                outcome.close()
+            elif outcome is not None:
+                assert isinstance(outcome, (asyncio.CancelledError, PeerLostError)), outcome
+        finished = all(isinstance(outcome, Circle) for outcome in outcomes)
+        del task, tasks, outcome, outcomes  # with the frames that hold a segment
+        await asyncio.sleep(0)
+        assert len(os.listdir("/proc/self/fd")) == before, turns
+        return finished
+
+    async def main() -> None:
+        await asyncio.sleep(0.01)
+        turns = 0
+        while not await attempt(turns):
+            turns += 1
+            assert turns < 500
+        assert turns > 5
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(main())
+
+
+@pytest.mark.parametrize("quitter", [0, 1, 2])
+async def test_a_rank_that_gives_up_is_named_on_the_others(world_of: Callable[[int], World], quitter: int) -> None:
+    """Cancelled after so many turns; the others must either hear of it or not have come so far as to know it."""
+    world = world_of(3)
+    named = 0
+    for turns in range(60):
+        world.store = MemoryStore()
+        tasks = [asyncio.ensure_future(world.rank(rank)) for rank in range(3)]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if tasks[quitter].done():
+            for task in tasks:
+                (await task).close()
+            break
+        tasks[quitter].cancel()
+        await asyncio.wait(tasks, timeout=0.1)
+        for rank, task in enumerate(tasks):
+            if rank != quitter and task.done():
+                if task.exception() is None:
+                    task.result().close()  # it knew already that all had mapped
+                    continue
+                with pytest.raises(PeerLostError, match=f"rank {quitter} was lost: it left while the ranks were meet"):
+                    await task
+                named += 1
+            task.cancel()
+        await asyncio.wait(tasks)
+        tasks.clear()
+    else:
+        pytest.fail("the meeting never ended")
+    assert named > 4
+
+
+async def test_a_timeout_works(world_of: Callable[[int], World]) -> None:
+    world = world_of(2)
+    for rank in range(2):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await world.rank(rank)
+        world.store = MemoryStore()
+
+
+async def test_a_forked_child_does_not_keep_its_parent_alive(world_of: Callable[[int], World]) -> None:
+    world = world_of(2)
+    one, other = await world.all()
+    (read, write), (up, down) = os.pipe(), os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads about
+        pid = os.fork()
+    if pid == 0:
+        os.close(write)
+        os.write(down, b"x")
+        os.read(read, 1)  # stays until told
+        one.close()
+        os._exit(0)
+    assert os.read(up, 1) == b"x"
+    for fd in (up, down, read):
+        os.close(fd)
+    assert not ended(other.lives[0])
+    one.close()
+    assert ended(other.lives[0]), "the child holds no copy of the pipe"
+    os.close(write)
+    assert os.waitpid(pid, 0)[1] == 0
+    other.close()
+
+
+@pytest.mark.ranks(3, backend="gloo")
+async def test_on_processes() -> None:
+    rank = int(os.environ["RANK"])
+    store = await StoreClient.connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=20)
+    room = store.prefix(os.environ["TORCHELASTIC_RUN_ID"])
+    bells = os.eventfd(0, os.EFD_NONBLOCK), os.eventfd(0, os.EFD_NONBLOCK)
+    async with asyncio.timeout(20):
+        circle = await meet(context_of(room, rank, 3), SETTINGS, layout_of(3), bells)
+        circle.segment.words[rank] = os.getpid()
+        os.eventfd_write(circle.bells[(rank + 1) % 3][1], 1)
+        while not (all(circle.segment.words[:3]) and select.select([bells[1]], [], [], 0)[0]):
+            await asyncio.sleep(0.001)
+        child = None
+        if rank == 1:  # leaves; a program that it started stays
+            child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False)
+            circle.close()
+        else:
+            while not ended(circle.lives[1]):
+                await asyncio.sleep(0.001)
+            assert not ended(circle.lives[2 - rank])
+        await room.add("done", 1)
+        while await room.add("done", 0) < 3:
+            await asyncio.sleep(0.001)
+    circle.close()
+    for fd in bells:
+        os.close(fd)
+    if child is not None:
+        child.communicate(b"\n", timeout=20)
+    await store.aclose()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+async def test_a_rank_that_runs_out_of_descriptors_says_so() -> None:
+    rank = int(os.environ["RANK"])
+    store = await StoreClient.connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=20)
+    room = store.prefix(os.environ["TORCHELASTIC_RUN_ID"])
+    bells = os.eventfd(0, os.EFD_NONBLOCK), os.eventfd(0, os.EFD_NONBLOCK)
+    context = context_of(room, rank, 2)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if rank == 1:  # enough for its pipe and socket, not for what comes
+        free = [os.dup(0) for _ in range(5)]
+        for fd in free:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(free) + 1, limits[1]))
+    try:
+        async with asyncio.timeout(20):
+            with pytest.raises(UnsuitableError, match=r"rank 1 cannot share memory: 6 more open files .*ulimit -n"):
+                await meet(context, SETTINGS, layout_of(2), bells)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    for fd in bells:
+        os.close(fd)
+    await store.aclose()

@@ -1,0 +1,83 @@
+"""What each collective contributes to a slot, and what of it stays alive. Whole collectives: test_collectives.py."""
+
+import gc
+import random
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from asynccomm import ops
+from asynccomm.backends.shm.bundles import extent
+from asynccomm.backends.shm.layout import rounded_up
+from asynccomm.backends.shm.schedule import part_of
+from asynccomm.ops import AllToAll
+from asynccomm.ops.reduce_op import ReduceOp
+from asynccomm.ops.validation import Group
+
+from .calls import DTYPES, KINDS, legal, make, values
+from .world import boards, submission
+
+REDUCTIONS = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX, ReduceOp.PREMUL_SUM(2)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_part_keeps_to_its_place(kind: str, size: int) -> None:
+    """What it fills is what ``extent`` says of the operation, whatever this rank's own tensors."""
+    choose = random.Random(1)
+    for dtype in [*DTYPES, torch.uint16, torch.float16]:
+        for op in REDUCTIONS:
+            if not legal(op, dtype):
+                continue
+            world = boards(size, chunk=16384)
+            for board in world:
+                group = Group("t", board.rank, size, torch.device("cpu"))
+                new = partial(values, dtype=dtype, strided=False, choose=choose)
+                call = make(kind, group, 50, 0, op, new)
+                if isinstance(call.op, AllToAll):
+                    return
+                nbytes, split = extent(call.op, size)
+                room = rounded_up(nbytes)
+                slot = board.slot(torch.uint8, 0, board.rank).fill_(77)
+                part_of(board, submission(call, 0)).fill(0, room, board.slot_address(0, board.rank) + 128)
+                assert slot[:128].eq(77).all()
+                taken = slot[128 : 128 + room * (size if split else 1)]
+                assert slot[128 + len(taken) :].eq(77).all()
+                for share in taken.split(room) if room else []:
+                    assert share[nbytes:].eq(77).all()
+                if kind in ("all_reduce", "reduce", "all_gather", "all_gather_single", "gather"):
+                    assert taken[:nbytes].ne(77).any()
+
+
+def tensors_of(n: int) -> list[Tensor]:
+    """Not plain, so that copies are made for each."""
+    return [torch.arange(2.0 * n).view(n, 2)[:, 0] for _ in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "scatter", "reduce_scatter", "all_gather"])
+def test_a_part_keeps_the_memory_it_uses(kind: str) -> None:
+    n = 100_000
+    (board,) = boards(1, chunk=1 << 20)
+    group = Group("t", 0, 1, torch.device("cpu"))
+    source, out = tensors_of(n)
+    call = {
+        "all_reduce": lambda: ops.AllReduce.of(group, source, ReduceOp.SUM, out),
+        "broadcast": lambda: ops.Broadcast.of(group, source, 0),
+        "scatter": lambda: ops.Scatter.of(group, out, [source], 0),
+        "reduce_scatter": lambda: ops.ReduceScatter.of(group, out, [source], ReduceOp.SUM),
+        "all_gather": lambda: ops.AllGather.of(group, [out], source),
+    }[kind]()
+    given = submission(call, 0)
+    part = part_of(board, given)
+    gc.collect()
+    others = [torch.full((n,), -1.0) for _ in range(4)]  # would get memory that was given back
+    part.fill(0, 1 << 20, board.slot_address(0, 0))
+    part.take(0, 0, 1 << 20, 0)
+    for land in part.lands:
+        land()
+    assert torch.equal(source if kind == "broadcast" else out, torch.arange(0, 2.0 * n, 2))
+    if kind == "broadcast":
+        assert torch.equal(board.slot(torch.float32, 0, 0)[:n], source)
+    assert len(others) == 4

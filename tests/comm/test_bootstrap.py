@@ -1,0 +1,181 @@
+"""Assembling a comm: what it is made of, what an attempt leaves behind that fails, and stores on their way out.
+
+Most of what can go wrong is in ``test_connect`` and ``test_join``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asynccomm import MemoryStore, RendezvousError, StoreError
+from asynccomm.backends.loopback import LoopbackBackend
+from asynccomm.comm import bootstrap as assembly_module
+from asynccomm.comm.bootstrap import assemble
+from asynccomm.comm.session import Session
+from asynccomm.ops.validation import Group
+from asynccomm.options import CommOptions
+from asynccomm.rendezvous.job import Claim, Origin
+from asynccomm.rendezvous.spec import Place
+from asynccomm.store.base import Store
+from tests.waiting import until
+
+OPTIONS = CommOptions(timeout=10)
+CPU = torch.device("cpu")
+
+
+def place(store: Store, rank: int, size: int) -> Place:
+    return Place(rank, size, "asynccomm/run/0", store=store)
+
+
+async def made(store: Store, rank: int, size: int, options: CommOptions = OPTIONS, **more: Any) -> Session:
+    group = Group("c", rank, size, CPU)
+    return await assemble(place(store, rank, size), group, "loopback", {"loopback": LoopbackBackend}, options, **more)
+
+
+async def close(*sessions: Session) -> None:
+    async with asyncio.timeout(20):
+        await asyncio.gather(*(session.aclose() for session in sessions))
+
+
+async def nothing_is_left() -> None:
+    await until(lambda: not [t for t in threading.enumerate() if t.name == "asynccomm control"])
+    await until(lambda: f"/{os.getpid()}/" not in Path("/proc/net/unix").read_text())
+
+
+async def test_the_first_of_its_family() -> None:
+    store = MemoryStore()
+    sessions = await asyncio.gather(*(made(store, rank, 2) for rank in range(2)))
+    for rank, session in enumerate(sessions):
+        seat = session.seat
+        assert session.backend_name == "loopback"
+        assert seat.parent_ranks == seat.job_ranks == (0, 1)
+        assert seat.family.origin == Origin(place(store, rank, 2), rank)
+        assert seat.family.channel is not None
+        assert list(seat.family.channel.roster.contacts) == [0, 1]
+        assert not await seat.family.room.check(["host"])  # the store is nobody's
+    await close(*sessions)
+    await nothing_is_left()
+
+
+async def test_one_that_follows() -> None:
+    store = MemoryStore()
+    origins = [Origin(place(store, rank, 4), rank + 2) for rank in range(2)]
+    found = await asyncio.gather(
+        *(made(store, rank, 2, origin=origin, parent_ranks=[3, -1]) for rank, origin in enumerate(origins))
+    )
+    assert {session.seat.parent_ranks for session in found} == {(3, -1)}
+    assert {session.seat.job_ranks for session in found} == {(0, 1)}
+    assert [session.seat.family.origin for session in found] == origins
+    with pytest.raises(ValueError, match="name 'c' is in use"):
+        Claim(origins[0].world, "c")  # of the rank that it was in the first comm
+    await close(*found)
+
+
+async def test_without_a_control_channel() -> None:
+    session = await made(MemoryStore(), 0, 1, CommOptions(timeout=10, hints={"control": "off"}))
+    assert session.seat.family.channel is None
+    await close(session)
+
+
+async def test_the_limit_is_not_the_operations() -> None:
+    store = MemoryStore()
+    with pytest.raises(RendezvousError, match=r"ranks \[1\] of 2 did not come within 0.1 s"):
+        await made(store, 0, 2, limit=0.1)
+    await nothing_is_left()
+    session = await made(store, 0, 1, limit=5)
+    assert session.options.timeout == 10
+    await close(session)
+
+
+async def test_cancelling_at_any_moment_leaves_nothing() -> None:
+    for turns in [*range(0, 40, 2), *range(40, 200, 20)]:
+        store = MemoryStore()
+        tasks = [asyncio.ensure_future(made(store, rank, 2, limit=0.3)) for rank in range(2)]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        tasks[0].cancel()
+        async with asyncio.timeout(20):
+            found = await asyncio.gather(*tasks, return_exceptions=True)
+        await close(*(one for one in found if isinstance(one, Session)))
+        for rank in range(2):
+            Claim((id(store), rank), "c").release()  # the name is free
+    await nothing_is_left()
+
+
+async def test_hosts_that_differ_listen_on_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = iter(range(100))
+    monkeypatch.setattr(socket, "gethostname", lambda: f"host-{next(names)}")
+    store = MemoryStore()
+    sessions = await asyncio.gather(*(made(store, rank, 2) for rank in range(2)))
+    for session in sessions:
+        channel = session.seat.family.channel
+        assert channel is not None
+        assert all(contact.port and contact.address for contact in channel.roster.contacts.values())
+    await close(*sessions)
+
+
+async def test_a_store_that_ends_meanwhile_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Meeting:
+        def __init__(self) -> None:
+            self.store, self.owned, self.hosted, self.closed = MemoryStore(), True, None, 0
+
+        async def aclose(self) -> None:
+            self.closed += 1
+
+    meetings: list[Meeting] = []
+
+    async def meet(place: Place, timeout: float) -> Meeting:
+        meetings.append(Meeting())
+        return meetings[-1]
+
+    async def join(scope: Store, *arguments: Any, **more: Any) -> Any:
+        if len(meetings) < 3:
+            raise StoreError("the connection was lost")
+        return "joined"
+
+    monkeypatch.setattr(assembly_module, "meet", meet)
+    monkeypatch.setattr(assembly_module, "join", join)
+    where = Place(1, 2, "asynccomm/run/0", host="h", port=1)
+    found = await assembly_module._join(
+        where, Group("c", 1, 2, CPU), "auto", "program", 10, None, asyncio.get_running_loop().time()
+    )
+    assert found == (meetings[2], "joined")
+    assert [meeting.closed for meeting in meetings] == [1, 1, 0]
+    meetings.clear()
+    with pytest.raises(StoreError):  # the one who hosts it knows better
+        await assembly_module._join(
+            Place(0, 2, "asynccomm/run/0", host="h", port=1, hosting=True),
+            Group("c", 0, 2, CPU),
+            "auto",
+            "program",
+            10,
+            None,
+            0.0,
+        )
+    assert [meeting.closed for meeting in meetings] == [1]
+
+
+async def test_who_hosts_the_store_says_so() -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    where = [Place(r, 2, "asynccomm/run/0", host="127.0.0.1", port=port, hosting=r == 1) for r in range(2)]
+    sessions = await asyncio.gather(
+        *(assemble(where[r], Group("c", r, 2, CPU), "gloo", {"gloo": _gloo()}, OPTIONS) for r in range(2))
+    )
+    assert await sessions[0].seat.family.room.get("host") == b"1"
+    await close(*sessions)
+
+
+def _gloo() -> Any:
+    from asynccomm.backends.registry import load_backend
+
+    return load_backend("gloo", CPU)

@@ -1,0 +1,958 @@
+"""Going on as another comm: who is in it, what becomes of the old one, and what happens when anything goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import re
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from asynccomm import (
+    AbortedError,
+    BackendError,
+    BrokenError,
+    ClosedError,
+    Comm,
+    LeftOutError,
+    MemoryStore,
+    PeerLostError,
+    new_comm,
+)
+from asynccomm.comm import membership as regrouping_module
+from asynccomm.comm.bootstrap import assemble
+from asynccomm.comm.membership import go_on
+from asynccomm.control.channel import Channel
+from asynccomm.control.membership.messages import Again, Committed, Decided, Decision, LeftOut, Order, Refused, Who
+from asynccomm.rendezvous import job as family_module
+from asynccomm.store.server import listen, serve
+from asynccomm.testing.local import loopback_world
+from tests.forkserver import Nursery
+from tests.waiting import until
+
+LIMIT = 20.0
+
+
+@pytest.fixture(autouse=True)
+def without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("TORCHELASTIC")]:
+        monkeypatch.delenv(name)
+
+
+async def together(calls: Sequence[Awaitable[Any]]) -> list[Any]:
+    """What all of them give, errors too."""
+    async with asyncio.timeout(LIMIT):
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+
+def die(comm: Comm) -> None:
+    """End a rank as seen by the others: its connections end without a word."""
+    channel = comm._session.seat.family.channel
+    assert channel is not None
+    channel.call(channel._begin_closing)
+
+
+async def lost(comms: Sequence[Comm], rank: int) -> None:
+    """Kill a rank, and wait until the others know."""
+    die(comms[rank])
+    others = [comm for comm in comms if comm.rank != rank]
+    await until(lambda: all(comm._session.error is not None or gone(comm, rank) for comm in others))
+
+
+def gone(comm: Comm, rank: int) -> bool:
+    channel = comm._session.seat.family.channel
+    return channel is not None and rank in channel.gone
+
+
+async def shrunk(comms: Sequence[Comm], **arguments: Any) -> list[Comm]:
+    found = await together([comm.shrink(**arguments) for comm in comms])
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    return found
+
+
+async def check(comms: Sequence[Comm]) -> None:
+    """They make up a comm, and it works."""
+    assert [comm.rank for comm in comms] == list(range(len(comms)))
+    assert {comm.size for comm in comms} == {len(comms)}
+    tensors = [torch.tensor([float(comm.rank + 1)]) for comm in comms]
+    async with asyncio.timeout(LIMIT):
+        await asyncio.gather(*(comm.all_reduce(t) for comm, t in zip(comms, tensors, strict=True)))
+    assert {t.item() for t in tensors} == {len(comms) * (len(comms) + 1) / 2}
+
+
+async def close(comms: Sequence[Comm]) -> None:
+    async with asyncio.timeout(LIMIT):
+        await asyncio.gather(*(comm.aclose() for comm in comms))
+
+
+# -- asking and forming -----------------------------------------------------------------------------------------------
+
+
+class Voter:
+    """Takes notes."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.hear: Callable[[Order], object] = lambda order: None
+
+    def ask(self, proposal: Sequence[Who] | None, wait: float, hear: Callable[[Order], object]) -> None:
+        self.said.append(f"ask {proposal} {wait:g}")
+        self.hear = hear
+
+    def prepared(self, decision: str) -> None:
+        self.said.append(f"prepared {decision}")
+
+    def failed(self, decision: str, why: str) -> None:
+        self.said.append(f"failed {decision} {why}")
+
+    def give_up(self) -> None:
+        self.said.append("give up")
+
+
+class Formed:
+    """Stands for a session."""
+
+    def __init__(self) -> None:
+        self.ended: list[str] = []
+
+    def abort(self, reason: str) -> None:
+        self.ended.append(reason)
+
+    async def aclose(self) -> None:
+        self.ended.append("closed")
+
+
+DROPPED = ["its members have changed before it began", "closed"]
+
+
+def decided(key: str) -> Decided:
+    return Decided(Decision(key, 0, 0, (0, 1)))
+
+
+async def test_what_is_committed_is_what_comes_back() -> None:
+    voter, formed = Voter(), Formed()
+
+    async def form(decision: Decision) -> Any:
+        return formed
+
+    going = asyncio.ensure_future(go_on(voter, [0, 1], 3.0, form, "c"))
+    await until(lambda: bool(voter.said))
+    voter.hear(decided("k"))
+    await until(lambda: "prepared k" in voter.said)
+    voter.hear(Committed("k"))
+    assert await going is formed
+    assert voter.said == ["ask [0, 1] 3", "prepared k"]
+    assert formed.ended == []
+
+
+async def test_an_attempt_that_is_over_is_dropped_and_the_next_one_made() -> None:
+    voter, all_formed = Voter(), [Formed(), Formed()]
+    left = iter(all_formed)
+
+    async def form(decision: Decision) -> Any:
+        return next(left)
+
+    going = asyncio.ensure_future(go_on(voter, None, 3.0, form, "c"))
+    await until(lambda: bool(voter.said))
+    voter.hear(decided("a"))
+    await until(lambda: "prepared a" in voter.said)
+    voter.hear(Again("a", 1, "rank 1 was lost"))
+    await until(lambda: all_formed[0].ended == DROPPED)
+    voter.hear(decided("b"))
+    await until(lambda: "prepared b" in voter.said)
+    voter.hear(Committed("b"))
+    assert await going is all_formed[1]
+
+
+async def test_an_attempt_that_still_connects_is_cancelled() -> None:
+    voter, cancelled = Voter(), []
+
+    async def form(decision: Decision) -> Any:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(decision.key)
+            raise
+
+    going = asyncio.ensure_future(go_on(voter, None, 3.0, form, "c"))
+    await until(lambda: bool(voter.said))
+    voter.hear(decided("a"))
+    await asyncio.sleep(0)
+    voter.hear(Again("a", 1, "rank 1 was lost"))
+    await until(lambda: cancelled == ["a"])
+    voter.hear(LeftOut("the others were quicker"))
+    with pytest.raises(LeftOutError, match="comm 'c' goes on without this rank: the others were quicker"):
+        await going
+    assert voter.said == ["ask None 3"]
+
+
+@pytest.mark.parametrize(
+    "error", [BackendError("no route"), OSError("no route"), KeyError("no route"), AssertionError("no route")]
+)
+async def test_the_others_hear_of_any_failure(error: Exception) -> None:
+    voter = Voter()
+
+    async def form(decision: Decision) -> Any:
+        raise error
+
+    going = asyncio.ensure_future(go_on(voter, None, 3.0, form, "c"))
+    await until(lambda: bool(voter.said))
+    voter.hear(decided("a"))
+    await until(lambda: len(voter.said) == 2)
+    assert voter.said[1].startswith(f"failed a {type(error).__name__}: ")
+    assert "no route" in voter.said[1]
+    voter.hear(Again("a", 1, "no route"))
+    voter.hear(Refused(1, "[0, 1] could not connect: no route", False))
+    with pytest.raises(BackendError, match=r"comm 'c' cannot go on: \[0, 1\] could not connect: no route"):
+        await going
+    assert "give up" not in voter.said  # it may call again
+
+
+async def test_a_mistake_is_a_value_error_and_not_final() -> None:
+    voter = Voter()
+    going = asyncio.ensure_future(go_on(voter, None, 3.0, _never, "c", " (as the job calls them)"))
+    await until(lambda: bool(voter.said))
+    voter.hear(Refused(0, "rank 0 proposes [0], rank 1 proposes [1]", True))
+    with pytest.raises(ValueError, match=r"comm 'c' must propose the same .* \[1\] \(as the job calls them\)"):
+        await going
+    assert voter.said == ["ask None 3"]
+
+
+async def _never(decision: Decision) -> Any:
+    raise AssertionError
+
+
+async def test_the_error_keeps_nothing_of_an_attempt() -> None:
+    voter, made = Voter(), []
+
+    class Place:
+        """May host a store."""
+
+    async def form(decision: Decision) -> Any:
+        place = Place()
+        made.append(weakref.ref(place))
+        await asyncio.Event().wait()
+
+    going = asyncio.ensure_future(go_on(voter, None, 1, form, "main"))
+    await until(lambda: bool(voter.said))
+    voter.hear(decided("a"))
+    await until(lambda: bool(made))
+    voter.hear(LeftOut("they were faster"))
+    with pytest.raises(LeftOutError, match="they were faster") as caught:
+        await going
+    gc.collect()
+    assert made[0]() is None
+    assert caught.value.comm == "main"
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+async def test_cancelling_gives_up_and_leaves_nothing(prepared: bool) -> None:
+    voter, formed, entered = Voter(), Formed(), asyncio.Event()
+
+    async def form(decision: Decision) -> Any:
+        entered.set()
+        if not prepared:
+            await asyncio.Event().wait()
+        return formed
+
+    going = asyncio.ensure_future(go_on(voter, None, 3.0, form, "c"))
+    await until(lambda: bool(voter.said))
+    voter.hear(decided("a"))
+    await entered.wait()
+    await until(lambda: not prepared or "prepared a" in voter.said)
+    going.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await going
+    assert voter.said[-1] == "give up"
+    assert formed.ended == (DROPPED if prepared else [])
+
+
+# -- who goes on ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dead", [0, 1, 2])
+async def test_the_others_go_on(dead: int) -> None:
+    async with loopback_world(3) as comms:
+        await lost(comms, dead)
+        left = [comm for comm in comms if comm.rank != dead]
+        await until(lambda: all(isinstance(comm._session.error, PeerLostError) for comm in left))
+        new = await shrunk(left)
+        assert {comm.parent_ranks for comm in new} == {tuple(comm.rank for comm in left)}
+        assert {comm.name for comm in new} == {"test"}
+        await check(new)
+        for comm in left:
+            with pytest.raises(ClosedError):
+                comm.barrier()
+            with pytest.raises(ClosedError, match="comm 'test' is closed"):
+                comm.shrink()
+        await close(new)
+
+
+async def test_two_die_at_once() -> None:
+    async with loopback_world(4) as comms:
+        die(comms[0])
+        die(comms[2])
+        new = await shrunk([comms[1], comms[3]])
+        assert new[0].parent_ranks == (1, 3)
+        await check(new)
+        await close(new)
+
+
+async def test_one_dies_after_the_other_until_one_is_left() -> None:
+    async with loopback_world(4) as comms:
+        left: Sequence[Comm] = comms
+        for size in (3, 2, 1):
+            await lost(left, 0)
+            old = left
+            left = await shrunk(left[1:])
+            assert {comm.size for comm in left} == {size}
+            assert left[0].parent_ranks == tuple(range(1, size + 1))
+            await check(left)
+            await close(old)
+        left = await shrunk(left)  # alone
+        assert left[0].parent_ranks == (0,)
+        await check(left)
+        await close(left)
+
+
+async def test_nobody_has_to_be_lost() -> None:
+    async with loopback_world(3) as comms:
+        for _ in range(3):
+            new = await shrunk(comms)
+            assert new[0].parent_ranks == (0, 1, 2)
+            await check(new)
+            await close(comms)
+            comms = new
+        await close(comms)
+
+
+async def test_a_rank_dies_while_the_others_agree() -> None:
+    async with loopback_world(3) as comms:
+        calls = [asyncio.ensure_future(_await(comm.shrink())) for comm in comms[:2]]  # which wait for the third
+        await until(lambda: all(_asking(comm) for comm in comms[:2]))
+        die(comms[2])
+        new = await together(calls)
+        await check(new)
+        await close(new)
+
+
+def _asking(comm: Comm) -> bool:
+    channel, key = comm._session.seat.family.channel, comm._session.seat.key
+    return channel is not None and key in channel.elections._candidacies
+
+
+async def _await(connecting: Awaitable[Any]) -> Any:
+    return await connecting
+
+
+@pytest.mark.parametrize("dead", [0, 1, 2])
+async def test_a_rank_dies_while_they_connect(monkeypatch: pytest.MonkeyPatch, dead: int) -> None:
+    attempts: list[int] = []
+
+    async def dying(place: Any, group: Any, *arguments: Any, **more: Any) -> Any:
+        attempts.append(group.size)
+        if group.size == 3 and group.rank == dead:
+            die(comms[dead])
+            await asyncio.Event().wait()
+        return await assemble(place, group, *arguments, **more)
+
+    monkeypatch.setattr(regrouping_module, "assemble", dying)
+    async with loopback_world(3) as comms:
+        calls = [asyncio.ensure_future(_await(comm.shrink())) for comm in comms]
+        left = [calls[rank] for rank in range(3) if rank != dead]
+        new = await together(left)
+        assert attempts in ([3, 3, 3, 2, 2], [3, 3, 2, 2])  # who hears of the death first may not begin
+        await check(new)
+        calls[dead].cancel()
+        await asyncio.wait([calls[dead]])
+        await close(new)
+
+
+async def test_a_rank_that_cannot_connect_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = 2
+
+    async def failing(place: Any, group: Any, *arguments: Any, **more: Any) -> Any:
+        nonlocal failures
+        if group.rank == 1 and failures:
+            failures -= 1
+            raise BackendError("not now")
+        return await assemble(place, group, *arguments, **more)
+
+    monkeypatch.setattr(regrouping_module, "assemble", failing)
+    async with loopback_world(2) as comms:
+        new = await shrunk(comms)
+        assert failures == 0
+        await check(new)
+        await close(new)
+
+
+async def test_ranks_that_cannot_connect_at_all_are_told_so_and_the_comm_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = True
+
+    async def failing(place: Any, group: Any, *arguments: Any, **more: Any) -> Any:
+        if broken and group.rank == 1:
+            raise BackendError("no route")
+        return await assemble(place, group, *arguments, **more)
+
+    monkeypatch.setattr(regrouping_module, "assemble", failing)
+    async with loopback_world(2) as comms:
+        for error in await together([comm.shrink() for comm in comms]):
+            assert isinstance(error, BackendError)
+            assert "comm 'test' cannot go on: [0, 1] could not connect: BackendError: no route" in str(error)
+        await check(comms)  # as it was
+        with pytest.raises(ValueError, match="name 'test' is in use"):
+            await new_comm("loopback", name="test", store=comms[0]._session.seat.family.store, rank=0, size=2)
+        broken = False
+        new = await shrunk(comms)
+        await check(new)
+        await close(new)
+
+
+async def test_all_hear_of_different_wishes_and_may_call_again() -> None:
+    async with loopback_world(3) as comms:
+        for _ in range(2):
+            errors = await together([comm.shrink([2] if comm.rank == 0 else []) for comm in comms])
+            assert [type(error) for error in errors] == [ValueError] * 3
+            said = r"rank 0 proposes \[0, 1\], rank [12] proposes \[0, 1, 2\]|rank [12] proposes \[0, 1, 2\], rank 0 "
+            assert re.search(said, str(errors[0])), errors[0]
+        await check(comms)
+        new = await shrunk(comms)
+        await check(new)
+        await close(new)
+
+
+async def test_who_is_excluded_is_told() -> None:
+    async with loopback_world(3) as comms:
+        waiting = comms[2].recv(torch.zeros(1), 0)
+        new = await shrunk(comms[:2], exclude=[2])
+        await check(new)
+        with pytest.raises(AbortedError, match=r"ranks \[0, 1\] go on as another comm, without this rank"):
+            await waiting
+        with pytest.raises(LeftOutError, match=r"ranks \[0, 1\] have gone on"):
+            await comms[2].shrink()
+        with pytest.raises(LeftOutError):  # whenever it asks
+            await comms[2].shrink()
+        await close(new)
+
+
+async def test_who_does_not_come_in_time_is_left_out_and_told() -> None:
+    async with loopback_world(3) as comms:
+        new = await shrunk(comms[1:], timeout=0.2)
+        assert new[0].parent_ranks == (1, 2)
+        await check(new)
+        with pytest.raises(LeftOutError):
+            await comms[0].shrink()
+        await close(new)
+
+
+async def test_who_does_not_answer_is_left_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with loopback_world(3) as comms:
+        _stop(comms, 2, monkeypatch)
+        new = await shrunk(comms[:2], timeout=60)
+        await check(new)
+        with pytest.raises(LeftOutError):
+            await comms[2].shrink()
+        await close(new)
+
+
+async def test_a_root_that_does_not_answer_does_not_go_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with loopback_world(3) as comms:
+        _stop(comms, 0, monkeypatch)
+        new = await shrunk(comms[1:], timeout=60)
+        await check(new)
+        await until(lambda: isinstance(comms[0]._session.error, PeerLostError))
+        with pytest.raises(LeftOutError, match="it was silent"):
+            await comms[0].shrink()
+        await close(new)
+
+
+@pytest.mark.parametrize("alone_first", [False, True])
+async def test_ranks_that_cannot_hear_of_each_other_do_not_all_go_on(alone_first: bool) -> None:
+    async with loopback_world(3) as comms:
+        channel = comms[2]._session.seat.family.channel
+        assert channel is not None
+        channel.call(partial(_cut_off, channel))
+        await until(lambda: all(gone(comm, 2) for comm in comms[:2]) and gone(comms[2], 0) and gone(comms[2], 1))
+        parts = [comms[2:], comms[:2]] if alone_first else [comms[:2], comms[2:]]
+        new = await shrunk(parts[0])
+        await check(new)
+        errors = await together([comm.shrink() for comm in parts[1]])
+        names = r"\[2\]" if alone_first else r"\[0, 1\]"
+        for error in errors:
+            with pytest.raises(LeftOutError, match=f"goes on without this rank: the comm goes on as {names}"):
+                raise error
+        await close(new)
+
+
+def _cut_off(channel: Channel) -> None:
+    """Make it believe that all others are dead."""
+    node = channel._node
+    link = node.up
+    assert link is not None
+    link.close()
+    node.ended(link, "its connection ended")
+    for rank in node.roster.contacts:
+        if rank != node.rank:
+            node.give_up(rank, "it does not listen")
+
+
+def _stop(comms: Sequence[Comm], rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the others believe that ``rank`` is silent."""
+    for comm in comms:
+        channel = comm._session.seat.family.channel
+        assert channel is not None
+        heard = channel._node.silence
+        if comm.rank != rank:
+            monkeypatch.setattr(channel._node, "silence", lambda r, heard=heard: 9.0 if r == rank else heard(r))
+
+
+async def test_a_rank_that_is_given_up_while_it_asks_is_left_out() -> None:
+    async with loopback_world(3) as comms:
+        asking = asyncio.ensure_future(_await(comms[1].shrink()))
+        await until(lambda: _asking(comms[1]))
+        channel = comms[0]._session.seat.family.channel
+        assert channel is not None
+        channel.call(lambda: channel._node.give_up(1, "it was silent"))
+        (error,) = await together([asking])
+        assert isinstance(error, LeftOutError)
+        new = await shrunk([comms[0], comms[2]])
+        await check(new)
+        await close(new)
+
+
+# -- the old comm -----------------------------------------------------------------------------------------------------
+
+
+async def test_what_is_in_flight_comes_in_first() -> None:
+    async with loopback_world(2) as comms:
+        tensor = torch.zeros(1)
+        received = comms[0].recv(tensor, 1)
+        calls = [asyncio.ensure_future(_await(comm.shrink())) for comm in comms]
+        await until(lambda: _asking(comms[1]))
+        assert not _asking(comms[0])
+        await comms[1].send(torch.ones(1), 0)
+        new = await together(calls)
+        assert received.done()
+        assert tensor.item() == 1
+        await check(new)
+        await close(new)
+
+
+async def test_an_idle_stream_is_no_obstacle() -> None:
+    async with loopback_world(2, timeout=3600) as comms:
+        stream = comms[1].stream(0)
+        put = comms[0].sink(1).put("first")
+        assert await anext(stream) == "first"
+        await put
+        reading = asyncio.ensure_future(anext(stream))  # for which nothing comes any more
+        await until(lambda: comms[1].statistics().in_flight == 1)
+        new = await shrunk(comms)
+        with pytest.raises(ClosedError, match="comm 'test' was closed while the stream was open"):
+            await reading
+        await check(new)
+        await close(new)
+
+
+async def test_what_was_called_meanwhile_does_not_hold_it_up() -> None:
+    async with loopback_world(2) as comms:
+        calls = [asyncio.ensure_future(_await(comms[0].shrink()))]
+        await until(lambda: _asking(comms[0]))
+        late = comms[0].recv(torch.zeros(1), 1)  # nobody will send that
+        new = await together([*calls, comms[1].shrink()])
+        with pytest.raises(AbortedError, match="another comm goes on in place of this one"):
+            await late
+        await check(new)
+        await close(new)
+
+
+async def test_closing_it_meanwhile_ends_the_wait() -> None:
+    async with loopback_world(2) as comms:
+        calls = [asyncio.ensure_future(_await(comms[0].shrink()))]
+        await until(lambda: _asking(comms[0]))
+        await comms[0].aclose()
+        (error,) = await together(calls)
+        assert isinstance(error, ClosedError)
+        assert "comm 'test' was closed while it was regrouped" in str(error)
+        new = await shrunk(comms[1:])  # which does not wait for it
+        assert new[0].parent_ranks == (1,)
+        await close(new)
+
+
+async def test_one_call_at_a_time() -> None:
+    async with loopback_world(2) as comms:
+        early, first = comms[0].shrink(), comms[0].shrink()
+        call = asyncio.ensure_future(_await(first))
+        await until(lambda: _asking(comms[0]))
+        with pytest.raises(RuntimeError, match="comm 'test' is being regrouped already, by another task"):
+            comms[0].shrink()
+        with pytest.raises(RuntimeError, match="comm 'test' is being regrouped already, by another task"):
+            await early
+        new = await together([call, comms[1].shrink()])
+        await check(new)
+        with pytest.raises(ClosedError):
+            await first  # again
+        await close(new)
+
+
+async def test_cancelling_leaves_the_others_alone_and_is_final() -> None:
+    async with loopback_world(3) as comms:
+        call = asyncio.ensure_future(_await(comms[0].shrink()))
+        await until(lambda: _asking(comms[0]))
+        call.cancel()
+        await asyncio.wait([call])
+        assert call.cancelled()
+        new = await shrunk(comms[1:])
+        await check(new)
+        with pytest.raises(LeftOutError, match="it has given up waiting for that"):
+            await comms[0].shrink()
+        await close(new)
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3])
+async def test_cancelling_before_it_has_asked_is_final_too(turns: int) -> None:
+    async with loopback_world(2, timeout=3600) as comms:
+        call = asyncio.ensure_future(_await(comms[0].shrink()))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        assert call.cancel()
+        await asyncio.wait([call])
+        new = await shrunk(comms[1:])  # at once
+        assert new[0].parent_ranks == (1,)
+        with pytest.raises(LeftOutError, match="it has given up waiting for that"):
+            await comms[0].shrink()
+        await close(new)
+
+
+async def test_a_rank_that_closed_it_before_anybody_asked_is_not_waited_for() -> None:
+    async with loopback_world(3, timeout=3600) as comms:
+        left = await asyncio.gather(*(comm.split([0, 1, 2], "part") for comm in comms))
+        await left[1].aclose()  # and stays, with the other comm
+        new = await shrunk([left[0], left[2]])
+        assert [comm.parent_ranks for comm in new] == [(0, 2)] * 2
+        await close(new)
+
+
+async def test_cancelling_while_they_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = asyncio.Event()
+
+    async def slow(place: Any, group: Any, *arguments: Any, **more: Any) -> Any:
+        if group.size == 3 and group.rank == 0:
+            entered.set()
+            await asyncio.Event().wait()
+        return await assemble(place, group, *arguments, **more)
+
+    monkeypatch.setattr(regrouping_module, "assemble", slow)
+    async with loopback_world(3) as comms:
+        calls = [asyncio.ensure_future(_await(comm.shrink())) for comm in comms]
+        await entered.wait()
+        calls[0].cancel()
+        new = await together(calls[1:])
+        await check(new)
+        await asyncio.wait(calls[:1])
+        await close(new)
+
+
+async def test_cancelling_at_every_moment_leaves_nothing_behind() -> None:
+    """The old one is closed or can be, the new one is got or gone, and the others go on or are told."""
+    for turns in [*range(3, 60, 3), *range(60, 400, 40)]:
+        async with loopback_world(2, timeout=10) as comms:
+            calls = [asyncio.ensure_future(_await(comm.shrink())) for comm in comms]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            calls[0].cancel()
+            found = await together(calls)
+            for comm in found:
+                if isinstance(comm, Comm):
+                    await comm.aclose()
+                else:
+                    assert isinstance(comm, (asyncio.CancelledError, LeftOutError, BrokenError)), comm
+    await _nothing_is_left()
+
+
+async def _nothing_is_left() -> None:
+    await until(lambda: not [t for t in threading.enumerate() if t.name == "asynccomm control"])
+    assert not _socket_names()
+    assert not list(family_module._claims.items())
+
+
+def _socket_names() -> list[str]:
+    return [line for line in Path("/proc/net/unix").read_text().splitlines() if f"/{os.getpid()}/" in line]
+
+
+# -- what it is like --------------------------------------------------------------------------------------------------
+
+
+async def test_options_go_on() -> None:
+    async with loopback_world(2, timeout=7, ordering="agreed", max_ops=5, max_bytes=99) as comms:
+        before = comms[0].options
+        new = await shrunk(comms)
+        assert new[0].options == before
+        assert new[0].backend == "loopback"
+        assert new[0].statistics().submitted == 0
+        for tag in ("a", "b"):
+            assert (await asyncio.gather(*(c.all_reduce(torch.ones(1), tag=tag) for c in new)))[0].item() == 2
+        newer = await shrunk(new)
+        await close([*new, *newer])
+
+
+async def test_a_comm_that_was_split_off_shrinks_by_itself() -> None:
+    async with loopback_world(4) as comms:
+        split = await asyncio.gather(*(comm.split([1, 3, 2], "part") for comm in comms[1:]))
+        split.sort(key=lambda comm: comm.rank)  # job ranks 1, 3, 2
+        errors = await together([comm.shrink([1] if comm.rank == 0 else []) for comm in split])
+        assert "(where its ranks are called [1, 3, 2])" in str(errors[0])
+        new = await shrunk([split[0], split[2]], exclude=[1])
+        assert new[0].parent_ranks == (0, 2)
+        assert new[0].name == "test/part"
+        await check(new)
+        await check(comms)  # untouched
+        await close([*split, *new])
+
+
+async def test_without_a_control_channel() -> None:
+    async with loopback_world(2, hints={"control": "off"}) as comms:
+        with pytest.raises(RuntimeError, match="comm 'test' has no control channel on this rank"):
+            comms[0].shrink()
+
+
+async def test_nothing_is_left_after_many() -> None:
+    def held() -> tuple[int, int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), len(_socket_names())
+
+    before = held()
+    async with loopback_world(2) as comms:
+        for turn in range(50):
+            old, comms = comms, await shrunk(comms)
+            await close(old)
+            if turn == 4:
+                before = held()
+        # somebody who looks at what goes on here may just be connected
+        await until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
+        await close(comms)
+    await _nothing_is_left()
+
+
+# -- stores -----------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def world(size: int, store: Callable[[int], Any], backend: str = "gloo") -> AsyncIterator[list[Comm]]:
+    comms = await asyncio.gather(*(new_comm(backend, store=store(rank), rank=rank, size=size) for rank in range(size)))
+    try:
+        yield list(comms)
+    finally:
+        for comm in comms:
+            comm.abort("the test is over")
+        await close(comms)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+async def thrice(comms: list[Comm]) -> None:
+    """All of them, and then fewer."""
+    left = comms
+    for exclude in ([], [0], [0]):
+        new = await shrunk(left[len(exclude) :], exclude=exclude)
+        await check(new)
+        await close(left)
+        left = new
+    await close(left)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+async def test_on_a_store_of_the_launcher(backend: str) -> None:
+    server = serve("127.0.0.1", listen("127.0.0.1", 0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        patch.setenv("MASTER_PORT", str(server.port))
+        async with world(3, lambda rank: None, backend) as comms:
+            await thrice(comms)
+    server.release()
+
+
+async def test_on_a_file(tmp_path: Path) -> None:
+    async with world(3, lambda rank: f"file://{tmp_path}/store") as comms:
+        await thrice(comms)
+
+
+async def test_on_a_store_of_torch() -> None:
+    store = dist.HashStore()
+    async with world(3, lambda rank: store) as comms:
+        await thrice(comms)
+
+
+async def test_on_a_store_that_one_of_them_hosts() -> None:
+    port = free_port()
+    async with world(3, lambda rank: f"tcp://127.0.0.1:{port}") as comms:
+        await thrice(comms)
+
+
+async def test_the_survivors_host_a_store_when_theirs_is_gone() -> None:
+    server = serve("127.0.0.1", listen("127.0.0.1", 0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        patch.setenv("MASTER_PORT", str(server.port))
+        async with world(4, lambda rank: None) as comms:
+            server.release()
+            left = comms
+            for dead in (0, 2, 0):  # the last one: who hosts
+                await lost(left, dead)
+                new = await shrunk([comm for comm in left if comm.rank != dead])
+                await check(new)
+                part = await asyncio.gather(*(comm.split(range(comm.size), "part") for comm in new))
+                await close([*part, *left])
+                left = new
+            await close(left)
+
+
+async def test_hosts_that_differ_meet_by_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = iter(range(1000))
+    monkeypatch.setattr(socket, "gethostname", lambda: f"host-{next(names)}")
+    store = MemoryStore()
+    async with world(3, lambda rank: store, "loopback") as comms:
+        channel = comms[0]._session.seat.family.channel
+        assert channel is not None
+        assert all(contact.port for contact in channel.roster.contacts.values())
+        await lost(comms, 0)
+        new = await shrunk(comms[1:])
+        await check(new)
+        await close(new)
+
+
+async def test_the_last_one_dies_while_they_connect_and_the_root_goes_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def dying(place: Any, group: Any, *arguments: Any, **more: Any) -> Any:
+        if group.size == 2 and group.rank == 1:
+            die(comms[1])
+            await asyncio.Event().wait()
+        return await assemble(place, group, *arguments, **more)
+
+    monkeypatch.setattr(regrouping_module, "assemble", dying)
+    async with loopback_world(2) as comms:
+        calls = [asyncio.ensure_future(_await(comm.shrink())) for comm in comms]
+        new = await together(calls[:1])
+        await check(new)
+        calls[1].cancel()
+        await asyncio.wait(calls)
+        await close(new)
+
+
+# -- processes that are killed and stopped ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    found = Nursery(__file__)
+    yield found
+    found.close()
+
+
+async def _use(comm: Comm) -> list[Any]:
+    """Whom it is made of, once it has worked."""
+    tensor = torch.ones(1)
+    await comm.all_reduce(tensor)
+    assert tensor.item() == comm.size
+    return [comm.rank, list(comm.parent_ranks)]
+
+
+async def survive(rank: int, backend: str, victims: list[int], signal_number: int) -> list[Any]:
+    """Some ranks die or stop in the middle of a collective; the others go on."""
+    comm = await new_comm(backend, timeout=2)
+    await comm.barrier()
+    work = comm.all_reduce(torch.ones(4)) if rank not in victims else None
+    try:
+        if work is None:
+            os.kill(os.getpid(), signal_number)
+            work = comm.barrier()  # when it goes on
+        await work
+    except BrokenError as exc:
+        error = type(exc).__name__
+    try:
+        start = time.monotonic()
+        new = await comm.shrink()
+    except LeftOutError:
+        await comm.aclose()
+        return ["left out", error]
+    found = [*await _use(new), error, round(time.monotonic() - start, 3)]
+    await new.aclose()
+    return found
+
+
+async def stop_idle(rank: int, victim: int) -> list[Any]:
+    """One rank stops while nothing is under way; the others go on, and are gone when it continues."""
+    comm = await new_comm("shm", timeout=20)
+    await comm.barrier()
+    if rank != victim:
+        new = await comm.shrink()
+        found = await _use(new)
+        await new.aclose()
+        return found
+    os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        await comm.all_reduce(torch.ones(1))
+    except BrokenError as exc:
+        error = exc
+    try:
+        await comm.shrink()
+    except LeftOutError as exc:
+        await comm.aclose()
+        return [str(error), str(exc)]
+    return ["went on alone"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "size", "victims", "agent"),
+    [
+        ("shm", 4, [1, 2], True),
+        ("shm", 3, [0], False),  # which hosts the store
+        ("gloo", 3, [0], True),
+        ("gloo", 4, [0, 3], False),
+    ],
+)
+def test_ranks_that_are_killed(nursery: Nursery, backend: str, size: int, victims: list[int], agent: bool) -> None:
+    found = nursery.run(survive, size, backend, victims, signal.SIGKILL, agent=agent)
+    left = [rank for rank in range(size) if rank not in victims]
+    assert {rank: result[:3] for rank, result in found.items()} == {
+        old: [new, left, "PeerLostError"] for new, old in enumerate(left)
+    }
+
+
+@pytest.mark.parametrize(("victim", "agent"), [(2, True), (0, True), (0, False)])
+def test_a_rank_that_is_stopped(nursery: Nursery, victim: int, agent: bool) -> None:
+    found = nursery.run(survive, 3, "shm", [victim], signal.SIGSTOP, agent=agent)
+    left = [rank for rank in range(3) if rank != victim]
+    assert found.pop(victim)[0] == "left out"
+    assert {rank: result[:2] for rank, result in found.items()} == {old: [new, left] for new, old in enumerate(left)}
+    # who hears it from another one before its own deadline has the latter
+    assert {result[2] for result in found.values()} <= {"CollectiveTimeoutError", "AbortedError"}
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_is_stopped_while_it_is_idle(nursery: Nursery, victim: int) -> None:
+    found = nursery.run(stop_idle, 3, victim)
+    left = [rank for rank in range(3) if rank != victim]
+    error, reason = found.pop(victim)
+    assert "without this rank" in error or "goes on without rank 0" in error
+    assert reason.startswith("comm 'main' goes on without this rank: ")
+    assert found == {old: [new, left] for new, old in enumerate(left)}

@@ -1,0 +1,371 @@
+"""A comm's side of the control channel: what it remembers, answers, and makes of what it hears."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from asynccomm import AbortedError, BrokenError, CollectiveMismatchError, Comm, PeerLostError
+from asynccomm.comm.reporter import COMPARED, REMEMBERED, Reporter
+from asynccomm.comm.wire_errors import news_of
+from asynccomm.control.channel import Channel
+from asynccomm.control.transport.framing import Message
+from asynccomm.core.callsite import call_site
+from asynccomm.core.mailbox import Mailbox
+from asynccomm.core.work import Work
+from asynccomm.ops import AllReduce, Barrier
+from asynccomm.ops.p2p import Send
+from asynccomm.ops.reduce_op import ReduceOp
+from asynccomm.ops.signature import signature
+from asynccomm.ops.validation import Group
+from asynccomm.testing.local import loopback_world
+
+
+class Session:
+    """What a reporter needs of one."""
+
+    error: Any = None
+    counts = (3, 1)
+
+    def __init__(self) -> None:
+        self.broken: list[BrokenError] = []
+        self.works: list[Work[Any]] = []
+
+    def pending(self) -> list[Work[Any]]:
+        return self.works
+
+    def outstanding(self, tag: str) -> int:
+        return {"x": 2}.get(tag, 0)
+
+    def break_by(self, error: BrokenError) -> None:
+        self.broken.append(error)
+
+
+class Line:
+    """Stands for the channel: the ranks of the job are 10, 11, 12; one of them, 12, has no channel."""
+
+    def __init__(self) -> None:
+        self.enrolled: list[str] = []
+        self.told: list[Message] = []
+        self.withdrawn: list[Message | None] = []
+        self.looks = 0
+        self.gone = {11: "its process ended"}
+        self.roster = SimpleNamespace(contacts={10: None, 11: None})
+
+    def enroll(self, key: str, member: object) -> None:
+        self.enrolled.append(key)
+
+    def withdraw(self, key: str, item: Message | None = None) -> None:
+        self.withdrawn.append(item)
+
+    def tell(self, key: str, item: Message, then: Callable[[], object]) -> None:
+        self.told.append(item)
+        then()
+
+    def issued(self) -> None:
+        self.looks += 1
+
+    def silence(self, rank: int) -> float:
+        return 2.5
+
+
+class Parts:
+    def __init__(self) -> None:
+        self.session = Session()
+        self.line = Line()
+        loop = asyncio.get_running_loop()
+        group = Group("grads", 0, 3, torch.device("cpu"))
+        channel: Any = self.line
+        self.reporter = Reporter(group, channel, "key", [10, 11, 12], self.session, loop)
+        self.mailbox = Mailbox(loop)
+
+    def work(self, op: Any, seq: int) -> Work[Any]:
+        work: Work[Any] = Work(op, seq, self.mailbox, value=None, timeout=60.0, on_settled=lambda work: None)
+        work.site = call_site()
+        return work
+
+    def issue(self, op: Any, seq: int, batch: int = 1) -> Work[Any]:
+        work = self.work(op, seq)
+        self.reporter.issued(work, batch)
+        return work
+
+
+@pytest.fixture
+async def parts() -> Parts:
+    return Parts()
+
+
+REDUCE = AllReduce(torch.float32, 7, ReduceOp.SUM)
+
+
+# -- what it tells ----------------------------------------------------------------------------------------------------
+
+
+async def test_it_enrols_and_withdraws(parts: Parts) -> None:
+    assert parts.line.enrolled == ["key"]
+    parts.reporter.end()
+    parts.reporter.followers = [0, 2]
+    parts.reporter.end()
+    followed = {"rank": 0, "kind": "followed", "members": [0, 2]}
+    assert parts.line.withdrawn == [{"rank": 0, "kind": "closed"}, followed]
+
+
+async def test_who_closes_it_because_of_a_loss_says_so(parts: Parts) -> None:
+    parts.session.error = PeerLostError(2, "its connection ended")
+    parts.reporter.end()
+    assert parts.line.withdrawn == [{"rank": 0, "kind": "closed", "lost": 2, "reason": "its connection ended"}]
+    parts.session.error = AbortedError(1, "enough")  # which everybody has been told
+    parts.reporter.end()
+    assert parts.line.withdrawn[1:] == [{"rank": 0, "kind": "closed"}]
+
+
+async def test_what_breaks_it_is_told_with_its_rank(parts: Parts) -> None:
+    done = threading.Event()
+    parts.reporter.tell(AbortedError(0, "enough"), done.set)
+    assert parts.line.told == [{"rank": 0, "kind": "abort", "reason": "enough"}]
+    assert done.is_set()
+
+
+async def test_fingerprints_are_taken_only_if_the_backend_does_not_compare(parts: Parts) -> None:
+    parts.issue(REDUCE, 0)
+    assert parts.reporter.prints() == (3, [])
+    assert parts.line.looks == 0
+    parts.reporter.compare_fingerprints()
+    parts.issue(REDUCE, 1, 2)
+    parts.issue(Barrier(), 2, 0)
+    parts.issue(Send(torch.float32, 3, 1, 0), 0)
+    assert parts.line.looks == 2
+    assert parts.reporter.prints() == (3, [(1, *signature(REDUCE), 2), (2, *signature(Barrier()), 0)])
+    assert parts.reporter.prints() == (3, []), "each once"
+
+
+# -- what it answers --------------------------------------------------------------------------------------------------
+
+
+async def test_a_state(parts: Parts) -> None:
+    parts.session.works = [parts.issue(REDUCE, number) for number in range(20)]
+    state = parts.reporter.answer({"what": "state", "tag": "x"})
+    assert {key: state[key] for key in ("comm", "rank", "size", "state", "collectives", "messages", "in_flight")} == {
+        "comm": "grads",
+        "rank": 0,
+        "size": 3,
+        "state": "open",
+        "collectives": 3,
+        "messages": 1,
+        "in_flight": 20,
+    }
+    assert [one["seq"] for one in state["pending"]] == list(range(8)), "the oldest"
+    assert state["last"]["seq"] == 19
+    assert state["last"]["op"] == str(REDUCE)
+    assert __file__ in state["last"]["site"]
+    assert state["issued"] == 2
+    assert "stacks" not in state
+    stacks = parts.reporter.answer({"what": "state", "stacks": True})
+    assert "test_a_state" in stacks["stacks"]
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(None, "open"), (AbortedError(1, "enough"), "broken: aborted by rank 1: enough"), (ValueError(), "closed")],
+)
+async def test_how_it_is(parts: Parts, error: Any, text: str) -> None:
+    parts.session.error = error
+    assert parts.reporter.answer({"what": "state"})["state"] == text
+
+
+async def test_what_was_issued_under_a_number(parts: Parts) -> None:
+    parts.issue(REDUCE, 5)
+    parts.issue(Send(torch.float32, 3, 1, 0), 6)
+    found = parts.reporter.answer({"what": "explain", "seq": 5})
+    assert found["op"] == str(REDUCE)
+    assert __file__ in found["site"]
+    assert parts.reporter.answer({"what": "explain", "seq": 6}) == {}, "messages have numbers of their own"
+    for number in range(REMEMBERED):
+        parts.issue(REDUCE, 100 + number)
+    assert parts.reporter.answer({"what": "explain", "seq": 5}) == {}, "long ago"
+
+
+async def test_what_is_in_flight_is_known_however_long_ago_it_was_called(parts: Parts) -> None:
+    parts.session.works = [parts.issue(REDUCE, 5)]
+    for number in range(REMEMBERED):
+        parts.issue(Barrier(), 100 + number)
+    assert parts.reporter.answer({"what": "explain", "seq": 5})["op"] == str(REDUCE)
+
+
+async def test_more_is_remembered_where_fingerprints_are_compared(parts: Parts) -> None:
+    parts.issue(REDUCE, 5)
+    parts.reporter.compare_fingerprints()
+    for number in range(COMPARED - 1):
+        parts.issue(Barrier(), 100 + number)
+    assert parts.reporter.answer({"what": "explain", "seq": 5})["op"] == str(REDUCE)
+    parts.issue(Barrier(), 9999)
+    assert parts.reporter.answer({"what": "explain", "seq": 5}) == {}
+
+
+async def test_a_question_that_nobody_knows(parts: Parts) -> None:
+    assert parts.reporter.answer({"what": "is love"}) == {}
+    assert parts.reporter.answer({}) == {}
+
+
+async def test_a_session_that_was_dropped(parts: Parts) -> None:
+    parts.session = None  # type: ignore[assignment]
+    gc.collect()
+    assert parts.reporter.answer({"what": "state"}) == {}
+    parts.reporter.hear(11, {"rank": 1, **news_of(AbortedError(1, "enough"))})
+
+
+async def test_a_loop_that_does_not_turn_is_blocked(parts: Parts) -> None:
+    parts.reporter.answer({"what": "ping"})
+    time.sleep(0.1)  # nothing turns meanwhile
+    assert parts.reporter.answer({"what": "state"})["blocked"]
+    await asyncio.sleep(0)
+    assert not parts.reporter.answer({"what": "state"})["blocked"]
+    parts.reporter.answer({"what": "ping"})
+    assert not parts.reporter.answer({"what": "state"})["blocked"], "it has had no time yet"
+
+
+async def test_ranks_that_do_not_answer(parts: Parts) -> None:
+    states = {rank: parts.reporter._state(rank, None) for rank in range(3)}
+    assert (states[0].answered, states[0].silent) == (False, 2.5)
+    assert states[1].gone == "its process ended"
+    assert not states[2].reachable
+    assert parts.reporter._state(1, {"state": "open", "pid": []}).gone == "its process ended", "nonsense is no answer"
+
+
+# -- what it hears ----------------------------------------------------------------------------------------------------
+
+
+async def test_news_of_others_break_it(parts: Parts) -> None:
+    parts.reporter.hear(12, {"rank": 77, **news_of(AbortedError(77, "enough"))})
+    (error,) = parts.session.broken
+    assert str(error) == "aborted by rank 2: enough", "who sent it, whatever it says"
+
+
+@pytest.mark.parametrize("item", [{"kind": "closed"}, {"kind": "unheard of"}])
+async def test_other_news_do_not(parts: Parts, item: Message) -> None:
+    parts.reporter.hear(11, {"rank": 1, **item})
+    assert parts.session.broken == []
+
+
+async def test_news_of_who_is_not_in_the_comm(parts: Parts) -> None:
+    parts.reporter.hear(99, {"rank": 0, **news_of(AbortedError(0, "enough"))})
+    parts.reporter.lose(99, "its process ended")
+    assert parts.session.broken == []
+
+
+async def test_that_others_take_this_rank_for_lost_is_no_news_to_it(parts: Parts) -> None:
+    parts.reporter.hear(11, {"rank": 1, **news_of(PeerLostError(0, "it was silent"))})
+    assert parts.session.broken == []
+    parts.reporter.hear(11, {"rank": 1, **news_of(PeerLostError(2, "it was silent"))})
+    assert [str(error) for error in parts.session.broken] == ["rank 2 was lost: it was silent"]
+
+
+async def test_who_has_closed_it_because_of_a_loss_breaks_it(parts: Parts) -> None:
+    parts.reporter.hear(11, {"rank": 1, "kind": "closed", "lost": 2, "reason": "its connection ended"})
+    parts.reporter.hear(11, {"rank": 1, "kind": "closed", "lost": 0, "reason": "its connection ended"})
+    parts.reporter.hear(11, {"rank": 1, "kind": "closed", "lost": [], "reason": "its connection ended"})
+    assert [str(error) for error in parts.session.broken] == [
+        "rank 2 was lost: its connection ended",
+        "rank 1 was lost: it has given this rank up: its connection ended",
+        "rank 1 reports an error that cannot be read, of the kind 'lost'",
+    ]
+    parts.reporter.lose(11, "its process ended")
+    assert len(parts.session.broken) == 3, "it had closed this comm"
+
+
+async def test_a_lost_rank_breaks_it_unless_it_had_closed(parts: Parts) -> None:
+    parts.reporter.lose(11, "")
+    assert parts.session.broken == [], "it has left in good order"
+    parts.reporter.hear(11, {"rank": 1, "kind": "closed"})
+    parts.reporter.lose(11, "its process ended")
+    assert parts.session.broken == [], "it had closed this comm"
+    parts.reporter.lose(12, "its process ended")
+    (error,) = parts.session.broken
+    assert isinstance(error, PeerLostError)
+    assert error.args == (2, "its process ended")
+
+
+async def test_a_difference_names_both_sides(parts: Parts) -> None:
+    sides = [{"op": "barrier()", "site": "a.py:1 in f"}, {}]
+    parts.reporter.hear(99, {"kind": "differs", "seq": 4, "jobs": [12, 10], "sides": sides})  # by the job's root
+    (error,) = parts.session.broken
+    assert isinstance(error, CollectiveMismatchError)
+    assert error.args == (4, 2, "barrier()", 0, "something that it does not remember", "a.py:1 in f", "")
+
+
+# -- on real channels -------------------------------------------------------------------------------------------------
+
+
+async def test_states_of_the_others() -> None:
+    async with loopback_world(3) as comms:
+        works = [comm.barrier() for comm in comms[:2]]
+        reporter = comms[0]._session.reporter
+        assert reporter is not None
+        states = await reporter.states([1, 2], 10)
+        assert [states[rank].collectives for rank in (1, 2)] == [1, 0]
+        assert await reporter.ask([], 10, what="state") == {}
+        comms[2].barrier()
+        await asyncio.gather(*works)
+
+
+async def test_asking_a_channel_that_has_ended() -> None:
+    async with loopback_world(2) as (a, b):
+        pass
+    reporter = a._session.reporter
+    assert reporter is not None
+    async with asyncio.timeout(10):
+        assert await reporter.ask([1], 60, what="state") == {}
+    del b
+
+
+async def test_a_comm_that_was_dropped_is_not_kept_alive() -> None:
+    async with loopback_world(2) as (a, b):
+        making = asyncio.ensure_future(b.dup("child")._connect())
+        child = await a.dup("child")
+        other = await making
+        reporter = child._session.reporter
+        assert reporter is not None
+        reference = reporter._session
+        with pytest.warns(ResourceWarning, match="never closed"):
+            del child
+            gc.collect()
+        for _ in range(1000):
+            if reference() is None:
+                break
+            await asyncio.sleep(0.001)
+            gc.collect()
+        assert reference() is None
+        other.abort("its peer is gone")
+        await other.aclose()
+
+
+async def test_a_split_comm_has_ranks_of_its_own() -> None:
+    async with loopback_world(3) as comms:
+
+        async def part(comm: Comm) -> Comm | None:
+            return await comm.split([2, 1], "turned")
+
+        children = await asyncio.gather(*(part(comm) for comm in comms[1:]))
+        one, two = children
+        assert one is not None
+        assert two is not None
+        assert isinstance(one._session.seat.family.channel, Channel)
+        work = one.barrier()
+        two.abort("enough")  # rank 2 of the job, rank 0 here
+        with pytest.raises(AbortedError, match="aborted by rank 0: enough"):
+            await work
+        await asyncio.gather(*(comm.barrier() for comm in comms))
+        await asyncio.gather(one.aclose(), two.aclose())
+
+
+async def test_how_many_collectives_are_done(parts: Parts) -> None:
+    parts.session.works = [parts.issue(REDUCE, 2), parts.issue(Send(torch.float32, 3, 1, 0), 0)]
+    assert parts.reporter.answer({"what": "state"})["finished"] == 2, "of three, of which one is not"

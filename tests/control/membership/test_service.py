@@ -1,0 +1,488 @@
+"""The agreement over the control channel: nodes that are wired to each other, without sockets or threads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from asynccomm.control.membership import service as elections_module
+from asynccomm.control.membership.messages import Again, Committed, Decided, LeftOut, Order, Over, Refused, Who
+from asynccomm.control.membership.service import Elections
+from asynccomm.control.router import Node
+from asynccomm.control.transport.framing import Message
+from asynccomm.control.transport.topology import Contact, Roster
+
+KEY = "comm"
+
+
+class Wire:
+    """One end of a connection between two nodes of a test."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job, self.rank = job, rank
+        self.other: Wire | None = None
+        self.open = True
+
+    def send(self, message: Message) -> None:
+        assert self.other is not None
+        if self.open and not self.job.ranks[self.rank].dead:
+            text = json.dumps(message)
+            self.job.loop.call_soon(self.other.receive, text)
+
+    def receive(self, text: str) -> None:
+        rank = self.job.ranks[self.rank]
+        if self.open and not rank.dead:
+            if rank.stopped:
+                rank.unread.append(lambda: self.receive(text))
+            else:
+                rank.node.received(self, json.loads(text))
+
+    def close(self) -> None:
+        assert self.other is not None
+        if self.open:
+            self.open = False
+            self.job.loop.call_soon(self.other.end)
+
+    def end(self) -> None:
+        rank = self.job.ranks[self.rank]
+        if self.open and not rank.dead:
+            if rank.stopped:
+                rank.unread.append(self.end)
+                return
+            self.open = False
+            rank.node.ended(self, "its control connection ended")
+            self.job.climb(rank)
+
+
+class Rank:
+    def __init__(self, job: Job, rank: int, roster: Roster) -> None:
+        self.job = job
+        self.dead = self.stopped = False
+        self.unread: list[Callable[[], object]] = []
+        self.orders: list[Order] = []
+        self.guests: list[tuple[str, Message]] = []
+        self.node = Node(rank, roster, self.deliver, self.gone)
+        self.elections = Elections(self.node, job.loop, self)
+
+    def send(self, name: str, message: Message) -> None:
+        self.guests.append((name, message))
+
+    def deliver(self, message: Message) -> None:
+        match message["kind"]:
+            case "report":
+                self.elections.hear_report(message)
+            case "order":
+                self.elections.hear_order(message)
+            case "poll":
+                self.elections.hear_poll(message, [KEY].__contains__)
+            case "here":
+                self.elections.here(message["from"])
+
+    def gone(self, rank: int, how: str) -> None:
+        self.elections.gone(rank, how)
+        self.job.loop.call_soon(self.job.climb, self)
+        if self.node.is_root:
+            self.job.loop.call_soon(self.elections.attached)
+
+    def ask(self, proposal: Sequence[Who] | None = None, wait: float = 60.0) -> None:
+        self.elections.ask(KEY, self.job.all, proposal, wait, self.orders.append)
+
+    @property
+    def decision(self) -> str:
+        """What was decided last."""
+        return [order for order in self.orders if isinstance(order, Decided)][-1].decision.key
+
+    @property
+    def members(self) -> Sequence[Who]:
+        return [order for order in self.orders if isinstance(order, Decided)][-1].decision.members
+
+    def said(self) -> list[str]:
+        return [type(order).__name__ for order in self.orders]
+
+    def die(self) -> None:
+        self.dead = True
+        self.elections.close()
+        for link in self.node.links:
+            assert isinstance(link, Wire)
+            link.close()
+
+    def go_on(self) -> None:
+        self.stopped = False
+        unread, self.unread = self.unread, []
+        for call in unread:
+            call()
+
+
+class Job:
+    def __init__(self, size: int) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.all = list(range(size))
+        roster = [Contact(rank, "host", 1, f"name {rank}") for rank in self.all]
+        self.ranks = [Rank(self, rank, Roster(roster)) for rank in self.all]
+        for rank in self.ranks:
+            self.climb(rank)
+
+    def climb(self, rank: Rank) -> None:
+        above = rank.node.above
+        if rank.dead or rank.node.up is not None or above is None:
+            return
+        chief = self.ranks[above]
+        if chief.dead:
+            rank.node.give_up(above, "nobody listens")
+            self.climb(rank)
+            return
+        problem = chief.node.refusal(rank.node.rank)
+        if problem:
+            rank.node.fence(problem)
+            return
+        up, down = Wire(self, rank.node.rank), Wire(self, above)
+        up.other, down.other = down, up
+        chief.node.welcome(rank.node.rank, down)
+        rank.node.attach(above, up)
+        rank.elections.attached()
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.elections.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def heard(ranks: Sequence[Rank], kind: type) -> None:
+    await until(lambda: all(any(isinstance(order, kind) for order in rank.orders) for rank in ranks))
+
+
+async def commit(ranks: Sequence[Rank]) -> None:
+    for rank in ranks:
+        rank.elections.prepared(KEY, rank.decision)
+    await heard(ranks, Committed)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+async def test_all_ask_and_go_on(size: int) -> None:
+    job = Job(size)
+    for rank in job.ranks:
+        rank.ask()
+    await heard(job.ranks, Decided)
+    assert {rank.decision for rank in job.ranks} == {job.ranks[0].decision}
+    assert tuple(job.ranks[0].members) == tuple(range(size))
+    assert not any(rank.elections.lingers for rank in job.ranks)
+    await commit(job.ranks)
+    await heard(job.ranks, Over)
+    for rank in job.ranks:
+        assert rank.said() == ["Decided", "Committed", "Over"]
+        assert not rank.elections.lingers
+    job.close()
+
+
+async def test_who_has_committed_lingers_until_all_have() -> None:
+    job = Job(3)
+    for rank in job.ranks:
+        rank.ask()
+    await heard(job.ranks, Decided)
+    job.ranks[2].elections.prepared(KEY, job.ranks[2].decision)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    job.ranks[2].stopped = True  # it does not read the commit
+    for rank in job.ranks[:2]:
+        rank.elections.prepared(KEY, rank.decision)
+    await heard(job.ranks[:2], Committed)
+    waiting = [asyncio.ensure_future(rank.elections.settled()) for rank in job.ranks[:2]]
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert [rank.elections.lingers for rank in job.ranks] == [True, True, False]
+    assert not any(task.done() for task in waiting)
+    job.ranks[2].go_on()
+    async with asyncio.timeout(10):
+        await asyncio.gather(*waiting)
+    job.close()
+
+
+async def test_a_failure_makes_all_try_again() -> None:
+    job = Job(2)
+    for rank in job.ranks:
+        rank.ask()
+    await heard(job.ranks, Decided)
+    first = job.ranks[0].decision
+    job.ranks[1].elections.failed(KEY, first, "no route")
+    await heard(job.ranks, Again)
+    await until(lambda: job.ranks[0].decision != first)
+    await until(lambda: job.ranks[1].decision != first)
+    assert "no route" in next(order.why for order in job.ranks[0].orders if isinstance(order, Again))
+    await commit(job.ranks)
+    job.close()
+
+
+async def test_a_rank_that_gives_up_takes_no_part_any_more() -> None:
+    job = Job(3)
+    job.ranks[1].ask()
+    job.ranks[1].elections.give_up(KEY)
+    job.ranks[1].elections.give_up(KEY)
+    job.ranks[1].elections.prepared(KEY, "late")
+    job.ranks[1].elections.failed(KEY, "late", "late")
+    for rank in (job.ranks[0], job.ranks[2]):
+        rank.ask()
+    await heard([job.ranks[0], job.ranks[2]], Decided)
+    assert job.ranks[0].members == (0, 2)
+    job.ranks[1].ask()
+    assert job.ranks[1].orders == [LeftOut("it has given up waiting for that")]
+    job.ranks[0].die()  # the next one is told, too
+    await until(lambda: job.ranks[2].decision != job.ranks[0].decision)
+    assert job.ranks[2].members == (2,)
+    job.close()
+
+
+async def test_a_rank_that_is_given_up_does_not_go_on_alone() -> None:
+    job = Job(3)
+    job.ranks[1].ask()
+    job.ranks[0].node.give_up(1, "it was silent")
+    await until(lambda: bool(job.ranks[1].node.fenced))
+    assert [type(order) for order in job.ranks[1].orders] == [LeftOut]
+    assert "it was silent" in str(job.ranks[1].orders[0])
+    job.ranks[1].ask()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert job.ranks[1].said() == ["LeftOut", "LeftOut"]
+    assert not job.ranks[1].elections.lingers
+    for rank in (job.ranks[0], job.ranks[2]):
+        rank.ask()
+    await heard([job.ranks[0], job.ranks[2]], Decided)
+    assert job.ranks[2].members == (0, 2)
+    job.close()
+
+
+async def test_a_root_that_is_given_up_is_told() -> None:
+    job = Job(3)
+    job.ranks[0].stopped = True
+    for rank in job.ranks[1:]:
+        rank.ask()
+        rank.node.heard[0] -= 60
+        rank.elections.look_around()
+    await heard(job.ranks[1:], Decided)
+    assert job.ranks[1].members == (1, 2)
+    await commit(job.ranks[1:])
+    job.ranks[0].go_on()
+    await until(lambda: bool(job.ranks[0].node.fenced))
+    job.ranks[0].ask()
+    assert job.ranks[0].said() == ["LeftOut"]
+    job.close()
+
+
+async def test_who_was_stopped_itself_gives_nobody_up_before_it_has_read_what_came() -> None:
+    job = Job(3)
+    rank = job.ranks[1]
+    rank.ask()
+    rank.elections.look_around()
+    rank.node.heard[0] -= 60
+    rank.elections._looked -= 60
+    rank.elections.look_around()
+    assert not rank.node.gone
+    rank.elections.look_around()
+    assert not rank.node.gone
+    rank.node.heard[0] -= 60
+    rank.elections.look_around()
+    assert 0 in rank.node.gone
+    job.close()
+
+
+async def test_who_is_silent_is_not_waited_for() -> None:
+    job = Job(3)
+    for rank in job.ranks[:2]:
+        rank.ask()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert job.ranks[0].said() == []
+    job.ranks[0].node.heard[2] -= 60
+    job.ranks[0].elections.look_around()
+    await heard(job.ranks[:2], Decided)
+    assert job.ranks[0].members == (0, 1)
+    await commit(job.ranks[:2])
+    job.ranks[2].ask()
+    await heard(job.ranks[2:], LeftOut)
+    job.close()
+
+
+async def test_who_comes_late_to_those_that_have_gone_on() -> None:
+    job = Job(3)
+    job.ranks[2].elections.followed(KEY, [0, 1])
+    job.ranks[1].elections.followed(KEY, [0, 1])
+    job.ranks[2].ask()
+    assert job.ranks[2].orders == [LeftOut("ranks [0, 1] have gone on")]
+    for rank in job.ranks[:2]:
+        rank.ask([0, 1])
+    await heard(job.ranks[:2], Decided)
+    job.close()
+
+
+async def test_who_asks_while_the_others_have_gone_on() -> None:
+    job = Job(2)
+    job.ranks[1].ask()
+    job.ranks[1].elections.followed("another", [0])
+    assert job.ranks[1].orders == []
+    job.ranks[1].elections.followed(KEY, [0])
+    assert job.ranks[1].orders == [LeftOut("ranks [0] have gone on")]
+    job.close()
+
+
+@pytest.mark.parametrize("when", ["asked", "decided", "prepared", "committed"])
+async def test_the_root_dies(when: str) -> None:
+    job = Job(3)
+    for rank in job.ranks:
+        rank.ask()
+        if when == "asked":
+            break
+    if when == "asked":
+        job.ranks[1].ask()
+    else:
+        await heard(job.ranks, Decided)
+    first = None if when == "asked" else job.ranks[1].decision
+    if when in ("prepared", "committed"):
+        for rank in job.ranks[1:]:
+            rank.elections.prepared(KEY, rank.decision)
+    if when == "committed":
+        job.ranks[2].stopped = True
+        job.ranks[0].elections.prepared(KEY, job.ranks[0].decision)
+        await heard(job.ranks[1:2], Committed)
+    job.ranks[0].die()
+    if when == "asked":
+        job.ranks[2].ask()
+    if when == "committed":
+        job.ranks[2].go_on()
+        await heard(job.ranks[2:], Committed)  # of what rank 1 has
+        assert job.ranks[2].decision == first
+        await heard(job.ranks[1:], Over)
+    else:
+        await until(lambda: all(rank.orders and rank.members == (1, 2) for rank in job.ranks[1:]))
+        assert job.ranks[1].decision == job.ranks[2].decision != first
+        await commit(job.ranks[1:])
+    job.close()
+
+
+async def test_a_rank_that_closes_the_comm_is_not_waited_for() -> None:
+    job = Job(2)
+    job.ranks[0].ask()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    job.ranks[0].elections.left(KEY, 1)
+    job.ranks[0].elections.left("another", 1)
+    await heard(job.ranks[:1], Decided)
+    assert job.ranks[0].members == (0,)
+    job.close()
+
+
+async def test_a_rank_that_left_before_anybody_asked_is_not_waited_for() -> None:
+    job = Job(3)
+    job.ranks[0].elections.left(KEY, 1)
+    job.ranks[2].elections.give_up(KEY)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    job.ranks[0].ask()
+    await heard(job.ranks[:1], Decided)
+    assert job.ranks[0].members == (0,)
+    job.close()
+
+
+async def test_of_comms_long_past_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elections_module, "ORDERS", 2)
+    job = Job(2)
+    for key in ("a", "b", KEY):
+        job.ranks[0].elections.left(key, 1)
+    assert len(job.ranks[0].elections._left) == 2
+    job.ranks[0].ask()
+    await heard(job.ranks[:1], Decided)
+    assert len(job.ranks[0].elections._left) == 1
+    job.close()
+
+
+async def test_wishes_that_differ_are_refused_and_may_be_repeated() -> None:
+    job = Job(2)
+    job.ranks[0].ask([0, 1])
+    job.ranks[1].ask([1])
+    await heard(job.ranks, Refused)
+    for rank in job.ranks:
+        rank.orders.clear()
+        rank.ask([1, 0])
+    await heard(job.ranks, Decided)
+    assert job.ranks[0].members == (1, 0)
+    job.close()
+
+
+async def test_a_wait_has_an_end() -> None:
+    job = Job(2)
+    job.ranks[1].ask(wait=0.05)
+    await heard(job.ranks[1:], Decided)
+    assert job.ranks[1].members == (1,)
+    job.close()
+
+
+async def test_newcomers_are_answered() -> None:
+    job = Job(1)
+    root = job.ranks[0]
+    report: dict[str, Any] = {
+        "state": "wants",
+        "attempt": 0,
+        "proposal": None,
+        "wait": None,
+        "decision": None,
+        "why": "",
+        "mistake": False,
+    }
+    root.elections.take_report(KEY, [0], "new", report)
+    root.ask([0, "new"])
+    await heard([root], Decided)
+    assert root.members == (0, "new")
+    assert [(name, message["comm"]) for name, message in root.guests] == [("new", KEY)]
+    root.elections.gone("new", "it died")
+    await heard([root], Again)
+    await until(lambda: root.members == (0,))
+    job.close()
+
+
+async def test_nonsense_is_told_from_reports(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(1)
+    elections = job.ranks[0].elections
+    for message in ({}, {"comm": 1, "ranks": [0]}, {"comm": KEY, "ranks": ["0"]}, {"comm": KEY, "ranks": 0}):
+        with pytest.raises(ValueError, match="a report of no comm"):
+            elections.hear_report({"from": 0, **message})
+    with caplog.at_level(logging.WARNING, "asynccomm"):
+        elections.take_report(KEY, [0], 0, {"state": "sleeps"})
+        job.ranks[0].ask()
+        elections.hear_order({"from": 3, "comm": KEY, "order": {"say": "boo"}})
+    assert "0 reports what it cannot" in caplog.text
+    assert "rank 3 coordinates what it cannot" in caplog.text
+    for message in ({"comm": "unknown", "order": 1}, {"comm": [1]}, {}):
+        elections.hear_order({"from": 0, **message})
+        elections.hear_poll({"from": 0, **message}, [KEY].__contains__)
+    elections.take_report("nobody asks", [0], 0, None)
+    elections.take_report("of no ranks", [], 0, {})
+    job.close()
+
+
+async def test_there_may_be_many_comms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elections_module, "ORDERS", 2)
+    job = Job(2)
+    rank = job.ranks[0]
+    for number in range(5):  # each waits for the other rank, and has a timer
+        rank.elections.ask(f"comm {number}", [0, 1], None, 0.01, rank.orders.append)
+        rank.elections.followed(f"other {number}", [1])
+    await until(lambda: len(rank.orders) == 2)  # the last two
+    assert not rank.elections._timers or len(rank.elections._timers) <= 2
+    assert len(rank.elections._out) == 2
+    job.close()
+
+
+async def test_closing_ends_the_timers() -> None:
+    job = Job(2)
+    job.ranks[0].ask(wait=0.01)
+    job.close()
+    await asyncio.sleep(0.03)
+    assert job.ranks[0].orders == []

@@ -1,0 +1,145 @@
+"""The ranks of a job without sockets: nodes, and links that carry messages one after the other, in any interleaving."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from asynccomm.control.router import ALL, HERE, Node
+from asynccomm.control.transport.framing import Message, encode
+from asynccomm.control.transport.topology import Contact, Roster
+
+
+class End:
+    """One end of a connection."""
+
+    def __init__(self, owner: Place) -> None:
+        self.owner = owner
+        self.other: End | None = None
+        self.coming: deque[Message | None] = deque()  # None: it has ended
+        self.open = True  # on this side
+        self.ended = False
+
+    def send(self, message: Message) -> None:
+        encode(message)  # it can be
+        assert self.other is not None
+        if self.open:
+            self.other.coming.append(message)
+
+    def close(self) -> None:
+        assert self.other is not None
+        if self.open:
+            self.open = False
+            self.other.coming.append(None)
+
+
+class Place:
+    """One rank."""
+
+    def __init__(self, tree: Tree, rank: int) -> None:
+        self.tree = tree
+        self.rank = rank
+        self.listens = True
+        self.runs = True
+        self.leaving = False
+        self.heard: list[Message] = []
+        self.gone: list[tuple[int, str]] = []
+        self.ends: list[End] = []
+        self.node = Node(rank, tree.roster, self._hear, lambda rank, how: self.gone.append((rank, how)))
+
+    def _hear(self, message: Message) -> None:
+        if message["kind"] != HERE:
+            self.heard.append(message)
+
+    def news(self) -> list[Any]:
+        return [message["what"] for message in self.heard if message["kind"] == "news"]
+
+    def kill(self) -> None:
+        self.runs = self.listens = False
+        for end in self.ends:
+            end.close()
+            end.coming.clear()
+
+    def leave(self) -> None:
+        self.leaving = True
+        self.node.depart()
+
+    def receive(self, end: End) -> None:
+        message = end.coming.popleft()
+        if message is None:
+            end.ended = True
+            if end.open:
+                end.open = False
+                assert end.other is not None
+                end.other.coming.append(None)
+                self.node.ended(end, "its connection ended")
+        elif end.open:
+            self.node.received(end, message)
+
+    def climb(self) -> None:
+        above = self.node.above
+        assert above is not None
+        there = self.tree.places[above]
+        if problem := there.node.refusal(self.rank):
+            self.node.fence(problem)
+            return
+        mine, theirs = End(self), End(there)
+        mine.other, theirs.other = theirs, mine
+        self.ends.append(mine)
+        there.ends.append(theirs)
+        there.node.welcome(self.rank, theirs)
+        self.node.attach(above, mine)
+
+
+class Tree:
+    """All of them. ``hosts`` has a letter for each rank."""
+
+    def __init__(self, hosts: str, seed: int = 0) -> None:
+        self.roster = Roster(Contact(rank, host, rank, local="x") for rank, host in enumerate(hosts))
+        self.places = [Place(self, rank) for rank in range(len(hosts))]
+        self.choice = random.Random(seed)
+
+    @property
+    def running(self) -> list[Place]:
+        return [place for place in self.places if place.runs]
+
+    def steps(self) -> list[Callable[[], object]]:
+        """What can happen next."""
+        found: list[Callable[[], object]] = []
+        for place in self.running:
+            above = place.node.above
+            if place.leaving and place.node.departed:
+                found.append(partial(self._gone, place))
+            if place.node.up is None and above is not None and self.places[above].listens:
+                found.append(place.climb)
+            found += [partial(place.receive, end) for end in place.ends if end.coming]
+        return found or self.late_steps()
+
+    def late_steps(self) -> list[Callable[[], object]]:
+        """What happens only after some time in which nothing else did."""
+        found: list[Callable[[], object]] = []
+        for place in self.running:
+            missed = place.node.absent if place.node.above is None else [place.node.above]
+            for rank in missed:
+                if not self.places[rank].listens:
+                    found.append(partial(place.node.give_up, rank, "it does not listen"))
+        return found or [partial(self._gone, place) for place in self.running if place.leaving]
+
+    def _gone(self, place: Place) -> None:
+        place.runs = place.listens = False
+        for end in place.ends:
+            end.close()
+
+    def settle(self, steps: int | None = None) -> None:
+        """Let happen what can, or so much of it."""
+        done = 0
+        while (steps is None or done < steps) and (possible := self.steps()):
+            self.choice.choice(possible)()
+            done += 1
+            assert done < 100_000, "it does not come to rest"
+
+    def tell(self, rank: int, what: Any) -> None:
+        self.places[rank].node.send(ALL, "news", what=what)

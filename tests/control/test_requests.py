@@ -1,0 +1,243 @@
+"""Asking and answering, and who looks on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from asynccomm.control import channel as module
+from asynccomm.control import requests as questions_module
+from asynccomm.control.requests import Questions
+from asynccomm.control.router import Node
+from asynccomm.control.subscribers import EVERY, Members
+from asynccomm.control.transport.framing import Decoder, Message, encode
+from asynccomm.control.transport.topology import Contact, Roster
+
+from .channel_pairs import HOSTS, Member, job, two_threads
+from .unauthenticated import until
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+
+@HOSTS
+async def test_questions_are_answered(hosts: str) -> None:
+    async with job(hosts) as found:
+        said = await asyncio.wrap_future(found.channels[3].ask("main", range(4), {"what": "now"}, 10))
+        assert said == {rank: {"asked": {"what": "now"}, "on": "asynccomm control"} for rank in range(4)}
+        assert await asyncio.wrap_future(found.channels[0].ask("other", [1], {"what": "now"}, 10)) == {1: {}}
+        assert await asyncio.wrap_future(found.channels[0].ask("main", [], {}, 10)) == {}
+        assert await asyncio.wrap_future(found.channels[0].ask("main", [77], {}, 10)) == {}
+
+
+async def test_a_question_that_cannot_be_answered(caplog: pytest.LogCaptureFixture) -> None:
+    async with job("aa") as found:
+        said = await asyncio.wrap_future(found.channels[0].ask("main", [1], {"bad": "luck"}, 10))
+        assert said == {1: {"problem": "ZeroDivisionError: luck"}}
+
+
+async def test_who_is_lost_meanwhile_is_not_waited_for() -> None:
+    async with job("aaa") as found:
+        found.channels[2]._node.send = lambda *args, **kwargs: None  # type: ignore[method-assign]  # it says nothing
+        asking = found.channels[0].ask("main", [1, 2], {"what": 1}, 60)
+        await found.kill(2)
+        said = await asyncio.wait_for(asyncio.wrap_future(asking), 20)
+        assert sorted(said) == [1]
+        assert await asyncio.wrap_future(found.channels[0].ask("main", [2], {"what": 1}, 60)) == {}
+
+
+async def test_asking_ends_when_the_channel_does() -> None:
+    async with job("aa") as found:
+        found.channels[1]._node.send = lambda *args, **kwargs: None  # type: ignore[method-assign]
+        asking = found.channels[0].ask("main", [1], {"what": 1}, 60)
+        await found.kill(0)
+        assert await asyncio.wait_for(asyncio.wrap_future(asking), 20) == {}
+
+
+async def test_a_rank_whose_control_thread_is_stuck_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PULSE_SECONDS", 0.02)
+    zero, one, own = await two_threads(monkeypatch)
+    one.enroll("main", Member())
+    assert 1 in await asyncio.wrap_future(zero.ask("main", [1], {}, 10))
+    assert zero.silence(0) is None
+    release = threading.Event()
+    own.call(release.wait)
+    await until(lambda: (zero.silence(1) or 0) > 0.2, "silence")
+    assert await asyncio.wrap_future(zero.ask("main", [1], {}, 0.05)) == {}
+    assert zero.gone == {}, "it may still come back"
+    release.set()
+    await until(lambda: (zero.silence(1) or 0) < 0.2, "it to be heard again")
+    await asyncio.gather(zero.aclose(), one.aclose())
+    own.join()
+    assert not own._thread.is_alive()
+
+
+async def test_who_looks_on_is_told_about_all_ranks() -> None:
+    async with job("aaa") as found:
+        await found.kill(2)
+        await found.lost(2, [0, 1])
+        reader, writer = await asyncio.open_unix_connection("\0" + found.channels[1].roster.contacts[1].local)
+        writer.write(encode({"look": True, "stacks": False}))
+        decoder = Decoder(1 << 20)
+        decoder.feed(await reader.read())
+        shown = []
+        while (message := decoder.next()) is not None:
+            shown.append(message)
+        said = {rank: answer for message in shown for rank, answer in message.get("said", {}).items()}
+        assert sorted(said) == ["0", "1"]
+        assert said["0"]["comms"]["main"]["asked"]["what"] == "state"
+        assert "ended" in shown[-1]["gone"]["2"]
+        writer.close()
+
+
+# -- alone ------------------------------------------------------------------------------------------------------------
+
+
+class Line:
+    """To another rank, or to somebody who looks on: keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    def close(self) -> None:
+        pass
+
+    def take(self, kind: str) -> list[Message]:
+        found = [message for message in self.sent if message.get("kind") == kind]
+        self.sent.clear()
+        return found
+
+
+class Side:
+    """Rank 0 of three, with lines to the others."""
+
+    def __init__(self) -> None:
+        self.node = Node(0, Roster(Contact(rank, "h", rank, "x") for rank in range(3)), lambda _: None, self._gone)
+        self.members = Members(self.node.gone)
+        self.questions = Questions(self.node, self.members)
+        self.lines = {rank: Line() for rank in (1, 2)}
+        for rank, line in self.lines.items():
+            self.node.welcome(rank, line)
+
+    def _gone(self, rank: int, how: str) -> None:
+        self.questions.gone(rank)
+
+    def reply(self, rank: int, answer: object, number: object = 0) -> None:
+        self.questions.hear_reply({"from": rank, "number": number, "answer": answer})
+
+
+async def begun(side: Side, timeout: float = 60.0, question: Message | None = None) -> asyncio.Task[dict[int, Message]]:
+    sent = len(side.lines[2].sent)
+    task = asyncio.ensure_future(side.questions.gather("main", [1, 2], question or {"what": 1}, timeout))
+    await until(lambda: len(side.lines[2].sent) > sent, "the question")
+    return task
+
+
+async def test_answers_come_in_any_order_and_count_once() -> None:
+    side = Side()
+    task = await begun(side)
+    (asked,) = side.lines[1].take("ask")
+    assert (asked["comm"], asked["question"], asked["number"]) == ("main", {"what": 1}, 0)
+    side.reply(2, {"b": 1})
+    side.reply(2, {"b": 2})
+    side.reply(0, {"nobody": "has asked it"})
+    side.reply(1, {"another": "question"}, number=7)
+    side.reply(1, {"a": 1})
+    assert await task == {2: {"b": 1}, 1: {"a": 1}}
+    side.reply(1, {"too": "late"})
+
+
+async def test_each_question_has_its_own_answers() -> None:
+    side = Side()
+    first, second = await begun(side), await begun(side)
+    for number in (1, 0):
+        for rank in (1, 2):
+            side.reply(rank, {"to": number}, number)
+    assert (await first)[1] == {"to": 0}
+    assert (await second)[1] == {"to": 1}
+
+
+async def test_who_goes_is_not_waited_for_and_who_is_gone_not_asked() -> None:
+    side = Side()
+    task = await begun(side)
+    side.node.give_up(2, "it was silent")
+    side.reply(1, {"a": 1})
+    assert await task == {1: {"a": 1}}
+    assert await side.questions.gather("main", [2], {}, 60.0) == {}
+
+
+async def test_what_came_in_time_counts() -> None:
+    side = Side()
+    task = await begun(side, timeout=0.01)
+    side.reply(1, {"a": 1})
+    assert await task == {1: {"a": 1}}
+
+
+async def test_nobody_waits_any_longer_once_it_is_closed() -> None:
+    side = Side()
+    task = await begun(side)
+    side.reply(1, {"a": 1})
+    side.questions.close()
+    assert await task == {1: {"a": 1}}
+    assert await side.questions.gather("main", [1], {}, 60.0) == {}
+
+
+@pytest.mark.parametrize(("number", "answer"), [(None, {}), ("0", {}), (True, {}), (0, None), (0, [1])])
+def test_replies_that_are_none(number: object, answer: object) -> None:
+    with pytest.raises(ValueError, match="no reply"):
+        Side().reply(1, answer, number)
+
+
+def test_a_question_has_its_answer_sent() -> None:
+    side = Side()
+    side.members.enroll("main", Member())
+    side.questions.hear_question({"from": 1, "comm": "main", "question": {"what": 1}, "number": 5})
+    (reply,) = side.lines[1].take("reply")
+    assert reply["to"] == 1
+    assert reply["number"] == 5
+    assert reply["answer"]["asked"] == {"what": 1}
+
+
+@pytest.mark.parametrize("message", [{}, {"comm": 1, "question": {}}, {"comm": "main", "question": "what"}])
+def test_questions_that_are_none(message: Message) -> None:
+    with pytest.raises(ValueError, match="a question of no comm"):
+        Side().questions.hear_question({"from": 1, **message})
+
+
+def test_stacks_are_left_out_of_answers_that_would_be_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Talkative(Member):
+        def answer(self, question: Message) -> Message:
+            return {"stacks": "x" * 1000 if question["stacks"] else ""}
+
+    side = Side()
+    side.members.enroll("main", Talkative())
+    question = {"from": 1, "comm": EVERY, "question": {"stacks": True}}
+    side.questions.hear_question(question)
+    monkeypatch.setattr(questions_module, "ANSWER_BYTES", 500)
+    side.questions.hear_question(question)
+    long, short = side.lines[1].take("reply")
+    assert long["answer"]["comms"]["main"]["stacks"]
+    assert not short["answer"]["comms"]["main"]["stacks"]
+
+
+async def test_an_onlooker_is_shown_each_rank_and_who_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(questions_module, "PING_SECONDS", 0.0)
+    monkeypatch.setattr(questions_module, "ANSWER_SECONDS", 0.05)
+    side, onlooker = Side(), Line()
+    side.node.give_up(2, "it was silent")
+    showing = asyncio.ensure_future(side.questions.show(onlooker, [0, 1, 2], False))
+    await showing
+    last = onlooker.sent[-1]
+    assert set(last) == {"silent", "gone", "doors"}
+    assert 1 in last["silent"]
+    assert last["gone"] == {2: "it was silent"}
+    assert last["doors"] == dict.fromkeys(range(3), "x")
+    assert {message["question"]["what"] for message in side.lines[1].take("ask")} == {"ping", "state"}
+    nobody = Line()
+    await side.questions.show(nobody, [], False)
+    assert len(nobody.sent) == 1
+    assert nobody.sent[0]["silent"] == {}

@@ -1,0 +1,386 @@
+"""The tree of ranks, without a socket: whatever way they go, all hear of it, and of all news."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asynccomm.control import router as module
+from asynccomm.control.router import ALL, ROOT
+from asynccomm.control.transport.framing import Message
+
+from .simulated_tree import End, Place, Tree
+
+HOSTS: Any = st.text("abc", min_size=1, max_size=8)
+ONE_HOST: Any = st.text("a", min_size=1, max_size=8)
+
+
+def up(hosts: str) -> Tree:
+    """A tree in which all have found each other."""
+    tree = Tree(hosts)
+    tree.settle()
+    return tree
+
+
+def end_of(place: Place) -> End:
+    """The connection upwards."""
+    link = place.node.up
+    assert isinstance(link, End)
+    return link
+
+
+# -- ways -------------------------------------------------------------------------------------------------------------
+
+
+@given(HOSTS, st.integers(0, 1000))
+def test_each_rank_reaches_each_other(hosts: str, seed: int) -> None:
+    tree = Tree(hosts, seed)
+    tree.settle()
+    for one in tree.places:
+        for other in tree.places:
+            one.node.send(other.rank, "ask", what=(one.rank, other.rank))
+        one.node.send(ROOT, "ask", what=(one.rank, "root"))
+    tree.settle()
+    for one in tree.places:
+        expected = {(other.rank, one.rank) for other in tree.places}
+        if one.rank == 0:
+            expected |= {(other.rank, "root") for other in tree.places}
+        assert {message["what"] for message in one.heard} == expected
+        assert len(one.heard) == len(expected)
+
+
+@given(HOSTS, st.integers(0, 1000))
+def test_what_is_for_all_reaches_all_in_one_order_from_the_very_beginning(hosts: str, seed: int) -> None:
+    tree = Tree(hosts, seed)
+    for rank in range(len(hosts)):
+        tree.tell(rank, (rank, 0))  # nobody is connected yet
+        tree.settle(3)
+        tree.tell(rank, (rank, 1))
+    tree.settle()
+    news = [place.news() for place in tree.places]
+    assert sorted(news[0]) == sorted((rank, n) for rank in range(len(hosts)) for n in range(2))
+    assert all(sorted(one) == sorted(news[0]) for one in news)
+    for rank in range(len(hosts)):
+        tree.tell(rank, (rank, 2))
+    tree.settle()
+    assert all(place.news()[-len(hosts) :] == tree.places[0].news()[-len(hosts) :] for place in tree.places)
+
+
+def test_messages_for_who_is_not_there_go_nowhere() -> None:
+    tree = up("aab")
+    tree.places[2].node.send(9, "ask", what=1)
+    tree.places[1].kill()
+    tree.settle()
+    tree.places[0].node.send(1, "ask", what=2)
+    tree.settle()
+    assert not tree.steps()
+
+
+# -- going ------------------------------------------------------------------------------------------------------------
+
+
+def check_all_know(tree: Tree, dead: set[int], left: set[int]) -> None:
+    """All that still run have heard once of each that does not, and of nobody else; who left was not taken for lost."""
+    for place in tree.running:
+        found = dict(place.gone)
+        assert len(found) == len(place.gone), "told twice"
+        assert found.keys() == dead | left
+        assert all(bool(found[rank]) == (rank in dead) for rank in found), found
+
+
+def check_all_reach_each_other(tree: Tree) -> None:
+    """A message from each to each comes, once; also while what was for all is sent again."""
+    for place in tree.running:
+        place.heard = [message for message in place.heard if message["kind"] != "note"]
+        for other in tree.running:
+            place.node.send(other.rank, "note")
+    tree.settle()
+    for place in tree.running:
+        senders = [message["from"] for message in place.heard if message["kind"] == "note"]
+        assert sorted(senders) == [other.rank for other in tree.running]
+
+
+@given(HOSTS, st.integers(0, 10_000), st.data())
+def test_one_after_the_other(hosts: str, seed: int, data: st.DataObject) -> None:
+    tree = Tree(hosts, seed)
+    tree.settle()
+    dead: set[int] = set()
+    left: set[int] = set()
+    for rank in data.draw(st.permutations(range(len(hosts)))):
+        if data.draw(st.booleans()):
+            tree.places[rank].kill()
+            dead.add(rank)
+        else:
+            tree.places[rank].leave()
+            left.add(rank)
+        tree.settle()
+        assert not tree.places[rank].runs, "it waits for nobody who is not there"
+        check_all_know(tree, dead, left)
+        for place in tree.running:
+            tree.tell(place.rank, (rank, place.rank))
+        tree.settle()
+        expected = sorted((rank, place.rank) for place in tree.running)
+        assert all(sorted(what for what in place.news() if what[0] == rank) == expected for place in tree.running)
+        check_all_reach_each_other(tree)
+
+
+def meet_fates(tree: Tree, data: st.DataObject, stay: Callable[[int], object]) -> list[str]:
+    """Have each rank stay, die or leave at some time, in any order; returns what became of them."""
+    tree.settle(data.draw(st.integers(0, 40)))
+    size = len(tree.places)
+    fates = data.draw(st.lists(st.sampled_from(["stays", "dies", "leaves"]), min_size=size, max_size=size))
+    for rank in data.draw(st.permutations(range(size))):
+        if fates[rank] == "dies":
+            tree.places[rank].kill()
+        elif fates[rank] == "leaves":
+            tree.places[rank].leave()
+        else:
+            stay(rank)
+        tree.settle(data.draw(st.integers(0, 3)))
+    tree.settle()
+    return fates
+
+
+@settings(max_examples=200)
+@given(HOSTS, st.integers(0, 10_000), st.data())
+def test_all_at_once(hosts: str, seed: int, data: st.DataObject) -> None:
+    tree = Tree(hosts, seed)
+    fates = meet_fates(tree, data, lambda rank: None)
+    dead = {rank for rank, fate in enumerate(fates) if fate == "dies"}
+    for place in tree.running:
+        found = dict(place.gone)
+        assert len(found) == len(place.gone), "told twice"
+        assert {rank for rank in found if fates[rank] == "stays"} == set()
+        assert dead <= found.keys()
+    assert {place.rank for place in tree.running} == {rank for rank, fate in enumerate(fates) if fate == "stays"}
+
+
+@settings(max_examples=200)
+@given(ONE_HOST, st.integers(0, 10_000), st.data())
+def test_who_leaves_is_never_taken_for_lost_whoever_leaves_with_it(hosts: str, seed: int, data: st.DataObject) -> None:
+    tree = Tree(hosts, seed)
+    tree.settle(data.draw(st.integers(0, 40)))
+    leaving = data.draw(st.sets(st.integers(0, len(hosts) - 1)))
+    for rank in leaving:
+        tree.places[rank].leave()
+        tree.settle(data.draw(st.integers(0, 3)))
+    tree.settle()
+    check_all_know(tree, set(), leaving)
+    assert {place.rank for place in tree.running} == set(range(len(hosts))) - leaving
+
+
+def test_one_whose_goodbye_only_those_have_heard_who_leave_themselves() -> None:
+    tree = Tree("aaaaaa", 2)
+    tree.settle(10)
+    for rank, steps in ((0, 2), (1, 2), (2, 0), (4, 0)):
+        tree.places[rank].leave()
+        tree.settle(steps)
+    tree.settle()
+    check_all_know(tree, set(), {0, 1, 2, 4})
+
+
+def test_who_has_not_come_to_a_new_root_is_silent() -> None:
+    tree = Tree("aaa", 0)
+    tree.settle()
+    heir = tree.places[1].node
+    assert heir.silence(2) is None, "it has nothing to do with that one"
+    tree.places[2].runs = False  # it is stopped, and comes to nobody
+    tree.places[0].kill()
+    tree.settle()
+    assert heir.is_root
+    assert heir.silence(2) is not None
+    assert 2 not in heir.gone
+
+
+@settings(max_examples=200)
+@given(HOSTS, st.integers(0, 10_000), st.data())
+def test_news_of_those_who_stay_reach_all_who_stay(hosts: str, seed: int, data: st.DataObject) -> None:
+    tree = Tree(hosts, seed)
+    fates = meet_fates(tree, data, lambda rank: tree.tell(rank, rank))
+    staying = {rank for rank, fate in enumerate(fates) if fate == "stays"}
+    for place in tree.running:
+        assert staying <= set(place.news())
+        assert len(place.news()) == len(set(place.news())), "heard twice"
+
+
+def test_a_leader_that_leaves_tells_the_ranks_below_it() -> None:
+    tree = up("abb")
+    tree.places[1].leave()
+    tree.settle()
+    assert tree.places[2].gone == [(1, "")]
+    assert end_of(tree.places[2]).other in tree.places[0].ends
+
+
+def test_leaving_waits_until_those_below_have_heard() -> None:
+    tree = up("aab")
+    zero = tree.places[0]
+    assert not zero.node.departed
+    zero.leave()
+    assert not zero.node.departed
+    for place in tree.places[1:]:
+        while place.node.up is not None:
+            place.receive(end_of(place))
+        assert place.gone == [(0, "")]
+    for end in zero.ends:
+        while end.coming and end.open:
+            zero.receive(end)
+    assert zero.node.departed
+    assert zero.gone == []
+
+
+def test_who_is_alone_leaves_at_once() -> None:
+    tree = up("a")
+    tree.places[0].leave()
+    assert tree.places[0].node.departed
+
+
+def test_who_was_given_up_sees_all_others_gone() -> None:
+    tree = up("aabb")
+    tree.places[0].node.give_up(3, "it is silent")
+    tree.settle()
+    assert sorted(rank for rank, _ in tree.places[3].gone) == [0, 1, 2]
+    assert all("it goes on without rank 3: it is silent" in how for _, how in tree.places[3].gone)
+    for place in tree.places[:3]:
+        assert place.gone == [(3, "it is silent")]
+
+
+@given(HOSTS, st.integers(0, 1000), st.data())
+def test_whoever_gives_up_whom(hosts: str, seed: int, data: st.DataObject) -> None:
+    tree = Tree(hosts + "a", seed)  # two at least
+    tree.settle()
+    ranks = range(len(tree.places))
+    neighbours = [(rank, above) for rank in ranks if (above := tree.roster.above(rank, ())) is not None]
+    one, other = data.draw(st.sampled_from([*neighbours, *((above, rank) for rank, above in neighbours)]))
+    tree.places[one].node.give_up(other, "it is silent")
+    tree.settle()
+    assert sorted(rank for rank, _ in tree.places[other].gone) == [rank for rank in ranks if rank != other]
+    for place in tree.places:
+        if place.rank != other:
+            assert [rank for rank, _ in place.gone] == [other]
+
+
+def test_the_children_of_who_was_given_up_go_on() -> None:
+    tree = up("abb")
+    tree.places[0].node.give_up(1, "it is silent")
+    tree.settle()
+    assert tree.places[2].gone == [(1, "it is silent")] or tree.places[2].gone[0][0] == 1
+    assert end_of(tree.places[2]).other in tree.places[0].ends
+    tree.tell(2, "still here")
+    tree.settle()
+    assert "still here" in tree.places[0].news()
+
+
+def test_who_was_given_up_is_not_let_in_again() -> None:
+    tree = up("aab")
+    zero = tree.places[0].node
+    assert "is here already" in zero.refusal(1)
+    assert "there is no rank 7" in zero.refusal(7)
+    assert "there is no rank 0" in zero.refusal(0)
+    tree.places[1].kill()
+    tree.places[2].leave()
+    tree.settle()
+    assert zero.refusal(1) == "rank 1 was given up: its connection ended"
+    assert zero.refusal(2) == "rank 2 was given up: it has left"
+
+
+# -- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_go_on_its_way_waits() -> None:
+    tree = Tree("ab")
+    tree.places[1].node.send(ROOT, "ask", what=1)
+    tree.places[1].node.send(0, "ask", what=2)
+    tree.settle()
+    assert [message["what"] for message in tree.places[0].heard] == [1, 2]
+
+
+def test_what_waits_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "KEPT", 3)
+    tree = Tree("ab")
+    for number in range(5):
+        tree.places[1].node.send(ROOT, "ask", what=number)
+    tree.settle()
+    assert [message["what"] for message in tree.places[0].heard] == [2, 3, 4]
+
+
+def test_who_becomes_the_root_takes_what_waited_for_it() -> None:
+    tree = Tree("ab")
+    tree.places[0].kill()
+    tree.places[1].node.send(ROOT, "ask", what=1)
+    tree.tell(1, "mine")
+    tree.settle()
+    assert [message["what"] for message in tree.places[1].heard if message["kind"] == "ask"] == [1]
+    assert tree.places[1].news() == ["mine"]
+
+
+# -- heartbeats -------------------------------------------------------------------------------------------------------
+
+
+def test_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    tree = up("aabb")
+    assert tree.places[0].node.silence(0) is None
+    now += 5
+    tree.places[3].node.pulse()
+    tree.settle()
+    assert tree.places[2].node.silence(3) == 0
+    assert tree.places[0].node.silence(2) == 5
+    now += 1
+    tree.places[2].node.pulse()
+    tree.settle()
+    assert tree.places[0].node.silence(2) == 0
+    assert tree.places[0].node.silence(3) == 1, "told by its leader"
+    tree.places[0].node.listen_anew()
+    assert tree.places[0].node.silence(3) == 0
+    assert tree.places[3].node.silence(0) is None
+    assert tree.places[3].node.silence(2) == 0
+    assert not any(place.heard for place in tree.places), "nobody else is told of heartbeats"
+
+
+@pytest.mark.parametrize("ages", [{"9": 1}, {"x": 1}, {"2": "long"}, {"2": 10**400}, {"2": -1}, {"2": None}])
+def test_ages_that_are_none_are_left_out(ages: Any) -> None:
+    tree = up("abb")
+    link = tree.places[0].ends[0]
+    heard = dict(tree.places[0].node.heard)
+    tree.places[0].node.received(link, {"to": ROOT, "from": 1, "kind": "pulse", "ages": ages})
+    assert tree.places[0].node.heard.keys() == heard.keys()
+    assert (tree.places[0].node.silence(2) or 0) < 1000
+
+
+GOOD: Message = {"to": ALL, "from": 1, "kind": "news"}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {},
+        {**GOOD, "kind": 1},
+        {**GOOD, "from": "1"},
+        {**GOOD, "from": True},
+        {**GOOD, "from": 77},
+        {**GOOD, "to": "everybody"},
+        {**GOOD, "to": None},
+        {**GOOD, "to": [1]},
+        {**GOOD, "kind": "lost"},
+        {**GOOD, "kind": "lost", "rank": 77},
+        {**GOOD, "kind": "left", "rank": "0"},
+        {**GOOD, "kind": "lost", "rank": 0, "how": 5},
+        {**GOOD, "kind": "pulse", "to": ROOT, "ages": [1]},
+    ],
+)
+def test_what_no_node_has_sent(message: Message) -> None:
+    tree = up("ab")
+    with pytest.raises(ValueError):
+        tree.places[0].node.received(tree.places[0].ends[0], message)
+
+
+def test_what_comes_over_a_connection_that_was_given_up_is_nothing() -> None:
+    tree = up("ab")
+    tree.places[0].node.received(End(tree.places[0]), GOOD)
+    assert tree.places[0].heard == []

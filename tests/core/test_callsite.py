@@ -1,0 +1,106 @@
+"""Where a call came from."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import pytest
+import torch
+
+import asynccomm
+from asynccomm import Comm, ReduceOp
+from asynccomm.core import callsite
+from asynccomm.core.callsite import Site, call_site, show
+from asynccomm.testing.local import loopback_world
+
+PACKAGE = Path(asynccomm.__file__).parent
+
+
+def run_as(path: Path | str, source: str, **names: Any) -> dict[str, Any]:
+    exec(compile(source, str(path), "exec"), names)
+    return names
+
+
+def here(line: int, function: str) -> str:
+    return f"{__file__}:{line} in {function}"
+
+
+def line() -> int:
+    return sys._getframe(1).f_lineno
+
+
+def test_the_place_of_the_call() -> None:
+    assert show(call_site()) == here(line(), "test_the_place_of_the_call")
+
+
+def test_the_line_within_a_call_of_many_lines() -> None:
+    start = line()
+    found = [
+        None,
+        call_site(),
+    ]
+    assert show(found[1]) == here(start + 3, "test_the_line_within_a_call_of_many_lines")
+
+
+def test_the_package_itself_is_skipped() -> None:
+    inner = run_as(PACKAGE / "inner.py", "def outer(get):\n    return get()\n")["outer"]
+    assert show(inner(call_site)) == here(line(), "test_the_package_itself_is_skipped")
+
+
+def test_the_packages_tests_are_users() -> None:
+    path = PACKAGE / "testing" / "conformance" / "x.py"
+    outer = run_as(path, "def outer(get):\n    return get()\n")["outer"]
+    assert show(outer(call_site)) == f"{path}:2 in outer"
+
+
+def test_a_package_beside_it_is_not_it() -> None:
+    path = f"{PACKAGE}_more/x.py"
+    outer = run_as(path, "def outer(get):\n    return get()\n")["outer"]
+    assert show(outer(call_site)) == f"{path}:2 in outer"
+
+
+def test_nobody_has_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callsite, "_users", set())
+    monkeypatch.setattr(callsite, "_is_ours", lambda name: True)
+    assert call_site() is None
+    assert show(None) == ""
+
+
+def test_an_instruction_that_has_no_line() -> None:
+    code: CodeType = test_nobody_has_called.__code__
+    unknown: Site = (code, 10**6)
+    assert show(unknown) == f"{__file__}:{code.co_firstlineno} in test_nobody_has_called"
+
+
+async def test_every_operation_has_one() -> None:
+    async with loopback_world(2) as (a, b):
+        first = line() + 1
+        works = [a.all_reduce(torch.ones(1)), b.all_reduce(torch.ones(1))]
+        with a.coalesce(), b.coalesce():
+            works += [comm.all_reduce(torch.ones(2)) for comm in (a, b)]
+        works += [comm.all_reduce_coalesced([torch.ones(2)], ReduceOp.SUM) for comm in (a, b)]
+        works += [a.send(torch.ones(1), 1), b.recv(torch.ones(1), 0)]
+        for work in works:
+            await work
+        lines = [show(work.site).partition(" ")[0] for work in works]
+        assert lines == [f"{__file__}:{first + offset}" for offset in (0, 0, 2, 2, 3, 3, 4, 4)]
+
+
+async def test_where_a_helper_of_the_users_calls() -> None:
+    def helper(comm: Comm) -> asynccomm.Work[Any]:
+        return comm.barrier()
+
+    async with loopback_world(1) as (comm,):
+        work = helper(comm)
+        await work
+        assert " in helper" in show(work.site)
+
+
+async def test_nobody_asks_without_a_channel() -> None:
+    async with loopback_world(1, hints={"control": "off"}) as (comm,):
+        work = comm.barrier()
+        await work
+        assert work.site is None

@@ -1,0 +1,286 @@
+"""How ranks accept each other, on stores that are new, old, and full of lies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from asynccomm.control.transport.topology import Contact
+from asynccomm.errors import RendezvousError
+from asynccomm.rendezvous import handshake as module
+from asynccomm.rendezvous.handshake import Joined, join
+from asynccomm.store.base import Store
+from asynccomm.store.client import StoreClient
+from asynccomm.store.memory import MemoryStore
+from asynccomm.store.server import listen, serve
+
+LIMIT = 20.0  # seconds; far more than any of these needs
+
+
+@pytest.fixture(params=["memory", "tcp"])
+async def stores(request: pytest.FixtureRequest) -> AsyncIterator[list[Store]]:
+    """One store as eight ranks see it."""
+    if request.param == "memory":
+        yield [MemoryStore()] * 8
+        return
+    hosted = serve("127.0.0.1", listen("127.0.0.1", 0))
+    clients = [await StoreClient.connect("127.0.0.1", hosted.port) for _ in range(8)]
+    yield list(clients)
+    for client in clients:
+        await client.aclose()
+    hosted.release()
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+def start(store: Store, rank: int, size: int = 2, **changes: Any) -> asyncio.Task[Joined]:
+    options = {"name": "world", "backend": "gloo", "timeout": LIMIT} | changes
+    return asyncio.create_task(join(store, rank=rank, size=size, **options))
+
+
+async def outcomes(*tasks: asyncio.Task[Any]) -> list[Any]:
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def check_same(results: list[Joined]) -> None:
+    """All know the same."""
+    tokens = [(joined.tokens.ask, joined.tokens.answer) for joined in results]
+    assert all(joined._replace(tokens=results[0].tokens) == results[0] for joined in results)
+    assert all(pair == tokens[0] for pair in tokens)
+
+
+async def hello_of(store: Store, epoch: str, number: int) -> dict[str, Any]:
+    hello: dict[str, Any] = json.loads(await store.get(f"world/{epoch}/hello/{number}"))
+    return hello
+
+
+async def test_eight_ranks_join_at_once(stores: list[Store]) -> None:
+    results = await asyncio.gather(*(start(store, rank, 8) for rank, store in enumerate(stores)))
+    check_same(results)
+    assert results[0].epoch
+    assert [member.rank for member in results[0].members] == list(range(8))
+
+
+async def test_in_any_order_of_arrival(stores: list[Store]) -> None:
+    tasks = []
+    for rank in (5, 0, 7, 3, 1, 6, 2, 4):
+        tasks.append(start(stores[rank], rank, 8))
+        await stores[rank].check([])
+    results = await asyncio.gather(*tasks)
+    check_same(results)
+
+
+async def test_a_world_of_one(store: MemoryStore) -> None:
+    joined = await join(store, "world", 0, 1, "gloo", LIMIT)
+    assert [member.rank for member in joined.members] == [0]
+
+
+async def test_contacts_of_those_who_have_a_control_channel_are_shared(stores: list[Store]) -> None:
+    contacts = [Contact(rank, "host", rank, f"name {rank}") if rank != 1 else None for rank in range(3)]
+    results = await asyncio.gather(*(start(stores[rank], rank, 3, contact=contacts[rank]) for rank in range(3)))
+    check_same(results)
+    assert results[2].contacts == [contacts[0], contacts[2]]
+    assert len({results[0].tokens.ask, results[0].tokens.answer}) == 2
+
+
+async def test_names_are_worlds_of_their_own(store: MemoryStore) -> None:
+    tasks = [start(store, rank, name=name) for name in ("a", "b") for rank in range(2)]
+    a0, a1, b0, b1 = await asyncio.gather(*tasks)
+    check_same([a0, a1])
+    check_same([b0, b1])
+    assert a0.epoch != b0.epoch
+    assert a0.tokens.ask != b0.tokens.ask
+
+
+async def test_a_name_can_be_used_again_and_again(stores: list[Store]) -> None:
+    epochs = set()
+    for _ in range(5):
+        tasks = [start(stores[rank], rank, 3) for rank in (2, 1)]
+        for _ in range(5):  # they read the epoch of the life before, and claim to be there
+            await stores[0].check([])
+        results = await asyncio.gather(start(stores[0], 0, 3), *tasks)
+        assert len({joined.epoch for joined in results}) == 1
+        epochs.add(results[0].epoch)
+    assert len(epochs) == 5
+
+
+async def test_a_stale_rejection_is_not_believed(stores: list[Store]) -> None:
+    old = await outcomes(start(stores[0], 0), start(stores[1], 1, size=3))
+    assert all(isinstance(result, RendezvousError) for result in old)
+    again = start(stores[1], 1)
+    for _ in range(5):
+        await stores[0].check([])
+    zero, one = await asyncio.gather(start(stores[0], 0), again)
+    check_same([zero, one])
+
+
+async def test_a_stale_world_that_waits_is_left(store: MemoryStore) -> None:
+    abandoned = start(store, 0, 3)
+    one = start(store, 1, 3)
+    await hello_of(store, (await store.get("world/epoch")).decode(), 1)
+    abandoned.cancel()  # as if killed: it says nothing
+    results = await asyncio.gather(start(store, 0, 3), one, start(store, 2, 3))
+    check_same(results)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"size": 4}, "size differs: rank 0 has 3, rank 2 has 4"),
+        ({"backend": "nccl"}, "backend differs: rank 0 has 'gloo', rank 2 has 'nccl'"),
+        ({"ordering": "agreed"}, "ordering differs: rank 0 has 'program', rank 2 has 'agreed'"),
+    ],
+)
+async def test_what_differs_is_said_on_all_ranks(stores: list[Store], changes: dict[str, Any], text: str) -> None:
+    one, two = start(stores[1], 1, 3), start(stores[2], 2, **{"size": 3, **changes})
+    results = await outcomes(start(stores[0], 0, 3), one, two)
+    for result in results:
+        assert isinstance(result, RendezvousError)
+        assert str(result) == f"comm 'world': {text}"
+
+
+async def test_other_versions_are_refused(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    zero = start(store, 0)
+    await store.get("world/epoch")
+    monkeypatch.setattr(module, "__version__", "0.0.0")
+    zero_result, one_result = await outcomes(zero, start(store, 1))
+    assert isinstance(zero_result, RendezvousError)
+    assert "version differs: rank 0 has" in str(zero_result)
+    assert str(one_result) == str(zero_result)
+
+
+async def test_those_who_come_soon_after_the_misfit_are_told_too(store: MemoryStore) -> None:
+    zero, one = start(store, 0, 3), start(store, 1, 3, backend="nccl")
+    await hello_of(store, (await store.get("world/epoch")).decode(), 1)
+    for _ in range(20):  # rank 0 knows by now
+        await asyncio.sleep(0)
+    results = await outcomes(zero, one, start(store, 2, 3))
+    assert {str(result) for result in results} == {
+        "comm 'world': backend differs: rank 0 has 'gloo', rank 1 has 'nccl'"
+    }
+
+
+async def test_nobody_waits_long_for_those_who_do_not_come_after_a_misfit(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "GRACE", 0.05)
+    async with asyncio.timeout(LIMIT / 2):
+        results = await outcomes(start(store, 0, 4), start(store, 1, 4, backend="nccl"))
+    assert all("backend differs" in str(result) for result in results)
+
+
+async def test_a_rank_beyond_the_world_is_told(stores: list[Store]) -> None:
+    results = await outcomes(start(stores[0], 0, 2), start(stores[5], 5, 6))
+    for result in results:
+        assert isinstance(result, RendezvousError)
+        assert "size differs: rank 0 has 2, rank 5 has 6" in str(result)
+
+
+async def test_a_rank_taken_twice_is_said_on_all_ranks(stores: list[Store]) -> None:
+    results = await outcomes(start(stores[0], 0, 3), start(stores[1], 1, 3), start(stores[2], 1, 3))
+    for result in results:
+        assert isinstance(result, RendezvousError)
+        assert "rank 1 is taken twice, by process" in str(result)
+
+
+async def test_two_ranks_zero(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FAREWELL", 0.05)  # the other never says that it heard
+    other = {
+        "rank": 0,
+        "size": 2,
+        "backend": "gloo",
+        "ordering": "program",
+        "version": module.__version__,
+        "host": "h",
+        "pid": 1,
+        "nonce": "n",
+    }
+    zero = start(store, 0)
+    epoch = (await store.get("world/epoch")).decode()
+    await store.set(f"world/{epoch}/hello/{await store.add(f'world/{epoch}/arrivals', 1)}", json.dumps(other))
+    with pytest.raises(RendezvousError, match="rank 0 is taken twice"):
+        await zero
+
+
+async def test_missing_ranks_are_named_at_the_deadline(stores: list[Store]) -> None:
+    one = start(stores[1], 1, 4)
+    await stores[1].check([])
+    zero_result, one_result = await outcomes(start(stores[0], 0, 4, timeout=0.3), one)
+    for result in (zero_result, one_result):
+        assert isinstance(result, RendezvousError)
+        assert str(result) == "comm 'world': ranks [2, 3] of 4 did not come within 0.3 s"
+
+
+async def test_without_rank_0(store: MemoryStore) -> None:
+    with pytest.raises(RendezvousError, match=r"rank 0 did not come within 0\.05 s \(this is rank 1\)"):
+        await join(store, "world", 1, 2, "gloo", 0.05)
+
+
+async def test_a_rank_that_nobody_answers(store: MemoryStore) -> None:
+    await store.set("world/epoch", "from an earlier life")
+    with pytest.raises(RendezvousError, match=r"rank 0 did not answer: .* within 0\.2 s \(this is rank 1\)"):
+        await join(store, "world", 1, 2, "gloo", 0.2)
+
+
+async def test_a_rank_that_went_away_in_the_middle_of_its_hello(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LAST_LOOK", 0.05)
+    zero = start(store, 0)
+    epoch = (await store.get("world/epoch")).decode()
+    assert await store.add(f"world/{epoch}/arrivals", 1) == 1  # and no hello/1
+    zero_result, one_result = await asyncio.gather(zero, start(store, 1))
+    check_same([zero_result, one_result])
+
+
+async def test_rank_0_lets_the_others_read_why_before_it_leaves(store: MemoryStore) -> None:
+    zero = start(store, 0)
+    epoch = (await store.get("world/epoch")).decode()
+    one = start(store, 1, 3)
+    nonce = (await hello_of(store, epoch, 1))["nonce"]
+    await store.get(f"world/{epoch}/answer/{nonce}")
+    with pytest.raises(RendezvousError):
+        await zero
+    assert await store.check([f"world/{epoch}/heard/{nonce}"])
+    await outcomes(one)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_joining_can_be_cancelled_anywhere(stores: list[Store], rank: int) -> None:
+    for turns in range(0, 40, 3):
+        name = f"world{turns}"
+        leaver = start(stores[rank], rank, 2, name=name)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        leaver.cancel()
+        assert isinstance((await outcomes(leaver))[0], asyncio.CancelledError)
+        await stores[rank].check([])
+    zero, one = await asyncio.gather(start(stores[0], 0), start(stores[1], 1))
+    check_same([zero, one])
+
+
+async def test_joining_obeys_a_timeout_from_outside(store: MemoryStore) -> None:
+    for rank in (0, 1):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.02):
+                await join(store, f"world{rank}", rank, 2, "gloo", LIMIT)
+
+
+async def test_the_store_is_lost_meanwhile() -> None:
+    hosted = serve("127.0.0.1", listen("127.0.0.1", 0))
+    client = await StoreClient.connect("127.0.0.1", hosted.port)
+    task = start(client, 1)
+    await client.ping()
+    hosted.release()
+    with contextlib.suppress(RendezvousError):
+        results = await outcomes(task)
+        assert "lost" in str(results[0])
+    await client.aclose()

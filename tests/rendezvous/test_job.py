@@ -1,0 +1,196 @@
+"""What comms share: names, rooms, and the store's connection until the last of them has gone."""
+
+import asyncio
+import gc
+import logging
+
+import pytest
+import torch
+
+from asynccomm import ClosedError, MemoryStore
+from asynccomm.backends.base import Member
+from asynccomm.ops.validation import Group
+from asynccomm.rendezvous import job as family_module
+from asynccomm.rendezvous.job import Claim, Family, Seat
+from asynccomm.rendezvous.spec import Meeting
+
+WORLD = ("world", 0)
+
+
+class Closing(Meeting):  # type: ignore[misc]  # final for users
+    closed = 0
+
+    async def aclose(self) -> None:
+        self.closed += 1
+
+
+class Hosted:
+    """Stands for the server."""
+
+
+def make(store: MemoryStore, *, hosting: bool = False, size: int = 2) -> tuple[Family, Closing]:
+    meeting = Closing(store, owned=True, hosted=Hosted() if hosting else None)  # type: ignore[arg-type]
+    return Family(WORLD, Group("main", 0, size, torch.device("cpu")), store.prefix("room"), meeting), meeting
+
+
+def seat_in(family: Family, name: str, store: MemoryStore) -> Seat:
+    members = [Member(rank, f"host {rank}", 100 + rank) for rank in range(3)]
+    return Seat(family, Claim(WORLD, name), store.prefix(name), members, range(3), range(3))
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_is_taken_once_in_a_world() -> None:
+    first = Claim(WORLD, "x")
+    others = [Claim(("world", 1), "x"), Claim(("elsewhere", 0), "x"), Claim(WORLD, "y")]
+    with pytest.raises(ValueError, match="name 'x' is in use by an open comm of this process"):
+        Claim(WORLD, "x")
+    first.release()
+    again = Claim(WORLD, "x")
+    first.release()  # which is not its any more
+    with pytest.raises(ValueError, match="in use"):
+        Claim(WORLD, "x")
+    for claim in [*others, again]:
+        claim.release()
+
+
+def test_a_claim_that_was_dropped_is_none() -> None:
+    claim = Claim(WORLD, "dropped")
+    del claim
+    gc.collect()
+    Claim(WORLD, "dropped").release()
+
+
+# -- rooms ------------------------------------------------------------------------------------------------------------
+
+
+async def test_rooms_follow_from_name_ranks_and_number() -> None:
+    store = MemoryStore()
+    here, there = (seat_in(make(store)[0], "parent", store) for _ in range(1)), None
+    (here,) = here
+    here.free_name()
+    there = seat_in(make(store)[0], "parent", store)
+    there.room_for("other", [0, 1])  # what a rank does otherwise changes nothing
+    for _ in range(3):
+        room = here.room_for("x", [0, 1])
+        assert room.name == there.room_for("x", (0, 1)).name  # type: ignore[attr-defined]
+        await room.set("key", b"1")
+    await here.room_for("x", [1, 0]).set("key", b"1")
+    await here.room_for("y", [0, 1]).set("key", b"1")
+    assert await store.num_keys() == 5
+    there.free_name()
+
+
+async def test_members_are_numbered_anew() -> None:
+    store = MemoryStore()
+    seat = seat_in(make(store)[0], "parent", store)
+    assert seat.members_of([2, 0]) == [Member(0, "host 2", 102), Member(1, "host 0", 100)]
+    seat.free_name()
+
+
+# -- leaving ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+async def test_the_last_one_closes_the_store(order: tuple[int, ...]) -> None:
+    store = MemoryStore()
+    family, meeting = make(store)
+    seats = [seat_in(family, name, store) for name in "abc"]
+    for number in order:
+        assert meeting.closed == 0
+        assert not await store.check(["room/gone"])
+        await seats[number].leave()
+        Claim(WORLD, "abc"[number]).release()  # the name is free
+    assert meeting.closed == 1
+    assert await store.get("room/gone") == b"1"
+    claim = Claim(WORLD, "late")
+    with pytest.raises(ClosedError, match="'main' and all that were split off it are closed"):
+        Seat(family, claim, store, [], [], [])
+
+
+async def test_the_host_waits_for_the_others() -> None:
+    store = MemoryStore()
+    family, meeting = make(store, hosting=True)
+    leaving = asyncio.ensure_future(seat_in(family, "a", store).leave())
+    await asyncio.sleep(0.05)
+    assert not leaving.done()
+    await store.add("room/gone", 1)
+    async with asyncio.timeout(5):
+        await leaving
+    assert meeting.closed == 1
+
+
+async def test_the_host_does_not_wait_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(family_module, "LEAVE_SECONDS", 0.05)
+    store = MemoryStore()
+    family, meeting = make(store, hosting=True)
+    with caplog.at_level(logging.WARNING, "asynccomm"):
+        await seat_in(family, "a", store).leave()
+    assert "not all ranks have closed within 0.05 s" in caplog.text
+    assert meeting.closed == 1
+
+
+async def test_a_store_that_has_gone_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    family, meeting = make(store)
+    seat = seat_in(family, "a", store)
+
+    async def fail(key: str, amount: int) -> int:
+        raise ClosedError("the store is closed")
+
+    monkeypatch.setattr(store, "add", fail)
+    await seat.leave()
+    assert meeting.closed == 1
+    Claim(WORLD, "a").release()
+
+
+class Line:
+    """Stands for the control channel."""
+
+    def __init__(self, gone: dict[int, str]) -> None:
+        self.gone = gone
+        self.closed = 0
+
+    async def aclose(self) -> None:
+        self.closed += 1
+
+
+async def test_the_channel_is_closed_with_the_last_comm() -> None:
+    store = MemoryStore()
+    family, meeting = make(store)
+    line = Line({})
+    family.channel = line  # type: ignore[assignment]
+    seats = [seat_in(family, name, store) for name in "ab"]
+    await seats[0].leave()
+    assert (line.closed, meeting.closed) == (0, 0)
+    await seats[1].leave()
+    assert (line.closed, meeting.closed) == (1, 1)
+
+
+async def test_the_host_does_not_wait_for_the_dead() -> None:
+    store = MemoryStore()
+    family, meeting = make(store, hosting=True, size=3)
+    gone: dict[int, str] = {}
+    family.channel = Line(gone)  # type: ignore[assignment]
+    leaving = asyncio.ensure_future(seat_in(family, "a", store).leave())
+    gone[1] = ""  # which has left in good order, and so has said so in the store, or will
+    await store.add("room/gone", 1)
+    await asyncio.sleep(0.05)
+    assert not leaving.done()
+    gone[2] = "its process ended"
+    async with asyncio.timeout(5):
+        await leaving
+    assert meeting.closed == 1
+
+
+def test_comms_have_keys_of_their_own_that_all_ranks_find() -> None:
+    store = MemoryStore()
+    one, other = seat_in(make(store)[0], "parent", store), seat_in(make(store)[0], "other", store)
+    assert one.key != other.key
+    again = Seat(make(store)[0], Claim(WORLD, "again"), store.prefix("parent"), [], [], [])
+    assert again.key == one.key
+    for seat in (one, other, again):
+        seat.free_name()

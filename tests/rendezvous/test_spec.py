@@ -1,0 +1,299 @@
+"""From an URL, the environment or a store to a place, and from a place to a meeting."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from torch import distributed as dist
+
+from asynccomm.errors import RendezvousError
+from asynccomm.rendezvous.spec import Place, find_place, host_anew, meet
+from asynccomm.store.client import StoreClient
+from asynccomm.store.memory import MemoryStore
+from asynccomm.store.server import listen
+from asynccomm.store.torch_store import TorchStore
+
+ENV = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
+SCOPE = "asynccomm/run/0"
+
+
+def free_port() -> int:
+    with listen("127.0.0.1", 0) as sock:
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def tcp(rank: int, size: int, port: int) -> Place:
+    return find_place(f"tcp://127.0.0.1:{port}?rank={rank}&world_size={size}", None, None, {})
+
+
+# -- places ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("url", [None, "env://"])
+def test_the_environment(url: str | None) -> None:
+    assert find_place(url, None, None, ENV) == Place(1, 4, SCOPE, host="head", port=29500)
+    assert find_place(url, None, None, ENV | {"RANK": "0"}).hosting
+    assert find_place(url, 0, 2, ENV) == Place(0, 2, SCOPE, host="head", port=29500, hosting=True)
+    assert find_place("env://?rank=3", None, None, ENV).rank == 3
+
+
+def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ENV.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    assert find_place(None, None, None) == Place(1, 4, SCOPE, host="head", port=29500)
+
+
+def test_urls_with_addresses() -> None:
+    assert tcp(0, 2, 1234) == Place(0, 2, SCOPE, host="127.0.0.1", port=1234, hosting=True)
+    assert find_place("tcp://head:1?rank=1", 1, 2, {}) == Place(1, 2, SCOPE, host="head", port=1)
+    assert find_place("tcp://[::1]:1", 1, 2, {}).host == "::1"
+    assert find_place("tcp://head:1", None, None, ENV).rank == 1
+    assert find_place("file:///a/b?world_size=2", 1, None, {}) == Place(1, 2, SCOPE, path="/a/b")
+
+
+def test_given_stores() -> None:
+    ours = MemoryStore()
+    assert find_place(ours, 0, 1, {}) == Place(0, 1, SCOPE, store=ours)
+    assert isinstance(find_place(dist.HashStore(), 0, 1, {}).store, TorchStore)
+    assert find_place(ours, None, None, ENV).size == 4
+
+
+@pytest.mark.parametrize("agent", ["True", "1", "true"])
+def test_rank_0_is_a_client_where_the_launcher_hosts(agent: str) -> None:
+    env = ENV | {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": agent}
+    assert not find_place(None, None, None, env).hosting
+    assert find_place(None, None, None, env | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).hosting
+
+
+def test_runs_and_restarts_do_not_see_each_others_keys() -> None:
+    env = ENV | {"TORCHELASTIC_RUN_ID": "job7", "TORCHELASTIC_RESTART_COUNT": "2"}
+    assert find_place(None, None, None, env).scope == "asynccomm/job7/2"
+    assert find_place(MemoryStore(), 0, 1, env).scope == "asynccomm/job7/2"
+
+
+def test_worlds_are_told_apart() -> None:
+    store = MemoryStore()
+    assert find_place(store, 0, 2, {}).world == find_place(store, 1, 2, {}).world
+    assert find_place(store, 0, 2, {}).world != find_place(MemoryStore(), 0, 2, {}).world
+    assert tcp(0, 2, 1).world == tcp(1, 2, 1).world != tcp(0, 2, 2).world
+    assert find_place("file:///a", 0, 2, {}).world != find_place("file:///b", 0, 2, {}).world
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+@pytest.mark.parametrize("value", [None, ""])
+def test_each_missing_variable_is_named(name: str, value: str | None) -> None:
+    env = {key: text for key, text in ENV.items() if key != name} | ({} if value is None else {name: value})
+    with pytest.raises(ValueError, match=f"environment variable {name} is not set; start the script with"):
+        find_place(None, None, None, env)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"RANK": "x"}, "environment variable RANK must be an integer, got 'x'"),
+        ({"RANK": "4"}, r"environment variable RANK must be in \[0, 4\), got 4"),
+        ({"RANK": "-1"}, r"environment variable RANK must be in \[0, 4\), got -1"),
+        ({"WORLD_SIZE": "2.0"}, "environment variable WORLD_SIZE must be an integer, got '2.0'"),
+        ({"WORLD_SIZE": "0"}, "environment variable WORLD_SIZE must be at least 1, got 0"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT must be a port from 1 to 65535, got 'http'"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT must be a port from 1 to 65535, got '0'"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT must be a port from 1 to 65535, got '65536'"),
+    ],
+)
+def test_wrong_variables_are_named_with_their_values(change: Mapping[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        find_place(None, None, None, {**ENV, **change})
+
+
+@pytest.mark.parametrize(
+    ("url", "rank", "size", "message"),
+    [
+        ("tcp://h:1?rank=0", 1, 2, "rank=1 contradicts rank in the store's URL: 0"),
+        ("file:///f?world_size=3", 1, 2, "size=2 contradicts world_size in the store's URL: 3"),
+        ("tcp://h:1?rank=x", None, 2, "rank in the store's URL must be an integer, got 'x'"),
+        ("tcp://h:1?rank=", 1, 2, "rank in the store's URL must be an integer, got ''"),
+        ("tcp://h:1?rank=2&world_size=2", None, None, r"rank in the store's URL must be in \[0, 2\), got 2"),
+        ("tcp://h:1?size=2", 1, 2, "may say rank and world_size, not size"),
+        ("tcp://h:1", 2, 2, r"rank must be in \[0, 2\), got 2"),
+        ("tcp://h:1", 0, 0, "size must be at least 1, got 0"),
+        ("tcp://h", 0, 1, "must be tcp://host:port"),
+        ("tcp://:1", 0, 1, "must be tcp://host:port"),
+        ("tcp://h:99999", 0, 1, "has no valid port"),
+        ("file://relative", 0, 1, "must name an absolute path"),
+        ("http://h:1", 0, 1, "must be env://, tcp://host:port or file:///path"),
+        ("h:1", 0, 1, "must be env://"),
+    ],
+)
+def test_wrong_urls_and_arguments_are_named(url: str, rank: int | None, size: int | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        find_place(url, rank, size, {})
+
+
+def test_the_url_and_an_equal_argument_agree() -> None:
+    assert find_place("tcp://h:1?rank=01&world_size=2", 1, 2, {}).rank == 1
+
+
+@pytest.mark.parametrize(("store", "rank"), [(3, 0), (b"env://", 0), ("tcp://h:1", 1.0), ("tcp://h:1", True)])
+def test_wrong_types_are_named(store: object, rank: object) -> None:
+    with pytest.raises(TypeError, match=r"store must be a Store|rank must be an integer"):
+        find_place(store, rank, 2, {})  # type: ignore[arg-type]
+
+
+# -- meetings ----------------------------------------------------------------------------------------------------------
+
+
+async def test_ranks_meet_over_tcp() -> None:
+    port = free_port()
+    one, zero = await asyncio.gather(meet(tcp(1, 2, port), 20), meet(tcp(0, 2, port), 20))
+    assert zero.hosted is not None
+    assert one.hosted is None
+    await one.store.set("k", b"v")
+    assert await zero.store.get("k") == b"v"
+    await one.aclose()
+    await zero.aclose()
+    await zero.aclose()
+
+
+async def test_ranks_meet_by_the_environment() -> None:
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    places = [find_place(None, None, None, env | {"RANK": str(rank)}) for rank in range(2)]
+    zero, one = await asyncio.gather(*(meet(place, 20) for place in places))
+    assert await one.store.add("n", 1) + await zero.store.add("n", 1) == 3
+    await one.aclose()
+    await zero.aclose()
+
+
+async def test_with_the_launchers_store_all_are_clients() -> None:
+    sock = listen("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+    agent = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach())
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "1", "RANK": "0"}
+    meeting = await meet(find_place(None, None, None, env | {"TORCHELASTIC_USE_AGENT_STORE": "True"}), 20)
+    assert meeting.hosted is None
+    await meeting.store.set("k", b"v")
+    await meeting.aclose()
+    assert await asyncio.to_thread(agent.get, "k") == b"v"
+
+
+async def test_ranks_meet_in_a_file(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store?world_size=2"
+    zero, one = await asyncio.gather(*(meet(find_place(url, rank, None, {}), 20) for rank in range(2)))
+    await one.store.set("k", b"v")
+    assert await zero.store.get("k") == b"v"
+    await zero.aclose()
+    await one.aclose()
+
+
+async def test_a_file_in_no_folder_is_an_error_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "none" / "store"
+    with pytest.raises(RendezvousError, match=f"cannot use the file {path}: there is no folder"):
+        await meet(find_place(f"file://{path}", 0, 1, {}), 20)
+
+
+async def test_a_given_store_stays_open() -> None:
+    port = free_port()
+    host = await meet(tcp(0, 1, port), 20)
+    client = await StoreClient.connect("127.0.0.1", port, timeout=20)
+    meeting = await meet(find_place(client, 0, 1, {}), 20)
+    assert meeting.store is client
+    await meeting.aclose()
+    await client.ping()
+    await client.aclose()
+    await host.aclose()
+
+
+async def test_a_store_hosted_anew_is_there_at_once_and_ends_with_its_place() -> None:
+    place: Place | None = host_anew(find_place(MemoryStore(), 0, 1), "127.0.0.1")
+    assert place is not None
+    port = place.port
+    gc.collect()
+    early = await StoreClient.connect("127.0.0.1", port, timeout=20)  # before anybody has met there
+    await early.aclose()
+    meeting = await meet(place, 20)
+    place = None
+    gc.collect()
+    await meeting.store.set("key", "value")
+    await meeting.aclose()
+    del meeting
+    gc.collect()
+    with pytest.raises(RendezvousError, match=str(port)):
+        await StoreClient.connect("127.0.0.1", port, timeout=0.1)
+
+
+async def test_a_port_in_use_is_named() -> None:
+    with listen("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+        with pytest.raises(RendezvousError, match=rf"cannot listen at 127\.0\.0\.1:{port}: Address already in use"):
+            await meet(tcp(0, 2, port), 20)
+
+
+async def test_nobody_hosts() -> None:
+    port = free_port()
+    with pytest.raises(RendezvousError, match=rf"no store at 127\.0\.0\.1:{port} within 0\.05 s"):
+        await meet(tcp(1, 2, port), 0.05)
+
+
+@pytest.mark.timeout(20)
+async def test_a_wrong_master_address_is_named() -> None:
+    place = find_place(f"tcp://no.such.host.invalid:{free_port()}", 0, 1, {})
+    with pytest.raises(RendezvousError, match=rf"no store at no\.such\.host\.invalid:{place.port} within 0\.05 s"):
+        await meet(place, 0.05)
+
+
+async def test_one_process_meets_twice_at_one_address() -> None:
+    port = free_port()
+    first, second = await asyncio.gather(meet(tcp(0, 1, port), 20), meet(tcp(0, 1, port), 20))
+    assert first.hosted is second.hosted
+    await first.store.set("k", b"v")
+    assert await second.store.get("k") == b"v"
+    await first.aclose()
+    assert await second.store.get("k") == b"v"  # the server lives as long as its last user
+    third = await meet(tcp(0, 1, port), 20)
+    assert await third.store.get("k") == b"v"
+    await second.aclose()
+    await third.aclose()
+    fourth = await meet(tcp(0, 1, port), 20)
+    assert not await fourth.store.check(["k"])
+    await fourth.aclose()
+
+
+async def test_loops_in_other_threads_share_the_server() -> None:
+    port = free_port()
+
+    def other() -> int:
+        async def main() -> int:
+            meeting = await meet(tcp(0, 1, port), 20)
+            count = await meeting.store.add("n", 1)
+            await meeting.aclose()
+            return count
+
+        return asyncio.run(main())
+
+    keep = await meet(tcp(0, 1, port), 20)
+    assert sorted(await asyncio.gather(*(asyncio.to_thread(other) for _ in range(4)))) == [1, 2, 3, 4]
+    await keep.aclose()
+
+
+async def test_meeting_can_be_cancelled_anywhere() -> None:
+    port = free_port()
+    turns, finished = 0, False
+    while not finished:
+        task = asyncio.create_task(meet(tcp(0, 1, port), 20))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        turns += 1 + turns // 4
+        task.cancel()
+        result = (await asyncio.gather(task, return_exceptions=True))[0]
+        # a server that was about to start in its thread when the wait was given up may hold the port for a moment
+        assert not isinstance(result, Exception) or isinstance(result, RendezvousError), result
+        if not isinstance(result, BaseException):
+            finished = True
+            await result.aclose()
