@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import final
 
-__all__ = ["HINTS", "CommOptions", "check_hints", "check_name", "check_strings", "duration", "seconds"]
-
 MAX_SECONDS = 1e9  # above, no clock of the system could take it: as good as never
 DEFAULT_TIMEOUT = 600.0  # seconds; what torchcomms allows for set-up and for one operation
 MAX_OPS = 4096  # operations in flight at which ready() begins to hold back

@@ -8,8 +8,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
-__all__ = ["run"]
-
 T = TypeVar("T")
 
 

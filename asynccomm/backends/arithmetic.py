@@ -17,8 +17,6 @@ from torch import Tensor
 from asynccomm.ops.dtypes import REAL, in_reals
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 
-__all__ = ["accumulator", "combine", "flat", "is_plain", "landing", "narrow", "plain", "resolved", "widen", "write"]
-
 _ACCUMULATOR: Final = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,

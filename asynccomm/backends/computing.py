@@ -34,8 +34,6 @@ from asynccomm.ops import (
 from asynccomm.ops.dtypes import REAL
 from asynccomm.ops.reduce_op import ReduceOp
 
-__all__ = ["contributed_bytes", "contribution", "fill", "perform"]
-
 _NOTHING: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 

@@ -12,8 +12,6 @@ from asynccomm.backends.base import Submission
 from asynccomm.backends.hazards import apart
 from asynccomm.errors import AsyncCommError, PayloadError
 
-__all__ = ["Delivery"]
-
 
 @final
 class Delivery:

@@ -10,8 +10,6 @@ from asynccomm.backends.base import Submission
 from asynccomm.errors import CollectiveMismatchError
 from asynccomm.ops.signature import Signature, signature
 
-__all__ = ["Called", "Issued", "difference", "issued", "misfit"]
-
 
 class Called(NamedTuple):
     """A collective as it was called."""

@@ -39,8 +39,6 @@ from asynccomm.ops import (
     Scatter,
 )
 
-__all__ = ["Buffers", "Hazards", "accesses", "apart", "find", "in_order", "load", "separated"]
-
 T = TypeVar("T")
 Tensors = tuple[Tensor, ...]
 Kinds = frozenset[type[Op]]

@@ -43,8 +43,6 @@ from asynccomm.ops import (
 from asynccomm.store.base import PrefixStore, Store
 from asynccomm.store.memory import MemoryStore
 
-__all__ = ["Hub", "LoopbackBackend"]
-
 _hubs: WeakKeyDictionary[MemoryStore, dict[str, Hub]] = WeakKeyDictionary()
 
 

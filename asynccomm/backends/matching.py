@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections import deque
 from typing import Generic, TypeVar, final
 
-__all__ = ["Matching"]
-
 R = TypeVar("R")
 M = TypeVar("M")
 

@@ -13,8 +13,6 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import final
 
-__all__ = ["Lanes"]
-
 _log = logging.getLogger("asynccomm")
 
 IDLE_SECONDS = 10.0  # a thread without a job ends after this

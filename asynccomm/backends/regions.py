@@ -18,8 +18,6 @@ from torch import Tensor
 
 from asynccomm.backends import arithmetic
 
-__all__ = ["AccessSet", "Region", "RegionSet", "adjoining", "bytes_of", "disjoint", "overlap", "region", "regions"]
-
 Dims = tuple[tuple[int, int], ...]
 #: The first address, the one behind the last, and what lies in between: ``()`` stands for all bytes, else the strides
 #: in bytes and the extents of the dimensions, the innermost of which are the bytes of one element.

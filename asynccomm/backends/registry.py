@@ -15,8 +15,6 @@ import torch
 
 from asynccomm.backends.base import Backend
 
-__all__ = ["ENTRY_POINT_GROUP", "backend_names", "candidates", "load_backend"]
-
 ENTRY_POINT_GROUP = "asynccomm.backends"
 _BUILTIN = {
     "gloo": ("asynccomm.backends.gloo.backend", "GlooBackend"),

@@ -12,8 +12,6 @@ from asynccomm.batching.plan import Item, item_of, plan
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import UNNUMBERED, Driver, Work
 
-__all__ = ["Batch", "Lot", "batches_of", "due", "planned"]
-
 
 class Lot(NamedTuple):
     """What a backend gets as one operation."""

@@ -10,8 +10,6 @@ import torch
 from asynccomm.core.work import Driver, Order, Work
 from asynccomm.errors import AsyncCommError
 
-__all__ = ["Carrier", "Whole"]
-
 
 @final
 class Whole:

@@ -23,8 +23,6 @@ from asynccomm.ops import (
 )
 from asynccomm.ops.dtypes import CODES
 
-__all__ = ["can_merge", "check_merge", "merge"]
-
 Tensors = tuple[Tensor, ...]
 
 

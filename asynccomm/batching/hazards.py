@@ -10,8 +10,6 @@ from asynccomm.backends.regions import AccessSet, Region
 from asynccomm.batching.batches import planned
 from asynccomm.batching.plan import everywhere
 
-__all__ = ["Undecided"]
-
 
 @final
 class Undecided:

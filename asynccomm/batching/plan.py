@@ -40,19 +40,6 @@ from asynccomm.ops import (
     Scatter,
 )
 
-__all__ = [
-    "Batch",
-    "Item",
-    "Meter",
-    "check_apart",
-    "check_messages",
-    "conflict",
-    "everywhere",
-    "item_of",
-    "plan",
-    "sort_of",
-]
-
 MERGED_BYTES: Final = 1 << 20  # of one operation that is merged, unless the backend says otherwise
 
 Batch = list[list[int]]  # lots: the numbers of operations that move as one

@@ -12,8 +12,6 @@ from asynccomm.backends.base import Submission
 from asynccomm.batching.plan import Meter
 from asynccomm.core.work import Work
 
-__all__ = ["Hold", "caller"]
-
 
 def caller() -> object:
     """Who is calling: the task that runs, or the thread where none does."""

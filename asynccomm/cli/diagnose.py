@@ -30,8 +30,6 @@ from asynccomm.control.diagnosis import Diagnosis, RankState
 from asynccomm.control.transport.framing import MESSAGE_BYTES, Decoder, Message, encode
 from asynccomm.control.transport.sockets import run_name
 
-__all__ = ["Door", "Family", "Job", "View", "add_command", "doors_in", "jobs_of"]
-
 _DESCRIPTION = """\
 Show what each rank of a running job is at: what it called last and where, what it waits for, who is behind, who does
 not answer or is gone. Works while the job hangs, and disturbs nothing.

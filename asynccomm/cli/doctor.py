@@ -26,8 +26,6 @@ from typing import Any, Final, final
 from asynccomm.cli.run import Commands
 from asynccomm.version import __version__
 
-__all__ = ["PROBES", "Report", "Section", "System", "Warned", "add_command", "as_text", "examine"]
-
 _DESCRIPTION = """\
 Look at what asynccomm needs here: Python, torch, CUDA, NCCL, devices, shared memory, limits, CPUs, the host's name, and
 which backends "auto" takes. Prints a report; the exit code is 1 if something is seriously wrong, else 0.

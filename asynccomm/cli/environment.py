@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-__all__ = ["cpu_sets", "rank_environment"]
-
 
 def rank_environment(
     base: Mapping[str, str], rank: int, size: int, port: int, run_id: str, threads: str

@@ -6,8 +6,6 @@ import re
 import signal
 from collections.abc import Mapping, Sequence
 
-__all__ = ["culprit", "excerpt", "exit_code", "how"]
-
 EXCERPT_LINES = 20  # lines of stderr shown when there is no traceback in it
 
 _TRACEBACK = b"Traceback (most recent call last)"

@@ -30,8 +30,6 @@ from asynccomm.cli.exit_status import culprit, excerpt, exit_code, how
 from asynccomm.cli.processes import Child, spawn
 from asynccomm.cli.rank_output import LogFile, RankOutput, Terminal
 
-__all__ = ["LaunchOptions", "launch"]
-
 DRAIN_SECONDS = 0.5  # after a signal: what a slow terminal gets to take the last lines
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

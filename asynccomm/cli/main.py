@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from asynccomm.cli import diagnose, doctor, run
 from asynccomm.version import __version__
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code; bad input exits with 2, naming the argument and its value."""

@@ -18,8 +18,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import IO, final
 
-__all__ = ["LineSplitter", "PipeReader", "Prefixer", "Sink", "Tail"]
-
 LINE_BYTES = 1 << 20  # bytes; longer lines are broken. Two of these per rank is the most that is held
 QUEUE_BYTES = 1 << 20  # bytes waiting for one output before the pipes rest
 READ_BYTES = 1 << 16  # bytes per read: what a pipe holds

@@ -18,8 +18,6 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, final
 
-__all__ = ["Child", "group_exists", "kill_group", "spawn"]
-
 PR_SET_PDEATHSIG = 1
 GROUP_SECONDS = 0.3  # what a dead child's own helpers get to clean up: multiprocessing's tracker unlinks shared memory
 GROUP_POLL_SECONDS = 0.01

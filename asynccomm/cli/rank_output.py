@@ -8,8 +8,6 @@ from typing import IO, final
 
 from asynccomm.cli.output import PipeReader, Prefixer, Sink, Tail
 
-__all__ = ["LogFile", "RankOutput", "Terminal"]
-
 
 @final
 class Terminal:

@@ -16,8 +16,6 @@ from typing import Protocol
 from asynccomm.cli.environment import cpu_sets
 from asynccomm.cli.launch import LaunchOptions, launch
 
-__all__ = ["add_command"]
-
 _DESCRIPTION = """\
 Run a script on N ranks of this host, with the environment that torchrun would give it.
 

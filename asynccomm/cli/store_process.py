@@ -18,8 +18,6 @@ from asynccomm.cli.processes import GROUP_SECONDS, kill_group
 from asynccomm.errors import RendezvousError
 from asynccomm.store.server import serve
 
-__all__ = ["main"]
-
 
 def main() -> int:
     """Serve until the launcher is gone."""

@@ -23,8 +23,6 @@ from asynccomm.rendezvous.job import HOST_KEY, Claim, Family, Origin, Seat
 from asynccomm.rendezvous.spec import Meeting, Place, meet
 from asynccomm.store.base import Store, address_towards
 
-__all__ = ["assemble"]
-
 LEAST_SECONDS = 0.1  # that each step gets, however late it is
 RETRY_SECONDS = 0.05  # until a rank whose store went away under it looks for the new one
 

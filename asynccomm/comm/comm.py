@@ -27,8 +27,6 @@ from asynccomm.comm.methods.tensor_dicts import TensorDicts
 from asynccomm.comm.methods.variable import UnevenCollectives
 from asynccomm.options import duration
 
-__all__ = ["Comm"]
-
 
 @final
 class Comm(

@@ -30,8 +30,6 @@ from asynccomm.ops import Call, Op
 from asynccomm.ops.validation import Group
 from asynccomm.options import CommOptions, check_strings, seconds
 
-__all__ = ["CommStatistics", "Traffic", "Witness", "weakly"]
-
 
 class CommStatistics(NamedTuple):
     """A snapshot of one comm's traffic."""

@@ -24,8 +24,6 @@ from asynccomm.rendezvous.lobby import Lobby
 from asynccomm.rendezvous.spec import Place, meet
 from asynccomm.store.base import within
 
-__all__ = ["come_in"]
-
 LAST_SECONDS = 1.0  # to come in, for one that is invited in the last moment
 
 

@@ -37,8 +37,6 @@ from asynccomm.rendezvous.job import HOST_KEY
 from asynccomm.rendezvous.lobby import Lobby
 from asynccomm.rendezvous.spec import Place, host_anew
 
-__all__ = ["CONNECT_SECONDS", "Voter", "go_on", "lobby_of", "regroup", "scope_of"]
-
 STORE_SECONDS: Final = 1.0  # for a store to answer, or it counts as dead
 CONNECT_SECONDS: Final = 20.0  # for the members to connect, once they are agreed on
 CLOSE_SECONDS: Final = 2.0  # for the old comm to close, before that goes on by itself

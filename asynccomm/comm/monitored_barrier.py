@@ -29,8 +29,6 @@ from asynccomm.ops import Op
 from asynccomm.ops.validation import Group
 from asynccomm.store.base import Store, within
 
-__all__ = ["MonitoredBarrier", "MonitoredBarriers"]
-
 VERDICT_SECONDS = 0.75  # that a rank past its deadline leaves to rank 0, whose deadline may be a little later
 VERDICT_BYTES: Final = 1024  # and RANK_BYTES for each rank
 RANK_BYTES: Final = 24

@@ -20,8 +20,6 @@ from asynccomm.options import DEFAULT_TIMEOUT, MAX_BYTES, MAX_OPS, CommOptions, 
 from asynccomm.rendezvous.spec import find_place
 from asynccomm.store.base import Store
 
-__all__ = ["join_comm", "new_comm"]
-
 
 def new_comm(
     backend: str = "auto",

@@ -8,8 +8,6 @@ from typing import Any, Generic, TypeVar, final
 
 from asynccomm.core.handles import Handle
 
-__all__ = ["Connecting"]
-
 C = TypeVar("C")  # a Comm, or where there may be none, a Comm or None
 
 

@@ -30,8 +30,6 @@ from asynccomm.ops import Op
 from asynccomm.ops.signature import signature
 from asynccomm.ops.validation import Group
 
-__all__ = ["Reported", "Reporter", "Status"]
-
 REMEMBERED: Final = 64  # calls that are done; few, so that the memory for the next is warm
 COMPARED: Final = 1024  # the same, where others may be found to differ long after
 SHOWN: Final = 8  # operations in flight, in an answer

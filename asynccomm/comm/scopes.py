@@ -18,8 +18,6 @@ from asynccomm.comm.submission import Calls, named
 from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
 
-__all__ = ["Batch", "Estimate", "check_limit"]
-
 
 def check_limit(name: str, value: int | None) -> None:
     """Raise TypeError or ValueError unless ``value`` is a positive integer or None."""

@@ -53,8 +53,6 @@ from asynccomm.rendezvous.job import Seat
 from asynccomm.rendezvous.lobby import Invitation
 from asynccomm.store.base import within
 
-__all__ = ["Session"]
-
 TELL_SECONDS = 2.0  # for the store to say who came
 LOST_SECONDS = 0.03  # to look for the reason why a rank is gone; all are to know within 0.1 that it is
 EXPLAIN_SECONDS = 1.0  # the same for other errors of the transport

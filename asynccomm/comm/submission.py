@@ -32,8 +32,6 @@ from asynccomm.ops.signature import signature_of
 from asynccomm.ops.validation import Group
 from asynccomm.options import CommOptions
 
-__all__ = ["Calls", "named"]
-
 _DEPTH = 5  # frames from the user's call to where its place is taken: a method, _submit, submit, _sent, call_site
 
 

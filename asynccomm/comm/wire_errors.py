@@ -11,8 +11,6 @@ from typing import Any, Final
 
 from asynccomm.errors import AbortedError, BackendError, BrokenError, CollectiveMismatchError, PeerLostError
 
-__all__ = ["error_of", "news_of"]
-
 TEXT: Final = 16 << 10  # characters of one text in the news
 
 _log = logging.getLogger("asynccomm")

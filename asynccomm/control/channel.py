@@ -32,8 +32,6 @@ from asynccomm.control.transport.thread import ControlThread, control_thread
 from asynccomm.control.transport.topology import Contact, Roster
 from asynccomm.control.uplink import Climber
 
-__all__ = ["Channel"]
-
 ATTACH_SECONDS: Final = 10.0  # for the first connection; without it, there is no control channel
 GOODBYE_SECONDS: Final = 0.5  # for the others to hear that this rank leaves
 PULSE_SECONDS: Final = 1.0  # between heartbeats

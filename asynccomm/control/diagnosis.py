@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self, final
 
-__all__ = ["Diagnosis", "PendingOp", "RankState"]
-
 
 @final
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any, Final, NamedTuple, final
 
-__all__ = ["Difference", "Ledger", "Ledgers", "Print"]
-
 OPEN: Final = 1 << 16  # collectives of a comm that one rank may be ahead of another; beyond, the oldest go unchecked
 COMMS: Final = 1024
 

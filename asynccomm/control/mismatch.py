@@ -16,8 +16,6 @@ from asynccomm.control.subscribers import Members
 from asynccomm.control.transport.framing import Message
 from asynccomm.control.transport.thread import ControlThread
 
-__all__ = ["Prints"]
-
 PRINT_SECONDS: Final = 0.05  # between looks at what was issued, while something is
 PRINTS: Final = 4096  # in one message
 QUIET_LOOKS: Final = 4  # looks without anything new, after which they end

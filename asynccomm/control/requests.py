@@ -13,8 +13,6 @@ from asynccomm.control.router import Link, Node
 from asynccomm.control.subscribers import EVERY, Members
 from asynccomm.control.transport.framing import MESSAGE_BYTES, Message
 
-__all__ = ["ANSWER_SECONDS", "Questions"]
-
 ANSWER_SECONDS: Final = 1.0  # for ranks to say what they have issued, or are at
 PING_SECONDS: Final = 0.1  # for the loops to turn, before they count as blocked
 ANSWER_BYTES: Final = MESSAGE_BYTES - 4096  # the rest is for the message that carries it

@@ -23,8 +23,6 @@ from typing import Any, Final, Protocol, final
 from asynccomm.control.transport.framing import Message
 from asynccomm.control.transport.topology import Roster
 
-__all__ = ["ALL", "HERE", "ROOT", "Link", "Node"]
-
 ALL: Final = "all"
 ROOT: Final = "root"
 KEPT: Final = 4096  # messages that wait for a connection to the next one above

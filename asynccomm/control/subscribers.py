@@ -14,8 +14,6 @@ from typing import Final, Protocol, final
 from asynccomm.control.fingerprints import Print
 from asynccomm.control.transport.framing import Message
 
-__all__ = ["EVERY", "Member", "Members"]
-
 EVERY: Final = "*"  # in place of a comm's key
 KEPT_COMMS: Final = 256  # comms that are not enrolled yet, for which news are kept
 KEPT_NEWS: Final = 64  # of each

@@ -14,8 +14,6 @@ from asynccomm.control.router import Node
 from asynccomm.control.transport.connection import Connection, Tokens, connect, listens
 from asynccomm.control.transport.framing import Message
 
-__all__ = ["Climber"]
-
 REACH_SECONDS: Final = 5.0  # after which one that cannot be reached counts as lost
 RETRY_SECONDS: Final = 0.02  # until another try to reach the next one above
 REFUSED_SECONDS: Final = 0.2  # that a rank does not listen, without news that it has left, until it counts as lost

@@ -7,8 +7,6 @@ from sys import _getframe
 from types import CodeType
 from typing import Final
 
-__all__ = ["Site", "call_site", "line_of", "show"]
-
 Site = tuple[CodeType, int]  # and the instruction in it
 
 

@@ -14,8 +14,6 @@ from typing import Any
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import Work
 
-__all__ = ["Deadlines"]
-
 SLACK = 64  # settled entries tolerated in the heap before it is rebuilt
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, NoReturn, Self
 
-__all__ = ["Handle"]
-
 
 class Handle:
     """What is never copied."""

@@ -20,8 +20,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["Mailbox"]
-
 STREAK_AWAITS = 64  # finished Works awaited in a row before one await yields to the loop
 STREAK_SECONDS = 1e-3  # the same as time: large collectives that finish inside the call are slower than that
 

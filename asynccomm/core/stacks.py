@@ -10,8 +10,6 @@ from typing import Any
 
 from asynccomm.core.work import Work
 
-__all__ = ["describe"]
-
 DEPTH = 8  # calls shown of a thread; enough to lead back to the test from most libraries
 
 

@@ -10,8 +10,6 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-__all__ = ["finish", "keep", "obtain"]
-
 T = TypeVar("T")
 _tasks: set[asyncio.Task[Any]] = set()
 

@@ -35,8 +35,6 @@ from asynccomm.errors import AsyncCommError, WouldBlockError
 from asynccomm.ops import Op
 from asynccomm.options import seconds
 
-__all__ = ["UNNUMBERED", "Driver", "Order", "Work"]
-
 UNNUMBERED = -1  # of a Work that was not sent yet
 GRACE = 2.0  # seconds past its deadline that wait() leaves to the loop to say which ranks are missing
 

@@ -25,8 +25,6 @@ from asynccomm.comm.new_comm import new_comm
 from asynccomm.errors import ClosedError
 from asynccomm.interop.loop_thread import at_exit, loops, on_a_thread
 
-__all__ = ["Comms"]
-
 EXIT_SECONDS: Final = 5.0  # for what is in flight, when the process ends with the group open
 
 

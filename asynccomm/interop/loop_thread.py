@@ -25,8 +25,6 @@ from typing import Final, Protocol
 
 from anyio.from_thread import BlockingPortalProvider
 
-__all__ = ["Ending", "at_exit", "detached", "loops", "on_a_thread"]
-
 MOST_THREADS: Final = 4096  # that complete futures at once; one is only started when all others are busy
 
 

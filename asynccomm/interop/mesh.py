@@ -27,8 +27,6 @@ from asynccomm.comm.comm import Comm
 from asynccomm.interop import torch_registry
 from asynccomm.interop.torch_backend import TorchGroup, group_over
 
-__all__ = ["init_device_mesh"]
-
 _comms: weakref.WeakKeyDictionary[TorchGroup, Comm] = weakref.WeakKeyDictionary()  # of the groups made here
 
 

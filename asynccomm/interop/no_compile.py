@@ -13,8 +13,6 @@ from typing import Final, TypeVar
 
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
-__all__ = ["uncompiled"]
-
 T = TypeVar("T")
 SKIP: Final = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # it, and what it calls
 

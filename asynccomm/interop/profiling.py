@@ -13,8 +13,6 @@ from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import profiler
 
-__all__ = ["is_profiling", "recorded"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -33,8 +33,6 @@ from asynccomm.interop.torch_collectives import NAME, TorchCollectives
 from asynccomm.interop.torch_version import PYTHON_BACKENDS, as_backend, group_arguments
 from asynccomm.interop.torch_words import check_split
 
-__all__ = ["TorchGroup", "group_over", "register"]
-
 DEVICES: Final = ("cpu", "cuda")
 LONG: Final = timedelta(days=365)  # in place of no limit, which a timedelta cannot be
 CUSTOM: Final = c10d.ProcessGroup.BackendType.CUSTOM

@@ -30,8 +30,6 @@ from asynccomm.interop.torch_words import monitored_barrier_failed
 from asynccomm.interop.torch_work import TorchWork
 from asynccomm.ops.reduce_op import ReduceOp
 
-__all__ = ["NAME", "TorchCollectives"]
-
 NAME: Final = "asynccomm"  #: of the backend, as torch knows it
 
 

@@ -15,8 +15,6 @@ from torch.distributed import distributed_c10d
 
 from asynccomm.interop.torch_collectives import NAME
 
-__all__ = ["NoStore", "add", "default", "drop", "group_called", "make_default", "store_of"]
-
 CONFIG: Final = f"cpu:{NAME},cuda:{NAME}"
 
 

@@ -16,8 +16,6 @@ from typing import Any, Final, TypeVar
 
 from torch._C import _distributed_c10d as c10d
 
-__all__ = ["PYTHON_BACKENDS", "as_backend", "checked_limit", "group_arguments", "time_limit"]
-
 T = TypeVar("T")
 
 

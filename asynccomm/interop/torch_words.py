@@ -8,8 +8,6 @@ from typing import Final
 
 from asynccomm.errors import MonitoredBarrierError
 
-__all__ = ["check_split", "monitored_barrier_failed"]
-
 INSTANT: Final = timedelta(milliseconds=1)  # a monitored barrier with no more is over for rank 0 before it begins
 
 

@@ -33,8 +33,6 @@ from asynccomm.errors import AsyncCommError
 from asynccomm.interop.loop_thread import detached, on_a_thread
 from asynccomm.interop.no_compile import uncompiled
 
-__all__ = ["TorchWork"]
-
 KEPT: Final = 1024  # Works whose Python halves are kept
 SMALL: Final = 4096  # bytes of tensors that are kept with one
 

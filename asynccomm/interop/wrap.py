@@ -30,8 +30,6 @@ from asynccomm.interop.torch_registry import store_of
 from asynccomm.interop.wrapped_work import WrappedWork
 from asynccomm.store.server import HostedStore, listen, serve
 
-__all__ = ["CommArguments", "wrap"]
-
 ADDRESS_BYTES: Final = 1024  # of what is broadcast; the rest is zeros
 
 

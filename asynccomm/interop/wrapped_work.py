@@ -31,8 +31,6 @@ from asynccomm.core.handles import Handle
 from asynccomm.interop.loop_thread import on_a_thread
 from asynccomm.interop.torch_work import TorchWork
 
-__all__ = ["WrappedWork"]
-
 MOST_AWAITS: Final = 64  # of finished Works in a row, before one lets the loop turn
 
 _sharing = threading.Lock()

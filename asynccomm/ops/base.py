@@ -18,20 +18,6 @@ from torch import Tensor
 from asynccomm.ops.dtypes import REAL
 from asynccomm.ops.validation import check_label
 
-__all__ = [
-    "Begin",
-    "Call",
-    "Op",
-    "Parcel",
-    "Place",
-    "TensorOp",
-    "Together",
-    "described",
-    "layout_of",
-    "layout_of_shares",
-    "moved",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Op:

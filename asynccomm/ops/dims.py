@@ -26,18 +26,6 @@ from asynccomm.ops.validation import (
     empty,
 )
 
-__all__ = [
-    "all_gather_single",
-    "all_gather_v",
-    "all_to_all_v_single",
-    "gather_single",
-    "parts_along",
-    "reduce_scatter_single",
-    "reduce_scatter_v",
-    "scatter_single",
-    "whole_of",
-]
-
 
 def all_gather_single(group: Group, output: Tensor | None, input: Tensor, dim: SupportsIndex) -> Call:
     """Parts of ``output`` along ``dim`` become the ranks' inputs."""

@@ -8,8 +8,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["BY_CODE", "BY_NAME", "CODES", "COMPLEX", "REAL", "in_reals"]
-
 BY_NAME: Final = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 CODES: Final = {dtype: zlib.crc32(name.encode()) for name, dtype in BY_NAME.items()}  #: numbers of 32 bits
 BY_CODE: Final = {code: dtype for dtype, code in CODES.items()}

@@ -25,17 +25,6 @@ from asynccomm.ops.validation import (
     empty_like,
 )
 
-__all__ = [
-    "all_gather",
-    "all_gather_v",
-    "all_reduce",
-    "as_many",
-    "broadcast",
-    "one_extent",
-    "reduce_scatter",
-    "reduce_scatter_v",
-]
-
 
 def all_reduce(group: Group, tensors: Sequence[Tensor], op: object) -> list[Call]:
     """One call for each dtype."""

@@ -25,17 +25,6 @@ from asynccomm.ops.validation import (
     times,
 )
 
-__all__ = [
-    "AllGather",
-    "AllGatherSingle",
-    "AllToAll",
-    "AllToAllSingle",
-    "Barrier",
-    "Broadcast",
-    "Gather",
-    "Scatter",
-]
-
 
 @final
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,6 @@ from torch import Tensor
 from asynccomm.ops.base import Call, TensorOp, described, moved
 from asynccomm.ops.validation import Group, check_rank, check_tag, check_tensor
 
-__all__ = ["Recv", "Send"]
-
 
 @final
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,6 @@ from typing import Final, final
 from asynccomm.ops.base import Op
 from asynccomm.ops.validation import MAX_TAG
 
-__all__ = ["MAX_HEAD", "Channel", "Parcels", "RecvParcel", "SendParcel"]
-
 MAX_HEAD: Final = 64 << 20  # bytes of a parcel's head; a receiver has to take it before it can say no
 
 

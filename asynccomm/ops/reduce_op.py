@@ -24,8 +24,6 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-__all__ = ["RedOpType", "ReduceOp"]
-
 
 class RedOpType(enum.Enum):
     """The kind of a reduction. Compare by name with other systems: their numbers differ."""

@@ -26,8 +26,6 @@ from asynccomm.ops.validation import (
     empty_like,
 )
 
-__all__ = ["AllReduce", "Reduce", "ReduceScatter", "ReduceScatterSingle"]
-
 MOST_KNOWN = 1024  # forms of all_reduce that are kept
 
 

@@ -45,8 +45,6 @@ from asynccomm.ops import (
 from asynccomm.ops.dtypes import BY_NAME
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 
-__all__ = ["Signature", "describe", "differing_layout", "signature", "signature_of"]
-
 Signature = tuple[int, int]
 
 _KINDS: Final[tuple[type[Op], ...]] = (

@@ -17,34 +17,6 @@ from torch import Tensor
 from asynccomm.ops.dtypes import COMPLEX, REAL, in_reals
 from asynccomm.ops.reduce_op import ReduceOp
 
-__all__ = [
-    "MAX_LABEL",
-    "MAX_TAG",
-    "Group",
-    "as_index",
-    "as_list",
-    "check_dim",
-    "check_dtype",
-    "check_label",
-    "check_length",
-    "check_list",
-    "check_numel",
-    "check_pair",
-    "check_rank",
-    "check_reduction",
-    "check_several",
-    "check_sizes",
-    "check_tag",
-    "check_tensor",
-    "counts_of",
-    "divided",
-    "empty",
-    "empty_like",
-    "one_dtype",
-    "overlaps_itself",
-    "times",
-]
-
 MAX_LABEL = 1024  # bytes of a collective's tag, which may have to travel with every operation
 MAX_TAG = 2**28 - 2  # gloo has 31 bits: one is its own, two are for channels, and one tag for ending a group
 

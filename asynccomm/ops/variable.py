@@ -32,8 +32,6 @@ from asynccomm.ops.validation import (
     empty,
 )
 
-__all__ = ["all_gather_v", "all_gather_v_coalesced", "all_to_all", "all_to_all_v_single", "gather_v", "scatter_v"]
-
 _ROWS: Final = struct.Struct("=QI")  # extent along the dimension, checksum of dtype and the other dimensions
 
 

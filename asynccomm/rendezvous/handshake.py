@@ -37,8 +37,6 @@ from asynccomm.errors import RendezvousError, StoreTimeoutError
 from asynccomm.store.base import Store
 from asynccomm.version import __version__
 
-__all__ = ["Joined", "join"]
-
 FIRST_LOOK = 0.05  # seconds until a rank that got no answer looks for a newer epoch; doubles up to LAST_LOOK
 LAST_LOOK = 1.0
 GRACE = 1.0  # seconds that rank 0, once it knows that the ranks do not fit, gives others to come and be told too

@@ -30,8 +30,6 @@ from asynccomm.ops.validation import Group
 from asynccomm.rendezvous.spec import Meeting, Place
 from asynccomm.store.base import PrefixStore, Store, within
 
-__all__ = ["HOST_KEY", "Claim", "Family", "Origin", "Seat", "World"]
-
 HOST_KEY = "host"  # in a family's room: which of its ranks hosts the store, if one does
 WORD_SECONDS = 1.0  # for the store, which may be gone or stuck, to take a rank's word that it leaves
 LEAVE_SECONDS = 10.0  # the rank that hosts the store stays for the others this long after it has closed its comms

@@ -21,8 +21,6 @@ from asynccomm.control.transport.topology import Contact
 from asynccomm.errors import AsyncCommError, StoreTimeoutError
 from asynccomm.store.base import Store
 
-__all__ = ["Invitation", "Lobby"]
-
 ANSWER_SECONDS: Final = 0.5  # for a newcomer to say that it is still there
 LEAVE_SECONDS: Final = 1.0  # for the store to take that it is not any more
 

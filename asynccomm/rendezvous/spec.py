@@ -28,8 +28,6 @@ from asynccomm.store.client import StoreClient
 from asynccomm.store.server import HostedStore, listen, serve
 from asynccomm.store.torch_store import TorchStore
 
-__all__ = ["Meeting", "Place", "find_place", "host_anew", "meet"]
-
 # A port can be served once per process, however many comms meet there. Not state of any comm: the kernel's.
 _hosted: WeakValueDictionary[tuple[str, int], HostedStore] = WeakValueDictionary()
 _hosting = threading.Lock()

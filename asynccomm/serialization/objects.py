@@ -43,23 +43,6 @@ from asynccomm.errors import PayloadError
 from asynccomm.ops import Parcel
 from asynccomm.ops.parcels import MAX_HEAD
 
-__all__ = [
-    "DTYPES",
-    "INLINE",
-    "Incoming",
-    "Kind",
-    "NotPlainError",
-    "dump_plain",
-    "dtype_code",
-    "encode",
-    "kind_of",
-    "load_plain",
-    "own",
-    "reading",
-    "seal",
-    "unseal",
-]
-
 INLINE: Final = 64 << 10  # bytes of a body that may be in the head
 
 DTYPES: Final = (  # a dtype's code is its place here: add at the end only

@@ -45,18 +45,6 @@ from asynccomm.serialization.objects import (
     reading,
 )
 
-__all__ = [
-    "EVERYBODY",
-    "Channel",
-    "Described",
-    "Meta",
-    "ReceivedSchemas",
-    "Schema",
-    "SentSchemas",
-    "Slices",
-    "describe",
-]
-
 SLOTS: Final = 16  # schemas that are remembered per channel
 CHANNELS: Final = 64  # channels per peer that remember any; more than that many tags are served without
 LARGEST: Final = 256 << 10  # bytes of a schema that is remembered

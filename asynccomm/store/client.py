@@ -26,8 +26,6 @@ from asynccomm.store.base import DEFAULT_TIMEOUT, Store, to_bytes, within
 from asynccomm.store.codec import MULTI_SET_BYTES, Codec
 from asynccomm.store.wait_pool import WaitLines
 
-__all__ = ["StoreClient"]
-
 FIRST_RETRY = 0.02  # seconds before the second attempt to connect; doubles up to LAST_RETRY, with jitter
 LAST_RETRY = 1.0
 _LARGE = 64 << 10  # bytes not yet taken by the kernel above which set() waits

@@ -30,8 +30,6 @@ from typing import Any
 from asynccomm.errors import StoreError, StoreProtocolError
 from asynccomm.store.base import to_amount, to_bytes, to_keys
 
-__all__ = ["MAX_KEY", "MAX_KEYS", "MAX_VALUE", "Codec", "Status"]
-
 MAX_KEY = 8191  # bytes; libuv's server takes 8192 with the "/" and drops the connection above
 MAX_VALUE = 8 << 20  # bytes in one request; libuv's server drops the connection above
 MAX_KEYS = 131072  # keys in one request; likewise

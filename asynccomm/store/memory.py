@@ -10,8 +10,6 @@ from typing import final
 from asynccomm.errors import StoreError, StoreTimeoutError
 from asynccomm.store.base import DEFAULT_TIMEOUT, Store, to_amount, to_bytes, to_keys, within
 
-__all__ = ["MemoryStore"]
-
 
 @final
 class MemoryStore(Store):

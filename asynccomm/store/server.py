@@ -11,8 +11,6 @@ from torch import distributed as dist
 
 from asynccomm.errors import RendezvousError
 
-__all__ = ["HostedStore", "listen", "serve"]
-
 
 @final
 class HostedStore:

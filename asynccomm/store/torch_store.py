@@ -15,8 +15,6 @@ from torch import distributed as dist
 from asynccomm.errors import StoreError, StoreTimeoutError
 from asynccomm.store.base import DEFAULT_TIMEOUT, Store, address_towards, to_amount, to_bytes, to_keys, within
 
-__all__ = ["AsTorchStore", "TorchStore"]
-
 T = TypeVar("T")
 FIRST_POLL = 1e-3  # seconds; waits look again after this, and back off from there
 LAST_POLL = 50e-3

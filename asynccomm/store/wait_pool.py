@@ -23,8 +23,6 @@ from asynccomm.errors import ClosedError, StoreError, StoreTimeoutError
 from asynccomm.store.base import within
 from asynccomm.store.codec import Codec, Status
 
-__all__ = ["Line", "WaitLine", "WaitLines"]
-
 FIRST_POLL = 2e-3  # seconds between CHECKs for those who do not own the WAIT; grows to LAST_POLL
 LAST_POLL = 50e-3
 MOST_LINES = 8  # per client, those that were lost included: a server has them from every rank

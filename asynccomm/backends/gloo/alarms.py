@@ -16,8 +16,6 @@ import torch
 from asynccomm.backends.gloo.torch_gloo import ALARM_TAG, Gloo
 from asynccomm.backends.ordered_executor import Lanes
 
-__all__ = ["Alarms"]
-
 REMEMBERED: Final = 1024  # places whose alarm this rank has passed on
 
 

@@ -35,8 +35,6 @@ from asynccomm.errors import BackendError, BrokenError
 from asynccomm.ops import Recv, RecvParcel
 from asynccomm.store.torch_store import AsTorchStore
 
-__all__ = ["GlooBackend"]
-
 T = TypeVar("T", bound=BaseException)
 
 _log = logging.getLogger("asynccomm")

@@ -50,8 +50,6 @@ from asynccomm.backends.hazards import separated
 from asynccomm.errors import BackendError
 from asynccomm.ops import AllToAll, Parcels
 
-__all__ = ["Collectives"]
-
 Over = Callable[[], object]
 
 

@@ -18,8 +18,6 @@ from asynccomm.backends.gloo.torch_gloo import Gloo
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import AllToAll, Channel, Parcel
 
-__all__ = ["Dispute"]
-
 MOST: Final = 1 << 24  # bytes of a rank's text
 LISTED: Final = 1 << 14  # operations of a batch that are described, and texts of merged ones
 _KEY: Final = Channel.INTERNAL.key(0)

@@ -34,8 +34,6 @@ from asynccomm.errors import BackendError
 from asynccomm.ops import AllGather, AllReduce, AllToAll, Broadcast, Op, Parcels, ReduceScatter
 from asynccomm.ops.signature import signature
 
-__all__ = ["ROOM", "Frame", "balance", "complete", "digest", "extent", "heading_of"]
-
 ROOM: Final = 1024  # bytes of a contribution: up to here it costs as much to send them as not to
 
 _NUMBERS: Final = struct.Struct("<qq")

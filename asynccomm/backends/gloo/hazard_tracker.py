@@ -30,8 +30,6 @@ from asynccomm.backends.hazards import accesses
 from asynccomm.backends.regions import AccessSet, Region
 from asynccomm.ops import Barrier
 
-__all__ = ["InFlight"]
-
 
 @final
 class InFlight:

@@ -36,8 +36,6 @@ from asynccomm.ops import (
 )
 from asynccomm.ops.reduce_op import ReduceOp
 
-__all__ = ["OUT_OF_PLACE", "start"]
-
 #: gloo writes a chunk of them without regard to whether it was sent
 OUT_OF_PLACE: Final = frozenset({AllToAll, AllToAllSingle})
 

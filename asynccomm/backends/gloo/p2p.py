@@ -31,8 +31,6 @@ from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import Channel, Recv, RecvParcel, Send, SendParcel
 from asynccomm.ops.dtypes import BY_CODE, CODES
 
-__all__ = ["PointToPoint"]
-
 HEADER = 16  # bytes: how many elements, of which dtype
 SHORT = 4096  # bytes of payload that travel in the header's message, which saves a round trip
 

@@ -33,8 +33,6 @@ from asynccomm.backends.hazards import Buffers
 from asynccomm.backends.regions import adjoining
 from asynccomm.ops import AllGather, AllReduce, Broadcast, Op, ReduceScatter
 
-__all__ = ["groups_of", "is_divided", "lines_of"]
-
 SMALL = 1 << 20  # bytes: up to here copying costs less than an operation of its own (2 ranks on 2 cores)
 PACK = 4 << 20  # bytes of a pack at most
 

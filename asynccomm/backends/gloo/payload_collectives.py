@@ -22,8 +22,6 @@ from asynccomm.backends.ordered_executor import Lanes
 from asynccomm.errors import CollectiveMismatchError
 from asynccomm.ops import Channel, Parcels
 
-__all__ = ["Exchange"]
-
 _KEY = Channel.INTERNAL.key(0)
 
 

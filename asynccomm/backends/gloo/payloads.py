@@ -30,8 +30,6 @@ from asynccomm.errors import BackendError
 from asynccomm.ops import Parcel
 from asynccomm.ops.parcels import MAX_HEAD
 
-__all__ = ["Incoming", "Outgoing", "segments_of"]
-
 SHORT: Final = 4096  # bytes that travel in the header's message, which saves a round trip
 SEGMENT: Final = 16 << 20  # bytes of a message at most; what is not wanted is received into as much
 SMALL: Final = 256 << 10  # bytes of a tensor that is copied together with others

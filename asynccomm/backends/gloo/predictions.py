@@ -19,8 +19,6 @@ from asynccomm.ops import (
     ReduceScatterSingle,
 )
 
-__all__ = ["REMEMBERED", "Predicted", "Predictor", "needs_every_rank"]
-
 REMEMBERED: Final = 4096  # pairs of calls whose successors are known: more than a training step has
 
 

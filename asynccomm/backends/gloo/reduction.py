@@ -21,20 +21,6 @@ from asynccomm.backends.gloo.staging import AS_IT_IS, pack, room
 from asynccomm.backends.regions import adjoining
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 
-__all__ = [
-    "as_it_is",
-    "brought",
-    "fill_rows",
-    "in_order",
-    "narrow_all",
-    "row_bytes",
-    "rows_of",
-    "sum_up",
-    "wide_dtype",
-    "widen_all",
-    "widened_bytes",
-]
-
 _UNCHANGED: Final = frozenset(RedOpType) - {RedOpType.AVG, RedOpType.PREMUL_SUM}  # nothing to do before or after
 _ORDER: Final = frozenset({RedOpType.MIN, RedOpType.MAX})
 _BITS: Final = {torch.float32: torch.int32, torch.float64: torch.int64}

@@ -18,18 +18,6 @@ from asynccomm.backends import arithmetic
 from asynccomm.backends.regions import adjoining, bytes_of
 from asynccomm.ops.dtypes import in_reals
 
-__all__ = [
-    "AS_IT_IS",
-    "Finish",
-    "collected",
-    "movable",
-    "pack",
-    "place",
-    "room",
-    "spread",
-    "unpack",
-]
-
 Finish = Callable[[], object]
 
 AS_IT_IS: Final = frozenset(

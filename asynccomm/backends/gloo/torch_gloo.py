@@ -27,8 +27,6 @@ from torch import distributed as dist
 
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 
-__all__ = ["ALARM_TAG", "LARGE", "POISON_TAG", "Gloo", "Gloos", "Message"]
-
 FOREVER = timedelta(days=30)  # gloo's own time-outs must never fire: the comm has deadlines
 POISON_TAG = 2**31 - 1  # above MAX_TAG, so nobody sends under it
 ALARM_TAG = 2**31 - 2  # likewise, but for alarms

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple, final
 
 from asynccomm.backends.gloo.staging import Finish
 
-__all__ = ["Transfer", "run"]
-
 
 class Transfer(NamedTuple):
     """One operation of gloo's."""

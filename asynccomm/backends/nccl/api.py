@@ -39,8 +39,6 @@ import torch
 from asynccomm.errors import BackendError
 from asynccomm.ops.reduce_op import RedOpType
 
-__all__ = ["DTYPES", "REDUCTIONS", "REMOTE_ERROR", "Comm", "Config", "Nccl", "NcclError", "load"]
-
 REMOTE_ERROR: Final = 6  #: the code of an error that a peer's end, or the network's, is the usual reason of
 
 DTYPES: Final[Mapping[torch.dtype, int]] = {

@@ -52,8 +52,6 @@ from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError
 from asynccomm.ops import Barrier, Call, Op, Parcels, Recv, RecvParcel, Send, TensorOp, Together
 
-__all__ = ["NcclBackend"]
-
 LOOK_SECONDS: Final = 0.1  # between looks at a communicator for errors, while something takes long
 QUIET_SECONDS: Final = 1.0  # for threads to get to the end of what was aborted
 LANES: Final = 16  # threads that take what came, and 4 for each rank: those wait for NCCL to connect, both ways

@@ -17,8 +17,6 @@ from asynccomm.backends.base import Submission
 from asynccomm.backends.nccl.device import Device, Stream
 from asynccomm.ops import Op
 
-__all__ = ["Origin", "note", "stream", "streams"]
-
 
 @final
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,6 @@ from asynccomm.backends.nccl.plan import NcclCall
 from asynccomm.errors import AsyncCommError, BackendError
 from asynccomm.ops.reduce_op import RedOpType
 
-__all__ = ["Communicator", "end_all"]
-
 SPIN_SECONDS: Final = 200e-6  # a launch by NCCL's own thread takes less
 LOOK_SECONDS: Final = 1e-3  # between looks at a communicator that is not ready, at most
 LEAVE_SECONDS: Final = 1.0  # for other threads to come out of NCCL, before it is told to abort under them

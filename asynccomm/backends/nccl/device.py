@@ -18,8 +18,6 @@ from torch import Tensor
 from asynccomm.backends.nccl.poller import EventPool
 from asynccomm.errors import BackendError
 
-__all__ = ["ISSUING", "Cuda", "Device", "Event", "Stream"]
-
 #: Held around every group of NCCL calls: NCCL is not safe to call from several threads for one device, not even on
 #: different communicators.
 ISSUING: Final = threading.RLock()

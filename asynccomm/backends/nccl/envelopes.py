@@ -17,8 +17,6 @@ from asynccomm.backends.regions import bytes_of
 from asynccomm.errors import BackendError
 from asynccomm.ops import Parcel
 
-__all__ = ["Cursor", "Gift", "Inbox", "packed"]
-
 _HEAD: Final = struct.Struct("<QI")  # number of the offer; how many segments, each of which follows as _SEGMENT
 _SEGMENT: Final = struct.Struct("<Q")  # twice its bytes, and one more if it is on the device
 

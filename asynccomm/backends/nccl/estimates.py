@@ -15,8 +15,6 @@ from asynccomm.backends.nccl.api import Config, Nccl
 from asynccomm.backends.nccl.communicator import Communicator
 from asynccomm.backends.nccl.plan import NcclCall
 
-__all__ = ["check_calls", "check_comm", "estimate", "heaps"]
-
 SPREAD: Final = 4  # NCCL takes calls as one whose sizes differ by less than this factor
 _MESSAGES: Final = frozenset({"send", "recv", "all_to_all", "gather", "scatter"})
 

@@ -26,8 +26,6 @@ from asynccomm.backends.nccl.stream_order import Flight
 from asynccomm.backends.ordered_executor import Lanes
 from asynccomm.backends.regions import AccessSet, Region
 
-__all__ = ["Entry", "InFlight"]
-
 
 @final
 class Entry:

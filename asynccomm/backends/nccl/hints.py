@@ -11,8 +11,6 @@ from asynccomm.backends.base import BackendContext
 from asynccomm.backends.nccl.api import Config
 from asynccomm.backends.registry import load_backend
 
-__all__ = ["HINTS", "check", "config_of"]
-
 _CPU: Final = torch.device("cpu")
 _NUMBERS: Final = ("min_ctas", "max_ctas", "cga_cluster_size", "traffic_class")
 HINTS: Final[Mapping[str, str]] = {

@@ -42,8 +42,6 @@ from asynccomm.ops import (
 from asynccomm.ops.dtypes import REAL
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 
-__all__ = ["lower"]
-
 _SUM_LIKE: Final = frozenset({RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM})
 _PLAIN: Final = frozenset({RedOpType.SUM, RedOpType.PRODUCT, RedOpType.MIN, RedOpType.MAX})
 # bools are bytes of 0 and 1

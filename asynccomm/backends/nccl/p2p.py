@@ -37,8 +37,6 @@ from asynccomm.errors import AsyncCommError, BackendError, BrokenError, Collecti
 from asynccomm.ops import Call, Channel, Parcel, Parcels, Recv, RecvParcel, Send, SendParcel
 from asynccomm.ops.dtypes import BY_CODE, CODES
 
-__all__ = ["Messenger"]
-
 _MESSAGE: Final = struct.Struct("<IQQ")  # of a send: code of the dtype, elements, sequence number
 
 Step = Callable[[], object]

@@ -15,8 +15,6 @@ from asynccomm.backends.regions import bytes_of
 from asynccomm.ops import Op
 from asynccomm.ops.reduce_op import RedOpType
 
-__all__ = ["Ability", "NcclCall", "Plan", "Step"]
-
 _BYTE: Final = torch.uint8
 
 

@@ -29,8 +29,6 @@ from typing import Any, Final, Generic, Protocol, TypeVar, final
 
 from asynccomm.errors import BackendError, BrokenError, ClosedError
 
-__all__ = ["EventPool", "Poller", "Probe", "Question", "nap_seconds"]
-
 # All from bench/completion.py, on 2 cores that others share. A look takes 15 us of CPU time after a short nap, and 45
 # after a long one: the wake-up is what costs. To spin without end would gain the medians some 10 us.
 HURRY_SECONDS: Final = 50e-6  # what a stall of the loop may cost

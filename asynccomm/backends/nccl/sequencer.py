@@ -9,8 +9,6 @@ from typing import final
 
 from asynccomm.errors import AsyncCommError
 
-__all__ = ["Countdown", "Turn", "Turns"]
-
 
 @final
 class Countdown:

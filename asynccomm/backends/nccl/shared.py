@@ -11,8 +11,6 @@ from asynccomm.backends.nccl.api import Nccl, load
 from asynccomm.backends.nccl.device import Cuda, Device, Event
 from asynccomm.backends.nccl.poller import Poller
 
-__all__ = ["Platform"]
-
 _lock = threading.Lock()
 _shared: dict[torch.device, Platform] = {}
 

@@ -21,8 +21,6 @@ from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError
 from asynccomm.ops import Call
 
-__all__ = ["Side"]
-
 _CPU = torch.device("cpu")
 
 

@@ -10,8 +10,6 @@ import torch
 
 from asynccomm.backends.nccl.device import Device, Event
 
-__all__ = ["Flight"]
-
 _lock = threading.Lock()  # held for some assignments; one for all flights, because a lock each would cost more
 
 

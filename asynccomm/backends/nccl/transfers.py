@@ -34,8 +34,6 @@ from asynccomm.backends.ordered_executor import Lanes
 from asynccomm.errors import AsyncCommError, BackendError, BrokenError
 from asynccomm.ops import Call, Channel, Parcel, RecvParcel, SendParcel
 
-__all__ = ["Landing", "Transfers"]
-
 _VERDICT: Final = struct.Struct("<Q?")  # number of the offer, whether it is accepted; then maybe a unique id
 _TAG: Final = 1  # on the internal channel; 0 is the CPU backends' own
 _BYTE: Final = torch.uint8

@@ -33,24 +33,6 @@ from asynccomm.backends.shm.layout import LINE, rounded_up
 from asynccomm.backends.shm.reduction import Reduction
 from asynccomm.backends.shm.vectors import Operand, Share, copy, read, where, write
 
-__all__ = [
-    "Part",
-    "Progress",
-    "combine",
-    "combined",
-    "exchanged",
-    "free",
-    "meet",
-    "part_bytes",
-    "pipeline",
-    "posted",
-    "published",
-    "reduce_parts",
-    "reduce_whole",
-    "steps_for",
-    "transfer",
-]
-
 Progress = Generator[bool, None, None]
 Stage = tuple[Callable[[int], bool], Callable[[int], None]]  # (may step i be done?, do it)
 

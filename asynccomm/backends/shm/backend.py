@@ -25,8 +25,6 @@ from asynccomm.backends.shm.settings import HINTS, Settings, spin_seconds, yield
 from asynccomm.backends.shm.spin_budget import patience_for
 from asynccomm.core.work import Work
 
-__all__ = ["ShmBackend"]
-
 QUIET_SECONDS: Final = 5.0  # for a transfer that is aborted to get to the end of its chunk
 RELEASE_SECONDS: Final = 0.01  # until another look whether it has
 

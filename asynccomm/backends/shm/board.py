@@ -23,8 +23,6 @@ from asynccomm.errors import BackendError, CollectiveMismatchError
 from asynccomm.ops import Barrier, Op
 from asynccomm.ops.signature import Signature, describe, differing_layout, signature
 
-__all__ = ["Board"]
-
 MIX: Final = 0x9E3779B97F4A7C15  # any odd number whose bits are well mixed
 MASK: Final = (1 << 64) - 1
 CACHED_VIEWS: Final = 4 * MOST  # of parts of slots: a bundle in each bank

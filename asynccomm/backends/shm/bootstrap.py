@@ -48,8 +48,6 @@ from asynccomm.errors import BackendError, PeerLostError
 from asynccomm.ops.validation import Group
 from asynccomm.store.base import Store
 
-__all__ = ["Circle", "decline", "meet", "unsupported"]
-
 _log = logging.getLogger("asynccomm")
 
 RETRY_SECONDS: Final = 0.005  # until another try to connect to rank 0, when too many do at once

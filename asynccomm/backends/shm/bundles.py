@@ -31,8 +31,6 @@ from asynccomm.ops import (
 )
 from asynccomm.ops.signature import signature
 
-__all__ = ["MOST", "Bundle", "cut", "extent", "place_in_batch", "size_of_batch"]
-
 _WHOLE: Final = frozenset({AllReduce, Reduce})  # every rank combines all of them
 _REDUCED: Final = frozenset({AllReduce, Reduce, ReduceScatter, ReduceScatterSingle})
 _SPLIT: Final = frozenset({ReduceScatter, ReduceScatterSingle, Scatter, AllToAllSingle})

@@ -20,8 +20,6 @@ from typing import final
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.layout import Layout, Word
 
-__all__ = ["Bell", "Bells"]
-
 
 @final
 class Bell(IntEnum):

@@ -29,8 +29,6 @@ from asynccomm.backends.shm.layout import LINE, WORD
 from asynccomm.backends.shm.rings import HEADER, Mapped, Reader, Writer, framed, largest_payload
 from asynccomm.errors import BackendError
 
-__all__ = ["CLEAR", "DATA", "OFFER", "SHORT", "SHORT_BYTES", "Arrival", "Kept", "Link", "Offer", "Outgoing", "Tally"]
-
 # bytes of payload: 64 KiB take 6 us one way, 12 us with asking first
 SHORT_BYTES: Final = 64 << 10
 # bytes of a DATA frame with its header: 4 MiB at 33 GB/s; frames of half the size 28, of a quarter 17 to 22

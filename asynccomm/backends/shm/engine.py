@@ -43,8 +43,6 @@ from asynccomm.backends.shm.settings import Settings
 from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError, PeerLostError
 
-__all__ = ["Engine"]
-
 SLICE_SECONDS: Final = 1e-3  # that one call may drive: a loop's other tasks must not starve
 CATCH_UP_SECONDS: Final = 0.02  # at most, of work that comes before a failure of another rank
 LOCK_SECONDS: Final = 1.0  # to wait for whoever drives, who may have lost its core in the middle of a step

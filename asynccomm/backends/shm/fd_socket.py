@@ -12,8 +12,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, final
 
-__all__ = ["MESSAGE_DESCRIPTORS", "Descriptors", "Line", "Message", "user_of"]
-
 MESSAGE_DESCRIPTORS: Final = 198  # in one message; Linux takes 253
 MESSAGE_BYTES: Final = 4096
 RETRY_SECONDS: Final = 0.005  # until another look whether the system has room again

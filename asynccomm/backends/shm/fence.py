@@ -19,8 +19,6 @@ import platform
 import threading
 from typing import final
 
-__all__ = ["Fence"]
-
 _STORES_IN_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i686")
 
 

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from asynccomm.backends.arithmetic import plain
 
-__all__ = ["SMALL", "Pieces", "address_of", "hold", "spans"]
-
 # ctypes' memmove gives up the interpreter's lock, as torch's operations do. Between many small pieces that would be
 # many chances for another thread to keep it for a whole switch interval.
 SMALL: Final = 32 << 10  # bytes that are moved with the lock held: a few microseconds

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, final
 
-__all__ = ["HEADER", "LINE", "WORD", "Layout", "State", "Word", "rounded_up"]
-
 WORD: Final = 8  # bytes; aligned ones are written and read whole on every 64-bit machine
 LINE: Final = 64  # bytes of a cache line
 HEADER: Final = 4  # words

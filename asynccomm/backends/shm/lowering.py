@@ -41,8 +41,6 @@ from asynccomm.ops import (
     Together,
 )
 
-__all__ = ["start"]
-
 
 def start(board: Board, submission: Submission | Bundle, whole: int) -> Progress:
     """Begin a collective, or what is one step of several.

@@ -18,8 +18,6 @@ from asynccomm.backends.shm.layout import WORD
 from asynccomm.ops import Op, TensorOp
 from asynccomm.ops.signature import Signature, describe, differing_layout, signature
 
-__all__ = ["ROW", "Issued", "Listed", "difference", "listing", "read_listing"]
-
 ROW: Final = 4 * WORD  # bytes of an operation that is a run of its own
 _form: Final = attrgetter("dtype", "layout", "label")  # all else is the same in operations that were merged
 

@@ -35,8 +35,6 @@ from asynccomm.ops.dtypes import BY_CODE, CODES
 from asynccomm.ops.parcels import MAX_HEAD
 from asynccomm.ops.validation import MAX_TAG
 
-__all__ = ["Messages"]
-
 assert Channel.TENSORS.key(MAX_TAG) == MAX_TAG  # larger ones are those of parcels
 
 

@@ -18,8 +18,6 @@ from asynccomm.errors import BackendError, BrokenError
 from asynccomm.ops import Parcel, Parcels
 from asynccomm.ops.parcels import MAX_HEAD
 
-__all__ = ["parcels"]
-
 
 def parcels(board: Board, submission: Submission) -> Progress:
     """The collective, on a submission whose op is ``ops.Parcels``."""

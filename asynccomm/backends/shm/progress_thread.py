@@ -24,8 +24,6 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Final, Protocol, final
 
-__all__ = ["Driven", "Turn", "Worker", "the_worker"]
-
 SWITCH_SECONDS: Final = 1e-4  # bench/loop_lag.py: beside a GIL-bound thread this is worth several times the bandwidth
 END_SECONDS: Final = 5.0  # for the thread to get to the end of what it is at, when the process ends
 

@@ -15,8 +15,6 @@ from asynccomm.backends.base import Submission
 from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.shm.iovec import Pieces
 
-__all__ = ["ParcelArrival", "TensorArrival"]
-
 
 @final
 class TensorArrival:

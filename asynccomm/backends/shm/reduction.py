@@ -17,8 +17,6 @@ from asynccomm.backends import arithmetic
 from asynccomm.ops.dtypes import REAL, in_reals
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 
-__all__ = ["Reduction", "reduction_for"]
-
 _PAIRWISE: Final[dict[RedOpType, Callable[..., Tensor]]] = {
     RedOpType.SUM: torch.add,
     RedOpType.AVG: torch.add,

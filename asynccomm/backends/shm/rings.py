@@ -21,8 +21,6 @@ from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.layout import LINE, WORD, Layout
 from asynccomm.errors import BackendError
 
-__all__ = ["HEADER", "PADDING", "Mapped", "Reader", "Writer", "framed", "largest_payload"]
-
 HEADER: Final = 32  # bytes
 PADDING: Final = 1  # the kind of a frame that fills the end; a kind of 0 is what untouched memory would say
 

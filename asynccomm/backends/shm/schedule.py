@@ -33,8 +33,6 @@ from asynccomm.ops import (
     Scatter,
 )
 
-__all__ = ["Lands", "by_rank", "landed", "part_of", "reducing"]
-
 Lands = list[Callable[[], object]]
 
 

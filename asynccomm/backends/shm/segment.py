@@ -18,8 +18,6 @@ import torch
 
 from asynccomm.errors import BackendError
 
-__all__ = ["Segment", "create"]
-
 # Since Linux 6.3: what can never be executed. Some systems allow no other memfd, older ones do not know the flag.
 _MFD_NOEXEC_SEAL: Final = 0x8
 _DIRECTORIES: Final = ("/dev/shm",)  # before the one for temporary files, which may be on a disk

@@ -9,8 +9,6 @@ from typing import Final, Self, final
 
 from asynccomm.backends.shm.layout import LINE, Layout
 
-__all__ = ["HINTS", "Settings", "spin_seconds", "yield_seconds"]
-
 BANKS: Final = 4  # steps under way: one being filled, one combined, one read, and one for a rank that is late
 MOST_BYTES: Final = 1 << 30  # of any one size
 # The system gives a busy thread milliseconds at a time, which a loop on the same core would have to wait for.

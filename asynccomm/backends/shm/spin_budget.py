@@ -15,8 +15,6 @@ import threading
 import time
 from typing import Final
 
-__all__ = ["patience_for", "wake_up_seconds"]
-
 WAKE_UPS: Final = 5  # that a rank looks out for
 LEAST: Final = 50e-6  # seconds
 MOST: Final = 400e-6  # what a stall of the loop may cost

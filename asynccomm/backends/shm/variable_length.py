@@ -16,8 +16,6 @@ from asynccomm.backends.shm.board import Board
 from asynccomm.backends.shm.vectors import Vector, read
 from asynccomm.errors import BackendError
 
-__all__ = ["Stream", "Taker", "stream"]
-
 
 class Stream(NamedTuple):
     """What a rank gives."""

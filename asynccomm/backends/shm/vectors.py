@@ -21,19 +21,6 @@ from torch import Tensor
 
 from asynccomm.backends.shm.iovec import SMALL, hold
 
-__all__ = [
-    "Operand",
-    "Scattered",
-    "Share",
-    "Vector",
-    "copy",
-    "read",
-    "scattered",
-    "share_of",
-    "where",
-    "write",
-]
-
 _exhaust = deque[object](maxlen=0).extend  # of an iterator, without a line of Python for each piece
 
 

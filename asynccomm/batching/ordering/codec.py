@@ -18,22 +18,6 @@ import struct
 from collections.abc import Iterator
 from typing import Final, final
 
-__all__ = [
-    "CAPACITY",
-    "CUT",
-    "FULL",
-    "MAX_TAG",
-    "MAX_TEXT",
-    "MISMATCH",
-    "Book",
-    "GarbledError",
-    "Mismatch",
-    "Notice",
-    "Reader",
-    "Writer",
-    "notice",
-]
-
 CAPACITY: Final = 4096  # operations that are known by an id: more than a model has gradients
 MAX_TAG: Final = 1024  # bytes of UTF-8
 MAX_TEXT: Final = 1024  # characters of a description; the rest is cut off

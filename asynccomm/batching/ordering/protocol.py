@@ -46,8 +46,6 @@ from asynccomm.batching.ordering.codec import (
     notice,
 )
 
-__all__ = ["UNDECIDED", "Council", "GarbledError", "Mismatch", "Voice"]
-
 UNDECIDED: Final = 1 << 17  # operations of one rank; whoever waits for what it issued has some thousands
 
 T = TypeVar("T")

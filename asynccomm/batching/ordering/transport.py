@@ -23,15 +23,14 @@ from typing import Any, Final, final
 from torch import Tensor
 
 from asynccomm.backends.base import Backend, Submission
-from asynccomm.batching.ordering.protocol import Council, GarbledError, Mismatch, Voice
+from asynccomm.batching.ordering.codec import GarbledError, Mismatch
+from asynccomm.batching.ordering.protocol import Council, Voice
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import Call, Channel, Parcel, RecvParcel, SendParcel
 from asynccomm.ops.signature import Signature
 from asynccomm.ops.validation import Group
-
-__all__ = ["ALONE", "Agreement"]
 
 BATCH_OPS: Final = 1024  # that are decided together; what is ready at once is rarely more
 BATCH_BYTES: Final = 128 << 20

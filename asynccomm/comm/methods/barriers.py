@@ -8,8 +8,6 @@ from asynccomm.comm.methods.base import CommBase
 from asynccomm.comm.monitored_barrier import MonitoredBarrier
 from asynccomm.core.work import Work
 
-__all__ = ["Barriers"]
-
 
 class Barriers(CommBase):
     """Barriers that do without the backend."""

@@ -18,8 +18,6 @@ from asynccomm.errors import ClosedError
 from asynccomm.ops import Call
 from asynccomm.options import CommOptions
 
-__all__ = ["CommBase"]
-
 
 class CommBase(Handle):
     """Properties of a comm, and the one way in which everything is submitted."""

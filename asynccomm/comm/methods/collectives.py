@@ -14,8 +14,6 @@ from asynccomm.core.work import Work
 from asynccomm.ops import dims, variable
 from asynccomm.ops.reduce_op import ReduceOp
 
-__all__ = ["Collectives"]
-
 
 class Collectives(CommBase):
     """Collectives on tensors whose sizes all ranks know."""

@@ -8,8 +8,6 @@ from asynccomm.comm.methods.base import CommBase
 from asynccomm.control.diagnosis import Diagnosis
 from asynccomm.options import seconds
 
-__all__ = ["Diagnosing"]
-
 ANSWER_SECONDS = 1.0
 
 

@@ -10,8 +10,6 @@ import torch
 
 from asynccomm.comm.methods.base import CommBase
 
-__all__ = ["GraphCapture", "Graphs"]
-
 
 @final
 class GraphCapture(NamedTuple):

@@ -15,8 +15,6 @@ from asynccomm.ops.validation import Group, as_index
 from asynccomm.options import check_hints, check_name, seconds
 from asynccomm.rendezvous.job import Claim, Seat
 
-__all__ = ["Groups", "distinct"]
-
 Ranks = Sequence[SupportsIndex]
 
 

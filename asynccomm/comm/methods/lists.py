@@ -13,8 +13,6 @@ from asynccomm.core.work import Work
 from asynccomm.ops import lists, variable
 from asynccomm.ops.reduce_op import ReduceOp
 
-__all__ = ["CoalescedCollectives"]
-
 
 class CoalescedCollectives(CommBase):
     """Collectives on lists of tensors: one Work, and about the time of one tensor of as many bytes.

@@ -14,8 +14,6 @@ from asynccomm.ops import Call, Parcel, Parcels, RecvParcel, SendParcel
 from asynccomm.ops.validation import check_rank, check_tag
 from asynccomm.serialization.objects import Kind, encode
 
-__all__ = ["Objects"]
-
 _NOTHING = Parcel(b"", ())
 
 

@@ -14,8 +14,6 @@ from asynccomm.core.work import Work
 from asynccomm.ops import Call, Recv, Send
 from asynccomm.ops.validation import Group
 
-__all__ = ["BatchSendRecv", "Messages"]
-
 
 @final
 class BatchSendRecv(Handle):

@@ -15,8 +15,6 @@ from asynccomm.ops.validation import as_index
 from asynccomm.serialization.objects import Incoming, Kind, kind_of, own
 from asynccomm.serialization.tensor_dicts import ReceivedSchemas, SentSchemas
 
-__all__ = ["MAX_BYTES", "Inbox", "ParcelMethods", "Terms", "mistaken"]
-
 MAX_BYTES: Final = 1 << 32  # bytes of head and payload that are taken from one sender, unless the caller says otherwise
 
 

@@ -14,8 +14,6 @@ from asynccomm.control.membership.messages import MAX_NAME
 from asynccomm.errors import ClosedError
 from asynccomm.options import seconds
 
-__all__ = ["Regrouping"]
-
 
 class Regrouping(CommBase):
     """Comms that go on in place of this one.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from asynccomm.comm.methods.base import CommBase
 from asynccomm.comm.scopes import Batch, Estimate
 
-__all__ = ["Scopes", "coalesce"]
-
 
 class Scopes(CommBase):
     """Blocks of code."""

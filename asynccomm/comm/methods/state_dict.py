@@ -18,8 +18,6 @@ from asynccomm.ops.parcels import MAX_HEAD
 from asynccomm.ops.validation import Group, check_rank, check_tensor
 from asynccomm.serialization.objects import DTYPES, Kind, dtype_code, kind_of, reading, seal, unseal
 
-__all__ = ["States"]
-
 _USUAL = (Tensor, torch.nn.Parameter)
 State = TypeVar("State", bound=torch.nn.Module | Mapping[str, Tensor])
 SEVERAL = 4  # names that an error gives for each thing that is wrong

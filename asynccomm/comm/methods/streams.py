@@ -20,8 +20,6 @@ from asynccomm.ops.validation import check_rank, check_tag
 from asynccomm.options import seconds
 from asynccomm.serialization.objects import Incoming, Kind, encode, kind_of
 
-__all__ = ["Sink", "Stream", "Streams"]
-
 ENDING: Final = 4096  # bytes of the message that a stream has ended, which is taken whatever the limit
 
 

@@ -33,8 +33,6 @@ from asynccomm.serialization.tensor_dicts import (
     describe,
 )
 
-__all__ = ["TensorDicts"]
-
 _TOLD: Final = struct.Struct("<?I251s")  # whether a share is here, CRC-32 of what is to be gathered, why it is not
 
 

@@ -13,8 +13,6 @@ from asynccomm.core.work import Work
 from asynccomm.ops import dims, variable
 from asynccomm.ops.reduce_op import ReduceOp
 
-__all__ = ["UnevenCollectives"]
-
 
 class UnevenCollectives(CommBase):
     """Collectives on tensors that differ in size between ranks.

@@ -77,8 +77,6 @@ from asynccomm.control.membership.messages import (
     plain,
 )
 
-__all__ = ["Coordinator"]
-
 TRIES: Final = 3  # times that the same members may fail to connect: a loss that nobody knows of yet takes one
 COMING: Final = 10.0  # seconds for newcomers to come, once all ranks are there that have invited them
 PATIENCE: Final = 60.0  # seconds; a rank that takes longer to connect or to report is as good as silent

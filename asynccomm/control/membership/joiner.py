@@ -27,8 +27,6 @@ from asynccomm.control.transport.framing import Message
 from asynccomm.control.transport.thread import ControlThread, control_thread
 from asynccomm.control.transport.topology import Contact
 
-__all__ = ["Guest"]
-
 RETRY_SECONDS: Final = 0.05  # until another round through the ranks, when none of them is the root
 PROBE_SECONDS: Final = 1.0  # for a rank to answer, which may be stopped
 SILENT_SECONDS: Final = 3.0  # after which a root that should be heard every second counts as stopped

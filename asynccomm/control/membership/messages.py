@@ -14,30 +14,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias, final
 
-__all__ = [
-    "Who",
-    "Decision",
-    "State",
-    "Report",
-    "Decided",
-    "Committed",
-    "Again",
-    "Over",
-    "Refused",
-    "LeftOut",
-    "Order",
-    "Message",
-    "GarbledError",
-    "check_proposal",
-    "listed",
-    "named",
-    "order_message",
-    "parse_order",
-    "parse_report",
-    "plain",
-    "report_message",
-]
-
 Who: TypeAlias = int | str  # a rank of the comm, or a newcomer
 Message: TypeAlias = dict[str, object]  # what JSON can carry
 

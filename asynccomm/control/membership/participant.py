@@ -41,8 +41,6 @@ from asynccomm.control.membership.messages import (
     report_message,
 )
 
-__all__ = ["Candidate"]
-
 _HOLDS = (State.JOINS, State.FAILED, State.PREPARED)
 
 

@@ -31,8 +31,6 @@ from asynccomm.control.membership.participant import Candidate
 from asynccomm.control.router import ROOT, Node
 from asynccomm.control.transport.framing import Message
 
-__all__ = ["PATIENCE", "Elections", "Guests"]
-
 PATIENCE: Final = 30.0  # seconds for a member to connect the new comm, or to report to a new root
 SILENT_SECONDS: Final = 3.0  # after which a rank that should be heard every second counts as stopped
 ORDERS: Final = 1024  # comms whose past is remembered

@@ -20,8 +20,6 @@ from typing import Any, Final, final
 from asynccomm.control.transport.framing import MESSAGE_BYTES, Decoder, GarbledError, Message, encode
 from asynccomm.control.transport.topology import Contact
 
-__all__ = ["ENDED", "Connection", "Tokens", "connect", "end_connections", "let_go", "listens"]
-
 UNSENT_BYTES: Final = 64 << 20  # towards one that does not read any more: as good as gone
 RETRY_SECONDS: Final = 0.005  # until another try to connect to a local socket whose line is full
 KEEP_ALIVE: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # a silent host is gone after about 11 s

@@ -10,8 +10,6 @@ import json
 import struct
 from typing import Any, Final, final
 
-__all__ = ["HELLO_BYTES", "MESSAGE_BYTES", "Decoder", "GarbledError", "Message", "encode"]
-
 MESSAGE_BYTES: Final = 4 << 20  # stacks of a process with many threads, many fingerprints
 HELLO_BYTES: Final = 1024  # what a stranger may send
 _LENGTH: Final = struct.Struct(">I")

@@ -18,8 +18,6 @@ from typing import Any, Final, final
 from asynccomm.control.transport.connection import ENDED, Connection, Tokens, let_go
 from asynccomm.control.transport.framing import MESSAGE_BYTES, Message
 
-__all__ = ["Listener", "end_listening"]
-
 STRANGERS: Final = 64  # connections that have not said who they are, at once; more push out the oldest
 HELLO_SECONDS: Final = 5.0  # for a stranger to say it
 AT_ONCE: Final = 128  # connections taken before others have their turn

@@ -10,8 +10,6 @@ from typing import Final, final
 
 from asynccomm.control.transport.topology import Contact
 
-__all__ = ["Doors", "local_socket", "run_name", "tcp_socket"]
-
 MAX_NAME: Final = 40  # characters; the system takes names of about a hundred bytes
 LINE: Final = 512  # connections that wait to be taken
 

@@ -20,8 +20,6 @@ from typing import Any, Final, TypeVar, final
 from asynccomm.control.transport.connection import end_connections
 from asynccomm.control.transport.listener import end_listening
 
-__all__ = ["ControlThread", "control_thread"]
-
 ENDED: Final = "the control thread has ended"
 END_SECONDS: Final = 2.0  # for the thread to end, when the process does
 

@@ -11,8 +11,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Self, final
 
-__all__ = ["Contact", "Roster"]
-
 
 @final
 @dataclass(frozen=True, slots=True)

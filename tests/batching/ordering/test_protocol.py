@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asynccomm.batching.ordering.codec import MAX_TAG, MAX_TEXT, Writer
-from asynccomm.batching.ordering.protocol import Council, GarbledError, Mismatch, Voice
+from asynccomm.batching.ordering.codec import MAX_TAG, MAX_TEXT, GarbledError, Mismatch, Writer
+from asynccomm.batching.ordering.protocol import Council, Voice
 
 Item = tuple[str, int]  # tag, and the how-manieth under it
 
