@@ -27,7 +27,7 @@ from report import Results, median, print_table
 from rounds import ROUNDS, in_turns, start_ranks, timed
 
 from asynccomm.backends.base import Submission
-from asynccomm.batching.ordering.protocol import Council, Voice
+from asynccomm.batching.ordering.protocol import Announcer, OrderCoordinator
 from asynccomm.comm.comm import Comm
 from asynccomm.comm.new_comm import new_comm
 from asynccomm.ops import RecvParcel, SendParcel
@@ -54,8 +54,8 @@ class Simulated:
 
 def simulate(ranks: int, ops: int, rounds: int) -> Simulated:
     """``rounds`` rounds in which all is known, after one in which nothing is."""
-    council = Council(ranks)
-    voices = [Voice[str]() for _ in range(ranks)]
+    council = OrderCoordinator(ranks)
+    voices = [Announcer[str]() for _ in range(ranks)]
     tags = [f"layer{i}.weight" for i in range(ops)]
     shuffled = [random.Random(rank).sample(tags, ops) for rank in range(ranks)]
     council_times, rank_times = [], []

@@ -74,7 +74,7 @@ from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.runner import run
 from asynccomm.store.client import StoreClient
 from asynccomm.store.server import listen, serve
-from asynccomm.testing.conformance.argument_forms import Forms, Started, expect_finished
+from asynccomm.testing.conformance.argument_forms import Forms, StartedOp, expect_finished
 from asynccomm.testing.conformance.data import FLOATS, INTS, sample
 from asynccomm.testing.conformance.objects import expect_same
 
@@ -116,12 +116,12 @@ class Plan:
         self.order = chance.sample(range(1000), 1000)  # of the ranks, when newcomers come in
 
 
-def forms_of(comm: Comm, chance: random.Random) -> tuple[Forms, list[Callable[[], Iterator[Started]]]]:
+def forms_of(comm: Comm, chance: random.Random) -> tuple[Forms, list[Callable[[], Iterator[StartedOp]]]]:
     """Some of the ways to move or to reduce, not called yet."""
     dtype = chance.choice([dtype for dtype in (*FLOATS, *INTS) if dtype is not torch.uint64])  # it has no MAX
     forms = Forms(comm, chance.choice(SHAPES), dtype, torch.clone)
     op = ReduceOp.SUM if chance.random() < 0.7 else ReduceOp.MAX
-    parts: list[Callable[[], Iterator[Started]]] = [
+    parts: list[Callable[[], Iterator[StartedOp]]] = [
         forms.lists,
         forms.copies,
         forms.singles,
@@ -213,7 +213,7 @@ async def cancel_act(comm: Comm, chance: random.Random) -> list[str]:
     forms, parts = forms_of(comm, chance)
     started = [one for part in parts for one in part()]
 
-    async def give_up(one: Started) -> None:
+    async def give_up(one: StartedOp) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(random.choice([0.0, 0.0001, 0.001])):
                 await one.work
@@ -500,7 +500,7 @@ def be_rank(job: Job, pipe: Connection) -> None:
             with contextlib.suppress(EOFError, OSError):
                 while True:
                     pipe.recv()
-                    rank.say("stacks", stacks.describe(thread, loop))
+                    rank.say("stacks", stacks.format_stacks(thread, loop))
 
         threading.Thread(target=answer, name="soak answers", daemon=True).start()
         await rank.run()

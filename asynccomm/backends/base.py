@@ -38,11 +38,11 @@ from asynccomm.core.handles import Handle
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, BackendError, BrokenError
-from asynccomm.ops import Begin, Call, Op, Parcel, Place
-from asynccomm.ops.validation import Group
+from asynccomm.ops import Begin, Call, Op, Parcel, PayloadAllocator
+from asynccomm.ops.validation import CommInfo
 from asynccomm.store.base import Store
 
-__all__ = ["Backend", "BackendContext", "Member", "Submission", "UnsuitableError"]
+__all__ = ["Backend", "BackendContext", "RankInfo", "Submission", "UnsuitableError"]
 
 
 class UnsuitableError(BackendError):
@@ -66,7 +66,7 @@ class Submission:
 
     # most have these: what is not assigned takes no time
     parcels: tuple[Parcel, ...] = ()
-    place: Place | None = None
+    place: PayloadAllocator | None = None
     begin: Begin | None = None
     copies: tuple[tuple[Tensor, Tensor], ...] = ()  #: to be made by ``hazards.load``; none once they are
     #: what ``Backend.origin`` said at the call, if that was some time ago; of collectives of tensors that were merged
@@ -111,7 +111,7 @@ def _nbytes(tensors: tuple[Tensor, ...]) -> int:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Member:
+class RankInfo:
     """What a rank told the others when it joined."""
 
     rank: int
@@ -124,8 +124,8 @@ class Member:
 class BackendContext:
     """What a backend gets to build itself from."""
 
-    group: Group
-    members: Sequence[Member]  #: in rank order
+    group: CommInfo
+    members: Sequence[RankInfo]  #: in rank order
     store: Store  #: keys here are this comm's and this backend's alone
     mailbox: Mailbox
     timeout: float  #: seconds allowed for connecting

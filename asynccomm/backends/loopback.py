@@ -26,12 +26,12 @@ from asynccomm.backends.computing import contribution, fill, perform
 from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.differences import difference, issued, misfit
 from asynccomm.backends.hazards import load
-from asynccomm.backends.matching import Matching
+from asynccomm.backends.matching import MatchQueues
 from asynccomm.core.handles import Handle
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import (
     AllToAll,
-    Channel,
+    MessageSpace,
     Op,
     Parcel,
     Parcels,
@@ -59,7 +59,9 @@ class Hub(Handle):
         self._next = [0] * size  # collectives submitted so far, by rank
         # by the number of the first of them: what each rank has submitted at once
         self._arrived: defaultdict[int, dict[int, Sequence[Submission]]] = defaultdict(dict)
-        self._messages: list[Matching[Submission, Submission]] = [Matching(size) for _ in range(size)]  # by receiver
+        self._messages: list[MatchQueues[Submission, Submission]] = [
+            MatchQueues(size) for _ in range(size)
+        ]  # by receiver
         self._held: deque[tuple[frozenset[int], Callable[[], None]]] | None = None  # with the ranks that take part
 
     def join(self, context: BackendContext) -> None:
@@ -226,7 +228,7 @@ def _key(op: Op) -> int:
     if isinstance(op, (SendParcel, RecvParcel)):
         return op.channel.key(op.tag)
     assert isinstance(op, (Send, Recv))
-    return Channel.TENSORS.key(op.tag)
+    return MessageSpace.TENSORS.key(op.tag)
 
 
 @final

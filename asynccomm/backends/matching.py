@@ -15,7 +15,7 @@ M = TypeVar("M")
 
 
 @final
-class Matching(Generic[R, M]):
+class MatchQueues(Generic[R, M]):
     """What one rank waits for, and what came before it was waited for.
 
     Args:

@@ -19,7 +19,7 @@ IDLE_SECONDS = 10.0  # a thread without a job ends after this
 
 
 @final
-class _Threads:
+class _DaemonPool:
     """Daemon threads that run functions, kept a while for the next one."""
 
     def __init__(self, name: str, limit: int) -> None:
@@ -72,7 +72,7 @@ def _nothing() -> None:
 
 
 @final
-class Lanes:
+class OrderedExecutor:
     """Runs jobs: in order within a lane, side by side across lanes.
 
     Args:
@@ -84,7 +84,7 @@ class Lanes:
         self._name = name
         self._limit = limit
         self._warned = False
-        self._threads = _Threads(name, limit)
+        self._threads = _DaemonPool(name, limit)
         self._lock = threading.Lock()
         self._lanes: dict[Hashable, deque[Callable[[], None]]] = {}
         self._idle = threading.Condition(self._lock)

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from asynccomm.backends.base import Backend, Submission
-from asynccomm.batching.composite import Carrier
-from asynccomm.batching.fusion import merge
+from asynccomm.batching.composite import FusedWork
+from asynccomm.batching.fusion import fuse
 from asynccomm.batching.plan import Item, item_of, plan
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import UNNUMBERED, Driver, Work
 
 
-class Lot(NamedTuple):
+class FusedOp(NamedTuple):
     """What a backend gets as one operation."""
 
     submission: Submission
     members: Sequence[Submission]  #: what it does; itself if that is one
-    carrier: Carrier | None = None  #: settles the members, if they are several
+    carrier: FusedWork | None = None  #: settles the members, if they are several
 
     def prepare(self, driver: Driver) -> None:
         """The members are numbered and go to ``driver`` now, which is to move on what is waited for."""
@@ -45,7 +45,7 @@ class Batch(NamedTuple):
     """What a backend gets at once."""
 
     items: Sequence[Submission]  #: in the order of the calls
-    lots: Sequence[Lot]
+    lots: Sequence[FusedOp]
 
 
 def batches_of(held: Sequence[Submission], size: int, backend: Backend, mailbox: Mailbox) -> list[Batch]:
@@ -72,12 +72,12 @@ def planned(submission: Submission) -> Item:
     return item_of(submission.op, submission.inputs, submission.outputs, given)
 
 
-def _lot(members: list[Submission], size: int, backend: Backend, mailbox: Mailbox) -> Lot:
+def _lot(members: list[Submission], size: int, backend: Backend, mailbox: Mailbox) -> FusedOp:
     if len(members) == 1:
-        return Lot(members[0], members)
-    call = merge(size, members)
+        return FusedOp(members[0], members)
+    call = fuse(size, members)
     works = [member.work for member in members]
-    carrier = Carrier(works, backend)
+    carrier = FusedWork(works, backend)
     first = min(works, key=due)
     carrier.work = Work(
         call.op,
@@ -91,7 +91,7 @@ def _lot(members: list[Submission], size: int, backend: Backend, mailbox: Mailbo
     submission = Submission(call, carrier.work, detached=True)
     submission.members = tuple([member.op for member in members])
     submission.origin = _origins(members)
-    return Lot(submission, members, carrier)
+    return FusedOp(submission, members, carrier)
 
 
 def due(work: Work[Any]) -> float:

@@ -7,12 +7,12 @@ from typing import Any, final
 
 import torch
 
-from asynccomm.core.work import Driver, Order, Work
+from asynccomm.core.work import Driver, StreamOrder, Work
 from asynccomm.errors import AsyncCommError
 
 
 @final
-class Whole:
+class CompositeWork:
     """Several operations, and the Work that is done when all of them are. It carries the number of the first.
 
     Attributes:
@@ -47,7 +47,7 @@ class Whole:
         self.work.seq = self.parts[0].seq
         orders = [part.order for part in self.parts]
         if all(orders):
-            self.work.order = _Orders([order for order in orders if order is not None])
+            self.work.order = _CompositeOrder([order for order in orders if order is not None])
 
     # -- it drives its Work -------------------------------------------------------------------------------------------
 
@@ -63,7 +63,7 @@ class Whole:
 
 
 @final
-class Carrier:
+class FusedWork:
     """One operation made of several, which settles the Works of all of them.
 
     Args:
@@ -102,10 +102,10 @@ class Carrier:
 
 
 @final
-class _Orders:
+class _CompositeOrder:
     """The place of several operations in the streams of a GPU."""
 
-    def __init__(self, orders: Sequence[Order]) -> None:
+    def __init__(self, orders: Sequence[StreamOrder]) -> None:
         self._orders = orders
         self.prompt = all(order.prompt for order in orders)
 

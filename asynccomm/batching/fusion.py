@@ -26,14 +26,14 @@ from asynccomm.ops.dtypes import CODES
 Tensors = tuple[Tensor, ...]
 
 
-def merge(size: int, parts: Sequence[Submission]) -> Call:
+def fuse(size: int, parts: Sequence[Submission]) -> Call:
     """The call that does what ``parts``, at least two of one ``plan.sort_of``, do one by one on ``size`` ranks.
 
-    Raises: what ``check_merge`` raises.
+    Raises: what ``check_fusible`` raises.
     """
     for part in parts:
         if isinstance(part.op, (AllGatherSingle, ReduceScatterSingle)):
-            check_merge(size, part)
+            check_fusible(size, part)
     call = _MERGERS[type(parts[0].op)](size, parts)
     return call._replace(copies=tuple([copy for part in parts for copy in part.copies]))
 
@@ -83,13 +83,13 @@ def _outputs(parts: Sequence[Submission]) -> Tensors:
     return tuple([tensor for part in parts for tensor in part.outputs])
 
 
-def can_merge(size: int, part: Call | Submission) -> bool:
+def can_fuse(size: int, part: Call | Submission) -> bool:
     """Whether this rank's tensors of ``part`` can be divided where they are; others' may lie otherwise."""
     whole = _whole(part)
     return whole is None or is_divisible(whole, size)
 
 
-def check_merge(size: int, part: Call | Submission) -> None:
+def check_fusible(size: int, part: Call | Submission) -> None:
     """Raise ValueError if they cannot."""
     whole = _whole(part)
     if whole is not None and not is_divisible(whole, size):

@@ -8,11 +8,11 @@ from typing import final
 from asynccomm.backends.base import Submission
 from asynccomm.backends.regions import AccessSet, Region
 from asynccomm.batching.batches import planned
-from asynccomm.batching.plan import everywhere
+from asynccomm.batching.plan import on_all_ranks
 
 
 @final
-class Undecided:
+class PendingHazards:
     """Finds out which operations must not be decided in one batch, since one of them writes what the other uses.
 
     Other ranks cannot know that: their tensors may lie otherwise.
@@ -26,7 +26,7 @@ class Undecided:
         """Put ``submissions``, of one call, in; returns whether they conflict with what is there, or one another."""
         found = False
         for submission in submissions:
-            _, reads, writes = everywhere(planned(submission))
+            _, reads, writes = on_all_ranks(planned(submission))
             found |= self._accesses.conflicts(reads, writes)
             self._accesses.add(reads, writes)
             self._there[submission] = reads, writes

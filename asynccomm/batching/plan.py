@@ -65,7 +65,7 @@ def item_of(op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor], given: 
 
 
 @final
-class Meter:
+class BatchLimiter:
     """How full the batch under way is, counted in operations and bytes that are the same on all ranks.
 
     Args:
@@ -113,7 +113,7 @@ def plan(
         cuts = _cuts_by_memory(items)
     batches: list[Batch] = []
     lots: dict[object, list[int]] = {}
-    meter = Meter(max_ops, max_bytes)
+    meter = BatchLimiter(max_ops, max_bytes)
     limited = meter.limited
     sorts: dict[int, object] = {}  # of operations that are shared by many calls
     for i, (op, _, _) in enumerate(items):
@@ -123,7 +123,7 @@ def plan(
             meter.clear()
         sort = sorts.get(id(op), sorts)
         if sort is sorts:
-            sort = sorts[id(op)] = sort_of(op, merged_bytes)
+            sort = sorts[id(op)] = fusion_key(op, merged_bytes)
         if sort is None:
             lots[i] = [i]
         elif (lot := lots.get(sort)) is None:
@@ -137,7 +137,7 @@ def plan(
     return batches
 
 
-def sort_of(op: Op, merged_bytes: int = MERGED_BYTES) -> object:
+def fusion_key(op: Op, merged_bytes: int = MERGED_BYTES) -> object:
     """What must be equal for operations to move as one; None: this one goes by itself."""
     if op.nbytes > merged_bytes:
         return None
@@ -239,7 +239,7 @@ def conflict(one: Item, other: Item) -> bool:
     return accesses.conflicts(*other[1:])
 
 
-def everywhere(item: Item) -> Item:
+def on_all_ranks(item: Item) -> Item:
     """As it counts on all ranks."""
     op, reads, writes = item
     return (op, (), [*reads, *writes]) if isinstance(op, Broadcast) else item
@@ -255,7 +255,7 @@ class _Memory:
 
     def conflicts(self, item: Item) -> bool:
         """Whether ``item`` must come after what is there."""
-        op, reads, writes = everywhere(item)
+        op, reads, writes = on_all_ranks(item)
         if self._accesses.conflicts(reads, writes):
             return True
         root = op.root if isinstance(op, Broadcast) else None
@@ -263,7 +263,7 @@ class _Memory:
         return any(written.overlaps(touched) for other, written in self._broadcast.items() if other != root)
 
     def add(self, item: Item) -> None:
-        op, reads, writes = everywhere(item)
+        op, reads, writes = on_all_ranks(item)
         if isinstance(op, Broadcast):
             self._broadcast.setdefault(op.root, RegionSet()).add(writes)
         else:

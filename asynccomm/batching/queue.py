@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any, final
 
 from asynccomm.backends.base import Submission
-from asynccomm.batching.plan import Meter
+from asynccomm.batching.plan import BatchLimiter
 from asynccomm.core.work import Work
 
 
-def caller() -> object:
+def current_owner() -> object:
     """Who is calling: the task that runs, or the thread where none does."""
     loop = asyncio._get_running_loop()
     task = None if loop is None else asyncio.current_task(loop)
@@ -21,18 +21,18 @@ def caller() -> object:
 
 
 @final
-class Hold:
+class DeferredQueue:
     """Operations that wait to be sent together. Used under the comm's lock, but for ``hurry`` and ``relieve``.
 
     It drives their Works: somebody who waits for one cannot wait for the end of the scope.
 
     Args:
-        owner: whose it is, as ``caller`` gives it.
+        owner: whose it is, as ``current_owner`` gives it.
         meter: when it is full.
         send: called with this hold, has to ``take`` what is there and send it.
     """
 
-    def __init__(self, owner: object, meter: Meter, send: Callable[[Hold], object]) -> None:
+    def __init__(self, owner: object, meter: BatchLimiter, send: Callable[[DeferredQueue], object]) -> None:
         self.owner = owner
         self.works: list[Work[Any]] = []  #: what the callers got, of all that was ever held
         self.items: list[Submission] = []

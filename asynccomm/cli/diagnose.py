@@ -27,7 +27,7 @@ from typing import Any, Final, Self, final
 
 from asynccomm.cli.run import Commands
 from asynccomm.control.diagnosis import Diagnosis, RankState
-from asynccomm.control.transport.framing import MESSAGE_BYTES, Decoder, Message, encode
+from asynccomm.control.transport.framing import MESSAGE_BYTES, ControlMessage, Decoder, encode
 from asynccomm.control.transport.sockets import run_name
 
 _DESCRIPTION = """\
@@ -50,7 +50,7 @@ _credentials = struct.Struct("=iII")  # process, user, group
 
 @final
 @dataclass(frozen=True, slots=True)
-class Door:
+class ProcessSocket:
     """Where one rank listens."""
 
     name: str  #: of the abstract socket
@@ -69,22 +69,22 @@ class Door:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Family:
+class ProcessTree:
     """Ranks that belong together."""
 
-    doors: tuple[Door, ...]  #: on this host, in rank order
-    opened: tuple[Door, ...] = ()  #: those of them that answer
+    doors: tuple[ProcessSocket, ...]  #: on this host, in rank order
+    opened: tuple[ProcessSocket, ...] = ()  #: those of them that answer
 
 
 @final
 @dataclass(slots=True)
-class Job:
+class JobSummary:
     """The families of some processes."""
 
-    families: list[Family]
+    families: list[ProcessTree]
 
     @property
-    def doors(self) -> list[Door]:
+    def doors(self) -> list[ProcessSocket]:
         return [door for family in self.families for door in family.doors]
 
     @property
@@ -111,14 +111,14 @@ class Job:
 
 @final
 @dataclass(slots=True)
-class Said:
+class Answer:
     """What the ranks of a family say, by rank of the job."""
 
     answers: dict[int, Mapping[str, Any]] = field(default_factory=dict)  #: by comm's key
     silent: dict[int, float | None] = field(default_factory=dict)
     gone: dict[int, str] = field(default_factory=dict)
 
-    def take(self, message: Message) -> None:
+    def take(self, message: ControlMessage) -> None:
         """Raises: ValueError, TypeError, KeyError, AttributeError for what no rank says."""
         self.answers |= {int(rank): dict(answer["comms"]) for rank, answer in message.get("said", {}).items()}
         for rank, seconds in message.get("silent", {}).items():
@@ -128,7 +128,7 @@ class Said:
 
 @final
 @dataclass(frozen=True, slots=True)
-class View:
+class Snapshot:
     """One comm."""
 
     diagnosis: Diagnosis
@@ -147,14 +147,16 @@ class View:
 # -- finding ranks ----------------------------------------------------------------------------------------------------
 
 
-def doors_in(text: str) -> list[Door]:
+def doors_in(text: str) -> list[ProcessSocket]:
     """The ranks' sockets among those of /proc/net/unix."""
     lines = [_line.fullmatch(line) for line in text.split("\n")]
-    doors = [Door.of_name(line["name"]) for line in lines if line is not None and int(line["flags"], 16) & _LISTENS]
+    doors = [
+        ProcessSocket.of_name(line["name"]) for line in lines if line is not None and int(line["flags"], 16) & _LISTENS
+    ]
     return [door for door in doors if door is not None]
 
 
-def _doors_here() -> list[Door]:
+def _doors_here() -> list[ProcessSocket]:
     """Of this user's processes, as far as that can be known without a knock, which others would take for an attack."""
     text = Path("/proc/net/unix").read_text(errors="replace")
     return [door for door in doors_in(text) if _owner(door.pid) in (None, os.geteuid())]
@@ -183,32 +185,32 @@ def _descends(pid: int, ancestor: int) -> bool:
     return pid == ancestor
 
 
-def jobs_of(knocks: Mapping[Door, Iterable[str] | None]) -> list[Job]:
+def jobs_of(knocks: Mapping[ProcessSocket, Iterable[str] | None]) -> list[JobSummary]:
     """Sort ranks by what belongs together.
 
     Args:
         knocks: by door, the names of the doors of the whole family; None: nobody has opened.
     """
     by_name = {door.name: door for door in knocks}
-    families: dict[frozenset[Door], list[Door]] = {}
+    families: dict[frozenset[ProcessSocket], list[ProcessSocket]] = {}
     for door, names in knocks.items():
         if names is not None:
             whole = frozenset(by_name[name] for name in names if name in by_name) | {door}
             families.setdefault(whole, []).append(door)
     known = {door for whole in families for door in whole}
-    found = [Family(_in_order(whole), _in_order(opened)) for whole, opened in families.items()]
-    jobs: list[Job] = []
+    found = [ProcessTree(_in_order(whole), _in_order(opened)) for whole, opened in families.items()]
+    jobs: list[JobSummary] = []
     for family in found:
         pids = {door.pid for door in family.doors}
         kin = [job for job in jobs if job.pids & pids]
         jobs = [job for job in jobs if job not in kin]
-        jobs.append(Job([*(other for job in kin for other in job.families), family]))
+        jobs.append(JobSummary([*(other for job in kin for other in job.families), family]))
     for door in _in_order(knocks.keys() - known):
-        _place(Family((door,)), jobs)
+        _place(ProcessTree((door,)), jobs)
     return sorted(jobs, key=lambda job: (job.run, sorted(job.pids)))
 
 
-def _place(closed: Family, jobs: list[Job]) -> None:
+def _place(closed: ProcessTree, jobs: list[JobSummary]) -> None:
     """Put a rank that nobody knows where it can belong: its process tells, else its run if there is one such job."""
     door = closed.doors[0]
     kin = [job for job in jobs if door.pid in job.pids] or [job for job in jobs if door.run and job.run == door.run]
@@ -216,17 +218,17 @@ def _place(closed: Family, jobs: list[Job]) -> None:
     if len(kin) == 1:
         kin[0].families.append(closed)
     else:
-        jobs.append(Job([closed]))
+        jobs.append(JobSummary([closed]))
 
 
-def _in_order(doors: Iterable[Door]) -> tuple[Door, ...]:
+def _in_order(doors: Iterable[ProcessSocket]) -> tuple[ProcessSocket, ...]:
     return tuple(sorted(doors, key=lambda door: (door.rank, door.pid, door.name)))
 
 
 # -- asking them ------------------------------------------------------------------------------------------------------
 
 
-def _connect(door: Door) -> socket.socket:
+def _connect(door: ProcessSocket) -> socket.socket:
     """Raises: OSError; PermissionError if another user listens there."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -241,10 +243,10 @@ def _connect(door: Door) -> socket.socket:
     return sock
 
 
-async def _ask(door: Door, question: Message, seconds: float) -> list[Message]:
+async def _ask(door: ProcessSocket, question: ControlMessage, seconds: float) -> list[ControlMessage]:
     """All that is said there. Raises: OSError, TimeoutError being one; ValueError for what is no message."""
     reader, writer = await asyncio.open_unix_connection(sock=_connect(door))
-    messages: list[Message] = []
+    messages: list[ControlMessage] = []
     try:
         writer.write(encode({"look": True, **question}))
         decoder = Decoder(limit=MESSAGE_BYTES)
@@ -262,7 +264,7 @@ async def _ask(door: Door, question: Message, seconds: float) -> list[Message]:
     return messages
 
 
-async def _knock(door: Door) -> tuple[bool, list[str] | None]:
+async def _knock(door: ProcessSocket) -> tuple[bool, list[str] | None]:
     """Whether it is there, and this user's; the names of the doors of its family, if it opens."""
     try:
         said = await _ask(door, {"ranks": []}, KNOCK_SECONDS)
@@ -273,7 +275,7 @@ async def _knock(door: Door) -> tuple[bool, list[str] | None]:
         return True, None
 
 
-async def _find(wanted: str | None) -> list[Job]:
+async def _find(wanted: str | None) -> list[JobSummary]:
     """The jobs that ``wanted`` may mean: those of a run of that name, else that of a process."""
     doors = _doors_here()
     pid = 0
@@ -289,11 +291,11 @@ async def _find(wanted: str | None) -> list[Job]:
     return [job for job in jobs if not pid or any(_descends(each, pid) for each in job.pids)]
 
 
-async def _listen(family: Family, stacks: bool) -> Said:
+async def _listen(family: ProcessTree, stacks: bool) -> Answer:
     """What all ranks of the family are at, as far as any that answers can find out."""
-    said = Said()
+    said = Answer()
 
-    async def ask(door: Door, **question: Any) -> bool:
+    async def ask(door: ProcessSocket, **question: Any) -> bool:
         try:
             for message in await _ask(door, {"stacks": stacks, **question}, LOOK_SECONDS):
                 said.take(message)
@@ -311,7 +313,7 @@ async def _listen(family: Family, stacks: bool) -> Said:
 # -- what it comes to -------------------------------------------------------------------------------------------------
 
 
-def _diagnoses(family: Family, said: Said) -> dict[str, Diagnosis]:
+def _diagnoses(family: ProcessTree, said: Answer) -> dict[str, Diagnosis]:
     """By the comm's key, the first comm first."""
     keys = dict.fromkeys(key for _, answer in sorted(said.answers.items()) for key, own in answer.items() if own)
     found = {}
@@ -325,7 +327,7 @@ def _diagnoses(family: Family, said: Said) -> dict[str, Diagnosis]:
     return found
 
 
-def _state(rank: int, job: int, key: str, family: Family, said: Said) -> RankState:
+def _state(rank: int, job: int, key: str, family: ProcessTree, said: Answer) -> RankState:
     if job in said.answers:
         return RankState.of_answer(rank, said.answers[job].get(key, {}))
     if job in said.gone:
@@ -340,16 +342,16 @@ def _late(found: Diagnosis, bar: int) -> tuple[int, ...]:
     return tuple(s.rank for s in found.ranks if not s.answered or s.state != "open" or s.collectives < bar)
 
 
-async def _examine(family: Family, stacks: bool) -> list[View]:
+async def _examine(family: ProcessTree, stacks: bool) -> list[Snapshot]:
     found = _diagnoses(family, await _listen(family, stacks))
     least = {key: max(state.collectives for state in one.ranks) for key, one in found.items()}
     behind = any(_late(one, least[key]) for key, one in found.items())
     if behind and not any(_late(one, 0) for one in found.values()):  # nothing worse than that: is it so still?
         found = _diagnoses(family, await _listen(family, stacks))
-    return [View(one, _late(one, least.get(key, 0))) for key, one in found.items()]
+    return [Snapshot(one, _late(one, least.get(key, 0))) for key, one in found.items()]
 
 
-async def _report(job: Job, stacks: bool) -> tuple[list[View], list[tuple[Door, str]]]:
+async def _report(job: JobSummary, stacks: bool) -> tuple[list[Snapshot], list[tuple[ProcessSocket, str]]]:
     """The comms of a job, and the ranks about which nothing can be found out, with what can be seen from outside."""
     views = await asyncio.gather(*(_examine(family, stacks) for family in job.families if family.opened))
     closed = [door for family in job.families if not family.opened for door in family.doors]
@@ -357,7 +359,7 @@ async def _report(job: Job, stacks: bool) -> tuple[list[View], list[tuple[Door, 
     return comms, [(door, _outside(door)) for door in closed]
 
 
-def _outside(door: Door) -> str:
+def _outside(door: ProcessSocket) -> str:
     if _status(door.pid)[0] in ("T", "t"):
         return "does not answer: it is stopped"
     return "does not answer: it waits for the others in new_comm, or something holds its interpreter lock"
@@ -408,13 +410,15 @@ def _diagnose(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     return 0 if fine else 1
 
 
-def _as_json(job: Job, views: Sequence[View], closed: Sequence[tuple[Door, str]], fine: bool) -> str:
+def _as_json(
+    job: JobSummary, views: Sequence[Snapshot], closed: Sequence[tuple[ProcessSocket, str]], fine: bool
+) -> str:
     silent = [{"rank": door.rank, "pid": door.pid, "how": how} for door, how in closed]
     comms = [view.as_json() for view in views]
     return json.dumps({"run": job.run, "ok": fine, "comms": comms, "silent": silent}, indent=2)
 
 
-def _as_text(job: Job, views: Sequence[View], closed: Sequence[tuple[Door, str]]) -> str:
+def _as_text(job: JobSummary, views: Sequence[Snapshot], closed: Sequence[tuple[ProcessSocket, str]]) -> str:
     parts = [str(view) for view in views]
     if closed:
         parts.append("\n".join(f"rank {door.rank} (process {door.pid}) {how}" for door, how in closed))

@@ -1,7 +1,7 @@
 """``asynccomm doctor``: what this machine offers, and what is wrong with it.
 
-A probe looks into one matter and returns a :class:`Section`; it gets everything it looks at from a :class:`System`, so
-that a test can give it another. Whatever a probe raises becomes the content of its section. Torch is imported by the
+A probe looks into one matter and returns a :class:`Section`; it gets everything it looks at from a :class:`SystemInfo`,
+so that a test can give it another. Whatever a probe raises becomes the content of its section. Torch is imported by the
 probes that need it, not by this module: the launcher must start without it.
 """
 
@@ -40,7 +40,7 @@ _LOOPBACK: Final = ("127.", "::1")
 
 @final
 @dataclass(frozen=True, slots=True)
-class Warned:
+class CheckWarning:
     """What is not as it should be; ``serious`` if something will not work."""
 
     text: str
@@ -53,13 +53,13 @@ class Section:
     """What a probe found. Names of facts that end in ``_bytes`` are sizes; None is what is not there."""
 
     facts: Mapping[str, object]
-    warned: Sequence[Warned] = ()
+    warned: Sequence[CheckWarning] = ()
     error: str | None = None  #: why the probe failed
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class System:
+class SystemInfo:
     """Where probes look."""
 
     module: Callable[[str], Any] = import_module
@@ -84,7 +84,7 @@ class System:
             return None
 
 
-def _python(system: System) -> Section:
+def _python(system: SystemInfo) -> Section:
     return Section(
         {
             "version": platform.python_version(),
@@ -95,21 +95,21 @@ def _python(system: System) -> Section:
     )
 
 
-def _torch(system: System) -> Section:
+def _torch(system: SystemInfo) -> Section:
     torch = system.module("torch")
     distributed = torch.distributed.is_available()
     gloo = distributed and torch.distributed.is_gloo_available()
     warned = []
     if not distributed:
-        warned.append(Warned("this torch has no torch.distributed, whose store the ranks meet on", serious=True))
+        warned.append(CheckWarning("this torch has no torch.distributed, whose store the ranks meet on", serious=True))
     elif not gloo:
-        warned.append(Warned("this torch has no gloo: on CPUs, ranks must be on one machine"))
+        warned.append(CheckWarning("this torch has no gloo: on CPUs, ranks must be on one machine"))
     kinds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
     built = next((f"{kind} {number}" for kind, number in kinds.items() if number), "CPU only")
     return Section({"version": str(torch.__version__), "built_for": built, "gloo": gloo}, warned)
 
 
-def _cuda(system: System) -> Section:
+def _cuda(system: SystemInfo) -> Section:
     torch = system.module("torch")
     built: str | None = torch.version.cuda
     hidden = system.environ.get("CUDA_VISIBLE_DEVICES")
@@ -119,20 +119,20 @@ def _cuda(system: System) -> Section:
         driver = _driver_version(system)
     except OSError as exc:
         text = f"the kernel has the NVIDIA driver {kernel}, but its library is not here: {exc}"
-        warned = [Warned(text, serious=True)] if kernel and built else []
+        warned = [CheckWarning(text, serious=True)] if kernel and built else []
         return Section({"driver": None, "why": str(exc)} | facts, warned)
     facts = {"driver": f"for CUDA up to {driver[0]}.{driver[1]}"} | facts
     if built is None:
-        return Section(facts, [Warned("there is a CUDA driver, but this torch is built without CUDA")])
+        return Section(facts, [CheckWarning("there is a CUDA driver, but this torch is built without CUDA")])
     if driver[0] < int(built.partition(".")[0]):
         text = f"torch is built for CUDA {built}, but the driver ends at {driver[0]}.{driver[1]}: install a newer one"
-        return Section(facts, [Warned(text, serious=True)])
+        return Section(facts, [CheckWarning(text, serious=True)])
     if not torch.cuda.is_available() and hidden not in ("", "-1"):
-        return Section(facts, [Warned("there is a CUDA driver, but torch finds no GPU", serious=True)])
+        return Section(facts, [CheckWarning("there is a CUDA driver, but torch finds no GPU", serious=True)])
     return Section(facts)
 
 
-def _driver_version(system: System) -> tuple[int, int]:
+def _driver_version(system: SystemInfo) -> tuple[int, int]:
     """Raises: OSError without a driver."""
     ctypes = system.module("ctypes")
     number = ctypes.c_int()
@@ -142,12 +142,12 @@ def _driver_version(system: System) -> tuple[int, int]:
     return number.value // 1000, number.value % 1000 // 10
 
 
-def _kernel_driver(system: System) -> str | None:
+def _kernel_driver(system: SystemInfo) -> str | None:
     text = system.read("proc/driver/nvidia/version")
     return None if text is None else next((word for word in text.split() if word[:1].isdigit() and "." in word), None)
 
 
-def _devices(system: System) -> Section:
+def _devices(system: SystemInfo) -> Section:
     cuda = system.module("torch").cuda
     count = cuda.device_count() if cuda.is_available() else 0
     facts: dict[str, object] = {"count": count}
@@ -164,11 +164,11 @@ def _devices(system: System) -> Section:
         }
     if apart:
         text = f"devices {', '.join(apart)} do not reach each other's memory: NCCL goes through the host's"
-        return Section(facts, [Warned(text)])
+        return Section(facts, [CheckWarning(text)])
     return Section(facts)
 
 
-def _nccl(system: System) -> Section:
+def _nccl(system: SystemInfo) -> Section:
     torch = system.module("torch")
     packages = {name: found for name in ("nvidia-nccl-cu12", "nvidia-nccl-cu13") if (found := system.version(name))}
     compiled = _compiled_nccl(torch)
@@ -180,7 +180,7 @@ def _nccl(system: System) -> Section:
     except Exception as exc:
         binding = f"{exc}"
         if torch.cuda.is_available():
-            warned.append(Warned(f"backend 'nccl' cannot be used: {exc}", serious=True))
+            warned.append(CheckWarning(f"backend 'nccl' cannot be used: {exc}", serious=True))
     return Section(
         {
             "torch_compiled_with": _dotted(compiled),
@@ -197,16 +197,18 @@ def _nccl(system: System) -> Section:
 
 def _nccl_warnings(
     packages: Mapping[str, str], compiled: tuple[int, ...] | None, loaded: tuple[int, ...] | None
-) -> list[Warned]:
+) -> list[CheckWarning]:
     warned = []
     if len(packages) > 1:
         both = " and ".join(f"{name} {version}" for name, version in packages.items())
         text = f"{both} are both installed, and have overwritten each other's libnccl: "
-        warned.append(Warned(text + "uninstall both, then install the one that torch requires again", serious=True))
+        warned.append(
+            CheckWarning(text + "uninstall both, then install the one that torch requires again", serious=True)
+        )
     if compiled and loaded and loaded != compiled:
         older = loaded < compiled
         text = f"NCCL {_dotted(loaded)} is loaded, but torch was compiled with {_dotted(compiled)}"
-        warned.append(Warned(text + (", which is newer" if older else ""), serious=older))
+        warned.append(CheckWarning(text + (", which is newer" if older else ""), serious=older))
     return warned
 
 
@@ -216,7 +218,7 @@ def _compiled_nccl(torch: Any) -> tuple[int, ...] | None:
     return tuple(torch.cuda.nccl.version()[:3])  # a suffix may follow
 
 
-def _loaded_nccl(system: System) -> tuple[int, ...] | None:
+def _loaded_nccl(system: SystemInfo) -> tuple[int, ...] | None:
     """The one that torch has loaded, found by its name."""
     ctypes = system.module("ctypes")
     number = ctypes.c_int()
@@ -227,13 +229,13 @@ def _loaded_nccl(system: System) -> tuple[int, ...] | None:
     return number.value // 10000, number.value // 100 % 100, number.value % 100
 
 
-def _mapped(system: System, name: str) -> str | None:
+def _mapped(system: SystemInfo, name: str) -> str | None:
     """The files that are mapped into this process under that name."""
     lines = (system.read("proc/self/maps") or "").splitlines()
     return ", ".join(sorted({line[line.index("/") :] for line in lines if f"/{name}" in line})) or None
 
 
-def _requirement(system: System, package: str, wanted: str) -> str | None:
+def _requirement(system: SystemInfo, package: str, wanted: str) -> str | None:
     metadata = system.module("importlib.metadata")
     try:
         found = metadata.requires(package) or []
@@ -246,22 +248,22 @@ def _dotted(version: tuple[int, ...] | None) -> str | None:
     return ".".join(map(str, version)) if version else None
 
 
-def _shared_memory(system: System) -> Section:
+def _shared_memory(system: SystemInfo) -> Section:
     memfd = hasattr(os, "memfd_create")  # which backend "shm" uses, if it is there
     facts: dict[str, object] = {"dev_shm_bytes": None, "free_bytes": None, "memfd": memfd}
     try:
         found = os.statvfs(system.root / "dev/shm")
     except OSError as exc:
-        return Section(facts, [Warned(f"/dev/shm cannot be used: {exc.strerror}", serious=not memfd)])
+        return Section(facts, [CheckWarning(f"/dev/shm cannot be used: {exc.strerror}", serious=not memfd)])
     free = found.f_bavail * found.f_frsize
     facts |= {"dev_shm_bytes": found.f_blocks * found.f_frsize, "free_bytes": free}
     if free >= SHARED_BYTES:
         return Section(facts)
     text = f"/dev/shm has only {_size(free)} left: NCCL and DataLoader use it; in Docker, raise --shm-size"
-    return Section(facts, [Warned(text, serious=not memfd)])
+    return Section(facts, [CheckWarning(text, serious=not memfd)])
 
 
-def _limits(system: System) -> Section:
+def _limits(system: SystemInfo) -> Section:
     resource = system.module("resource")
     limits = {}
     for name in ("nofile", "memlock", "nproc"):
@@ -271,23 +273,23 @@ def _limits(system: System) -> Section:
     warned = []
     files, locked = limits["nofile"][0], limits["memlock"][0]
     if files is not None and files < DESCRIPTORS:
-        warned.append(Warned(f"only {files} open files are allowed: raise `ulimit -n`"))
+        warned.append(CheckWarning(f"only {files} open files are allowed: raise `ulimit -n`"))
     if locked is not None and (system.root / "sys/class/infiniband").is_dir():
-        warned.append(Warned("there is an InfiniBand device, which needs `ulimit -l unlimited`"))
+        warned.append(CheckWarning("there is an InfiniBand device, which needs `ulimit -l unlimited`"))
     return Section(facts, warned)
 
 
-def _cpus(system: System) -> Section:
+def _cpus(system: SystemInfo) -> Section:
     allowed = len(os.sched_getaffinity(0))
     quota = _quota(system)
     facts = {"of_the_machine": os.cpu_count(), "allowed": allowed, "cgroup_quota": quota}
     if quota is None or quota >= allowed:
         return Section(facts)
     text = f"{allowed} CPUs are visible, but the cgroup has time for {quota:g}: run at most that many busy threads"
-    return Section(facts, [Warned(text)])
+    return Section(facts, [CheckWarning(text)])
 
 
-def _quota(system: System) -> float | None:
+def _quota(system: SystemInfo) -> float | None:
     """How many CPUs' time the tightest of our cgroups has; None: no limit."""
     groups = [line.split(":", 2) for line in (system.read("proc/self/cgroup") or "").splitlines()]
     found = []
@@ -307,13 +309,13 @@ def _quota(system: System) -> float | None:
     return min(found, default=None)
 
 
-def _event_loop(system: System) -> Section:
+def _event_loop(system: SystemInfo) -> Section:
     found = system.version("uvloop")
-    warned = [] if found else [Warned("uvloop is not installed; the event loop of asyncio is slower")]
+    warned = [] if found else [CheckWarning("uvloop is not installed; the event loop of asyncio is slower")]
     return Section({"uvloop": found}, warned)
 
 
-def _host_name(system: System) -> Section:
+def _host_name(system: SystemInfo) -> Section:
     name = socket.gethostname()
     began = time.perf_counter()
     try:
@@ -321,13 +323,13 @@ def _host_name(system: System) -> Section:
     except OSError as exc:  # TimeoutError is one
         why = f"took more than {RESOLVE_SECONDS:g} s" if isinstance(exc, TimeoutError) else str(exc)
         text = f"the host's own name {name!r} does not resolve ({why}): give it an address in /etc/hosts"
-        return Section({"name": name, "addresses": None}, [Warned(text)])
+        return Section({"name": name, "addresses": None}, [CheckWarning(text)])
     seconds = round(time.perf_counter() - began, 3)
     facts = {"name": name, "addresses": addresses, "seconds": seconds}
     foreign = [address for address in addresses if not _is_ours(address)]
     if foreign:
         text = f"{name!r} resolves to {', '.join(foreign)}, which no interface of this host has: see /etc/hosts"
-        return Section(facts, [Warned(text)])
+        return Section(facts, [CheckWarning(text)])
     local = all(address.startswith(_LOOPBACK) for address in addresses)
     return Section(
         facts | {"reachable": "from this machine only" if local else "from others, if the network lets them"}
@@ -370,12 +372,12 @@ def _is_ours(address: str) -> bool:
     return True
 
 
-def _backends(system: System) -> Section:
+def _backends(system: SystemInfo) -> Section:
     registry = system.module("asynccomm.backends.registry")
     torch = system.module("torch")
     chosen = partial(_chosen, registry, torch)
     (cpu, usable), (cuda, _) = chosen("cpu"), chosen("cuda")
-    warned = [] if usable else [Warned("no backend can be used for CPU tensors", serious=True)]
+    warned = [] if usable else [CheckWarning("no backend can be used for CPU tensors", serious=True)]
     return Section({"known": registry.backend_names(), "auto_for_cpu": cpu, "auto_for_cuda": cuda}, warned)
 
 
@@ -403,7 +405,7 @@ def _chosen(registry: Any, torch: Any, kind: str) -> tuple[str, bool]:
     return text, usable
 
 
-PROBES: Final[Mapping[str, Callable[[System], Section]]] = {
+PROBES: Final[Mapping[str, Callable[[SystemInfo], Section]]] = {
     "python": _python,
     "torch": _torch,
     "cuda": _cuda,
@@ -420,7 +422,7 @@ PROBES: Final[Mapping[str, Callable[[System], Section]]] = {
 
 @final
 @dataclass(frozen=True, slots=True)
-class Report:
+class Checkup:
     """All sections, by name."""
 
     sections: Mapping[str, Section]
@@ -433,12 +435,12 @@ class Report:
         return not any(section.error or any(found.serious for found in section.warned) for section in sections)
 
 
-def examine(system: System, probes: Mapping[str, Callable[[System], Section]] = PROBES) -> Report:
+def examine(system: SystemInfo, probes: Mapping[str, Callable[[SystemInfo], Section]] = PROBES) -> Checkup:
     """Run all probes."""
-    return Report({name: _isolated(probe, system) for name, probe in probes.items()})
+    return Checkup({name: _isolated(probe, system) for name, probe in probes.items()})
 
 
-def _isolated(probe: Callable[[System], Section], system: System) -> Section:
+def _isolated(probe: Callable[[SystemInfo], Section], system: SystemInfo) -> Section:
     with warnings.catch_warnings(record=True) as caught:  # torch explains by them why it finds no GPU
         warnings.simplefilter("always")
         try:
@@ -446,10 +448,10 @@ def _isolated(probe: Callable[[System], Section], system: System) -> Section:
         except Exception as exc:
             section = Section({}, error=f"{type(exc).__name__}: {exc}")
     texts = dict.fromkeys(str(warning.message) for warning in caught)
-    return Section(section.facts, [*section.warned, *map(Warned, texts)], section.error)
+    return Section(section.facts, [*section.warned, *map(CheckWarning, texts)], section.error)
 
 
-def as_text(report: Report) -> str:
+def as_text(report: Checkup) -> str:
     """For people."""
     lines = [f"asynccomm {report.asynccomm}"]
     for name, section in report.sections.items():
@@ -501,6 +503,6 @@ def add_command(commands: Commands) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    report = examine(System())
+    report = examine(SystemInfo())
     print(json.dumps({"ok": report.ok, **asdict(report)}, indent=2) if arguments.json else as_text(report))
     return 0 if report.ok else 1

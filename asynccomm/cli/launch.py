@@ -63,7 +63,7 @@ async def launch(options: LaunchOptions, listening: socket.socket) -> int:
 
 @final
 @dataclass(slots=True)
-class Rank:
+class LaunchedRank:
     """One rank: its process, what it printed, and its exit code if it failed by itself."""
 
     number: int
@@ -79,9 +79,9 @@ class Launch:
     def __init__(self, options: LaunchOptions, terminal: Terminal) -> None:
         self._options = options
         self._terminal = terminal
-        self._ranks: list[Rank] = []
-        self._store: Rank | None = None
-        self._first: Rank | None = None  # to fail
+        self._ranks: list[LaunchedRank] = []
+        self._store: LaunchedRank | None = None
+        self._first: LaunchedRank | None = None  # to fail
         self._signal: signal.Signals | None = None
         self._ended_by_us = False  # from now on exit codes are our own doing
         self._ending = asyncio.Event()
@@ -122,12 +122,12 @@ class Launch:
                 stdin=None if number == 0 else subprocess.DEVNULL,  # one reader, as with mpirun: nothing is torn
                 cpus=options.cpus[number] if options.cpus else frozenset(),
             )
-            rank = Rank(number, child, RankOutput(terminal, prefix, log, options.tee or log is None))
+            rank = LaunchedRank(number, child, RankOutput(terminal, prefix, log, options.tee or log is None))
             self._ranks.append(rank)
             rank.output.attach(child.stdout, child.stderr)
         self._store = self._spawn_store(listening.fileno())
 
-    def _spawn_store(self, listening: int) -> Rank:
+    def _spawn_store(self, listening: int) -> LaunchedRank:
         groups = [str(rank.child.pid) for rank in self._ranks]
         package = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), package)))
@@ -141,11 +141,11 @@ class Launch:
         )
         output = RankOutput(self._terminal, b"[store] ")
         output.attach(child.stdout, child.stderr)
-        return Rank(-1, child, output)
+        return LaunchedRank(-1, child, output)
 
     # -- running
 
-    async def _watch(self, rank: Rank) -> None:
+    async def _watch(self, rank: LaunchedRank) -> None:
         code = await rank.child.exited
         if code != 0 and not self._ended_by_us:
             rank.failure = code
@@ -169,7 +169,7 @@ class Launch:
         for process in self._processes():
             process.child.poll()
 
-    def _processes(self) -> list[Rank]:
+    def _processes(self) -> list[LaunchedRank]:
         return [*self._ranks, self._store] if self._store is not None else self._ranks
 
     @contextlib.contextmanager
@@ -235,7 +235,7 @@ class Launch:
             return exit_code(self._ranks[culprit(self._first.number, failed)].failure)
         return 1 if self._store is not None and self._store.failure else 0
 
-    def _report_failure(self, rank: Rank, failed: int) -> None:
+    def _report_failure(self, rank: LaunchedRank, failed: int) -> None:
         others = f" ({failed - 1} other{'s' * (failed > 2)} failed after it)" if failed > 1 else ""
         log = self._options.log_dir
         where = "" if log is None else f"; all of its output is in {log / f'rank{rank.number}.log'}"

@@ -88,7 +88,7 @@ class Tail:
 
 
 @final
-class Sink:
+class OutputSink:
     """One of the launcher's own outputs: takes everything at once, writes what the other side takes.
 
     A reader that has gone away costs its output, not the run. The descriptor's flags stay as they are: they are
@@ -151,7 +151,7 @@ class PipeReader:
         sink: where they end up; while it is full the pipe rests.
     """
 
-    def __init__(self, pipe: IO[bytes], on_lines: Callable[[list[bytes]], None], sink: Sink) -> None:
+    def __init__(self, pipe: IO[bytes], on_lines: Callable[[list[bytes]], None], sink: OutputSink) -> None:
         self._pipe = pipe
         self._fd = pipe.fileno()
         os.set_blocking(self._fd, False)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import IO, final
 
-from asynccomm.cli.output import PipeReader, Prefixer, Sink, Tail
+from asynccomm.cli.output import OutputSink, PipeReader, Prefixer, Tail
 
 
 @final
@@ -14,12 +14,12 @@ class Terminal:
     """The launcher's stdout and stderr. Where they are one file, they are one queue: no line is cut by the other's."""
 
     def __init__(self) -> None:
-        self.out = Sink(1)
+        self.out = OutputSink(1)
         try:
             same = os.path.samestat(os.fstat(1), os.fstat(2))
         except OSError:  # one of them is closed
             same = False
-        self.err = self.out if same else Sink(2)
+        self.err = self.out if same else OutputSink(2)
 
     def say(self, text: str) -> None:
         """Tell the user something, on stderr."""
@@ -99,7 +99,7 @@ class RankOutput:
         self.tail.add(lines)
         self._pass_on(lines, self._err_prefix, self._terminal.err)
 
-    def _pass_on(self, lines: list[bytes], prefix: Prefixer, sink: Sink) -> None:
+    def _pass_on(self, lines: list[bytes], prefix: Prefixer, sink: OutputSink) -> None:
         if self._log is not None:
             self._log.write(lines)
         if self._shown:

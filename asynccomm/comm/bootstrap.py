@@ -11,30 +11,30 @@ from collections.abc import Mapping, Sequence
 
 from asynccomm.backends.base import Backend
 from asynccomm.comm.session import Session
-from asynccomm.control.channel import Channel
-from asynccomm.control.transport.sockets import Doors
-from asynccomm.control.transport.topology import Contact
+from asynccomm.control.channel import ControlChannel
+from asynccomm.control.transport.sockets import ListeningSockets
+from asynccomm.control.transport.topology import RankAddress
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.errors import StoreError
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 from asynccomm.options import CommOptions
-from asynccomm.rendezvous.handshake import Joined, join
-from asynccomm.rendezvous.job import HOST_KEY, Claim, Family, Origin, Seat
-from asynccomm.rendezvous.spec import Meeting, Place, meet
+from asynccomm.rendezvous.handshake import HandshakeResult, handshake
+from asynccomm.rendezvous.job import STORE_HOST_KEY, CommIdentity, Job, JobOrigin, NameReservation
+from asynccomm.rendezvous.spec import RendezvousSpec, StoreSession, connect_store
 from asynccomm.store.base import Store, address_towards
 
 LEAST_SECONDS = 0.1  # that each step gets, however late it is
 RETRY_SECONDS = 0.05  # until a rank whose store went away under it looks for the new one
 
 
-async def assemble(
-    place: Place,
-    group: Group,
+async def bootstrap(
+    place: RendezvousSpec,
+    group: CommInfo,
     asked: str,
     backends: Mapping[str, type[Backend]],
     options: CommOptions,
     *,
-    origin: Origin | None = None,
+    origin: JobOrigin | None = None,
     parent_ranks: Sequence[int] | None = None,
     limit: float | None = None,
 ) -> Session:
@@ -50,41 +50,47 @@ async def assemble(
     """
     start = time.monotonic()
     limit = options.timeout if limit is None else limit
-    origin = Origin(place, group.rank) if origin is None else origin
+    origin = JobOrigin(place, group.rank) if origin is None else origin
     world = origin.world
     async with contextlib.AsyncExitStack() as unless_met:
-        claim = Claim(world, group.name)
+        claim = NameReservation(world, group.name)
         unless_met.callback(claim.release)
         doors = None
         if options.hints.get("control") != "off":
-            doors = Doors(group.rank, place.run)
+            doors = ListeningSockets(group.rank, place.run)
             unless_met.callback(doors.close)
         meeting, joined = await _join(place, group, asked, options.ordering, limit, doors, start)
         unless_met.push_async_callback(meeting.aclose)
         room = meeting.store.prefix(place.scope).prefix(group.name).prefix(joined.epoch)
         if meeting.hosted is not None:
-            await room.set(HOST_KEY, str(group.rank))
+            await room.set(STORE_HOST_KEY, str(group.rank))
         channel = None if doors is None else await _open_channel(room, joined, doors, start + limit)
         unless_met.pop_all()
     ranks = range(group.size)
-    family = Family(world, group, room, meeting, channel, origin)
-    seat = Seat(family, claim, room, joined.members, ranks if parent_ranks is None else parent_ranks, ranks)
+    family = Job(world, group, room, meeting, channel, origin)
+    seat = CommIdentity(family, claim, room, joined.members, ranks if parent_ranks is None else parent_ranks, ranks)
     session = Session(group, options, Mailbox(asyncio.get_running_loop()), seat)
     await session.connect(backends, max(LEAST_SECONDS, start + limit - time.monotonic()))
     return session
 
 
 async def _join(
-    place: Place, group: Group, asked: str, ordering: str, timeout: float, doors: Doors | None, start: float
-) -> tuple[Meeting, Joined]:
+    place: RendezvousSpec,
+    group: CommInfo,
+    asked: str,
+    ordering: str,
+    timeout: float,
+    doors: ListeningSockets | None,
+    start: float,
+) -> tuple[StoreSession, HandshakeResult]:
     """Meet the others; again if that was at a store on its way out, whose host had closed an earlier comm there."""
     contact = None if doors is None else doors.contact
     spent = 0.0
     while True:
-        meeting = await meet(place, max(0.0, timeout - spent))
+        meeting = await connect_store(place, max(0.0, timeout - spent))
         scope = meeting.store.prefix(place.scope)
         try:
-            joined = await join(
+            joined = await handshake(
                 scope,
                 group.name,
                 group.rank,
@@ -106,7 +112,9 @@ async def _join(
             return meeting, joined
 
 
-async def _open_channel(room: Store, joined: Joined, doors: Doors, deadline: float) -> Channel | None:
+async def _open_channel(
+    room: Store, joined: HandshakeResult, doors: ListeningSockets, deadline: float
+) -> ControlChannel | None:
     """The control channel of the ranks that have met."""
     contacts = joined.contacts
     if len({member.host for member in joined.members}) > 1:
@@ -114,6 +122,6 @@ async def _open_channel(room: Store, joined: Joined, doors: Doors, deadline: flo
         await room.set(f"control/{doors.contact.rank}", json.dumps(doors.contact.as_json()))
         keys = [f"control/{contact.rank}" for contact in contacts]
         said = await room.multi_get(keys, max(LEAST_SECONDS, deadline - time.monotonic()))
-        contacts = [Contact.of_json(json.loads(text)) for text in said]
+        contacts = [RankAddress.of_json(json.loads(text)) for text in said]
     left = max(LEAST_SECONDS, deadline - time.monotonic())
-    return await Channel.open(doors.contact.rank, contacts, joined.tokens, doors, left)
+    return await ControlChannel.open(doors.contact.rank, contacts, joined.tokens, doors, left)

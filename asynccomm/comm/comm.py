@@ -18,25 +18,25 @@ from asynccomm.comm.methods.graphs import Graphs
 from asynccomm.comm.methods.groups import Groups
 from asynccomm.comm.methods.lists import CoalescedCollectives
 from asynccomm.comm.methods.objects import Objects
-from asynccomm.comm.methods.p2p import Messages
+from asynccomm.comm.methods.p2p import P2P
 from asynccomm.comm.methods.regrouping import Regrouping
 from asynccomm.comm.methods.scopes import Scopes
-from asynccomm.comm.methods.state_dict import States
+from asynccomm.comm.methods.state_dict import StateDicts
 from asynccomm.comm.methods.streams import Streams
 from asynccomm.comm.methods.tensor_dicts import TensorDicts
-from asynccomm.comm.methods.variable import UnevenCollectives
+from asynccomm.comm.methods.variable import VariableCollectives
 from asynccomm.options import duration
 
 
 @final
 class Comm(
     Collectives,
-    UnevenCollectives,
+    VariableCollectives,
     CoalescedCollectives,
-    Messages,
+    P2P,
     Objects,
     TensorDicts,
-    States,
+    StateDicts,
     Streams,
     Barriers,
     Scopes,

@@ -27,7 +27,7 @@ from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import UNNUMBERED, Driver, Work
 from asynccomm.errors import AbortedError, AsyncCommError, BrokenError, StoreTimeoutError
 from asynccomm.ops import Call, Op
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 from asynccomm.options import CommOptions, check_strings, seconds
 
 
@@ -43,7 +43,7 @@ class CommStatistics(NamedTuple):
     waits: int = 0  #: how often ``ready()`` had to wait so far
 
 
-class Witness(Protocol):
+class Observer(Protocol):
     """Sees what becomes of a comm. Must be quick, and not raise."""
 
     def called(self, call: Call, work: Work[Any]) -> object:
@@ -53,24 +53,24 @@ class Witness(Protocol):
         """The comm has broken, and the others were told. From any thread."""
 
 
-class Traffic(abc.ABC):
+class InFlight(abc.ABC):
     """Counts, hands on, and watches.
 
-    How calls come here is for :class:`~asynccomm.comm.submission.Calls`; what ends a comm, for ``Session``.
+    How calls come here is for :class:`~asynccomm.comm.submission.Submitter`; what ends a comm, for ``Session``.
 
     Args:
         group, options: as the comm shows them.
         mailbox: of the comm's loop.
     """
 
-    def __init__(self, group: Group, options: CommOptions, mailbox: Mailbox) -> None:
+    def __init__(self, group: CommInfo, options: CommOptions, mailbox: Mailbox) -> None:
         self.group = group
         self.options = options
         self.mailbox = mailbox
         self.backend: Backend | None = None  #: None until connected, and in a forked child
         self.error: AsyncCommError | None = None  #: why there are no more calls
         self.reporter: Reporter | None = None  #: keeps what is called, for the other ranks; None: nobody asks
-        self.witness: Witness | None = None  #: sees the calls, and what the comm breaks of; None: nobody does
+        self.witness: Observer | None = None  #: sees the calls, and what the comm breaks of; None: nobody does
         self._lock = threading.RLock()  # held while submitting, so that order is one
         # bytes by operation. Used without _lock, one atomic step of the dict at a time: a backend may settle another
         # rank's operation inside submit(), with that one's _lock held by a thread that waits for the backend
@@ -83,7 +83,7 @@ class Traffic(abc.ABC):
         self._called = 0  # operations of any sort
         self._batches = self._waiting = self._waits = 0
         self._changed: list[asyncio.Future[None]] = []  # who waits for something to settle
-        self._deadlines = Deadlines(mailbox, weakly(self._expired))
+        self._deadlines = Deadlines(mailbox, weak_callback(self._expired))
 
     def statistics(self) -> CommStatistics:
         """How much is going on."""
@@ -314,7 +314,7 @@ def _late(work: Work[Any]) -> None:
     work.settle(StoreTimeoutError(f"{work.op} was not done within {work.timeout:g} s: the event loop is blocked"))
 
 
-def weakly(method: Callable[[Any], object]) -> Callable[[Any], None]:
+def weak_callback(method: Callable[[Any], object]) -> Callable[[Any], None]:
     """``method``, without keeping its object alive."""
     reference = weakref.WeakMethod(method)
 

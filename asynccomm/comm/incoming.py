@@ -11,24 +11,24 @@ import torch
 
 from asynccomm.backends.base import Backend
 from asynccomm.backends.registry import load_backend
-from asynccomm.comm.bootstrap import assemble
-from asynccomm.comm.membership import CONNECT_SECONDS, go_on, scope_of
+from asynccomm.comm.bootstrap import bootstrap
+from asynccomm.comm.membership import CONNECT_SECONDS, await_commit, run_prefix
 from asynccomm.comm.session import Session
-from asynccomm.control.membership.joiner import Guest
-from asynccomm.control.membership.messages import Decision
+from asynccomm.control.membership.joiner import Joiner
+from asynccomm.control.membership.messages import View
 from asynccomm.errors import RendezvousError
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 from asynccomm.options import CommOptions
-from asynccomm.rendezvous.job import Origin
+from asynccomm.rendezvous.job import JobOrigin
 from asynccomm.rendezvous.lobby import Lobby
-from asynccomm.rendezvous.spec import Place, meet
+from asynccomm.rendezvous.spec import RendezvousSpec, connect_store
 from asynccomm.store.base import within
 
 LAST_SECONDS = 1.0  # to come in, for one that is invited in the last moment
 
 
-async def come_in(
-    place: Place, name: str, device: torch.device, asked: str, allowed: Sequence[str], options: CommOptions
+async def join_existing(
+    place: RendezvousSpec, name: str, device: torch.device, asked: str, allowed: Sequence[str], options: CommOptions
 ) -> Session:
     """Wait for an invitation to comm ``name``, and follow it.
 
@@ -44,7 +44,7 @@ async def come_in(
     def left() -> float:
         return max(0.0, start + limit - time.monotonic())
 
-    meeting = await meet(place, limit)
+    meeting = await connect_store(place, limit)
     try:
         lobby = Lobby(meeting.store.prefix(place.scope), name)
         try:
@@ -55,7 +55,7 @@ async def come_in(
             raise RendezvousError(f"nobody took this process into comm {name!r} within {limit:g} s") from None
     finally:
         await meeting.aclose()
-    guest = Guest(me, invitation.key, invitation.ranks, invitation.contacts, invitation.tokens)
+    guest = Joiner(me, invitation.key, invitation.ranks, invitation.contacts, invitation.tokens)
     try:
         backends = _backends(invitation.backend, name, device, asked, allowed)
     except BaseException:
@@ -64,22 +64,22 @@ async def come_in(
     theirs = replace(options, ordering=invitation.ordering)
     ranks = {job: rank for rank, job in enumerate(invitation.ranks)}
 
-    async def form(decision: Decision) -> Session:
+    async def form(decision: View) -> Session:
         rank, size = decision.members.index(me), len(decision.members)
-        return await assemble(
-            replace(place, rank=rank, size=size, scope=scope_of(place, decision)),
-            Group(name, rank, size, device),
+        return await bootstrap(
+            replace(place, rank=rank, size=size, scope=run_prefix(place, decision)),
+            CommInfo(name, rank, size, device),
             invitation.backend,
             backends,
             theirs,
-            origin=Origin(place, -number),  # no rank of those who met first
+            origin=JobOrigin(place, -number),  # no rank of those who met first
             parent_ranks=[ranks[who] if isinstance(who, int) else -1 for who in decision.members],
             limit=min(limit, CONNECT_SECONDS),
         )
 
     try:
         async with within(max(LAST_SECONDS, left())):
-            return await go_on(guest, None, math.inf, form, name)
+            return await await_commit(guest, None, math.inf, form, name)
     except TimeoutError:
         raise RendezvousError(f"comm {name!r} has invited this process, and not gone on within {limit:g} s") from None
     finally:

@@ -16,52 +16,56 @@ from typing import Final, Protocol, final
 
 import anyio.to_thread
 
-from asynccomm.comm.bootstrap import assemble
+from asynccomm.comm.bootstrap import bootstrap
 from asynccomm.comm.session import Session
-from asynccomm.control.channel import Channel
+from asynccomm.control.channel import ControlChannel
 from asynccomm.control.membership.messages import (
-    Again,
-    Committed,
-    Decided,
-    Decision,
-    LeftOut,
-    Order,
-    Refused,
-    Who,
-    listed,
+    Commit,
+    CoordinatorOrder,
+    Excluded,
+    ParticipantId,
+    Prepare,
+    Rejected,
+    Retry,
+    View,
+    describe_many,
 )
-from asynccomm.core.tasks import finish, keep
+from asynccomm.core.tasks import detach, shielded
 from asynccomm.errors import AsyncCommError, BackendError, ClosedError, LeftOutError
-from asynccomm.ops.validation import Group
-from asynccomm.rendezvous.job import HOST_KEY
+from asynccomm.ops.validation import CommInfo
+from asynccomm.rendezvous.job import STORE_HOST_KEY
 from asynccomm.rendezvous.lobby import Lobby
-from asynccomm.rendezvous.spec import Place, host_anew
+from asynccomm.rendezvous.spec import RendezvousSpec, rehost
 
 STORE_SECONDS: Final = 1.0  # for a store to answer, or it counts as dead
 CONNECT_SECONDS: Final = 20.0  # for the members to connect, once they are agreed on
 CLOSE_SECONDS: Final = 2.0  # for the old comm to close, before that goes on by itself
 
 
-class Voter(Protocol):
+class MembershipClient(Protocol):
     """A participant in the agreement; see ``control.membership.service``."""
 
-    def ask(self, proposal: Sequence[Who] | None, wait: float, hear: Callable[[Order], object]) -> None: ...
+    def ask(
+        self, proposal: Sequence[ParticipantId] | None, wait: float, hear: Callable[[CoordinatorOrder], object]
+    ) -> None: ...
     def prepared(self, decision: str) -> None: ...
     def failed(self, decision: str, why: str) -> None: ...
     def give_up(self) -> None: ...  # for good
 
 
 @final
-class _Rank:
+class _RankClient:
     """A rank of the comm that is left behind, as a voter."""
 
-    def __init__(self, channel: Channel, key: str, ranks: Sequence[int]) -> None:
+    def __init__(self, channel: ControlChannel, key: str, ranks: Sequence[int]) -> None:
         self._channel = channel
         self._key = key
         self._ranks = list(ranks)
         self.has_asked = False
 
-    def ask(self, proposal: Sequence[Who] | None, wait: float, hear: Callable[[Order], object]) -> None:
+    def ask(
+        self, proposal: Sequence[ParticipantId] | None, wait: float, hear: Callable[[CoordinatorOrder], object]
+    ) -> None:
         self.has_asked = True
         self._call(lambda: self._channel.elections.ask(self._key, self._ranks, proposal, wait, hear))
 
@@ -78,11 +82,11 @@ class _Rank:
         self._channel.call(call)
 
 
-async def go_on(
-    voter: Voter,
-    proposal: Sequence[Who] | None,
+async def await_commit(
+    voter: MembershipClient,
+    proposal: Sequence[ParticipantId] | None,
     wait: float,
-    form: Callable[[Decision], Awaitable[Session]],
+    form: Callable[[View], Awaitable[Session]],
     name: str,
     note: str = "",
 ) -> Session:
@@ -98,9 +102,9 @@ async def go_on(
     Raises: ValueError: the ranks propose different things; LeftOutError; BackendError: they could not connect.
     """
     loop = asyncio.get_running_loop()
-    orders: asyncio.Queue[Order | LeftOutError] = asyncio.Queue()
+    orders: asyncio.Queue[CoordinatorOrder | LeftOutError] = asyncio.Queue()
 
-    def hear(order: Order) -> None:
+    def hear(order: CoordinatorOrder) -> None:
         with contextlib.suppress(RuntimeError):  # the loop may be closed
             loop.call_soon_threadsafe(orders.put_nowait, order)
 
@@ -110,21 +114,21 @@ async def go_on(
     try:
         while True:
             match await orders.get():
-                case Decided(decision):
+                case Prepare(decision):
                     attempt = _Attempt(voter, decision, form, orders.put_nowait)
-                case Again():
+                case Retry():
                     if attempt is not None:
                         await attempt.drop()
                         attempt = None
-                case Committed():
+                case Commit():
                     assert attempt is not None
                     return attempt.session
-                case Refused(_, why, mistake):
+                case Rejected(_, why, mistake):
                     asking = False  # for now: this rank may call again
                     if mistake:
                         raise ValueError(f"the ranks of comm {name!r} must propose the same members: {why}{note}")
                     raise BackendError(f"comm {name!r} cannot go on: {why}{note}")
-                case LeftOut(why):
+                case Excluded(why):
                     asking = False
                     raise LeftOutError(name, f"{why}{note}")
                 case LeftOutError() as error:
@@ -146,9 +150,9 @@ class _Attempt:
 
     def __init__(
         self,
-        voter: Voter,
-        decision: Decision,
-        form: Callable[[Decision], Awaitable[Session]],
+        voter: MembershipClient,
+        decision: View,
+        form: Callable[[View], Awaitable[Session]],
         left_out: Callable[[LeftOutError], object],
     ) -> None:
         self._voter, self._decision, self._form, self._left_out = voter, decision, form, left_out
@@ -174,7 +178,7 @@ class _Attempt:
     async def drop(self) -> None:
         """It is not to be. Cancelled, that goes on; it may be called again."""
         if self._dropping is None:
-            self._dropping = keep(asyncio.ensure_future(self._drop()))
+            self._dropping = detach(asyncio.ensure_future(self._drop()))
         await asyncio.shield(self._dropping)
 
     async def _drop(self) -> None:
@@ -184,7 +188,9 @@ class _Attempt:
             await _drop(self._session)
 
 
-async def regroup(session: Session, proposal: Sequence[Who], wait: float, invite: Sequence[str] = ()) -> Session:
+async def reconfigure(
+    session: Session, proposal: Sequence[ParticipantId], wait: float, invite: Sequence[str] = ()
+) -> Session:
     """Go on as a comm of ``proposal``, as far as these come; closes the old one. One call at a time.
 
     Args:
@@ -194,9 +200,9 @@ async def regroup(session: Session, proposal: Sequence[Who], wait: float, invite
     """
     seat = session.seat
     assert seat.family.channel is not None
-    voter = _Rank(seat.family.channel, seat.key, seat.job_ranks)
+    voter = _RankClient(seat.family.channel, seat.key, seat.job_ranks)
     task = asyncio.ensure_future(_regroup(session, voter, proposal, wait, invite))
-    keep(task)
+    detach(task)
     session.regrouping = task  # cancelled when the comm is closed meanwhile
     try:
         await asyncio.wait([task])
@@ -216,7 +222,7 @@ async def regroup(session: Session, proposal: Sequence[Who], wait: float, invite
 
 
 async def _regroup(
-    session: Session, voter: _Rank, proposal: Sequence[Who], wait: float, invite: Sequence[str]
+    session: Session, voter: _RankClient, proposal: Sequence[ParticipantId], wait: float, invite: Sequence[str]
 ) -> Session:
     seat = session.seat
     family, channel = seat.family, seat.family.channel
@@ -231,13 +237,13 @@ async def _regroup(
         await lobby_of(session).invite(invite, session.invitation())
     await session.come_to_rest()
 
-    async def form(decision: Decision) -> Session:
+    async def form(decision: View) -> Session:
         me = decision.members.index(channel.rank)
         place = await _place(session, decision, origin.place)
         seat.free_name()
-        return await assemble(
-            replace(place, rank=me, size=len(decision.members), scope=scope_of(place, decision)),
-            Group(group.name, me, len(decision.members), group.device),
+        return await bootstrap(
+            replace(place, rank=me, size=len(decision.members), scope=run_prefix(place, decision)),
+            CommInfo(group.name, me, len(decision.members), group.device),
             session.backend_name,
             backends,
             options,
@@ -248,28 +254,28 @@ async def _regroup(
 
     note = "" if list(ranks) == list(ranks.values()) else f" (where its ranks are called {list(ranks)})"
     try:
-        new = await go_on(voter, proposal, wait, form, group.name, note)
+        new = await await_commit(voter, proposal, wait, form, group.name, note)
     except BaseException:
         if not session.closed:
             seat.retake_name()
         raise
     session.regrouping = None
     try:
-        await _give_way(session, [rank for rank in new.seat.parent_ranks if rank >= 0])
+        await _yield_store(session, [rank for rank in new.seat.parent_ranks if rank >= 0])
     except asyncio.CancelledError:
-        await finish(_drop(new))
+        await shielded(_drop(new))
         raise
     return new
 
 
-async def _give_way(session: Session, members: Sequence[int]) -> None:
+async def _yield_store(session: Session, members: Sequence[int]) -> None:
     """Close a comm that another one of its ranks ``members`` goes on in place of."""
     assert session.reporter is not None
     session.reporter.followers = [session.seat.job_ranks[rank] for rank in members]
     session.seat.family.followed = True
     session.give_way()
     closing = asyncio.ensure_future(session.aclose())
-    keep(closing)
+    detach(closing)
     await asyncio.wait([closing], timeout=CLOSE_SECONDS)
 
 
@@ -286,12 +292,12 @@ def lobby_of(session: Session) -> Lobby:
     return Lobby(family.store.prefix(family.origin.place.scope), session.group.name)
 
 
-def scope_of(place: Place, decision: Decision) -> str:
+def run_prefix(place: RendezvousSpec, decision: View) -> str:
     """Prefix of the keys of what was decided."""
     return f"{place.scope}/{decision.key}"
 
 
-async def _place(session: Session, decision: Decision, place: Place) -> Place:
+async def _place(session: Session, decision: View, place: RendezvousSpec) -> RendezvousSpec:
     """Where the members meet: at the old store if that lives on, else at one that the first of them hosts."""
     reporter, channel = session.reporter, session.seat.family.channel
     assert reporter is not None
@@ -303,17 +309,17 @@ async def _place(session: Session, decision: Decision, place: Place) -> Place:
             return place
         return replace(place, store=None, path=None, host=address[0], port=address[1], hosting=False, server=None)
     address = None
-    if await _lives_on(session, decision):
+    if await _survives(session, decision):
         await _claim(session, decision)
     else:
         contact = channel.roster.contacts[channel.rank]
-        place = await anyio.to_thread.run_sync(partial(host_anew, place, contact.address or "127.0.0.1"))
+        place = await anyio.to_thread.run_sync(partial(rehost, place, contact.address or "127.0.0.1"))
         address = [place.host, place.port]
     reporter.say({"kind": "meet", "key": decision.key, "store": address})
     return place
 
 
-async def _claim(session: Session, decision: Decision) -> None:
+async def _claim(session: Session, decision: View) -> None:
     """Write down in the store who goes on; nobody else may then, but one of them in another decision.
 
     So ranks that could not hear of each other do not all go on, as long as the store lives.
@@ -325,17 +331,17 @@ async def _claim(session: Session, decision: Decision) -> None:
     while (before := found) != ours:
         found = await room.compare_set(key, before, ours)
         if found != ours and not set(members := json.loads(found)) & set(decision.members):
-            raise LeftOutError(session.group.name, f"the comm goes on as {listed(members)}")
+            raise LeftOutError(session.group.name, f"the comm goes on as {describe_many(members)}")
 
 
-async def _lives_on(session: Session, decision: Decision) -> bool:
+async def _survives(session: Session, decision: View) -> bool:
     """Whether the store answers, and will as long as the members need it."""
     room = session.seat.family.room
     try:
         async with asyncio.timeout(STORE_SECONDS):
-            if not await room.check([HOST_KEY]):
+            if not await room.check([STORE_HOST_KEY]):
                 return True
-            host = int(await room.get(HOST_KEY, STORE_SECONDS))
+            host = int(await room.get(STORE_HOST_KEY, STORE_SECONDS))
     except (AsyncCommError, OSError):  # a TimeoutError is one, too
         return False
     # newcomers find no other store than that

@@ -26,7 +26,7 @@ from typing import Any, Final, final
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, MonitoredBarrierError, StoreProtocolError, StoreTimeoutError
 from asynccomm.ops import Op
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 from asynccomm.store.base import Store, within
 
 VERDICT_SECONDS = 0.75  # that a rank past its deadline leaves to rank 0, whose deadline may be a little later
@@ -57,7 +57,7 @@ class MonitoredBarriers:
         room: keys of this comm alone.
     """
 
-    def __init__(self, group: Group, room: Store) -> None:
+    def __init__(self, group: CommInfo, room: Store) -> None:
         self._group = group
         self._room = room.prefix("monitored")
         self._turn = asyncio.Lock()  # a rank is in one round at a time, the oldest

@@ -11,13 +11,13 @@ from torch import distributed as dist
 
 from asynccomm.backends.base import Backend, device_of, own_hints
 from asynccomm.backends.registry import candidates, load_backend
-from asynccomm.comm.bootstrap import assemble
+from asynccomm.comm.bootstrap import bootstrap
 from asynccomm.comm.comm import Comm
-from asynccomm.comm.incoming import come_in
-from asynccomm.comm.pending import Connecting
-from asynccomm.ops.validation import Group
+from asynccomm.comm.incoming import join_existing
+from asynccomm.comm.pending import PendingComm
+from asynccomm.ops.validation import CommInfo
 from asynccomm.options import DEFAULT_TIMEOUT, MAX_BYTES, MAX_OPS, CommOptions, check_hints, check_name, seconds
-from asynccomm.rendezvous.spec import find_place
+from asynccomm.rendezvous.spec import resolve_spec
 from asynccomm.store.base import Store
 
 
@@ -36,7 +36,7 @@ def new_comm(
     ordering: str = "program",
     max_ops: int = MAX_OPS,
     max_bytes: int = MAX_BYTES,
-) -> Connecting[Comm]:
+) -> PendingComm[Comm]:
     """Make a comm of all ranks; ``await`` it, or better ``async with`` it. Collective: all ranks do so.
 
     ::
@@ -82,14 +82,14 @@ def new_comm(
         max_ops=max_ops,
         max_bytes=max_bytes,
     )
-    place = find_place(store, rank, size)
-    group = Group(name, place.rank, place.size, where)
+    place = resolve_spec(store, rank, size)
+    group = CommInfo(name, place.rank, place.size, where)
 
     async def connect() -> Comm:
-        session = await assemble(place, group, backend, backends, options)
+        session = await bootstrap(place, group, backend, backends, options)
         return Comm(session, session.backend_name)
 
-    return Connecting(connect)
+    return PendingComm(connect)
 
 
 def join_comm(
@@ -104,7 +104,7 @@ def join_comm(
     high_priority_stream: bool = False,
     max_ops: int = MAX_OPS,
     max_bytes: int = MAX_BYTES,
-) -> Connecting[Comm]:
+) -> PendingComm[Comm]:
     """Wait to be taken into a comm that is there already; ``await`` it, or better ``async with`` it.
 
     The ranks of that comm see this process in ``comm.newcomers()``, and take it in by ``comm.reconfigure(...)``. What
@@ -139,13 +139,13 @@ def join_comm(
         max_ops=max_ops,
         max_bytes=max_bytes,
     )
-    place = find_place(store, 1, 2)  # not the first, who would host it; the others are told who this is
+    place = resolve_spec(store, 1, 2)  # not the first, who would host it; the others are told who this is
 
     async def connect() -> Comm:
-        session = await come_in(place, name, where, backend, list(backends), options)
+        session = await join_existing(place, name, where, backend, list(backends), options)
         return Comm(session, session.backend_name)
 
-    return Connecting(connect)
+    return PendingComm(connect)
 
 
 def _choice(

@@ -12,7 +12,7 @@ C = TypeVar("C")  # a Comm, or where there may be none, a Comm or None
 
 
 @final
-class Connecting(Handle, Generic[C]):
+class PendingComm(Handle, Generic[C]):
     """A comm to be: ``await`` it, or enter it with ``async with``, which closes it. Some give None: no comm."""
 
     _instead = "call the function that made it there"

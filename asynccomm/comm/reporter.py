@@ -17,18 +17,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, final
 
-from asynccomm.comm.wire_errors import error_of, news_of
-from asynccomm.control.channel import Channel
+from asynccomm.comm.wire_errors import decode_error, encode_error
+from asynccomm.control.channel import ControlChannel
 from asynccomm.control.diagnosis import Diagnosis, RankState
-from asynccomm.control.fingerprints import Print
-from asynccomm.control.transport.framing import Message
-from asynccomm.core.callsite import Site, show
-from asynccomm.core.stacks import describe
+from asynccomm.control.fingerprints import Fingerprint
+from asynccomm.control.transport.framing import ControlMessage
+from asynccomm.core.callsite import CallSite, show
+from asynccomm.core.stacks import format_stacks
 from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.errors import AbortedError, AsyncCommError, BrokenError, CollectiveMismatchError, PeerLostError
 from asynccomm.ops import Op
 from asynccomm.ops.signature import signature
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 
 REMEMBERED: Final = 64  # calls that are done; few, so that the memory for the next is warm
 COMPARED: Final = 1024  # the same, where others may be found to differ long after
@@ -36,10 +36,10 @@ SHOWN: Final = 8  # operations in flight, in an answer
 PING_SECONDS: Final = 0.1  # for a loop to turn, before it counts as blocked
 ANSWER_SECONDS: Final = 0.5  # for peers to say what they are at
 
-Called = tuple[Op, Site | None, int, float]  # operation, where, its number, when
+Called = tuple[Op, CallSite | None, int, float]  # operation, where, its number, when
 
 
-class Status(Protocol):
+class SessionView(Protocol):
     """What a session says of itself. To be read from any thread, without waiting."""
 
     @property
@@ -55,7 +55,7 @@ class Status(Protocol):
         """Operations under ``tag`` that were issued and not agreed on yet."""
 
 
-class Reported(Status, Protocol):
+class SessionCallbacks(SessionView, Protocol):
     """A session."""
 
     def break_by(self, error: BrokenError) -> object:
@@ -76,11 +76,11 @@ class Reporter:
 
     def __init__(
         self,
-        group: Group,
-        channel: Channel | None,
+        group: CommInfo,
+        channel: ControlChannel | None,
         key: str,
         jobs: Sequence[int],
-        session: Reported,
+        session: SessionCallbacks,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.followers: list[int] | None = None  #: those who go on as another comm in place of this one, if they do
@@ -96,7 +96,7 @@ class Reporter:
         self._main = threading.get_ident()
         self._closed: set[int] = set()  # ranks that have closed the comm in good order
         self._prints: deque[tuple[int, Op, int]] = deque()
-        self._met: dict[str, Message] = {}  # where members of the next comm meet, by what was decided
+        self._met: dict[str, ControlMessage] = {}  # where members of the next comm meet, by what was decided
         self._meeting: list[asyncio.Future[None]] = []
         self._ping: float | None = None  # when the loop was asked to turn, if it has not
         if channel is not None:
@@ -127,14 +127,14 @@ class Reporter:
         if self.channel is None:
             then()
         else:
-            self.channel.tell(self._key, {"rank": self._group.rank, **news_of(error)}, then)
+            self.channel.tell(self._key, {"rank": self._group.rank, **encode_error(error)}, then)
 
-    def say(self, item: Message) -> None:
+    def say(self, item: ControlMessage) -> None:
         """Tell the others something that is no error. From any thread."""
         assert self.channel is not None
         self.channel.tell(self._key, {"rank": self._group.rank, **item})
 
-    async def heard_of(self, key: str) -> Message:
+    async def heard_of(self, key: str) -> ControlMessage:
         """What a rank says of where the members of a decision meet, once it does. On the comm's loop."""
         while key not in self._met:
             waiter: asyncio.Future[None] = self._loop.create_future()
@@ -152,7 +152,7 @@ class Reporter:
     def end(self) -> None:
         """Hear nothing more, and tell the others of it."""
         if self.channel is not None:
-            item: Message = {"rank": self._group.rank, "kind": "closed"}
+            item: ControlMessage = {"rank": self._group.rank, "kind": "closed"}
             session = self._session()
             error = None if session is None else session.error
             if isinstance(error, PeerLostError):  # which the others may see otherwise: each has its own connections
@@ -161,7 +161,7 @@ class Reporter:
                 item = {"rank": self._group.rank, "kind": "followed", "members": self.followers}
             self.channel.withdraw(self._key, item)
 
-    async def ask(self, ranks: Sequence[int], timeout: float, **question: Any) -> dict[int, Message]:
+    async def ask(self, ranks: Sequence[int], timeout: float, **question: Any) -> dict[int, ControlMessage]:
         """What ``ranks`` of the comm answer within ``timeout`` seconds. On the comm's loop."""
         channel = self.channel
         if channel is None or not ranks:
@@ -183,7 +183,7 @@ class Reporter:
         said = await self.ask(ranks, timeout, what="state", stacks=stacks, tag=tag)
         return {rank: self._state(rank, said.get(rank)) for rank in ranks}
 
-    def _state(self, rank: int, answer: Message | None) -> RankState:
+    def _state(self, rank: int, answer: ControlMessage | None) -> RankState:
         channel, job = self.channel, self._jobs[rank]
         if answer is not None:
             with contextlib.suppress(TypeError, ValueError, KeyError, AttributeError):
@@ -215,7 +215,7 @@ class Reporter:
 
     # -- from the channel, on its thread ------------------------------------------------------------------------------
 
-    def hear(self, job: int, item: Message) -> None:
+    def hear(self, job: int, item: ControlMessage) -> None:
         """Another rank has news."""
         if item.get("kind") == "differs":  # from the root of the job, which need not be in this comm
             self._break(self._difference(item))
@@ -240,19 +240,19 @@ class Reporter:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._wake)
             return
-        error = error_of({**item, "rank": rank})
+        error = decode_error({**item, "rank": rank})
         if error is not None and not (isinstance(error, PeerLostError) and error.rank == self._group.rank):
             self._break(error)
 
-    def _given_up(self, rank: int, item: Message) -> BrokenError:
+    def _given_up(self, rank: int, item: ControlMessage) -> BrokenError:
         """``rank`` has closed the comm because it lost one of its ranks, which may be this one."""
-        error = error_of({**item, "kind": "lost", "rank": rank})
+        error = decode_error({**item, "kind": "lost", "rank": rank})
         assert error is not None
         if isinstance(error, PeerLostError) and error.rank == self._group.rank:
             return PeerLostError(rank, f"it has given this rank up: {error.detail}")
         return error
 
-    def _difference(self, item: Message) -> CollectiveMismatchError:
+    def _difference(self, item: ControlMessage) -> CollectiveMismatchError:
         seq, sides = int(item["seq"]), item["sides"]
         ranks = [self._ranks[int(job)] for job in item["jobs"]]
         mine, theirs = (str(side.get("op", "something that it does not remember")) for side in sides)
@@ -270,7 +270,7 @@ class Reporter:
         if session is not None:
             session.break_by(error)
 
-    def answer(self, question: Message) -> Message:
+    def answer(self, question: ControlMessage) -> ControlMessage:
         """What another rank, or somebody who looks on, wants to know."""
         match question.get("what"):
             case "ping":
@@ -283,15 +283,15 @@ class Reporter:
             case _:
                 return {}
 
-    def prints(self) -> tuple[int, Sequence[Print]]:
+    def prints(self) -> tuple[int, Sequence[Fingerprint]]:
         """The size of the comm, and the fingerprints of what was issued since the last call."""
-        found: list[Print] = []
+        found: list[Fingerprint] = []
         while self._prints:
             seq, op, batch = self._prints.popleft()
             found.append((seq, *signature(op), batch))
         return self._group.size, found
 
-    def _explain(self, seq: int) -> Message:
+    def _explain(self, seq: int) -> ControlMessage:
         session = self._session()
         calls = [call[:3] for call in self.recent.copy()]  # other threads add to it
         if session is not None:
@@ -310,7 +310,7 @@ class Reporter:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(turned)
 
-    def _describe(self, stacks: bool, tag: Any) -> Message:
+    def _describe(self, stacks: bool, tag: Any) -> ControlMessage:
         session = self._session()
         if session is None:
             return {}
@@ -318,7 +318,7 @@ class Reporter:
         collectives, messages = session.counts
         pending = session.pending()
         last = self.recent[-1] if self.recent else None
-        answer: Message = {
+        answer: ControlMessage = {
             "comm": self._group.name,
             "rank": self._group.rank,
             "size": self._group.size,
@@ -337,7 +337,7 @@ class Reporter:
         if self._jobs != list(range(len(self._jobs))):  # not said where it goes without saying
             answer["jobs"] = self._jobs
         if stacks:
-            answer["stacks"] = describe(self._main, self._loop)
+            answer["stacks"] = format_stacks(self._main, self._loop)
         return answer
 
 

@@ -12,9 +12,9 @@ from typing import Any, Final, Self, final
 from asynccomm.backends.base import Submission
 from asynccomm.backends.regions import AccessSet
 from asynccomm.batching.batches import planned
-from asynccomm.batching.plan import Item, Meter, conflict
-from asynccomm.batching.queue import Hold
-from asynccomm.comm.submission import Calls, named
+from asynccomm.batching.plan import BatchLimiter, Item, conflict
+from asynccomm.batching.queue import DeferredQueue
+from asynccomm.comm.submission import Submitter, named
 from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
 
@@ -39,14 +39,14 @@ class Batch(Handle):
 
     _instead = "open a scope there"
 
-    def __init__(self, many: Sequence[Calls], max_bytes: int | None, max_ops: int | None) -> None:
+    def __init__(self, many: Sequence[Submitter], max_bytes: int | None, max_ops: int | None) -> None:
         """Not for users: see ``comm.coalesce``."""
         check_limit("max_bytes", max_bytes)
         check_limit("max_ops", max_ops)
         self._limits = max_ops, max_bytes
         # by name: where ranks have several comms in common, they then all send in the same order
         self._many: Final = sorted(many, key=lambda calls: calls.group.name)
-        self._holds: list[Hold] = []  # one for each
+        self._holds: list[DeferredQueue] = []  # one for each
         self._since: list[tuple[int, int]] = []  # how many operations and Works those have had before
         self._entered = False
         self._works: list[Work[Any]] | None = None  # once it is left
@@ -86,7 +86,7 @@ class Batch(Handle):
         self._entered = True
         try:
             for calls in self._many:
-                hold = calls.open_hold(Meter(*self._limits))
+                hold = calls.open_hold(BatchLimiter(*self._limits))
                 self._holds.append(hold)
                 self._since.append((hold.count, len(hold.works)))
         except BaseException:
@@ -170,16 +170,16 @@ class Estimate(Handle):
 
     _instead = "send its seconds"
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Submitter) -> None:
         """Not for users: see ``comm.time_estimator``."""
         self.seconds = 0.0
         self._calls = calls
-        self._hold: Hold | None = None
+        self._hold: DeferredQueue | None = None
 
     async def __aenter__(self) -> Self:
         if self._hold is not None:
             raise RuntimeError("a scope is entered once; make a new one")
-        hold = self._calls.open_hold(Meter(), _only_estimated)
+        hold = self._calls.open_hold(BatchLimiter(), _only_estimated)
         if hold.depth > 1:
             self._calls.close_hold(hold)
             raise RuntimeError("time_estimator() cannot be used within another scope of the same task")
@@ -214,5 +214,5 @@ class Estimate(Handle):
         return total
 
 
-def _only_estimated(hold: Hold) -> None:
+def _only_estimated(hold: DeferredQueue) -> None:
     raise RuntimeError("operations within time_estimator() are not sent, so they cannot be awaited")

@@ -26,12 +26,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple, final
 
 from asynccomm.backends.base import Backend, BackendContext, UnsuitableError, own_hints
-from asynccomm.batching.ordering.transport import Agreement
-from asynccomm.batching.queue import Hold
-from asynccomm.comm.in_flight import weakly
+from asynccomm.batching.ordering.transport import OrderingSession
+from asynccomm.batching.queue import DeferredQueue
+from asynccomm.comm.in_flight import weak_callback
 from asynccomm.comm.monitored_barrier import MonitoredBarriers
 from asynccomm.comm.reporter import Reporter
-from asynccomm.comm.submission import Calls
+from asynccomm.comm.submission import Submitter
 from asynccomm.core.callsite import show
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import UNNUMBERED, Work
@@ -46,10 +46,10 @@ from asynccomm.errors import (
     PeerLostError,
     StoreError,
 )
-from asynccomm.ops import Channel, Recv, RecvParcel, Send, SendParcel
-from asynccomm.ops.validation import Group
+from asynccomm.ops import MessageSpace, Recv, RecvParcel, Send, SendParcel
+from asynccomm.ops.validation import CommInfo
 from asynccomm.options import CommOptions
-from asynccomm.rendezvous.job import Seat
+from asynccomm.rendezvous.job import CommIdentity
 from asynccomm.rendezvous.lobby import Invitation
 from asynccomm.store.base import within
 
@@ -64,7 +64,7 @@ _alive: weakref.WeakSet[Session] = weakref.WeakSet()  # only to disown them in a
 
 
 @final
-class Session(Calls):
+class Session(Submitter):
     """Connects, submits, watches, and ends.
 
     Args:
@@ -73,7 +73,7 @@ class Session(Calls):
         seat: the comm's, which it leaves when the session has ended.
     """
 
-    def __init__(self, group: Group, options: CommOptions, mailbox: Mailbox, seat: Seat) -> None:
+    def __init__(self, group: CommInfo, options: CommOptions, mailbox: Mailbox, seat: CommIdentity) -> None:
         super().__init__(group, options, mailbox)
         self.seat = seat
         self.backend_name = ""  #: of the one in use, or the last one tried
@@ -86,7 +86,7 @@ class Session(Calls):
         self._ending: set[asyncio.Task[None]] = set()
         self._closing: asyncio.Task[None] | None = None
         # others hold these for long; they must not keep a forgotten comm alive
-        self.transport_failed = weakly(self._transport_failed)  #: for the backend: hears of transport errors
+        self.transport_failed = weak_callback(self._transport_failed)  #: for the backend: hears of transport errors
         self._aftermath: Future[None] | None = None  # done once the transport of a broken comm has ended
         self._breaking = threading.Lock()  # held for moments: the other one may be held by who is stuck in a call
         channel = seat.family.channel
@@ -171,8 +171,8 @@ class Session(Calls):
     def _agree(self) -> None:
         """From now on, have the ranks agree on the order of collectives."""
         assert self.backend is not None
-        run, fail = weakly(self.run_agreed), weakly(self._disagreed)
-        self.agreement = Agreement(self.group, self.mailbox, self.backend, self._lock, run, fail)
+        run, fail = weak_callback(self.run_agreed), weak_callback(self._disagreed)
+        self.agreement = OrderingSession(self.group, self.mailbox, self.backend, self._lock, run, fail)
         self._resources.push_async_callback(self.agreement.aclose)
 
     def _disagreed(self, error: BrokenError) -> None:
@@ -412,9 +412,9 @@ class Session(Calls):
 
     def _overdue(self, work: Work[Any]) -> None:
         """A thread has waited for ``work`` for longer than the loop, which must be blocked, should have let it."""
-        self._fail(self._timeout_of(work, _Arrivals()), tell=True)
+        self._fail(self._timeout_of(work, _RollCall()), tell=True)
 
-    def _timeout_of(self, work: Work[Any], found: _Arrivals) -> CollectiveTimeoutError:
+    def _timeout_of(self, work: Work[Any], found: _RollCall) -> CollectiveTimeoutError:
         elapsed = time.monotonic() - work.started
         group = self.group
         return CollectiveTimeoutError(
@@ -435,19 +435,19 @@ class Session(Calls):
         if not work.done():  # it may have come in meanwhile
             self._fail(self._timeout_of(work, found), tell=True)
 
-    async def _arrivals(self, work: Work[Any]) -> _Arrivals:
+    async def _arrivals(self, work: Work[Any]) -> _RollCall:
         """Which ranks have issued what ``work`` is part of, as far as can be found out in a second."""
         others = [rank for rank in range(self.group.size) if rank != self.group.rank]
         undecided = work.seq == UNNUMBERED
-        if undecided and (self.agreement is None or isinstance(work.driver, Hold)):
-            return _Arrivals([self.group.rank])  # it is held back here, and nobody has heard of it
+        if undecided and (self.agreement is None or isinstance(work.driver, DeferredQueue)):
+            return _RollCall([self.group.rank])  # it is held back here, and nobody has heard of it
         reporter = self.reporter
         if reporter is None:
-            return _Arrivals()
+            return _RollCall()
         if isinstance(work.op, (Send, Recv, SendParcel, RecvParcel)):
             missing = others if work.op.peer is None else [work.op.peer]
             states = await reporter.states(missing, ROLL_CALL_SECONDS)
-            return _Arrivals(missing, doing=[states[rank].doing for rank in missing])
+            return _RollCall(missing, doing=[states[rank].doing for rank in missing])
         states = await reporter.states(others, ROLL_CALL_SECONDS, tag=work.op.label if undecided else None)
         known = [rank for rank in others if states[rank].reachable]
         if undecided:
@@ -455,14 +455,14 @@ class Session(Calls):
         else:
             missing = [rank for rank in known if states[rank].collectives <= work.seq]
         arrived = sorted({self.group.rank, *known} - {*missing})
-        return _Arrivals(missing, arrived, [states[rank].doing for rank in missing])
+        return _RollCall(missing, arrived, [states[rank].doing for rank in missing])
 
 
 def _of_stream(work: Work[Any]) -> bool:
-    return isinstance(work.op, RecvParcel) and work.op.channel is Channel.STREAMS
+    return isinstance(work.op, RecvParcel) and work.op.channel is MessageSpace.STREAMS
 
 
-class _Arrivals(NamedTuple):
+class _RollCall(NamedTuple):
     """The ranks that have not issued an operation, those that have, and what the former do instead."""
 
     missing: Sequence[int] = ()

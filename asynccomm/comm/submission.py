@@ -15,34 +15,34 @@ from datetime import timedelta
 from typing import Any
 
 from asynccomm.backends.base import Backend, Submission
-from asynccomm.batching.batches import Batch, Lot, batches_of, planned
-from asynccomm.batching.composite import Whole
-from asynccomm.batching.fusion import can_merge, check_merge
-from asynccomm.batching.hazards import Undecided
-from asynccomm.batching.ordering.transport import ALONE, Agreement
-from asynccomm.batching.plan import Meter, check_apart, check_messages, item_of
-from asynccomm.batching.queue import Hold, caller
-from asynccomm.comm.in_flight import Traffic
+from asynccomm.batching.batches import Batch, FusedOp, batches_of, planned
+from asynccomm.batching.composite import CompositeWork
+from asynccomm.batching.fusion import can_fuse, check_fusible
+from asynccomm.batching.hazards import PendingHazards
+from asynccomm.batching.ordering.transport import SELF, OrderingSession
+from asynccomm.batching.plan import BatchLimiter, check_apart, check_messages, item_of
+from asynccomm.batching.queue import DeferredQueue, current_owner
+from asynccomm.comm.in_flight import InFlight
 from asynccomm.core.callsite import call_site
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.errors import NotSentError
-from asynccomm.ops import Call, Together
+from asynccomm.ops import Call, GroupedOp
 from asynccomm.ops.signature import signature_of
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 from asynccomm.options import CommOptions
 
 _DEPTH = 5  # frames from the user's call to where its place is taken: a method, _submit, submit, _sent, call_site
 
 
-class Calls(Traffic):
-    """Takes calls; arguments as for :class:`Traffic`."""
+class Submitter(InFlight):
+    """Takes calls; arguments as for :class:`InFlight`."""
 
-    def __init__(self, group: Group, options: CommOptions, mailbox: Mailbox) -> None:
+    def __init__(self, group: CommInfo, options: CommOptions, mailbox: Mailbox) -> None:
         super().__init__(group, options, mailbox)
-        self._holds: dict[object, Hold] = {}  # by who is in a scope
-        self.agreement: Agreement | None = None  #: what puts the operations in order, unless the program does
-        self._undecided = Undecided()
+        self._holds: dict[object, DeferredQueue] = {}  # by who is in a scope
+        self.agreement: OrderingSession | None = None  #: what puts the operations in order, unless the program does
+        self._undecided = PendingHazards()
 
     def submit(self, call: Call, timeout: float | timedelta | None, hints: Mapping[str, str] | None) -> Work[Any]:
         """Number ``call`` and hand it on, or hold it back in the caller's scope. From any thread."""
@@ -55,7 +55,7 @@ class Calls(Traffic):
         with self._lock:
             if self.error is not None:
                 self.check_open()
-            if self._holds and (hold := self._holds.get(caller())) is not None:
+            if self._holds and (hold := self._holds.get(current_owner())) is not None:
                 work = self._held_back(call, limit, hold)
             elif self.agreement is not None and not op.p2p:
                 work = self._put_forward(call, limit)
@@ -65,10 +65,10 @@ class Calls(Traffic):
                 self.witness.called(call, work)
         return work
 
-    def _held_back(self, call: Call, limit: float, hold: Hold) -> Work[Any]:
+    def _held_back(self, call: Call, limit: float, hold: DeferredQueue) -> Work[Any]:
         """It leaves with all that the scope holds."""
         if self.agreement is None:
-            check_merge(self.group.size, call)
+            check_fusible(self.group.size, call)
         assert self.backend is not None
         work = self._work(call, limit, hold)
         submission = self._submission(call, work, None, self.backend.origin())
@@ -130,7 +130,7 @@ class Calls(Traffic):
 
     def sends_now(self, *, p2p: bool) -> bool:
         """Whether what the caller submits is sent in the call, in the order of the calls."""
-        return (p2p or self.agreement is None) and not (self._holds and caller() in self._holds)
+        return (p2p or self.agreement is None) and not (self._holds and current_owner() in self._holds)
 
     def submit_together(
         self, calls: Sequence[Call], result: Any, timeout: float | timedelta | None, hints: Mapping[str, str] | None
@@ -141,7 +141,7 @@ class Calls(Traffic):
         """
         limit = self._checked(timeout, hints)
         check_apart([item_of(call.op, call.inputs, call.outputs, [t for _, t in call.copies]) for call in calls])
-        whole = Whole()
+        whole = CompositeWork()
 
         def settled(part: Work[Any]) -> None:
             self._settled(part)
@@ -151,13 +151,13 @@ class Calls(Traffic):
             self.check_open()
             backend = self.backend
             assert backend is not None
-            hold = self._holds.get(caller()) if self._holds else None
+            hold = self._holds.get(current_owner()) if self._holds else None
             agree = hold is None and self.agreement is not None and not calls[0].op.p2p
             driver = None if agree else backend if hold is None else hold
             origin = None if driver is backend else backend.origin()
             parts = [self._work(call._replace(result=None), limit, driver, settled=settled) for call in calls]
             whole.expect(parts)
-            together = Together(tuple([call.op for call in calls]))
+            together = GroupedOp(tuple([call.op for call in calls]))
             whole.work = self._work(Call(together, (), (), result), limit, whole, settled=_nothing)
             items = [self._submission(call, part, whole, origin) for call, part in zip(calls, parts, strict=True)]
             if hold is not None:
@@ -170,7 +170,7 @@ class Calls(Traffic):
                 self._issue(items)
                 self._deadlines.add(parts[0])
             else:
-                lots = [Lot(item, (item,)) for item in items]
+                lots = [FusedOp(item, (item,)) for item in items]
                 try:
                     self._hand_on(Batch(items, lots))
                 except BaseException:
@@ -185,7 +185,9 @@ class Calls(Traffic):
 
     # -- what is sent together ----------------------------------------------------------------------------------------
 
-    def _submission(self, call: Call, work: Work[Any], whole: Whole | None = None, origin: Any = None) -> Submission:
+    def _submission(
+        self, call: Call, work: Work[Any], whole: CompositeWork | None = None, origin: Any = None
+    ) -> Submission:
         submission = Submission(call, work)
         submission.whole = whole
         submission.origin = origin
@@ -194,7 +196,7 @@ class Calls(Traffic):
             self._check_late([work])
         return submission
 
-    def _add(self, hold: Hold, items: Sequence[Submission]) -> None:
+    def _add(self, hold: DeferredQueue, items: Sequence[Submission]) -> None:
         """Hold back one call. What is full leaves; if it cannot, this call fails with it."""
         try:
             for item in items:
@@ -203,27 +205,27 @@ class Calls(Traffic):
             self.drop(items, named(exc))
             raise
 
-    def open_hold(self, meter: Meter, send: Callable[[Hold], object] | None = None) -> Hold:
+    def open_hold(self, meter: BatchLimiter, send: Callable[[DeferredQueue], object] | None = None) -> DeferredQueue:
         """Hold back what the caller submits from now on; if something holds that already, it does so for both."""
         self.check_loop()
         with self._lock:
             self.check_open()
-            owner = caller()
+            owner = current_owner()
             hold = self._holds.get(owner)
             if hold is None:
-                hold = self._holds[owner] = Hold(owner, meter, self.flush if send is None else send)
+                hold = self._holds[owner] = DeferredQueue(owner, meter, self.flush if send is None else send)
             else:
                 hold.depth += 1
             return hold
 
-    def close_hold(self, hold: Hold) -> None:
+    def close_hold(self, hold: DeferredQueue) -> None:
         """One scope less that holds it."""
         with self._lock:
             hold.depth -= 1
             if not hold.depth:
                 self._holds.pop(hold.owner, None)
 
-    def flush(self, hold: Hold) -> None:
+    def flush(self, hold: DeferredQueue) -> None:
         """Send what ``hold`` holds. From any thread.
 
         Raises: ValueError if that cannot be sent together; nothing is sent then.
@@ -251,9 +253,9 @@ class Calls(Traffic):
         ops = [item.op for item in items]
         nbytes = sum([op.nbytes for op in ops])
         conflicts = self._undecided.enter(items)
-        if conflicts or not all(can_merge(self.group.size, item) for item in items):
-            nbytes = ALONE  # so it is in a batch of its own on all ranks, whose tensors may lie otherwise
-        text = str(ops[0] if len(ops) == 1 else Together(tuple(ops)))
+        if conflicts or not all(can_fuse(self.group.size, item) for item in items):
+            nbytes = SELF  # so it is in a batch of its own on all ranks, whose tensors may lie otherwise
+        text = str(ops[0] if len(ops) == 1 else GroupedOp(tuple(ops)))
         self.agreement.issue(ops[0].label, signature_of(ops), text, nbytes, items)
 
     def _issue_all(self, held: Sequence[Submission]) -> list[Submission]:
@@ -290,7 +292,7 @@ class Calls(Traffic):
                 hold.send()
             self.drop(hold.take(), "the comm was closed")  # if it only estimates
 
-    def give_up(self, hold: Hold, since: int = 0) -> list[Submission]:
+    def give_up(self, hold: DeferredQueue, since: int = 0) -> list[Submission]:
         """Take from ``hold`` what it holds, or what of it came as number ``since`` and later."""
         with self._lock:
             return hold.take(since)

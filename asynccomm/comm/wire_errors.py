@@ -16,7 +16,7 @@ TEXT: Final = 16 << 10  # characters of one text in the news
 _log = logging.getLogger("asynccomm")
 
 
-def news_of(error: BrokenError) -> dict[str, Any]:
+def encode_error(error: BrokenError) -> dict[str, Any]:
     """What the other ranks are told of an error that this one has met."""
     match error:
         case AbortedError():
@@ -31,7 +31,7 @@ def news_of(error: BrokenError) -> dict[str, Any]:
             return {"kind": "abort", "reason": f"{type(error).__name__}: {error}"}
 
 
-def error_of(item: dict[str, Any]) -> BrokenError | None:
+def decode_error(item: dict[str, Any]) -> BrokenError | None:
     """What a comm breaks with where ``item`` is heard; None: it is not about an error.
 
     Args:

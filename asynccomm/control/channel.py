@@ -19,18 +19,18 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final, TypeVar, final
 
-from asynccomm.control.membership.service import Elections
-from asynccomm.control.mismatch import Prints
-from asynccomm.control.requests import Questions
-from asynccomm.control.router import ALL, HERE, Node
-from asynccomm.control.subscribers import Member, Members
+from asynccomm.control.membership.service import MembershipService
+from asynccomm.control.mismatch import MismatchDetector
+from asynccomm.control.requests import Requests
+from asynccomm.control.router import ALL, HERE, Router
+from asynccomm.control.subscribers import Subscriber, Subscribers
 from asynccomm.control.transport.connection import Connection, Tokens
-from asynccomm.control.transport.framing import Message
+from asynccomm.control.transport.framing import ControlMessage
 from asynccomm.control.transport.listener import Listener
-from asynccomm.control.transport.sockets import Doors
+from asynccomm.control.transport.sockets import ListeningSockets
 from asynccomm.control.transport.thread import ControlThread, control_thread
-from asynccomm.control.transport.topology import Contact, Roster
-from asynccomm.control.uplink import Climber
+from asynccomm.control.transport.topology import RankAddress, Topology
+from asynccomm.control.uplink import Uplink
 
 ATTACH_SECONDS: Final = 10.0  # for the first connection; without it, there is no control channel
 GOODBYE_SECONDS: Final = 0.5  # for the others to hear that this rank leaves
@@ -44,7 +44,7 @@ _log = logging.getLogger("asynccomm")
 
 
 @final
-class Channel:
+class ControlChannel:
     """One rank's end.
 
     Args:
@@ -53,25 +53,25 @@ class Channel:
         tokens: of the job.
     """
 
-    def __init__(self, rank: int, contacts: Sequence[Contact], tokens: Tokens) -> None:
+    def __init__(self, rank: int, contacts: Sequence[RankAddress], tokens: Tokens) -> None:
         self.rank = rank
-        self.roster = Roster(contacts)
+        self.roster = Topology(contacts)
         self.tokens = tokens
         self._thread: ControlThread = control_thread()
-        self._node = node = Node(rank, self.roster, self._deliver, self._lose)
+        self._node = node = Router(rank, self.roster, self._deliver, self._lose)
         self.gone = node.gone  #: ranks of the job that are, and how; to be read from any thread
         self._listener = Listener(tokens, self._refusal, self._welcome, self._look)
-        self._members = Members(node.gone)
-        self._questions = Questions(node, self._members)
-        self._prints = Prints(self._thread, node, self._members, self._questions, self._begin)
+        self._members = Subscribers(node.gone)
+        self._questions = Requests(node, self._members)
+        self._prints = MismatchDetector(self._thread, node, self._members, self._questions, self._begin)
         self._guests: dict[str, Connection] = {}
-        self.elections = Elections(node, self._thread.loop, self)  #: on the control thread
-        self._climber = Climber(node, tokens, self._begin, self._received, self._ended, self.elections.attached)
+        self.elections = MembershipService(node, self._thread.loop, self)  #: on the control thread
+        self._climber = Uplink(node, tokens, self._begin, self._received, self._ended, self.elections.attached)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._pulse: asyncio.TimerHandle | None = None
         self._leaving: asyncio.Future[None] | None = None  # done once the others know
         self._closed = False
-        self._handlers: dict[str, Callable[[Message], object]] = {
+        self._handlers: dict[str, Callable[[ControlMessage], object]] = {
             "news": self._hear_news,
             "ask": self._questions.hear_question,
             "reply": self._questions.hear_reply,
@@ -88,11 +88,11 @@ class Channel:
     async def open(
         cls,
         rank: int,
-        contacts: Sequence[Contact],
+        contacts: Sequence[RankAddress],
         tokens: Tokens,
-        doors: Doors,
+        doors: ListeningSockets,
         timeout: float = ATTACH_SECONDS,
-    ) -> Channel | None:
+    ) -> ControlChannel | None:
         """Listen, and connect to the rank above; None, with a warning, if that cannot be reached in ``timeout`` s."""
         channel = cls(rank, contacts, tokens)
         socks = doors.take()
@@ -108,11 +108,11 @@ class Channel:
             return None
         return channel
 
-    def enroll(self, key: str, member: Member) -> None:
+    def enroll(self, key: str, member: Subscriber) -> None:
         """From now on, ``member`` hears what concerns the comm of that key. From any thread."""
         self._thread.call(lambda: self._members.enroll(key, member))
 
-    def withdraw(self, key: str, item: Message | None = None) -> None:
+    def withdraw(self, key: str, item: ControlMessage | None = None) -> None:
         """It does not any more; tells the others ``item`` first. From any thread."""
 
         def leave() -> None:
@@ -122,7 +122,7 @@ class Channel:
 
         self._thread.call(leave)
 
-    def tell(self, key: str, item: Message, then: Callable[[], object] | None = None) -> None:
+    def tell(self, key: str, item: ControlMessage, then: Callable[[], object] | None = None) -> None:
         """Tell all ranks of a comm; call ``then`` on the control thread once that has left. From any thread."""
 
         def send() -> None:
@@ -136,7 +136,9 @@ class Channel:
         if not self._thread.call(send) and then is not None:
             then()
 
-    def ask(self, key: str, ranks: Sequence[int], question: Message, timeout: float) -> Future[dict[int, Message]]:
+    def ask(
+        self, key: str, ranks: Sequence[int], question: ControlMessage, timeout: float
+    ) -> Future[dict[int, ControlMessage]]:
         """What ``ranks`` of the job answer within ``timeout`` seconds, by rank. From any other thread."""
         return self._thread.run(self._questions.gather(key, ranks, question, timeout))
 
@@ -260,7 +262,7 @@ class Channel:
         connection.received, connection.ended = self._received, self._ended
         self._node.welcome(who, connection)
 
-    def _received(self, connection: Connection, message: Message) -> None:
+    def _received(self, connection: Connection, message: ControlMessage) -> None:
         self._node.received(connection, message)
         self._look_whether_departed()
 
@@ -270,7 +272,7 @@ class Channel:
             self._climber.climb()
             self._look_whether_departed()
 
-    def _deliver(self, message: Message) -> None:
+    def _deliver(self, message: ControlMessage) -> None:
         handler = self._handlers.get(message["kind"])
         if handler is not None:
             handler(message)
@@ -289,7 +291,7 @@ class Channel:
             if self._node.is_root:  # maybe only now
                 self._thread.loop.call_soon(self.elections.attached)
 
-    def _hear_news(self, message: Message) -> None:
+    def _hear_news(self, message: ControlMessage) -> None:
         key, item, rank = message.get("comm"), message.get("item"), message["from"]
         if not isinstance(key, str) or not isinstance(item, dict):
             raise ValueError("news of no comm")
@@ -302,7 +304,7 @@ class Channel:
         if rank != self.rank:
             self._members.hear(key, rank, item)
 
-    def _look(self, onlooker: Connection, message: Message) -> None:
+    def _look(self, onlooker: Connection, message: ControlMessage) -> None:
         asked = message.get("ranks")
         ranks = [rank for rank in self.roster.contacts if not isinstance(asked, list) or rank in asked]
         showing = self._begin(self._questions.show(onlooker, ranks, bool(message.get("stacks"))))
@@ -310,13 +312,13 @@ class Channel:
 
     # -- guests -------------------------------------------------------------------------------------------------------
 
-    def send(self, name: str, message: Message) -> None:
+    def send(self, name: str, message: ControlMessage) -> None:
         """Tell a newcomer, if it is here."""
         guest = self._guests.get(name)
         if guest is not None:
             guest.send(message)
 
-    def _hear_guest(self, name: str, connection: Connection, message: Message) -> None:
+    def _hear_guest(self, name: str, connection: Connection, message: ControlMessage) -> None:
         key, ranks = message.get("comm"), message.get("ranks")
         if not isinstance(key, str) or not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
             raise ValueError("a report of no comm")

@@ -12,10 +12,10 @@ from typing import Any, Final, NamedTuple, final
 OPEN: Final = 1 << 16  # collectives of a comm that one rank may be ahead of another; beyond, the oldest go unchecked
 COMMS: Final = 1024
 
-Print = tuple[int, int, int, int]  # number, two words, length of the batch
+Fingerprint = tuple[int, int, int, int]  # number, two words, length of the batch
 
 
-class Difference(NamedTuple):
+class Mismatch(NamedTuple):
     """Two ranks have something else under one number."""
 
     seq: int
@@ -24,17 +24,17 @@ class Difference(NamedTuple):
 
 
 @final
-class Ledger:
+class FingerprintTable:
     """The fingerprints of one comm."""
 
     __slots__ = ("_differs", "_open", "_size")
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._open: OrderedDict[int, tuple[Print, int, set[int]]] = OrderedDict()
+        self._open: OrderedDict[int, tuple[Fingerprint, int, set[int]]] = OrderedDict()
         self._differs = False
 
-    def take(self, rank: int, prints: list[Print]) -> Difference | None:
+    def take(self, rank: int, prints: list[Fingerprint]) -> Mismatch | None:
         """What ``rank`` has issued. Returns the first difference there ever is."""
         for one in prints:
             if self._differs:
@@ -51,7 +51,7 @@ class Ledger:
             if first != one:
                 self._differs = True
                 self._open.clear()
-                return Difference(seq, whose, rank)
+                return Mismatch(seq, whose, rank)
             seen.add(rank)
             if len(seen) == self._size:
                 del self._open[seq]
@@ -59,24 +59,24 @@ class Ledger:
 
 
 @final
-class Ledgers:
+class FingerprintTables:
     """Those of all comms of a job, at its root."""
 
     def __init__(self) -> None:
-        self._comms: OrderedDict[str, Ledger] = OrderedDict()
+        self._comms: OrderedDict[str, FingerprintTable] = OrderedDict()
 
-    def take(self, key: Any, rank: int, size: Any, prints: Any) -> Difference | None:
-        """As :meth:`Ledger.take`. Raises: ValueError for what are no fingerprints."""
+    def take(self, key: Any, rank: int, size: Any, prints: Any) -> Mismatch | None:
+        """As :meth:`FingerprintTable.take`. Raises: ValueError for what are no fingerprints."""
         if not isinstance(key, str) or type(size) is not int or not isinstance(prints, list):
             raise ValueError("no fingerprints")
-        checked: list[Print] = []
+        checked: list[Fingerprint] = []
         for one in prints:
             if not isinstance(one, (list, tuple)) or len(one) != 4 or not all(type(number) is int for number in one):
                 raise ValueError(f"no fingerprint: {one!r:.100}")
             checked.append((one[0], one[1], one[2], one[3]))
         ledger = self._comms.get(key)
         if ledger is None:
-            ledger = self._comms[key] = Ledger(size)
+            ledger = self._comms[key] = FingerprintTable(size)
             if len(self._comms) > COMMS:
                 self._comms.popitem(last=False)
         return ledger.take(rank, checked)

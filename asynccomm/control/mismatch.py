@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, final
 
-from asynccomm.control.fingerprints import Difference, Ledgers
-from asynccomm.control.requests import ANSWER_SECONDS, Questions
-from asynccomm.control.router import ALL, ROOT, Node
-from asynccomm.control.subscribers import Members
-from asynccomm.control.transport.framing import Message
+from asynccomm.control.fingerprints import FingerprintTables, Mismatch
+from asynccomm.control.requests import ANSWER_SECONDS, Requests
+from asynccomm.control.router import ALL, ROOT, Router
+from asynccomm.control.subscribers import Subscribers
+from asynccomm.control.transport.framing import ControlMessage
 from asynccomm.control.transport.thread import ControlThread
 
 PRINT_SECONDS: Final = 0.05  # between looks at what was issued, while something is
@@ -22,7 +22,7 @@ QUIET_LOOKS: Final = 4  # looks without anything new, after which they end
 
 
 @final
-class Prints:
+class MismatchDetector:
     """Those of one rank. On the control thread, except for :meth:`issued`.
 
     Args:
@@ -35,9 +35,9 @@ class Prints:
     def __init__(
         self,
         thread: ControlThread,
-        node: Node,
-        members: Members,
-        questions: Questions,
+        node: Router,
+        members: Subscribers,
+        questions: Requests,
         begin: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         self._thread = thread
@@ -45,7 +45,7 @@ class Prints:
         self._members = members
         self._questions = questions
         self._begin = begin
-        self._ledgers = Ledgers()
+        self._ledgers = FingerprintTables()
         self._looking = False
         self._quiet = 0  # looks
         self._closed = False
@@ -78,7 +78,7 @@ class Prints:
                 self._node.send(ROOT, "prints", comm=key, size=size, prints=prints[first : first + PRINTS])
         return found
 
-    def hear(self, message: Message) -> None:
+    def hear(self, message: ControlMessage) -> None:
         """At the root: a rank has sent its own. Raises: ValueError for what are none."""
         key = message.get("comm")
         found = self._ledgers.take(key, message["from"], message.get("size"), message.get("prints"))
@@ -86,7 +86,7 @@ class Prints:
             assert isinstance(key, str)
             self._begin(self._report(key, found))
 
-    async def _report(self, key: str, found: Difference) -> None:
+    async def _report(self, key: str, found: Mismatch) -> None:
         """Ask the two ranks what they have issued, and tell all."""
         sides = [found.rank, found.other]
         said = await self._questions.gather(key, sides, {"what": "explain", "seq": found.seq}, ANSWER_SECONDS)

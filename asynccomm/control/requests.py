@@ -9,20 +9,20 @@ import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple, final
 
-from asynccomm.control.router import Link, Node
-from asynccomm.control.subscribers import EVERY, Members
-from asynccomm.control.transport.framing import MESSAGE_BYTES, Message
+from asynccomm.control.router import Router, Transport
+from asynccomm.control.subscribers import EVERY, Subscribers
+from asynccomm.control.transport.framing import MESSAGE_BYTES, ControlMessage
 
 ANSWER_SECONDS: Final = 1.0  # for ranks to say what they have issued, or are at
 PING_SECONDS: Final = 0.1  # for the loops to turn, before they count as blocked
 ANSWER_BYTES: Final = MESSAGE_BYTES - 4096  # the rest is for the message that carries it
 
 
-class _Asked(NamedTuple):
+class _PendingRequest(NamedTuple):
     """A question that is not answered by all."""
 
     due: set[int]
-    answers: dict[int, Message]
+    answers: dict[int, ControlMessage]
     enough: asyncio.Future[None]
 
     def end(self) -> None:
@@ -35,7 +35,7 @@ class _Asked(NamedTuple):
 
 
 @final
-class Questions:
+class Requests:
     """Those of one rank, either way. On the control thread.
 
     Args:
@@ -43,19 +43,21 @@ class Questions:
         members: answer what others ask.
     """
 
-    def __init__(self, node: Node, members: Members) -> None:
+    def __init__(self, node: Router, members: Subscribers) -> None:
         self._node = node
         self._members = members
-        self._asked: dict[int, _Asked] = {}
+        self._asked: dict[int, _PendingRequest] = {}
         self._number = 0
         self._closed = False
 
-    async def gather(self, key: str, ranks: Sequence[int], question: Message, timeout: float) -> dict[int, Message]:
+    async def gather(
+        self, key: str, ranks: Sequence[int], question: ControlMessage, timeout: float
+    ) -> dict[int, ControlMessage]:
         """What ``ranks`` answer, as far as they do within ``timeout`` seconds."""
         if self._closed:
             return {}
         due = {rank for rank in ranks if rank not in self._node.gone and rank in self._node.roster.contacts}
-        asked = _Asked(due, {}, asyncio.get_running_loop().create_future())
+        asked = _PendingRequest(due, {}, asyncio.get_running_loop().create_future())
         number = self._number
         self._number += 1
         self._asked[number] = asked
@@ -70,21 +72,21 @@ class Questions:
         finally:
             del self._asked[number]
 
-    def hear_question(self, message: Message) -> None:
+    def hear_question(self, message: ControlMessage) -> None:
         """A rank asks. Raises: ValueError for what is no question."""
         key, question = message.get("comm"), message.get("question")
         if not isinstance(key, str) or not isinstance(question, dict):
             raise ValueError("a question of no comm")
         self._node.send(message["from"], "reply", number=message.get("number"), answer=self._fitting(key, question))
 
-    def _fitting(self, key: str, question: Message) -> Message:
+    def _fitting(self, key: str, question: ControlMessage) -> ControlMessage:
         """The answer; without stacks if it would be too long with them, as with ten thousand tasks."""
         answer = self._members.answer(key, question)
         if question.get("stacks") and len(json.dumps(answer)) > ANSWER_BYTES:
             return self._members.answer(key, {**question, "stacks": False})
         return answer
 
-    def hear_reply(self, message: Message) -> None:
+    def hear_reply(self, message: ControlMessage) -> None:
         """A rank answers. Raises: ValueError for what is no answer."""
         number, answer = message.get("number"), message.get("answer")
         if type(number) is not int or not isinstance(answer, dict):
@@ -107,10 +109,10 @@ class Questions:
         for asked in self._asked.values():
             asked.end()
 
-    async def show(self, onlooker: Link, ranks: Sequence[int], stacks: bool) -> None:
+    async def show(self, onlooker: Transport, ranks: Sequence[int], stacks: bool) -> None:
         """Tell somebody who looks on what ``ranks`` are at; each in a message of its own, or many would be too long."""
         node = self._node
-        said: dict[int, Message] = {}
+        said: dict[int, ControlMessage] = {}
         if ranks:
             await self.gather(EVERY, ranks, {"what": "ping"}, ANSWER_SECONDS)
             await asyncio.sleep(PING_SECONDS)

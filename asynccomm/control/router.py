@@ -20,8 +20,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any, Final, Protocol, final
 
-from asynccomm.control.transport.framing import Message
-from asynccomm.control.transport.topology import Roster
+from asynccomm.control.transport.framing import ControlMessage
+from asynccomm.control.transport.topology import Topology
 
 ALL: Final = "all"
 ROOT: Final = "root"
@@ -33,10 +33,10 @@ FOREVER: Final = 1e9  # seconds
 LOST, LEFT, BYE, PULSE, HERE = "lost", "left", "bye", "pulse", "here"
 
 
-class Link(Protocol):
+class Transport(Protocol):
     """A connection to another rank."""
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ControlMessage) -> None:
         """Put ``message`` on its way."""
 
     def close(self) -> None:
@@ -44,7 +44,7 @@ class Link(Protocol):
 
 
 @final
-class Node:
+class Router:
     """Routes messages for rank ``rank``.
 
     Args:
@@ -56,25 +56,25 @@ class Node:
     def __init__(
         self,
         rank: int,
-        roster: Roster,
-        deliver: Callable[[Message], object],
+        roster: Topology,
+        deliver: Callable[[ControlMessage], object],
         gone: Callable[[int, str], object],
     ) -> None:
         self.rank = rank
         self.roster = roster
-        self.up: Link | None = None  #: to the next one above
+        self.up: Transport | None = None  #: to the next one above
         self.gone: dict[int, str] = {}  #: by rank, how; empty: it left in good order
         self.heard: dict[int, float] = {}  #: when each rank below or above was last heard, as far as is known here
         self.fenced = ""  #: why the others go on without this rank, if they do
         self._deliver = deliver
         self._tell_gone = gone
         self._up_rank: int | None = None
-        self._down: dict[Link, int] = {}  # connected to this one
-        self._routes: dict[int, Link] = {}  # where ranks below are
-        self._waiting: deque[Message] = deque(maxlen=KEPT)
+        self._down: dict[Transport, int] = {}  # connected to this one
+        self._routes: dict[int, Transport] = {}  # where ranks below are
+        self._waiting: deque[ControlMessage] = deque(maxlen=KEPT)
         self._sent = 0  # messages for all
-        self._unheard: OrderedDict[tuple[int, int], Message] = OrderedDict()  # sent up, and not come back
-        self._log: deque[Message] = deque(maxlen=LOGGED)  # what came for all
+        self._unheard: OrderedDict[tuple[int, int], ControlMessage] = OrderedDict()  # sent up, and not come back
+        self._log: deque[ControlMessage] = deque(maxlen=LOGGED)  # what came for all
         self._last: dict[int, int] = {}  # by rank, the number of its last message for all
         self._departing = False
         self._told: set[int] = set()  # who has heard of that
@@ -91,7 +91,7 @@ class Node:
         return None if self._said_above else self.roster.above(self.rank, self.gone)
 
     @property
-    def links(self) -> list[Link]:
+    def links(self) -> list[Transport]:
         """All connections."""
         return [*self._down, *([] if self.up is None else [self.up])]
 
@@ -112,7 +112,7 @@ class Node:
             message["nth"] = self._sent
         self._route(message, None)
 
-    def _route(self, message: Message, came_by: Link | None) -> None:
+    def _route(self, message: ControlMessage, came_by: Transport | None) -> None:
         to = message["to"]
         if to == self.rank:
             self._take(message, came_by)
@@ -140,7 +140,7 @@ class Node:
         elif not self.is_root:
             self._waiting.append(message)
 
-    def _spread(self, message: Message, came_by: Link | None) -> None:
+    def _spread(self, message: ControlMessage, came_by: Transport | None) -> None:
         """At the root."""
         if self._is_new(message):
             for link in list(self._down):
@@ -156,7 +156,7 @@ class Node:
         for message in waiting:
             self._route(message, None)
 
-    def _is_new(self, message: Message) -> bool:
+    def _is_new(self, message: ControlMessage) -> bool:
         number, source = message.get("nth"), message["from"]
         if number is None:
             return True
@@ -167,7 +167,7 @@ class Node:
         self._log.append(message)
         return True
 
-    def _take(self, message: Message, came_by: Link | None) -> None:
+    def _take(self, message: ControlMessage, came_by: Transport | None) -> None:
         kind = message["kind"]
         if kind in (LOST, LEFT):
             self._hear_gone(message)
@@ -187,7 +187,7 @@ class Node:
             return f"rank {rank} is here already"
         return ""
 
-    def welcome(self, rank: int, link: Link) -> None:
+    def welcome(self, rank: int, link: Transport) -> None:
         """``rank`` has connected to this one."""
         self._down[link] = rank
         self._routes[rank] = link
@@ -200,7 +200,7 @@ class Node:
         if self._departing:
             link.send(self._gone_message(self.rank, "", ALL))
 
-    def attach(self, rank: int, link: Link) -> None:
+    def attach(self, rank: int, link: Transport) -> None:
         """This one has connected to ``rank``, above it."""
         self.up, self._up_rank = link, rank
         self.heard[rank] = time.monotonic()
@@ -215,7 +215,7 @@ class Node:
         if self._departing:
             link.send(self._gone_message(self.rank, "", ALL))
 
-    def received(self, link: Link, message: Message) -> None:
+    def received(self, link: Transport, message: ControlMessage) -> None:
         """A message came by ``link``. Raises: ValueError if it is none that a node could have sent."""
         to, source = message.get("to"), message.get("from")
         if not isinstance(message.get("kind"), str) or type(source) is not int or source not in self.roster.contacts:
@@ -247,7 +247,7 @@ class Node:
             return  # of a connection that was given up
         self._route(message, link)
 
-    def _hear_goodbye(self, rank: int, link: Link) -> None:
+    def _hear_goodbye(self, rank: int, link: Transport) -> None:
         """``rank``, below this one, leaves: nothing comes from it any more."""
         self._note_gone(rank, "")
         self._fan_out(self._gone_message(rank, "", ALL))  # this one may go, too, before the root has told them
@@ -264,7 +264,7 @@ class Node:
             if name in ranks and isinstance(age, (int, float)) and 0 <= age < FOREVER:
                 self.heard[ranks[name]] = now - age
 
-    def ended(self, link: Link, how: str) -> None:
+    def ended(self, link: Transport, how: str) -> None:
         """A connection has ended."""
         if link is self.up:
             rank, self.up, self._up_rank = self._up_rank, None, None
@@ -273,7 +273,7 @@ class Node:
         elif (below := self._drop_link(link)) is not None:
             self._declare(below, how)
 
-    def _drop_link(self, link: Link) -> int | None:
+    def _drop_link(self, link: Transport) -> int | None:
         """Forget who is behind a link from below; they come back by another way."""
         for rank in [rank for rank, route in self._routes.items() if route is link]:
             del self._routes[rank]
@@ -327,7 +327,7 @@ class Node:
         below = [rank for rank in others if self.roster.above(rank, self.gone) == self.rank]
         return not below and self.above is None
 
-    def _hear_bye(self, link: Link) -> None:
+    def _hear_bye(self, link: Transport) -> None:
         """Who is behind ``link`` has heard that this one goes, and needs it no more."""
         if link is self.up and self._up_rank is not None:
             self._told.add(self._up_rank)
@@ -338,11 +338,11 @@ class Node:
             self._drop_link(link)
         link.close()
 
-    def _gone_message(self, rank: int, how: str, to: int | str) -> Message:
+    def _gone_message(self, rank: int, how: str, to: int | str) -> ControlMessage:
         kind = LOST if how else LEFT
         return {"to": to, "from": self.rank, "kind": kind, "rank": rank, "how": how}
 
-    def _hear_gone(self, message: Message) -> None:
+    def _hear_gone(self, message: ControlMessage) -> None:
         rank, how = message.get("rank"), message.get("how", "")
         if type(rank) is not int or rank not in self.roster.contacts or not isinstance(how, str):
             raise ValueError(f"no message of a control channel: {message!r:.200}")
@@ -358,7 +358,7 @@ class Node:
         if message["to"] == ROOT:
             self._fan_out(self._gone_message(rank, how, ALL))
 
-    def _fan_out(self, message: Message) -> None:
+    def _fan_out(self, message: ControlMessage) -> None:
         for link in list(self._down):
             link.send({**message, "to": ALL})
 
@@ -391,7 +391,7 @@ class Node:
     def pulse(self) -> None:
         """Let those at the other ends of the connections know that this rank runs. To be called now and then."""
         now = time.monotonic()
-        message: Message = {"to": ROOT, "from": self.rank, "kind": PULSE}
+        message: ControlMessage = {"to": ROOT, "from": self.rank, "kind": PULSE}
         if self.up is not None:
             below = {str(rank): round(now - self.heard[rank], 3) for rank in self._routes if rank in self.heard}
             self.up.send({**message, "ages": below} if below else message)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final, Protocol, final
 
-from asynccomm.control.fingerprints import Print
-from asynccomm.control.transport.framing import Message
+from asynccomm.control.fingerprints import Fingerprint
+from asynccomm.control.transport.framing import ControlMessage
 
 EVERY: Final = "*"  # in place of a comm's key
 KEPT_COMMS: Final = 256  # comms that are not enrolled yet, for which news are kept
@@ -21,24 +21,24 @@ KEPT_NEWS: Final = 64  # of each
 _log = logging.getLogger("asynccomm")
 
 
-class Member(Protocol):
+class Subscriber(Protocol):
     """A comm on one rank, seen by the control channel. All methods are called on the control thread; none may wait."""
 
-    def hear(self, rank: int, item: Message) -> None:
+    def hear(self, rank: int, item: ControlMessage) -> None:
         """``rank`` of the job has news."""
 
     def lose(self, rank: int, how: str) -> None:
         """``rank`` of the job is gone; ``how`` is empty if it left in good order."""
 
-    def answer(self, question: Message) -> Message:
+    def answer(self, question: ControlMessage) -> ControlMessage:
         """What a rank of the comm, or somebody who looks on, wants to know."""
 
-    def prints(self) -> tuple[int, Sequence[Print]]:
+    def prints(self) -> tuple[int, Sequence[Fingerprint]]:
         """The size of the comm, and the fingerprints of the collectives issued since this was last called."""
 
 
 @final
-class Members:
+class Subscribers:
     """Those of one rank. On the control thread.
 
     Args:
@@ -47,13 +47,13 @@ class Members:
 
     def __init__(self, gone: Mapping[int, str]) -> None:
         self._gone = gone
-        self._members: dict[str, Member] = {}
-        self._kept: OrderedDict[str, list[tuple[int, Message]]] = OrderedDict()
+        self._members: dict[str, Subscriber] = {}
+        self._kept: OrderedDict[str, list[tuple[int, ControlMessage]]] = OrderedDict()
 
     def __contains__(self, key: object) -> bool:
         return key in self._members
 
-    def enroll(self, key: str, member: Member) -> None:
+    def enroll(self, key: str, member: Subscriber) -> None:
         """From now on, ``member`` hears what concerns the comm of that key; at once, what it has missed."""
         self._members[key] = member
         for rank, how in self._gone.items():
@@ -65,7 +65,7 @@ class Members:
         """It does not any more."""
         self._members.pop(key, None)
 
-    def hear(self, key: str, rank: int, item: Message) -> None:
+    def hear(self, key: str, rank: int, item: ControlMessage) -> None:
         """``rank`` has news for a comm, which may come later."""
         if self.tell(key, rank, item):
             return
@@ -75,7 +75,7 @@ class Members:
         if len(self._kept) > KEPT_COMMS:
             self._kept.popitem(last=False)
 
-    def tell(self, key: str, rank: int, item: Message) -> bool:
+    def tell(self, key: str, rank: int, item: ControlMessage) -> bool:
         """The same for a comm that is here. Returns whether it is."""
         member = self._members.get(key)
         if member is not None:
@@ -87,7 +87,7 @@ class Members:
         for key, member in list(self._members.items()):
             _guarded(partial(member.lose, rank, how), key)
 
-    def answer(self, key: str, question: Message) -> Message:
+    def answer(self, key: str, question: ControlMessage) -> ControlMessage:
         """What the comm of that key answers, or all of them; nothing if it is not here."""
         if key == EVERY:
             return {"comms": {each: self.answer(each, question) for each in list(self._members)}}
@@ -100,7 +100,7 @@ class Members:
             _log.exception("comm %s could not answer a question of the control channel", key)
             return {"problem": f"{type(exc).__name__}: {exc}"}
 
-    def prints(self) -> Iterator[tuple[str, int, Sequence[Print]]]:
+    def prints(self) -> Iterator[tuple[str, int, Sequence[Fingerprint]]]:
         """Key, size and new fingerprints of each comm."""
         for key, member in list(self._members.items()):
             yield key, *member.prints()

@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, final
 
-from asynccomm.control.router import Node
+from asynccomm.control.router import Router
 from asynccomm.control.transport.connection import Connection, Tokens, connect, listens
-from asynccomm.control.transport.framing import Message
+from asynccomm.control.transport.framing import ControlMessage
 
 REACH_SECONDS: Final = 5.0  # after which one that cannot be reached counts as lost
 RETRY_SECONDS: Final = 0.02  # until another try to reach the next one above
@@ -21,7 +21,7 @@ NOT_THERE: Final = "it does not listen any more"
 
 
 @final
-class Climber:
+class Uplink:
     """Keeps one rank connected. On the control thread.
 
     Args:
@@ -34,10 +34,10 @@ class Climber:
 
     def __init__(
         self,
-        node: Node,
+        node: Router,
         tokens: Tokens,
         begin: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-        received: Callable[[Connection, Message], object],
+        received: Callable[[Connection, ControlMessage], object],
         ended: Callable[[Connection, str], object],
         attached: Callable[[], object],
     ) -> None:

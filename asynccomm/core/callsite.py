@@ -7,10 +7,10 @@ from sys import _getframe
 from types import CodeType
 from typing import Final
 
-Site = tuple[CodeType, int]  # and the instruction in it
+CallSite = tuple[CodeType, int]  # and the instruction in it
 
 
-def call_site(depth: int = 1) -> Site | None:
+def call_site(depth: int = 1) -> CallSite | None:
     """Where this package was called from; ``depth`` frames up, at least."""
     try:
         frame = _getframe(depth)
@@ -40,14 +40,14 @@ def _is_ours(name: str) -> bool:
     return not name.startswith(f"{_PACKAGE}testing{os.sep}")  # which uses the package as its users do
 
 
-def show(site: Site | None) -> str:
+def show(site: CallSite | None) -> str:
     """``site`` for people; empty if it is not known."""
     if site is None:
         return ""
-    return f"{site[0].co_filename}:{line_of(site)} in {site[0].co_name}"
+    return f"{site[0].co_filename}:{line_number(site)} in {site[0].co_name}"
 
 
-def line_of(site: Site) -> int:
+def line_number(site: CallSite) -> int:
     """The line of the call in its file."""
     code, instruction = site
     for start, end, number in code.co_lines():

@@ -13,7 +13,7 @@ from asynccomm.core.work import Work
 DEPTH = 8  # calls shown of a thread; enough to lead back to the test from most libraries
 
 
-def describe(thread_id: int, loop: asyncio.AbstractEventLoop | None, caller: str = "") -> str:
+def format_stacks(thread_id: int, loop: asyncio.AbstractEventLoop | None, caller: str = "") -> str:
     """The stack of the thread, and of the loop's tasks if it runs there. From any thread.
 
     Args:

@@ -14,21 +14,21 @@ T = TypeVar("T")
 _tasks: set[asyncio.Task[Any]] = set()
 
 
-def keep(task: asyncio.Task[T]) -> asyncio.Task[T]:
+def detach(task: asyncio.Task[T]) -> asyncio.Task[T]:
     """Let ``task`` come to its end, whoever has stopped waiting for it."""
     _tasks.add(task)
     task.add_done_callback(_tasks.discard)
     return task
 
 
-async def finish(coroutine: Coroutine[Any, Any, T]) -> T:
+async def shielded(coroutine: Coroutine[Any, Any, T]) -> T:
     """Await ``coroutine``, which goes on when this is cancelled."""
-    return await asyncio.shield(keep(asyncio.ensure_future(coroutine)))
+    return await asyncio.shield(detach(asyncio.ensure_future(coroutine)))
 
 
-async def obtain(coroutine: Coroutine[Any, Any, T], give_back: Callable[[T], object]) -> T:
+async def shielded_acquire(coroutine: Coroutine[Any, Any, T], give_back: Callable[[T], object]) -> T:
     """The same for one that gets something: it is handed to ``give_back`` when this is cancelled."""
-    task = keep(asyncio.ensure_future(coroutine))
+    task = detach(asyncio.ensure_future(coroutine))
 
     def ended(task: asyncio.Task[T]) -> None:
         if not task.cancelled() and task.exception() is None:

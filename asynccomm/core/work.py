@@ -28,7 +28,7 @@ from typing import Any, Generic, Protocol, TypeVar, final
 
 import torch
 
-from asynccomm.core.callsite import Site
+from asynccomm.core.callsite import CallSite
 from asynccomm.core.handles import Handle
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.errors import AsyncCommError, WouldBlockError
@@ -53,7 +53,7 @@ class Driver(Protocol):
         """A thread is about to block, maybe the one that should run the loop: do not rely on the loop for ``work``."""
 
 
-class Order(Protocol):
+class StreamOrder(Protocol):
     """Where in the streams of a GPU an operation stands."""
 
     @property
@@ -135,9 +135,9 @@ class Work(Handle, Generic[T]):
         self._error: AsyncCommError | None = None
         self._traceback: TracebackType | None = None
         self._done = False
-        self.site: Site | None = None  #: where it was called, if the comm keeps that; for the comm
+        self.site: CallSite | None = None  #: where it was called, if the comm keeps that; for the comm
         self.captured = False  #: it is part of a CUDA graph: done whenever that has run
-        self.order: Order | None = None  #: its place in the streams of a GPU, if it has one; for backends
+        self.order: StreamOrder | None = None  #: its place in the streams of a GPU, if it has one; for backends
         self.driver = driver  #: what moves it on; for whoever runs it. This and the next are dropped once done
         self._on_overdue = on_overdue
         self._listeners: list[Callable[[], object]] = []
@@ -222,7 +222,7 @@ class Work(Handle, Generic[T]):
         self._block(limit)
         return self._outcome()
 
-    def _block(self, limit: float, issued: Order | None = None) -> None:
+    def _block(self, limit: float, issued: StreamOrder | None = None) -> None:
         """Block until the operation is done, or in a stream if ``issued`` is given."""
         end = time.monotonic() + limit
         driver = self.driver
@@ -302,7 +302,7 @@ class Work(Handle, Generic[T]):
             else:
                 driver.hurry(self)
 
-    def _follow(self, order: Order, stream: torch.cuda.Stream | None, limit: float) -> T:
+    def _follow(self, order: StreamOrder, stream: torch.cuda.Stream | None, limit: float) -> T:
         """Order ``stream`` after the operation; the output."""
         if not order.issued and not self._done:
             if not order.prompt and asyncio._get_running_loop() is not None:

@@ -29,7 +29,7 @@ EXIT_SECONDS: Final = 5.0  # for what is in flight, when the process ends with t
 
 
 @final
-class Comms:
+class GroupComms:
     """Makes the comms, finds the one for a tensor, and ends them.
 
     Args:

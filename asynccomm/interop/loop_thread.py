@@ -28,7 +28,7 @@ from anyio.from_thread import BlockingPortalProvider
 MOST_THREADS: Final = 4096  # that complete futures at once; one is only started when all others are busy
 
 
-class Ending(Protocol):
+class ExitHandler(Protocol):
     """Who has something to end before the process does."""
 
     def end_of_process(self) -> None: ...
@@ -42,7 +42,7 @@ _loops = _new_loops()
 _left_behind: list[BlockingPortalProvider] = []
 _making = threading.Lock()
 _completing: ThreadPoolExecutor | None = None
-_open: weakref.WeakSet[Ending] = weakref.WeakSet()
+_open: weakref.WeakSet[ExitHandler] = weakref.WeakSet()
 
 
 def loops() -> BlockingPortalProvider:
@@ -74,7 +74,7 @@ def detached() -> Iterator[None]:
         asyncio._set_running_loop(loop)
 
 
-def at_exit(who: Ending) -> None:
+def at_exit(who: ExitHandler) -> None:
     """Have ``who.end_of_process()`` called, if it is still there when the process ends."""
     _open.add(who)
 

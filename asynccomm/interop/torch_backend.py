@@ -26,7 +26,7 @@ from torch import distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from asynccomm.comm.comm import Comm
-from asynccomm.interop.group_comms import Comms
+from asynccomm.interop.group_comms import GroupComms
 from asynccomm.interop.loop_thread import detached
 from asynccomm.interop.no_compile import uncompiled
 from asynccomm.interop.torch_collectives import NAME, TorchCollectives
@@ -47,7 +47,7 @@ if PYTHON_BACKENDS:
         supports_splitting = True
         supports_coalescing = True
 
-        def __init__(self, comms: Comms) -> None:
+        def __init__(self, comms: GroupComms) -> None:
             c10d.Backend.__init__(self, comms.rank, comms.size)
             self.set_up(comms)
             self._own_options = c10d.Backend.Options(NAME, comms.timeout)
@@ -78,7 +78,7 @@ if PYTHON_BACKENDS:
 
         splits = 0  # that were made of it and not described
 
-        def __init__(self, comms: Comms) -> None:
+        def __init__(self, comms: GroupComms) -> None:
             super().__init__(*group_arguments(comms.store, comms.rank, comms.size))
             self.comms = comms
             self._store = comms.store
@@ -189,7 +189,7 @@ else:
         use_pg_for_symm_mem_rendezvous = False
         splits = 0  # that were made of it and not described
 
-        def __init__(self, comms: Comms) -> None:
+        def __init__(self, comms: GroupComms) -> None:
             c10d.ProcessGroup.__init__(self, *group_arguments(comms.store, comms.rank, comms.size))
             self.set_up(comms)
             self._name = comms.name
@@ -273,14 +273,14 @@ def group_over(comm: Comm, *more: Comm, name: str | None = None) -> TorchGroup:
         raise ValueError(f"comms must be of the same ranks, and of a type of device each, got {comms}")
     timeout = timedelta(seconds=min(comm.options.timeout, LONG.total_seconds()))
     label = comm.name if name is None else name
-    return _named(TorchGroup(Comms(label, None, comm.rank, comm.size, timeout, comms)), label, "undefined")
+    return _named(TorchGroup(GroupComms(label, None, comm.rank, comm.size, timeout, comms)), label, "undefined")
 
 
 def _split(
     group: Any, ranks: list[int], timeout: timedelta | None, opts: Any, name: str | None, description: str | None
 ) -> Any:
     """The group of some ranks of ``group``, on those; None on others. Names and errors are as in torch's groups."""
-    comms: Comms = group.comms
+    comms: GroupComms = group.comms
     _store_of(comms)
     check_split(ranks, comms.size)
     label = _part_name(group.group_name, ranks) if name is None else name
@@ -300,13 +300,13 @@ def _part_name(name: str, ranks: list[int]) -> str:
     return f"{name}:split:{list(ranks)}"
 
 
-def _part(comms: Comms, ranks: list[int], timeout: timedelta | None, name: str) -> Comms:
+def _part(comms: GroupComms, ranks: list[int], timeout: timedelta | None, name: str) -> GroupComms:
     """Those of some ranks, which meet where the ranks of ``comms`` have met."""
     limit = comms.timeout if timeout is None else timeout
     return _connected(name, dist.PrefixStore(f"{name}/", _store_of(comms)), ranks.index(comms.rank), len(ranks), limit)
 
 
-def _store_of(comms: Comms) -> dist.Store:
+def _store_of(comms: GroupComms) -> dist.Store:
     """Where the ranks of ``comms`` have met. Raises: RuntimeError."""
     if comms.store is None:
         raise RuntimeError(f"group {comms.name!r} was made over comms, and cannot be split: split these")
@@ -319,9 +319,9 @@ def _named(group: TorchGroup, name: str, description: str) -> TorchGroup:
     return group
 
 
-def _connected(name: str, store: Any, rank: int, size: int, timeout: timedelta) -> Comms:
+def _connected(name: str, store: Any, rank: int, size: int, timeout: timedelta) -> GroupComms:
     """With a comm on the CPU."""
-    comms = Comms(name, store, rank, size, timeout)
+    comms = GroupComms(name, store, rank, size, timeout)
     try:
         with detached():
             comms.connect(torch.device("cpu"))

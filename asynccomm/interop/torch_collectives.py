@@ -21,7 +21,7 @@ from asynccomm.comm.methods.scopes import coalesce
 from asynccomm.comm.scopes import Batch
 from asynccomm.core.work import Work
 from asynccomm.errors import MonitoredBarrierError
-from asynccomm.interop.group_comms import Comms
+from asynccomm.interop.group_comms import GroupComms
 from asynccomm.interop.loop_thread import detached
 from asynccomm.interop.no_compile import uncompiled
 from asynccomm.interop.profiling import is_profiling, recorded
@@ -34,7 +34,7 @@ NAME: Final = "asynccomm"  #: of the backend, as torch knows it
 
 
 @final
-class _Last(threading.local):
+class _LastWork(threading.local):
     """What the thread has called last, as long as somebody holds it."""
 
     work: weakref.ref[TorchWork] | None = None
@@ -44,11 +44,11 @@ class _Last(threading.local):
 class TorchCollectives:
     """To be mixed with what torch calls: its ``Backend`` or its ``ProcessGroup``. ``set_up`` comes first."""
 
-    def set_up(self, comms: Comms) -> None:
+    def set_up(self, comms: GroupComms) -> None:
         """Not for users."""
         self.comms = comms
         self._called = 0  # collectives
-        self._last = _Last()
+        self._last = _LastWork()
         self._scopes: dict[int, tuple[Batch, list[TorchWork]]] = {}  # by thread
 
     def taken(self) -> TorchWork | None:

@@ -24,11 +24,11 @@ from torch.distributed import distributed_c10d
 
 from asynccomm.comm.comm import Comm
 from asynccomm.comm.new_comm import new_comm
-from asynccomm.comm.pending import Connecting
+from asynccomm.comm.pending import PendingComm
 from asynccomm.errors import RendezvousError
 from asynccomm.interop.torch_registry import store_of
 from asynccomm.interop.wrapped_work import WrappedWork
-from asynccomm.store.server import HostedStore, listen, serve
+from asynccomm.store.server import StoreServer, listen, serve
 
 ADDRESS_BYTES: Final = 1024  # of what is broadcast; the rest is zeros
 
@@ -48,14 +48,14 @@ class CommArguments(TypedDict, total=False):
 
 
 @overload
-def wrap(what: c10d.ProcessGroup, backend: str = "auto", **arguments: Unpack[CommArguments]) -> Connecting[Comm]: ...
+def wrap(what: c10d.ProcessGroup, backend: str = "auto", **arguments: Unpack[CommArguments]) -> PendingComm[Comm]: ...
 
 
 @overload
 def wrap(what: dist.Work | distributed_c10d._CoalescingManager) -> WrappedWork: ...
 
 
-def wrap(what: Any, backend: str = "auto", **arguments: Unpack[CommArguments]) -> Connecting[Comm] | WrappedWork:
+def wrap(what: Any, backend: str = "auto", **arguments: Unpack[CommArguments]) -> PendingComm[Comm] | WrappedWork:
     """Await what ``torch.distributed`` has: a Work, or the operations of a process group.
 
     ::
@@ -101,7 +101,7 @@ def wrap(what: Any, backend: str = "auto", **arguments: Unpack[CommArguments]) -
     return WrappedWork(works)
 
 
-def _comm_over(group: Any, backend: str, arguments: CommArguments) -> Connecting[Comm]:
+def _comm_over(group: Any, backend: str, arguments: CommArguments) -> PendingComm[Comm]:
     if group.rank() < 0:
         raise ValueError("this rank is not a member of the group, so it has no part in a comm of it")
     if unknown := arguments.keys() - CommArguments.__annotations__.keys():
@@ -110,7 +110,7 @@ def _comm_over(group: Any, backend: str, arguments: CommArguments) -> Connecting
     number = place.next_number()
     given: CommArguments = {"device": _device_of(group), "name": f"{_name_of(group)}/{number}", **arguments}
 
-    def comm(store: dist.Store) -> Connecting[Comm]:
+    def comm(store: dist.Store) -> PendingComm[Comm]:
         room = dist.PrefixStore(f"asynccomm/wrap/{number}", store)
         return new_comm(backend, store=room, rank=group.rank(), size=group.size(), **given)
 
@@ -122,7 +122,7 @@ def _comm_over(group: Any, backend: str, arguments: CommArguments) -> Connecting
     async def connect() -> Comm:
         return await comm(await anyio.to_thread.run_sync(place.meet, group, abandon_on_cancel=True))
 
-    return Connecting(connect)
+    return PendingComm(connect)
 
 
 def _device_of(group: Any) -> torch.device:
@@ -142,13 +142,13 @@ def _name_of(group: Any) -> str:
 
 
 @final
-class _Place:
+class _TorchRendezvous:
     """Where the ranks of a group meet, if it has no store; and how often they have been asked to."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._hosted: HostedStore | None = None  # as long as the group is there
+        self._hosted: StoreServer | None = None  # as long as the group is there
         self._store: dist.Store | None = None
 
     def next_number(self) -> int:
@@ -180,13 +180,13 @@ class _Place:
             raise RendezvousError(f"cannot reach the store of rank 0 at {host}:{port}: {exc}") from exc
 
 
-_places: WeakKeyDictionary[Any, _Place] = WeakKeyDictionary()
+_places: WeakKeyDictionary[Any, _TorchRendezvous] = WeakKeyDictionary()
 _placing = threading.Lock()
 
 
-def _place_of(group: Any) -> _Place:
+def _place_of(group: Any) -> _TorchRendezvous:
     with _placing:
-        return _places.setdefault(group, _Place())
+        return _places.setdefault(group, _TorchRendezvous())
 
 
 def _own_address() -> str:

@@ -18,11 +18,11 @@ What is common to all of them:
 
 from asynccomm.ops.base import Begin as Begin
 from asynccomm.ops.base import Call as Call
+from asynccomm.ops.base import GroupedOp as GroupedOp
 from asynccomm.ops.base import Op as Op
 from asynccomm.ops.base import Parcel as Parcel
-from asynccomm.ops.base import Place as Place
+from asynccomm.ops.base import PayloadAllocator as PayloadAllocator
 from asynccomm.ops.base import TensorOp as TensorOp
-from asynccomm.ops.base import Together as Together
 from asynccomm.ops.base import layout_of as layout_of
 from asynccomm.ops.movement import AllGather as AllGather
 from asynccomm.ops.movement import AllGatherSingle as AllGatherSingle
@@ -34,7 +34,7 @@ from asynccomm.ops.movement import Gather as Gather
 from asynccomm.ops.movement import Scatter as Scatter
 from asynccomm.ops.p2p import Recv as Recv
 from asynccomm.ops.p2p import Send as Send
-from asynccomm.ops.parcels import Channel as Channel
+from asynccomm.ops.parcels import MessageSpace as MessageSpace
 from asynccomm.ops.parcels import Parcels as Parcels
 from asynccomm.ops.parcels import RecvParcel as RecvParcel
 from asynccomm.ops.parcels import SendParcel as SendParcel

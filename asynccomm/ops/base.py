@@ -69,7 +69,7 @@ class TensorOp(Op):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Together(Op):
+class GroupedOp(Op):
     """Several operations that were handed on as one batch, and are done when all of them are."""
 
     kind = "together"
@@ -92,7 +92,7 @@ class Parcel(NamedTuple):
         return sum([tensor.nbytes for tensor in self.tensors])
 
 
-class Place(Protocol):
+class PayloadAllocator(Protocol):
     """Where the payload of a parcel goes."""
 
     def __call__(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
@@ -120,7 +120,7 @@ class Call(NamedTuple):
     result: Any  #: what awaiting gives: a tensor, a list of tensors, or None
     finish: Callable[[Any], Any] | None = None  #: makes of ``result`` what awaiting gives, when it is first asked for
     parcels: tuple[Parcel, ...] = ()  #: what this rank gives: one for everybody, or one for each rank
-    place: Place | None = None  #: for the parcels that come
+    place: PayloadAllocator | None = None  #: for the parcels that come
     expected: int = 0  #: bytes that will probably come in parcels, if that is known
     #: is called when an operation with parcels takes effect, before any comes, with the parcels that this rank gives
     #: and the outputs to be filled: those of the call, or stand-ins for ones that share memory; returns the new

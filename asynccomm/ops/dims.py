@@ -15,7 +15,7 @@ from asynccomm.ops.base import Call, layout_of_shares, moved
 from asynccomm.ops.movement import AllGather, AllGatherSingle, AllToAll, Gather, Scatter
 from asynccomm.ops.reductions import ReduceScatter, ReduceScatterSingle
 from asynccomm.ops.validation import (
-    Group,
+    CommInfo,
     as_index,
     check_dim,
     check_rank,
@@ -27,7 +27,7 @@ from asynccomm.ops.validation import (
 )
 
 
-def all_gather_single(group: Group, output: Tensor | None, input: Tensor, dim: SupportsIndex) -> Call:
+def all_gather_single(group: CommInfo, output: Tensor | None, input: Tensor, dim: SupportsIndex) -> Call:
     """Parts of ``output`` along ``dim`` become the ranks' inputs."""
     if type(dim) is int and dim == 0:
         return AllGatherSingle.of(group, output, input)
@@ -40,7 +40,7 @@ def all_gather_single(group: Group, output: Tensor | None, input: Tensor, dim: S
     return Call(AllGather.of_counts(input.dtype, [input.numel()], along), (input,), views, output)
 
 
-def all_gather_v(group: Group, output: Tensor | None, input: Tensor, sizes: object, dim: SupportsIndex) -> Call:
+def all_gather_v(group: CommInfo, output: Tensor | None, input: Tensor, sizes: object, dim: SupportsIndex) -> Call:
     """The same where rank r's input has the extent ``sizes[r]`` along ``dim``."""
     check_tensor(group, "input", input)
     along = check_dim(dim, input, "input")
@@ -58,7 +58,9 @@ def all_gather_v(group: Group, output: Tensor | None, input: Tensor, sizes: obje
     return Call(op, (input,), views, output)
 
 
-def reduce_scatter_single(group: Group, output: Tensor | None, input: Tensor, op: object, dim: SupportsIndex) -> Call:
+def reduce_scatter_single(
+    group: CommInfo, output: Tensor | None, input: Tensor, op: object, dim: SupportsIndex
+) -> Call:
     """``output`` becomes part ``rank`` along ``dim`` of the reduction of all inputs."""
     if type(dim) is int and dim == 0:
         return ReduceScatterSingle.of(group, output, input, op)
@@ -74,7 +76,7 @@ def reduce_scatter_single(group: Group, output: Tensor | None, input: Tensor, op
 
 
 def reduce_scatter_v(
-    group: Group, output: Tensor | None, input: Tensor, sizes: object, op: object, dim: SupportsIndex
+    group: CommInfo, output: Tensor | None, input: Tensor, sizes: object, op: object, dim: SupportsIndex
 ) -> Call:
     """The same where rank r gets the extent ``sizes[r]`` along ``dim``; None: equal ones."""
     if sizes is None:
@@ -88,7 +90,7 @@ def reduce_scatter_v(
 
 
 def _reduce_scatter(
-    group: Group, output: Tensor | None, input: Tensor, along: int, extents: Sequence[int], op: object
+    group: CommInfo, output: Tensor | None, input: Tensor, along: int, extents: Sequence[int], op: object
 ) -> Call:
     reduction = check_reduction(op, input.dtype)
     output = whole_of(group, "output", output, "input", input, _with(input.shape, along, extents[group.rank]))
@@ -100,7 +102,9 @@ def _reduce_scatter(
     return Call(value, views, (output,), output)
 
 
-def gather_single(group: Group, output: Tensor | None, input: Tensor, root: SupportsIndex, dim: SupportsIndex) -> Call:
+def gather_single(
+    group: CommInfo, output: Tensor | None, input: Tensor, root: SupportsIndex, dim: SupportsIndex
+) -> Call:
     """On the root parts of ``output`` along ``dim`` become the ranks' inputs."""
     rank = check_rank(group, "root", root)
     check_tensor(group, "input", input)
@@ -115,7 +119,7 @@ def gather_single(group: Group, output: Tensor | None, input: Tensor, root: Supp
 
 
 def scatter_single(
-    group: Group, output: Tensor | None, input: Tensor | None, root: SupportsIndex, dim: SupportsIndex
+    group: CommInfo, output: Tensor | None, input: Tensor | None, root: SupportsIndex, dim: SupportsIndex
 ) -> Call:
     """``output`` becomes part ``rank`` along ``dim`` of the root's input. May be None on the root only."""
     rank = check_rank(group, "root", root)
@@ -142,7 +146,7 @@ def scatter_single(
 
 
 def all_to_all_v_single(
-    group: Group, output: Tensor | None, input: Tensor, output_split_sizes: object, input_split_sizes: object
+    group: CommInfo, output: Tensor | None, input: Tensor, output_split_sizes: object, input_split_sizes: object
 ) -> Call:
     """Rows of dim 0: the first ``input_split_sizes[0]`` of ``input`` go to rank 0, and so on. Both sizes are given."""
     sends = rows_to_send(group, input, input_split_sizes)
@@ -158,7 +162,7 @@ def all_to_all_v_single(
     return Call(op, parts_along(input, 0, sends), parts_along(output, 0, receives), output)
 
 
-def rows_to_send(group: Group, input: Tensor, sizes: object) -> list[int]:
+def rows_to_send(group: CommInfo, input: Tensor, sizes: object) -> list[int]:
     """How many rows of ``input`` go to each rank; None: equally many."""
     check_tensor(group, "input", input)
     if not input.dim():
@@ -177,7 +181,7 @@ def rows_to_send(group: Group, input: Tensor, sizes: object) -> list[int]:
     return sends
 
 
-def room_for_rows(group: Group, output: Tensor | None, input: Tensor, rows: int) -> Tensor:
+def room_for_rows(group: CommInfo, output: Tensor | None, input: Tensor, rows: int) -> Tensor:
     """``output``, which may have more rows than needed, or a new one."""
     if output is None:
         return empty(input, [rows, *input.shape[1:]])
@@ -200,7 +204,7 @@ def parts_along(tensor: Tensor, dim: int, extents: Sequence[int]) -> tuple[Tenso
 
 
 def whole_of(
-    group: Group, name: str, tensor: Tensor | None, like_name: str, like: Tensor, shape: Sequence[int]
+    group: CommInfo, name: str, tensor: Tensor | None, like_name: str, like: Tensor, shape: Sequence[int]
 ) -> Tensor:
     """``tensor``, checked to be written and of this shape, or a new one; of the dtype of ``like``."""
     if tensor is None:
@@ -220,7 +224,7 @@ def _shape(tensor: Tensor, dim: SupportsIndex) -> tuple[Sequence[int], int]:
     return tensor.shape, check_dim(dim, tensor, "input")
 
 
-def _not_here(name: str, group: Group, root: int, value: object) -> str:
+def _not_here(name: str, group: CommInfo, root: int, value: object) -> str:
     return (
         f"{name} must be None off the root: this is rank {group.rank}, the root is {root}, got {type(value).__name__}"
     )

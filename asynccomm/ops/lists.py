@@ -13,7 +13,7 @@ from asynccomm.ops.dims import parts_along, whole_of
 from asynccomm.ops.movement import AllGather, Broadcast
 from asynccomm.ops.reductions import AllReduce, ReduceScatter
 from asynccomm.ops.validation import (
-    Group,
+    CommInfo,
     check_dim,
     check_length,
     check_reduction,
@@ -26,7 +26,7 @@ from asynccomm.ops.validation import (
 )
 
 
-def all_reduce(group: Group, tensors: Sequence[Tensor], op: object) -> list[Call]:
+def all_reduce(group: CommInfo, tensors: Sequence[Tensor], op: object) -> list[Call]:
     """One call for each dtype."""
     items = check_several(group, "tensors", tensors, written=True)
     return [
@@ -37,11 +37,11 @@ def all_reduce(group: Group, tensors: Sequence[Tensor], op: object) -> list[Call
     ]
 
 
-def broadcast(group: Group, tensors: Sequence[Tensor], root: SupportsIndex) -> Call:
+def broadcast(group: CommInfo, tensors: Sequence[Tensor], root: SupportsIndex) -> Call:
     return Broadcast.of_several(group, tensors, root)
 
 
-def all_gather(group: Group, output_lists: Sequence[Sequence[Tensor]] | None, tensors: Sequence[Tensor]) -> Call:
+def all_gather(group: CommInfo, output_lists: Sequence[Sequence[Tensor]] | None, tensors: Sequence[Tensor]) -> Call:
     items = check_several(group, "tensors", tensors)
     if output_lists is None:
         return AllGather.of_several(group, [[empty_like(t) for t in items] for _ in range(group.size)], items)
@@ -55,7 +55,7 @@ def all_gather(group: Group, output_lists: Sequence[Sequence[Tensor]] | None, te
 
 
 def reduce_scatter(
-    group: Group, outputs: Sequence[Tensor] | None, inputs: Sequence[Tensor], op: object
+    group: CommInfo, outputs: Sequence[Tensor] | None, inputs: Sequence[Tensor], op: object
 ) -> tuple[list[Call], Sequence[Tensor]]:
     """One call for each dtype, and all outputs."""
     items = check_several(group, "inputs", inputs)
@@ -75,7 +75,7 @@ def reduce_scatter(
 
 
 def all_gather_v(
-    group: Group, outputs: Sequence[Tensor] | None, inputs: Sequence[Tensor], sizes: object, dim: SupportsIndex
+    group: CommInfo, outputs: Sequence[Tensor] | None, inputs: Sequence[Tensor], sizes: object, dim: SupportsIndex
 ) -> Call:
     """Each input of rank r has the extent ``sizes[r]`` along ``dim``."""
     items = check_several(group, "inputs", inputs)
@@ -103,7 +103,7 @@ def all_gather_v(
 
 
 def reduce_scatter_v(
-    group: Group,
+    group: CommInfo,
     outputs: Sequence[Tensor] | None,
     inputs: Sequence[Tensor],
     sizes: object,

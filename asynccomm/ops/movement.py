@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asynccomm.ops.base import Call, Op, TensorOp, described, layout_of, layout_of_shares, moved
 from asynccomm.ops.validation import (
-    Group,
+    CommInfo,
     as_list,
     check_list,
     check_numel,
@@ -35,7 +35,7 @@ class Broadcast(TensorOp):
     root: int
 
     @classmethod
-    def of(cls, group: Group, tensor: Tensor, root: SupportsIndex) -> Call:
+    def of(cls, group: CommInfo, tensor: Tensor, root: SupportsIndex) -> Call:
         rank = check_rank(group, "root", root)
         mine = rank == group.rank
         check_tensor(group, "tensor", tensor, written=not mine)
@@ -43,7 +43,7 @@ class Broadcast(TensorOp):
         return Call(op, (tensor,) if mine else (), () if mine else (tensor,), tensor)
 
     @classmethod
-    def of_several(cls, group: Group, tensors: Sequence[Tensor], root: SupportsIndex) -> Call:
+    def of_several(cls, group: CommInfo, tensors: Sequence[Tensor], root: SupportsIndex) -> Call:
         """As one operation."""
         rank = check_rank(group, "root", root)
         mine = rank == group.rank
@@ -70,7 +70,7 @@ class AllGather(TensorOp):
     counts: tuple[int, ...] = field(default=(), kw_only=True)
 
     @classmethod
-    def of(cls, group: Group, tensor_list: Sequence[Tensor] | None, tensor: Tensor) -> Call:
+    def of(cls, group: CommInfo, tensor_list: Sequence[Tensor] | None, tensor: Tensor) -> Call:
         check_tensor(group, "tensor", tensor)
         if tensor_list is None:
             outputs: Sequence[Tensor] = [empty_like(tensor) for _ in range(group.size)]
@@ -89,7 +89,7 @@ class AllGather(TensorOp):
         return cls(real, numel, layout=layout_of_shares(counts, dim), counts=counts)
 
     @classmethod
-    def of_several(cls, group: Group, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> Call:
+    def of_several(cls, group: CommInfo, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> Call:
         """``output_lists[r]`` for each rank r, as many tensors as inputs; as one operation."""
         sizes = [tensor.nbytes for tensor in inputs]
         op = cls(torch.uint8, sum(sizes), layout=layout_of(sizes))
@@ -108,7 +108,7 @@ class AllGatherSingle(TensorOp):
     kind = "all_gather_single"
 
     @classmethod
-    def of(cls, group: Group, output: Tensor | None, input: Tensor) -> Call:
+    def of(cls, group: CommInfo, output: Tensor | None, input: Tensor) -> Call:
         check_tensor(group, "input", input)
         source = input
         if output is None:
@@ -133,7 +133,7 @@ class Scatter(TensorOp):
     root: int
 
     @classmethod
-    def of(cls, group: Group, output: Tensor, input_list: Sequence[Tensor] | None, root: SupportsIndex) -> Call:
+    def of(cls, group: CommInfo, output: Tensor, input_list: Sequence[Tensor] | None, root: SupportsIndex) -> Call:
         rank = check_rank(group, "root", root)
         if output is None:
             raise TypeError("output must be a torch.Tensor, got None: only scatter_v makes room for what comes")
@@ -162,7 +162,7 @@ class Gather(TensorOp):
     root: int
 
     @classmethod
-    def of(cls, group: Group, output_list: Sequence[Tensor] | None, input: Tensor, root: SupportsIndex) -> Call:
+    def of(cls, group: CommInfo, output_list: Sequence[Tensor] | None, input: Tensor, root: SupportsIndex) -> Call:
         rank = check_rank(group, "root", root)
         check_tensor(group, "input", input)
         result: Sequence[Tensor] | None = None
@@ -191,7 +191,7 @@ class AllToAllSingle(TensorOp):
     kind = "all_to_all_single"
 
     @classmethod
-    def of(cls, group: Group, output: Tensor | None, input: Tensor) -> Call:
+    def of(cls, group: CommInfo, output: Tensor | None, input: Tensor) -> Call:
         check_tensor(group, "input", input)
         source = input
         if output is None:
@@ -226,7 +226,7 @@ class AllToAll(Op):
     receives: tuple[int, ...]  #: elements from each rank
 
     @classmethod
-    def of(cls, group: Group, output_list: Sequence[Tensor], input_list: Sequence[Tensor]) -> Call:
+    def of(cls, group: CommInfo, output_list: Sequence[Tensor], input_list: Sequence[Tensor]) -> Call:
         inputs = check_several(group, "input_list", input_list, length=group.size)
         outputs = check_several(group, "output_list", output_list, length=group.size, written=True)
         everything = [*outputs, *inputs]
@@ -264,7 +264,7 @@ class Barrier(Op):
     kind = "barrier"
 
     @classmethod
-    def of(cls, group: Group) -> Call:
+    def of(cls, group: CommInfo) -> Call:
         return Call(cls(), (), (), None)
 
     def __str__(self) -> str:
@@ -277,7 +277,7 @@ def _check_even(name: str, tensors: Sequence[Tensor], numels: Sequence[int], num
             check_numel(f"{name}[{i}]", tensors[i], numel, f"as many as {like}")
 
 
-def _not_here(name: str, group: Group, root: int, tensors: Sequence[Tensor]) -> str:
+def _not_here(name: str, group: CommInfo, root: int, tensors: Sequence[Tensor]) -> str:
     return (
         f"{name} must be None or empty off the root: this is rank {group.rank}, the root is {root}, "
         f"got {len(tensors)} tensors"

@@ -8,7 +8,7 @@ from typing import SupportsIndex, final
 from torch import Tensor
 
 from asynccomm.ops.base import Call, TensorOp, described, moved
-from asynccomm.ops.validation import Group, check_rank, check_tag, check_tensor
+from asynccomm.ops.validation import CommInfo, check_rank, check_tag, check_tensor
 
 
 @final
@@ -22,7 +22,7 @@ class Send(TensorOp):
     tag: int
 
     @classmethod
-    def of(cls, group: Group, tensor: Tensor, dst: SupportsIndex, tag: SupportsIndex) -> Call:
+    def of(cls, group: CommInfo, tensor: Tensor, dst: SupportsIndex, tag: SupportsIndex) -> Call:
         rank = check_rank(group, "dst", dst)
         check_tensor(group, "tensor", tensor)
         return Call(cls(*moved(tensor.dtype, tensor.numel()), rank, check_tag(tag)), (tensor,), (), tensor)
@@ -42,7 +42,7 @@ class Recv(TensorOp):
     tag: int
 
     @classmethod
-    def of(cls, group: Group, tensor: Tensor, src: SupportsIndex | None, tag: SupportsIndex) -> Call:
+    def of(cls, group: CommInfo, tensor: Tensor, src: SupportsIndex | None, tag: SupportsIndex) -> Call:
         rank = None if src is None else check_rank(group, "src", src)
         check_tensor(group, "tensor", tensor, written=True)
         return Call(cls(*moved(tensor.dtype, tensor.numel()), rank, check_tag(tag)), (), (tensor,), tensor)

@@ -16,7 +16,7 @@ from asynccomm.ops.validation import MAX_TAG
 MAX_HEAD: Final = 64 << 20  # bytes of a parcel's head; a receiver has to take it before it can say no
 
 
-class Channel(enum.IntEnum):
+class MessageSpace(enum.IntEnum):
     """Messages of different channels never meet, whatever their tags."""
 
     TENSORS = 0
@@ -73,7 +73,7 @@ class SendParcel(Op):
     what: str
     peer: int
     tag: int
-    channel: Channel = Channel.OBJECTS
+    channel: MessageSpace = MessageSpace.OBJECTS
 
     def __str__(self) -> str:
         return f"{self.what}(dst={self.peer}, tag={self.tag})"
@@ -89,7 +89,7 @@ class RecvParcel(Op):
     what: str
     peer: int | None
     tag: int
-    channel: Channel = Channel.OBJECTS
+    channel: MessageSpace = MessageSpace.OBJECTS
 
     def __str__(self) -> str:
         return f"{self.what}(src={'any' if self.peer is None else self.peer}, tag={self.tag})"

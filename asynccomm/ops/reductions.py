@@ -12,7 +12,7 @@ from torch import Tensor
 from asynccomm.ops.base import Call, Op, TensorOp, described, layout_of, layout_of_shares
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 from asynccomm.ops.validation import (
-    Group,
+    CommInfo,
     as_list,
     check_length,
     check_list,
@@ -41,7 +41,7 @@ class AllReduce(TensorOp):
     reduction: ReduceOp
 
     @classmethod
-    def of(cls, group: Group, tensor: Tensor, op: object, out: Tensor | None = None) -> Call:
+    def of(cls, group: CommInfo, tensor: Tensor, op: object, out: Tensor | None = None) -> Call:
         check_tensor(group, "tensor", tensor, written=out is None)
         value = _all_reduce(tensor.dtype, tensor.numel(), op)
         inputs = (tensor,)
@@ -51,7 +51,7 @@ class AllReduce(TensorOp):
         return Call(value, inputs, (out,), out)
 
     @classmethod
-    def of_several(cls, group: Group, tensors: Sequence[Tensor], op: object) -> Call:
+    def of_several(cls, group: CommInfo, tensors: Sequence[Tensor], op: object) -> Call:
         """All of one dtype, as one operation."""
         items = tuple(tensors)
         dtype = items[0].dtype
@@ -76,7 +76,7 @@ class Reduce(TensorOp):
     reduction: ReduceOp
 
     @classmethod
-    def of(cls, group: Group, tensor: Tensor, root: SupportsIndex, op: object, out: Tensor | None = None) -> Call:
+    def of(cls, group: CommInfo, tensor: Tensor, root: SupportsIndex, op: object, out: Tensor | None = None) -> Call:
         rank = check_rank(group, "root", root)
         mine = rank == group.rank
         check_tensor(group, "tensor", tensor, written=mine and out is None)
@@ -110,7 +110,7 @@ class ReduceScatter(TensorOp):
     counts: tuple[int, ...] = field(default=(), kw_only=True)
 
     @classmethod
-    def of(cls, group: Group, output: Tensor | None, input_list: Sequence[Tensor], op: object) -> Call:
+    def of(cls, group: CommInfo, output: Tensor | None, input_list: Sequence[Tensor], op: object) -> Call:
         like_name = "output"
         if output is None:
             inputs = as_list("input_list", input_list)
@@ -131,7 +131,7 @@ class ReduceScatter(TensorOp):
 
     @classmethod
     def of_several(
-        cls, group: Group, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], op: object
+        cls, group: CommInfo, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], op: object
     ) -> Call:
         """``inputs[r]`` for each rank r, as many as outputs, all of one dtype; as one operation."""
         dtype = outputs[0].dtype
@@ -155,7 +155,7 @@ class ReduceScatterSingle(TensorOp):
     reduction: ReduceOp
 
     @classmethod
-    def of(cls, group: Group, output: Tensor | None, input: Tensor, op: object) -> Call:
+    def of(cls, group: CommInfo, output: Tensor | None, input: Tensor, op: object) -> Call:
         check_tensor(group, "input", input)
         source = input
         if output is None:
@@ -191,7 +191,7 @@ def _all_reduce(dtype: torch.dtype, numel: int, op: object) -> AllReduce:
     return value
 
 
-def _check_out(group: Group, out: Tensor, tensor: Tensor) -> None:
+def _check_out(group: CommInfo, out: Tensor, tensor: Tensor) -> None:
     check_tensor(group, "out", out, written=True)
     if out.dtype != tensor.dtype:
         raise ValueError(f"out has dtype {out.dtype}, but tensor has {tensor.dtype}")

@@ -23,7 +23,7 @@ MAX_TAG = 2**28 - 2  # gloo has 31 bits: one is its own, two are for channels, a
 
 @final
 @dataclass(frozen=True, slots=True)
-class Group:
+class CommInfo:
     """Who takes part, seen from one rank: what argument checks need to know."""
 
     name: str
@@ -33,7 +33,7 @@ class Group:
 
 
 def check_tensor(
-    group: Group, name: str, tensor: object, *, written: bool = False, key: int | str | None = None
+    group: CommInfo, name: str, tensor: object, *, written: bool = False, key: int | str | None = None
 ) -> None:
     """One tensor: ``name``, or with ``key`` what ``name`` has under that."""
     if not isinstance(tensor, Tensor):
@@ -78,7 +78,7 @@ def check_length(name: str, items: Sequence[Any], size: int, what: str = "tensor
 
 
 def check_several(
-    group: Group, name: str, tensors: object, *, length: int | None = None, written: bool = False
+    group: CommInfo, name: str, tensors: object, *, length: int | None = None, written: bool = False
 ) -> Sequence[Tensor]:
     """Some tensors of any dtypes, at least one; with ``length`` one for each rank."""
     items = as_list(name, tensors)
@@ -92,7 +92,7 @@ def check_several(
 
 
 def check_list(
-    group: Group, name: str, tensors: object, like: Tensor, like_name: str, *, written: bool = False
+    group: CommInfo, name: str, tensors: object, like: Tensor, like_name: str, *, written: bool = False
 ) -> tuple[Sequence[Tensor], Tensor, list[int]]:
     """One tensor for each rank, ``like``, all as one dtype; and how many elements each of the former has."""
     items = check_several(group, name, tensors, length=group.size, written=written)
@@ -129,7 +129,7 @@ def one_dtype(names: Sequence[str], tensors: Sequence[Tensor]) -> list[Tensor]:
     return reals
 
 
-def check_pair(group: Group, output: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
+def check_pair(group: CommInfo, output: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
     """An output that was given, and its input: both as one dtype."""
     check_tensor(group, "output", output, written=True)
     if output.dtype == input.dtype:
@@ -145,7 +145,7 @@ def check_numel(name: str, tensor: Tensor, expected: int, why: str) -> None:
         )
 
 
-def check_rank(group: Group, name: str, rank: object) -> int:
+def check_rank(group: CommInfo, name: str, rank: object) -> int:
     if type(rank) is int and 0 <= rank < group.size:
         return rank
     value = as_index(rank)

@@ -22,7 +22,7 @@ from asynccomm.ops.dtypes import BY_NAME
 from asynccomm.ops.lists import as_many, one_extent
 from asynccomm.ops.parcels import Parcels
 from asynccomm.ops.validation import (
-    Group,
+    CommInfo,
     as_list,
     check_dim,
     check_numel,
@@ -35,18 +35,18 @@ from asynccomm.ops.validation import (
 _ROWS: Final = struct.Struct("=QI")  # extent along the dimension, checksum of dtype and the other dimensions
 
 
-def all_gather_v(group: Group, output: Tensor | None, input: Tensor, dim: SupportsIndex) -> Call:
+def all_gather_v(group: CommInfo, output: Tensor | None, input: Tensor, dim: SupportsIndex) -> Call:
     """Concatenate the ranks' inputs along ``dim``; they have the same dtype and other dimensions."""
     check_tensor(group, "input", input)
     along = check_dim(dim, input, "input")
     if output is not None:
         _check_output(group, "output", output, "input", input, along)
-    joined = _Joined(group, None if output is None else [output], [input], [along])
+    joined = _Concatenated(group, None if output is None else [output], [input], [along])
     return joined.call(Parcels("all_gather_v"), [[input]], _single, input.nbytes)
 
 
 def all_gather_v_coalesced(
-    group: Group, outputs: Sequence[Tensor] | None, inputs: Sequence[Tensor], dim: SupportsIndex
+    group: CommInfo, outputs: Sequence[Tensor] | None, inputs: Sequence[Tensor], dim: SupportsIndex
 ) -> Call:
     """The same for several tensors of one extent along ``dim``."""
     items = check_several(group, "inputs", inputs)
@@ -56,21 +56,21 @@ def all_gather_v_coalesced(
         as_many("outputs", check_several(group, "outputs", outputs, written=True), "inputs", items)
         for i, (output, tensor, along) in enumerate(zip(outputs, items, dims, strict=True)):
             _check_output(group, f"outputs[{i}]", output, f"inputs[{i}]", tensor, along)
-    joined = _Joined(group, outputs, items, dims)
+    joined = _Concatenated(group, outputs, items, dims)
     return joined.call(Parcels("all_gather_v_coalesced"), [items], _list, sum([t.nbytes for t in items]))
 
 
-def all_to_all_v_single(group: Group, output: Tensor | None, input: Tensor, input_split_sizes: object) -> Call:
+def all_to_all_v_single(group: CommInfo, output: Tensor | None, input: Tensor, input_split_sizes: object) -> Call:
     """Rows of dim 0 as with the sizes of the output given, but nobody knows those."""
     sends = rows_to_send(group, input, input_split_sizes)
     if output is not None:
         room_for_rows(group, output, input, sends[group.rank])
     parts = parts_along(input, 0, sends)
-    joined = _Joined(group, None if output is None else [output], [parts[group.rank]], [0], spare=True)
+    joined = _Concatenated(group, None if output is None else [output], [parts[group.rank]], [0], spare=True)
     return joined.call(Parcels("all_to_all_v_single", shared=False), [[part] for part in parts], _single)
 
 
-def _check_output(group: Group, name: str, output: Tensor, like_name: str, like: Tensor, dim: int) -> None:
+def _check_output(group: CommInfo, name: str, output: Tensor, like_name: str, like: Tensor, dim: int) -> None:
     """As far as can be told before anything has come."""
     check_tensor(group, name, output, written=True)
     if output.dtype != like.dtype:
@@ -87,22 +87,22 @@ def _check_output(group: Group, name: str, output: Tensor, like_name: str, like:
         )
 
 
-def _single(joined: _Joined) -> Tensor:
+def _single(joined: _Concatenated) -> Tensor:
     return joined.outputs()[0]
 
 
-def _list(joined: _Joined) -> Sequence[Tensor]:
+def _list(joined: _Concatenated) -> Sequence[Tensor]:
     return joined.outputs()
 
 
-def all_to_all(group: Group, input_list: Sequence[Tensor]) -> Call:
+def all_to_all(group: CommInfo, input_list: Sequence[Tensor]) -> Call:
     """Tensors of any shapes and dtypes; new ones come."""
     inputs = check_several(group, "input_list", input_list, length=group.size)
-    shaped = _Shaped(group, None, range(group.size))
+    shaped = _WithShapes(group, None, range(group.size))
     return shaped.call(Parcels("all_to_all", shared=False), inputs, own=group.rank)
 
 
-def gather_v(group: Group, output_list: Sequence[Tensor] | None, input: Tensor, root: SupportsIndex) -> Call:
+def gather_v(group: CommInfo, output_list: Sequence[Tensor] | None, input: Tensor, root: SupportsIndex) -> Call:
     """Tensors of any shapes to the root."""
     rank = check_rank(group, "root", root)
     check_tensor(group, "input", input)
@@ -117,16 +117,16 @@ def gather_v(group: Group, output_list: Sequence[Tensor] | None, input: Tensor, 
     if output_list is not None:
         check_several(group, "output_list", output_list, length=group.size, written=True)
         _check_own("output_list", output_list, input, group.rank, "input")
-    return _Shaped(group, output_list, range(group.size)).call(op, [input], own=0)
+    return _WithShapes(group, output_list, range(group.size)).call(op, [input], own=0)
 
 
-def scatter_v(group: Group, output: Tensor | None, input_list: Sequence[Tensor] | None, root: SupportsIndex) -> Call:
+def scatter_v(group: CommInfo, output: Tensor | None, input_list: Sequence[Tensor] | None, root: SupportsIndex) -> Call:
     """Tensors of any shapes from the root."""
     rank = check_rank(group, "root", root)
     if output is not None:
         check_tensor(group, "output", output, written=True)
     op = Parcels("scatter_v", shared=False, giver=rank)
-    shaped = _Shaped(group, None if output is None else [output], [rank], single=True)
+    shaped = _WithShapes(group, None if output is None else [output], [rank], single=True)
     if rank != group.rank:
         if input_list is not None and len(as_list("input_list", input_list)):
             raise ValueError(
@@ -150,7 +150,7 @@ def _check_own(name: str, tensors: Sequence[Tensor], like: Tensor, rank: int, li
 
 
 @final
-class _Joined:
+class _Concatenated:
     """Parts that come along one dimension, into one tensor; or into several, with one extent for all.
 
     Args:
@@ -162,7 +162,7 @@ class _Joined:
 
     def __init__(
         self,
-        group: Group,
+        group: CommInfo,
         outputs: Sequence[Tensor] | None,
         own: Sequence[Tensor],
         dims: Sequence[int],
@@ -190,7 +190,7 @@ class _Joined:
         self._parts: dict[int, list[Tensor]] = {}
 
     def call(
-        self, op: Parcels, shares: Sequence[Sequence[Tensor]], value: Callable[[_Joined], Any], expected: int = 0
+        self, op: Parcels, shares: Sequence[Sequence[Tensor]], value: Callable[[_Concatenated], Any], expected: int = 0
     ) -> Call:
         """The call that gives ``shares``: one for all ranks, or one for each."""
         parcels = tuple([self._parcel(share) for share in shares])
@@ -280,7 +280,7 @@ def _shaped_parcel(tensor: Tensor) -> Parcel:
 
 
 @final
-class _Shaped:
+class _WithShapes:
     """Tensors that come, each with its dtype and shape.
 
     Args:
@@ -290,7 +290,7 @@ class _Shaped:
     """
 
     def __init__(
-        self, group: Group, outputs: Sequence[Tensor] | None, sources: Sequence[int], *, single: bool = False
+        self, group: CommInfo, outputs: Sequence[Tensor] | None, sources: Sequence[int], *, single: bool = False
     ) -> None:
         self._group = group
         self._given = outputs
@@ -303,7 +303,7 @@ class _Shaped:
         """The call that gives ``inputs``, of which number ``own`` is for this rank itself."""
         parcels = tuple([_shaped_parcel(tensor) for tensor in inputs])
         begin = partial(self.begin, own)
-        return Call(op, (), tuple(self._given or ()), self, _Shaped.result, parcels, self.place, expected, begin)
+        return Call(op, (), tuple(self._given or ()), self, _WithShapes.result, parcels, self.place, expected, begin)
 
     def begin(self, own: int | None, parcels: Sequence[Parcel], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """The operation takes effect."""

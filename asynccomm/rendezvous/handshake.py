@@ -30,9 +30,9 @@ import time
 from collections.abc import Collection
 from typing import Any, Final, NamedTuple, final
 
-from asynccomm.backends.base import Member
+from asynccomm.backends.base import RankInfo
 from asynccomm.control.transport.connection import Tokens
-from asynccomm.control.transport.topology import Contact
+from asynccomm.control.transport.topology import RankAddress
 from asynccomm.errors import RendezvousError, StoreTimeoutError
 from asynccomm.store.base import Store
 from asynccomm.version import __version__
@@ -57,16 +57,16 @@ _EPOCH: Final = re.compile(r"[ -.0-~]{1,64}")  # anything but a slash
 _log = logging.getLogger("asynccomm")
 
 
-class Joined(NamedTuple):
+class HandshakeResult(NamedTuple):
     """What a rank knows of the others, once they have met."""
 
     epoch: str
-    members: list[Member]  #: in rank order
-    contacts: list[Contact]  #: of those that have a control channel
+    members: list[RankInfo]  #: in rank order
+    contacts: list[RankAddress]  #: of those that have a control channel
     tokens: Tokens  #: of that
 
 
-async def join(
+async def handshake(
     store: Store,
     name: str,
     rank: int,
@@ -75,9 +75,9 @@ async def join(
     timeout: float,
     *,
     ordering: str = "program",
-    contact: Contact | None = None,
+    contact: RankAddress | None = None,
     spent: float = 0.0,
-) -> Joined:
+) -> HandshakeResult:
     """Meet the others of comm ``name``. Cancelling is safe.
 
     Args:
@@ -105,14 +105,16 @@ async def join(
     return await _ask(place, name, hello, deadline, timeout)
 
 
-async def _welcome(place: Store, name: str, mine: dict[str, Any], size: int, deadline: float, timeout: float) -> Joined:
+async def _welcome(
+    place: Store, name: str, mine: dict[str, Any], size: int, deadline: float, timeout: float
+) -> HandshakeResult:
     epoch = secrets.token_hex(8)
     room = place.prefix(epoch)
     await place.set("epoch", epoch)
     tokens = Tokens()
     hellos: dict[int, dict[str, Any]] = {0: mine}
     others: dict[str, dict[str, Any]] = {}  # by nonce, all who said hello, whether or not they fit
-    door = _Door(room, name, mine["version"])
+    door = _HelloReader(room, name, mine["version"])
     problem = ""
     while len(others) < size - 1 and time.monotonic() < deadline:
         for theirs in await door.arrivals(deadline):
@@ -120,7 +122,7 @@ async def _welcome(place: Store, name: str, mine: dict[str, Any], size: int, dea
                 door.complain("it says what another one has said" if theirs["nonce"] in others else "all have come")
                 continue
             others[theirs["nonce"]] = theirs
-            if not problem and (problem := _misfit(mine, theirs, hellos)):
+            if not problem and (problem := _mismatch(mine, theirs, hellos)):
                 deadline = min(deadline, time.monotonic() + GRACE)
             hellos.setdefault(theirs["rank"], theirs)
     if not problem and len(hellos) < size:
@@ -139,18 +141,18 @@ async def _welcome(place: Store, name: str, mine: dict[str, Any], size: int, dea
     return _joined(epoch, answer)
 
 
-def _joined(epoch: str, answer: dict[str, Any]) -> Joined:
+def _joined(epoch: str, answer: dict[str, Any]) -> HandshakeResult:
     members = answer["members"]
-    return Joined(
+    return HandshakeResult(
         epoch,
-        [Member(m["rank"], m["host"], m["pid"]) for m in members],
-        [Contact.of_json(m["contact"]) for m in members if m["contact"] is not None],
+        [RankInfo(m["rank"], m["host"], m["pid"]) for m in members],
+        [RankAddress.of_json(m["contact"]) for m in members if m["contact"] is not None],
         Tokens(*answer["tokens"]),
     )
 
 
 @final
-class _Door:
+class _HelloReader:
     """Where rank 0 looks for hellos.
 
     Whatever the counter says, only the numbers at its two ends are looked at: ranks that went away in the middle leave
@@ -269,14 +271,14 @@ def _is_member(said: Any, rank: int) -> bool:
     if said.get("contact") is None:
         return True
     try:
-        contact = Contact.of_json(said["contact"])
+        contact = RankAddress.of_json(said["contact"])
     except ValueError:
         return False
     texts = contact.host, contact.local, contact.address
     return contact.rank == rank and 0 <= contact.port < 1 << 16 and all(_is_text(text) for text in texts)
 
 
-def _misfit(mine: dict[str, Any], theirs: dict[str, Any], hellos: dict[int, dict[str, Any]]) -> str:
+def _mismatch(mine: dict[str, Any], theirs: dict[str, Any], hellos: dict[int, dict[str, Any]]) -> str:
     """Why a rank cannot be taken in; empty if it can."""
     rank = theirs["rank"]
     for key in ("version", "size", "backend", "ordering"):
@@ -295,7 +297,7 @@ async def _reject(room: Store, nonces: Collection[str], reason: str) -> Rendezvo
     return RendezvousError(reason)
 
 
-async def _ask(place: Store, name: str, mine: dict[str, Any], deadline: float, timeout: float) -> Joined:
+async def _ask(place: Store, name: str, mine: dict[str, Any], deadline: float, timeout: float) -> HandshakeResult:
     def left() -> float:
         return max(0.0, deadline - time.monotonic())
 

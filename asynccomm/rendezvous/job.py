@@ -5,7 +5,7 @@ apart from each other, in any order. The store stays connected until the last of
 this rank say that it needs the store no more.
 
 All keys of a comm lie in its room of the store: those of a child in a room within its parent's, which all members find
-without talking to each other. See :meth:`Seat.room_for`.
+without talking to each other. See :meth:`CommIdentity.room_for`.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from dataclasses import dataclass
 from typing import final
 from weakref import WeakValueDictionary
 
-from asynccomm.backends.base import Member
-from asynccomm.control.channel import Channel
+from asynccomm.backends.base import RankInfo
+from asynccomm.control.channel import ControlChannel
 from asynccomm.errors import AsyncCommError, ClosedError
-from asynccomm.ops.validation import Group
-from asynccomm.rendezvous.spec import Meeting, Place
+from asynccomm.ops.validation import CommInfo
+from asynccomm.rendezvous.spec import RendezvousSpec, StoreSession
 from asynccomm.store.base import PrefixStore, Store, within
 
-HOST_KEY = "host"  # in a family's room: which of its ranks hosts the store, if one does
+STORE_HOST_KEY = "host"  # in a family's room: which of its ranks hosts the store, if one does
 WORD_SECONDS = 1.0  # for the store, which may be gone or stuck, to take a rank's word that it leaves
 LEAVE_SECONDS = 10.0  # the rank that hosts the store stays for the others this long after it has closed its comms
 
-World = tuple[object, int]  # where the ranks met, and as which of them this process did
+ProcessIdentity = tuple[object, int]  # where the ranks met, and as which of them this process did
 
 _log = logging.getLogger("asynccomm")
-_claims: WeakValueDictionary[tuple[World, str], Claim] = WeakValueDictionary()  # names in use
+_claims: WeakValueDictionary[tuple[ProcessIdentity, str], NameReservation] = WeakValueDictionary()  # names in use
 _claiming = threading.RLock()  # a comm that is collected within it releases its name, too
 
 
 @final
-class Claim:
+class NameReservation:
     """A comm's name, taken until it is released or dropped. Raises ``ValueError`` if it is taken already."""
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: ProcessIdentity, name: str) -> None:
         self.name = name
         self._key = world, name
         with _claiming:
@@ -62,19 +62,19 @@ class Claim:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Origin:
+class JobOrigin:
     """Where comms that follow each other meet, and as which rank of the first of them this process was there."""
 
-    place: Place
+    place: RendezvousSpec
     rank: int
 
     @property
-    def world(self) -> World:
+    def world(self) -> ProcessIdentity:
         return self.place.world, self.rank
 
 
 @final
-class Family:
+class Job:
     """The comms of this process that came of one another.
 
     Args:
@@ -86,12 +86,12 @@ class Family:
 
     def __init__(
         self,
-        world: World,
-        group: Group,
+        world: ProcessIdentity,
+        group: CommInfo,
         room: Store,
-        meeting: Meeting,
-        channel: Channel | None = None,
-        origin: Origin | None = None,
+        meeting: StoreSession,
+        channel: ControlChannel | None = None,
+        origin: JobOrigin | None = None,
     ) -> None:
         self.world = world
         self.channel = channel
@@ -154,7 +154,7 @@ class Family:
 
 
 @final
-class Seat:
+class CommIdentity:
     """One comm's place in its family.
 
     Args:
@@ -168,10 +168,10 @@ class Seat:
 
     def __init__(
         self,
-        family: Family,
-        claim: Claim,
+        family: Job,
+        claim: NameReservation,
         room: Store,
-        members: Sequence[Member],
+        members: Sequence[RankInfo],
         parent_ranks: Sequence[int],
         job_ranks: Sequence[int],
     ) -> None:
@@ -198,9 +198,9 @@ class Seat:
         self._splits[digest] += 1
         return self.room.prefix(f"split/{name}/{digest}/{number}")
 
-    def members_of(self, ranks: Sequence[int]) -> list[Member]:
+    def members_of(self, ranks: Sequence[int]) -> list[RankInfo]:
         """Those of ``ranks``, numbered anew."""
-        return [Member(new, self.members[old].host, self.members[old].pid) for new, old in enumerate(ranks)]
+        return [RankInfo(new, self.members[old].host, self.members[old].pid) for new, old in enumerate(ranks)]
 
     def free_name(self) -> None:
         """Let another comm take the name. From any thread."""
@@ -209,7 +209,7 @@ class Seat:
     def retake_name(self) -> None:
         """Take it back, unless somebody else has it."""
         with contextlib.suppress(ValueError):
-            self._claim = Claim(self.family.world, self._claim.name)
+            self._claim = NameReservation(self.family.world, self._claim.name)
 
     def __del__(self) -> None:
         if not self._left:  # its loop has ended before the comm could

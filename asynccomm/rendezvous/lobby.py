@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, Self, final
 
 from asynccomm.control.transport.connection import Tokens
-from asynccomm.control.transport.topology import Contact
+from asynccomm.control.transport.topology import RankAddress
 from asynccomm.errors import AsyncCommError, StoreTimeoutError
 from asynccomm.store.base import Store
 
@@ -31,7 +31,7 @@ class Invitation(NamedTuple):
 
     key: str  #: in the control channel
     ranks: list[int]  #: as the job calls them
-    contacts: list[Contact]  #: of the job
+    contacts: list[RankAddress]  #: of the job
     tokens: Tokens
     backend: str
     ordering: str
@@ -45,7 +45,7 @@ class Invitation(NamedTuple):
     @classmethod
     def of_json(cls, text: bytes) -> Self:
         data = json.loads(text)
-        contacts = [Contact.of_json(contact) for contact in data.pop("contacts")]
+        contacts = [RankAddress.of_json(contact) for contact in data.pop("contacts")]
         return cls(**{**data, "contacts": contacts, "tokens": Tokens(*data["tokens"])})
 
 

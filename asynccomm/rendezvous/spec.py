@@ -25,17 +25,17 @@ from torch import distributed as dist
 from asynccomm.errors import RendezvousError
 from asynccomm.store.base import Store
 from asynccomm.store.client import StoreClient
-from asynccomm.store.server import HostedStore, listen, serve
+from asynccomm.store.server import StoreServer, listen, serve
 from asynccomm.store.torch_store import TorchStore
 
 # A port can be served once per process, however many comms meet there. Not state of any comm: the kernel's.
-_hosted: WeakValueDictionary[tuple[str, int], HostedStore] = WeakValueDictionary()
+_hosted: WeakValueDictionary[tuple[str, int], StoreServer] = WeakValueDictionary()
 _hosting = threading.Lock()
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Place:
+class RendezvousSpec:
     """Where to meet and as whom; nothing is connected yet."""
 
     rank: int
@@ -46,7 +46,7 @@ class Place:
     host: str = ""
     port: int = 0
     hosting: bool = False  #: whether this rank starts the server
-    server: HostedStore | None = field(default=None, compare=False)  #: one that lives as long as this does
+    server: StoreServer | None = field(default=None, compare=False)  #: one that lives as long as this does
 
     @property
     def run(self) -> str:
@@ -64,12 +64,12 @@ class Place:
 
 @final
 @dataclass(slots=True)
-class Meeting:
+class StoreSession:
     """A connected store. ``close`` what this process opened for it."""
 
     store: Store
     owned: bool
-    hosted: HostedStore | None = None
+    hosted: StoreServer | None = None
 
     async def aclose(self) -> None:
         try:
@@ -81,12 +81,12 @@ class Meeting:
                 hosted.release()
 
 
-def find_place(
+def resolve_spec(
     store: Store | dist.Store | str | None,
     rank: SupportsIndex | None,
     size: SupportsIndex | None,
     environ: Mapping[str, str] | None = None,
-) -> Place:
+) -> RendezvousSpec:
     """Decide where to meet. Nothing is opened.
 
     Raises: ValueError naming the argument or variable and its value; TypeError.
@@ -95,7 +95,7 @@ def find_place(
     scope = f"asynccomm/{env.get('TORCHELASTIC_RUN_ID', 'run')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if isinstance(store, (Store, dist.Store)):
         ours = store if isinstance(store, Store) else TorchStore(store)
-        return Place(*_rank_and_size(rank, size, {}, env), scope, store=ours)
+        return RendezvousSpec(*_rank_and_size(rank, size, {}, env), scope, store=ours)
     if store is not None and not isinstance(store, str):
         raise TypeError(f"store must be a Store, a torch.distributed.Store or an URL, got {store!r}")
     url = urlsplit("env://" if store is None else store)
@@ -107,28 +107,28 @@ def find_place(
         host = _required(env, "MASTER_ADDR")
         port = _port("MASTER_PORT", _required(env, "MASTER_PORT"))
         agent = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1")
-        return Place(*where, scope, host=host, port=port, hosting=where[0] == 0 and not agent)
+        return RendezvousSpec(*where, scope, host=host, port=port, hosting=where[0] == 0 and not agent)
     if url.scheme == "tcp":
         host, port = _address(url)
-        return Place(*where, scope, host=host, port=port, hosting=where[0] == 0)
+        return RendezvousSpec(*where, scope, host=host, port=port, hosting=where[0] == 0)
     if url.scheme == "file":
         path = url.netloc + url.path
         if not path.startswith("/"):
             raise ValueError(f"store {store!r} must name an absolute path: file:///path")
-        return Place(*where, scope, path=path)
+        return RendezvousSpec(*where, scope, path=path)
     raise ValueError(f"store {store!r} must be env://, tcp://host:port or file:///path")
 
 
-async def meet(place: Place, timeout: float) -> Meeting:
+async def connect_store(place: RendezvousSpec, timeout: float) -> StoreSession:
     """Open the store, hosting it if that is this rank's part. Cancelling is safe.
 
     Raises: RendezvousError when the port is in use or nobody answers within ``timeout`` seconds.
     """
     if place.store is not None:
-        return Meeting(place.store, owned=False)
+        return StoreSession(place.store, owned=False)
     if place.path is not None:
         file = await anyio.to_thread.run_sync(_file_store, place.path, place.size, abandon_on_cancel=True)
-        return Meeting(TorchStore(file, timeout), owned=True)
+        return StoreSession(TorchStore(file, timeout), owned=True)
     hosted = await anyio.to_thread.run_sync(_host, place, abandon_on_cancel=True) if place.hosting else None
     try:
         client = await StoreClient.connect(place.host, place.port, timeout=timeout)
@@ -136,7 +136,7 @@ async def meet(place: Place, timeout: float) -> Meeting:
         if hosted is not None:
             hosted.release()
         raise
-    return Meeting(client, owned=True, hosted=hosted)
+    return StoreSession(client, owned=True, hosted=hosted)
 
 
 def _file_store(path: str, size: int) -> dist.FileStore:
@@ -149,7 +149,7 @@ def _file_store(path: str, size: int) -> dist.FileStore:
         raise RendezvousError(f"cannot use the file {path}: {exc}") from exc
 
 
-def _host(place: Place) -> HostedStore:
+def _host(place: RendezvousSpec) -> StoreServer:
     """The server of this process at the place's address; blocks for some milliseconds."""
     address = (place.host, place.port)
     with _hosting:  # two comms may come at once, also from two loops
@@ -162,7 +162,7 @@ def _host(place: Place) -> HostedStore:
     return hosted
 
 
-def host_anew(place: Place, address: str) -> Place:
+def rehost(place: RendezvousSpec, address: str) -> RendezvousSpec:
     """A place of this process's own at ``address``, in place of one whose store is gone; blocks for milliseconds.
 
     The store lives as long as what this returns, and as long as somebody who has met there has not left.

@@ -76,7 +76,7 @@ _PREFIX: Final = struct.Struct("<BBIIQ")  # form, kind, CRC-32 of the body, numb
 _SEAL: Final = struct.Struct("<BBI")  # form, kind, CRC-32 of the rest
 
 
-class Kind(enum.IntEnum):
+class PayloadKind(enum.IntEnum):
     """What a parcel is, so that a receive which waits for something else can say so."""
 
     OBJECT = 1
@@ -94,13 +94,13 @@ class Kind(enum.IntEnum):
 
 
 _SENDERS: Final = {
-    Kind.OBJECT: "send_object",
-    Kind.OBJECT_LIST: "send_object_list",
-    Kind.TENSOR_DICT: "send_tensor_dict",
-    Kind.STATE: "broadcast_state",
-    Kind.ITEM: "sink().put",
-    Kind.END: "sink().close",
-    Kind.FAILURE: "a sink that failed",
+    PayloadKind.OBJECT: "send_object",
+    PayloadKind.OBJECT_LIST: "send_object_list",
+    PayloadKind.TENSOR_DICT: "send_tensor_dict",
+    PayloadKind.STATE: "broadcast_state",
+    PayloadKind.ITEM: "sink().put",
+    PayloadKind.END: "sink().close",
+    PayloadKind.FAILURE: "a sink that failed",
 }
 
 
@@ -111,7 +111,7 @@ class NotPlainError(TypeError):
     """An object cannot be written in the form PLAIN."""
 
 
-class _TensorMet(Exception):
+class _FoundTensor(Exception):
     """There are tensors: write again, looking at every object."""
 
 
@@ -121,7 +121,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: object) -> Any:
         if type(obj) is complex or obj is complex:
             return NotImplemented  # written as usual: as a call of the one class that is read
-        raise _TensorMet if _is_plain(obj) else NotPlainError(type(obj).__name__)
+        raise _FoundTensor if _is_plain(obj) else NotPlainError(type(obj).__name__)
 
 
 class _TensorPickler(pickle.Pickler):
@@ -183,7 +183,7 @@ def dump_plain(obj: object) -> bytes:
     buffer = io.BytesIO()
     try:
         _Pickler(buffer, 5).dump(obj)
-    except _TensorMet:
+    except _FoundTensor:
         raise NotPlainError("Tensor") from None
     return buffer.getvalue()
 
@@ -211,7 +211,7 @@ def _unreadable(source: int, exc: Exception) -> PayloadError:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def encode(kind: Kind, obj: object, name: str = "obj") -> Parcel:
+def encode(kind: PayloadKind, obj: object, name: str = "obj") -> Parcel:
     """``obj`` as a parcel, whose tensors are its own memory where that is on the CPU.
 
     Raises: TypeError, naming the argument ``name``, if it cannot be pickled; ValueError if it has too many tensors.
@@ -221,7 +221,7 @@ def encode(kind: Kind, obj: object, name: str = "obj") -> Parcel:
     tensors: list[Tensor] = []
     try:
         _Pickler(buffer, 5).dump(obj)
-    except _TensorMet:
+    except _FoundTensor:
         buffer = io.BytesIO()
         pickler = _TensorPickler(buffer)
         try:
@@ -238,7 +238,7 @@ def encode(kind: Kind, obj: object, name: str = "obj") -> Parcel:
     return _parcel(form, kind, buffer, tensors, name)
 
 
-def _parcel(form: int, kind: Kind, buffer: io.BytesIO, tensors: Sequence[Tensor], name: str) -> Parcel:
+def _parcel(form: int, kind: PayloadKind, buffer: io.BytesIO, tensors: Sequence[Tensor], name: str) -> Parcel:
     body = buffer.getvalue()
     metas = [_meta(tensor) for tensor in tensors]
     payload = [tensor.detach() if tensor.device.type == "cpu" else tensor.detach().cpu() for tensor in tensors]
@@ -271,7 +271,7 @@ def _cannot_pickle(name: str, exc: Exception) -> TypeError:
     return TypeError(f"{name} cannot be sent, because it cannot be pickled: {type(exc).__name__}: {exc}")
 
 
-def seal(kind: Kind, value: object) -> bytes:
+def pack_value(kind: PayloadKind, value: object) -> bytes:
     """A head that is one plain value without tensors. Raises: NotPlainError."""
     body = dump_plain(value)
     return _SEAL.pack(_PLAIN, kind, zlib.crc32(body)) + body
@@ -280,14 +280,14 @@ def seal(kind: Kind, value: object) -> bytes:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def kind_of(source: int, head: bytes) -> Kind:
+def kind_of(source: int, head: bytes) -> PayloadKind:
     """What the parcel with this head is. Raises: PayloadError."""
     with reading(source):
-        return Kind(head[1])
+        return PayloadKind(head[1])
 
 
-def unseal(source: int, head: bytes) -> Any:
-    """What :func:`seal` was given. Raises: PayloadError."""
+def unpack_value(source: int, head: bytes) -> Any:
+    """What :func:`pack_value` was given. Raises: PayloadError."""
     with reading(source):
         form, _, crc = _SEAL.unpack_from(head)
         body = head[_SEAL.size :]
@@ -302,7 +302,7 @@ def dtype_code(tensor: Tensor) -> int | None:
 
 
 @final
-class Incoming:
+class IncomingObject:
     """One parcel on its way: memory for its payload, and how to read it.
 
     Args:
@@ -386,9 +386,9 @@ def _reason(exc: Exception) -> str:
     return f"{type(exc).__name__}: {lines[0] if lines else text}"
 
 
-def own(rank: int, parcel: Parcel) -> Incoming:
+def clone_out(rank: int, parcel: Parcel) -> IncomingObject:
     """What a rank keeps of its own: a copy, made as if it had been sent."""
-    incoming = Incoming(rank, parcel.head, parcel.nbytes)
+    incoming = IncomingObject(rank, parcel.head, parcel.nbytes)
     for place, tensor in zip(incoming.places, parcel.tensors, strict=True):
         place.copy_(tensor)
     return incoming

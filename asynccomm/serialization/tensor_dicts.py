@@ -36,8 +36,8 @@ from torch import Tensor
 from asynccomm.errors import PayloadError
 from asynccomm.serialization.objects import (
     DTYPES,
-    Kind,
     NotPlainError,
+    PayloadKind,
     dtype_code,
     dump_plain,
     kind_of,
@@ -55,7 +55,7 @@ LONG: Final = 100  # items of a container from which on pickling it is the faste
 _FORM, _NO_SLOT = 1, 255
 _HEAD: Final = struct.Struct("<BBBxII")  # form, kind, slot, CRC-32 of the schema, its bytes
 
-Channel = tuple[int, int]  # peer and tag
+SchemaKey = tuple[int, int]  # peer and tag
 
 
 @final
@@ -68,7 +68,7 @@ class Slices(NamedTuple):
 
 
 @final
-class Described(NamedTuple):
+class DictSkeleton(NamedTuple):
     """A dict of tensors, taken apart."""
 
     schema: bytes
@@ -77,7 +77,7 @@ class Described(NamedTuple):
 
 
 @final
-class Meta(NamedTuple):
+class TensorMeta(NamedTuple):
     """One tensor of a schema."""
 
     dtype: torch.dtype
@@ -92,9 +92,9 @@ class Meta(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize // (self.parts or 1)
 
 
-def describe(tensor_dict: Mapping[Any, object], device: torch.device, slices: Slices | None = None) -> Described:
+def describe(tensor_dict: Mapping[Any, object], device: torch.device, slices: Slices | None = None) -> DictSkeleton:
     """Take a dict apart. Raises: TypeError and ValueError, naming the entry."""
-    work = _Describing(device, slices)
+    work = _SkeletonBuilder(device, slices)
     chosen = slices.chosen if slices is not None else {}
     nodes = []
     try:
@@ -105,10 +105,10 @@ def describe(tensor_dict: Mapping[Any, object], device: torch.device, slices: Sl
         raise TypeError(f"keys in tensor_dict must be strings, numbers, or tuples of these, got {exc}") from None
     except RecursionError:
         raise ValueError("tensor_dict is nested too deeply, or in itself") from None
-    return Described(schema, work.tensors, work.values)
+    return DictSkeleton(schema, work.tensors, work.values)
 
 
-class _Describing:
+class _SkeletonBuilder:
     """One dict that is being taken apart."""
 
     def __init__(self, device: torch.device, slices: Slices | None) -> None:
@@ -225,11 +225,11 @@ class Schema:
         return built
 
 
-def _meta(code: Any, on_device: Any, shape: Any, parts: Any, part: Any) -> Meta:
+def _meta(code: Any, on_device: Any, shape: Any, parts: Any, part: Any) -> TensorMeta:
     numbers = (code, parts, part, *shape) if type(shape) is tuple else (None,)
     if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers) or type(on_device) is not bool:
         raise ValueError("it has a tensor of no known dtype and shape")
-    meta = Meta(DTYPES[code], on_device, shape, parts, part)
+    meta = TensorMeta(DTYPES[code], on_device, shape, parts, part)
     if meta.parts and (meta.part >= meta.parts or math.prod(meta.shape) % meta.parts):
         raise ValueError("it has a tensor that cannot be divided")
     return meta
@@ -251,7 +251,7 @@ def _build(node: Any, tensors: Sequence[Tensor], values: Iterator[object]) -> An
 
 
 @final
-class SentSchemas:
+class SenderSchemaCache:
     """What the receivers of a comm's dicts have been told. From any thread."""
 
     def __init__(self) -> None:
@@ -259,7 +259,7 @@ class SentSchemas:
         self._peers: dict[int, dict[int, OrderedDict[bytes, int]]] = {}  # by tag; slots by schema, the oldest first
 
     @contextmanager
-    def heading(self, channel: Channel, schema: bytes, *, now: bool = True) -> Iterator[bytes]:
+    def heading(self, channel: SchemaKey, schema: bytes, *, now: bool = True) -> Iterator[bytes]:
         """The beginning of the head of a parcel, which is to be sent before this ends, unless it ends in an error.
 
         Args:
@@ -292,22 +292,22 @@ class SentSchemas:
 
 
 def _heading(slot: int, schema: bytes) -> bytes:
-    return _HEAD.pack(_FORM, Kind.TENSOR_DICT, slot, zlib.crc32(schema), len(schema)) + schema
+    return _HEAD.pack(_FORM, PayloadKind.TENSOR_DICT, slot, zlib.crc32(schema), len(schema)) + schema
 
 
 @final
-class ReceivedSchemas:
+class ReceiverSchemaCache:
     """What a comm has been told about the dicts it receives."""
 
     def __init__(self) -> None:
         self._sources: dict[int, dict[int, dict[int, Schema]]] = {}  # by tag, then by slot
 
-    def read(self, channel: Channel, head: bytes) -> tuple[Schema, bytes]:
+    def read(self, channel: SchemaKey, head: bytes) -> tuple[Schema, bytes]:
         """The schema of a parcel that came on ``channel``, and the rest of its head. Raises: PayloadError."""
         source, tag = channel
         with reading(source):
             form, kind, slot, crc, size = _HEAD.unpack_from(head)
-            if form != _FORM or kind != Kind.TENSOR_DICT or (slot >= SLOTS and slot != _NO_SLOT):
+            if form != _FORM or kind != PayloadKind.TENSOR_DICT or (slot >= SLOTS and slot != _NO_SLOT):
                 raise ValueError("it is no dict of tensors")
             data, rest = head[_HEAD.size : _HEAD.size + size], head[_HEAD.size + size :]
             if len(data) != size or zlib.crc32(data) != crc:
@@ -328,8 +328,8 @@ class ReceivedSchemas:
             raise ValueError("it is to be remembered, but that is too much")
         channels.setdefault(tag, {})[slot] = schema
 
-    def missed(self, channel: Channel, head: bytes) -> None:
+    def missed(self, channel: SchemaKey, head: bytes) -> None:
         """A parcel came on ``channel`` to a receive that does not want it; it may say what those after it rely on."""
         with suppress(PayloadError):
-            if kind_of(channel[0], head) is Kind.TENSOR_DICT:
+            if kind_of(channel[0], head) is PayloadKind.TENSOR_DICT:
                 self.read(channel, head)

@@ -24,7 +24,7 @@ from typing import Any, Self, cast, final
 from asynccomm.errors import ClosedError, RendezvousError, StoreError, StoreProtocolError, StoreTimeoutError
 from asynccomm.store.base import DEFAULT_TIMEOUT, Store, to_bytes, within
 from asynccomm.store.codec import MULTI_SET_BYTES, Codec
-from asynccomm.store.wait_pool import WaitLines
+from asynccomm.store.wait_pool import WaitPool
 
 FIRST_RETRY = 0.02  # seconds before the second attempt to connect; doubles up to LAST_RETRY, with jitter
 LAST_RETRY = 1.0
@@ -32,7 +32,7 @@ _LARGE = 64 << 10  # bytes not yet taken by the kernel above which set() waits
 
 
 @final
-class _Line(asyncio.Protocol):
+class _StoreConnection(asyncio.Protocol):
     """One connection: requests in, futures of their replies out."""
 
     def __init__(self, peer: str) -> None:
@@ -158,7 +158,9 @@ class _Line(asyncio.Protocol):
 class StoreClient(Store):
     """A connection to a TCPStore server; make it with :meth:`connect`."""
 
-    def __init__(self, host: str, port: int, command: _Line, waits: WaitLines, *, libuv: bool, timeout: float) -> None:
+    def __init__(
+        self, host: str, port: int, command: _StoreConnection, waits: WaitPool, *, libuv: bool, timeout: float
+    ) -> None:
         self.host = host
         self.port = port
         self._timeout = timeout
@@ -193,19 +195,19 @@ class StoreClient(Store):
             command.codec.check(keys)
             return command.reply()
 
-        async def another() -> _Line:
-            line = _Line(f"{host}:{port}")
+        async def another() -> _StoreConnection:
+            line = _StoreConnection(f"{host}:{port}")
             async with within(limit):
                 await _greet(line, host, port)
             return line
 
-        waits = WaitLines(second, another, present)
+        waits = WaitPool(second, another, present)
         return cls(host, port, command, waits, libuv=libuv, timeout=timeout)
 
     def local_address(self) -> str | None:
         return self._command.local_address
 
-    def _line(self) -> _Line:
+    def _line(self) -> _StoreConnection:
         if self._closed:
             raise ClosedError(f"the client of the store at {self.host}:{self.port} is closed")
         return self._command
@@ -322,12 +324,12 @@ class StoreClient(Store):
             await self._command.close(error)
 
 
-async def _open(host: str, port: int, deadline: float, limit: float) -> _Line:
+async def _open(host: str, port: int, deadline: float, limit: float) -> _StoreConnection:
     """A connected, greeted line. Raises RendezvousError at the deadline."""
     peer = f"{host}:{port}"
     pause = FIRST_RETRY
     while True:
-        line = _Line(peer)
+        line = _StoreConnection(peer)
         try:
             async with within(max(0.0, deadline - time.monotonic())) as scope:
                 await _greet(line, host, port)
@@ -348,7 +350,7 @@ async def _open(host: str, port: int, deadline: float, limit: float) -> _Line:
         pause = min(2 * pause, LAST_RETRY)
 
 
-async def _greet(line: _Line, host: str, port: int) -> None:
+async def _greet(line: _StoreConnection, host: str, port: int) -> None:
     transport, _ = await asyncio.get_running_loop().create_connection(lambda: line, host, port)
     try:
         sock = transport.get_extra_info("socket")
@@ -361,7 +363,7 @@ async def _greet(line: _Line, host: str, port: int) -> None:
         raise
 
 
-async def _open_wait(host: str, port: int, deadline: float, limit: float) -> tuple[_Line, bool]:
+async def _open_wait(host: str, port: int, deadline: float, limit: float) -> tuple[_StoreConnection, bool]:
     """The second line, and whether libuv's server is behind it: that one answers a GET for a missing key."""
     line = await _open(host, port, deadline, limit)
     try:

@@ -13,7 +13,7 @@ from asynccomm.errors import RendezvousError
 
 
 @final
-class HostedStore:
+class StoreServer:
     """A server in this process, for as many users as have acquired it; it ends with the last, or with the process."""
 
     def __init__(self, server: dist.TCPStore, host: str) -> None:
@@ -65,7 +65,7 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-def serve(host: str, listening: socket.socket) -> HostedStore:
+def serve(host: str, listening: socket.socket) -> StoreServer:
     """Start a server on ``listening`` (see :func:`listen`), which it takes over; blocks for some milliseconds.
 
     Args:
@@ -87,4 +87,4 @@ def serve(host: str, listening: socket.socket) -> HostedStore:
         )
     except RuntimeError as exc:
         raise RendezvousError(f"cannot host the store at {host}:{port}: {str(exc).splitlines()[0]}") from exc
-    return HostedStore(server, host)
+    return StoreServer(server, host)

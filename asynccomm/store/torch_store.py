@@ -98,7 +98,7 @@ class TorchStore(Store):
 
 
 @final
-class AsTorchStore(dist.Store):
+class TorchStoreView(dist.Store):
     """One of our stores, for torch code that runs in another thread while the loop is alive.
 
     Once the loop has closed, and after ``end``, every call raises StoreError, also one that waits already.

@@ -29,7 +29,7 @@ MOST_LINES = 8  # per client, those that were lost included: a server has them f
 OPEN_AFTER = 0.1  # seconds that waiters share before one gets a line of its own: most waits are over by then
 
 
-class Line(Protocol):
+class ConnectionLike(Protocol):
     """The connection that is needed."""
 
     @property
@@ -48,14 +48,14 @@ class Line(Protocol):
 
 @final
 class _Waiter:
-    def __init__(self, keys: Sequence[str], line: WaitLine) -> None:
+    def __init__(self, keys: Sequence[str], line: WaitConnection) -> None:
         self.keys = list(keys)
         self.line = line  # that serves it; may change
         self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
 @final
-class WaitLine:
+class WaitConnection:
     """Waits for keys over one connection.
 
     Args:
@@ -63,7 +63,7 @@ class WaitLine:
         present: asks elsewhere whether keys exist; the future of the answer.
     """
 
-    def __init__(self, line: Line, present: Callable[[Sequence[str]], asyncio.Future[bool]]) -> None:
+    def __init__(self, line: ConnectionLike, present: Callable[[Sequence[str]], asyncio.Future[bool]]) -> None:
         self._line = line
         self._present = present
         self._waiters: list[_Waiter] = []
@@ -97,7 +97,7 @@ class WaitLine:
         """Whether the connection is of no more use."""
         return self._line.error is not None
 
-    def hand_over(self, other: WaitLine) -> None:
+    def hand_over(self, other: WaitConnection) -> None:
         """Let ``other`` serve who has waited here for longest."""
         waiter = self._waiters[0]
         self._remove(waiter)
@@ -174,7 +174,7 @@ class WaitLine:
 
 
 @final
-class WaitLines:
+class WaitPool:
     """Waits for keys over as many connections as it takes, up to ``MOST_LINES``.
 
     Args:
@@ -185,11 +185,11 @@ class WaitLines:
 
     def __init__(
         self,
-        first: Line,
-        connect: Callable[[], Awaitable[Line]],
+        first: ConnectionLike,
+        connect: Callable[[], Awaitable[ConnectionLike]],
         present: Callable[[Sequence[str]], asyncio.Future[bool]],
     ) -> None:
-        self._lines = [WaitLine(first, present)]
+        self._lines = [WaitConnection(first, present)]
         self._connect = connect
         self._present = present
         self._opening: asyncio.Task[None] | None = None
@@ -215,7 +215,7 @@ class WaitLines:
             await asyncio.wait([self._opening])
         await asyncio.gather(*(line.aclose(error) for line in self._lines))
 
-    def _usable(self) -> list[WaitLine]:
+    def _usable(self) -> list[WaitConnection]:
         return [line for line in self._lines if not line.lost]
 
     async def _open_more(self) -> None:
@@ -230,7 +230,7 @@ class WaitLines:
             except (StoreError, OSError):  # they go on sharing
                 pause *= 2
             else:
-                self._lines.append(WaitLine(line, self._present))
+                self._lines.append(WaitConnection(line, self._present))
                 self._spread()
 
     def _spread(self) -> None:

@@ -29,7 +29,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from asynccomm.testing.protocol import Died, Failed, Filters, Job, Passed, Report, Setup, Skipped, Stuck, World
+from asynccomm.testing.protocol import (
+    Died,
+    Failed,
+    Filters,
+    Passed,
+    RankTask,
+    RankWorld,
+    Report,
+    Setup,
+    Skipped,
+    TimedOut,
+)
 
 if TYPE_CHECKING:
     from asynccomm.testing.pool import RankPool
@@ -62,9 +73,9 @@ def comm(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
-def _asynccomm_world(request: pytest.FixtureRequest) -> World:
+def _asynccomm_world(request: pytest.FixtureRequest) -> RankWorld:
     world = request.param
-    assert isinstance(world, World)
+    assert isinstance(world, RankWorld)
     return world
 
 
@@ -77,7 +88,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("_asynccomm_world", worlds, ids=ids, indirect=True)
 
 
-def _worlds(marker: pytest.Mark) -> tuple[list[World], list[str]]:
+def _worlds(marker: pytest.Mark) -> tuple[list[RankWorld], list[str]]:
     """All combinations that the marker asks for, and how to call them in test ids."""
     try:
         sizes, backends, world = _arguments(*marker.args, **marker.kwargs)
@@ -97,7 +108,7 @@ def _arguments(
     device: str = "cpu",
     timeout: Any = DEFAULT_TIMEOUT,
     hints: Any = None,
-) -> tuple[list[int], list[str], World]:
+) -> tuple[list[int], list[str], RankWorld]:
     """The marker's arguments, checked; the world has all but size and backend."""
     sizes = list(size) if isinstance(size, (list, tuple, range)) else [size]
     backends = list(backend) if isinstance(backend, (list, tuple)) else [backend]
@@ -109,7 +120,7 @@ def _arguments(
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
     if hints is not None and not isinstance(hints, Mapping):
         raise ValueError(f"hints must be a dict, got {hints!r}")
-    return sizes, backends, World(0, "", str(device), float(timeout), dict(hints or {}))
+    return sizes, backends, RankWorld(0, "", str(device), float(timeout), dict(hints or {}))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -117,7 +128,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if pyfuncitem.get_closest_marker("ranks") is None:
         return None
     world = pyfuncitem.callspec.params["_asynccomm_world"]
-    assert isinstance(world, World)
+    assert isinstance(world, RankWorld)
     reports, output = _pool(pyfuncitem.config).run(_jobs(pyfuncitem, world), world.timeout)
     for rank, text in enumerate(output):
         if text:
@@ -141,7 +152,7 @@ def _pool(config: pytest.Config) -> RankPool:
     return pool
 
 
-def _jobs(item: pytest.Function, world: World) -> list[Job]:
+def _jobs(item: pytest.Function, world: RankWorld) -> list[RankTask]:
     function = getattr(item.cls or item.module, item.originalname)
     if not inspect.iscoroutinefunction(function):
         pytest.fail(f"{item.nodeid}: a test marked `ranks` must be an async function", pytrace=False)
@@ -151,7 +162,7 @@ def _jobs(item: pytest.Function, world: World) -> list[Job]:
     store = _pool(item.config).store
     run = next(_run_numbers)
     return [
-        Job(
+        RankTask(
             path=str(item.path),
             qualname=prefix + item.originalname,
             arguments=_pickled(arguments),
@@ -197,7 +208,7 @@ def _environment(rank: int, size: int, host: str, port: int, run: int) -> dict[s
     }
 
 
-def _raise(reports: Sequence[Report], world: World) -> None:
+def _raise(reports: Sequence[Report], world: RankWorld) -> None:
     """Pass, skip or fail as the ranks did."""
     if all(isinstance(report, Passed) for report in reports):
         return
@@ -220,13 +231,13 @@ def _weight(report: Report) -> int:
             return 1
         case Failed(aborted_by=None):
             return 2
-        case Stuck():
+        case TimedOut():
             return 3
         case _:
             return 4
 
 
-def _describe(rank: int, report: Report, world: World) -> str:
+def _describe(rank: int, report: Report, world: RankWorld) -> str:
     """What happened to one rank; empty if all is well."""
     who = f"rank {rank} of {world.size}"
     match report:
@@ -237,7 +248,7 @@ def _describe(rank: int, report: Report, world: World) -> str:
             return f"{who} was {what} when rank {by} left the test, here:\n{traceback}"
         case Died(how):
             return f"{who} {how}"
-        case Stuck(stacks):
+        case TimedOut(stacks):
             return f"{who} was still waiting and had to be ended, here:\n{stacks}"
         case Skipped(reason):
             return f"{who} skipped: {reason}"

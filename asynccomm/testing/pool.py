@@ -19,10 +19,21 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, final
 
-from asynccomm.store.server import HostedStore, listen, serve
-from asynccomm.testing.protocol import Died, Failed, Job, Passed, Report, Setup, ShowStacks, Skipped, Stacks, Stuck
+from asynccomm.store.server import StoreServer, listen, serve
+from asynccomm.testing.protocol import (
+    Died,
+    DumpStacks,
+    Failed,
+    Passed,
+    RankTask,
+    Report,
+    Setup,
+    Skipped,
+    StackDump,
+    TimedOut,
+)
 
-__all__ = ["Rank", "RankPool"]
+__all__ = ["RankProcess", "RankPool"]
 
 START_SECONDS = 120.0  # for a process to import torch; on a busy machine several do so at once
 EXIT_SECONDS = 5.0  # from closing its channel to having ended
@@ -32,7 +43,7 @@ SILENT = "(it does not answer: it holds the interpreter lock or is stopped; its 
 
 
 @final
-class Rank:
+class RankProcess:
     """One process, seen from the parent."""
 
     def __init__(self, setup: Setup) -> None:
@@ -77,15 +88,15 @@ class Rank:
         """Have the process say where it is; it cannot be used for another test then."""
         self.usable = False  # an answer that comes late would be taken for the next test's
         with contextlib.suppress(OSError):
-            self.channel.send(ShowStacks())
+            self.channel.send(DumpStacks())
 
     def answer(self, deadline: float) -> Report:
         """What it says until ``deadline``; perhaps it has just ended the test after all."""
         if not self.channel.poll(max(0.0, deadline - time.monotonic())):
-            return Stuck(SILENT)
+            return TimedOut(SILENT)
         message = self.receive()
-        if isinstance(message, Stacks):
-            return Stuck(message.text)
+        if isinstance(message, StackDump):
+            return TimedOut(message.text)
         assert isinstance(message, (Passed, Skipped, Failed, Died))
         return message
 
@@ -117,11 +128,11 @@ class RankPool:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._ranks: list[Rank] = []
-        self._store: HostedStore | None = None
+        self._ranks: list[RankProcess] = []
+        self._store: StoreServer | None = None
 
     @property
-    def store(self) -> HostedStore:
+    def store(self) -> StoreServer:
         """Where the ranks meet; started when first asked for."""
         if self._store is None:
             self._store = serve("127.0.0.1", listen("127.0.0.1", 0))
@@ -132,7 +143,7 @@ class RankPool:
         """The processes there are."""
         return [rank.process.pid for rank in self._ranks]
 
-    def run(self, jobs: Sequence[Job], timeout: float) -> tuple[list[Report], list[str]]:
+    def run(self, jobs: Sequence[RankTask], timeout: float) -> tuple[list[Report], list[str]]:
         """Run one job per rank; returns the reports and what was printed, in rank order.
 
         An exception in here (Ctrl-C, a test time-out) ends the processes that are busy.
@@ -160,12 +171,12 @@ class RankPool:
             self._store.release()
             self._store = None
 
-    def _take(self, count: int) -> list[Rank]:
+    def _take(self, count: int) -> list[RankProcess]:
         for rank in [rank for rank in self._ranks if rank.process.poll() is not None]:
             self._ranks.remove(rank)
             rank.kill()
         while len(self._ranks) < count:
-            self._ranks.append(Rank(self._setup))
+            self._ranks.append(RankProcess(self._setup))
         ranks = self._ranks[:count]
         for rank in ranks:
             if not rank.ready:
@@ -178,7 +189,7 @@ class RankPool:
                 rank.ready = True
         return ranks
 
-    def _collect(self, ranks: Sequence[Rank], reports: dict[int, Report], timeout: float) -> None:
+    def _collect(self, ranks: Sequence[RankProcess], reports: dict[int, Report], timeout: float) -> None:
         busy = {rank.channel: number for number, rank in enumerate(ranks)}
         deadline = time.monotonic() + timeout
         while busy:
@@ -194,17 +205,17 @@ class RankPool:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
 
 
-def _ask(ranks: Mapping[int, Rank]) -> dict[int, Report]:
+def _ask(ranks: Mapping[int, RankProcess]) -> dict[int, Report]:
     """Where busy processes are, as far as they can still tell; all are asked at once."""
     for rank in ranks.values():
         rank.ask_where()
     deadline = time.monotonic() + STACKS_SECONDS
     answers = {number: rank.answer(deadline) for number, rank in ranks.items()}
-    _abort([ranks[number] for number, answer in answers.items() if answer == Stuck(SILENT)])
+    _abort([ranks[number] for number, answer in answers.items() if answer == TimedOut(SILENT)])
     return answers
 
 
-def _abort(ranks: Sequence[Rank]) -> None:
+def _abort(ranks: Sequence[RankProcess]) -> None:
     """Have processes that do not answer print their stacks: faulthandler needs no interpreter lock for that."""
     for rank in ranks:
         rank.process.send_signal(signal.SIGABRT)

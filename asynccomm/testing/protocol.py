@@ -9,19 +9,19 @@ __all__ = [
     "Died",
     "Failed",
     "Filters",
-    "Job",
+    "RankTask",
     "Passed",
     "Report",
     "Setup",
-    "ShowStacks",
+    "DumpStacks",
     "Skipped",
-    "Stacks",
-    "Stuck",
-    "World",
+    "StackDump",
+    "TimedOut",
+    "RankWorld",
 ]
 
 
-class World(NamedTuple):
+class RankWorld(NamedTuple):
     """What ``@pytest.mark.ranks`` asks for, one combination of it."""
 
     size: int
@@ -47,24 +47,24 @@ class Filters(NamedTuple):
     markers: list[str]
 
 
-class Job(NamedTuple):
+class RankTask(NamedTuple):
     """One test on one rank."""
 
     path: str  #: of the test's file
     qualname: str  #: of the test function in it
     arguments: bytes  #: pickled dict
     wants_comm: bool
-    world: World
+    world: RankWorld
     rank: int
     env: Mapping[str, str]
     filters: Filters
 
 
-class ShowStacks(NamedTuple):
+class DumpStacks(NamedTuple):
     """Asks a busy process where it is."""
 
 
-class Stacks(NamedTuple):
+class StackDump(NamedTuple):
     """The answer: what the main thread and the tasks of its loop are doing."""
 
     text: str
@@ -97,10 +97,10 @@ class Died(NamedTuple):
     how: str
 
 
-class Stuck(NamedTuple):
+class TimedOut(NamedTuple):
     """The process was still busy when it had to stop. Made by the parent."""
 
     stacks: str
 
 
-Report = Passed | Skipped | Failed | Died | Stuck
+Report = Passed | Skipped | Failed | Died | TimedOut

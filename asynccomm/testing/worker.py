@@ -33,10 +33,10 @@ from _pytest.config import Config, _prepareconfig, apply_warning_filters
 from _pytest.pathlib import ImportMode, import_path
 
 from asynccomm.comm.new_comm import new_comm
-from asynccomm.core.stacks import describe
+from asynccomm.core.stacks import format_stacks
 from asynccomm.core.work import Work
 from asynccomm.errors import AbortedError
-from asynccomm.testing.protocol import Failed, Job, Passed, Setup, ShowStacks, Skipped, Stacks
+from asynccomm.testing.protocol import DumpStacks, Failed, Passed, RankTask, Setup, Skipped, StackDump
 
 PR_SET_PDEATHSIG = 1
 OWN_SECONDS = 0.05  # for other ranks, which may fail in the same place, to do so by themselves and not by our abort
@@ -50,7 +50,7 @@ class Worker:
 
     def __init__(self, channel: Connection) -> None:
         self._channel = channel
-        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[RankTask] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._main_thread = threading.get_ident()
         self._sending = threading.Lock()
@@ -95,12 +95,12 @@ class Worker:
                 message = self._channel.recv()
             except (EOFError, OSError):
                 os._exit(0)  # the parent is gone, and with it whoever could be interested
-            if isinstance(message, ShowStacks):
-                self._send(Stacks(describe(self._main_thread, self._loop, __file__)))
+            if isinstance(message, DumpStacks):
+                self._send(StackDump(format_stacks(self._main_thread, self._loop, __file__)))
             else:
                 self._jobs.put(message)
 
-    def _run(self, job: Job) -> Passed | Skipped | Failed:
+    def _run(self, job: RankTask) -> Passed | Skipped | Failed:
         start = time.monotonic()
         os.environ.update(job.env)
         try:
@@ -121,7 +121,7 @@ class Worker:
                 os.environ.pop(name, None)
         return Passed(time.monotonic() - start)
 
-    def _find(self, job: Job) -> Callable[..., Awaitable[object]]:
+    def _find(self, job: RankTask) -> Callable[..., Awaitable[object]]:
         config, path = self._config, Path(job.path)
         mode = ImportMode(config.getoption("importmode"))
         namespaces = config.getini("consider_namespace_packages")
@@ -134,7 +134,7 @@ class Worker:
             owner = owner()
         return getattr(owner, name)  # type: ignore[no-any-return]
 
-    async def _call(self, function: Callable[..., Awaitable[object]], job: Job) -> None:
+    async def _call(self, function: Callable[..., Awaitable[object]], job: RankTask) -> None:
         arguments = pickle.loads(job.arguments)
         async with AsyncExitStack() as stack:
             if job.wants_comm:
@@ -148,7 +148,7 @@ class Worker:
                 await asyncio.sleep(OWN_SECONDS)
                 raise
 
-    def _failed(self, exc: BaseException, job: Job) -> Failed:
+    def _failed(self, exc: BaseException, job: RankTask) -> Failed:
         info = pytest.ExceptionInfo.from_exception(exc)
         theirs = info.traceback.cut(path=job.path).filter(lambda entry: not _is_ours(str(entry.path)))
         info.traceback = theirs if len(theirs) else info.traceback

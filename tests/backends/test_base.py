@@ -10,12 +10,12 @@ from typing import Any, Self
 import pytest
 import torch
 
-from asynccomm.backends.base import Backend, BackendContext, Member, Submission, device_of
+from asynccomm.backends.base import Backend, BackendContext, RankInfo, Submission, device_of
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import Work
 from asynccomm.ops import AllGather, AllReduce
 from asynccomm.ops.reduce_op import ReduceOp
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 from asynccomm.store.memory import MemoryStore
 
 
@@ -42,8 +42,8 @@ class Least(Backend):
 
 async def test_the_least_backend() -> None:
     mailbox = Mailbox(asyncio.get_running_loop())
-    group = Group("g", 0, 1, torch.device("cpu"))
-    context = BackendContext(group, [Member(0, "host", 1)], MemoryStore(), mailbox, 1.0, lambda error: None)
+    group = CommInfo("g", 0, 1, torch.device("cpu"))
+    context = BackendContext(group, [RankInfo(0, "host", 1)], MemoryStore(), mailbox, 1.0, lambda error: None)
     assert context.hints == {}
     backend = await Least.connect(context)
     Least.check_hints({})
@@ -64,7 +64,7 @@ async def test_the_least_backend() -> None:
 
 
 def test_a_submission_keeps_the_memory_it_was_made_with() -> None:
-    group = Group("g", 0, 1, torch.device("cpu"))
+    group = CommInfo("g", 0, 1, torch.device("cpu"))
     parameter = torch.nn.Parameter(torch.ones(3))
     work: Any = None
     submission = Submission(AllReduce.of(group, parameter, ReduceOp.SUM), work)
@@ -82,8 +82,8 @@ def test_a_backend_must_have_everything(missing: str) -> None:
 
 
 def test_members_are_frozen() -> None:
-    member = Member(0, "host", 1)
-    assert member == Member(rank=0, host="host", pid=1)
+    member = RankInfo(0, "host", 1)
+    assert member == RankInfo(rank=0, host="host", pid=1)
     with pytest.raises(dataclasses.FrozenInstanceError):
         member.rank = 1  # type: ignore[misc]
 

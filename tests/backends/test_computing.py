@@ -26,14 +26,14 @@ from asynccomm.ops import (
     ReduceScatterSingle,
     Scatter,
 )
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 from asynccomm.testing.conformance.data import combinations, expect_equal, reduced, sample, sentinel, strided
 
 SIZE = 3
 
 
-def group(rank: int) -> Group:
-    return Group("t", rank, SIZE, torch.device("cpu"))
+def group(rank: int) -> CommInfo:
+    return CommInfo("t", rank, SIZE, torch.device("cpu"))
 
 
 def one_by_one(calls: Sequence[Call]) -> None:

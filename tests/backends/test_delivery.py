@@ -11,14 +11,14 @@ from asynccomm.backends.base import Submission
 from asynccomm.backends.delivery import Delivery
 from asynccomm.errors import PayloadError
 from asynccomm.ops import Call, Parcel
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 from asynccomm.ops.variable import all_gather_v, all_gather_v_coalesced, all_to_all_v_single, gather_v, scatter_v
 
 SIZE = 3
 
 
-def group(rank: int, size: int = SIZE) -> Group:
-    return Group("grads", rank, size, torch.device("cpu"))
+def group(rank: int, size: int = SIZE) -> CommInfo:
+    return CommInfo("grads", rank, size, torch.device("cpu"))
 
 
 def submission(call: Call) -> Submission:

@@ -31,10 +31,10 @@ from asynccomm.ops import (
     Scatter,
 )
 from asynccomm.ops.reduce_op import ReduceOp
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 
 RANK, SIZE, ROOM = 1, 3, 64
-GROUP = Group("grads", RANK, SIZE, torch.device("cpu"))
+GROUP = CommInfo("grads", RANK, SIZE, torch.device("cpu"))
 SUM = ReduceOp.SUM
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asynccomm.backends.matching import Matching
+from asynccomm.backends.matching import MatchQueues
 
 SIZE = 3
 steps = st.lists(
@@ -40,7 +40,7 @@ class Model:
 
 @given(steps)
 def test_first_come_first_served(steps: list[tuple[str, int, int | None, int]]) -> None:
-    matching: Matching[int, int] = Matching(SIZE)
+    matching: MatchQueues[int, int] = MatchQueues(SIZE)
     model = Model()
     for item, (what, rank, anybody, tag) in enumerate(steps):
         if what == "receive":
@@ -58,7 +58,7 @@ def test_first_come_first_served(steps: list[tuple[str, int, int | None, int]]) 
 
 
 def test_forgotten_messages_are_not_matched() -> None:
-    matching: Matching[str, str] = Matching(2)
+    matching: MatchQueues[str, str] = MatchQueues(2)
     matching.keep("a", 0, 5)
     matching.keep("b", 1, 5)
     matching.forget(0)
@@ -69,7 +69,7 @@ def test_forgotten_messages_are_not_matched() -> None:
 
 
 def test_queues_of_tags_that_are_done_with_are_removed() -> None:
-    matching: Matching[int, int] = Matching(1)
+    matching: MatchQueues[int, int] = MatchQueues(1)
     for tag in range(100):
         matching.keep(tag, 0, tag)
         assert matching.post(tag, 0, tag) == (0, tag)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asynccomm.backends import ordered_executor as module
-from asynccomm.backends.ordered_executor import Lanes
+from asynccomm.backends.ordered_executor import OrderedExecutor
 
 PATIENCE = 20.0  # seconds until a test that hangs is given up
 
@@ -38,7 +38,7 @@ def join_threads(name: str) -> None:
 
 
 def test_order_within_a_lane() -> None:
-    lanes = Lanes("order", 4)
+    lanes = OrderedExecutor("order", 4)
     done: list[int] = []
     for i in range(1000):
         lanes.put("lane", lambda i=i: done.append(i))
@@ -47,7 +47,7 @@ def test_order_within_a_lane() -> None:
 
 
 def test_order_within_each_of_many_lanes() -> None:
-    lanes = Lanes("many", 8)
+    lanes = OrderedExecutor("many", 8)
     done: dict[Any, list[int]] = {lane: [] for lane in range(20)}
     for i in range(200):
         for lane in done:
@@ -57,7 +57,7 @@ def test_order_within_each_of_many_lanes() -> None:
 
 
 def test_a_blocked_lane_does_not_hold_the_others(gate: threading.Event) -> None:
-    lanes = Lanes("independent", 4)
+    lanes = OrderedExecutor("independent", 4)
     done: list[str] = []
     others = threading.Event()
     lanes.put("blocked", gate.wait)
@@ -72,7 +72,7 @@ def test_a_blocked_lane_does_not_hold_the_others(gate: threading.Event) -> None:
 
 
 def test_one_job_of_a_lane_at_a_time() -> None:
-    lanes = Lanes("exclusive", 8)
+    lanes = OrderedExecutor("exclusive", 8)
     busy = threading.Lock()
     clashes: list[int] = []
 
@@ -96,7 +96,7 @@ def test_one_job_of_a_lane_at_a_time() -> None:
 
 
 def test_a_job_may_put_another() -> None:
-    lanes = Lanes("chain", 1)
+    lanes = OrderedExecutor("chain", 1)
     done: list[str] = []
 
     def first() -> None:
@@ -110,7 +110,7 @@ def test_a_job_may_put_another() -> None:
 
 
 def test_threads_are_used_again() -> None:
-    lanes = Lanes("reuse", 100)
+    lanes = OrderedExecutor("reuse", 100)
     threads: list[threading.Thread] = []
     for lane in range(200):
         lanes.put(lane, lambda: threads.append(threading.current_thread()))
@@ -121,7 +121,7 @@ def test_threads_are_used_again() -> None:
 
 
 def test_no_more_threads_than_the_limit(gate: threading.Event) -> None:
-    lanes = Lanes("limit", 3)
+    lanes = OrderedExecutor("limit", 3)
     running: list[threading.Thread] = []
     all_running = threading.Semaphore(0)
 
@@ -146,7 +146,7 @@ def test_no_more_threads_than_the_limit(gate: threading.Event) -> None:
 def test_it_warns_once_when_more_lanes_are_busy_than_there_may_be_threads(
     gate: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lanes = Lanes("warning", 1)
+    lanes = OrderedExecutor("warning", 1)
     for _ in range(100):
         lanes.put("lane", lambda: None)
         assert lanes.join(PATIENCE)  # the thread may still be on its way back
@@ -160,7 +160,7 @@ def test_it_warns_once_when_more_lanes_are_busy_than_there_may_be_threads(
 
 
 def test_join_gives_up(gate: threading.Event) -> None:
-    lanes = Lanes("join", 2)
+    lanes = OrderedExecutor("join", 2)
     assert lanes.join(0.0)
     lanes.put("lane", gate.wait)
     assert not lanes.join(0.0)
@@ -170,7 +170,7 @@ def test_join_gives_up(gate: threading.Event) -> None:
 
 
 def test_join_waits_for_jobs_that_are_queued(gate: threading.Event) -> None:
-    lanes = Lanes("queued", 1)
+    lanes = OrderedExecutor("queued", 1)
     done: list[int] = []
     lanes.put("lane", gate.wait)
     for i in range(10):
@@ -183,7 +183,7 @@ def test_join_waits_for_jobs_that_are_queued(gate: threading.Event) -> None:
 
 @pytest.mark.usefixtures("quick_to_idle")
 def test_idle_threads_end_and_new_ones_come() -> None:
-    lanes = Lanes("idle", 4)
+    lanes = OrderedExecutor("idle", 4)
     done: list[int] = []
     for i in range(5):
         lanes.put("lane", lambda i=i: done.append(i))
@@ -195,7 +195,7 @@ def test_idle_threads_end_and_new_ones_come() -> None:
 
 @pytest.mark.usefixtures("quick_to_idle")
 def test_a_busy_thread_is_not_idle(gate: threading.Event) -> None:
-    lanes = Lanes("busy", 1)
+    lanes = OrderedExecutor("busy", 1)
     ran = threading.Event()
     lanes.put("lane", gate.wait)
     assert not lanes.join(0.05)
@@ -206,7 +206,7 @@ def test_a_busy_thread_is_not_idle(gate: threading.Event) -> None:
 
 @pytest.mark.usefixtures("quick_to_idle")
 def test_a_job_is_not_left_to_a_thread_that_ends() -> None:
-    lanes = Lanes("ending", 1)
+    lanes = OrderedExecutor("ending", 1)
     lanes.put("lane", lambda: None)
     assert lanes.join(PATIENCE)
     queue = lanes._threads._jobs
@@ -229,7 +229,7 @@ def test_a_job_is_not_left_to_a_thread_that_ends() -> None:
 
 
 def test_threads_are_daemons() -> None:
-    lanes = Lanes("daemon", 1)
+    lanes = OrderedExecutor("daemon", 1)
     seen: list[bool] = []
     lanes.put("lane", lambda: seen.append(threading.current_thread().daemon))
     assert lanes.join(PATIENCE)
@@ -238,7 +238,7 @@ def test_threads_are_daemons() -> None:
 
 def test_all_threads_end_with_the_lanes() -> None:
     before = set(threading.enumerate())
-    lanes = Lanes("test", 20)
+    lanes = OrderedExecutor("test", 20)
     together = threading.Barrier(20)
     for i in range(20):
         lanes.put(i, lambda: together.wait(5.0))  # each on a thread of its own

@@ -13,7 +13,7 @@ from torch import Tensor
 from asynccomm import Comm
 from asynccomm.backends.base import Backend, Submission
 from asynccomm.backends.regions import region
-from asynccomm.batching.batches import Batch, Lot, batches_of, due, planned
+from asynccomm.batching.batches import Batch, FusedOp, batches_of, due, planned
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.ops import AllReduce, Barrier, Broadcast, Call, Send
@@ -132,7 +132,7 @@ async def test_places_of_a_gpu_are_passed_on(world: World) -> None:
     lot.submission.work.order = place
     lot.sent()
     assert [item.work.order for item in lot.members] == [place, place]
-    Lot(lot.members[0], lot.members[:1]).sent()
+    FusedOp(lot.members[0], lot.members[:1]).sent()
 
 
 async def test_where_they_were_called(world: World) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from asynccomm.batching.composite import Carrier, Whole
+from asynccomm.batching.composite import CompositeWork, FusedWork
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.errors import AsyncCommError, BackendError, PayloadError
-from asynccomm.ops import Barrier, Together
+from asynccomm.ops import Barrier, GroupedOp
 from tests.fake_streams import STREAM, Place
 
 
@@ -38,16 +38,16 @@ def work_of(mailbox: Mailbox, on_settled: Any = lambda work: None, driver: Any =
     return Work(Barrier(), UNNUMBERED, mailbox, value=value, timeout=9.0, on_settled=on_settled, driver=driver)
 
 
-def whole_of(mailbox: Mailbox, count: int, driver: Any = None) -> Whole:
-    whole = Whole()
+def whole_of(mailbox: Mailbox, count: int, driver: Any = None) -> CompositeWork:
+    whole = CompositeWork()
     whole.expect([work_of(mailbox, whole.settled, driver) for _ in range(count)])
     whole.work = work_of(mailbox, driver=whole, value="all")
     return whole
 
 
-def carrier_of(mailbox: Mailbox, count: int, driver: Any) -> tuple[Carrier, list[Work[Any]]]:
+def carrier_of(mailbox: Mailbox, count: int, driver: Any) -> tuple[FusedWork, list[Work[Any]]]:
     parts = [work_of(mailbox, value=i) for i in range(count)]
-    carrier = Carrier(parts, driver)
+    carrier = FusedWork(parts, driver)
     carrier.work = work_of(mailbox, carrier.settled, driver)
     for number, part in enumerate(parts):
         part.seq, part.driver = number, carrier
@@ -234,9 +234,9 @@ async def test_all_stand_where_the_carrier_does(mailbox: Mailbox) -> None:
 
 async def test_a_carrier_of_parts_of_a_whole(mailbox: Mailbox) -> None:
     whole = whole_of(mailbox, 2)
-    carrier = Carrier(whole.parts, Driver())
+    carrier = FusedWork(whole.parts, Driver())
     carrier.work = work_of(mailbox, carrier.settled)
-    whole.work.op = Together((Barrier(), Barrier()))
+    whole.work.op = GroupedOp((Barrier(), Barrier()))
     carrier.work.settle(PayloadError("refused"))
     with pytest.raises(PayloadError, match="refused"):
         await whole.work

@@ -16,8 +16,8 @@ from torch import Tensor
 from asynccomm.backends import loopback
 from asynccomm.backends.base import Submission
 from asynccomm.backends.regions import bytes_of
-from asynccomm.batching.fusion import merge
-from asynccomm.batching.plan import sort_of
+from asynccomm.batching.fusion import fuse
+from asynccomm.batching.plan import fusion_key
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.errors import CollectiveMismatchError
@@ -35,20 +35,20 @@ from asynccomm.ops import (
     lists as lists_module,
 )
 from asynccomm.ops.reduce_op import ReduceOp
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 from asynccomm.testing.conformance.data import COMPLEX, DTYPES, layouts, sample, sentinel
 from asynccomm.testing.local import loopback_world
 
 CPU = torch.device("cpu")
 SHAPES = [(), (3,), (0,), (2, 5), (4, 0), (7, 3)]
-Make = Callable[[Group, random.Random], Call]  # seeded alike on all ranks, each with data of its own
+Make = Callable[[CommInfo, random.Random], Call]  # seeded alike on all ranks, each with data of its own
 
 
 def laid(tensor: Tensor, chance: random.Random) -> Tensor:
     return chance.choice([found for _, found in layouts(tensor)])
 
 
-def data(world: Group, chance: random.Random, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+def data(world: CommInfo, chance: random.Random, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     return laid(sample(world.rank, shape, dtype, chance.randrange(9)), chance)
 
 
@@ -61,7 +61,7 @@ def shape(chance: random.Random) -> tuple[int, ...]:
 
 
 def one_reduction(op: ReduceOp, dtype: torch.dtype) -> Make:
-    def make(world: Group, chance: random.Random) -> Call:
+    def make(world: CommInfo, chance: random.Random) -> Call:
         kind = chance.randrange(3)
         if kind == 2:
             return lists_module.all_reduce(world, [data(world, chance, dtype, shape(chance)) for _ in range(3)], op)[0]
@@ -73,7 +73,7 @@ def one_reduction(op: ReduceOp, dtype: torch.dtype) -> Make:
 
 
 def one_scattered(op: ReduceOp, dtype: torch.dtype) -> Make:
-    def make(world: Group, chance: random.Random) -> Call:
+    def make(world: CommInfo, chance: random.Random) -> Call:
         kind = chance.randrange(5)
         where = shape(chance)
         if kind == 4:  # the ranks' shares of it are perhaps no views
@@ -93,7 +93,7 @@ def one_scattered(op: ReduceOp, dtype: torch.dtype) -> Make:
 
 
 def one_copy(root: int) -> Make:
-    def make(world: Group, chance: random.Random) -> Call:
+    def make(world: CommInfo, chance: random.Random) -> Call:
         tensors = [data(world, chance, chance.choice(DTYPES), shape(chance)) for _ in range(3)]
         source = root % world.size
         return (
@@ -105,7 +105,7 @@ def one_copy(root: int) -> Make:
     return make
 
 
-def one_gathering(world: Group, chance: random.Random) -> Call:
+def one_gathering(world: CommInfo, chance: random.Random) -> Call:
     kind = chance.randrange(5)
     dtype, where = chance.choice(DTYPES), shape(chance)
     tensor = data(world, chance, dtype, where)
@@ -157,8 +157,8 @@ def perform(ranks: Sequence[Submission]) -> None:
     loopback._perform(ranks)
 
 
-def worlds(size: int) -> list[Group]:
-    return [Group("t", rank, size, CPU) for rank in range(size)]
+def worlds(size: int) -> list[CommInfo]:
+    return [CommInfo("t", rank, size, CPU) for rank in range(size)]
 
 
 def made(make: Make, size: int, count: int, seed: int, mailbox: Mailbox) -> list[list[Submission]]:
@@ -171,7 +171,7 @@ def made(make: Make, size: int, count: int, seed: int, mailbox: Mailbox) -> list
 
 
 def merged(size: int, parts: Sequence[Submission], mailbox: Mailbox) -> Submission:
-    call = merge(size, parts)
+    call = fuse(size, parts)
     return Submission(call, work_of(call, mailbox), detached=True)
 
 
@@ -192,7 +192,7 @@ def expect_the_same(make: Make, size: int, count: int, seed: int) -> None:
     try:
         one_by_one, together = (made(make, size, count, seed, mailbox) for _ in range(2))
         for ranks in zip(*one_by_one, strict=True):
-            assert len({sort_of(submission.op) for submission in ranks}) == 1
+            assert len({fusion_key(submission.op) for submission in ranks}) == 1
             perform(ranks)
         perform([merged(size, parts, mailbox) for parts in together])
         for rank in range(size):
@@ -222,7 +222,7 @@ def mailbox() -> Any:
 
 
 def joined(calls: Sequence[Call], size: int, mailbox: Mailbox) -> Call:
-    return merge(size, submissions(calls, mailbox))
+    return fuse(size, submissions(calls, mailbox))
 
 
 def test_nothing_is_copied(mailbox: Mailbox) -> None:
@@ -342,7 +342,7 @@ def test_a_strided_whole_must_be_divisible_where_it_is(kind: Any, mailbox: Mailb
         assert not whole.numel() or not whole.is_contiguous() or shape_ == (1, 2)
         share = torch.zeros(whole.numel() // size)
 
-        def call(world: Group, whole: Tensor = whole, share: Tensor = share) -> Call:
+        def call(world: CommInfo, whole: Tensor = whole, share: Tensor = share) -> Call:
             if kind is AllGatherSingle:
                 return AllGatherSingle.of(world, whole, share)
             return ReduceScatterSingle.of(world, share, whole, ReduceOp.SUM)
@@ -350,13 +350,13 @@ def test_a_strided_whole_must_be_divisible_where_it_is(kind: Any, mailbox: Mailb
         for world in worlds(size):
             parts = submissions([call(world), call(world)], mailbox)
             if fine:
-                merge(size, parts)
+                fuse(size, parts)
                 continue
             with pytest.raises(ValueError, match=r"if the ranks divide its first dimension, got shape \(.* 2 ranks"):
-                merge(size, parts)
+                fuse(size, parts)
         (alone,) = worlds(1)
         share = torch.zeros(whole.numel())
-        merge(1, submissions([call(alone, whole, share), call(alone, whole, share)], mailbox))
+        fuse(1, submissions([call(alone, whole, share), call(alone, whole, share)], mailbox))
 
 
 def test_empty_wholes(mailbox: Mailbox) -> None:
@@ -372,7 +372,7 @@ def test_empty_wholes(mailbox: Mailbox) -> None:
 def test_conjugated_wholes(dtype: torch.dtype, mailbox: Mailbox) -> None:
     size, count = 2, 3
 
-    def make(world: Group, chance: random.Random) -> Call:
+    def make(world: CommInfo, chance: random.Random) -> Call:
         whole = sample(world.rank, (4,), dtype, chance.randrange(9)).conj()
         return ReduceScatterSingle.of(world, blank(chance, dtype, (2,)), whole, ReduceOp.SUM)
 

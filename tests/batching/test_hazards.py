@@ -10,11 +10,11 @@ from torch import Tensor
 
 from asynccomm import ReduceOp
 from asynccomm.backends.base import Submission
-from asynccomm.batching.hazards import Undecided
+from asynccomm.batching.hazards import PendingHazards
 from asynccomm.ops import AllGatherSingle, AllReduce, Broadcast, Call
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 
-GROUP = Group("test", 0, 2, torch.device("cpu"))
+GROUP = CommInfo("test", 0, 2, torch.device("cpu"))
 
 
 def submission(call: Call) -> Submission:
@@ -27,7 +27,7 @@ def reduced(tensor: Tensor, out: Tensor | None = None) -> Submission:
 
 
 def test_memory_is_in_use_until_it_is_decided() -> None:
-    undecided, whole = Undecided(), torch.zeros(10)
+    undecided, whole = PendingHazards(), torch.zeros(10)
     first, beside, over = reduced(whole[:5]), reduced(whole[5:]), reduced(whole[4:6])
     assert not undecided.enter([first])
     assert not undecided.enter([beside])
@@ -40,22 +40,22 @@ def test_memory_is_in_use_until_it_is_decided() -> None:
 
 
 def test_reading_twice_is_fine() -> None:
-    undecided, source = Undecided(), torch.zeros(4)
+    undecided, source = PendingHazards(), torch.zeros(4)
     assert not undecided.enter([reduced(source, torch.zeros(4)), reduced(source, torch.zeros(4))])
     assert undecided.enter([reduced(source)]), "it writes what others read"
 
 
 def test_what_others_write_counts_as_written() -> None:
-    undecided, tensor = Undecided(), torch.zeros(4)
+    undecided, tensor = PendingHazards(), torch.zeros(4)
     assert not undecided.enter([submission(Broadcast.of(GROUP, tensor, 0))]), "this is the root"
     assert undecided.enter([submission(AllGatherSingle.of(GROUP, torch.zeros(8), tensor))])
 
 
 def test_within_one_call() -> None:
     tensor = torch.zeros(4)
-    assert Undecided().enter([reduced(tensor), reduced(tensor)])
+    assert PendingHazards().enter([reduced(tensor), reduced(tensor)])
 
 
 def test_only_what_entered_leaves() -> None:
     with pytest.raises(KeyError):
-        Undecided().leave([reduced(torch.zeros(1))])
+        PendingHazards().leave([reduced(torch.zeros(1))])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asynccomm.batching import plan as module
-from asynccomm.batching.plan import MERGED_BYTES, Batch, Item, Meter, conflict, item_of, plan, sort_of
+from asynccomm.batching.plan import MERGED_BYTES, Batch, BatchLimiter, Item, conflict, fusion_key, item_of, plan
 from asynccomm.ops import (
     AllGather,
     AllGatherSingle,
@@ -40,15 +40,15 @@ from asynccomm.ops import (
     lists as lists_module,
 )
 from asynccomm.ops.reduce_op import ReduceOp
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 
 CPU = torch.device("cpu")
 F32 = torch.float32
 MIXED: object = object()  # which rank passes ``out``
 
 
-def group(rank: int = 0, size: int = 3) -> Group:
-    return Group("t", rank, size, CPU)
+def group(rank: int = 0, size: int = 3) -> CommInfo:
+    return CommInfo("t", rank, size, CPU)
 
 
 def item(call: Call) -> Item:
@@ -93,7 +93,7 @@ class Instruction(NamedTuple):
     slices: tuple[Slice, ...]
     alike: bool = True  # what only the root needs is given by all who may
 
-    def call(self, world: Group, buffers: Sequence[Tensor]) -> Call:
+    def call(self, world: CommInfo, buffers: Sequence[Tensor]) -> Call:
         return _KINDS[self.kind](world, self.root, [part.of(buffers) for part in self.slices], self.alike)
 
 
@@ -101,20 +101,20 @@ BUFFER = 24
 SHARE = 2
 
 
-def _out(world: Group, root: int, out: Tensor, alike: bool) -> Tensor | None:
+def _out(world: CommInfo, root: int, out: Tensor, alike: bool) -> Tensor | None:
     return out if alike or world.rank == root else None
 
 
-def _at_root(world: Group, root: int, tensors: list[Tensor]) -> list[Tensor] | None:
+def _at_root(world: CommInfo, root: int, tensors: list[Tensor]) -> list[Tensor] | None:
     return tensors if world.rank == root else None
 
 
-def _pieces(world: Group, tensor: Tensor) -> list[Tensor]:
+def _pieces(world: CommInfo, tensor: Tensor) -> list[Tensor]:
     return list(tensor.chunk(world.size)) if tensor.numel() else [tensor] * world.size
 
 
 # Each on slices of SHARE, SHARE and size * SHARE elements (or of none at all).
-_KINDS: dict[str, Callable[[Group, int, list[Tensor], bool], Call]] = {
+_KINDS: dict[str, Callable[[CommInfo, int, list[Tensor], bool], Call]] = {
     "all_reduce": lambda g, r, t, a: AllReduce.of(g, t[0], ReduceOp.SUM),
     "all_reduce into": lambda g, r, t, a: AllReduce.of(g, t[0], ReduceOp.SUM, t[1]),
     "all_reduce max": lambda g, r, t, a: AllReduce.of(g, t[2], ReduceOp.MAX),
@@ -209,8 +209,8 @@ def check_batches(calls: Sequence[Call], batches: Sequence[Batch]) -> None:
         assert all(lot == sorted(lot) for lot in batch)
         assert [lot[0] for lot in batch] == sorted(lot[0] for lot in batch), "by their first"
         for lot in batch:
-            assert len({sort_of(calls[i].op) for i in lot}) == 1
-            assert len(lot) == 1 or sort_of(calls[lot[0]].op) is not None
+            assert len({fusion_key(calls[i].op) for i in lot}) == 1
+            assert len(lot) == 1 or fusion_key(calls[lot[0]].op) is not None
     where = batch_of_each(batches)
     for (i, one), (j, other) in itertools.combinations(enumerate(calls), 2):
         if depend(one, other) and not copies_of_one_root(one, other):
@@ -261,7 +261,7 @@ def test_the_same_batches_on_all_ranks_whose_parts_differ(
     expect_one_plan(program, limits)
 
 
-def on_each(size: int, program: Callable[[Group, Sequence[Tensor]], Sequence[Call]]) -> list[list[list[int]]]:
+def on_each(size: int, program: Callable[[CommInfo, Sequence[Tensor]], Sequence[Call]]) -> list[list[list[int]]]:
     """The batches of each rank, for a program on buffers."""
     found = []
     for rank in range(size):
@@ -277,7 +277,7 @@ def parts(tensor: Tensor, size: int = 3) -> list[Tensor]:
     return list(tensor.chunk(size))
 
 
-UNLIKE: dict[str, tuple[Callable[[Group, Sequence[Tensor]], list[Call]], list[list[int]]]] = {
+UNLIKE: dict[str, tuple[Callable[[CommInfo, Sequence[Tensor]], list[Call]], list[list[int]]]] = {
     "what was broadcast is read": (
         lambda g, b: [Broadcast.of(g, b[0][:4], 0), AllGatherSingle.of(g, b[1], b[0][:4])],
         [[0], [1]],
@@ -556,13 +556,13 @@ def test_one_larger_than_the_limit_is_a_batch() -> None:
 
 def test_meter() -> None:
     small, large, sent = reduced(zeros(2)).op, reduced(zeros(10)).op, message(zeros(100)).op
-    assert not Meter().limited
-    assert Meter(max_ops=1).limited
-    assert Meter(max_bytes=1).limited
-    free = Meter()
+    assert not BatchLimiter().limited
+    assert BatchLimiter(max_ops=1).limited
+    assert BatchLimiter(max_bytes=1).limited
+    free = BatchLimiter()
     assert not any(free.count(large) for _ in range(100))
     assert free.admits(large)
-    meter = Meter(max_ops=3, max_bytes=20)
+    meter = BatchLimiter(max_ops=3, max_bytes=20)
     assert meter.admits(large), "a batch may be of one that is too large"
     assert not meter.count(small)
     assert meter.admits(small)
@@ -584,7 +584,7 @@ def test_meter() -> None:
 
 
 def test_exactly_full_is_full() -> None:
-    meter = Meter(max_bytes=16)
+    meter = BatchLimiter(max_bytes=16)
     assert not meter.count(reduced(zeros(2)).op)
     assert meter.admits(reduced(zeros(2)).op)
     assert meter.count(reduced(zeros(2)).op)
@@ -662,9 +662,9 @@ def every_call() -> Iterator[tuple[Call, object]]:
 
 def test_sorts() -> None:
     for call, sort in every_call():
-        assert sort_of(call.op) == sort, call.op
+        assert fusion_key(call.op) == sort, call.op
     for op in (Parcels("x"), SendParcel("x", 1, 0), RecvParcel("x", 1, 0)):
-        assert sort_of(op) is None
+        assert fusion_key(op) is None
 
 
 def test_large_ones_go_by_themselves() -> None:
@@ -675,8 +675,8 @@ def test_large_ones_go_by_themselves() -> None:
         lambda n: AllGather(F32, n),
         lambda n: ReduceScatterSingle(F32, n, ReduceOp.SUM),
     ):
-        assert sort_of(make(numel)) is not None
-        assert sort_of(make(numel + 1)) is None
+        assert fusion_key(make(numel)) is not None
+        assert fusion_key(make(numel + 1)) is None
     large: Op = AllReduce(F32, numel + 1, ReduceOp.SUM)
     small: Op = AllReduce(F32, 1, ReduceOp.SUM)
     assert plan([(op, (), ()) for op in (small, large, small, large)]) == [[[0, 2], [1], [3]]]

@@ -13,27 +13,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynccomm.backends.base import Submission
-from asynccomm.batching.plan import Meter
-from asynccomm.batching.queue import Hold, caller
+from asynccomm.batching.plan import BatchLimiter
+from asynccomm.batching.queue import DeferredQueue, current_owner
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.ops import AllReduce, Call, Send
 from asynccomm.ops.reduce_op import ReduceOp
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 
-GROUP = Group("t", 0, 2, torch.device("cpu"))
+GROUP = CommInfo("t", 0, 2, torch.device("cpu"))
 
 
 class Held:
     """A hold, whose items are written down when they are sent."""
 
-    def __init__(self, meter: Meter | None = None) -> None:
+    def __init__(self, meter: BatchLimiter | None = None) -> None:
         self.loop = asyncio.new_event_loop()
         self.sent: list[list[Submission]] = []
         self.driver: Any = None  # of what is sent
-        self.hold = Hold("owner", meter or Meter(), self._send)
+        self.hold = DeferredQueue("owner", meter or BatchLimiter(), self._send)
 
-    def _send(self, hold: Hold) -> None:
+    def _send(self, hold: DeferredQueue) -> None:
         assert hold is self.hold
         taken = hold.take()
         for item in taken:
@@ -63,7 +63,7 @@ def held() -> Any:
     made: list[Held] = []
 
     def make(**limits: int) -> Held:
-        made.append(Held(Meter(**limits)))
+        made.append(Held(BatchLimiter(**limits)))
         return made[-1]
 
     yield make
@@ -158,7 +158,7 @@ def test_counts_anew_once_something_was_taken(held: Any) -> None:
 @settings(max_examples=200)
 @given(st.lists(st.one_of(st.integers(0, 5), st.just("take")), max_size=30), st.integers(1, 5), st.integers(1, 30))
 def test_batches_keep_to_the_limits(steps: list[Any], max_ops: int, max_bytes: int) -> None:
-    h = Held(Meter(max_ops, max_bytes))
+    h = Held(BatchLimiter(max_ops, max_bytes))
     try:
         given_, taken = [], []
         for step in steps:
@@ -213,24 +213,24 @@ def test_what_has_nobody_to_move_it_on(held: Any, step: str, after: str) -> None
 
 async def test_tasks_are_callers() -> None:
     me = asyncio.current_task()
-    assert caller() is me
+    assert current_owner() is me
     assert await asyncio.create_task(_caller()) is not me
     assert await _caller() is me
 
     found: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-    asyncio.get_running_loop().call_soon(lambda: found.set_result(caller()))
+    asyncio.get_running_loop().call_soon(lambda: found.set_result(current_owner()))
     assert await found == threading.get_ident(), "a callback of the loop has no task"
 
 
 async def _caller() -> object:
-    return caller()
+    return current_owner()
 
 
 def test_threads_are_callers() -> None:
     found: list[object] = []
-    thread = threading.Thread(target=lambda: found.append((caller(), threading.get_ident())))
+    thread = threading.Thread(target=lambda: found.append((current_owner(), threading.get_ident())))
     thread.start()
     thread.join()
-    assert caller() == threading.get_ident()
+    assert current_owner() == threading.get_ident()
     [(other, ident)] = found  # type: ignore[misc]
     assert other == ident

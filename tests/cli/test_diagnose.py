@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 
 from asynccomm.cli import diagnose
-from asynccomm.cli.diagnose import Door, doors_in, jobs_of
+from asynccomm.cli.diagnose import ProcessSocket, doors_in, jobs_of
 from asynccomm.cli.main import main
-from asynccomm.control.channel import Channel
+from asynccomm.control.channel import ControlChannel
 from asynccomm.control.diagnosis import Diagnosis, RankState
 from asynccomm.control.transport.connection import Tokens
 from asynccomm.control.transport.framing import MESSAGE_BYTES
-from asynccomm.control.transport.sockets import Doors, run_name
+from asynccomm.control.transport.sockets import ListeningSockets, run_name
 
 DEADLINE = 60.0  # seconds until a condition counts as never met
 
@@ -524,8 +524,8 @@ def test_it_needs_no_torch() -> None:
 # -- what is behind for a moment --------------------------------------------------------------------------------------
 
 
-def said_of(*counts: int) -> diagnose.Said:
-    said = diagnose.Said()
+def said_of(*counts: int) -> diagnose.Answer:
+    said = diagnose.Answer()
     for rank, count in enumerate(counts):
         answer = {"comm": "world", "size": len(counts), "state": "open", "collectives": count}
         said.take({"said": {str(rank): {"comms": {"key": answer}}}})
@@ -546,11 +546,11 @@ async def test_who_is_behind_for_a_moment_is_not_late(
 ) -> None:
     left = [said_of(*look) for look in looks]
 
-    async def listen(family: diagnose.Family, stacks: bool) -> diagnose.Said:
+    async def listen(family: diagnose.ProcessTree, stacks: bool) -> diagnose.Answer:
         return left.pop(0)
 
     monkeypatch.setattr(diagnose, "_listen", listen)
-    (view,) = await diagnose._examine(diagnose.Family(()), False)
+    (view,) = await diagnose._examine(diagnose.ProcessTree(()), False)
     assert not left
     assert view.late == late
     assert text in str(view)
@@ -588,8 +588,8 @@ def test_sockets_are_found_among_all() -> None:
             "",
         ]
     )
-    first = Door("asynccomm/my run/3/123/abc", "my run", 3, 123)
-    assert doors_in(text) == [first, Door("asynccomm//0/77/def", "", 0, 77)]
+    first = ProcessSocket("asynccomm/my run/3/123/abc", "my run", 3, 123)
+    assert doors_in(text) == [first, ProcessSocket("asynccomm//0/77/def", "", 0, 77)]
 
 
 def test_a_name_that_no_file_of_the_system_can_show_as_text(command: Command) -> None:
@@ -601,26 +601,26 @@ def test_a_name_that_no_file_of_the_system_can_show_as_text(command: Command) ->
 
 @pytest.mark.parametrize("run", ["plain", "a b/c", "é" * 50, "line\nline\x1b"])
 def test_a_run_is_found_by_what_it_was_called(run: str) -> None:
-    doors = Doors(3, run)
+    doors = ListeningSockets(3, run)
     try:
         found = [door for door in diagnose._doors_here() if door.name == doors.contact.local]
-        assert found == [Door(doors.contact.local, run_name(run), 3, os.getpid())]
+        assert found == [ProcessSocket(doors.contact.local, run_name(run), 3, os.getpid())]
     finally:
         doors.close()
 
 
-def door(run: str, rank: int, pid: int, number: int = 0) -> Door:
-    return Door(f"asynccomm/{run}/{rank}/{pid}/{number}", run, rank, pid)
+def door(run: str, rank: int, pid: int, number: int = 0) -> ProcessSocket:
+    return ProcessSocket(f"asynccomm/{run}/{rank}/{pid}/{number}", run, rank, pid)
 
 
-def sorted_by(knocks: dict[Door, list[Door] | None]) -> list[set[Door]]:
+def sorted_by(knocks: dict[ProcessSocket, list[ProcessSocket] | None]) -> list[set[ProcessSocket]]:
     names = {each: None if family is None else [one.name for one in family] for each, family in knocks.items()}
     return [set(job.doors) for job in jobs_of(names)]
 
 
 def test_families_are_kept_apart_unless_they_share_a_process() -> None:
     a, b = [door("run", rank, 10 + rank) for rank in (0, 1)], [door("run", rank, 20 + rank) for rank in (0, 1)]
-    knocks: dict[Door, list[Door] | None] = {a[0]: a, a[1]: a, b[0]: b, b[1]: b}
+    knocks: dict[ProcessSocket, list[ProcessSocket] | None] = {a[0]: a, a[1]: a, b[0]: b, b[1]: b}
     assert sorted_by(knocks) == [set(a), set(b)]
     both = [door("run", 0, 11, 1), door("run", 1, 20, 1)]  # another comm, of one process of each
     assert sorted_by(knocks | dict.fromkeys(both, both)) == [{*a, *b, *both}]
@@ -671,17 +671,17 @@ class Talker:
 
 async def test_stacks_that_are_too_long_are_left_out() -> None:
     """Else whoever asks would cost the rank its connection."""
-    doors = [Doors(rank, f"talks-{os.getpid()}") for rank in range(2)]
+    doors = [ListeningSockets(rank, f"talks-{os.getpid()}") for rank in range(2)]
     contacts, tokens = [each.contact for each in doors], Tokens()
-    channels = await asyncio.gather(*(Channel.open(rank, contacts, tokens, doors[rank]) for rank in range(2)))
+    channels = await asyncio.gather(*(ControlChannel.open(rank, contacts, tokens, doors[rank]) for rank in range(2)))
     members = [Talker(), Talker()]
     try:
         for one, member in zip(channels, members, strict=True):
             assert one is not None
             one.enroll("key", member)
-        found = Door.of_name(contacts[0].local)
+        found = ProcessSocket.of_name(contacts[0].local)
         assert found is not None
-        said = await diagnose._listen(diagnose.Family((found,), (found,)), True)
+        said = await diagnose._listen(diagnose.ProcessTree((found,), (found,)), True)
         assert said.answers == {rank: {"key": {"comm": "world", "size": 2}} for rank in range(2)}
         assert not any(member.lost for member in members)
     finally:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from asynccomm.cli import doctor
-from asynccomm.cli.doctor import PROBES, Report, Section, System, Warned, as_text, examine
+from asynccomm.cli.doctor import PROBES, Checkup, CheckWarning, Section, SystemInfo, as_text, examine
 from asynccomm.cli.main import main
 from asynccomm.errors import BackendError
 from asynccomm.version import __version__
@@ -106,17 +106,17 @@ MODULES = {
 }
 
 
-def machine(root: Path = Path("/nowhere"), environ: dict[str, str] | None = None, **modules: Any) -> System:
+def machine(root: Path = Path("/nowhere"), environ: dict[str, str] | None = None, **modules: Any) -> SystemInfo:
     """One with these modules; without any it is sound and has no GPU."""
     found = MODULES | {name.replace("__", "."): module for name, module in modules.items()}
-    return System(module=lambda name: found[name], environ=environ or {}, root=root)
+    return SystemInfo(module=lambda name: found[name], environ=environ or {}, root=root)
 
 
 def words(section: Section) -> list[Words]:
     return [(warned.text, warned.serious) for warned in section.warned]
 
 
-def probe(name: str, system: System) -> Section:
+def probe(name: str, system: SystemInfo) -> Section:
     return PROBES[name](system)
 
 
@@ -357,7 +357,7 @@ def fail(error: Exception) -> Any:
 )
 def test_host_name(addresses: Any, facts: dict[str, object], warned: list[Words]) -> None:
     resolve = (lambda: fail(addresses)) if isinstance(addresses, Exception) else (lambda: addresses)
-    check(probe("host_name", System(resolve=resolve)), facts, warned)
+    check(probe("host_name", SystemInfo(resolve=resolve)), facts, warned)
 
 
 def test_a_name_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,7 +365,7 @@ def test_a_name_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
     before = set(threading.enumerate())
     try:
-        section = probe("host_name", System(resolve=lambda: [str(release.wait(60))]))
+        section = probe("host_name", SystemInfo(resolve=lambda: [str(release.wait(60))]))
     finally:
         release.set()
         for thread in set(threading.enumerate()) - before:
@@ -374,7 +374,7 @@ def test_a_name_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_surprise_while_resolving_is_not_lost() -> None:
-    report = examine(System(resolve=lambda: fail(UnicodeError("label too long"))), {"host": PROBES["host_name"]})
+    report = examine(SystemInfo(resolve=lambda: fail(UnicodeError("label too long"))), {"host": PROBES["host_name"]})
     assert report.sections["host"].error == "UnicodeError: label too long"
 
 
@@ -429,27 +429,31 @@ def test_a_probe_that_fails_is_alone() -> None:
 
 
 def test_what_python_warns_of_while_probing_is_reported_once() -> None:
-    def warn(system: System) -> Section:
+    def warn(system: SystemInfo) -> Section:
         for _ in range(2):
             warnings.warn("the driver is too old", stacklevel=1)
-        return Section({}, [Warned("a", serious=True)])
+        return Section({}, [CheckWarning("a", serious=True)])
 
     section = examine(machine(), {"probe": warn}).sections["probe"]
-    assert section.warned == [Warned("a", serious=True), Warned("the driver is too old")]
+    assert section.warned == [CheckWarning("a", serious=True), CheckWarning("the driver is too old")]
 
 
 @pytest.mark.parametrize(
     ("section", "ok", "summary"),
     [
         (Section({}), True, "nothing seems wrong"),
-        (Section({}, [Warned("a")]), True, "1 warning, none serious"),
-        (Section({}, [Warned("a"), Warned("b")]), True, "2 warnings, none serious"),
-        (Section({}, [Warned("a"), Warned("b", serious=True)]), False, "something is seriously wrong; see above"),
+        (Section({}, [CheckWarning("a")]), True, "1 warning, none serious"),
+        (Section({}, [CheckWarning("a"), CheckWarning("b")]), True, "2 warnings, none serious"),
+        (
+            Section({}, [CheckWarning("a"), CheckWarning("b", serious=True)]),
+            False,
+            "something is seriously wrong; see above",
+        ),
         (Section({}, error="x"), False, "something is seriously wrong; see above"),
     ],
 )
 def test_whether_all_is_well(section: Section, ok: bool, summary: str) -> None:
-    report = Report({"some": section})
+    report = Checkup({"some": section})
     assert report.ok is ok
     assert as_text(report).splitlines()[-1] == summary
 
@@ -464,7 +468,9 @@ def test_text() -> None:
         "empty": [],
         "device_0": {"name": "H200", "memory_bytes": 1 << 30, "reaches": [1]},
     }
-    assert as_text(Report({"one_thing": Section(facts, [Warned("a"), Warned("b", serious=True)])})) == "\n".join(
+    assert as_text(
+        Checkup({"one_thing": Section(facts, [CheckWarning("a"), CheckWarning("b", serious=True)])})
+    ) == "\n".join(
         [
             f"asynccomm {__version__}",
             "",
@@ -491,8 +497,8 @@ def test_text() -> None:
 def test_exit_code_and_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], serious: bool, code: int
 ) -> None:
-    section = Section({"n": 1, "list": [1]}, (Warned("a", serious),))
-    monkeypatch.setattr(doctor, "examine", lambda system: Report({"some": section}))
+    section = Section({"n": 1, "list": [1]}, (CheckWarning("a", serious),))
+    monkeypatch.setattr(doctor, "examine", lambda system: Checkup({"some": section}))
     assert main(["doctor", "--json"]) == code
     assert json.loads(capsys.readouterr().out) == {
         "ok": not serious,

@@ -3,7 +3,16 @@ import os
 
 import pytest
 
-from asynccomm.cli.output import LINE_BYTES, QUEUE_BYTES, TAIL_LINES, LineSplitter, PipeReader, Prefixer, Sink, Tail
+from asynccomm.cli.output import (
+    LINE_BYTES,
+    QUEUE_BYTES,
+    TAIL_LINES,
+    LineSplitter,
+    OutputSink,
+    PipeReader,
+    Prefixer,
+    Tail,
+)
 
 
 def taken(fd: int) -> bytes:
@@ -57,7 +66,7 @@ def test_tail_keeps_the_last_lines() -> None:
 
 async def test_sink_never_blocks_and_loses_nothing() -> None:
     read, write = os.pipe()
-    sink = Sink(write)
+    sink = OutputSink(write)
     data = os.urandom(QUEUE_BYTES + 200_000)  # far more than a pipe holds
     sink.write(data)
     assert sink.full
@@ -74,7 +83,7 @@ async def test_sink_never_blocks_and_loses_nothing() -> None:
 
 async def test_sink_outlives_its_reader() -> None:
     read, write = os.pipe()
-    sink = Sink(write)
+    sink = OutputSink(write)
     sink.write(b"x" * 200_000)
     os.close(read)
     await asyncio.wait_for(sink.drain(), 10)
@@ -86,7 +95,7 @@ async def test_sink_outlives_its_reader() -> None:
 async def test_pipe_rests_while_the_sink_is_full() -> None:
     source_read, source_write = os.pipe()
     sink_read, sink_write = os.pipe()
-    sink = Sink(sink_write)
+    sink = OutputSink(sink_write)
     got: list[bytes] = []
     first, done = asyncio.Event(), asyncio.Event()
 
@@ -116,7 +125,7 @@ async def test_close_takes_what_is_there_and_waits_for_nobody() -> None:
     read, write = os.pipe()
     null = os.open(os.devnull, os.O_WRONLY)
     got: list[bytes] = []
-    reader = PipeReader(os.fdopen(read, "rb", buffering=0), got.extend, Sink(null))
+    reader = PipeReader(os.fdopen(read, "rb", buffering=0), got.extend, OutputSink(null))
     os.write(write, b"a\nb")
     reader.close()  # the write end is open still
     reader.close()

@@ -18,12 +18,12 @@ import torch
 from asynccomm import MemoryStore, RendezvousError, StoreError
 from asynccomm.backends.loopback import LoopbackBackend
 from asynccomm.comm import bootstrap as assembly_module
-from asynccomm.comm.bootstrap import assemble
+from asynccomm.comm.bootstrap import bootstrap
 from asynccomm.comm.session import Session
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 from asynccomm.options import CommOptions
-from asynccomm.rendezvous.job import Claim, Origin
-from asynccomm.rendezvous.spec import Place
+from asynccomm.rendezvous.job import JobOrigin, NameReservation
+from asynccomm.rendezvous.spec import RendezvousSpec
 from asynccomm.store.base import Store
 from tests.waiting import until
 
@@ -31,13 +31,13 @@ OPTIONS = CommOptions(timeout=10)
 CPU = torch.device("cpu")
 
 
-def place(store: Store, rank: int, size: int) -> Place:
-    return Place(rank, size, "asynccomm/run/0", store=store)
+def place(store: Store, rank: int, size: int) -> RendezvousSpec:
+    return RendezvousSpec(rank, size, "asynccomm/run/0", store=store)
 
 
 async def made(store: Store, rank: int, size: int, options: CommOptions = OPTIONS, **more: Any) -> Session:
-    group = Group("c", rank, size, CPU)
-    return await assemble(place(store, rank, size), group, "loopback", {"loopback": LoopbackBackend}, options, **more)
+    group = CommInfo("c", rank, size, CPU)
+    return await bootstrap(place(store, rank, size), group, "loopback", {"loopback": LoopbackBackend}, options, **more)
 
 
 async def close(*sessions: Session) -> None:
@@ -57,7 +57,7 @@ async def test_the_first_of_its_family() -> None:
         seat = session.seat
         assert session.backend_name == "loopback"
         assert seat.parent_ranks == seat.job_ranks == (0, 1)
-        assert seat.family.origin == Origin(place(store, rank, 2), rank)
+        assert seat.family.origin == JobOrigin(place(store, rank, 2), rank)
         assert seat.family.channel is not None
         assert list(seat.family.channel.roster.contacts) == [0, 1]
         assert not await seat.family.room.check(["host"])  # the store is nobody's
@@ -67,7 +67,7 @@ async def test_the_first_of_its_family() -> None:
 
 async def test_one_that_follows() -> None:
     store = MemoryStore()
-    origins = [Origin(place(store, rank, 4), rank + 2) for rank in range(2)]
+    origins = [JobOrigin(place(store, rank, 4), rank + 2) for rank in range(2)]
     found = await asyncio.gather(
         *(made(store, rank, 2, origin=origin, parent_ranks=[3, -1]) for rank, origin in enumerate(origins))
     )
@@ -75,7 +75,7 @@ async def test_one_that_follows() -> None:
     assert {session.seat.job_ranks for session in found} == {(0, 1)}
     assert [session.seat.family.origin for session in found] == origins
     with pytest.raises(ValueError, match="name 'c' is in use"):
-        Claim(origins[0].world, "c")  # of the rank that it was in the first comm
+        NameReservation(origins[0].world, "c")  # of the rank that it was in the first comm
     await close(*found)
 
 
@@ -106,7 +106,7 @@ async def test_cancelling_at_any_moment_leaves_nothing() -> None:
             found = await asyncio.gather(*tasks, return_exceptions=True)
         await close(*(one for one in found if isinstance(one, Session)))
         for rank in range(2):
-            Claim((id(store), rank), "c").release()  # the name is free
+            NameReservation((id(store), rank), "c").release()  # the name is free
     await nothing_is_left()
 
 
@@ -132,7 +132,7 @@ async def test_a_store_that_ends_meanwhile_is_looked_for_again(monkeypatch: pyte
 
     meetings: list[Meeting] = []
 
-    async def meet(place: Place, timeout: float) -> Meeting:
+    async def meet(place: RendezvousSpec, timeout: float) -> Meeting:
         meetings.append(Meeting())
         return meetings[-1]
 
@@ -141,19 +141,19 @@ async def test_a_store_that_ends_meanwhile_is_looked_for_again(monkeypatch: pyte
             raise StoreError("the connection was lost")
         return "joined"
 
-    monkeypatch.setattr(assembly_module, "meet", meet)
-    monkeypatch.setattr(assembly_module, "join", join)
-    where = Place(1, 2, "asynccomm/run/0", host="h", port=1)
+    monkeypatch.setattr(assembly_module, "connect_store", meet)
+    monkeypatch.setattr(assembly_module, "handshake", join)
+    where = RendezvousSpec(1, 2, "asynccomm/run/0", host="h", port=1)
     found = await assembly_module._join(
-        where, Group("c", 1, 2, CPU), "auto", "program", 10, None, asyncio.get_running_loop().time()
+        where, CommInfo("c", 1, 2, CPU), "auto", "program", 10, None, asyncio.get_running_loop().time()
     )
     assert found == (meetings[2], "joined")
     assert [meeting.closed for meeting in meetings] == [1, 1, 0]
     meetings.clear()
     with pytest.raises(StoreError):  # the one who hosts it knows better
         await assembly_module._join(
-            Place(0, 2, "asynccomm/run/0", host="h", port=1, hosting=True),
-            Group("c", 0, 2, CPU),
+            RendezvousSpec(0, 2, "asynccomm/run/0", host="h", port=1, hosting=True),
+            CommInfo("c", 0, 2, CPU),
             "auto",
             "program",
             10,
@@ -167,9 +167,9 @@ async def test_who_hosts_the_store_says_so() -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    where = [Place(r, 2, "asynccomm/run/0", host="127.0.0.1", port=port, hosting=r == 1) for r in range(2)]
+    where = [RendezvousSpec(r, 2, "asynccomm/run/0", host="127.0.0.1", port=port, hosting=r == 1) for r in range(2)]
     sessions = await asyncio.gather(
-        *(assemble(where[r], Group("c", r, 2, CPU), "gloo", {"gloo": _gloo()}, OPTIONS) for r in range(2))
+        *(bootstrap(where[r], CommInfo("c", r, 2, CPU), "gloo", {"gloo": _gloo()}, OPTIONS) for r in range(2))
     )
     assert await sessions[0].seat.family.room.get("host") == b"1"
     await close(*sessions)

@@ -24,7 +24,7 @@ from asynccomm import (
     new_comm,
 )
 from asynccomm.comm import incoming as incoming_module
-from asynccomm.comm.bootstrap import assemble
+from asynccomm.comm.bootstrap import bootstrap
 from asynccomm.control.membership import joiner as guest_module
 from asynccomm.rendezvous import lobby as newcomers_module
 from asynccomm.store.server import listen, serve
@@ -252,7 +252,7 @@ async def test_one_that_dies_while_they_connect(monkeypatch: pytest.MonkeyPatch)
         assert coming.cancel()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(incoming_module, "assemble", dies)
+    monkeypatch.setattr(incoming_module, "bootstrap", dies)
     async with world(2, store) as comms:
         coming = joining(store)
         (name,) = await waiting(comms[0], 1)
@@ -306,7 +306,7 @@ async def test_it_cannot_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(*arguments: Any, **more: Any) -> Any:
         raise BackendError("no route")
 
-    monkeypatch.setattr(incoming_module, "assemble", fail)
+    monkeypatch.setattr(incoming_module, "bootstrap", fail)
     async with world(2, store) as comms:
         coming = joining(store)
         (name,) = await waiting(comms[0], 1)
@@ -375,9 +375,9 @@ async def test_a_rank_dies_while_all_connect(monkeypatch: pytest.MonkeyPatch) ->
             channel = comms[0]._session.seat.family.channel
             assert channel is not None
             channel.call(channel._begin_closing)
-        return await assemble(place, group, *arguments, **more)
+        return await bootstrap(place, group, *arguments, **more)
 
-    monkeypatch.setattr(incoming_module, "assemble", watched)
+    monkeypatch.setattr(incoming_module, "bootstrap", watched)
     async with world(3, store) as comms:
         coming = joining(store)
         (name,) = await waiting(comms[1], 1)

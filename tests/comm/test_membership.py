@@ -33,10 +33,19 @@ from asynccomm import (
     new_comm,
 )
 from asynccomm.comm import membership as regrouping_module
-from asynccomm.comm.bootstrap import assemble
-from asynccomm.comm.membership import go_on
-from asynccomm.control.channel import Channel
-from asynccomm.control.membership.messages import Again, Committed, Decided, Decision, LeftOut, Order, Refused, Who
+from asynccomm.comm.bootstrap import bootstrap
+from asynccomm.comm.membership import await_commit
+from asynccomm.control.channel import ControlChannel
+from asynccomm.control.membership.messages import (
+    Commit,
+    CoordinatorOrder,
+    Excluded,
+    ParticipantId,
+    Prepare,
+    Rejected,
+    Retry,
+    View,
+)
 from asynccomm.rendezvous import job as family_module
 from asynccomm.store.server import listen, serve
 from asynccomm.testing.local import loopback_world
@@ -108,9 +117,11 @@ class Voter:
 
     def __init__(self) -> None:
         self.said: list[str] = []
-        self.hear: Callable[[Order], object] = lambda order: None
+        self.hear: Callable[[CoordinatorOrder], object] = lambda order: None
 
-    def ask(self, proposal: Sequence[Who] | None, wait: float, hear: Callable[[Order], object]) -> None:
+    def ask(
+        self, proposal: Sequence[ParticipantId] | None, wait: float, hear: Callable[[CoordinatorOrder], object]
+    ) -> None:
         self.said.append(f"ask {proposal} {wait:g}")
         self.hear = hear
 
@@ -140,21 +151,21 @@ class Formed:
 DROPPED = ["its members have changed before it began", "closed"]
 
 
-def decided(key: str) -> Decided:
-    return Decided(Decision(key, 0, 0, (0, 1)))
+def decided(key: str) -> Prepare:
+    return Prepare(View(key, 0, 0, (0, 1)))
 
 
 async def test_what_is_committed_is_what_comes_back() -> None:
     voter, formed = Voter(), Formed()
 
-    async def form(decision: Decision) -> Any:
+    async def form(decision: View) -> Any:
         return formed
 
-    going = asyncio.ensure_future(go_on(voter, [0, 1], 3.0, form, "c"))
+    going = asyncio.ensure_future(await_commit(voter, [0, 1], 3.0, form, "c"))
     await until(lambda: bool(voter.said))
     voter.hear(decided("k"))
     await until(lambda: "prepared k" in voter.said)
-    voter.hear(Committed("k"))
+    voter.hear(Commit("k"))
     assert await going is formed
     assert voter.said == ["ask [0, 1] 3", "prepared k"]
     assert formed.ended == []
@@ -164,38 +175,38 @@ async def test_an_attempt_that_is_over_is_dropped_and_the_next_one_made() -> Non
     voter, all_formed = Voter(), [Formed(), Formed()]
     left = iter(all_formed)
 
-    async def form(decision: Decision) -> Any:
+    async def form(decision: View) -> Any:
         return next(left)
 
-    going = asyncio.ensure_future(go_on(voter, None, 3.0, form, "c"))
+    going = asyncio.ensure_future(await_commit(voter, None, 3.0, form, "c"))
     await until(lambda: bool(voter.said))
     voter.hear(decided("a"))
     await until(lambda: "prepared a" in voter.said)
-    voter.hear(Again("a", 1, "rank 1 was lost"))
+    voter.hear(Retry("a", 1, "rank 1 was lost"))
     await until(lambda: all_formed[0].ended == DROPPED)
     voter.hear(decided("b"))
     await until(lambda: "prepared b" in voter.said)
-    voter.hear(Committed("b"))
+    voter.hear(Commit("b"))
     assert await going is all_formed[1]
 
 
 async def test_an_attempt_that_still_connects_is_cancelled() -> None:
     voter, cancelled = Voter(), []
 
-    async def form(decision: Decision) -> Any:
+    async def form(decision: View) -> Any:
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
             cancelled.append(decision.key)
             raise
 
-    going = asyncio.ensure_future(go_on(voter, None, 3.0, form, "c"))
+    going = asyncio.ensure_future(await_commit(voter, None, 3.0, form, "c"))
     await until(lambda: bool(voter.said))
     voter.hear(decided("a"))
     await asyncio.sleep(0)
-    voter.hear(Again("a", 1, "rank 1 was lost"))
+    voter.hear(Retry("a", 1, "rank 1 was lost"))
     await until(lambda: cancelled == ["a"])
-    voter.hear(LeftOut("the others were quicker"))
+    voter.hear(Excluded("the others were quicker"))
     with pytest.raises(LeftOutError, match="comm 'c' goes on without this rank: the others were quicker"):
         await going
     assert voter.said == ["ask None 3"]
@@ -207,17 +218,17 @@ async def test_an_attempt_that_still_connects_is_cancelled() -> None:
 async def test_the_others_hear_of_any_failure(error: Exception) -> None:
     voter = Voter()
 
-    async def form(decision: Decision) -> Any:
+    async def form(decision: View) -> Any:
         raise error
 
-    going = asyncio.ensure_future(go_on(voter, None, 3.0, form, "c"))
+    going = asyncio.ensure_future(await_commit(voter, None, 3.0, form, "c"))
     await until(lambda: bool(voter.said))
     voter.hear(decided("a"))
     await until(lambda: len(voter.said) == 2)
     assert voter.said[1].startswith(f"failed a {type(error).__name__}: ")
     assert "no route" in voter.said[1]
-    voter.hear(Again("a", 1, "no route"))
-    voter.hear(Refused(1, "[0, 1] could not connect: no route", False))
+    voter.hear(Retry("a", 1, "no route"))
+    voter.hear(Rejected(1, "[0, 1] could not connect: no route", False))
     with pytest.raises(BackendError, match=r"comm 'c' cannot go on: \[0, 1\] could not connect: no route"):
         await going
     assert "give up" not in voter.said  # it may call again
@@ -225,15 +236,15 @@ async def test_the_others_hear_of_any_failure(error: Exception) -> None:
 
 async def test_a_mistake_is_a_value_error_and_not_final() -> None:
     voter = Voter()
-    going = asyncio.ensure_future(go_on(voter, None, 3.0, _never, "c", " (as the job calls them)"))
+    going = asyncio.ensure_future(await_commit(voter, None, 3.0, _never, "c", " (as the job calls them)"))
     await until(lambda: bool(voter.said))
-    voter.hear(Refused(0, "rank 0 proposes [0], rank 1 proposes [1]", True))
+    voter.hear(Rejected(0, "rank 0 proposes [0], rank 1 proposes [1]", True))
     with pytest.raises(ValueError, match=r"comm 'c' must propose the same .* \[1\] \(as the job calls them\)"):
         await going
     assert voter.said == ["ask None 3"]
 
 
-async def _never(decision: Decision) -> Any:
+async def _never(decision: View) -> Any:
     raise AssertionError
 
 
@@ -243,16 +254,16 @@ async def test_the_error_keeps_nothing_of_an_attempt() -> None:
     class Place:
         """May host a store."""
 
-    async def form(decision: Decision) -> Any:
+    async def form(decision: View) -> Any:
         place = Place()
         made.append(weakref.ref(place))
         await asyncio.Event().wait()
 
-    going = asyncio.ensure_future(go_on(voter, None, 1, form, "main"))
+    going = asyncio.ensure_future(await_commit(voter, None, 1, form, "main"))
     await until(lambda: bool(voter.said))
     voter.hear(decided("a"))
     await until(lambda: bool(made))
-    voter.hear(LeftOut("they were faster"))
+    voter.hear(Excluded("they were faster"))
     with pytest.raises(LeftOutError, match="they were faster") as caught:
         await going
     gc.collect()
@@ -264,13 +275,13 @@ async def test_the_error_keeps_nothing_of_an_attempt() -> None:
 async def test_cancelling_gives_up_and_leaves_nothing(prepared: bool) -> None:
     voter, formed, entered = Voter(), Formed(), asyncio.Event()
 
-    async def form(decision: Decision) -> Any:
+    async def form(decision: View) -> Any:
         entered.set()
         if not prepared:
             await asyncio.Event().wait()
         return formed
 
-    going = asyncio.ensure_future(go_on(voter, None, 3.0, form, "c"))
+    going = asyncio.ensure_future(await_commit(voter, None, 3.0, form, "c"))
     await until(lambda: bool(voter.said))
     voter.hear(decided("a"))
     await entered.wait()
@@ -369,9 +380,9 @@ async def test_a_rank_dies_while_they_connect(monkeypatch: pytest.MonkeyPatch, d
         if group.size == 3 and group.rank == dead:
             die(comms[dead])
             await asyncio.Event().wait()
-        return await assemble(place, group, *arguments, **more)
+        return await bootstrap(place, group, *arguments, **more)
 
-    monkeypatch.setattr(regrouping_module, "assemble", dying)
+    monkeypatch.setattr(regrouping_module, "bootstrap", dying)
     async with loopback_world(3) as comms:
         calls = [asyncio.ensure_future(_await(comm.shrink())) for comm in comms]
         left = [calls[rank] for rank in range(3) if rank != dead]
@@ -391,9 +402,9 @@ async def test_a_rank_that_cannot_connect_is_tried_again(monkeypatch: pytest.Mon
         if group.rank == 1 and failures:
             failures -= 1
             raise BackendError("not now")
-        return await assemble(place, group, *arguments, **more)
+        return await bootstrap(place, group, *arguments, **more)
 
-    monkeypatch.setattr(regrouping_module, "assemble", failing)
+    monkeypatch.setattr(regrouping_module, "bootstrap", failing)
     async with loopback_world(2) as comms:
         new = await shrunk(comms)
         assert failures == 0
@@ -407,9 +418,9 @@ async def test_ranks_that_cannot_connect_at_all_are_told_so_and_the_comm_lives(m
     async def failing(place: Any, group: Any, *arguments: Any, **more: Any) -> Any:
         if broken and group.rank == 1:
             raise BackendError("no route")
-        return await assemble(place, group, *arguments, **more)
+        return await bootstrap(place, group, *arguments, **more)
 
-    monkeypatch.setattr(regrouping_module, "assemble", failing)
+    monkeypatch.setattr(regrouping_module, "bootstrap", failing)
     async with loopback_world(2) as comms:
         for error in await together([comm.shrink() for comm in comms]):
             assert isinstance(error, BackendError)
@@ -499,7 +510,7 @@ async def test_ranks_that_cannot_hear_of_each_other_do_not_all_go_on(alone_first
         await close(new)
 
 
-def _cut_off(channel: Channel) -> None:
+def _cut_off(channel: ControlChannel) -> None:
     """Make it believe that all others are dead."""
     node = channel._node
     link = node.up
@@ -654,9 +665,9 @@ async def test_cancelling_while_they_connect(monkeypatch: pytest.MonkeyPatch) ->
         if group.size == 3 and group.rank == 0:
             entered.set()
             await asyncio.Event().wait()
-        return await assemble(place, group, *arguments, **more)
+        return await bootstrap(place, group, *arguments, **more)
 
-    monkeypatch.setattr(regrouping_module, "assemble", slow)
+    monkeypatch.setattr(regrouping_module, "bootstrap", slow)
     async with loopback_world(3) as comms:
         calls = [asyncio.ensure_future(_await(comm.shrink())) for comm in comms]
         await entered.wait()
@@ -846,9 +857,9 @@ async def test_the_last_one_dies_while_they_connect_and_the_root_goes_on_alone(m
         if group.size == 2 and group.rank == 1:
             die(comms[1])
             await asyncio.Event().wait()
-        return await assemble(place, group, *arguments, **more)
+        return await bootstrap(place, group, *arguments, **more)
 
-    monkeypatch.setattr(regrouping_module, "assemble", dying)
+    monkeypatch.setattr(regrouping_module, "bootstrap", dying)
     async with loopback_world(2) as comms:
         calls = [asyncio.ensure_future(_await(comm.shrink())) for comm in comms]
         new = await together(calls[:1])

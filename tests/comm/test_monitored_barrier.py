@@ -10,11 +10,11 @@ from asynccomm import MemoryStore, MonitoredBarrierError, Store, TorchStore, Wor
 from asynccomm.comm.monitored_barrier import MonitoredBarrier, MonitoredBarriers
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.errors import StoreProtocolError
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 
 
 def sides(store: Store, size: int) -> list[MonitoredBarriers]:
-    return [MonitoredBarriers(Group("c", rank, size, torch.device("cpu")), store) for rank in range(size)]
+    return [MonitoredBarriers(CommInfo("c", rank, size, torch.device("cpu")), store) for rank in range(size)]
 
 
 async def take_part(side: MonitoredBarriers, timeout: float) -> MonitoredBarrierError | None:

@@ -5,7 +5,7 @@ from typing import Self
 
 import pytest
 
-from asynccomm.comm.pending import Connecting
+from asynccomm.comm.pending import PendingComm
 
 
 class Thing:
@@ -21,11 +21,11 @@ class Thing:
         self.left_with.append(kind)
 
 
-def connecting(thing: Thing | None) -> Connecting[Thing | None]:
+def connecting(thing: Thing | None) -> PendingComm[Thing | None]:
     async def connect() -> Thing | None:
         return thing
 
-    return Connecting(connect)
+    return PendingComm(connect)
 
 
 async def test_awaiting_gives_it_open() -> None:
@@ -60,7 +60,7 @@ async def test_an_error_of_connecting_is_raised() -> None:
         raise ConnectionError("no")
 
     with pytest.raises(ConnectionError):
-        await Connecting(fail)
+        await PendingComm(fail)
     with pytest.raises(ConnectionError):
-        async with Connecting(fail):
+        async with PendingComm(fail):
             raise AssertionError

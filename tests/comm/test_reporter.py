@@ -15,9 +15,9 @@ import torch
 
 from asynccomm import AbortedError, BrokenError, CollectiveMismatchError, Comm, PeerLostError
 from asynccomm.comm.reporter import COMPARED, REMEMBERED, Reporter
-from asynccomm.comm.wire_errors import news_of
-from asynccomm.control.channel import Channel
-from asynccomm.control.transport.framing import Message
+from asynccomm.comm.wire_errors import encode_error
+from asynccomm.control.channel import ControlChannel
+from asynccomm.control.transport.framing import ControlMessage
 from asynccomm.core.callsite import call_site
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import Work
@@ -25,7 +25,7 @@ from asynccomm.ops import AllReduce, Barrier
 from asynccomm.ops.p2p import Send
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.signature import signature
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 from asynccomm.testing.local import loopback_world
 
 
@@ -54,8 +54,8 @@ class Line:
 
     def __init__(self) -> None:
         self.enrolled: list[str] = []
-        self.told: list[Message] = []
-        self.withdrawn: list[Message | None] = []
+        self.told: list[ControlMessage] = []
+        self.withdrawn: list[ControlMessage | None] = []
         self.looks = 0
         self.gone = {11: "its process ended"}
         self.roster = SimpleNamespace(contacts={10: None, 11: None})
@@ -63,10 +63,10 @@ class Line:
     def enroll(self, key: str, member: object) -> None:
         self.enrolled.append(key)
 
-    def withdraw(self, key: str, item: Message | None = None) -> None:
+    def withdraw(self, key: str, item: ControlMessage | None = None) -> None:
         self.withdrawn.append(item)
 
-    def tell(self, key: str, item: Message, then: Callable[[], object]) -> None:
+    def tell(self, key: str, item: ControlMessage, then: Callable[[], object]) -> None:
         self.told.append(item)
         then()
 
@@ -82,7 +82,7 @@ class Parts:
         self.session = Session()
         self.line = Line()
         loop = asyncio.get_running_loop()
-        group = Group("grads", 0, 3, torch.device("cpu"))
+        group = CommInfo("grads", 0, 3, torch.device("cpu"))
         channel: Any = self.line
         self.reporter = Reporter(group, channel, "key", [10, 11, 12], self.session, loop)
         self.mailbox = Mailbox(loop)
@@ -219,7 +219,7 @@ async def test_a_session_that_was_dropped(parts: Parts) -> None:
     parts.session = None  # type: ignore[assignment]
     gc.collect()
     assert parts.reporter.answer({"what": "state"}) == {}
-    parts.reporter.hear(11, {"rank": 1, **news_of(AbortedError(1, "enough"))})
+    parts.reporter.hear(11, {"rank": 1, **encode_error(AbortedError(1, "enough"))})
 
 
 async def test_a_loop_that_does_not_turn_is_blocked(parts: Parts) -> None:
@@ -244,27 +244,27 @@ async def test_ranks_that_do_not_answer(parts: Parts) -> None:
 
 
 async def test_news_of_others_break_it(parts: Parts) -> None:
-    parts.reporter.hear(12, {"rank": 77, **news_of(AbortedError(77, "enough"))})
+    parts.reporter.hear(12, {"rank": 77, **encode_error(AbortedError(77, "enough"))})
     (error,) = parts.session.broken
     assert str(error) == "aborted by rank 2: enough", "who sent it, whatever it says"
 
 
 @pytest.mark.parametrize("item", [{"kind": "closed"}, {"kind": "unheard of"}])
-async def test_other_news_do_not(parts: Parts, item: Message) -> None:
+async def test_other_news_do_not(parts: Parts, item: ControlMessage) -> None:
     parts.reporter.hear(11, {"rank": 1, **item})
     assert parts.session.broken == []
 
 
 async def test_news_of_who_is_not_in_the_comm(parts: Parts) -> None:
-    parts.reporter.hear(99, {"rank": 0, **news_of(AbortedError(0, "enough"))})
+    parts.reporter.hear(99, {"rank": 0, **encode_error(AbortedError(0, "enough"))})
     parts.reporter.lose(99, "its process ended")
     assert parts.session.broken == []
 
 
 async def test_that_others_take_this_rank_for_lost_is_no_news_to_it(parts: Parts) -> None:
-    parts.reporter.hear(11, {"rank": 1, **news_of(PeerLostError(0, "it was silent"))})
+    parts.reporter.hear(11, {"rank": 1, **encode_error(PeerLostError(0, "it was silent"))})
     assert parts.session.broken == []
-    parts.reporter.hear(11, {"rank": 1, **news_of(PeerLostError(2, "it was silent"))})
+    parts.reporter.hear(11, {"rank": 1, **encode_error(PeerLostError(2, "it was silent"))})
     assert [str(error) for error in parts.session.broken] == ["rank 2 was lost: it was silent"]
 
 
@@ -357,7 +357,7 @@ async def test_a_split_comm_has_ranks_of_its_own() -> None:
         one, two = children
         assert one is not None
         assert two is not None
-        assert isinstance(one._session.seat.family.channel, Channel)
+        assert isinstance(one._session.seat.family.channel, ControlChannel)
         work = one.barrier()
         two.abort("enough")  # rank 2 of the job, rank 0 here
         with pytest.raises(AbortedError, match="aborted by rank 0: enough"):

@@ -32,7 +32,7 @@ from asynccomm import (
 )
 from asynccomm.backends.base import Backend
 from asynccomm.backends.loopback import Hub, LoopbackBackend
-from asynccomm.control.channel import Channel
+from asynccomm.control.channel import ControlChannel
 from asynccomm.control.diagnosis import RankState
 from asynccomm.testing.local import loopback_world
 from tests.waiting import until
@@ -44,7 +44,7 @@ def hub_of(comm: Comm) -> Hub:
     return backend.hub
 
 
-def channel_of(comm: Comm) -> Channel:
+def channel_of(comm: Comm) -> ControlChannel:
     channel = comm._session.seat.family.channel
     assert channel is not None
     return channel

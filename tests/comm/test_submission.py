@@ -32,7 +32,7 @@ from asynccomm import (
 from asynccomm.backends.base import Submission
 from asynccomm.backends.loopback import Hub, LoopbackBackend
 from asynccomm.core.work import Work
-from asynccomm.ops import AllReduce, Barrier, Call, Recv, Send, Together, variable
+from asynccomm.ops import AllReduce, Barrier, Call, GroupedOp, Recv, Send, variable
 from asynccomm.testing.local import loopback_world
 from tests.fake_streams import STREAM, Place
 
@@ -91,7 +91,7 @@ async def test_numbers_and_descriptions() -> None:
             barrier(comm),
         ]
         work = together(comm, calls)
-        assert work.op == Together(tuple([call.op for call in calls]))
+        assert work.op == GroupedOp(tuple([call.op for call in calls]))
         assert work.seq == 0, "that of the first, a message"
         assert repr(work) == f"<Work #0 {work.op} done>"
         assert comm.barrier().seq == 3

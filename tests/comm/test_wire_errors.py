@@ -13,13 +13,13 @@ from asynccomm import (
     CollectiveTimeoutError,
     PeerLostError,
 )
-from asynccomm.comm.wire_errors import error_of, news_of
+from asynccomm.comm.wire_errors import decode_error, encode_error
 from asynccomm.ops import AllReduce
 from asynccomm.ops.reduce_op import ReduceOp
 
 
 def heard(error: BrokenError) -> BrokenError | None:
-    return error_of({"rank": 2, "number": 0, **json.loads(json.dumps(news_of(error)))})
+    return decode_error({"rank": 2, "number": 0, **json.loads(json.dumps(encode_error(error)))})
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_deadline_is_an_abort_by_the_rank_that_had_it() -> None:
 
 
 def test_other_news_are_no_error() -> None:
-    assert error_of({"rank": 1, "number": 4, "kind": "roll call"}) is None
+    assert decode_error({"rank": 1, "number": 4, "kind": "roll call"}) is None
 
 
 BAD = [
@@ -76,18 +76,18 @@ BAD = [
 
 @pytest.mark.parametrize("item", BAD, ids=str)
 def test_an_error_that_cannot_be_read_is_one_of_the_transport(item: dict[str, object]) -> None:
-    found = error_of({**item, "rank": 2})
+    found = decode_error({**item, "rank": 2})
     assert type(found) is BackendError
     assert str(found) == f"rank 2 reports an error that cannot be read, of the kind {item['kind']!r}"
 
 
 @pytest.mark.parametrize("kind", [None, 5, ["abort"], {}])
 def test_news_of_nothing_are_passed_over(kind: object, caplog: pytest.LogCaptureFixture) -> None:
-    assert error_of({"rank": 2, "kind": kind, "reason": "x"}) is None
-    assert error_of({"rank": 2}) is None
+    assert decode_error({"rank": 2, "kind": kind, "reason": "x"}) is None
+    assert decode_error({"rank": 2}) is None
     assert "rank 2 has news that say not of what" in caplog.text
 
 
 def test_long_reasons_are_cut_off() -> None:
-    found = error_of({"rank": 2, "kind": "abort", "reason": "x" * (1 << 20)})
+    found = decode_error({"rank": 2, "kind": "abort", "reason": "x" * (1 << 20)})
     assert len(str(found)) < 1 << 15

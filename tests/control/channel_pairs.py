@@ -11,12 +11,12 @@ from dataclasses import replace
 import pytest
 
 from asynccomm.control import channel as channel_module
-from asynccomm.control.channel import Channel
-from asynccomm.control.fingerprints import Print
+from asynccomm.control.channel import ControlChannel
+from asynccomm.control.fingerprints import Fingerprint
 from asynccomm.control.transport import thread as thread_module
 from asynccomm.control.transport.connection import Tokens
-from asynccomm.control.transport.framing import Message
-from asynccomm.control.transport.sockets import Doors
+from asynccomm.control.transport.framing import ControlMessage
+from asynccomm.control.transport.sockets import ListeningSockets
 from asynccomm.control.transport.thread import ControlThread
 
 from .unauthenticated import descriptors, names, until
@@ -26,13 +26,13 @@ class Member:
     """A comm, on one rank."""
 
     def __init__(self) -> None:
-        self.heard: list[tuple[int, Message]] = []
+        self.heard: list[tuple[int, ControlMessage]] = []
         self.lost: list[tuple[int, str]] = []
         self.threads: set[str] = set()
-        self.issued: list[Print] = []
+        self.issued: list[Fingerprint] = []
         self.size = 2
 
-    def hear(self, rank: int, item: Message) -> None:
+    def hear(self, rank: int, item: ControlMessage) -> None:
         self.threads.add(threading.current_thread().name)
         if "bad" in item:
             raise ZeroDivisionError(item["bad"])
@@ -41,17 +41,17 @@ class Member:
     def lose(self, rank: int, how: str) -> None:
         self.lost.append((rank, how))
 
-    def answer(self, question: Message) -> Message:
+    def answer(self, question: ControlMessage) -> ControlMessage:
         if "bad" in question:
             raise ZeroDivisionError(question["bad"])
         return {"asked": question, "on": threading.current_thread().name}
 
-    def prints(self) -> tuple[int, Sequence[Print]]:
+    def prints(self) -> tuple[int, Sequence[Fingerprint]]:
         found, self.issued = self.issued, []
         return self.size, found
 
 
-async def two_threads(monkeypatch: pytest.MonkeyPatch) -> tuple[Channel, Channel, ControlThread]:
+async def two_threads(monkeypatch: pytest.MonkeyPatch) -> tuple[ControlChannel, ControlChannel, ControlThread]:
     """Two channels on one host, the second on a thread of its own."""
     own = ControlThread()
 
@@ -61,10 +61,10 @@ async def two_threads(monkeypatch: pytest.MonkeyPatch) -> tuple[Channel, Channel
 
     doors = doors_of("aa")
     contacts, tokens = [one.contact for one in doors], Tokens()
-    zero = await Channel.open(0, contacts, tokens, doors[0])
+    zero = await ControlChannel.open(0, contacts, tokens, doors[0])
     with monkeypatch.context() as patch:
         patch.setattr(channel_module, "control_thread", thread_of_its_own)
-        one = await Channel.open(1, contacts, tokens, doors[1])
+        one = await ControlChannel.open(1, contacts, tokens, doors[1])
     assert zero is not None
     assert one is not None
     return zero, one, own
@@ -73,7 +73,7 @@ async def two_threads(monkeypatch: pytest.MonkeyPatch) -> tuple[Channel, Channel
 class Job:
     """Its channels, by rank, and a member of comm "main" on each."""
 
-    def __init__(self, channels: list[Channel]) -> None:
+    def __init__(self, channels: list[ControlChannel]) -> None:
         self.channels = channels
         self.members = [Member() for _ in channels]
         for channel, member in zip(channels, self.members, strict=True):
@@ -90,10 +90,10 @@ class Job:
             await until(lambda one=one: rank in dict(self.members[one].lost), f"rank {one} to miss rank {rank}")
 
 
-def doors_of(hosts: str) -> list[Doors]:
+def doors_of(hosts: str) -> list[ListeningSockets]:
     found = []
     for rank, host in enumerate(hosts):
-        doors = Doors(rank, "a run")
+        doors = ListeningSockets(rank, "a run")
         if len(set(hosts)) > 1:
             doors.open_tcp("127.0.0.1")
         doors.contact = replace(doors.contact, host=host)
@@ -107,7 +107,7 @@ async def job(hosts: str) -> AsyncIterator[Job]:
     doors = doors_of(hosts)
     contacts = [one.contact for one in doors]
     tokens = Tokens()
-    opened = await asyncio.gather(*(Channel.open(rank, contacts, tokens, one) for rank, one in enumerate(doors)))
+    opened = await asyncio.gather(*(ControlChannel.open(rank, contacts, tokens, one) for rank, one in enumerate(doors)))
     found = Job([channel for channel in opened if channel is not None])
     assert len(found.channels) == len(hosts)
     try:

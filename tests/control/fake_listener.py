@@ -13,10 +13,10 @@ from typing import Any
 from asynccomm.control.transport import connection as connection_module
 from asynccomm.control.transport import listener as listener_module
 from asynccomm.control.transport.connection import Connection, Tokens, connect
-from asynccomm.control.transport.framing import Message
+from asynccomm.control.transport.framing import ControlMessage
 from asynccomm.control.transport.listener import Listener
 from asynccomm.control.transport.sockets import local_socket, tcp_socket
-from asynccomm.control.transport.topology import Contact
+from asynccomm.control.transport.topology import RankAddress
 
 from .unauthenticated import descriptors, until
 
@@ -29,12 +29,12 @@ class Door:
     def __init__(self) -> None:
         self.problem = ""
         self.welcomed: list[tuple[Any, Connection]] = []
-        self.received: list[Message] = []
+        self.received: list[ControlMessage] = []
         self.ended: list[str] = []
-        self.looks: list[Message] = []
-        self.first: list[Message] = []  # what is sent with the welcome
+        self.looks: list[ControlMessage] = []
+        self.first: list[ControlMessage] = []  # what is sent with the welcome
         self.listener = Listener(TOKENS, lambda who: self.problem, self._welcome, self._look)
-        self.contact = Contact(0, "here", os.getpid())
+        self.contact = RankAddress(0, "here", os.getpid())
 
     def _welcome(self, who: Any, connection: Connection) -> None:
         connection.received = lambda _, message: self.received.append(message)
@@ -43,7 +43,7 @@ class Door:
         for message in self.first:
             connection.send(message)
 
-    def _look(self, connection: Connection, message: Message) -> None:
+    def _look(self, connection: Connection, message: ControlMessage) -> None:
         self.looks.append(message)
         connection.send({"seen": True})
         connection.close()
@@ -53,10 +53,10 @@ class Door:
             name = f"asynccomm/test/{os.getpid()}/{secrets.token_hex(8)}"
             sock = local_socket(name)
             assert sock is not None
-            self.contact = Contact(0, "here", os.getpid(), name)
+            self.contact = RankAddress(0, "here", os.getpid(), name)
         else:
             sock = tcp_socket("127.0.0.1")
-            self.contact = Contact(0, "here", os.getpid(), "", "127.0.0.1", sock.getsockname()[1])
+            self.contact = RankAddress(0, "here", os.getpid(), "", "127.0.0.1", sock.getsockname()[1])
         self.listener.listen(sock)
         return self
 
@@ -65,10 +65,10 @@ class Guest:
     """One that connects."""
 
     def __init__(self) -> None:
-        self.received: list[Message] = []
+        self.received: list[ControlMessage] = []
         self.ended: list[str] = []
 
-    async def connect(self, contact: Contact, tokens: Tokens = TOKENS, who: Any = 7) -> Connection:
+    async def connect(self, contact: RankAddress, tokens: Tokens = TOKENS, who: Any = 7) -> Connection:
         return await connect(
             contact,
             True,

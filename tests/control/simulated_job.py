@@ -9,8 +9,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from asynccomm.control.membership.coordinator import Coordinator
-from asynccomm.control.membership.messages import Again, Committed, Decided, LeftOut, Refused, Who, parse_order
-from asynccomm.control.membership.participant import Candidate
+from asynccomm.control.membership.messages import Commit, Excluded, ParticipantId, Prepare, Rejected, Retry, parse_order
+from asynccomm.control.membership.participant import Participant
 
 LEFT = "left"  # reported by a rank that has closed the comm
 
@@ -18,20 +18,20 @@ LEFT = "left"  # reported by a rank that has closed the comm
 class Process:
     """A rank of the job, or a newcomer."""
 
-    def __init__(self, job: Job, who: Who) -> None:
+    def __init__(self, job: Job, who: ParticipantId) -> None:
         self.job, self.who = job, who
-        self.candidate = Candidate(who, job.ranks) if who in job.ranks or isinstance(who, str) else None
+        self.candidate = Participant(who, job.ranks) if who in job.ranks or isinstance(who, str) else None
         self.alive = True
         self.frozen = False
         self.left = False
         self.calls = 0
-        self.knows_lost: set[Who] = set()
+        self.knows_lost: set[ParticipantId] = set()
         self.coordinator: Coordinator | None = None
         self.boss: int = -1  # whom it is attached to
         self.up: dict[int, deque[object]] = {}  # to each coordinator
         self.down: dict[int, deque[object]] = {}  # from each
         self.outcome = ""
-        self.comm: tuple[str, tuple[Who, ...]] | None = None  # that its user has got, and that is not void
+        self.comm: tuple[str, tuple[ParticipantId, ...]] | None = None  # that its user has got, and that is not void
 
     def report(self) -> None:
         """Tell the coordinator how things are."""
@@ -91,7 +91,7 @@ class Job:
         *,
         wait: float = math.inf,
         patience: float = math.inf,
-        proposal: Sequence[Who] | None = None,
+        proposal: Sequence[ParticipantId] | None = None,
         newcomers_known: bool = True,
     ) -> None:
         self.ranks, self.wait, self.patience, self.proposal = tuple(ranks), wait, patience, proposal
@@ -99,10 +99,10 @@ class Job:
         self.calm = math.isinf(patience)
         self.now = 0.0
         self.keys = itertools.count()
-        self.everybody: dict[Who, Process] = {}
-        self.ever_prepared: dict[str, set[Who]] = {}
+        self.everybody: dict[ParticipantId, Process] = {}
+        self.ever_prepared: dict[str, set[ParticipantId]] = {}
         self.seen: Counter[str] = Counter()  # what happened, for tests of the tests
-        self.proposals: dict[Who, Sequence[Who] | None] = {}  # that differ from the job's
+        self.proposals: dict[ParticipantId, Sequence[ParticipantId] | None] = {}  # that differ from the job's
         for who in [*sorted([*ranks, *outsiders]), *newcomers]:
             self.everybody[who] = Process(self, who)
         for process in self.everybody.values():
@@ -160,13 +160,13 @@ class Job:
         match event:
             case None:
                 return
-            case Committed():
+            case Commit():
                 assert held is not None
                 self.check_commit(p, held.key, held.members)
                 p.comm, p.outcome = (held.key, held.members), "committed"
-            case Refused():
+            case Rejected():
                 p.outcome = "refused"
-            case LeftOut():
+            case Excluded():
                 if p.comm is not None:
                     self.seen["void"] += 1
                     assert not self.calm, f"{p.who} had committed {p.comm}"
@@ -280,16 +280,16 @@ class Job:
         return [p for p in self.everybody.values() if p.alive and p.candidate is not None]
 
     def check_order(self, chief: Process, order: object) -> None:
-        if isinstance(order, Decided):
+        if isinstance(order, Prepare):
             members = order.decision.members
             assert members
             assert not chief.knows_lost & set(members)
             asked = [self.proposals.get(r, self.proposal) for r in self.ranks]
             assert any([w for w in (want or self.ranks) if w in members] == list(members) for want in asked)
-        if isinstance(order, Again) and self.calm:
+        if isinstance(order, Retry) and self.calm:
             assert not any(p.comm and p.comm[0] == order.key for p in self.living()), "again, and it was committed"
 
-    def check_commit(self, p: Process, key: str, members: tuple[Who, ...]) -> None:
+    def check_commit(self, p: Process, key: str, members: tuple[ParticipantId, ...]) -> None:
         assert self.ever_prepared[key] == set(members), "committed, and not all were prepared"
         if self.calm:
             for other in self.living():

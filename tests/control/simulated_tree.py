@@ -8,9 +8,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from asynccomm.control.router import ALL, HERE, Node
-from asynccomm.control.transport.framing import Message, encode
-from asynccomm.control.transport.topology import Contact, Roster
+from asynccomm.control.router import ALL, HERE, Router
+from asynccomm.control.transport.framing import ControlMessage, encode
+from asynccomm.control.transport.topology import RankAddress, Topology
 
 
 class End:
@@ -19,11 +19,11 @@ class End:
     def __init__(self, owner: Place) -> None:
         self.owner = owner
         self.other: End | None = None
-        self.coming: deque[Message | None] = deque()  # None: it has ended
+        self.coming: deque[ControlMessage | None] = deque()  # None: it has ended
         self.open = True  # on this side
         self.ended = False
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ControlMessage) -> None:
         encode(message)  # it can be
         assert self.other is not None
         if self.open:
@@ -45,12 +45,12 @@ class Place:
         self.listens = True
         self.runs = True
         self.leaving = False
-        self.heard: list[Message] = []
+        self.heard: list[ControlMessage] = []
         self.gone: list[tuple[int, str]] = []
         self.ends: list[End] = []
-        self.node = Node(rank, tree.roster, self._hear, lambda rank, how: self.gone.append((rank, how)))
+        self.node = Router(rank, tree.roster, self._hear, lambda rank, how: self.gone.append((rank, how)))
 
-    def _hear(self, message: Message) -> None:
+    def _hear(self, message: ControlMessage) -> None:
         if message["kind"] != HERE:
             self.heard.append(message)
 
@@ -98,7 +98,7 @@ class Tree:
     """All of them. ``hosts`` has a letter for each rank."""
 
     def __init__(self, hosts: str, seed: int = 0) -> None:
-        self.roster = Roster(Contact(rank, host, rank, local="x") for rank, host in enumerate(hosts))
+        self.roster = Topology(RankAddress(rank, host, rank, local="x") for rank, host in enumerate(hosts))
         self.places = [Place(self, rank) for rank in range(len(hosts))]
         self.choice = random.Random(seed)
 

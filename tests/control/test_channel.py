@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from asynccomm.control import channel as module
-from asynccomm.control.channel import Channel
+from asynccomm.control.channel import ControlChannel
 from asynccomm.control.transport import thread as thread_module
 from asynccomm.control.transport.connection import Tokens
-from asynccomm.control.transport.framing import Message
-from asynccomm.control.transport.sockets import Doors
-from asynccomm.control.transport.topology import Contact
+from asynccomm.control.transport.framing import ControlMessage
+from asynccomm.control.transport.sockets import ListeningSockets
+from asynccomm.control.transport.topology import RankAddress
 
 from .channel_pairs import HOSTS, doors_of, job, two_threads
 from .unauthenticated import descriptors, nothing_unclosed, until
@@ -125,20 +125,20 @@ async def test_who_cannot_reach_the_others_has_no_channel(
 ) -> None:
     monkeypatch.setattr(module, "ATTACH_SECONDS", 0.1)
     held = descriptors()
-    doors = Doors(1, "run")
-    nobody = Contact(0, doors.contact.host, 1, "asynccomm/nobody")
-    assert await Channel.open(1, [nobody, doors.contact], Tokens(), doors) is None
+    doors = ListeningSockets(1, "run")
+    nobody = RankAddress(0, doors.contact.host, 1, "asynccomm/nobody")
+    assert await ControlChannel.open(1, [nobody, doors.contact], Tokens(), doors) is None
     assert "rank 1 has no control channel: rank 0 cannot be reached" in caplog.text
     await until(lambda: descriptors() == held, "all descriptors closed")
 
 
 async def test_opening_can_be_cancelled() -> None:
     held = descriptors()
-    doors = Doors(1, "run")
-    nobody = Contact(0, doors.contact.host, 1, "asynccomm/nobody")
+    doors = ListeningSockets(1, "run")
+    nobody = RankAddress(0, doors.contact.host, 1, "asynccomm/nobody")
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
-            await Channel.open(1, [nobody, doors.contact], Tokens(), doors)
+            await ControlChannel.open(1, [nobody, doors.contact], Tokens(), doors)
     await until(lambda: descriptors() == held, "all descriptors closed")
     await until(lambda: thread_module._thread is None, "the thread's end")
 
@@ -146,7 +146,7 @@ async def test_opening_can_be_cancelled() -> None:
 async def test_ranks_without_a_channel_are_left_out() -> None:
     doors = doors_of("aa")
     contacts = [doors[0].contact, replace(doors[1].contact, local="")]
-    channel = await Channel.open(0, contacts, Tokens(), doors[0])
+    channel = await ControlChannel.open(0, contacts, Tokens(), doors[0])
     assert channel is not None
     assert await asyncio.wrap_future(channel.ask("main", [1], {}, 10)) == {}
     await channel.aclose()
@@ -178,7 +178,7 @@ async def test_later_and_whatever_comes_first() -> None:
         {"kind": "reply", "number": []},
     ],
 )
-async def test_nonsense_ends_the_connection_of_who_sends_it_and_nothing_else(message: Message) -> None:
+async def test_nonsense_ends_the_connection_of_who_sends_it_and_nothing_else(message: ControlMessage) -> None:
     async with job("aaa") as found:
         sender: Any = found.channels[1]
         text = {"to": 0, "from": 1, **message}
@@ -202,14 +202,14 @@ def test_nothing_is_logged_of_a_usual_life(caplog: pytest.LogCaptureFixture) -> 
 # -- what is left of a channel ----------------------------------------------------------------------------------------
 
 
-async def alone() -> Channel:
+async def alone() -> ControlChannel:
     doors = doors_of("a")
-    channel = await Channel.open(0, [doors[0].contact], Tokens(), doors[0])
+    channel = await ControlChannel.open(0, [doors[0].contact], Tokens(), doors[0])
     assert channel is not None
     return channel
 
 
-async def ended(channel: Channel) -> None:
+async def ended(channel: ControlChannel) -> None:
     await asyncio.to_thread(channel._thread.join)
     assert not channel._thread._thread.is_alive()
 
@@ -269,14 +269,15 @@ async def test_opening_can_be_cut_short_in_any_turn() -> None:
             doors = doors_of("aaa")
             contacts, tokens = [one.contact for one in doors], Tokens()
             opening = [
-                asyncio.ensure_future(Channel.open(rank, contacts, tokens, one)) for rank, one in enumerate(doors)
+                asyncio.ensure_future(ControlChannel.open(rank, contacts, tokens, one))
+                for rank, one in enumerate(doors)
             ]
             for _ in range(turns):
                 await asyncio.sleep(0.0002)
             for task in opening:
                 task.cancel()
             for done in await asyncio.gather(*opening, return_exceptions=True):
-                if isinstance(done, Channel):
+                if isinstance(done, ControlChannel):
                     await done.aclose()
             for one in doors:
                 one.close()

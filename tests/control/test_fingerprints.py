@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asynccomm.control import fingerprints as module
-from asynccomm.control.fingerprints import Difference, Ledger, Ledgers, Print
+from asynccomm.control.fingerprints import Fingerprint, FingerprintTable, FingerprintTables, Mismatch
 
 
-def prints(*numbers: int, word: int = 5, batch: int = 1) -> list[Print]:
+def prints(*numbers: int, word: int = 5, batch: int = 1) -> list[Fingerprint]:
     return [(number, word, word + 1, batch) for number in numbers]
 
 
 @given(st.integers(1, 5), st.integers(0, 30), st.randoms(use_true_random=False))
 def test_equal_programs_are_never_mistaken(size: int, count: int, choice: random.Random) -> None:
-    ledger = Ledger(size)
+    ledger = FingerprintTable(size)
     done = [0] * size
     while any(number < count for number in done):
         rank = choice.choice([r for r in range(size) if done[r] < count])
@@ -41,7 +41,7 @@ def test_the_first_difference_is_found_and_only_that(size: int, count: int, data
         odd = list(programs[rank][number])
         odd[part] += 1
         programs[rank][number] = (odd[0], odd[1], odd[2], odd[3])
-    ledger = Ledger(size)
+    ledger = FingerprintTable(size)
     found = [(r, ledger.take(r, programs[r])) for r in data.draw(st.permutations(range(size)))]
     differences = [difference for _, difference in found if difference is not None]
     assert len(differences) == 1
@@ -51,35 +51,35 @@ def test_the_first_difference_is_found_and_only_that(size: int, count: int, data
 
 
 def test_batches_that_end_elsewhere_differ() -> None:
-    ledger = Ledger(2)
+    ledger = FingerprintTable(2)
     assert ledger.take(0, [(0, 1, 1, 2), (1, 1, 1, 0)]) is None
-    assert ledger.take(1, [(0, 1, 1, 1), (1, 1, 1, 1)]) == Difference(0, 0, 1)
+    assert ledger.take(1, [(0, 1, 1, 1), (1, 1, 1, 1)]) == Mismatch(0, 0, 1)
 
 
 def test_a_rank_alone_keeps_nothing() -> None:
-    ledger = Ledger(1)
+    ledger = FingerprintTable(1)
     assert ledger.take(0, prints(*range(10))) is None
     assert not ledger._open
 
 
 def test_who_is_far_ahead_is_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "OPEN", 4)
-    ledger = Ledger(2)
+    ledger = FingerprintTable(2)
     ledger.take(0, prints(*range(10)))
     assert list(ledger._open) == [6, 7, 8, 9]
     assert ledger.take(1, prints(*range(6), word=9)) is None, "they go unchecked"
 
 
 def test_comms_are_apart() -> None:
-    ledgers = Ledgers()
+    ledgers = FingerprintTables()
     assert ledgers.take("a", 0, 2, prints(0, word=1)) is None
     assert ledgers.take("b", 1, 2, prints(0, word=2)) is None
-    assert ledgers.take("a", 1, 2, prints(0, word=3)) == Difference(0, 0, 1)
-    assert ledgers.take("b", 0, 2, prints(0, word=3)) == Difference(0, 1, 0)
+    assert ledgers.take("a", 1, 2, prints(0, word=3)) == Mismatch(0, 0, 1)
+    assert ledgers.take("b", 0, 2, prints(0, word=3)) == Mismatch(0, 1, 0)
 
 
 def test_a_comm_can_be_forgotten() -> None:
-    ledgers = Ledgers()
+    ledgers = FingerprintTables()
     ledgers.take("a", 0, 2, prints(0, word=1))
     ledgers.forget("a")
     ledgers.forget("never heard of")
@@ -88,7 +88,7 @@ def test_a_comm_can_be_forgotten() -> None:
 
 def test_not_more_comms_than_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "COMMS", 2)
-    ledgers = Ledgers()
+    ledgers = FingerprintTables()
     for key in "abc":
         ledgers.take(key, 0, 2, prints(0, word=1))
     assert ledgers.take("a", 1, 2, prints(0, word=2)) is None
@@ -96,7 +96,7 @@ def test_not_more_comms_than_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lists_will_do() -> None:
-    ledgers = Ledgers()
+    ledgers = FingerprintTables()
     assert ledgers.take("a", 0, 2, [[0, 1, 2, 1]]) is None  # as JSON has them
     assert ledgers.take("a", 1, 2, [(0, 1, 2, 1)]) is None
 
@@ -119,4 +119,4 @@ def test_lists_will_do() -> None:
 )
 def test_what_are_no_fingerprints(key: Any, size: Any, found: Any) -> None:
     with pytest.raises(ValueError, match="no fingerprint"):
-        Ledgers().take(key, 0, size, found)
+        FingerprintTables().take(key, 0, size, found)

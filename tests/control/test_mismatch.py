@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from asynccomm.control import mismatch as module
-from asynccomm.control.fingerprints import Print
-from asynccomm.control.mismatch import Prints
-from asynccomm.control.requests import Questions
-from asynccomm.control.router import Node
-from asynccomm.control.subscribers import Members
-from asynccomm.control.transport.framing import Message
-from asynccomm.control.transport.topology import Contact, Roster
+from asynccomm.control.fingerprints import Fingerprint
+from asynccomm.control.mismatch import MismatchDetector
+from asynccomm.control.requests import Requests
+from asynccomm.control.router import Router
+from asynccomm.control.subscribers import Subscribers
+from asynccomm.control.transport.framing import ControlMessage
+from asynccomm.control.transport.topology import RankAddress, Topology
 
 from .channel_pairs import HOSTS, Member, job
 from .unauthenticated import until
@@ -21,7 +21,7 @@ from .unauthenticated import until
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
-def prints(*numbers: int, word: int = 5) -> list[Print]:
+def prints(*numbers: int, word: int = 5) -> list[Fingerprint]:
     return [(number, word, word, 1) for number in numbers]
 
 
@@ -86,18 +86,18 @@ class Rank:
     """Rank 0 of two, with one comm."""
 
     def __init__(self) -> None:
-        self.heard: list[Message] = []
+        self.heard: list[ControlMessage] = []
         self.began: list[Any] = []
-        roster = Roster(Contact(rank, "h", rank, "x") for rank in range(2))
-        self.node = Node(0, roster, self.heard.append, lambda *_: None)
-        members = Members(self.node.gone)
+        roster = Topology(RankAddress(rank, "h", rank, "x") for rank in range(2))
+        self.node = Router(0, roster, self.heard.append, lambda *_: None)
+        members = Subscribers(self.node.gone)
         self.member = Member()
         members.enroll("main", self.member)
         self.clock: Any = Clock()
-        self.questions = Questions(self.node, members)
-        self.prints = Prints(self.clock, self.node, members, self.questions, self.began.append)
+        self.questions = Requests(self.node, members)
+        self.prints = MismatchDetector(self.clock, self.node, members, self.questions, self.began.append)
 
-    def hear(self, rank: int, *found: Print, key: str = "main") -> None:
+    def hear(self, rank: int, *found: Fingerprint, key: str = "main") -> None:
         self.prints.hear({"from": rank, "comm": key, "size": 2, "prints": list(found)})
 
 
@@ -170,6 +170,6 @@ def test_a_comm_that_has_ended_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("message", [{}, {"comm": "main"}, {"comm": "main", "size": 2, "prints": [1]}])
-def test_fingerprints_that_are_none(message: Message) -> None:
+def test_fingerprints_that_are_none(message: ControlMessage) -> None:
     with pytest.raises(ValueError, match="no fingerprint"):
         Rank().prints.hear({"from": 1, **message})

@@ -9,11 +9,11 @@ import pytest
 
 from asynccomm.control import channel as module
 from asynccomm.control import requests as questions_module
-from asynccomm.control.requests import Questions
-from asynccomm.control.router import Node
-from asynccomm.control.subscribers import EVERY, Members
-from asynccomm.control.transport.framing import Decoder, Message, encode
-from asynccomm.control.transport.topology import Contact, Roster
+from asynccomm.control.requests import Requests
+from asynccomm.control.router import Router
+from asynccomm.control.subscribers import EVERY, Subscribers
+from asynccomm.control.transport.framing import ControlMessage, Decoder, encode
+from asynccomm.control.transport.topology import RankAddress, Topology
 
 from .channel_pairs import HOSTS, Member, job, two_threads
 from .unauthenticated import until
@@ -98,15 +98,15 @@ class Line:
     """To another rank, or to somebody who looks on: keeps what is sent."""
 
     def __init__(self) -> None:
-        self.sent: list[Message] = []
+        self.sent: list[ControlMessage] = []
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ControlMessage) -> None:
         self.sent.append(message)
 
     def close(self) -> None:
         pass
 
-    def take(self, kind: str) -> list[Message]:
+    def take(self, kind: str) -> list[ControlMessage]:
         found = [message for message in self.sent if message.get("kind") == kind]
         self.sent.clear()
         return found
@@ -116,9 +116,11 @@ class Side:
     """Rank 0 of three, with lines to the others."""
 
     def __init__(self) -> None:
-        self.node = Node(0, Roster(Contact(rank, "h", rank, "x") for rank in range(3)), lambda _: None, self._gone)
-        self.members = Members(self.node.gone)
-        self.questions = Questions(self.node, self.members)
+        self.node = Router(
+            0, Topology(RankAddress(rank, "h", rank, "x") for rank in range(3)), lambda _: None, self._gone
+        )
+        self.members = Subscribers(self.node.gone)
+        self.questions = Requests(self.node, self.members)
         self.lines = {rank: Line() for rank in (1, 2)}
         for rank, line in self.lines.items():
             self.node.welcome(rank, line)
@@ -130,7 +132,9 @@ class Side:
         self.questions.hear_reply({"from": rank, "number": number, "answer": answer})
 
 
-async def begun(side: Side, timeout: float = 60.0, question: Message | None = None) -> asyncio.Task[dict[int, Message]]:
+async def begun(
+    side: Side, timeout: float = 60.0, question: ControlMessage | None = None
+) -> asyncio.Task[dict[int, ControlMessage]]:
     sent = len(side.lines[2].sent)
     task = asyncio.ensure_future(side.questions.gather("main", [1, 2], question or {"what": 1}, timeout))
     await until(lambda: len(side.lines[2].sent) > sent, "the question")
@@ -203,14 +207,14 @@ def test_a_question_has_its_answer_sent() -> None:
 
 
 @pytest.mark.parametrize("message", [{}, {"comm": 1, "question": {}}, {"comm": "main", "question": "what"}])
-def test_questions_that_are_none(message: Message) -> None:
+def test_questions_that_are_none(message: ControlMessage) -> None:
     with pytest.raises(ValueError, match="a question of no comm"):
         Side().questions.hear_question({"from": 1, **message})
 
 
 def test_stacks_are_left_out_of_answers_that_would_be_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     class Talkative(Member):
-        def answer(self, question: Message) -> Message:
+        def answer(self, question: ControlMessage) -> ControlMessage:
             return {"stacks": "x" * 1000 if question["stacks"] else ""}
 
     side = Side()

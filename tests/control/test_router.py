@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from asynccomm.control import router as module
 from asynccomm.control.router import ALL, ROOT
-from asynccomm.control.transport.framing import Message
+from asynccomm.control.transport.framing import ControlMessage
 
 from .simulated_tree import End, Place, Tree
 
@@ -353,7 +353,7 @@ def test_ages_that_are_none_are_left_out(ages: Any) -> None:
     assert (tree.places[0].node.silence(2) or 0) < 1000
 
 
-GOOD: Message = {"to": ALL, "from": 1, "kind": "news"}
+GOOD: ControlMessage = {"to": ALL, "from": 1, "kind": "news"}
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ GOOD: Message = {"to": ALL, "from": 1, "kind": "news"}
         {**GOOD, "kind": "pulse", "to": ROOT, "ages": [1]},
     ],
 )
-def test_what_no_node_has_sent(message: Message) -> None:
+def test_what_no_node_has_sent(message: ControlMessage) -> None:
     tree = up("ab")
     with pytest.raises(ValueError):
         tree.places[0].node.received(tree.places[0].ends[0], message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asynccomm.control import subscribers as module
-from asynccomm.control.subscribers import EVERY, Members
+from asynccomm.control.subscribers import EVERY, Subscribers
 
 from .channel_pairs import Member, job
 from .unauthenticated import until
@@ -59,7 +59,7 @@ async def test_comms_that_are_enrolled_later_hear_who_is_gone() -> None:
 
 
 def test_who_enrols_hears_what_it_has_missed() -> None:
-    members, late = Members({3: "killed", 4: ""}), Member()
+    members, late = Subscribers({3: "killed", 4: ""}), Member()
     members.hear("late", 1, {"n": 1})
     members.hear("another", 1, {"n": 2})
     members.enroll("late", late)
@@ -77,7 +77,7 @@ def test_who_enrols_hears_what_it_has_missed() -> None:
 
 
 def test_only_who_is_here_can_be_told() -> None:
-    members, member = Members({}), Member()
+    members, member = Subscribers({}), Member()
     assert not members.tell("main", 0, {"n": 1})
     members.enroll("main", member)
     assert members.tell("main", 0, {"n": 2})
@@ -91,7 +91,7 @@ def test_what_one_cannot_take_the_others_get(caplog: pytest.LogCaptureFixture) -
         def lose(self, rank: int, how: str) -> None:
             raise ZeroDivisionError
 
-    members, strong = Members({}), Member()
+    members, strong = Subscribers({}), Member()
     members.enroll("weak", Weak())
     members.enroll("strong", strong)
     members.lose(1, "killed")
@@ -100,7 +100,7 @@ def test_what_one_cannot_take_the_others_get(caplog: pytest.LogCaptureFixture) -
 
 
 def test_answers(caplog: pytest.LogCaptureFixture) -> None:
-    members = Members({})
+    members = Subscribers({})
     assert members.answer("main", {"a": 1}) == {}
     assert members.answer(EVERY, {"a": 1}) == {"comms": {}}
     members.enroll("main", Member())
@@ -111,7 +111,7 @@ def test_answers(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_fingerprints_of_all() -> None:
-    members, one, two = Members({}), Member(), Member()
+    members, one, two = Subscribers({}), Member(), Member()
     one.issued, two.size = [(0, 5, 5, 1)], 7
     members.enroll("one", one)
     members.enroll("two", two)

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from asynccomm.control import channel, uplink
-from asynccomm.control.router import Node
+from asynccomm.control.router import Router
 from asynccomm.control.transport.connection import Connection, Tokens, end_connections
 from asynccomm.control.transport.listener import Listener
 from asynccomm.control.transport.sockets import local_socket
-from asynccomm.control.transport.topology import Contact, Roster
-from asynccomm.control.uplink import NOT_THERE, Climber
+from asynccomm.control.transport.topology import RankAddress, Topology
+from asynccomm.control.uplink import NOT_THERE, Uplink
 
 from .channel_pairs import job
 from .unauthenticated import until
@@ -47,13 +47,13 @@ class Slope:
     def __init__(self, rank: int) -> None:
         self.tokens = Tokens()
         names = [f"asynccomm/test/{os.getpid()}/{secrets.token_hex(8)}" for _ in range(3)]
-        self.contacts = [Contact(one, "here", os.getpid(), name) for one, name in enumerate(names)]
-        self.node = Node(rank, Roster(self.contacts), lambda _: None, lambda rank, how: None)
+        self.contacts = [RankAddress(one, "here", os.getpid(), name) for one, name in enumerate(names)]
+        self.node = Router(rank, Topology(self.contacts), lambda _: None, lambda rank, how: None)
         self.attached = 0
         self.welcomed: list[tuple[Any, Connection]] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.listeners: list[Listener] = []
-        self.climber = Climber(
+        self.climber = Uplink(
             self.node, self.tokens, self._begin, lambda *_: None, lambda link, how: None, self._attached
         )
 
@@ -152,7 +152,7 @@ async def test_who_was_lost_meanwhile_is_not_attached(monkeypatch: pytest.Monkey
     made: list[Connection] = []
     connect = uplink.connect
 
-    async def slowly(contact: Contact, *args: Any) -> Connection:
+    async def slowly(contact: RankAddress, *args: Any) -> Connection:
         link = await connect(contact, *args)
         made.append(link)
         if contact.rank == 0:
@@ -194,7 +194,7 @@ async def test_ranks_of_other_hosts_are_reached_by_tcp() -> None:
     async with slope(1) as here:
         sock = socket.create_server(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-        here.node.roster.contacts[0] = Contact(0, "there", 1, here.contacts[0].local, "127.0.0.1", port)
+        here.node.roster.contacts[0] = RankAddress(0, "there", 1, here.contacts[0].local, "127.0.0.1", port)
         one = Listener(here.tokens, lambda who: "", lambda *who: here.welcomed.append(who), lambda *_: None)
         one.listen(sock)
         here.listeners.append(one)

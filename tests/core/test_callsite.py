@@ -13,7 +13,7 @@ import torch
 import asynccomm
 from asynccomm import Comm, ReduceOp
 from asynccomm.core import callsite
-from asynccomm.core.callsite import Site, call_site, show
+from asynccomm.core.callsite import CallSite, call_site, show
 from asynccomm.testing.local import loopback_world
 
 PACKAGE = Path(asynccomm.__file__).parent
@@ -71,7 +71,7 @@ def test_nobody_has_called(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_instruction_that_has_no_line() -> None:
     code: CodeType = test_nobody_has_called.__code__
-    unknown: Site = (code, 10**6)
+    unknown: CallSite = (code, 10**6)
     assert show(unknown) == f"{__file__}:{code.co_firstlineno} in test_nobody_has_called"
 
 

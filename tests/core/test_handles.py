@@ -13,7 +13,7 @@ import pytest
 
 import asynccomm
 from asynccomm.backends.loopback import Hub
-from asynccomm.comm.pending import Connecting
+from asynccomm.comm.pending import PendingComm
 from asynccomm.compat import c10d
 from asynccomm.core.handles import Handle
 from asynccomm.interop.wrapped_work import WrappedWork
@@ -67,7 +67,7 @@ def test_what_is_exported_is_a_handle_or_a_value() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [*classes_of(asynccomm).values(), *classes_of(c10d).values(), Connecting, Hub, WrappedWork]
+    "kind", [*classes_of(asynccomm).values(), *classes_of(c10d).values(), PendingComm, Hub, WrappedWork]
 )
 def test_a_handle_says_what_to_do_instead(kind: type[Any]) -> None:
     if issubclass(kind, Handle):

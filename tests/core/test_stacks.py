@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from asynccomm.core.mailbox import Mailbox
-from asynccomm.core.stacks import DEPTH, describe
+from asynccomm.core.stacks import DEPTH, format_stacks
 from asynccomm.core.work import Work
 from asynccomm.ops import Barrier
 from tests.testing.conftest import wait_until
@@ -25,7 +25,7 @@ async def described(*coroutines: Coroutine[Any, Any, Any]) -> str:
 
     def look() -> str:
         wait_until(lambda: sys._current_frames()[MAIN].f_code.co_name == "select", "an idle loop")
-        return describe(MAIN, loop)
+        return format_stacks(MAIN, loop)
 
     text = await loop.run_in_executor(None, look)
     for task in tasks:
@@ -104,7 +104,7 @@ def test_busy_thread_is_shown() -> None:
     thread = threading.Thread(target=deep, args=(50,))
     thread.start()
     assert reached.wait(60)
-    text = describe(thread.ident or 0, None)
+    text = format_stacks(thread.ident or 0, None)
     release.set()
     thread.join()
     assert text.startswith("main thread:\n")
@@ -113,4 +113,4 @@ def test_busy_thread_is_shown() -> None:
 
 
 def test_thread_that_is_gone() -> None:
-    assert describe(-1, None) == ""
+    assert format_stacks(-1, None) == ""

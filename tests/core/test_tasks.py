@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from asynccomm.core.tasks import finish, keep, obtain
+from asynccomm.core.tasks import detach, shielded, shielded_acquire
 
 
 async def started(call: asyncio.Future[object]) -> None:
@@ -23,7 +23,7 @@ async def test_what_is_kept_is_not_collected() -> None:
         await asyncio.sleep(0.01)
         ended.set()
 
-    keep(asyncio.ensure_future(work()))
+    detach(asyncio.ensure_future(work()))
     gc.collect()
     async with asyncio.timeout(20):
         await ended.wait()
@@ -38,10 +38,10 @@ async def test_finish_goes_on_when_it_is_cancelled() -> None:
         return 3
 
     go.set()
-    assert await finish(work()) == 3
+    assert await shielded(work()) == 3
     go.clear()
     ended.clear()
-    call = asyncio.ensure_future(finish(work()))
+    call = asyncio.ensure_future(shielded(work()))
     await started(call)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -57,7 +57,7 @@ async def test_finish_passes_on_what_is_raised() -> None:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        await finish(fail())
+        await shielded(fail())
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -74,7 +74,7 @@ async def test_what_was_obtained_is_given_back_when_nobody_waits_for_it(fails: b
         finally:
             over.set()
 
-    call = asyncio.ensure_future(obtain(get(), back.append))
+    call = asyncio.ensure_future(shielded_acquire(get(), back.append))
     await started(call)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -92,5 +92,5 @@ async def test_what_was_obtained_in_time_stays() -> None:
         return "it"
 
     back: list[str] = []
-    assert await obtain(get(), back.append) == "it"
+    assert await shielded_acquire(get(), back.append) == "it"
     assert not back

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Final, final
 
-from asynccomm.store.server import HostedStore, listen, serve
+from asynccomm.store.server import StoreServer, listen, serve
 
 from .inventory import sockets_named
 from .plans import LOCAL, Case
@@ -80,7 +80,7 @@ class Nursery:
         self._children: dict[int, Child] = {}
         self._orders = 0
         self._lock = threading.Lock()
-        self._store: HostedStore = serve("127.0.0.1", listen("127.0.0.1", 0))
+        self._store: StoreServer = serve("127.0.0.1", listen("127.0.0.1", 0))
         one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.forkserver", str(theirs.fileno())],

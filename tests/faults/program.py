@@ -29,10 +29,10 @@ from asynccomm.comm import bootstrap
 from asynccomm.comm.comm import Comm
 from asynccomm.comm.new_comm import new_comm
 from asynccomm.comm.session import Session
-from asynccomm.control.channel import Channel
+from asynccomm.control.channel import ControlChannel
 from asynccomm.control.transport import connection
 from asynccomm.control.transport.connection import Connection
-from asynccomm.core.stacks import describe
+from asynccomm.core.stacks import format_stacks
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, BrokenError, CollectiveMismatchError, CollectiveTimeoutError
 from asynccomm.store.memory import MemoryStore
@@ -79,7 +79,7 @@ class Part:
         self.case, self.rank = case, rank
         self.victim = rank == case.victim
         self._tell = tell
-        self._channels: list[Channel] = []  # that it has opened, where ranks share a process
+        self._channels: list[ControlChannel] = []  # that it has opened, where ranks share a process
         self._running = {rank} if running is None else running
         self._mounted = mounted
         self._error: BaseException | None = None
@@ -540,14 +540,14 @@ def cut(comm: Comm) -> None:
 _IS_VICTIM: Final[ContextVar[bool]] = ContextVar("is_victim", default=False)
 
 
-_CHANNELS: Final[ContextVar[list[Channel]]] = ContextVar("channels")
+_CHANNELS: Final[ContextVar[list[ControlChannel]]] = ContextVar("channels")
 
 
 def keep_channels() -> None:
     """From now on, each task that has set ``_CHANNELS`` finds the control channels that it opens there."""
     open_channel = bootstrap._open_channel
 
-    async def open_and_keep(*args: Any) -> Channel | None:
+    async def open_and_keep(*args: Any) -> ControlChannel | None:
         channel = await open_channel(*args)
         if channel is not None:
             _CHANNELS.get().append(channel)
@@ -588,9 +588,9 @@ def strike_at(point: str, strike: Callable[[], object], delay: float) -> None:
 
     match point:
         case "meeting":
-            bootstrap.join = wrapped(bootstrap.join, after=False)
+            bootstrap.handshake = wrapped(bootstrap.handshake, after=False)
         case "met":
-            bootstrap.join = wrapped(bootstrap.join, after=True)
+            bootstrap.handshake = wrapped(bootstrap.handshake, after=True)
         case "attached":
             bootstrap._open_channel = wrapped(bootstrap._open_channel, after=True)
         case _:
@@ -724,7 +724,7 @@ def _run(case: Case, main: Callable[[list[str]], Coroutine[Any, Any, list[Report
     with asyncio.Runner(loop_factory=factory) as runner:
         loop = runner.get_loop()
         signal.signal(
-            signal.SIGUSR2, lambda *_: print(describe(threading.get_ident(), loop), file=sys.stderr, flush=True)
+            signal.SIGUSR2, lambda *_: print(format_stacks(threading.get_ident(), loop), file=sys.stderr, flush=True)
         )
         reports = runner.run(everything())
     for report in reports:

@@ -19,7 +19,7 @@ from pathlib import Path
 from socket import socketpair
 from typing import Any, Self
 
-from asynccomm.store.server import HostedStore, listen, serve
+from asynccomm.store.server import StoreServer, listen, serve
 
 from .judging import Finding
 from .perform import Report
@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 class Process:
     """One of them."""
 
-    def __init__(self, store: HostedStore) -> None:
+    def __init__(self, store: StoreServer) -> None:
         ours, theirs = socketpair()
         self.output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **LAUNCHED}
@@ -102,7 +102,7 @@ class Fleet:
         self.timeout, self.grace = timeout, grace
         self._processes: list[Process] = []
         self._answers: list[collections.deque[dict[str, Any]]] = []  # of each process, in this epoch
-        self._store: HostedStore | None = None
+        self._store: StoreServer | None = None
         self._epoch = 0
 
     def __enter__(self) -> Self:

@@ -10,15 +10,15 @@ import torch
 from torch import distributed as dist
 
 from asynccomm import AbortedError, ClosedError, Comm
-from asynccomm.interop.group_comms import Comms
+from asynccomm.interop.group_comms import GroupComms
 from asynccomm.interop.loop_thread import detached
 from asynccomm.testing.local import loopback_world
 
 CPU = torch.device("cpu")
 
 
-def comms_of_one(store: dist.Store | None = None) -> Comms:
-    return Comms("alone", dist.HashStore() if store is None else store, 0, 1, timedelta(seconds=30))
+def comms_of_one(store: dist.Store | None = None) -> GroupComms:
+    return GroupComms("alone", dist.HashStore() if store is None else store, 0, 1, timedelta(seconds=30))
 
 
 def test_one_comm_for_each_type_of_device() -> None:
@@ -40,7 +40,7 @@ def test_one_comm_for_each_type_of_device() -> None:
         comms_closed_connects(comms)
 
 
-def comms_closed_connects(comms: Comms) -> None:
+def comms_closed_connects(comms: GroupComms) -> None:
     comms._comms.clear()
     comms.connect(CPU)
 
@@ -64,14 +64,14 @@ def test_what_is_in_flight_is_stopped_by_an_abort() -> None:
 
 async def test_given_ones_stay_open() -> None:
     async with loopback_world(2) as given:
-        comms = Comms("over", None, 0, 2, timedelta(seconds=30), [given[0]])
+        comms = GroupComms("over", None, 0, 2, timedelta(seconds=30), [given[0]])
         assert comms.of(torch.ones(1)) is given[0]
         with detached():
             comms.close()
         works = [comm.all_reduce(torch.ones(1)) for comm in given]
         assert [(await work).item() for work in works] == [2, 2]
         with pytest.raises(ClosedError, match="cuda"):
-            Comms("over", None, 0, 2, timedelta(seconds=30), [given[0]]).connect(torch.device("cuda"))
+            GroupComms("over", None, 0, 2, timedelta(seconds=30), [given[0]]).connect(torch.device("cuda"))
 
 
 def test_closing_in_a_forked_child_waits_for_nobody() -> None:

@@ -19,8 +19,9 @@ from asynccomm.ops import (
     Barrier,
     Broadcast,
     Call,
-    Channel,
     Gather,
+    GroupedOp,
+    MessageSpace,
     Op,
     Parcel,
     Parcels,
@@ -33,7 +34,6 @@ from asynccomm.ops import (
     Send,
     SendParcel,
     TensorOp,
-    Together,
 )
 from asynccomm.ops.base import described, layout_of, layout_of_shares, moved
 from asynccomm.ops.reduce_op import ReduceOp
@@ -67,10 +67,10 @@ OPS: list[tuple[Op, str]] = [
     (Parcels("all_gather_v"), "all_gather_v()"),
     (SendParcel("send_object", 1, 5), "send_object(dst=1, tag=5)"),
     (RecvParcel("recv_object", 1, 5), "recv_object(src=1, tag=5)"),
-    (RecvParcel("recv_object", None, 5, Channel.STREAMS), "recv_object(src=any, tag=5)"),
-    (Together((Barrier(), Send(F, 7, 1, 5))), "together(barrier(), send(float32[7], dst=1, tag=5))"),
-    (Together((Barrier(),) * 4), "together(barrier(), barrier(), barrier(), barrier())"),
-    (Together((Barrier(),) * 7), "together(barrier(), barrier(), barrier(), barrier() and 3 more)"),
+    (RecvParcel("recv_object", None, 5, MessageSpace.STREAMS), "recv_object(src=any, tag=5)"),
+    (GroupedOp((Barrier(), Send(F, 7, 1, 5))), "together(barrier(), send(float32[7], dst=1, tag=5))"),
+    (GroupedOp((Barrier(),) * 4), "together(barrier(), barrier(), barrier(), barrier())"),
+    (GroupedOp((Barrier(),) * 7), "together(barrier(), barrier(), barrier(), barrier() and 3 more)"),
 ]
 values = pytest.mark.parametrize(("op", "text"), OPS, ids=[text for _, text in OPS])
 
@@ -88,7 +88,7 @@ OTHER: dict[str, Any] = {
     "shared": None,
     "giver": 1,
     "taker": 1,
-    "channel": Channel.INTERNAL,
+    "channel": MessageSpace.INTERNAL,
     "ops": (),
 }
 
@@ -107,7 +107,7 @@ def test_text(op: Op, text: str) -> None:
 
 @values
 def test_text_of_what_has_a_tag(op: Op, text: str) -> None:
-    if op.p2p or isinstance(op, Together):  # one has tags of another kind, the other several collectives' own
+    if op.p2p or isinstance(op, GroupedOp):  # one has tags of another kind, the other several collectives' own
         return
     separator = "" if text.endswith("()") else ", "
     assert str(dataclasses.replace(op, label="layer3.bias")) == f"{text[:-1]}{separator}tag='layer3.bias')"
@@ -115,9 +115,9 @@ def test_text_of_what_has_a_tag(op: Op, text: str) -> None:
 
 
 def test_several_operations_show_a_tag_each() -> None:
-    op = Together((Barrier(label="a"), Barrier()))
+    op = GroupedOp((Barrier(label="a"), Barrier()))
     assert str(op) == "together(barrier(tag='a'), barrier())"
-    assert not op.fits(Together((Barrier(), Barrier())))
+    assert not op.fits(GroupedOp((Barrier(), Barrier())))
 
 
 def test_a_call_is_labelled() -> None:

@@ -32,7 +32,7 @@ from asynccomm.ops.dims import (
     scatter_single,
 )
 from asynccomm.ops.reduce_op import ReduceOp
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 from tests.comm.methods.argument_matrix import GROUP, RANK, SIZE, fails, t
 
 F, D, C = torch.float32, torch.float64, torch.complex64
@@ -315,7 +315,7 @@ def test_ranks_may_differ_in_complex_and_real(use: Callable[[torch.dtype, int], 
 
 
 def test_a_group_of_one() -> None:
-    alone = Group("alone", 0, 1, torch.device("cpu"))
+    alone = CommInfo("alone", 0, 1, torch.device("cpu"))
     source = t(2, 3)
     assert all_gather_single(alone, None, source, 1).result.shape == (2, 3)
     assert reduce_scatter_single(alone, None, source, SUM, 1).result.shape == (2, 3)

@@ -10,7 +10,7 @@ from asynccomm.ops import AllGather, AllReduce, Broadcast, ReduceScatter
 from asynccomm.ops.base import layout_of
 from asynccomm.ops.lists import all_gather, all_gather_v, all_reduce, broadcast, reduce_scatter, reduce_scatter_v
 from asynccomm.ops.reduce_op import ReduceOp
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 from tests.comm.methods.argument_matrix import GROUP, RANK, SIZE, fails, t
 
 F, D, INT = torch.float32, torch.float64, torch.int32
@@ -152,7 +152,7 @@ def test_only_chunks_that_are_no_views_are_copied_and_not_yet() -> None:
 
 
 def test_a_group_of_one_takes_scalars() -> None:
-    alone = Group("alone", 0, 1, torch.device("cpu"))
+    alone = CommInfo("alone", 0, 1, torch.device("cpu"))
     calls, _ = reduce_scatter(alone, [t()], [torch.tensor(3.0)], SUM)
     assert calls[0].inputs[0].numel() == 1
 

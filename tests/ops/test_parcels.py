@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from asynccomm.ops import Channel, Parcels
+from asynccomm.ops import MessageSpace, Parcels
 from asynccomm.ops.validation import MAX_TAG
 
 
@@ -25,7 +25,7 @@ def test_rank_0_is_a_root_too() -> None:
 
 def test_keys_of_channels_never_meet() -> None:
     tags = [0, 1, 12345, MAX_TAG]
-    keys = [channel.key(tag) for channel, tag in itertools.product(Channel, tags)]
-    assert len(set(keys)) == len(Channel) * len(tags)
+    keys = [channel.key(tag) for channel, tag in itertools.product(MessageSpace, tags)]
+    assert len(set(keys)) == len(MessageSpace) * len(tags)
     assert all(0 <= key < 2**30 for key in keys)
-    assert Channel.TENSORS.key(7) == 7
+    assert MessageSpace.TENSORS.key(7) == 7

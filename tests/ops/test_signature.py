@@ -211,7 +211,7 @@ def test_words_are_equal_where_operations_fit(pair: tuple[Op, Op]) -> None:
 
 def test_any_operations_are_of_every_kind() -> None:
     collectives = {cls for cls in vars(ops).values() if isinstance(cls, type) and issubclass(cls, Op) and not cls.p2p}
-    assert set(KINDS) == collectives - {Op, ops.TensorOp, ops.Together}
+    assert set(KINDS) == collectives - {Op, ops.TensorOp, ops.GroupedOp}
 
 
 @settings(max_examples=500)

@@ -25,7 +25,7 @@ from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.validation import (
     MAX_LABEL,
     MAX_TAG,
-    Group,
+    CommInfo,
     check_dtype,
     check_label,
     check_pair,
@@ -157,7 +157,7 @@ def test_odd_layouts_are_fine() -> None:
 
 
 def test_tensors_may_be_on_any_device_that_the_comm_is_on() -> None:
-    there: Any = Recorder(Group("g", 0, 1, torch.device("meta")))
+    there: Any = Recorder(CommInfo("g", 0, 1, torch.device("meta")))
     assert there.all_reduce(torch.zeros(2, device="meta")).outputs
     assert fails(ValueError, there.all_reduce, t(2)) == "tensor is on cpu, but comm 'g' is on meta"
 

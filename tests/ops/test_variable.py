@@ -12,7 +12,7 @@ from torch import Tensor
 from asynccomm.errors import PayloadError
 from asynccomm.ops import Call, Parcel, Parcels
 from asynccomm.ops.dtypes import BY_NAME
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 from asynccomm.ops.variable import (
     all_gather_v,
     all_gather_v_coalesced,
@@ -26,8 +26,8 @@ from tests.comm.methods.argument_matrix import GROUP, RANK, SIZE, around, fails,
 F, D = torch.float32, torch.float64
 
 
-def group(rank: int, size: int = SIZE) -> Group:
-    return Group("grads", rank, size, torch.device("cpu"))
+def group(rank: int, size: int = SIZE) -> CommInfo:
+    return CommInfo("grads", rank, size, torch.device("cpu"))
 
 
 def bring(call: Call, parcels: dict[int, Parcel]) -> Any:

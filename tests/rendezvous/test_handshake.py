@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from asynccomm.control.transport.topology import Contact
+from asynccomm.control.transport.topology import RankAddress
 from asynccomm.errors import RendezvousError
 from asynccomm.rendezvous import handshake as module
-from asynccomm.rendezvous.handshake import Joined, join
+from asynccomm.rendezvous.handshake import HandshakeResult, handshake
 from asynccomm.store.base import Store
 from asynccomm.store.client import StoreClient
 from asynccomm.store.memory import MemoryStore
@@ -41,16 +41,16 @@ def store() -> MemoryStore:
     return MemoryStore()
 
 
-def start(store: Store, rank: int, size: int = 2, **changes: Any) -> asyncio.Task[Joined]:
+def start(store: Store, rank: int, size: int = 2, **changes: Any) -> asyncio.Task[HandshakeResult]:
     options = {"name": "world", "backend": "gloo", "timeout": LIMIT} | changes
-    return asyncio.create_task(join(store, rank=rank, size=size, **options))
+    return asyncio.create_task(handshake(store, rank=rank, size=size, **options))
 
 
 async def outcomes(*tasks: asyncio.Task[Any]) -> list[Any]:
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def check_same(results: list[Joined]) -> None:
+def check_same(results: list[HandshakeResult]) -> None:
     """All know the same."""
     tokens = [(joined.tokens.ask, joined.tokens.answer) for joined in results]
     assert all(joined._replace(tokens=results[0].tokens) == results[0] for joined in results)
@@ -79,12 +79,12 @@ async def test_in_any_order_of_arrival(stores: list[Store]) -> None:
 
 
 async def test_a_world_of_one(store: MemoryStore) -> None:
-    joined = await join(store, "world", 0, 1, "gloo", LIMIT)
+    joined = await handshake(store, "world", 0, 1, "gloo", LIMIT)
     assert [member.rank for member in joined.members] == [0]
 
 
 async def test_contacts_of_those_who_have_a_control_channel_are_shared(stores: list[Store]) -> None:
-    contacts = [Contact(rank, "host", rank, f"name {rank}") if rank != 1 else None for rank in range(3)]
+    contacts = [RankAddress(rank, "host", rank, f"name {rank}") if rank != 1 else None for rank in range(3)]
     results = await asyncio.gather(*(start(stores[rank], rank, 3, contact=contacts[rank]) for rank in range(3)))
     check_same(results)
     assert results[2].contacts == [contacts[0], contacts[2]]
@@ -221,13 +221,13 @@ async def test_missing_ranks_are_named_at_the_deadline(stores: list[Store]) -> N
 
 async def test_without_rank_0(store: MemoryStore) -> None:
     with pytest.raises(RendezvousError, match=r"rank 0 did not come within 0\.05 s \(this is rank 1\)"):
-        await join(store, "world", 1, 2, "gloo", 0.05)
+        await handshake(store, "world", 1, 2, "gloo", 0.05)
 
 
 async def test_a_rank_that_nobody_answers(store: MemoryStore) -> None:
     await store.set("world/epoch", "from an earlier life")
     with pytest.raises(RendezvousError, match=r"rank 0 did not answer: .* within 0\.2 s \(this is rank 1\)"):
-        await join(store, "world", 1, 2, "gloo", 0.2)
+        await handshake(store, "world", 1, 2, "gloo", 0.2)
 
 
 async def test_a_rank_that_went_away_in_the_middle_of_its_hello(
@@ -271,7 +271,7 @@ async def test_joining_obeys_a_timeout_from_outside(store: MemoryStore) -> None:
     for rank in (0, 1):
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.02):
-                await join(store, f"world{rank}", rank, 2, "gloo", LIMIT)
+                await handshake(store, f"world{rank}", rank, 2, "gloo", LIMIT)
 
 
 async def test_the_store_is_lost_meanwhile() -> None:

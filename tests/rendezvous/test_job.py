@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from asynccomm import ClosedError, MemoryStore
-from asynccomm.backends.base import Member
-from asynccomm.ops.validation import Group
+from asynccomm.backends.base import RankInfo
+from asynccomm.ops.validation import CommInfo
 from asynccomm.rendezvous import job as family_module
-from asynccomm.rendezvous.job import Claim, Family, Seat
-from asynccomm.rendezvous.spec import Meeting
+from asynccomm.rendezvous.job import CommIdentity, Job, NameReservation
+from asynccomm.rendezvous.spec import StoreSession
 
 WORLD = ("world", 0)
 
 
-class Closing(Meeting):  # type: ignore[misc]  # final for users
+class Closing(StoreSession):  # type: ignore[misc]  # final for users
     closed = 0
 
     async def aclose(self) -> None:
@@ -28,38 +28,38 @@ class Hosted:
     """Stands for the server."""
 
 
-def make(store: MemoryStore, *, hosting: bool = False, size: int = 2) -> tuple[Family, Closing]:
+def make(store: MemoryStore, *, hosting: bool = False, size: int = 2) -> tuple[Job, Closing]:
     meeting = Closing(store, owned=True, hosted=Hosted() if hosting else None)  # type: ignore[arg-type]
-    return Family(WORLD, Group("main", 0, size, torch.device("cpu")), store.prefix("room"), meeting), meeting
+    return Job(WORLD, CommInfo("main", 0, size, torch.device("cpu")), store.prefix("room"), meeting), meeting
 
 
-def seat_in(family: Family, name: str, store: MemoryStore) -> Seat:
-    members = [Member(rank, f"host {rank}", 100 + rank) for rank in range(3)]
-    return Seat(family, Claim(WORLD, name), store.prefix(name), members, range(3), range(3))
+def seat_in(family: Job, name: str, store: MemoryStore) -> CommIdentity:
+    members = [RankInfo(rank, f"host {rank}", 100 + rank) for rank in range(3)]
+    return CommIdentity(family, NameReservation(WORLD, name), store.prefix(name), members, range(3), range(3))
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_name_is_taken_once_in_a_world() -> None:
-    first = Claim(WORLD, "x")
-    others = [Claim(("world", 1), "x"), Claim(("elsewhere", 0), "x"), Claim(WORLD, "y")]
+    first = NameReservation(WORLD, "x")
+    others = [NameReservation(("world", 1), "x"), NameReservation(("elsewhere", 0), "x"), NameReservation(WORLD, "y")]
     with pytest.raises(ValueError, match="name 'x' is in use by an open comm of this process"):
-        Claim(WORLD, "x")
+        NameReservation(WORLD, "x")
     first.release()
-    again = Claim(WORLD, "x")
+    again = NameReservation(WORLD, "x")
     first.release()  # which is not its any more
     with pytest.raises(ValueError, match="in use"):
-        Claim(WORLD, "x")
+        NameReservation(WORLD, "x")
     for claim in [*others, again]:
         claim.release()
 
 
 def test_a_claim_that_was_dropped_is_none() -> None:
-    claim = Claim(WORLD, "dropped")
+    claim = NameReservation(WORLD, "dropped")
     del claim
     gc.collect()
-    Claim(WORLD, "dropped").release()
+    NameReservation(WORLD, "dropped").release()
 
 
 # -- rooms ------------------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ async def test_rooms_follow_from_name_ranks_and_number() -> None:
 async def test_members_are_numbered_anew() -> None:
     store = MemoryStore()
     seat = seat_in(make(store)[0], "parent", store)
-    assert seat.members_of([2, 0]) == [Member(0, "host 2", 102), Member(1, "host 0", 100)]
+    assert seat.members_of([2, 0]) == [RankInfo(0, "host 2", 102), RankInfo(1, "host 0", 100)]
     seat.free_name()
 
 
@@ -101,12 +101,12 @@ async def test_the_last_one_closes_the_store(order: tuple[int, ...]) -> None:
         assert meeting.closed == 0
         assert not await store.check(["room/gone"])
         await seats[number].leave()
-        Claim(WORLD, "abc"[number]).release()  # the name is free
+        NameReservation(WORLD, "abc"[number]).release()  # the name is free
     assert meeting.closed == 1
     assert await store.get("room/gone") == b"1"
-    claim = Claim(WORLD, "late")
+    claim = NameReservation(WORLD, "late")
     with pytest.raises(ClosedError, match="'main' and all that were split off it are closed"):
-        Seat(family, claim, store, [], [], [])
+        CommIdentity(family, claim, store, [], [], [])
 
 
 async def test_the_host_waits_for_the_others() -> None:
@@ -144,7 +144,7 @@ async def test_a_store_that_has_gone_is_no_obstacle(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(store, "add", fail)
     await seat.leave()
     assert meeting.closed == 1
-    Claim(WORLD, "a").release()
+    NameReservation(WORLD, "a").release()
 
 
 class Line:
@@ -190,7 +190,7 @@ def test_comms_have_keys_of_their_own_that_all_ranks_find() -> None:
     store = MemoryStore()
     one, other = seat_in(make(store)[0], "parent", store), seat_in(make(store)[0], "other", store)
     assert one.key != other.key
-    again = Seat(make(store)[0], Claim(WORLD, "again"), store.prefix("parent"), [], [], [])
+    again = CommIdentity(make(store)[0], NameReservation(WORLD, "again"), store.prefix("parent"), [], [], [])
     assert again.key == one.key
     for seat in (one, other, again):
         seat.free_name()

@@ -10,11 +10,11 @@ import pytest
 
 from asynccomm import MemoryStore, StoreError
 from asynccomm.control.transport.connection import Tokens
-from asynccomm.control.transport.topology import Contact
+from asynccomm.control.transport.topology import RankAddress
 from asynccomm.rendezvous import lobby as newcomers_module
 from asynccomm.rendezvous.lobby import Invitation, Lobby
 
-CONTACTS = [Contact(0, "here", 10, "name"), Contact(1, "there", 11, "", "1.2.3.4", 5)]
+CONTACTS = [RankAddress(0, "here", 10, "name"), RankAddress(1, "there", 11, "", "1.2.3.4", 5)]
 INVITATION = Invitation("key", [1, 0], CONTACTS, Tokens("ask", "answer"), "gloo", "agreed")
 
 

@@ -11,7 +11,7 @@ import pytest
 from torch import distributed as dist
 
 from asynccomm.errors import RendezvousError
-from asynccomm.rendezvous.spec import Place, find_place, host_anew, meet
+from asynccomm.rendezvous.spec import RendezvousSpec, connect_store, rehost, resolve_spec
 from asynccomm.store.client import StoreClient
 from asynccomm.store.memory import MemoryStore
 from asynccomm.store.server import listen
@@ -27,8 +27,8 @@ def free_port() -> int:
         return port
 
 
-def tcp(rank: int, size: int, port: int) -> Place:
-    return find_place(f"tcp://127.0.0.1:{port}?rank={rank}&world_size={size}", None, None, {})
+def tcp(rank: int, size: int, port: int) -> RendezvousSpec:
+    return resolve_spec(f"tcp://127.0.0.1:{port}?rank={rank}&world_size={size}", None, None, {})
 
 
 # -- places ------------------------------------------------------------------------------------------------------------
@@ -36,10 +36,10 @@ def tcp(rank: int, size: int, port: int) -> Place:
 
 @pytest.mark.parametrize("url", [None, "env://"])
 def test_the_environment(url: str | None) -> None:
-    assert find_place(url, None, None, ENV) == Place(1, 4, SCOPE, host="head", port=29500)
-    assert find_place(url, None, None, ENV | {"RANK": "0"}).hosting
-    assert find_place(url, 0, 2, ENV) == Place(0, 2, SCOPE, host="head", port=29500, hosting=True)
-    assert find_place("env://?rank=3", None, None, ENV).rank == 3
+    assert resolve_spec(url, None, None, ENV) == RendezvousSpec(1, 4, SCOPE, host="head", port=29500)
+    assert resolve_spec(url, None, None, ENV | {"RANK": "0"}).hosting
+    assert resolve_spec(url, 0, 2, ENV) == RendezvousSpec(0, 2, SCOPE, host="head", port=29500, hosting=True)
+    assert resolve_spec("env://?rank=3", None, None, ENV).rank == 3
 
 
 def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,43 +48,43 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    assert find_place(None, None, None) == Place(1, 4, SCOPE, host="head", port=29500)
+    assert resolve_spec(None, None, None) == RendezvousSpec(1, 4, SCOPE, host="head", port=29500)
 
 
 def test_urls_with_addresses() -> None:
-    assert tcp(0, 2, 1234) == Place(0, 2, SCOPE, host="127.0.0.1", port=1234, hosting=True)
-    assert find_place("tcp://head:1?rank=1", 1, 2, {}) == Place(1, 2, SCOPE, host="head", port=1)
-    assert find_place("tcp://[::1]:1", 1, 2, {}).host == "::1"
-    assert find_place("tcp://head:1", None, None, ENV).rank == 1
-    assert find_place("file:///a/b?world_size=2", 1, None, {}) == Place(1, 2, SCOPE, path="/a/b")
+    assert tcp(0, 2, 1234) == RendezvousSpec(0, 2, SCOPE, host="127.0.0.1", port=1234, hosting=True)
+    assert resolve_spec("tcp://head:1?rank=1", 1, 2, {}) == RendezvousSpec(1, 2, SCOPE, host="head", port=1)
+    assert resolve_spec("tcp://[::1]:1", 1, 2, {}).host == "::1"
+    assert resolve_spec("tcp://head:1", None, None, ENV).rank == 1
+    assert resolve_spec("file:///a/b?world_size=2", 1, None, {}) == RendezvousSpec(1, 2, SCOPE, path="/a/b")
 
 
 def test_given_stores() -> None:
     ours = MemoryStore()
-    assert find_place(ours, 0, 1, {}) == Place(0, 1, SCOPE, store=ours)
-    assert isinstance(find_place(dist.HashStore(), 0, 1, {}).store, TorchStore)
-    assert find_place(ours, None, None, ENV).size == 4
+    assert resolve_spec(ours, 0, 1, {}) == RendezvousSpec(0, 1, SCOPE, store=ours)
+    assert isinstance(resolve_spec(dist.HashStore(), 0, 1, {}).store, TorchStore)
+    assert resolve_spec(ours, None, None, ENV).size == 4
 
 
 @pytest.mark.parametrize("agent", ["True", "1", "true"])
 def test_rank_0_is_a_client_where_the_launcher_hosts(agent: str) -> None:
     env = ENV | {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": agent}
-    assert not find_place(None, None, None, env).hosting
-    assert find_place(None, None, None, env | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).hosting
+    assert not resolve_spec(None, None, None, env).hosting
+    assert resolve_spec(None, None, None, env | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).hosting
 
 
 def test_runs_and_restarts_do_not_see_each_others_keys() -> None:
     env = ENV | {"TORCHELASTIC_RUN_ID": "job7", "TORCHELASTIC_RESTART_COUNT": "2"}
-    assert find_place(None, None, None, env).scope == "asynccomm/job7/2"
-    assert find_place(MemoryStore(), 0, 1, env).scope == "asynccomm/job7/2"
+    assert resolve_spec(None, None, None, env).scope == "asynccomm/job7/2"
+    assert resolve_spec(MemoryStore(), 0, 1, env).scope == "asynccomm/job7/2"
 
 
 def test_worlds_are_told_apart() -> None:
     store = MemoryStore()
-    assert find_place(store, 0, 2, {}).world == find_place(store, 1, 2, {}).world
-    assert find_place(store, 0, 2, {}).world != find_place(MemoryStore(), 0, 2, {}).world
+    assert resolve_spec(store, 0, 2, {}).world == resolve_spec(store, 1, 2, {}).world
+    assert resolve_spec(store, 0, 2, {}).world != resolve_spec(MemoryStore(), 0, 2, {}).world
     assert tcp(0, 2, 1).world == tcp(1, 2, 1).world != tcp(0, 2, 2).world
-    assert find_place("file:///a", 0, 2, {}).world != find_place("file:///b", 0, 2, {}).world
+    assert resolve_spec("file:///a", 0, 2, {}).world != resolve_spec("file:///b", 0, 2, {}).world
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
@@ -92,7 +92,7 @@ def test_worlds_are_told_apart() -> None:
 def test_each_missing_variable_is_named(name: str, value: str | None) -> None:
     env = {key: text for key, text in ENV.items() if key != name} | ({} if value is None else {name: value})
     with pytest.raises(ValueError, match=f"environment variable {name} is not set; start the script with"):
-        find_place(None, None, None, env)
+        resolve_spec(None, None, None, env)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_each_missing_variable_is_named(name: str, value: str | None) -> None:
 )
 def test_wrong_variables_are_named_with_their_values(change: Mapping[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        find_place(None, None, None, {**ENV, **change})
+        resolve_spec(None, None, None, {**ENV, **change})
 
 
 @pytest.mark.parametrize(
@@ -134,17 +134,17 @@ def test_wrong_variables_are_named_with_their_values(change: Mapping[str, str], 
 )
 def test_wrong_urls_and_arguments_are_named(url: str, rank: int | None, size: int | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        find_place(url, rank, size, {})
+        resolve_spec(url, rank, size, {})
 
 
 def test_the_url_and_an_equal_argument_agree() -> None:
-    assert find_place("tcp://h:1?rank=01&world_size=2", 1, 2, {}).rank == 1
+    assert resolve_spec("tcp://h:1?rank=01&world_size=2", 1, 2, {}).rank == 1
 
 
 @pytest.mark.parametrize(("store", "rank"), [(3, 0), (b"env://", 0), ("tcp://h:1", 1.0), ("tcp://h:1", True)])
 def test_wrong_types_are_named(store: object, rank: object) -> None:
     with pytest.raises(TypeError, match=r"store must be a Store|rank must be an integer"):
-        find_place(store, rank, 2, {})  # type: ignore[arg-type]
+        resolve_spec(store, rank, 2, {})  # type: ignore[arg-type]
 
 
 # -- meetings ----------------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def test_wrong_types_are_named(store: object, rank: object) -> None:
 
 async def test_ranks_meet_over_tcp() -> None:
     port = free_port()
-    one, zero = await asyncio.gather(meet(tcp(1, 2, port), 20), meet(tcp(0, 2, port), 20))
+    one, zero = await asyncio.gather(connect_store(tcp(1, 2, port), 20), connect_store(tcp(0, 2, port), 20))
     assert zero.hosted is not None
     assert one.hosted is None
     await one.store.set("k", b"v")
@@ -164,8 +164,8 @@ async def test_ranks_meet_over_tcp() -> None:
 
 async def test_ranks_meet_by_the_environment() -> None:
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    places = [find_place(None, None, None, env | {"RANK": str(rank)}) for rank in range(2)]
-    zero, one = await asyncio.gather(*(meet(place, 20) for place in places))
+    places = [resolve_spec(None, None, None, env | {"RANK": str(rank)}) for rank in range(2)]
+    zero, one = await asyncio.gather(*(connect_store(place, 20) for place in places))
     assert await one.store.add("n", 1) + await zero.store.add("n", 1) == 3
     await one.aclose()
     await zero.aclose()
@@ -176,7 +176,7 @@ async def test_with_the_launchers_store_all_are_clients() -> None:
     port = sock.getsockname()[1]
     agent = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach())
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "1", "RANK": "0"}
-    meeting = await meet(find_place(None, None, None, env | {"TORCHELASTIC_USE_AGENT_STORE": "True"}), 20)
+    meeting = await connect_store(resolve_spec(None, None, None, env | {"TORCHELASTIC_USE_AGENT_STORE": "True"}), 20)
     assert meeting.hosted is None
     await meeting.store.set("k", b"v")
     await meeting.aclose()
@@ -185,7 +185,7 @@ async def test_with_the_launchers_store_all_are_clients() -> None:
 
 async def test_ranks_meet_in_a_file(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store?world_size=2"
-    zero, one = await asyncio.gather(*(meet(find_place(url, rank, None, {}), 20) for rank in range(2)))
+    zero, one = await asyncio.gather(*(connect_store(resolve_spec(url, rank, None, {}), 20) for rank in range(2)))
     await one.store.set("k", b"v")
     assert await zero.store.get("k") == b"v"
     await zero.aclose()
@@ -195,14 +195,14 @@ async def test_ranks_meet_in_a_file(tmp_path: Path) -> None:
 async def test_a_file_in_no_folder_is_an_error_at_once(tmp_path: Path) -> None:
     path = tmp_path / "none" / "store"
     with pytest.raises(RendezvousError, match=f"cannot use the file {path}: there is no folder"):
-        await meet(find_place(f"file://{path}", 0, 1, {}), 20)
+        await connect_store(resolve_spec(f"file://{path}", 0, 1, {}), 20)
 
 
 async def test_a_given_store_stays_open() -> None:
     port = free_port()
-    host = await meet(tcp(0, 1, port), 20)
+    host = await connect_store(tcp(0, 1, port), 20)
     client = await StoreClient.connect("127.0.0.1", port, timeout=20)
-    meeting = await meet(find_place(client, 0, 1, {}), 20)
+    meeting = await connect_store(resolve_spec(client, 0, 1, {}), 20)
     assert meeting.store is client
     await meeting.aclose()
     await client.ping()
@@ -211,13 +211,13 @@ async def test_a_given_store_stays_open() -> None:
 
 
 async def test_a_store_hosted_anew_is_there_at_once_and_ends_with_its_place() -> None:
-    place: Place | None = host_anew(find_place(MemoryStore(), 0, 1), "127.0.0.1")
+    place: RendezvousSpec | None = rehost(resolve_spec(MemoryStore(), 0, 1), "127.0.0.1")
     assert place is not None
     port = place.port
     gc.collect()
     early = await StoreClient.connect("127.0.0.1", port, timeout=20)  # before anybody has met there
     await early.aclose()
-    meeting = await meet(place, 20)
+    meeting = await connect_store(place, 20)
     place = None
     gc.collect()
     await meeting.store.set("key", "value")
@@ -232,35 +232,35 @@ async def test_a_port_in_use_is_named() -> None:
     with listen("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]
         with pytest.raises(RendezvousError, match=rf"cannot listen at 127\.0\.0\.1:{port}: Address already in use"):
-            await meet(tcp(0, 2, port), 20)
+            await connect_store(tcp(0, 2, port), 20)
 
 
 async def test_nobody_hosts() -> None:
     port = free_port()
     with pytest.raises(RendezvousError, match=rf"no store at 127\.0\.0\.1:{port} within 0\.05 s"):
-        await meet(tcp(1, 2, port), 0.05)
+        await connect_store(tcp(1, 2, port), 0.05)
 
 
 @pytest.mark.timeout(20)
 async def test_a_wrong_master_address_is_named() -> None:
-    place = find_place(f"tcp://no.such.host.invalid:{free_port()}", 0, 1, {})
+    place = resolve_spec(f"tcp://no.such.host.invalid:{free_port()}", 0, 1, {})
     with pytest.raises(RendezvousError, match=rf"no store at no\.such\.host\.invalid:{place.port} within 0\.05 s"):
-        await meet(place, 0.05)
+        await connect_store(place, 0.05)
 
 
 async def test_one_process_meets_twice_at_one_address() -> None:
     port = free_port()
-    first, second = await asyncio.gather(meet(tcp(0, 1, port), 20), meet(tcp(0, 1, port), 20))
+    first, second = await asyncio.gather(connect_store(tcp(0, 1, port), 20), connect_store(tcp(0, 1, port), 20))
     assert first.hosted is second.hosted
     await first.store.set("k", b"v")
     assert await second.store.get("k") == b"v"
     await first.aclose()
     assert await second.store.get("k") == b"v"  # the server lives as long as its last user
-    third = await meet(tcp(0, 1, port), 20)
+    third = await connect_store(tcp(0, 1, port), 20)
     assert await third.store.get("k") == b"v"
     await second.aclose()
     await third.aclose()
-    fourth = await meet(tcp(0, 1, port), 20)
+    fourth = await connect_store(tcp(0, 1, port), 20)
     assert not await fourth.store.check(["k"])
     await fourth.aclose()
 
@@ -270,14 +270,14 @@ async def test_loops_in_other_threads_share_the_server() -> None:
 
     def other() -> int:
         async def main() -> int:
-            meeting = await meet(tcp(0, 1, port), 20)
+            meeting = await connect_store(tcp(0, 1, port), 20)
             count = await meeting.store.add("n", 1)
             await meeting.aclose()
             return count
 
         return asyncio.run(main())
 
-    keep = await meet(tcp(0, 1, port), 20)
+    keep = await connect_store(tcp(0, 1, port), 20)
     assert sorted(await asyncio.gather(*(asyncio.to_thread(other) for _ in range(4)))) == [1, 2, 3, 4]
     await keep.aclose()
 
@@ -286,7 +286,7 @@ async def test_meeting_can_be_cancelled_anywhere() -> None:
     port = free_port()
     turns, finished = 0, False
     while not finished:
-        task = asyncio.create_task(meet(tcp(0, 1, port), 20))
+        task = asyncio.create_task(connect_store(tcp(0, 1, port), 20))
         for _ in range(turns):
             await asyncio.sleep(0)
         turns += 1 + turns // 4

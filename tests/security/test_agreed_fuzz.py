@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from asynccomm.batching.ordering import protocol
-from asynccomm.batching.ordering.codec import MAX_TAG, MAX_TEXT, GarbledError, Writer, notice
-from asynccomm.batching.ordering.protocol import Council, Voice
+from asynccomm.batching.ordering.codec import MAX_TAG, MAX_TEXT, GarbledError, MessageWriter, op_request
+from asynccomm.batching.ordering.protocol import Announcer, OrderCoordinator
 
 from .mutations import little_memory
 
@@ -22,7 +22,7 @@ def _lower_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def announced(count: int, tag: str = "tag") -> bytes:
-    voice: Voice[int] = Voice()
+    voice: Announcer[int] = Announcer()
     for _ in range(count):
         voice.issue(tag, (1, 2), "barrier()", 0, 0)
     message = voice.message()
@@ -30,9 +30,9 @@ def announced(count: int, tag: str = "tag") -> bytes:
     return message
 
 
-def knowing() -> Council:
+def knowing() -> OrderCoordinator:
     """One that knows an operation by the id 0, as all ranks do."""
-    council = Council(2)
+    council = OrderCoordinator(2)
     for rank in range(2):
         council.hear(rank, announced(1))
     assert council.message() is not None
@@ -51,7 +51,7 @@ def test_ids_in_a_row_take_no_memory() -> None:
 
 
 def test_nothing_of_what_is_too_much_is_taken() -> None:
-    council = Council(2)
+    council = OrderCoordinator(2)
     with pytest.raises(GarbledError):
         council.hear(1, announced(LIMIT + 1))
     assert council.undecided is None
@@ -62,7 +62,7 @@ def test_nothing_of_what_is_too_much_is_taken() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_messages_that_never_end(rank: int) -> None:
-    council = Council(2)
+    council = OrderCoordinator(2)
     with pytest.raises(GarbledError, match="undecided"):
         for turn in range(LIMIT + 1):
             council.hear(rank, announced(1, tag=str(turn)))
@@ -71,7 +71,7 @@ def test_messages_that_never_end(rank: int) -> None:
 
 
 def test_what_is_decided_does_not_count() -> None:
-    council = Council(2)
+    council = OrderCoordinator(2)
     for _ in range(5):
         for rank in range(2):
             council.hear(rank, announced(LIMIT))
@@ -82,10 +82,10 @@ def test_what_is_decided_does_not_count() -> None:
 
 
 def test_a_description_is_as_long_as_its_writer_may_make_it() -> None:
-    writer = Writer()
-    writer.announced(notice("t" * MAX_TAG, (0, 0), "ä" * (2 * MAX_TEXT), 0))
-    Council(2).hear(1, writer.written())
-    writer = Writer()
+    writer = MessageWriter()
+    writer.announced(op_request("t" * MAX_TAG, (0, 0), "ä" * (2 * MAX_TEXT), 0))
+    OrderCoordinator(2).hear(1, writer.written())
+    writer = MessageWriter()
     writer.announced(("t", (0, 0), "x" * (MAX_TEXT + 1), 0))
     with pytest.raises(GarbledError, match="a text of 1025 characters"):
-        Council(2).hear(1, writer.written())
+        OrderCoordinator(2).hear(1, writer.written())

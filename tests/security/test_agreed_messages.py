@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from asynccomm.batching.ordering.codec import GarbledError, Mismatch, Reader, Writer, notice
-from asynccomm.batching.ordering.protocol import Council, Voice
+from asynccomm.batching.ordering.codec import GarbledError, MessageReader, MessageWriter, Mismatch, op_request
+from asynccomm.batching.ordering.protocol import Announcer, OrderCoordinator
 
 from .mutations import little_memory, mutated
 
@@ -18,8 +18,8 @@ OPS = [("tag", (1, 2), "all_reduce(float32[3])", 12), ("", (3, 4), "barrier()", 
 def spoken() -> list[bytes]:
     """What a Voice says, in full and by ids, and what a Council answers."""
     said: list[bytes] = []
-    voice: Voice[int] = Voice()
-    council = Council(1, max_ops=2)
+    voice: Announcer[int] = Announcer()
+    council = OrderCoordinator(1, max_ops=2)
     for turn in range(3):
         for op in OPS * (1 + turn):
             voice.issue(*op, 0)
@@ -30,7 +30,7 @@ def spoken() -> list[bytes]:
         assert decided is not None
         voice.hear(decided)
         said += [announced, decided]
-    writer = Writer()
+    writer = MessageWriter()
     writer.mismatch(Mismatch("tag", 0, "barrier()", 1, "all_reduce(float32[3])"))
     return [*said, writer.written()]
 
@@ -39,7 +39,7 @@ SPOKEN = spoken()
 
 
 def read(message: bytes) -> None:
-    reader = Reader(message)
+    reader = MessageReader(message)
     for token in reader:
         if token == -1:
             reader.announced()
@@ -62,7 +62,7 @@ def test_a_council_that_hears_nonsense_takes_nothing_of_it(seed: int) -> None:
     """So the others are decided on as ever."""
     choose = random.Random(seed)
     for _ in range(50):
-        council = Council(2)
+        council = OrderCoordinator(2)
         garbled = False
         for _ in range(5):
             message = mutated(choose.choice(SPOKEN), choose)
@@ -73,7 +73,7 @@ def test_a_council_that_hears_nonsense_takes_nothing_of_it(seed: int) -> None:
                 break
         if garbled and council.undecided is None and council.message() is None:
             for rank in range(2):
-                voice: Voice[int] = Voice()
+                voice: Announcer[int] = Announcer()
                 voice.issue("other", (1, 1), "barrier()", 0, 7)
                 announced = voice.message()
                 assert announced is not None
@@ -87,7 +87,7 @@ def test_a_council_that_hears_nonsense_takes_nothing_of_it(seed: int) -> None:
 def test_a_voice_that_hears_nonsense(seed: int) -> None:
     choose = random.Random(seed)
     for _ in range(100):
-        voice: Voice[int] = Voice()
+        voice: Announcer[int] = Announcer()
         for op in OPS:
             voice.issue(*op, 0)
         voice.message()
@@ -103,5 +103,5 @@ def test_a_length_takes_no_memory() -> None:
         for size in (b"\xff" * 8 + b"\x7f", b"\x80\x80\x80\x80\x10"):
             with pytest.raises(GarbledError):
                 read(b"\0" + size + b"tag")
-    said = notice("t", (1, 2), "x", 0)
+    said = op_request("t", (1, 2), "x", 0)
     assert said == ("t", (1, 2), "x", 0)

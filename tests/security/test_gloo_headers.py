@@ -22,13 +22,13 @@ from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.gloo import payloads
 from asynccomm.backends.gloo.frames import ROOM, Frame
 from asynccomm.backends.gloo.p2p import PointToPoint
-from asynccomm.backends.gloo.payload_collectives import Exchange
-from asynccomm.backends.gloo.payloads import Incoming, Outgoing
+from asynccomm.backends.gloo.payload_collectives import PayloadExchange
+from asynccomm.backends.gloo.payloads import InboundParcel, OutboundParcel
 from asynccomm.errors import CollectiveMismatchError
-from asynccomm.ops import Call, Channel, Parcel, Parcels, Recv, RecvParcel
+from asynccomm.ops import Call, MessageSpace, Parcel, Parcels, Recv, RecvParcel
 from asynccomm.ops.dtypes import CODES
 from asynccomm.ops.parcels import MAX_HEAD
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 
 from .mutations import HUGE, little_memory, mutated
 
@@ -58,7 +58,7 @@ class Peer:
 
 def sent(parcel: Parcel, code: int = 0, text: str = "") -> list[bytes]:
     peer = Peer([])
-    Outgoing(parcel, code, text).send(peer, 1, 0)  # type: ignore[arg-type]
+    OutboundParcel(parcel, code, text).send(peer, 1, 0)  # type: ignore[arg-type]
     return peer.messages
 
 
@@ -74,7 +74,7 @@ def take(messages: Sequence[bytes], room: int | None) -> BackendError | None:
     memory = torch.zeros(2 * 1000 + (room or 0), dtype=torch.uint8)
     peer: Any = Peer(messages)
     try:
-        incoming = Incoming(peer, 1, 0)
+        incoming = InboundParcel(peer, 1, 0)
         incoming.read(lambda code, text: None)
         assert 0 <= len(incoming.head) <= MAX_HEAD
         assert incoming.nbytes >= 0
@@ -178,9 +178,9 @@ def test_many_small_tensors_between_large_ones_are_not_too_many_segments() -> No
     small, large = torch.ones(1, dtype=torch.uint8), torch.ones(payloads.SMALL + 1, dtype=torch.uint8)
     parcel = Parcel(b"", (*[small, large] * 20, small))
     peer: Any = Peer([])
-    Outgoing(parcel).send(peer, 1, 0)
+    OutboundParcel(parcel).send(peer, 1, 0)
     assert len(peer.messages) == 42
-    incoming = Incoming(peer, 1, 0)
+    incoming = InboundParcel(peer, 1, 0)
     incoming.read()
     room = torch.zeros(parcel.nbytes, dtype=torch.uint8)
     incoming.take([room])
@@ -211,7 +211,7 @@ def receiving(call: Call) -> Submission:
     return Submission(call, work)
 
 
-GROUP = Group("test", 0, 2, torch.device("cpu"))
+GROUP = CommInfo("test", 0, 2, torch.device("cpu"))
 
 
 def received(message: bytes, n: int = 8) -> BaseException | None:
@@ -262,7 +262,7 @@ def test_a_message_without_a_header() -> None:
 def test_collectives_of_parcels(seed: int) -> None:
     choose = random.Random(seed)
     lane: Any = Lane()
-    exchange = Exchange(0, 2, lane, outcome)
+    exchange = PayloadExchange(0, 2, lane, outcome)
     op = Parcels("broadcast", giver=1)
     for _ in range(50):
         parcel = Parcel(b"head", (torch.ones(30, dtype=torch.uint8),))
@@ -280,7 +280,7 @@ def test_collectives_of_parcels(seed: int) -> None:
 def test_a_parcel_whose_place_has_other_room_is_thrown_away() -> None:
     lane: Any = Lane()
     point = PointToPoint(0, lane, lane, outcome, lambda error: None)
-    op = RecvParcel("recv_object", 1, 0, Channel.OBJECTS)
+    op = RecvParcel("recv_object", 1, 0, MessageSpace.OBJECTS)
     submission = receiving(Call(op, (), (), None, place=lambda *_: [torch.zeros(3)]))
     gloo: Any = Peer(sent(Parcel(b"", (torch.ones(30),))))
     point.submit(gloo, submission)
@@ -305,7 +305,7 @@ async def test_a_rank_that_sends_nonsense_over_a_real_gloo(comm: Comm, what: str
             small = backend._gloos.small
 
             def nonsense(*_: object) -> None:
-                small.send(message, 1, 2 * Channel.INTERNAL.key(0)).wait()
+                small.send(message, 1, 2 * MessageSpace.INTERNAL.key(0)).wait()
 
             if what in collectives:
                 with pytest.MonkeyPatch.context() as patch:
@@ -315,7 +315,7 @@ async def test_a_rank_that_sends_nonsense_over_a_real_gloo(comm: Comm, what: str
                     with pytest.raises(BrokenError, match=r"rank 0 (sent|has)"):
                         await doomed.broadcast_object(collectives[what], 0)
             else:
-                small.send(message, 1, 2 * {"tensor": 0, "parcel": Channel.OBJECTS.key(0)}[what]).wait()
+                small.send(message, 1, 2 * {"tensor": 0, "parcel": MessageSpace.OBJECTS.key(0)}[what]).wait()
             await comm.barrier()
         else:
             works: dict[str, Callable[[], Any]] = {

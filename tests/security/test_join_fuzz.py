@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from asynccomm.control.transport.topology import Contact
+from asynccomm.control.transport.topology import RankAddress
 from asynccomm.errors import RendezvousError
 from asynccomm.rendezvous import handshake as module
-from asynccomm.rendezvous.handshake import Joined, join
+from asynccomm.rendezvous.handshake import HandshakeResult, handshake
 from asynccomm.store.memory import MemoryStore
 
 from .mutations import little_memory, mutated
@@ -22,9 +22,9 @@ from .mutations import little_memory, mutated
 LIMIT = 20.0  # seconds; far more than any of these needs
 
 
-def start(store: MemoryStore, rank: int, size: int = 2, timeout: float = LIMIT) -> asyncio.Task[Joined]:
-    contact = Contact(rank, "host", 7, local="name")
-    return asyncio.create_task(join(store, "world", rank, size, "gloo", timeout, contact=contact))
+def start(store: MemoryStore, rank: int, size: int = 2, timeout: float = LIMIT) -> asyncio.Task[HandshakeResult]:
+    contact = RankAddress(rank, "host", 7, local="name")
+    return asyncio.create_task(handshake(store, "world", rank, size, "gloo", timeout, contact=contact))
 
 
 async def room_of(store: MemoryStore) -> str:
@@ -124,7 +124,7 @@ async def test_hellos_that_are_almost_right(store: MemoryStore, seed: int) -> No
             found = module._hello(text, module.__version__)
         except module._NonsenseError:
             continue
-        module._misfit({**HELLO, "rank": 0}, found, {})
+        module._mismatch({**HELLO, "rank": 0}, found, {})
 
 
 async def test_a_hello_that_is_said_again_is_nobodys(store: MemoryStore) -> None:
@@ -210,7 +210,7 @@ async def test_a_hello_that_is_gone_again(store: MemoryStore, monkeypatch: pytes
 # -- a rank that asks -------------------------------------------------------------------------------------------------
 
 
-async def answered(store: MemoryStore, change: Any) -> BaseException | Joined:
+async def answered(store: MemoryStore, change: Any) -> BaseException | HandshakeResult:
     """What rank 1 makes of an answer; ``change`` makes it of the right one."""
     await store.set("world/epoch", "abc")
     one = start(store, 1)
@@ -275,7 +275,7 @@ async def test_what_is_no_answer_is_named(store: MemoryStore, change: Any) -> No
 
 async def test_the_right_answer(store: MemoryStore) -> None:
     found = await answered(store, lambda right: right)
-    assert isinstance(found, Joined)
+    assert isinstance(found, HandshakeResult)
     assert (found.tokens.ask, found.tokens.answer) == ("a", "b")
 
 
@@ -297,8 +297,8 @@ async def test_rank_0_writes_over_what_is_no_epoch(store: MemoryStore) -> None:
 
 async def test_what_was_seen_is_not_looked_at_again(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
-    first = asyncio.ensure_future(join(store, "main", 0, 3, "loopback", 10))
-    second = asyncio.ensure_future(join(store, "main", 1, 3, "loopback", 10))
+    first = asyncio.ensure_future(handshake(store, "main", 0, 3, "loopback", 10))
+    second = asyncio.ensure_future(handshake(store, "main", 1, 3, "loopback", 10))
     async with asyncio.timeout(10):
         while not second.done() and not any("answer" in key for key in store._values):
             await asyncio.sleep(0.001)
@@ -306,5 +306,5 @@ async def test_what_was_seen_is_not_looked_at_again(caplog: pytest.LogCaptureFix
                 break
     for _ in range(50):  # rank 0 has taken that hello by now, and waits for the next one
         await asyncio.sleep(0)
-    await asyncio.gather(first, second, join(store, "main", 2, 3, "loopback", 10))
+    await asyncio.gather(first, second, handshake(store, "main", 2, 3, "loopback", 10))
     assert not caplog.records

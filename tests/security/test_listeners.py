@@ -16,8 +16,8 @@ import pytest
 
 from asynccomm import Comm, StoreClient, new_comm
 from asynccomm.backends.shm import bootstrap
-from asynccomm.rendezvous.spec import find_place
-from asynccomm.rendezvous.spec import meet as meet_at
+from asynccomm.rendezvous.spec import connect_store as meet_at
+from asynccomm.rendezvous.spec import resolve_spec
 from asynccomm.store.server import listen, serve
 
 
@@ -104,9 +104,9 @@ def test_the_meeting_has_a_name_that_nobody_can_guess() -> None:
         import torch
 
         from asynccomm.backends.shm.fd_socket import Descriptors
-        from asynccomm.ops.validation import Group
+        from asynccomm.ops.validation import CommInfo
 
-        group = Group("test", 0, 2, torch.device("cpu"))
+        group = CommInfo("test", 0, 2, torch.device("cpu"))
         before = listeners_of(os.getpid())
         hosts = [bootstrap._Host(group, Descriptors(), (-1, -1, -1)) for _ in range(2)]
         names = {name for name in names_of(os.getpid()) if name.startswith("@asynccomm-")}
@@ -164,7 +164,7 @@ async def test_a_rank_that_hosts_the_store_on_loopback_listens_there_only(host: 
     before = listeners_of(os.getpid())
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
-    meeting_there = await meet_at(find_place(f"tcp://{host}:{port}?rank=0&world_size=1", None, None, {}), 20)
+    meeting_there = await meet_at(resolve_spec(f"tcp://{host}:{port}?rank=0&world_size=1", None, None, {}), 20)
     new = set(listeners_of(os.getpid())) - set(before)
     assert {listener.address for listener in new} <= {"127.0.0.1", "::1"}
     assert {listener.port for listener in new} == {port}

@@ -26,13 +26,13 @@ import torch
 import uvloop
 
 from asynccomm import MemoryStore, PeerLostError
-from asynccomm.backends.base import BackendContext, Member, UnsuitableError
+from asynccomm.backends.base import BackendContext, RankInfo, UnsuitableError
 from asynccomm.backends.shm import bootstrap
 from asynccomm.backends.shm.bootstrap import Circle, meet
 from asynccomm.backends.shm.fd_socket import MESSAGE_BYTES
 from asynccomm.backends.shm.layout import Layout
 from asynccomm.core.mailbox import Mailbox
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 from tests.waiting import until
 
 from .mutations import little_memory, mutated
@@ -50,8 +50,8 @@ class World:
 
     def rank(self, rank: int) -> Awaitable[Circle]:
         context = BackendContext(
-            group=Group("test", rank, self.size, torch.device("cpu")),
-            members=[Member(r, "here", r) for r in range(self.size)],
+            group=CommInfo("test", rank, self.size, torch.device("cpu")),
+            members=[RankInfo(r, "here", r) for r in range(self.size)],
             store=self.store,
             mailbox=Mailbox(asyncio.get_running_loop()),
             timeout=20,

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from asynccomm import BackendError, BrokenError, Comm
-from asynccomm.backends.nccl.envelopes import Inbox, packed
-from asynccomm.ops import Call, Channel, Parcel, SendParcel
+from asynccomm.backends.nccl.envelopes import HeaderReceiver, packed
+from asynccomm.ops import Call, MessageSpace, Parcel, SendParcel
 from asynccomm.ops.dtypes import CODES
 
 from ..backends.nccl.conftest import World, simulated, world  # noqa: F401, TID252
@@ -31,7 +31,7 @@ def test_heads_that_are_almost_right(seed: int) -> None:
     right = packed(4, b"head", [(along, False), (torch.ones(8, dtype=torch.uint8), True)]).head
     with little_memory():
         for _ in range(300):
-            inbox = Inbox()
+            inbox = HeaderReceiver()
             head = mutated(right, choose) if choose.random() < 0.8 else choose.randbytes(choose.randrange(60))
             try:
                 (room,) = inbox(1, head, {1: 10})
@@ -44,7 +44,7 @@ def test_heads_that_are_almost_right(seed: int) -> None:
 
 
 def raw(comm: Comm, head: bytes, tensors: tuple[torch.Tensor, ...] = ()) -> None:
-    call = Call(SendParcel("raw", 1, 0, Channel.TENSORS), (), (), None, parcels=(Parcel(head, tensors),))
+    call = Call(SendParcel("raw", 1, 0, MessageSpace.TENSORS), (), (), None, parcels=(Parcel(head, tensors),))
     backend: Any = comm._session.backend
     backend._side.submit(call, lambda error: None)
 

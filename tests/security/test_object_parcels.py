@@ -20,7 +20,7 @@ import torch
 
 from asynccomm.errors import PayloadError
 from asynccomm.serialization import objects, tensor_dicts
-from asynccomm.serialization.objects import Incoming, Kind, encode
+from asynccomm.serialization.objects import IncomingObject, PayloadKind, encode
 
 try:
     from .mutations import mutated
@@ -44,7 +44,7 @@ OBJECTS = [
 
 
 def take(choose: random.Random) -> str:
-    parcel = encode(Kind.OBJECT, choose.choice(OBJECTS))
+    parcel = encode(PayloadKind.OBJECT, choose.choice(OBJECTS))
     form, kind, _, count, size = objects._PREFIX.unpack_from(parcel.head)
     end = len(parcel.head) - size
     body = mutated(parcel.head[end:], choose)
@@ -53,7 +53,7 @@ def take(choose: random.Random) -> str:
         metas = mutated(metas, choose)
     head = objects._PREFIX.pack(form, kind, zlib.crc32(body), count, len(body)) + metas + body
     try:
-        incoming = Incoming(1, head, parcel.nbytes)
+        incoming = IncomingObject(1, head, parcel.nbytes)
         for place in incoming.places:
             place.zero_()
         assert sum([place.nbytes for place in incoming.places]) == parcel.nbytes
@@ -67,9 +67,9 @@ def take_schema(choose: random.Random) -> str:
     described = tensor_dicts.describe({"a": torch.ones(3), "b": {"c": [torch.ones(2), 1]}}, torch.device("cpu"))
     data = mutated(described.schema, choose)
     slot = choose.choice([0, 1, 17, 255])
-    head = tensor_dicts._HEAD.pack(1, Kind.TENSOR_DICT, slot, zlib.crc32(data), len(data)) + data
+    head = tensor_dicts._HEAD.pack(1, PayloadKind.TENSOR_DICT, slot, zlib.crc32(data), len(data)) + data
     try:
-        schema, _ = tensor_dicts.ReceivedSchemas().read((1, 0), head)
+        schema, _ = tensor_dicts.ReceiverSchemaCache().read((1, 0), head)
         with objects.reading(1):
             schema.build([torch.ones(1)] * len(schema.metas), [1])
     except PayloadError:

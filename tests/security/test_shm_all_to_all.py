@@ -8,14 +8,14 @@ import torch
 from asynccomm import ops
 from asynccomm.backends.shm.lowering import start
 from asynccomm.errors import BackendError, BrokenError
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 
 from ..backends.shm.world import boards, submission  # noqa: TID252
 
 
 @pytest.mark.parametrize("header", [(400, 100, 1), (4000, 100, 9), (0, 100, 0), (100, 0, 1), (1, 99, 1)], ids=str)
 def test_a_header_that_does_not_fit(header: tuple[int, int, int]) -> None:
-    group = Group("test", 0, 2, torch.device("cpu"))
+    group = CommInfo("test", 0, 2, torch.device("cpu"))
     mine, theirs = boards(2, chunk=2048)
     guarded = torch.zeros(20_000, dtype=torch.uint8)
     outputs = [torch.zeros(8, dtype=torch.uint8), guarded[5000:5100]]
@@ -38,7 +38,7 @@ def test_a_header_that_does_not_fit(header: tuple[int, int, int]) -> None:
 
 
 def test_a_stream_of_too_few_steps() -> None:
-    group = Group("test", 0, 2, torch.device("cpu"))
+    group = CommInfo("test", 0, 2, torch.device("cpu"))
     mine, theirs = boards(2, chunk=2048)
     outputs = [torch.zeros(8, dtype=torch.uint8), torch.zeros(5000, dtype=torch.uint8)]
     call = ops.AllToAll.of(group, outputs, [torch.zeros(8, dtype=torch.uint8)] * 2)

@@ -19,12 +19,12 @@ from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import Call, Parcel, Parcels
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.signature import describe, differing_layout, signature
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 
 from ..backends.shm.world import boards, submission  # noqa: TID252
 from .mutations import HUGE, little_memory, mutated
 
-GROUP = Group("test", 0, 2, torch.device("cpu"))
+GROUP = CommInfo("test", 0, 2, torch.device("cpu"))
 ALL_REDUCE = ops.AllReduce(torch.float32, 6, ReduceOp.SUM)
 
 

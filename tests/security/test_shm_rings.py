@@ -15,7 +15,7 @@ from asynccomm.backends.shm.endpoint import CLEAR, DATA, OFFER, SHORT
 from asynccomm.backends.shm.layout import LINE
 from asynccomm.backends.shm.rings import framed
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
-from asynccomm.ops import Channel
+from asynccomm.ops import MessageSpace
 from asynccomm.ops.dtypes import CODES
 from asynccomm.ops.parcels import MAX_HEAD
 
@@ -23,7 +23,7 @@ from ..backends.shm.ring_world import Box, World, pattern, text  # noqa: TID252
 from .mutations import HUGE, little_memory, mutated
 
 BYTE = CODES[torch.uint8]
-OBJECTS = Channel.OBJECTS.key(0)
+OBJECTS = MessageSpace.OBJECTS.key(0)
 
 
 class Guarded:
@@ -108,7 +108,7 @@ def test_frames_that_are_almost_right(seed: int) -> None:
 def test_frames_of_any_numbers(seed: int) -> None:
     """Each by itself is a frame, or nearly."""
     choose = random.Random(seed)
-    tags = [0, 1, 5, OBJECTS, OBJECTS + 1, Channel.INTERNAL.key(3), 2**32 - 1]
+    tags = [0, 1, 5, OBJECTS, OBJECTS + 1, MessageSpace.INTERNAL.key(3), 2**32 - 1]
     with little_memory():
         for _ in range(20):
             world, guarded = begun(choose)

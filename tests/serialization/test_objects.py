@@ -23,23 +23,23 @@ from asynccomm.serialization import objects
 from asynccomm.serialization.objects import (
     DTYPES,
     INLINE,
-    Incoming,
-    Kind,
+    IncomingObject,
     NotPlainError,
+    PayloadKind,
+    clone_out,
     encode,
     kind_of,
-    own,
-    seal,
-    unseal,
+    pack_value,
+    unpack_value,
 )
 
 
 def through(obj: object, *, weights_only: bool = True) -> Any:
-    return own(3, encode(Kind.OBJECT, obj)).decode(weights_only=weights_only)
+    return clone_out(3, encode(PayloadKind.OBJECT, obj)).decode(weights_only=weights_only)
 
 
 def form_of(obj: object) -> int:
-    return encode(Kind.OBJECT, obj).head[0] & 0x7F
+    return encode(PayloadKind.OBJECT, obj).head[0] & 0x7F
 
 
 class Opener:
@@ -138,7 +138,7 @@ def test_complex_numbers_beside_tensors() -> None:
 
 def test_a_tensor_in_two_places_stays_one() -> None:
     tensor = torch.ones(1000)
-    parcel = encode(Kind.OBJECT, {"a": tensor, "b": [tensor]})
+    parcel = encode(PayloadKind.OBJECT, {"a": tensor, "b": [tensor]})
     assert parcel.nbytes == 4000
     back = through({"a": tensor, "b": [tensor]})
     assert back["a"] is back["b"][0]
@@ -147,14 +147,14 @@ def test_a_tensor_in_two_places_stays_one() -> None:
 
 def test_tensors_are_not_pickled_but_sent_as_they_are() -> None:
     tensor = torch.ones(100_000)
-    parcel = encode(Kind.OBJECT, {"t": tensor})
+    parcel = encode(PayloadKind.OBJECT, {"t": tensor})
     assert len(parcel.head) < 100
     assert [t.data_ptr() for t in parcel.tensors] == [tensor.data_ptr()]
 
 
 def test_a_payload_is_received_into_the_tensors_themselves() -> None:
-    parcel = encode(Kind.OBJECT, {"t": torch.ones(10)})
-    incoming = Incoming(0, parcel.head, parcel.nbytes)
+    parcel = encode(PayloadKind.OBJECT, {"t": torch.ones(10)})
+    incoming = IncomingObject(0, parcel.head, parcel.nbytes)
     incoming.places[0].fill_(7)
     back = incoming.decode(weights_only=True)
     assert back["t"].data_ptr() == incoming.places[0].data_ptr()
@@ -169,7 +169,7 @@ def test_memory_is_ordinary_also_in_inference_mode() -> None:
 
 def test_large_pickles_are_in_the_payload() -> None:
     for obj in ("x" * (1 << 20), {"o": collections.OrderedDict(a="x" * (1 << 20))}):
-        parcel = encode(Kind.OBJECT, obj)
+        parcel = encode(PayloadKind.OBJECT, obj)
         assert len(parcel.head) < 100
         assert parcel.nbytes > 1 << 20
         assert through(obj) == obj
@@ -208,7 +208,7 @@ def test_code_of_the_sender_runs_only_when_trusted(tmp_path: Path) -> None:
 
 
 def forged(body: bytes, form: int = 1, metas: bytes = b"", count: int = 0) -> bytes:
-    return struct.pack("<BBIIQ", form, Kind.OBJECT, zlib.crc32(body), count, len(body)) + metas + body
+    return struct.pack("<BBIIQ", form, PayloadKind.OBJECT, zlib.crc32(body), count, len(body)) + metas + body
 
 
 @pytest.mark.parametrize("weights_only", [True, False])
@@ -216,7 +216,7 @@ def test_a_pickle_that_calls_is_not_plain(tmp_path: Path, weights_only: bool) ->
     for protocol in range(6):
         body = pickle.dumps(Opener(tmp_path / "x"), protocol)
         with pytest.raises(PayloadError, match=r"names posix.mkdir"):
-            Incoming(1, forged(body), 0).decode(weights_only=weights_only)
+            IncomingObject(1, forged(body), 0).decode(weights_only=weights_only)
     assert not (tmp_path / "x").exists()
 
 
@@ -231,7 +231,7 @@ def test_a_pickle_cannot_name_tensors_that_are_not_there() -> None:
         Pickler(buffer, 5).dump(["tensor"])
         if number is not None:
             with pytest.raises(PayloadError, match="has no tensor"):
-                Incoming(1, forged(buffer.getvalue()), 0).decode(weights_only=True)
+                IncomingObject(1, forged(buffer.getvalue()), 0).decode(weights_only=True)
 
 
 def test_what_cannot_be_pickled_is_a_type_error_that_names_it() -> None:
@@ -240,7 +240,7 @@ def test_what_cannot_be_pickled_is_a_type_error_that_names_it() -> None:
         deep = [deep]
     for obj in (lambda: 0, [torch.ones(1), lambda: 0], (x for x in ()), deep, [deep, torch.ones(1)]):
         with pytest.raises(TypeError, match=r"^item cannot be sent, because it cannot be pickled: "):
-            encode(Kind.OBJECT, obj, "item")
+            encode(PayloadKind.OBJECT, obj, "item")
     while deep:
         deep = deep.pop()
 
@@ -248,7 +248,7 @@ def test_what_cannot_be_pickled_is_a_type_error_that_names_it() -> None:
 def test_too_many_tensors_for_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "MAX_HEAD", 1000)
     with pytest.raises(ValueError, match="item has too many tensors to be sent: 300"):
-        encode(Kind.OBJECT, [torch.ones(()) for _ in range(300)], "item")
+        encode(PayloadKind.OBJECT, [torch.ones(()) for _ in range(300)], "item")
 
 
 def test_a_failing_unpickler_is_a_payload_error() -> None:
@@ -263,32 +263,32 @@ def test_a_failing_unpickler_is_a_payload_error() -> None:
 def test_memory_is_taken_only_when_the_lengths_agree() -> None:
     huge = struct.pack("<BB2Q", 1, 2, 1 << 30, 1 << 30)
     with pytest.raises(PayloadError, match="head does not fit its length"):
-        Incoming(1, forged(b"", metas=huge, count=1), 16)
+        IncomingObject(1, forged(b"", metas=huge, count=1), 16)
     with pytest.raises(PayloadError, match="head does not fit its length"):
-        Incoming(1, struct.pack("<BBIIQ", 0x81, Kind.OBJECT, 0, 0, 1 << 50), 16)
+        IncomingObject(1, struct.pack("<BBIIQ", 0x81, PayloadKind.OBJECT, 0, 0, 1 << 50), 16)
     with pytest.raises(PayloadError, match="cannot be read"):  # nothing to send, but no tensor either
-        Incoming(1, forged(b"", metas=struct.pack("<BB3Q", 1, 3, 0, *[(1 << 64) - 1] * 2), count=1), 0)
+        IncomingObject(1, forged(b"", metas=struct.pack("<BB3Q", 1, 3, 0, *[(1 << 64) - 1] * 2), count=1), 0)
     begin = time.monotonic()
     with pytest.raises(PayloadError):
-        Incoming(1, struct.pack("<BBIIQ", 1, Kind.OBJECT, 0, (1 << 32) - 1, 0), 0)
+        IncomingObject(1, struct.pack("<BBIIQ", 1, PayloadKind.OBJECT, 0, (1 << 32) - 1, 0), 0)
     assert time.monotonic() - begin < 1
 
 
 def test_damage_is_seen() -> None:
-    parcel = encode(Kind.OBJECT, {"a": "hello"})
+    parcel = encode(PayloadKind.OBJECT, {"a": "hello"})
     head = parcel.head.replace(b"hello", b"hellp")
     with pytest.raises(PayloadError, match=r"rank 1 .* it is damaged"):
-        Incoming(1, head, 0).decode(weights_only=True)
-    parcel = encode(Kind.OBJECT, "x" * (1 << 20))  # no sum is made of what is large
-    incoming = Incoming(1, parcel.head, parcel.nbytes)
+        IncomingObject(1, head, 0).decode(weights_only=True)
+    parcel = encode(PayloadKind.OBJECT, "x" * (1 << 20))  # no sum is made of what is large
+    incoming = IncomingObject(1, parcel.head, parcel.nbytes)
     with pytest.raises(PayloadError, match="rank 1 sent cannot be read"):
         incoming.decode(weights_only=True)
 
 
 def test_kinds() -> None:
-    for kind in Kind:
+    for kind in PayloadKind:
         assert kind_of(0, encode(kind, 1).head) is kind
-        assert kind_of(0, seal(kind, 1)) is kind
+        assert kind_of(0, pack_value(kind, 1)) is kind
         assert kind.sender
     for head in (b"", b"\1", b"\1\0", b"\1\xff"):
         with pytest.raises(PayloadError, match="rank 5"):
@@ -296,15 +296,15 @@ def test_kinds() -> None:
 
 
 def test_sealed_values() -> None:
-    assert unseal(0, seal(Kind.STATE, (["a"], [1.5]))) == (["a"], [1.5])
+    assert unpack_value(0, pack_value(PayloadKind.STATE, (["a"], [1.5]))) == (["a"], [1.5])
     with pytest.raises(NotPlainError, match="Tensor"):
-        seal(Kind.STATE, torch.ones(1))
+        pack_value(PayloadKind.STATE, torch.ones(1))
     with pytest.raises(NotPlainError, match="Point"):
-        seal(Kind.STATE, Point(1))
-    head = seal(Kind.STATE, ["hello"])
+        pack_value(PayloadKind.STATE, Point(1))
+    head = pack_value(PayloadKind.STATE, ["hello"])
     for bad in (head[:-1], head[:4], b"", head.replace(b"hello", b"hellp"), b"\2" + head[1:]):
         with pytest.raises(PayloadError, match="rank 4"):
-            unseal(4, bad)
+            unpack_value(4, bad)
 
 
 SAMPLES = [
@@ -313,12 +313,12 @@ SAMPLES = [
     "x" * (INLINE + 10),
     [torch.ones(()), torch.empty(0, 3)],
 ]
-PARCELS = [encode(Kind.OBJECT, sample) for sample in SAMPLES]
+PARCELS = [encode(PayloadKind.OBJECT, sample) for sample in SAMPLES]
 
 
 def take(head: bytes, parcel: Parcel) -> None:
     try:
-        incoming = Incoming(0, head, parcel.nbytes)
+        incoming = IncomingObject(0, head, parcel.nbytes)
         assert sum(t.nbytes for t in incoming.places) == parcel.nbytes
         left = b"".join(bytes(t.contiguous().view(-1).view(torch.uint8).tolist()) for t in parcel.tensors)
         for place in incoming.places:
@@ -347,9 +347,9 @@ def test_mutated_heads_are_payload_errors(parcel: Parcel, data: st.DataObject) -
 def test_garbage_heads_are_payload_errors(head: bytes) -> None:
     for start in (b"", b"\1\1", b"\2\1", b"\x81\1"):
         with pytest.raises(PayloadError):
-            Incoming(0, start + head, 1 << 20)
+            IncomingObject(0, start + head, 1 << 20)
         with pytest.raises(PayloadError):
-            unseal(0, start + head)
+            unpack_value(0, start + head)
 
 
 @settings(max_examples=200)
@@ -358,7 +358,7 @@ def test_garbage_bodies_are_payload_errors(body: bytes) -> None:
     if not any(code in body for code in b"rp"):  # PUT with a large number makes CPython take gigabytes
         for form in (1, 2):
             with contextlib.suppress(PayloadError):
-                Incoming(0, forged(body, form), 0).decode(weights_only=True)
+                IncomingObject(0, forged(body, form), 0).decode(weights_only=True)
 
 
 plain = st.recursive(

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from asynccomm.errors import PayloadError
 from asynccomm.serialization import tensor_dicts
-from asynccomm.serialization.objects import Kind, encode
+from asynccomm.serialization.objects import PayloadKind, encode
 from asynccomm.serialization.tensor_dicts import (
     CHANNELS,
     LARGEST,
     SLOTS,
-    ReceivedSchemas,
+    ReceiverSchemaCache,
     Schema,
-    SentSchemas,
+    SenderSchemaCache,
     Slices,
     describe,
 )
@@ -82,7 +82,7 @@ def test_what_has_no_tensors_in_it_is_no_part_of_the_schema() -> None:
 
 def test_what_cannot_be_taken_apart() -> None:
     with pytest.raises(TypeError, match="keys in tensor_dict must be"):
-        describe({Kind.OBJECT: T}, CPU)
+        describe({PayloadKind.OBJECT: T}, CPU)
     with pytest.raises(ValueError, match=r"tensor_dict\['a'\]\[1\]\['b'\] must be a dense tensor"):
         describe({"a": [1, {"b": torch.eye(2).to_sparse()}]}, CPU)
     with pytest.raises(ValueError, match=r"tensor_dict\['a'\] is on meta, but the comm is on cpu"):
@@ -144,7 +144,7 @@ class Line:
     """A sender and a receiver."""
 
     def __init__(self) -> None:
-        self.sent, self.received = SentSchemas(), ReceivedSchemas()
+        self.sent, self.received = SenderSchemaCache(), ReceiverSchemaCache()
 
     def send(self, schema: bytes, tag: int = 0) -> int:
         with self.sent.heading((1, tag), schema) as heading:
@@ -220,7 +220,7 @@ def test_memory_is_bounded() -> None:
 
 def test_a_slot_that_was_never_filled() -> None:
     with pytest.raises(PayloadError, match=r"rank 2 sent a dict of tensors like one that has not come here \(slot 3\)"):
-        ReceivedSchemas().read((2, 0), tensor_dicts._heading(3, b""))
+        ReceiverSchemaCache().read((2, 0), tensor_dicts._heading(3, b""))
 
 
 def test_a_missed_parcel_counts() -> None:
@@ -228,12 +228,12 @@ def test_a_missed_parcel_counts() -> None:
     with line.sent.heading((1, 0), schema(1)) as heading:
         line.received.missed((0, 0), heading)
     assert line.send(schema(1)) == 12
-    line.received.missed((0, 0), encode(Kind.OBJECT, 1).head)
+    line.received.missed((0, 0), encode(PayloadKind.OBJECT, 1).head)
     line.received.missed((0, 0), b"garbage")
 
 
 HEADS = [
-    tensor_dicts._heading(slot, describe(d, CPU).schema) + encode(Kind.TENSOR_DICT, [1, 2]).head
+    tensor_dicts._heading(slot, describe(d, CPU).schema) + encode(PayloadKind.TENSOR_DICT, [1, 2]).head
     for slot in (0, 255)
     for d in ({"a": T, "b": [T.int(), 1, (T,)]}, {"x": {"y": T}})
 ]
@@ -247,7 +247,7 @@ def test_mutated_heads_are_payload_errors(head: bytes, data: st.DataObject) -> N
         mutated[data.draw(st.integers(0, len(head) - 1))] = data.draw(st.integers(0, 255))
     del mutated[data.draw(st.integers(0, len(head))) :]
     with contextlib.suppress(PayloadError):
-        ReceivedSchemas().read((0, 0), bytes(mutated))
+        ReceiverSchemaCache().read((0, 0), bytes(mutated))
 
 
 META = (9, False, (2,), 0, 0)
@@ -284,7 +284,7 @@ META = (9, False, (2,), 0, 0)
 def test_a_schema_is_checked(value: object) -> None:
     head = tensor_dicts._heading(0, tensor_dicts.dump_plain(value))
     with pytest.raises(PayloadError, match="rank 7 sent cannot be read"):
-        ReceivedSchemas().read((7, 0), head)
+        ReceiverSchemaCache().read((7, 0), head)
 
 
 def test_values_must_fit() -> None:

@@ -16,7 +16,7 @@ from torch import distributed as dist
 from asynccomm.errors import ClosedError, RendezvousError, StoreError, StoreProtocolError, StoreTimeoutError
 from asynccomm.store.client import StoreClient
 from asynccomm.store.codec import MAX_KEY, MAX_VALUE
-from asynccomm.store.server import HostedStore, listen, serve
+from asynccomm.store.server import StoreServer, listen, serve
 
 StartFake = Callable[[Callable[..., Awaitable[None]]], Awaitable[Any]]
 Until = Callable[[Callable[[], object]], Awaitable[None]]
@@ -354,7 +354,7 @@ async def test_connecting_tries_again_until_the_server_is_up(monkeypatch: pytest
     connecting = asyncio.create_task(StoreClient.connect("127.0.0.1", port, timeout=20))
     await enough.wait()
     assert not connecting.done()
-    hosted: HostedStore = await asyncio.to_thread(serve, "127.0.0.1", listen("127.0.0.1", port))
+    hosted: StoreServer = await asyncio.to_thread(serve, "127.0.0.1", listen("127.0.0.1", port))
     client = await connecting
     assert await client.add("n", 1) == 1
     await client.aclose()

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from asynccomm.errors import StoreError, StoreTimeoutError
 from asynccomm.store.client import StoreClient
 from asynccomm.store.memory import MemoryStore
-from asynccomm.store.torch_store import AsTorchStore, TorchStore
+from asynccomm.store.torch_store import TorchStore, TorchStoreView
 
 
 class Lost(dist.Store):
@@ -41,7 +41,7 @@ async def test_a_waiter_does_not_keep_others_from_the_store(server: dist.TCPStor
     assert await waiting == b"v"
 
 
-def use_from_torch(store: AsTorchStore) -> None:
+def use_from_torch(store: TorchStoreView) -> None:
     store.set("bytes", b"\x00\xff")
     store.set("text", "é")
     assert store.get("bytes") == b"\x00\xff"
@@ -68,20 +68,20 @@ def use_from_torch(store: AsTorchStore) -> None:
 
 async def test_ours_serves_torch_code_in_another_thread() -> None:
     store = MemoryStore()
-    view = AsTorchStore(store, asyncio.get_running_loop(), timeout=0.05)
+    view = TorchStoreView(store, asyncio.get_running_loop(), timeout=0.05)
     await asyncio.to_thread(use_from_torch, view)
     assert await store.get("p/k") == b"v"
 
 
 async def test_our_client_serves_torch_code_in_another_thread(client: StoreClient) -> None:
-    view = AsTorchStore(client, asyncio.get_running_loop(), timeout=0.05)
+    view = TorchStoreView(client, asyncio.get_running_loop(), timeout=0.05)
     await asyncio.to_thread(use_from_torch, view)
     assert await client.get("p/k") == b"v"
 
 
 async def test_a_thread_waits_while_the_loop_goes_on(until: Callable[..., Awaitable[None]]) -> None:
     store = MemoryStore()
-    view = AsTorchStore(store, asyncio.get_running_loop(), timeout=10)
+    view = TorchStoreView(store, asyncio.get_running_loop(), timeout=10)
     thread = asyncio.create_task(asyncio.to_thread(view.get, "late"))
     await until(lambda: store._waiters)
     await store.set("late", b"v")
@@ -90,7 +90,7 @@ async def test_a_thread_waits_while_the_loop_goes_on(until: Callable[..., Awaita
 
 async def test_a_limit_of_torchs_is_no_lower_than_ours() -> None:
     store = MemoryStore()
-    view = AsTorchStore(store, asyncio.get_running_loop(), timeout=0.5)
+    view = TorchStoreView(store, asyncio.get_running_loop(), timeout=0.5)
     with pytest.raises(StoreTimeoutError, match=r"within 0.5 s"):
         await asyncio.to_thread(view.wait, ["missing"], timedelta(milliseconds=1))
     with pytest.raises(StoreTimeoutError, match=r"within 0.6 s"):
@@ -99,7 +99,7 @@ async def test_a_limit_of_torchs_is_no_lower_than_ours() -> None:
 
 async def test_who_waits_at_the_end_leaves(until: Callable[..., Awaitable[None]]) -> None:
     store = MemoryStore()
-    view = AsTorchStore(store, asyncio.get_running_loop(), timeout=3600)
+    view = TorchStoreView(store, asyncio.get_running_loop(), timeout=3600)
     thread = asyncio.create_task(asyncio.to_thread(view.get, "never"))
     await until(lambda: store._waiters)
     view.end()
@@ -116,7 +116,7 @@ async def test_who_waits_at_the_end_leaves(until: Callable[..., Awaitable[None]]
 def test_who_waits_for_a_loop_that_closes_leaves(cancelled: bool) -> None:
     store = MemoryStore()
     loop = asyncio.new_event_loop()
-    view = AsTorchStore(store, loop, timeout=3600)
+    view = TorchStoreView(store, loop, timeout=3600)
     errors: list[StoreError] = []
 
     def wait() -> None:

@@ -14,7 +14,7 @@ from asynccomm.errors import ClosedError, StoreError, StoreTimeoutError
 from asynccomm.store import wait_pool
 from asynccomm.store.client import StoreClient
 from asynccomm.store.codec import Codec
-from asynccomm.store.wait_pool import MOST_LINES, WaitLine, WaitLines
+from asynccomm.store.wait_pool import MOST_LINES, WaitConnection, WaitPool
 
 Until = Callable[[Callable[[], object]], Awaitable[None]]
 
@@ -79,7 +79,7 @@ class Wire:
 
 async def test_one_waiter_costs_nothing_while_it_waits() -> None:
     wire = Wire()
-    line = WaitLine(wire, wire.present)
+    line = WaitConnection(wire, wire.present)
     task = asyncio.create_task(line.wait(["k"], 10))
     await wire.waited.wait()
     assert wire.asked == 0
@@ -92,7 +92,7 @@ async def test_one_waiter_costs_nothing_while_it_waits() -> None:
 
 async def test_a_wake_up_is_believed_only_after_a_check() -> None:
     wire = Wire()
-    line = WaitLine(wire, wire.present)
+    line = WaitConnection(wire, wire.present)
     task = asyncio.create_task(line.wait(["k"], 10))
     for _ in range(5):
         await wire.waited.wait()
@@ -107,7 +107,7 @@ async def test_a_wake_up_is_believed_only_after_a_check() -> None:
 
 async def test_newcomers_do_not_keep_the_others_from_being_served() -> None:
     wire = Wire()
-    line = WaitLine(wire, wire.present)
+    line = WaitConnection(wire, wire.present)
     first = asyncio.create_task(line.wait(["first"], 10))
     await wire.waited.wait()
     wire.keys.add("first")
@@ -124,7 +124,7 @@ async def test_newcomers_do_not_keep_the_others_from_being_served() -> None:
 
 async def test_closing_fails_all_waiters_and_refuses_new_ones() -> None:
     wire = Wire()
-    line = WaitLine(wire, wire.present)
+    line = WaitConnection(wire, wire.present)
     tasks = [asyncio.create_task(line.wait([f"k{i}"], 10)) for i in range(3)]
     await wire.waited.wait()
     error = ClosedError("the end")
@@ -137,7 +137,7 @@ async def test_closing_fails_all_waiters_and_refuses_new_ones() -> None:
 
 async def test_a_lost_line_fails_all_waiters() -> None:
     wire = Wire()
-    line = WaitLine(wire, wire.present)
+    line = WaitConnection(wire, wire.present)
     tasks = [asyncio.create_task(line.wait([f"k{i}"], 10)) for i in range(3)]
     await wire.waited.wait()
     assert wire.answer is not None
@@ -151,7 +151,7 @@ async def test_a_lost_line_fails_all_waiters() -> None:
 
 
 class Wires:
-    """The connections of WaitLines, all to the same server: the test."""
+    """The connections of WaitPool, all to the same server: the test."""
 
     def __init__(self) -> None:
         self.all = [Wire()]
@@ -159,7 +159,7 @@ class Wires:
         self.refused = False
         self.reachable = asyncio.Event()
         self.reachable.set()
-        self.lines = WaitLines(self.all[0], self.connect, self.all[0].present)
+        self.lines = WaitPool(self.all[0], self.connect, self.all[0].present)
 
     async def connect(self) -> Wire:
         self.attempts += 1

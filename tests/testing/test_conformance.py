@@ -13,7 +13,7 @@ from asynccomm.backends import arithmetic, loopback
 from asynccomm.backends.base import Submission
 from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.loopback import Hub, LoopbackBackend
-from asynccomm.backends.matching import Matching
+from asynccomm.backends.matching import MatchQueues
 from asynccomm.batching import plan
 from asynccomm.comm.methods import groups, state_dict, tensor_dicts
 from asynccomm.comm.monitored_barrier import MonitoredBarriers
@@ -35,7 +35,7 @@ from asynccomm.ops import (
     variable,
 )
 from asynccomm.ops.reduce_op import ReduceOp
-from asynccomm.serialization.objects import Incoming
+from asynccomm.serialization.objects import IncomingObject
 from asynccomm.serialization.tensor_dicts import Schema, Slices
 from asynccomm.testing.conformance import CHECKS, check_backend
 
@@ -137,10 +137,10 @@ def forgets_factors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ignores_tags(monkeypatch: pytest.MonkeyPatch) -> None:
-    post, claim, keep = Matching.post, Matching.claim, Matching.keep
-    monkeypatch.setattr(Matching, "post", lambda self, receive, source, tag: post(self, receive, source, 0))
-    monkeypatch.setattr(Matching, "claim", lambda self, source, tag: claim(self, source, 0))
-    monkeypatch.setattr(Matching, "keep", lambda self, message, source, tag: keep(self, message, source, 0))
+    post, claim, keep = MatchQueues.post, MatchQueues.claim, MatchQueues.keep
+    monkeypatch.setattr(MatchQueues, "post", lambda self, receive, source, tag: post(self, receive, source, 0))
+    monkeypatch.setattr(MatchQueues, "claim", lambda self, source, tag: claim(self, source, 0))
+    monkeypatch.setattr(MatchQueues, "keep", lambda self, message, source, tag: keep(self, message, source, 0))
 
 
 def holds_on_to_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,9 +174,9 @@ def forgets_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prefers_receives_from_any_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    claim = Matching.claim
+    claim = MatchQueues.claim
 
-    def claim_from_anybody_first(self: Matching[Any, Any], source: int, tag: int) -> Any:
+    def claim_from_anybody_first(self: MatchQueues[Any, Any], source: int, tag: int) -> Any:
         posted = self._posted[-1].get(tag)
         if not posted:
             return claim(self, source, tag)
@@ -185,7 +185,7 @@ def prefers_receives_from_any_source(monkeypatch: pytest.MonkeyPatch) -> None:
             del self._posted[-1][tag]
         return receive
 
-    monkeypatch.setattr(Matching, "claim", claim_from_anybody_first)
+    monkeypatch.setattr(MatchQueues, "claim", claim_from_anybody_first)
 
 
 def looks_memory_up_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,14 +225,14 @@ def forgets_counts(ranks: Sequence[Submission]) -> None:
 
 
 def forgets_its_own_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_parts = variable._Joined._make_parts
+    make_parts = variable._Concatenated._make_parts
 
-    def make_parts_without_own(self: variable._Joined, lengths: Mapping[int, int]) -> None:
+    def make_parts_without_own(self: variable._Concatenated, lengths: Mapping[int, int]) -> None:
         make_parts(self, lengths)
         for part in self._parts[self._rank]:
             part.zero_()
 
-    monkeypatch.setattr(variable._Joined, "_make_parts", make_parts_without_own)
+    monkeypatch.setattr(variable._Concatenated, "_make_parts", make_parts_without_own)
 
 
 def lets_the_first_output_stay(ranks: Sequence[Submission]) -> None:
@@ -327,8 +327,8 @@ def lets_objects_meet_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trusts_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = Incoming.decode
-    monkeypatch.setattr(Incoming, "decode", lambda self, *, weights_only: decode(self, weights_only=False))
+    decode = IncomingObject.decode
+    monkeypatch.setattr(IncomingObject, "decode", lambda self, *, weights_only: decode(self, weights_only=False))
 
 
 def sorts_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,12 +341,12 @@ def sorts_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ignores_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_dict._Named, "__call__", lambda self, *args: self.tensors)
+    monkeypatch.setattr(state_dict._Entry, "__call__", lambda self, *args: self.tensors)
 
 
 def sends_the_first_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_dicts, "Slices", lambda parts, part, *rest: Slices(parts, 0, *rest))
-    monkeypatch.setattr(tensor_dicts._DictInbox, "_check_share", lambda *args: None)
+    monkeypatch.setattr(tensor_dicts._DictReceiver, "_check_share", lambda *args: None)
 
 
 def sorts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

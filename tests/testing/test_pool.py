@@ -17,7 +17,7 @@ import pytest
 
 from asynccomm.testing import pool as module
 from asynccomm.testing.pool import SILENT, RankPool
-from asynccomm.testing.protocol import Died, Failed, Filters, Job, Passed, Setup, Skipped, Stuck, World
+from asynccomm.testing.protocol import Died, Failed, Filters, Passed, RankTask, RankWorld, Setup, Skipped, TimedOut
 
 from .conftest import running, wait_until
 
@@ -49,12 +49,12 @@ while True:
             time.sleep(1000)
         case ["hang"]:
             channel.recv()
-            channel.send(Stacks("here"))
+            channel.send(StackDump("here"))
             time.sleep(1000)
         case ["late"]:
             channel.recv()
             channel.send(Passed(0.5))
-            channel.send(Stacks("too late"))
+            channel.send(StackDump("too late"))
         case ["die", "late"]:
             channel.recv()
             os._exit(5)
@@ -68,9 +68,9 @@ while True:
 """
 
 
-def jobs(*parts: str) -> list[Job]:
-    world = World(len(parts), "auto", "cpu", 60.0, {})
-    return [Job("", part, b"", False, world, rank, {}, Filters([], [], [])) for rank, part in enumerate(parts)]
+def jobs(*parts: str) -> list[RankTask]:
+    world = RankWorld(len(parts), "auto", "cpu", 60.0, {})
+    return [RankTask("", part, b"", False, world, rank, {}, Filters([], [], [])) for rank, part in enumerate(parts)]
 
 
 @pytest.fixture
@@ -166,14 +166,14 @@ def test_time_out(pool: RankPool) -> None:
     pool.run(jobs("pass", "pass"), 60)
     kept = pool.pids[1]
     reports, output = pool.run(jobs("hang", "pass"), 1.0)
-    assert reports == [Stuck("here"), Passed(0.5)]
+    assert reports == [TimedOut("here"), Passed(0.5)]
     assert output[0] == "rank 0 plays hang\n"
     assert pool.pids == [kept]
 
 
 def test_the_others_end_soon_after_a_failure(pool: RankPool) -> None:
     reports, _ = pool.run(jobs("fail", "hang"), 1000)
-    assert reports == [Failed("summary", "traceback", None, None), Stuck("here")]
+    assert reports == [Failed("summary", "traceback", None, None), TimedOut("here")]
 
 
 def test_late_answers(pool: RankPool) -> None:
@@ -185,7 +185,7 @@ def test_late_answers(pool: RankPool) -> None:
 
 def test_silence(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STACKS_SECONDS", 0.1)
-    assert pool.run(jobs(f"signal {signal.SIGSTOP}"), 0.3)[0] == [Stuck(SILENT)]
+    assert pool.run(jobs(f"signal {signal.SIGSTOP}"), 0.3)[0] == [TimedOut(SILENT)]
     assert pool.pids == []
 
 

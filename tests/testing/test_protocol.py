@@ -8,32 +8,34 @@ import pytest
 
 from asynccomm.testing.protocol import (
     Died,
+    DumpStacks,
     Failed,
     Filters,
-    Job,
     Passed,
+    RankTask,
+    RankWorld,
     Report,
     Setup,
-    ShowStacks,
     Skipped,
-    Stacks,
-    Stuck,
-    World,
+    StackDump,
+    TimedOut,
 )
 
-WORLD = World(2, "gloo", "cpu", 3.0, {"hint": "value"})
+WORLD = RankWorld(2, "gloo", "cpu", 3.0, {"hint": "value"})
 
 MESSAGES = [
     WORLD,
     Setup(["/path"], "/cwd", ["-c", "pytest.ini"]),
-    Job("/test_x.py", "TestX.test_y", b"pickled", True, WORLD, 1, {"RANK": "1"}, Filters(["error"], [], ["ignore"])),
-    ShowStacks(),
-    Stacks("text"),
+    RankTask(
+        "/test_x.py", "TestX.test_y", b"pickled", True, WORLD, 1, {"RANK": "1"}, Filters(["error"], [], ["ignore"])
+    ),
+    DumpStacks(),
+    StackDump("text"),
     Passed(0.5),
     Skipped("reason"),
     Failed("summary", "traceback", 0, "#1 barrier()"),
     Died("exited with code 3"),
-    Stuck("stacks"),
+    TimedOut("stacks"),
 ]
 
 
@@ -46,4 +48,4 @@ def test_round_trip(message: object) -> None:
 
 def test_reports() -> None:
     reports = [message for message in MESSAGES if isinstance(message, Report)]
-    assert [type(report) for report in reports] == [Passed, Skipped, Failed, Died, Stuck]
+    assert [type(report) for report in reports] == [Passed, Skipped, Failed, Died, TimedOut]

@@ -14,7 +14,17 @@ from typing import Any
 
 import pytest
 
-from asynccomm.testing.protocol import Failed, Filters, Job, Passed, Setup, ShowStacks, Skipped, Stacks, World
+from asynccomm.testing.protocol import (
+    DumpStacks,
+    Failed,
+    Filters,
+    Passed,
+    RankTask,
+    RankWorld,
+    Setup,
+    Skipped,
+    StackDump,
+)
 
 NONE = Filters([], [], [])
 DEADLINE = 60.0  # seconds; it has to import torch
@@ -61,8 +71,8 @@ class Process:
         return self.channel.recv()
 
     def start(self, name: str, filters: Filters = NONE, **env: str) -> None:
-        world = World(1, "auto", "cpu", 60.0, {})
-        self.channel.send(Job(str(self.path), name, pickle.dumps({}), False, world, 0, env, filters))
+        world = RankWorld(1, "auto", "cpu", 60.0, {})
+        self.channel.send(RankTask(str(self.path), name, pickle.dumps({}), False, world, 0, env, filters))
 
     def run(self, name: str, filters: Filters = NONE, **env: str) -> Any:
         self.start(name, filters, **env)
@@ -126,9 +136,9 @@ def test_tells_where_it_is_and_ends_with_its_parent(worker: Process) -> None:
     worker.start("waits")
     text = ""
     while "# for ever" not in text:  # it may be asked before it is there
-        worker.channel.send(ShowStacks())
+        worker.channel.send(DumpStacks())
         answer = worker.receive()
-        assert isinstance(answer, Stacks)
+        assert isinstance(answer, StackDump)
         text = answer.text
     assert "test_inner.py" in text
     worker.channel.close()

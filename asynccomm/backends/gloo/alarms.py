@@ -13,8 +13,8 @@ from typing import Final, final
 
 import torch
 
-from asynccomm.backends.gloo.torch_gloo import ALARM_TAG, Gloo
-from asynccomm.backends.ordered_executor import Lanes
+from asynccomm.backends.gloo.torch_gloo import ALARM_TAG, GlooGroup
+from asynccomm.backends.ordered_executor import OrderedExecutor
 
 REMEMBERED: Final = 1024  # places whose alarm this rank has passed on
 
@@ -30,15 +30,15 @@ class Alarms:
         raised: takes the place of a collective, on a thread.
     """
 
-    def __init__(self, gloo: Gloo, name: str, rank: int, size: int, raised: Callable[[int], object]) -> None:
-        self._gloo: Gloo | None = gloo
+    def __init__(self, gloo: GlooGroup, name: str, rank: int, size: int, raised: Callable[[int], object]) -> None:
+        self._gloo: GlooGroup | None = gloo
         self._name = name
         self._previous = (rank - 1) % size
         self._next = (rank + 1) % size
         self._raised = raised
         self._lock = threading.Lock()
         self._passed_on: dict[int, None] = {}  # oldest first
-        self._sending = Lanes(f"{name}-alarms", 1)
+        self._sending = OrderedExecutor(f"{name}-alarms", 1)
         self._listener: threading.Thread | None = None
 
     def listen(self) -> None:
@@ -78,7 +78,7 @@ class Alarms:
         self._sending.join(timeout)
         self._sending.end()
 
-    def _listen(self, gloo: Gloo) -> None:
+    def _listen(self, gloo: GlooGroup) -> None:
         text = torch.zeros(8, dtype=torch.uint8, device="cpu")
         with contextlib.suppress(RuntimeError):  # the group is broken
             while True:

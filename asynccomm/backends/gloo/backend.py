@@ -27,13 +27,13 @@ from torch import distributed as dist
 from asynccomm.backends.base import Backend, BackendContext, Submission
 from asynccomm.backends.gloo.collectives import Collectives
 from asynccomm.backends.gloo.p2p import PointToPoint
-from asynccomm.backends.gloo.payload_collectives import Exchange
-from asynccomm.backends.gloo.torch_gloo import LARGE, Gloo, Gloos
-from asynccomm.backends.ordered_executor import Lanes
-from asynccomm.core.tasks import finish
+from asynccomm.backends.gloo.payload_collectives import PayloadExchange
+from asynccomm.backends.gloo.torch_gloo import LARGE, GlooGroup, GlooGroups
+from asynccomm.backends.ordered_executor import OrderedExecutor
+from asynccomm.core.tasks import shielded
 from asynccomm.errors import BackendError, BrokenError
 from asynccomm.ops import Recv, RecvParcel
-from asynccomm.store.torch_store import AsTorchStore
+from asynccomm.store.torch_store import TorchStoreView
 
 T = TypeVar("T", bound=BaseException)
 
@@ -66,17 +66,19 @@ class GlooBackend(Backend):
     any_source = False
     compares = True
 
-    def __init__(self, context: BackendContext, gloos: Gloos) -> None:
+    def __init__(self, context: BackendContext, gloos: GlooGroups) -> None:
         group = context.group
-        self._gloos: Gloos | None = gloos
+        self._gloos: GlooGroups | None = gloos
         self._rank = group.rank
         self._on_error = context.on_error
         name = f"asynccomm-gloo-{group.name}"
-        self._lanes = Lanes(name, int(context.hints.get("p2p_threads", P2P_THREADS)))
-        self._internal_lanes = Lanes(f"{name}-internal", 2 * group.size)
+        self._lanes = OrderedExecutor(name, int(context.hints.get("p2p_threads", P2P_THREADS)))
+        self._internal_lanes = OrderedExecutor(f"{name}-internal", 2 * group.size)
         self._p2p = PointToPoint(group.rank, self._lanes, self._internal_lanes, self._complete, context.on_error)
-        self._parcel_lane = Lanes(f"{name}-parcels", 1)  # apart from messages, which must not hold up a collective
-        exchange = Exchange(group.rank, group.size, self._parcel_lane, self._complete)
+        self._parcel_lane = OrderedExecutor(
+            f"{name}-parcels", 1
+        )  # apart from messages, which must not hold up a collective
+        exchange = PayloadExchange(group.rank, group.size, self._parcel_lane, self._complete)
         self._collectives = Collectives(gloos, name, group.rank, group.size, exchange, self._failed, self._not_started)
         self._ending = threading.Lock()
         self._poisoned = False
@@ -98,12 +100,12 @@ class GlooBackend(Backend):
         if hostname is None and "interface" not in hints:
             hostname = _address(context)
         # whoever calls this sees to the time limit
-        store = AsTorchStore(context.store.prefix("gloo"), asyncio.get_running_loop(), math.inf)
+        store = TorchStoreView(context.store.prefix("gloo"), asyncio.get_running_loop(), math.inf)
         threads = {"frames": 1, "small": 1, "large": int(hints.get("gloo_threads", GLOO_THREADS))}
 
-        def make(name: str, count: int) -> Gloo:
+        def make(name: str, count: int) -> GlooGroup:
             try:
-                return Gloo(
+                return GlooGroup(
                     dist.PrefixStore(name, store),
                     group.rank,
                     group.size,
@@ -123,14 +125,14 @@ class GlooBackend(Backend):
             for name, count in threads.items()
         ]
         try:
-            backend = cls(context, Gloos(*await asyncio.gather(*making)))
+            backend = cls(context, GlooGroups(*await asyncio.gather(*making)))
         except (BackendError, asyncio.CancelledError):
             store.end()  # threads may be waiting for it, and the process cannot end before they do
             raise
         try:
             await _all_connected(context)
         except BaseException:
-            await finish(backend.aclose())
+            await shielded(backend.aclose())
             raise
         return backend
 
@@ -247,7 +249,7 @@ async def _all_connected(context: BackendContext) -> None:
     await context.store.wait(["all connected"], math.inf)
 
 
-def _let_go(gloos: Gloos | None) -> None:
+def _let_go(gloos: GlooGroups | None) -> None:
     for gloo in gloos or ():
         gloo.let_go()
 

@@ -37,14 +37,14 @@ from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.gloo.alarms import Alarms
 from asynccomm.backends.gloo.disputes import Dispute
 from asynccomm.backends.gloo.frames import Frame, complete, heading_of
-from asynccomm.backends.gloo.hazard_tracker import InFlight
+from asynccomm.backends.gloo.hazard_tracker import HazardTracker
 from asynccomm.backends.gloo.lowering import OUT_OF_PLACE, start
 from asynccomm.backends.gloo.p2p import conclude
-from asynccomm.backends.gloo.packing import is_divided, lines_of
-from asynccomm.backends.gloo.payload_collectives import Exchange
+from asynccomm.backends.gloo.packing import chains_of, is_divided
+from asynccomm.backends.gloo.payload_collectives import PayloadExchange
 from asynccomm.backends.gloo.predictions import Predictor, needs_every_rank
 from asynccomm.backends.gloo.staging import unpack
-from asynccomm.backends.gloo.torch_gloo import Gloos
+from asynccomm.backends.gloo.torch_gloo import GlooGroups
 from asynccomm.backends.gloo.transfers import run
 from asynccomm.backends.hazards import separated
 from asynccomm.errors import BackendError
@@ -97,22 +97,22 @@ class Collectives:
 
     def __init__(
         self,
-        gloos: Gloos,
+        gloos: GlooGroups,
         name: str,
         rank: int,
         size: int,
-        exchange: Exchange,
+        exchange: PayloadExchange,
         failed: Callable[[Submission, Exception], object],
         not_started: Callable[[Submission, Exception], object],
     ) -> None:
-        self._gloos: Gloos | None = gloos
+        self._gloos: GlooGroups | None = gloos
         self._name = name
         self._rank = rank
         self._size = size
         self._exchange = exchange
         self._failed = failed
         self._not_started = not_started
-        self._in_flight = InFlight(self._start, not_started)
+        self._in_flight = HazardTracker(self._start, not_started)
         self._using = threading.RLock()  # held while a thread of gloo's uses the groups
         self._ended = False
         self._disputed = False
@@ -189,7 +189,7 @@ class Collectives:
         if alarming and not as_predicted:
             self._alarms.tell(started.place)
 
-    def _announce(self, gloos: Gloos, started: _Started) -> None:
+    def _announce(self, gloos: GlooGroups, started: _Started) -> None:
         """Send the frame of a collective."""
         frame = self._frames.pop() if self._frames else Frame(self._rank, self._size)
         started.frame = frame
@@ -325,7 +325,7 @@ class Collectives:
         fail = partial(self._transfer_failed, submission)
         buffers = separated(submission, self._rank, OUT_OF_PLACE)
         if is_divided(submission):
-            lines = lines_of(gloos, op, buffers, self._rank, self._size)
+            lines = chains_of(gloos, op, buffers, self._rank, self._size)
             run(lines, partial(_transferred, buffers.lands, over, fail), fail)
             return
         work, finish = start(gloos.by_size(op.nbytes), op, buffers, self._size)

@@ -13,14 +13,14 @@ from typing import Final, NamedTuple, final
 
 from asynccomm.backends.base import Submission
 from asynccomm.backends.differences import Called, Issued, difference, issued, misfit
-from asynccomm.backends.gloo.payloads import Incoming, Outgoing
-from asynccomm.backends.gloo.torch_gloo import Gloo
+from asynccomm.backends.gloo.payloads import InboundParcel, OutboundParcel
+from asynccomm.backends.gloo.torch_gloo import GlooGroup
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
-from asynccomm.ops import AllToAll, Channel, Parcel
+from asynccomm.ops import AllToAll, MessageSpace, Parcel
 
 MOST: Final = 1 << 24  # bytes of a rank's text
 LISTED: Final = 1 << 14  # operations of a batch that are described, and texts of merged ones
-_KEY: Final = Channel.INTERNAL.key(0)
+_KEY: Final = MessageSpace.INTERNAL.key(0)
 
 
 @final
@@ -36,7 +36,7 @@ class Dispute:
 
     def __init__(
         self,
-        gloo: Gloo,
+        gloo: GlooGroup,
         rank: int,
         size: int,
         submission: Submission,
@@ -65,8 +65,8 @@ class Dispute:
 
     def _exchange(self) -> list[_Said]:
         others = [rank for rank in range(self._size) if rank != self._rank]
-        text = Outgoing(Parcel(self._text, ()))
-        coming = [Incoming(self._gloo, rank, _KEY) for rank in others]
+        text = OutboundParcel(Parcel(self._text, ()))
+        coming = [InboundParcel(self._gloo, rank, _KEY) for rank in others]
         sent = [step for rank in others for step in text.send(self._gloo, rank, _KEY)]
         texts = {self._rank: self._text}
         for rank, parcel in zip(others, coming, strict=True):

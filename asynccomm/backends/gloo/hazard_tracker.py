@@ -32,7 +32,7 @@ from asynccomm.ops import Barrier
 
 
 @final
-class InFlight:
+class HazardTracker:
     """Starts collectives in order, each as soon as nothing under way conflicts with it.
 
     Args:
@@ -50,17 +50,17 @@ class InFlight:
         self._fail = fail
         self._lock = threading.Lock()  # held for moments only: nothing is started or settled under it
         self._resting = threading.Condition(self._lock)
-        self._waiting: deque[_Flight] = deque()
+        self._waiting: deque[_TrackedOp] = deque()
         self._starting = False  # a thread starts what waits
         self._ended = False
         self._count = 0  # under way
         self._unsettled = 0  # put in, and not settled yet
-        self._alone: _Flight | None = None  # under way when nothing else was: its memory is looked at once there is
+        self._alone: _TrackedOp | None = None  # under way when nothing else was: its memory is looked at once there is
         self._accesses = AccessSet()  # of those under way
 
     def submit(self, submission: Submission) -> None:
         """Start ``submission``, or keep it. Under the comm's lock. Raises: what ``start`` raises."""
-        flight = _Flight(submission)
+        flight = _TrackedOp(submission)
         with self._lock:
             if self._ended:
                 return
@@ -94,7 +94,7 @@ class InFlight:
         with self._lock:
             return self._resting.wait_for(lambda: not self._starting, timeout)
 
-    def _over(self, flight: _Flight) -> None:
+    def _over(self, flight: _TrackedOp) -> None:
         with self._lock:
             self._leave(flight)
             go_on = bool(self._waiting) and not self._starting
@@ -117,7 +117,7 @@ class InFlight:
             except Exception as exc:
                 self._fail(flight.submission, exc)
 
-    def _next(self) -> _Flight | None:
+    def _next(self) -> _TrackedOp | None:
         """The first that waits, if it need not any longer."""
         with self._lock:
             if self._waiting and self._enter(self._waiting[0]):
@@ -126,7 +126,7 @@ class InFlight:
             self._resting.notify_all()
             return None
 
-    def _enter(self, flight: _Flight) -> bool:
+    def _enter(self, flight: _TrackedOp) -> bool:
         """Count ``flight`` as under way, unless it conflicts with what is."""
         if not self._count:
             self._alone = flight
@@ -140,17 +140,17 @@ class InFlight:
         self._count += 1
         return True
 
-    def _conflicts(self, flight: _Flight) -> bool:
+    def _conflicts(self, flight: _TrackedOp) -> bool:
         if isinstance(flight.submission.op, Barrier):
             return True
         flight.look()
         return self._accesses.conflicts(flight.reads, flight.writes)
 
-    def _occupy(self, flight: _Flight) -> None:
+    def _occupy(self, flight: _TrackedOp) -> None:
         flight.look()
         self._accesses.add(flight.reads, flight.writes)
 
-    def _leave(self, flight: _Flight) -> None:
+    def _leave(self, flight: _TrackedOp) -> None:
         self._count -= 1
         if self._alone is flight:
             self._alone = None
@@ -159,7 +159,7 @@ class InFlight:
 
 
 @final
-class _Flight:
+class _TrackedOp:
     """A collective, and its memory once that was looked at."""
 
     __slots__ = ("_looked", "reads", "submission", "writes")

@@ -21,14 +21,14 @@ from torch import Tensor
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
 from asynccomm.backends.delivery import Delivery
-from asynccomm.backends.gloo.payloads import Incoming, Outgoing
+from asynccomm.backends.gloo.payloads import InboundParcel, OutboundParcel
 from asynccomm.backends.gloo.staging import place, room, unpack
-from asynccomm.backends.gloo.torch_gloo import Gloo
-from asynccomm.backends.matching import Matching
-from asynccomm.backends.ordered_executor import Lanes
+from asynccomm.backends.gloo.torch_gloo import GlooGroup
+from asynccomm.backends.matching import MatchQueues
+from asynccomm.backends.ordered_executor import OrderedExecutor
 from asynccomm.backends.regions import bytes_of
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
-from asynccomm.ops import Channel, Recv, RecvParcel, Send, SendParcel
+from asynccomm.ops import MessageSpace, Recv, RecvParcel, Send, SendParcel
 from asynccomm.ops.dtypes import BY_CODE, CODES
 
 HEADER = 16  # bytes: how many elements, of which dtype
@@ -55,8 +55,8 @@ class PointToPoint:
     def __init__(
         self,
         rank: int,
-        lanes: Lanes,
-        internal: Lanes,
+        lanes: OrderedExecutor,
+        internal: OrderedExecutor,
         complete: Callable[[Submission, Sequence[Callable[[], object]]], None],
         on_error: Callable[[BrokenError], object],
     ) -> None:
@@ -65,9 +65,9 @@ class PointToPoint:
         self._internal = internal
         self._complete = complete
         self._on_error = on_error
-        self._own: Matching[Submission, Submission] = Matching(1)  # from this rank to itself, its only source
+        self._own: MatchQueues[Submission, Submission] = MatchQueues(1)  # from this rank to itself, its only source
 
-    def submit(self, gloo: Gloo, submission: Submission) -> None:
+    def submit(self, gloo: GlooGroup, submission: Submission) -> None:
         """Start a send or receive. Under the comm's lock."""
         op = submission.op
         assert isinstance(op, (Send, Recv, SendParcel, RecvParcel))
@@ -88,7 +88,7 @@ class PointToPoint:
         """Let go of what this rank has sent itself."""
         self._own.clear()
 
-    def _send(self, gloo: Gloo, op: Send, submission: Submission) -> None:
+    def _send(self, gloo: GlooGroup, op: Send, submission: Submission) -> None:
         data = arithmetic.resolved(submission.inputs[0]).view(torch.uint8)
         message = _message(op, data)
         steps = [gloo.send(message, op.peer, 2 * op.tag).wait]
@@ -102,7 +102,7 @@ class PointToPoint:
         staged = [message, data]  # gloo reads them until then
         self._lanes.put(("send", op.peer, op.tag), job)
 
-    def _recv(self, gloo: Gloo, op: Recv, peer: int, submission: Submission) -> None:
+    def _recv(self, gloo: GlooGroup, op: Recv, peer: int, submission: Submission) -> None:
         # zeros: one that is too short leaves the rest as it is, and nothing is to be made of what was there before
         message = torch.zeros(HEADER + SHORT, dtype=torch.uint8, device="cpu")
         arrival = gloo.recv(message, peer, 2 * op.tag)
@@ -127,8 +127,8 @@ class PointToPoint:
 
         self._lanes.put(("recv", peer, op.tag), partial(self._complete, submission, [arrival.wait, take_payload]))
 
-    def _send_parcel(self, gloo: Gloo, peer: int, key: int, submission: Submission) -> None:
-        parcel = Outgoing(submission.parcels[0])
+    def _send_parcel(self, gloo: GlooGroup, peer: int, key: int, submission: Submission) -> None:
+        parcel = OutboundParcel(submission.parcels[0])
         staged = [parcel]  # gloo reads it until then
         steps = parcel.send(gloo, peer, key)
 
@@ -138,8 +138,8 @@ class PointToPoint:
 
         self._lanes_of(key).put(("send", peer, key), job)
 
-    def _recv_parcel(self, gloo: Gloo, peer: int, key: int, submission: Submission) -> None:
-        parcel = Incoming(gloo, peer, key)
+    def _recv_parcel(self, gloo: GlooGroup, peer: int, key: int, submission: Submission) -> None:
+        parcel = InboundParcel(gloo, peer, key)
 
         def take() -> None:
             parcel.read()
@@ -150,8 +150,8 @@ class PointToPoint:
 
         self._lanes_of(key).put(("recv", peer, key), partial(self._complete, submission, [take]))
 
-    def _lanes_of(self, key: int) -> Lanes:
-        return self._internal if key >= Channel.INTERNAL.key(0) else self._lanes
+    def _lanes_of(self, key: int) -> OrderedExecutor:
+        return self._internal if key >= MessageSpace.INTERNAL.key(0) else self._lanes
 
     def _to_self(self, op: Send | Recv | SendParcel | RecvParcel, key: int, submission: Submission) -> None:
         if isinstance(op, (Send, SendParcel)):

@@ -17,17 +17,17 @@ from torch import Tensor
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
 from asynccomm.backends.gloo.reduction import (
-    as_it_is,
-    fill_rows,
+    gather_rows,
+    is_native,
     narrow_all,
+    reduce_rows,
     row_bytes,
-    sum_up,
     wide_dtype,
     widen_all,
     widened_bytes,
 )
 from asynccomm.backends.gloo.staging import Finish, pack, room, unpack
-from asynccomm.backends.gloo.torch_gloo import Gloos
+from asynccomm.backends.gloo.torch_gloo import GlooGroups
 from asynccomm.backends.gloo.transfers import Transfer
 from asynccomm.backends.hazards import Buffers
 from asynccomm.backends.regions import adjoining
@@ -72,7 +72,7 @@ def is_divided(submission: Submission) -> bool:
             return False
 
 
-def lines_of(gloos: Gloos, op: Op, buffers: Buffers, rank: int, size: int) -> Lines:
+def chains_of(gloos: GlooGroups, op: Op, buffers: Buffers, rank: int, size: int) -> Lines:
     """The transfers of an operation that has a ``layout``, each line for a gloo group of one thread."""
     inputs, outputs = buffers.inputs, buffers.outputs
     match op:
@@ -89,7 +89,7 @@ def lines_of(gloos: Gloos, op: Op, buffers: Buffers, rank: int, size: int) -> Li
 
 
 @final
-class _Lines:
+class _TransferChains:
     """Puts transfers in lines: one for all that go through the group of one thread, one for each other.
 
     Args:
@@ -97,7 +97,7 @@ class _Lines:
         late: whether it may be filled late, so that it has to stand in the line whatever its size.
     """
 
-    def __init__(self, gloos: Gloos, lengths: Sequence[int], late: Sequence[bool]) -> None:
+    def __init__(self, gloos: GlooGroups, lengths: Sequence[int], late: Sequence[bool]) -> None:
         self._small = gloos.small
         self._lengths = lengths
         pairs = zip(lengths, late, strict=True)
@@ -126,12 +126,14 @@ class _Lines:
         return [self._line, *self._alone] if self._line else self._alone
 
 
-def _all_reduce(gloos: Gloos, inputs: Sequence[Tensor], outputs: Sequence[Tensor], op: AllReduce, size: int) -> Lines:
+def _all_reduce(
+    gloos: GlooGroups, inputs: Sequence[Tensor], outputs: Sequence[Tensor], op: AllReduce, size: int
+) -> Lines:
     dtype, reduction = op.dtype, op.reduction
-    direct, wide = as_it_is(dtype, reduction), wide_dtype(dtype, reduction)
+    direct, wide = is_native(dtype, reduction), wide_dtype(dtype, reduction)
     groups = groups_of([tensor.nbytes for tensor in outputs])
     lengths = [widened_bytes(dtype, reduction, sum([outputs[i].numel() for i in group])) for group in groups]
-    lines = _Lines(gloos, lengths, [not direct or len(group) > 1 for group in groups])
+    lines = _TransferChains(gloos, lengths, [not direct or len(group) > 1 for group in groups])
     for i, group in enumerate(groups):
         sources, targets = [inputs[j] for j in group], [outputs[j] for j in group]
         fill: Finish | None = None
@@ -151,10 +153,12 @@ def _all_reduce(gloos: Gloos, inputs: Sequence[Tensor], outputs: Sequence[Tensor
     return lines.all()
 
 
-def _broadcast(gloos: Gloos, tensors: Sequence[Tensor], root: int, rank: int) -> Lines:
+def _broadcast(gloos: GlooGroups, tensors: Sequence[Tensor], root: int, rank: int) -> Lines:
     sizes = [tensor.nbytes for tensor in tensors]
     groups = groups_of(sizes)
-    lines = _Lines(gloos, [sum([sizes[j] for j in group]) for group in groups], [len(group) > 1 for group in groups])
+    lines = _TransferChains(
+        gloos, [sum([sizes[j] for j in group]) for group in groups], [len(group) > 1 for group in groups]
+    )
     for i, group in enumerate(groups):
         items = [tensors[j] for j in group]
         data = adjoining(items)
@@ -169,13 +173,13 @@ def _broadcast(gloos: Gloos, tensors: Sequence[Tensor], root: int, rank: int) ->
     return lines.all()
 
 
-def _all_gather(gloos: Gloos, inputs: Sequence[Tensor], outputs: Sequence[Tensor], rank: int, size: int) -> Lines:
+def _all_gather(gloos: GlooGroups, inputs: Sequence[Tensor], outputs: Sequence[Tensor], rank: int, size: int) -> Lines:
     k = len(inputs)
     shares = [outputs[r * k : r * k + k] for r in range(size)]
     sizes = [[tensor.nbytes for tensor in share] for share in shares]
     groups = groups_of([max(column) for column in zip(*sizes, strict=True)])
     lengths = [[sum([row[j] for j in group]) for row in sizes] for group in groups]
-    lines = _Lines(gloos, [max(ranks) for ranks in lengths], [len(group) > 1 for group in groups])
+    lines = _TransferChains(gloos, [max(ranks) for ranks in lengths], [len(group) > 1 for group in groups])
     for i, group in enumerate(groups):
         sources = [inputs[j] for j in group]
         targets = [[share[j] for j in group] for share in shares]
@@ -187,7 +191,7 @@ def _all_gather(gloos: Gloos, inputs: Sequence[Tensor], outputs: Sequence[Tensor
 
 
 def _gather_at_once(
-    lines: _Lines,
+    lines: _TransferChains,
     i: int,
     sources: Sequence[Tensor],
     targets: Sequence[Sequence[Tensor]],
@@ -214,7 +218,7 @@ def _unpack_rows(rows: Tensor, targets: Sequence[Sequence[Tensor]], lengths: Seq
 
 
 def _gather_one_by_one(
-    lines: _Lines,
+    lines: _TransferChains,
     i: int,
     sources: Sequence[Tensor],
     targets: Sequence[Sequence[Tensor]],
@@ -241,24 +245,24 @@ def _gather_one_by_one(
 
 
 def _reduce_scatter(
-    gloos: Gloos, inputs: Sequence[Tensor], outputs: Sequence[Tensor], op: ReduceScatter, rank: int, size: int
+    gloos: GlooGroups, inputs: Sequence[Tensor], outputs: Sequence[Tensor], op: ReduceScatter, rank: int, size: int
 ) -> Lines:
     k, reduction, dtype = len(outputs), op.reduction, op.dtype
     numels = [[tensor.numel() for tensor in inputs[r * k : r * k + k]] for r in range(size)]
     groups = groups_of([max(column) * dtype.itemsize for column in zip(*numels, strict=True)])
     lengths = [[row_bytes(dtype, reduction, sum([row[j] for j in group])) for row in numels] for group in groups]
     # what is alone would be filled at once in any case
-    lines = _Lines(gloos, [max(ranks) for ranks in lengths], [len(groups) > 1] * len(groups))
+    lines = _TransferChains(gloos, [max(ranks) for ranks in lengths], [len(groups) > 1] * len(groups))
     for i, group in enumerate(groups):
         sources = [inputs[r * k + j] for r in range(size) for j in group]
         rows, fill = adjoining(sources) if reduction.factor is None else None, None
         if rows is None:
             rows = lines.memory(i, "sent", size)[: sum(lengths[i])]
-            fill = partial(fill_rows, rows, sources, reduction)
+            fill = partial(gather_rows, rows, sources, reduction)
         received = lines.memory(i, "received", size)[: size * lengths[i][rank]]
         uneven = min(lengths[i]) != max(lengths[i])
         splits = ([lengths[i][rank]] * size, lengths[i]) if uneven else ()
-        finish = partial(sum_up, received, [outputs[j] for j in group], reduction, size)
+        finish = partial(reduce_rows, received, [outputs[j] for j in group], reduction, size)
         lines.add(i, Transfer(partial(lines.gloos[i].all_to_all_single, received, rows, *splits), finish, fill))
     return lines.all()
 

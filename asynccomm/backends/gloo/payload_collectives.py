@@ -16,17 +16,17 @@ from typing import final
 from asynccomm.backends.base import Submission
 from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.gloo.p2p import conclude
-from asynccomm.backends.gloo.payloads import Incoming, Outgoing
-from asynccomm.backends.gloo.torch_gloo import Gloo
-from asynccomm.backends.ordered_executor import Lanes
+from asynccomm.backends.gloo.payloads import InboundParcel, OutboundParcel
+from asynccomm.backends.gloo.torch_gloo import GlooGroup
+from asynccomm.backends.ordered_executor import OrderedExecutor
 from asynccomm.errors import CollectiveMismatchError
-from asynccomm.ops import Channel, Parcels
+from asynccomm.ops import MessageSpace, Parcels
 
-_KEY = Channel.INTERNAL.key(0)
+_KEY = MessageSpace.INTERNAL.key(0)
 
 
 @final
-class Exchange:
+class PayloadExchange:
     """Collectives of parcels of one rank.
 
     Args:
@@ -39,7 +39,7 @@ class Exchange:
         self,
         rank: int,
         size: int,
-        lane: Lanes,
+        lane: OrderedExecutor,
         complete: Callable[[Submission, Sequence[Callable[[], object]], Callable[[], object]], None],
     ) -> None:
         self._rank = rank
@@ -48,21 +48,23 @@ class Exchange:
         self._lane = lane
         self._complete = complete
 
-    def submit(self, gloo: Gloo, op: Parcels, submission: Submission, over: Callable[[], object]) -> None:
+    def submit(self, gloo: GlooGroup, op: Parcels, submission: Submission, over: Callable[[], object]) -> None:
         """Start, in the same order on all ranks; ``over`` settles the submission."""
         givers = [rank for rank in self._others if op.takes(self._rank) and op.gives(rank)]
         takers = [rank for rank in reversed(self._others) if op.gives(self._rank) and op.takes(rank)]
-        coming = {giver: Incoming(gloo, giver, _KEY) for giver in givers}
+        coming = {giver: InboundParcel(gloo, giver, _KEY) for giver in givers}
         delivery = Delivery(submission)
-        sent: list[Outgoing] = []  # gloo reads them until the end
+        sent: list[OutboundParcel] = []  # gloo reads them until the end
         steps: list[Callable[[], object]] = []
         for taker in takers:
             if not op.shared or not sent:
                 seq = submission.work.seq
-                sent.append(Outgoing(submission.parcels[0 if op.shared else taker], _code(op, seq), f"#{seq} {op}"))
+                sent.append(
+                    OutboundParcel(submission.parcels[0 if op.shared else taker], _code(op, seq), f"#{seq} {op}")
+                )
             steps += sent[-1].send(gloo, taker, _KEY)
         if coming:
-            reception = _Reception(op, self._rank, coming, submission, delivery)
+            reception = _Receive(op, self._rank, coming, submission, delivery)
             steps = [reception.receive, *steps]
         if not steps:
             delivery.finish()
@@ -78,11 +80,11 @@ class Exchange:
 
 
 @final
-class _Reception:
+class _Receive:
     """The parcels that come to this rank in one collective."""
 
     def __init__(
-        self, op: Parcels, rank: int, coming: dict[int, Incoming], submission: Submission, delivery: Delivery
+        self, op: Parcels, rank: int, coming: dict[int, InboundParcel], submission: Submission, delivery: Delivery
     ) -> None:
         self._op = op
         self._rank = rank

@@ -8,8 +8,8 @@ which would end the process.
 A segment is a large tensor or a part of one, which is sent out of its own memory; or a few small ones copied together.
 The receiver's tensors may be cut differently: what does not lie in one of them goes through memory of its own.
 
-What a header or a table says must be what an :class:`Outgoing` would say, or it is a BackendError. So no number in them
-makes a receiver take more memory than a head of the largest size, twice.
+What a header or a table says must be what an :class:`OutboundParcel` would say, or it is a BackendError. So no number
+in them makes a receiver take more memory than a head of the largest size, twice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from asynccomm.backends.gloo.staging import collected, room, unpack
-from asynccomm.backends.gloo.torch_gloo import Gloo, Message
+from asynccomm.backends.gloo.torch_gloo import GlooGroup, GlooRequest
 from asynccomm.backends.regions import bytes_of
 from asynccomm.errors import BackendError
 from asynccomm.ops import Parcel
@@ -40,7 +40,7 @@ WINDOW: Final = 64 << 20  # bytes that are on their way at the same time
 _HEADER: Final = struct.Struct("<qqqI60s")  # bytes of the head, of the payload; segments; code and text
 
 
-class _Note(NamedTuple):
+class _ParcelHeader(NamedTuple):
     """What the header says."""
 
     head: int
@@ -81,7 +81,7 @@ def segments_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 @final
-class Outgoing:
+class OutboundParcel:
     """A parcel made ready to be sent, to one rank or to several.
 
     Args:
@@ -102,17 +102,17 @@ class Outgoing:
         self._first = torch.cat([header, front]) if along else header
         self._rest = segments if along else [front, *segments]
 
-    def send(self, gloo: Gloo, peer: int, key: int) -> list[Callable[[], object]]:
+    def send(self, gloo: GlooGroup, peer: int, key: int) -> list[Callable[[], object]]:
         """Start; returns what waits for the end. The parcel is to be kept until then."""
         first = gloo.send(self._first, peer, 2 * key)
         return [first.wait, *[gloo.send(message, peer, 2 * key + 1).wait for message in self._rest]]
 
 
 @final
-class Incoming:
+class InboundParcel:
     """A parcel that comes from ``peer``. The methods block, and are to be called in order: read, take."""
 
-    def __init__(self, gloo: Gloo, peer: int, key: int) -> None:
+    def __init__(self, gloo: GlooGroup, peer: int, key: int) -> None:
         self._gloo = gloo
         self._peer = peer
         self._key = key
@@ -129,7 +129,7 @@ class Incoming:
         Raises: BackendError for a head that is too long, and for what no sender says.
         """
         self._arrival.wait()
-        note = _Note(*_HEADER.unpack_from(self._memory))
+        note = _ParcelHeader(*_HEADER.unpack_from(self._memory))
         if check is not None:
             check(note.code, note.text.rstrip(b"\0").decode(errors="replace"))
         if note.head > MAX_HEAD:
@@ -165,10 +165,10 @@ class Incoming:
             for length in self._lengths:
                 self._receive(scratch[:length]).wait()
         else:
-            self._take_segments(_Cursor(tensors))
+            self._take_segments(_ByteCursor(tensors))
 
-    def _take_segments(self, cursor: _Cursor) -> None:
-        coming: deque[tuple[Message, Callable[[], object] | None, int]] = deque()
+    def _take_segments(self, cursor: _ByteCursor) -> None:
+        coming: deque[tuple[GlooRequest, Callable[[], object] | None, int]] = deque()
         on_the_way = 0
 
         def land() -> int:
@@ -187,12 +187,12 @@ class Incoming:
         while coming:
             land()
 
-    def _receive(self, memory: Tensor) -> Message:
+    def _receive(self, memory: Tensor) -> GlooRequest:
         return self._gloo.recv(memory, self._peer, 2 * self._key + 1)
 
 
 @final
-class _Cursor:
+class _ByteCursor:
     """Goes through the bytes of plain tensors."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

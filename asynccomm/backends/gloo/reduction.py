@@ -27,7 +27,7 @@ _BITS: Final = {torch.float32: torch.int32, torch.float64: torch.int64}
 _CHUNK: Final = 1 << 17  # bytes that several passes leave in the cache
 
 
-def as_it_is(dtype: torch.dtype, reduction: ReduceOp) -> bool:
+def is_native(dtype: torch.dtype, reduction: ReduceOp) -> bool:
     """Whether gloo can reduce plain tensors of ``dtype`` without anything before or after."""
     return dtype in AS_IT_IS and reduction.type in _UNCHANGED and not _as_bits(dtype, reduction)
 
@@ -106,7 +106,7 @@ def rows_of(tensors: Sequence[Tensor], reduction: ReduceOp) -> Tensor:
     if found is not None:
         return found
     rows = room(row_bytes(tensors[0].dtype, reduction, sum([tensor.numel() for tensor in tensors])))
-    fill_rows(rows, tensors, reduction)
+    gather_rows(rows, tensors, reduction)
     return rows
 
 
@@ -115,7 +115,7 @@ def row_bytes(dtype: torch.dtype, reduction: ReduceOp, numel: int) -> int:
     return numel * dtype.itemsize if reduction.factor is None else widened_bytes(dtype, reduction, numel)
 
 
-def fill_rows(rows: Tensor, tensors: Sequence[Tensor], reduction: ReduceOp) -> None:
+def gather_rows(rows: Tensor, tensors: Sequence[Tensor], reduction: ReduceOp) -> None:
     """Bring ``tensors`` there."""
     if reduction.factor is None:
         pack(rows, tensors)
@@ -123,7 +123,7 @@ def fill_rows(rows: Tensor, tensors: Sequence[Tensor], reduction: ReduceOp) -> N
         widen_all(rows, tensors, reduction)
 
 
-def sum_up(received: Tensor, outputs: Sequence[Tensor], reduction: ReduceOp, size: int) -> None:
+def reduce_rows(received: Tensor, outputs: Sequence[Tensor], reduction: ReduceOp, size: int) -> None:
     """Combine what has come from all ranks, as bytes of ``rows_of``, into ``outputs``."""
     dtype = outputs[0].dtype
     if reduction.factor is None:

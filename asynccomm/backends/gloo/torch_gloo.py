@@ -53,12 +53,12 @@ _BOOL_OPS = {
 
 
 @final
-class Message:
+class GlooRequest:
     """A send or a receive under way; ``held`` holds it until it is done."""
 
     __slots__ = ("_held", "_tensor", "_work")
 
-    def __init__(self, work: Any, tensor: Tensor, held: set[Message]) -> None:
+    def __init__(self, work: Any, tensor: Tensor, held: set[GlooRequest]) -> None:
         self._work = work
         self._tensor = tensor
         self._held = held
@@ -70,7 +70,7 @@ class Message:
         self._held.discard(self)
 
 
-class Gloo:
+class GlooGroup:
     """One gloo group, used directly: nothing in torch.distributed knows of it. Works come back unwaited.
 
     Args:
@@ -106,7 +106,7 @@ class Gloo:
         self._pg._set_default_timeout(FOREVER)
         self._size = size
         self._rank = rank
-        self._messages: set[Message] = set()
+        self._messages: set[GlooRequest] = set()
         self._all_gather_single = getattr(self._pg, "all_gather_single", None) or self._pg._allgather_base
         self._all_to_all_single = getattr(self._pg, "all_to_all_single", None) or self._pg.alltoall_base
 
@@ -151,11 +151,11 @@ class Gloo:
     def barrier(self) -> Any:
         return self._pg.barrier()
 
-    def send(self, tensor: Tensor, dst: int, tag: int) -> Message:
-        return Message(self._pg.send([tensor], dst, tag), tensor, self._messages)
+    def send(self, tensor: Tensor, dst: int, tag: int) -> GlooRequest:
+        return GlooRequest(self._pg.send([tensor], dst, tag), tensor, self._messages)
 
-    def recv(self, tensor: Tensor, src: int, tag: int) -> Message:
-        return Message(self._pg.recv([tensor], src, tag), tensor, self._messages)
+    def recv(self, tensor: Tensor, src: int, tag: int) -> GlooRequest:
+        return GlooRequest(self._pg.recv([tensor], src, tag), tensor, self._messages)
 
     def poison(self) -> None:
         """Make everything under way fail, here and on the peers. Takes some milliseconds.
@@ -175,13 +175,13 @@ class Gloo:
         self._messages.clear()
 
 
-class Gloos(NamedTuple):
+class GlooGroups(NamedTuple):
     """The groups of one comm: for frames and for small transfers, with one thread each, and for large ones."""
 
-    frames: Gloo
-    small: Gloo
-    large: Gloo
+    frames: GlooGroup
+    small: GlooGroup
+    large: GlooGroup
 
-    def by_size(self, nbytes: int) -> Gloo:
+    def by_size(self, nbytes: int) -> GlooGroup:
         """The one for a transfer of ``nbytes``, a number that all ranks know: or they would not meet."""
         return self.large if nbytes >= LARGE else self.small

@@ -25,7 +25,7 @@ class Transfer(NamedTuple):
 
 def run(lines: Sequence[Sequence[Transfer]], settle: Callable[[], object], fail: Callable[[Exception], object]) -> None:
     """Start all transfers. Calls ``settle`` when all are done, or ``fail`` at once with the first failure."""
-    countdown = _Countdown(sum([len(line) for line in lines]), settle, fail)
+    countdown = _Latch(sum([len(line) for line in lines]), settle, fail)
     for line in lines:
         if line[0].fill is not None:
             line[0].fill()
@@ -36,7 +36,7 @@ def run(lines: Sequence[Sequence[Transfer]], settle: Callable[[], object], fail:
 
 
 @final
-class _Countdown:
+class _Latch:
     def __init__(self, count: int, settle: Callable[[], object], fail: Callable[[Exception], object]) -> None:
         self._left = count
         self._settle = settle

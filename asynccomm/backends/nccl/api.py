@@ -108,7 +108,7 @@ class NcclError(BackendError):
         return f"NCCL could not {self.what}: {self.text}" + (f" ({self.detail})" if self.detail else "")
 
 
-class Comm(Protocol):
+class CommHandle(Protocol):
     """A communicator. It has no other life than its calls: ``destroy`` or ``abort`` it, and then forget it."""
 
     def __bool__(self) -> bool:
@@ -165,38 +165,38 @@ class Nccl(Protocol):
     def unique_id(self) -> bytes:
         """128 bytes, for all ranks of one new communicator; they meet in this process, so one of the ranks makes it."""
 
-    def init(self, size: int, rank: int, unique_id: bytes, config: Config) -> Comm:
+    def init(self, size: int, rank: int, unique_id: bytes, config: Config) -> CommHandle:
         """A new communicator. Not to be called within a group."""
 
-    def split(self, comm: Comm, color: int | None, key: int, config: Config | None) -> Comm:
+    def split(self, comm: CommHandle, color: int | None, key: int, config: Config | None) -> CommHandle:
         """A communicator of those with the same ``color``, by ``key``; without a color, none. All ranks call it.
 
         ``config`` None is the parent's. Not to be called within a group.
         """
 
-    def shrink(self, comm: Comm, excluded: Sequence[int], config: Config | None, *, abort: bool) -> Comm:
+    def shrink(self, comm: CommHandle, excluded: Sequence[int], config: Config | None, *, abort: bool) -> CommHandle:
         """A communicator without ``excluded``, at least one, who do not call this. Not to be called within a group.
 
         ``abort`` ends what is in flight in the parent; without it nothing may be.
         """
 
-    def finalize(self, comm: Comm) -> None:
+    def finalize(self, comm: CommHandle) -> None:
         """Finish all operations, on all ranks; then ``destroy``. Not after ``revoke``."""
 
-    def destroy(self, comm: Comm) -> None:
+    def destroy(self, comm: CommHandle) -> None:
         """Free what this rank has of it. Waits until that is done, also if non-blocking."""
 
-    def abort(self, *comms: Comm) -> None:
+    def abort(self, *comms: CommHandle) -> None:
         """End all operations of these at once, and free them. Waits until that is done, also if non-blocking.
 
         Communicators that wait for each other end only together, so all of a process are given in one call. Each is
         gone after it, also when this raises.
         """
 
-    def revoke(self, comm: Comm) -> None:
+    def revoke(self, comm: CommHandle) -> None:
         """End all operations of ``comm`` and keep it, for ``shrink``, ``split`` or ``destroy``."""
 
-    def progress(self, comm: Comm) -> bool:
+    def progress(self, comm: CommHandle) -> bool:
         """Whether ``comm`` may be used again; False: still busy. Raises if what it did, or an operation, failed."""
 
     def group_start(self) -> None:
@@ -210,41 +210,49 @@ class Nccl(Protocol):
         To be followed by ``drop_queued``, whatever comes of it.
         """
 
-    def drop_queued(self, comm: Comm, buf: int, stream: int) -> None:
+    def drop_queued(self, comm: CommHandle, buf: int, stream: int) -> None:
         """Make ``comm`` forget what was only estimated. ``buf`` is a byte on the device, which stays as it is."""
 
-    def all_reduce(self, send: int, recv: int, count: int, dtype: int, op: int, comm: Comm, stream: int) -> None: ...
+    def all_reduce(
+        self, send: int, recv: int, count: int, dtype: int, op: int, comm: CommHandle, stream: int
+    ) -> None: ...
 
-    def broadcast(self, send: int, recv: int, count: int, dtype: int, root: int, comm: Comm, stream: int) -> None: ...
+    def broadcast(
+        self, send: int, recv: int, count: int, dtype: int, root: int, comm: CommHandle, stream: int
+    ) -> None: ...
 
     def reduce(
-        self, send: int, recv: int, count: int, dtype: int, op: int, root: int, comm: Comm, stream: int
+        self, send: int, recv: int, count: int, dtype: int, op: int, root: int, comm: CommHandle, stream: int
     ) -> None: ...
 
-    def all_gather(self, send: int, recv: int, count: int, dtype: int, comm: Comm, stream: int) -> None: ...
+    def all_gather(self, send: int, recv: int, count: int, dtype: int, comm: CommHandle, stream: int) -> None: ...
 
     def reduce_scatter(
-        self, send: int, recv: int, count: int, dtype: int, op: int, comm: Comm, stream: int
+        self, send: int, recv: int, count: int, dtype: int, op: int, comm: CommHandle, stream: int
     ) -> None: ...
 
-    def all_to_all(self, send: int, recv: int, count: int, dtype: int, comm: Comm, stream: int) -> None: ...
+    def all_to_all(self, send: int, recv: int, count: int, dtype: int, comm: CommHandle, stream: int) -> None: ...
 
-    def gather(self, send: int, recv: int, count: int, dtype: int, root: int, comm: Comm, stream: int) -> None: ...
+    def gather(
+        self, send: int, recv: int, count: int, dtype: int, root: int, comm: CommHandle, stream: int
+    ) -> None: ...
 
-    def scatter(self, send: int, recv: int, count: int, dtype: int, root: int, comm: Comm, stream: int) -> None: ...
+    def scatter(
+        self, send: int, recv: int, count: int, dtype: int, root: int, comm: CommHandle, stream: int
+    ) -> None: ...
 
-    def send(self, buf: int, count: int, dtype: int, peer: int, comm: Comm, stream: int) -> None: ...
+    def send(self, buf: int, count: int, dtype: int, peer: int, comm: CommHandle, stream: int) -> None: ...
 
-    def recv(self, buf: int, count: int, dtype: int, peer: int, comm: Comm, stream: int) -> None: ...
+    def recv(self, buf: int, count: int, dtype: int, peer: int, comm: CommHandle, stream: int) -> None: ...
 
-    def pre_mul_sum(self, scalar: int, dtype: int, comm: Comm, *, on_device: bool) -> int:
+    def pre_mul_sum(self, scalar: int, dtype: int, comm: CommHandle, *, on_device: bool) -> int:
         """The number of a sum with a factor, for operations on ``comm`` with ``dtype``.
 
         Args:
             scalar: where the factor is. Read now, or, ``on_device``, when the operations run.
         """
 
-    def drop_reduction(self, op: int, comm: Comm) -> None:
+    def drop_reduction(self, op: int, comm: CommHandle) -> None:
         """Forget what ``pre_mul_sum`` gave. Allowed as soon as the calls that use it have returned."""
 
 
@@ -318,7 +326,7 @@ class _Loaded:
         self._errors = (bindings.NCCLError, RuntimeError)
         # NCCL writes the address of a new communicator into the object that we return, later and from its own thread.
         # So we keep these objects until it has: by the address of the communicator that tells.
-        self._awaited: dict[int, list[Comm]] = {}
+        self._awaited: dict[int, list[CommHandle]] = {}
         self.version = version
         self.dtypes = DTYPES
         self.reductions = REDUCTIONS
@@ -329,33 +337,33 @@ class _Loaded:
     def unique_id(self) -> bytes:
         return bytes(self._do("make a unique id", None, self._nccl.get_unique_id))
 
-    def init(self, size: int, rank: int, unique_id: bytes, config: Config) -> Comm:
+    def init(self, size: int, rank: int, unique_id: bytes, config: Config) -> CommHandle:
         identifier = self._nccl.UniqueId.from_buffer(unique_id)
         call = self._nccl.comm_init_rank_config
         return self._made(
             None, f"make a communicator of {size} ranks", call, size, identifier, rank, self._struct(config)
         )
 
-    def split(self, comm: Comm, color: int | None, key: int, config: Config | None) -> Comm:
+    def split(self, comm: CommHandle, color: int | None, key: int, config: Config | None) -> CommHandle:
         chosen = _NO_COLOR if color is None else color
         return self._made(comm, "split a communicator", self._nccl.comm_split, comm, chosen, key, self._struct(config))
 
-    def shrink(self, comm: Comm, excluded: Sequence[int], config: Config | None, *, abort: bool) -> Comm:
+    def shrink(self, comm: CommHandle, excluded: Sequence[int], config: Config | None, *, abort: bool) -> CommHandle:
         ranks = list(excluded)
         call = self._nccl.comm_shrink
         return self._made(
             comm, "shrink a communicator", call, comm, ranks, len(ranks), self._struct(config), int(abort)
         )
 
-    def finalize(self, comm: Comm) -> None:
+    def finalize(self, comm: CommHandle) -> None:
         self._do("finalize a communicator", comm, self._nccl.comm_finalize, comm)
 
-    def destroy(self, comm: Comm) -> None:
+    def destroy(self, comm: CommHandle) -> None:
         address = int(comm)
         self._do("destroy a communicator", None, self._nccl.comm_destroy, comm)
         self._awaited.pop(address, None)
 
-    def abort(self, *comms: Comm) -> None:
+    def abort(self, *comms: CommHandle) -> None:
         failed: list[BackendError] = []
         addresses = [int(comm) for comm in comms]
         what = "abort a communicator"
@@ -370,10 +378,10 @@ class _Loaded:
         if failed:
             raise failed[0]
 
-    def revoke(self, comm: Comm) -> None:
+    def revoke(self, comm: CommHandle) -> None:
         self._do("revoke a communicator", comm, self._nccl.comm_revoke, comm, 0)
 
-    def progress(self, comm: Comm) -> bool:
+    def progress(self, comm: CommHandle) -> bool:
         code: int = self._do("ask a communicator for its state", comm, self._nccl.comm_get_async_error, comm)
         if code == _IN_PROGRESS:
             return False
@@ -383,12 +391,12 @@ class _Loaded:
             self._awaited.pop(int(comm), None)
         return True
 
-    def pre_mul_sum(self, scalar: int, dtype: int, comm: Comm, *, on_device: bool) -> int:
+    def pre_mul_sum(self, scalar: int, dtype: int, comm: CommHandle, *, on_device: bool) -> int:
         call = self._nccl.red_op_create_pre_mul_sum
         number: int = self._do("make a reduction", comm, call, scalar, dtype, 0 if on_device else 1, comm)
         return number
 
-    def drop_reduction(self, op: int, comm: Comm) -> None:
+    def drop_reduction(self, op: int, comm: CommHandle) -> None:
         self._do("drop a reduction", comm, self._nccl.red_op_destroy, op, comm)
 
     # -- what is frequent
@@ -403,7 +411,7 @@ class _Loaded:
         info = self._do("estimate the time of a group", None, self._nccl.group_simulate_end)
         return float(info.estimated_time) * _MICROSECOND
 
-    def drop_queued(self, comm: Comm, buf: int, stream: int) -> None:
+    def drop_queued(self, comm: CommHandle, buf: int, stream: int) -> None:
         # no call does that, but NCCL does when a group fails: so here is one, of a call that is right and one that is
         # not, with a root that there never is
         self._do("start a group", None, self._nccl.group_start)
@@ -416,39 +424,43 @@ class _Loaded:
             return
         raise BackendError("NCCL took a call with a wrong root, and so may have run what was only to be estimated")
 
-    def all_reduce(self, send: int, recv: int, count: int, dtype: int, op: int, comm: Comm, stream: int) -> None:
+    def all_reduce(self, send: int, recv: int, count: int, dtype: int, op: int, comm: CommHandle, stream: int) -> None:
         self._do("start all_reduce", comm, self._nccl.all_reduce, send, recv, count, dtype, op, comm, stream)
 
-    def broadcast(self, send: int, recv: int, count: int, dtype: int, root: int, comm: Comm, stream: int) -> None:
+    def broadcast(self, send: int, recv: int, count: int, dtype: int, root: int, comm: CommHandle, stream: int) -> None:
         self._do("start broadcast", comm, self._nccl.broadcast, send, recv, count, dtype, root, comm, stream)
 
-    def reduce(self, send: int, recv: int, count: int, dtype: int, op: int, root: int, comm: Comm, stream: int) -> None:
+    def reduce(
+        self, send: int, recv: int, count: int, dtype: int, op: int, root: int, comm: CommHandle, stream: int
+    ) -> None:
         self._do("start reduce", comm, self._nccl.reduce, send, recv, count, dtype, op, root, comm, stream)
 
-    def all_gather(self, send: int, recv: int, count: int, dtype: int, comm: Comm, stream: int) -> None:
+    def all_gather(self, send: int, recv: int, count: int, dtype: int, comm: CommHandle, stream: int) -> None:
         self._do("start all_gather", comm, self._nccl.all_gather, send, recv, count, dtype, comm, stream)
 
-    def reduce_scatter(self, send: int, recv: int, count: int, dtype: int, op: int, comm: Comm, stream: int) -> None:
+    def reduce_scatter(
+        self, send: int, recv: int, count: int, dtype: int, op: int, comm: CommHandle, stream: int
+    ) -> None:
         self._do("start reduce_scatter", comm, self._nccl.reduce_scatter, send, recv, count, dtype, op, comm, stream)
 
-    def all_to_all(self, send: int, recv: int, count: int, dtype: int, comm: Comm, stream: int) -> None:
+    def all_to_all(self, send: int, recv: int, count: int, dtype: int, comm: CommHandle, stream: int) -> None:
         self._do("start all_to_all", comm, self._nccl.allto_all, send, recv, count, dtype, comm, stream)
 
-    def gather(self, send: int, recv: int, count: int, dtype: int, root: int, comm: Comm, stream: int) -> None:
+    def gather(self, send: int, recv: int, count: int, dtype: int, root: int, comm: CommHandle, stream: int) -> None:
         self._do("start gather", comm, self._nccl.gather, send, recv, count, dtype, root, comm, stream)
 
-    def scatter(self, send: int, recv: int, count: int, dtype: int, root: int, comm: Comm, stream: int) -> None:
+    def scatter(self, send: int, recv: int, count: int, dtype: int, root: int, comm: CommHandle, stream: int) -> None:
         self._do("start scatter", comm, self._nccl.scatter, send, recv, count, dtype, root, comm, stream)
 
-    def send(self, buf: int, count: int, dtype: int, peer: int, comm: Comm, stream: int) -> None:
+    def send(self, buf: int, count: int, dtype: int, peer: int, comm: CommHandle, stream: int) -> None:
         self._do("start send", comm, self._nccl.send, buf, count, dtype, peer, comm, stream)
 
-    def recv(self, buf: int, count: int, dtype: int, peer: int, comm: Comm, stream: int) -> None:
+    def recv(self, buf: int, count: int, dtype: int, peer: int, comm: CommHandle, stream: int) -> None:
         self._do("start recv", comm, self._nccl.recv, buf, count, dtype, peer, comm, stream)
 
     # -- how
 
-    def _do(self, what: str, comm: Comm | None, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def _do(self, what: str, comm: CommHandle | None, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return call(*args, **kwargs)
         except self._errors as exc:
@@ -456,11 +468,11 @@ class _Loaded:
                 raise self._error(what, exc.status, comm) from exc
             raise BackendError(f"NCCL could not {what}: {exc}") from exc
 
-    def _error(self, what: str, code: int, comm: Comm | None) -> NcclError:
+    def _error(self, what: str, code: int, comm: CommHandle | None) -> NcclError:
         text = self._nccl.get_error_string(code)
         return NcclError(what, code, text, self._nccl.get_last_error(comm or self._nccl.Comm()))
 
-    def _made(self, parent: Comm | None, what: str, call: Callable[..., Comm], *args: object) -> Comm:
+    def _made(self, parent: CommHandle | None, what: str, call: Callable[..., CommHandle], *args: object) -> CommHandle:
         try:
             made = self._do(what, parent, call, *args)
         except BackendError:

@@ -34,23 +34,23 @@ import anyio.to_thread
 from asynccomm.backends.base import Backend, BackendContext, Submission
 from asynccomm.backends.nccl import call_streams, estimates
 from asynccomm.backends.nccl.communicator import END_SECONDS, Communicator, end_all
-from asynccomm.backends.nccl.device import Event, Stream
-from asynccomm.backends.nccl.hazard_tracker import Entry, InFlight
+from asynccomm.backends.nccl.device import DeviceStream, Event
+from asynccomm.backends.nccl.hazard_tracker import Entry, HazardTracker
 from asynccomm.backends.nccl.hints import HINTS, check, config_of
 from asynccomm.backends.nccl.lowering import lower
-from asynccomm.backends.nccl.p2p import Messenger
-from asynccomm.backends.nccl.plan import Ability, Plan, Step
-from asynccomm.backends.nccl.sequencer import Countdown
-from asynccomm.backends.nccl.shared import Platform
-from asynccomm.backends.nccl.side_channel import Side
-from asynccomm.backends.nccl.stream_order import Flight
+from asynccomm.backends.nccl.p2p import PointToPoint
+from asynccomm.backends.nccl.plan import Capabilities, LoweredBatch, Step
+from asynccomm.backends.nccl.sequencer import Latch
+from asynccomm.backends.nccl.shared import DeviceRuntime
+from asynccomm.backends.nccl.side_channel import SideChannel
+from asynccomm.backends.nccl.stream_order import StreamPosition
 from asynccomm.backends.nccl.transfers import Transfers
-from asynccomm.backends.ordered_executor import Lanes
+from asynccomm.backends.ordered_executor import OrderedExecutor
 from asynccomm.core.mailbox import Mailbox
-from asynccomm.core.tasks import finish, obtain
+from asynccomm.core.tasks import shielded, shielded_acquire
 from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError
-from asynccomm.ops import Barrier, Call, Op, Parcels, Recv, RecvParcel, Send, TensorOp, Together
+from asynccomm.ops import Barrier, Call, GroupedOp, Op, Parcels, Recv, RecvParcel, Send, TensorOp
 
 LOOK_SECONDS: Final = 0.1  # between looks at a communicator for errors, while something takes long
 QUIET_SECONDS: Final = 1.0  # for threads to get to the end of what was aborted
@@ -66,20 +66,20 @@ class NcclBackend(Backend):
     devices = frozenset({"cuda"})
     hints = HINTS
 
-    def __init__(self, context: BackendContext, platform: Platform, side: Side, unique_id: bytes) -> None:
+    def __init__(self, context: BackendContext, platform: DeviceRuntime, side: SideChannel, unique_id: bytes) -> None:
         group = context.group
         self._rank, self._size = group.rank, group.size
         self._on_error = context.on_error
         self._platform, self._side = platform, side
         self._device, self._poller = device, poller = platform.device, platform.poller
         dtypes = frozenset([dtype for dtype in platform.nccl.dtypes if device.reduces(dtype)])
-        self._ability = Ability(dtypes, platform.nccl.native)
+        self._ability = Capabilities(dtypes, platform.nccl.native)
         self._config = config = config_of(context)
         self._unique_id = unique_id
         self.uid = int.from_bytes(sha1(unique_id, usedforsecurity=False).digest()[:8], "big") >> 1  # as a signed word
-        self._lanes = Lanes(f"asynccomm-nccl-{group.name}", LANES + 4 * group.size)
+        self._lanes = OrderedExecutor(f"asynccomm-nccl-{group.name}", LANES + 4 * group.size)
         self._high_priority = context.high_priority_stream
-        self._streams: list[Stream] = []
+        self._streams: list[DeviceStream] = []
         self._communicator = Communicator(platform.nccl, device, self._new_stream())
         self._transfers = Transfers(
             group.rank,
@@ -93,7 +93,7 @@ class NcclBackend(Backend):
             self._new_stream,
             context.on_error,
         )
-        self._messenger = Messenger(
+        self._messenger = PointToPoint(
             group.rank,
             group.size,
             device,
@@ -104,10 +104,10 @@ class NcclBackend(Backend):
             self._lanes,
             context.on_error,
         )
-        self._in_flight = InFlight(self._lanes, self._not_begun)
+        self._in_flight = HazardTracker(self._lanes, self._not_begun)
         self._lock = threading.Lock()  # held while a batch is put in the stream, or in the line of those that wait
         self._connected = False
-        self._last: Flight | None = None  # of the latest batch
+        self._last: StreamPosition | None = None  # of the latest batch
         self._waiting = 0  # batches that a thread is to issue, because NCCL may have to connect for one of them
         self._question = poller.ask(self._all_is_well, every=LOOK_SECONDS, stream=self._communicator.stream.handle)
         self._driven: WeakKeyDictionary[Work[Any], Work[None]] = WeakKeyDictionary()  # by what on the side channel
@@ -122,13 +122,13 @@ class NcclBackend(Backend):
         check(hints)
 
     @classmethod
-    def _platform_for(cls, context: BackendContext) -> Platform:
-        return Platform.of(context.group.device)
+    def _platform_for(cls, context: BackendContext) -> DeviceRuntime:
+        return DeviceRuntime.of(context.group.device)
 
     @classmethod
     async def connect(cls, context: BackendContext) -> Self:
         finding = anyio.to_thread.run_sync(cls._platform_for, context)
-        platform = await obtain(finding, Platform.leave)
+        platform = await shielded_acquire(finding, DeviceRuntime.leave)
         side = None
         try:
             await _all_have_one(context)
@@ -138,21 +138,21 @@ class NcclBackend(Backend):
             else:
                 unique_id = await context.store.get("unique_id", context.timeout)
             within = replace(context, store=context.store.prefix("side"))
-            side = await Side.connect(within, context.hints.get("side", "auto"))
+            side = await SideChannel.connect(within, context.hints.get("side", "auto"))
             backend = cls(context, platform, side, unique_id)
         except BaseException:
-            await finish(_leave(platform, side))
+            await shielded(_leave(platform, side))
             raise
         try:
             if context.hints.get("connect") != "lazy":
                 await backend._connected_by_thread(context.mailbox)
         except BaseException:
             backend.abort()
-            await finish(backend.aclose())
+            await shielded(backend.aclose())
             raise
         return backend
 
-    def _new_stream(self) -> Stream:
+    def _new_stream(self) -> DeviceStream:
         stream = self._device.new_stream(high_priority=self._high_priority)
         self._streams.append(stream)
         return stream
@@ -208,10 +208,10 @@ class NcclBackend(Backend):
         for submission, stream in zip(others, alone, strict=True):
             self._tell(submission, stream)
 
-    def origin(self) -> call_streams.Origin:
+    def origin(self) -> call_streams.CallStream:
         return call_streams.note(self._device)
 
-    def _tell(self, submission: Submission, stream: Stream) -> None:
+    def _tell(self, submission: Submission, stream: DeviceStream) -> None:
         """Start what begins on the side channel. It follows ``stream``."""
         op, work = submission.op, submission.work
         if isinstance(op, Barrier):
@@ -220,19 +220,19 @@ class NcclBackend(Backend):
             start = partial(self._exchange, submission, op, stream, stream.record())
             self._in_flight.submit(Entry(start, (submission,)))
         else:
-            flight = Flight(self._device, prompt=False)
+            flight = StreamPosition(self._device, prompt=False)
             if isinstance(op, TensorOp):
                 work.order = flight
             self._driven[work] = self._messenger.submit(submission, stream, flight)
 
     def _bar(self, op: Barrier, work: Work[Any]) -> None:
         # everybody has called it, and what this rank has called before is done, as elsewhere
-        both = Countdown(2, work.settle)
+        both = Latch(2, work.settle)
         self._after_all(both)
         self._driven[work] = self._side.submit(Call(op, (), (), None), both)
 
     def _exchange(
-        self, submission: Submission, op: Parcels, stream: Stream, called: Event, entry: Entry, late: bool
+        self, submission: Submission, op: Parcels, stream: DeviceStream, called: Event, entry: Entry, late: bool
     ) -> None:
         if not late:
             self._device.release(called)
@@ -260,19 +260,19 @@ class NcclBackend(Backend):
 
         self._poller.watch(stream.handle, event, passed)
 
-    def _lowered(self, batch: Sequence[Submission], stream: Stream) -> Plan:
-        plan = Plan(self._rank, self._size, self._ability, partial(self._device.empty, stream=stream))
+    def _lowered(self, batch: Sequence[Submission], stream: DeviceStream) -> LoweredBatch:
+        plan = LoweredBatch(self._rank, self._size, self._ability, partial(self._device.empty, stream=stream))
         for submission in batch:
             lower(submission, plan)
         return plan
 
-    def _now(self, plan: Plan) -> bool:
+    def _now(self, plan: LoweredBatch) -> bool:
         """Whether ``plan`` can be issued without waiting for other ranks, and is next. With the lock held."""
         return not self._waiting and self._connected and self._communicator.knows(plan.calls)
 
-    def _begin(self, batch: Sequence[Submission], before: Sequence[Stream]) -> None:
+    def _begin(self, batch: Sequence[Submission], before: Sequence[DeviceStream]) -> None:
         """Issue collectives as one group, unless parcels under way have their memory."""
-        flight = Flight(self._device)
+        flight = StreamPosition(self._device)
         plan = self._lowered(batch, self._communicator.stream)
         ready = [stream.record() for stream in before]
         for submission in batch:
@@ -284,7 +284,9 @@ class NcclBackend(Backend):
             entry = Entry(lambda *_: self._start(batch, plan, ready, flight), batch, flight)
             flight.prompt = self._in_flight.submit(entry)
 
-    def _start(self, batch: Sequence[Submission], plan: Plan, ready: Sequence[Event], flight: Flight) -> None:
+    def _start(
+        self, batch: Sequence[Submission], plan: LoweredBatch, ready: Sequence[Event], flight: StreamPosition
+    ) -> None:
         """Issue them, or have it done by a thread if that could wait for other ranks."""
         with self._lock:
             self._last = flight
@@ -294,7 +296,9 @@ class NcclBackend(Backend):
                 self._waiting += 1
                 self._lanes.put("collectives", partial(self._issue_later, batch, plan, ready, flight))
 
-    def _issue_later(self, batch: Sequence[Submission], plan: Plan, ready: Sequence[Event], flight: Flight) -> None:
+    def _issue_later(
+        self, batch: Sequence[Submission], plan: LoweredBatch, ready: Sequence[Event], flight: StreamPosition
+    ) -> None:
         """On a lane."""
         try:
             if self._ending is not None:
@@ -309,7 +313,13 @@ class NcclBackend(Backend):
                 self._waiting -= 1
 
     def _issue(
-        self, batch: Sequence[Submission], plan: Plan, ready: Sequence[Event], flight: Flight, *, known: bool
+        self,
+        batch: Sequence[Submission],
+        plan: LoweredBatch,
+        ready: Sequence[Event],
+        flight: StreamPosition,
+        *,
+        known: bool,
     ) -> None:
         stream = self._communicator.stream
         for event in ready:
@@ -327,14 +337,14 @@ class NcclBackend(Backend):
         flight.issue(event)
         self._poller.watch(stream.handle, event, partial(self._passed, batch, plan, flight))
 
-    def _queue(self, plan: Plan, stream: Stream, *, known: bool) -> None:
+    def _queue(self, plan: LoweredBatch, stream: DeviceStream, *, known: bool) -> None:
         _run(plan.before, stream)
         if plan.calls:
             self._communicator.issue(plan.calls, stream=stream, known=known)
         _run(plan.after, stream)
 
     def _passed(
-        self, batch: Sequence[Submission], plan: Plan, flight: Flight, error: BrokenError | None
+        self, batch: Sequence[Submission], plan: LoweredBatch, flight: StreamPosition, error: BrokenError | None
     ) -> None:  # which keeps ``plan`` and its memory until now
         flight.pass_()
         self._in_flight.passed(flight)
@@ -364,7 +374,7 @@ class NcclBackend(Backend):
             if other.handle != stream.handle:
                 stream.wait(other.record(captured=True))
         self._queue(plan, stream, known=self._communicator.knows(plan.calls))
-        flight = Flight(self._device)
+        flight = StreamPosition(self._device)
         flight.issue(stream.record(captured=True), captured=True)
         for submission in batch:
             submission.work.order = flight
@@ -385,7 +395,7 @@ class NcclBackend(Backend):
         self._in_flight.submit(Entry(lambda *_: self._estimate_in_order(plan, future), drop=ended))
         return future
 
-    def _estimate_in_order(self, plan: Plan, future: Future[float]) -> None:
+    def _estimate_in_order(self, plan: LoweredBatch, future: Future[float]) -> None:
         with self._lock:
             if self._now(plan):
                 self._estimate(plan, future, known=True)
@@ -393,7 +403,7 @@ class NcclBackend(Backend):
                 self._waiting += 1
                 self._lanes.put("collectives", partial(self._estimate_later, plan, future))
 
-    def _estimate_later(self, plan: Plan, future: Future[float]) -> None:
+    def _estimate_later(self, plan: LoweredBatch, future: Future[float]) -> None:
         """On a lane."""
         try:
             self._estimate(plan, future, known=False)
@@ -401,7 +411,7 @@ class NcclBackend(Backend):
             with self._lock:
                 self._waiting -= 1
 
-    def _estimate(self, plan: Plan, future: Future[float], *, known: bool) -> None:
+    def _estimate(self, plan: LoweredBatch, future: Future[float], *, known: bool) -> None:
         try:
             if self._ending is not None:
                 raise BackendError("the comm has ended")
@@ -499,14 +509,14 @@ async def _all_have_one(context: BackendContext) -> None:
     await context.store.wait([f"ready/{rank}" for rank in range(context.group.size)], context.timeout)
 
 
-async def _leave(platform: Platform, side: Side | None) -> None:
+async def _leave(platform: DeviceRuntime, side: SideChannel | None) -> None:
     if side is not None:
         side.abort()
         await side.aclose()
     await anyio.to_thread.run_sync(platform.leave)
 
 
-def _run(steps: Sequence[Step], stream: Stream) -> None:
+def _run(steps: Sequence[Step], stream: DeviceStream) -> None:
     for step in steps:
         try:
             stream.run(step)
@@ -515,7 +525,7 @@ def _run(steps: Sequence[Step], stream: Stream) -> None:
 
 
 def _all_of(batch: Sequence[Submission]) -> Op:
-    return batch[0].op if len(batch) == 1 else Together(tuple([submission.op for submission in batch]))
+    return batch[0].op if len(batch) == 1 else GroupedOp(tuple([submission.op for submission in batch]))
 
 
 def _not_started(op: Op, exc: Exception) -> BackendError:

@@ -14,32 +14,32 @@ from dataclasses import dataclass
 from typing import final
 
 from asynccomm.backends.base import Submission
-from asynccomm.backends.nccl.device import Device, Stream
+from asynccomm.backends.nccl.device import Device, DeviceStream
 from asynccomm.ops import Op
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Origin:
+class CallStream:
     """Of one call."""
 
-    stream: Stream
+    stream: DeviceStream
     capture: int  #: that the stream was part of; 0: none
 
 
-def note(device: Device) -> Origin:
+def note(device: Device) -> CallStream:
     """That of a call at this moment, by this thread."""
     current = device.current_stream()
-    return Origin(current, device.capture_of(current))
+    return CallStream(current, device.capture_of(current))
 
 
-def streams(device: Device, submissions: Iterable[Submission]) -> list[Stream]:
+def streams(device: Device, submissions: Iterable[Submission]) -> list[DeviceStream]:
     """What ``submissions`` are to follow, each once: their calls' streams, or the current one where none is noted.
 
     Raises: RuntimeError, naming the operation that was called on the other side of a capture.
     """
     current = device.current_stream()
-    found: dict[int, Stream] = {}
+    found: dict[int, DeviceStream] = {}
     capture: int | None = None  # looked up only if a call was noted: usually none is
     for submission in submissions:
         origin = submission.origin
@@ -47,7 +47,7 @@ def streams(device: Device, submissions: Iterable[Submission]) -> list[Stream]:
             if one is None:
                 found[current.handle] = current
                 continue
-            assert isinstance(one, Origin)
+            assert isinstance(one, CallStream)
             if capture is None:
                 capture = device.capture_of(current)
             _check(submission.op, one.capture, capture)
@@ -57,7 +57,7 @@ def streams(device: Device, submissions: Iterable[Submission]) -> list[Stream]:
     return list(found.values())
 
 
-def stream(device: Device, submission: Submission) -> Stream:
+def stream(device: Device, submission: Submission) -> DeviceStream:
     """The same for one that was not merged, and so follows one stream."""
     (found,) = streams(device, (submission,))
     return found

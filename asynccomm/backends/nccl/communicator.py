@@ -12,8 +12,8 @@ from typing import Any, Final, final
 
 from torch import Tensor
 
-from asynccomm.backends.nccl.api import Comm, Config, Nccl
-from asynccomm.backends.nccl.device import ISSUING, Device, Stream
+from asynccomm.backends.nccl.api import CommHandle, Config, Nccl
+from asynccomm.backends.nccl.device import ISSUING, Device, DeviceStream
 from asynccomm.backends.nccl.plan import NcclCall
 from asynccomm.errors import AsyncCommError, BackendError
 from asynccomm.ops.reduce_op import RedOpType
@@ -34,11 +34,11 @@ class Communicator:
     are not for a thread that must go on: :meth:`knows` tells them.
     """
 
-    def __init__(self, nccl: Nccl, device: Device, stream: Stream) -> None:
+    def __init__(self, nccl: Nccl, device: Device, stream: DeviceStream) -> None:
         self._nccl = nccl
         self._device = device
         self.stream = stream
-        self._handle: Comm | None = None
+        self._handle: CommHandle | None = None
         self._blocking = True
         self._known: set[tuple[object, ...]] = set()
         self._users = 0  # threads within NCCL with it
@@ -70,7 +70,7 @@ class Communicator:
             return self._nccl.progress(handle)
 
     @contextlib.contextmanager
-    def _inside(self) -> Iterator[Comm]:
+    def _inside(self) -> Iterator[CommHandle]:
         """The handle, which is not freed meanwhile unless this takes very long."""
         with self._lock:
             handle = self._handle
@@ -91,7 +91,7 @@ class Communicator:
         """
         return self._blocking and self._known.issuperset(_kinds(calls))
 
-    def issue(self, calls: Sequence[NcclCall], *, stream: Stream | None = None, known: bool) -> None:
+    def issue(self, calls: Sequence[NcclCall], *, stream: DeviceStream | None = None, known: bool) -> None:
         """Queue ``calls`` as one group, on ``stream`` or else the communicator's own. Blocks unless all are ``known``.
 
         Raises: BackendError, which names the operation whose call NCCL refused; then none of them runs.
@@ -127,7 +127,7 @@ class Communicator:
                     nccl.drop_reduction(reduction, handle)
                 nccl.drop_queued(handle, _memory(calls[0]).data_ptr(), stream)
 
-    def _start(self, calls: Sequence[NcclCall], handle: Comm, stream: int, made: list[int]) -> None:
+    def _start(self, calls: Sequence[NcclCall], handle: CommHandle, stream: int, made: list[int]) -> None:
         """Start a group of ``calls``; it is ended when this raises. Reductions that it needs are added to ``made``."""
         nccl = self._nccl
         # everything that can go wrong on our side does so before the group begins: half a group would hang
@@ -147,7 +147,7 @@ class Communicator:
             raise BackendError(f"nccl could not start {op}: {exc}") from exc
 
     def _prepared(
-        self, call: NcclCall, handle: Comm, stream: int, made: list[int]
+        self, call: NcclCall, handle: CommHandle, stream: int, made: list[int]
     ) -> tuple[Callable[..., None], tuple[Any, ...]]:
         nccl = self._nccl
         dtype = nccl.dtypes[call.dtype]
@@ -168,7 +168,7 @@ class Communicator:
             arguments.append(call.peer)
         return function, (*arguments, handle, stream)
 
-    def take(self) -> Comm | None:
+    def take(self) -> CommHandle | None:
         """The handle, for somebody who ends it: there will be no more calls. From any thread; blocks a little."""
         with self._lock:
             self._over = True
@@ -225,7 +225,7 @@ def end_all(nccl: Nccl, device: Device, communicators: Sequence[Communicator], *
     return thread
 
 
-def _try(call: Callable[..., None], *handles: Comm) -> None:
+def _try(call: Callable[..., None], *handles: CommHandle) -> None:
     try:
         call(*handles)
     except AsyncCommError as exc:

@@ -29,7 +29,7 @@ _streams: dict[tuple[torch.device, bool], list[torch.cuda.Stream]] = {}  # given
 Event = Any  #: a point in a stream; only its device knows what that is
 
 
-class Stream(Protocol):
+class DeviceStream(Protocol):
     """What runs in order on a device. Everything here only queues; nothing waits on the host."""
 
     @property
@@ -49,22 +49,22 @@ class Stream(Protocol):
 class Device(Protocol):
     """One GPU."""
 
-    def current_stream(self) -> Stream:
+    def current_stream(self) -> DeviceStream:
         """Where the calling thread queues its work."""
 
-    def new_stream(self, *, high_priority: bool) -> Stream:
+    def new_stream(self, *, high_priority: bool) -> DeviceStream:
         """A stream of our own, which nobody else uses; to be given back by ``end_stream``."""
 
-    def end_stream(self, stream: Stream) -> None:
+    def end_stream(self, stream: DeviceStream) -> None:
         """Nothing is in flight on ``stream``, and nobody needs it any more."""
 
-    def wrap(self, stream: Any) -> Stream:
+    def wrap(self, stream: Any) -> DeviceStream:
         """A stream of the user's, of torch's kind."""
 
     def capturing(self) -> bool:
         """Whether the calling thread's current stream is being captured into a graph."""
 
-    def capture_of(self, stream: Stream) -> int:
+    def capture_of(self, stream: DeviceStream) -> int:
         """Which capture into a graph ``stream`` is part of, by a number of its own; 0: none."""
 
     def here(self) -> contextlib.AbstractContextManager[object]:
@@ -76,13 +76,13 @@ class Device(Protocol):
     def owns(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies here, and not on the host."""
 
-    def allocating(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
+    def allocating(self, stream: DeviceStream) -> contextlib.AbstractContextManager[object]:
         """Within, torch makes new tensors for use on ``stream``: their memory was last used there."""
 
-    def empty(self, nbytes: int, stream: Stream) -> Tensor:
+    def empty(self, nbytes: int, stream: DeviceStream) -> Tensor:
         """New bytes, for use on ``stream``."""
 
-    def lend(self, tensor: Tensor, stream: Stream) -> None:
+    def lend(self, tensor: Tensor, stream: DeviceStream) -> None:
         """``tensor``, made for another stream, is used on ``stream`` from now on."""
 
     def query(self, event: Event) -> bool:
@@ -149,10 +149,10 @@ class Cuda:
         self._check(error, "make a context")
         self.events: EventPool[torch.cuda.Event] = EventPool(_new_event)
 
-    def current_stream(self) -> Stream:
+    def current_stream(self) -> DeviceStream:
         return _CudaStream(self, torch.cuda.current_stream(self._device))
 
-    def new_stream(self, *, high_priority: bool) -> Stream:
+    def new_stream(self, *, high_priority: bool) -> DeviceStream:
         # not torch's, which come from a pool of 32 that everybody shares: a transfer must not wait behind a collective
         with _streams_lock:
             free = _streams.setdefault((self._device, high_priority), [])
@@ -173,7 +173,7 @@ class Cuda:
         (error,) = self._driver.cuCtxSetCurrent(self._context)
         self._check(error, "use its context")
 
-    def end_stream(self, stream: Stream) -> None:
+    def end_stream(self, stream: DeviceStream) -> None:
         # kept and not destroyed: memory that torch has cached for it would outlive it
         assert isinstance(stream, _CudaStream)
         with _streams_lock:
@@ -183,14 +183,14 @@ class Cuda:
         if error != self._driver.CUresult.CUDA_SUCCESS:
             raise BackendError(f"CUDA could not {what} on {self._device}: {error.name}")
 
-    def wrap(self, stream: Any) -> Stream:
+    def wrap(self, stream: Any) -> DeviceStream:
         return _CudaStream(self, stream)
 
     def capturing(self) -> bool:
         with torch.cuda.device(self._device):
             return torch.cuda.is_current_stream_capturing()
 
-    def capture_of(self, stream: Stream) -> int:
+    def capture_of(self, stream: DeviceStream) -> int:
         error, status, number, *_ = self._capture_info(stream.handle)
         if error == self._driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
             return 0  # the default stream, which never is, beside another that is
@@ -210,15 +210,15 @@ class Cuda:
     def owns(self, tensor: Tensor) -> bool:
         return tensor.device == self._device
 
-    def allocating(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
+    def allocating(self, stream: DeviceStream) -> contextlib.AbstractContextManager[object]:
         assert isinstance(stream, _CudaStream)
         return torch.cuda.stream(stream.stream)
 
-    def empty(self, nbytes: int, stream: Stream) -> Tensor:
+    def empty(self, nbytes: int, stream: DeviceStream) -> Tensor:
         with torch.inference_mode(False), self.allocating(stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def lend(self, tensor: Tensor, stream: Stream) -> None:
+    def lend(self, tensor: Tensor, stream: DeviceStream) -> None:
         assert isinstance(stream, _CudaStream)
         tensor.record_stream(stream.stream)
 

@@ -29,7 +29,7 @@ def packed(number: int, head: bytes, segments: Sequence[tuple[Tensor, bool]]) ->
 
 
 @final
-class Gift(NamedTuple):
+class Envelope(NamedTuple):
     """What came from one rank, but for what is still on its device."""
 
     number: int
@@ -47,11 +47,11 @@ class Gift(NamedTuple):
 
 
 @final
-class Inbox:
+class HeaderReceiver:
     """Takes the heads of one operation, and what comes along with them."""
 
     def __init__(self) -> None:
-        self.gifts: dict[int, Gift] = {}  #: by source
+        self.gifts: dict[int, Envelope] = {}  #: by source
 
     def __call__(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
         try:
@@ -64,12 +64,12 @@ class Inbox:
         segments = [(word >> 1, bool(word & 1)) for word in table]
         if len(segments) != count or sum([nbytes for nbytes, on_device in segments if not on_device]) != len(along):
             raise BackendError(f"rank {source} sent a head that does not fit what came with it")
-        self.gifts[source] = Gift(number, segments, head[start:], along)
+        self.gifts[source] = Envelope(number, segments, head[start:], along)
         return (along,)
 
 
 @final
-class Cursor:
+class ByteCursor:
     """Goes through the bytes of plain tensors."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

@@ -22,8 +22,8 @@ from typing import final
 
 from asynccomm.backends.base import Submission
 from asynccomm.backends.hazards import accesses
-from asynccomm.backends.nccl.stream_order import Flight
-from asynccomm.backends.ordered_executor import Lanes
+from asynccomm.backends.nccl.stream_order import StreamPosition
+from asynccomm.backends.ordered_executor import OrderedExecutor
 from asynccomm.backends.regions import AccessSet, Region
 
 
@@ -44,7 +44,7 @@ class Entry:
         self,
         start: Callable[[Entry, bool], object],
         batch: Sequence[Submission] = (),
-        flight: Flight | None = None,
+        flight: StreamPosition | None = None,
         drop: Callable[[], object] | None = None,
     ) -> None:
         self.start = start
@@ -74,7 +74,7 @@ def _accesses(batch: Sequence[Submission]) -> tuple[list[Region], list[Region]]:
 
 
 @final
-class InFlight:
+class HazardTracker:
     """Starts operations in order, each as soon as no conflicting one is under way.
 
     Args:
@@ -82,7 +82,7 @@ class InFlight:
         fail: takes an entry and what has gone wrong in starting it after a wait.
     """
 
-    def __init__(self, lanes: Lanes, fail: Callable[[Entry, Exception], object]) -> None:
+    def __init__(self, lanes: OrderedExecutor, fail: Callable[[Entry, Exception], object]) -> None:
         self._lanes = lanes
         self._fail = fail
         self._lock = threading.Lock()  # held for moments only: nothing is started under it
@@ -94,9 +94,9 @@ class InFlight:
         self._parcels: dict[Entry, None] = {}  # under way
         self._of_parcels = AccessSet()
         # NCCL's own that are under way. Used without the lock, one atomic step at a time: they come and go all the time
-        self._collectives: dict[Flight, Sequence[Submission]] = {}
+        self._collectives: dict[StreamPosition, Sequence[Submission]] = {}
         # and their memory, as far as it was looked at; some may have passed since
-        self._known: dict[Flight, tuple[list[Region], list[Region]]] = {}
+        self._known: dict[StreamPosition, tuple[list[Region], list[Region]]] = {}
         self._of_collectives = AccessSet()
 
     @property
@@ -110,7 +110,7 @@ class InFlight:
 
     # -- under the comm's lock ----------------------------------------------------------------------------------------
 
-    def note(self, flight: Flight, batch: Sequence[Submission]) -> None:
+    def note(self, flight: StreamPosition, batch: Sequence[Submission]) -> None:
         """Collectives of NCCL alone are about to be started. Only while ``quiet``."""
         self._collectives[flight] = batch
 
@@ -137,7 +137,7 @@ class InFlight:
 
     # -- from any thread ----------------------------------------------------------------------------------------------
 
-    def passed(self, flight: Flight) -> None:
+    def passed(self, flight: StreamPosition) -> None:
         """Collectives of NCCL alone are over."""
         self._collectives.pop(flight, None)
         if self._waiting:

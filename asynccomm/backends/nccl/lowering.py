@@ -21,7 +21,7 @@ from torch import Tensor
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
 from asynccomm.backends.hazards import find, in_order
-from asynccomm.backends.nccl.plan import Plan
+from asynccomm.backends.nccl.plan import LoweredBatch
 from asynccomm.backends.regions import adjoining, bytes_of
 from asynccomm.ops import (
     AllGather,
@@ -59,7 +59,7 @@ _OUT_OF_PLACE: Final = frozenset({Gather, Scatter, AllToAll, AllToAllSingle})  #
 Tensors = tuple[Tensor, ...]
 
 
-def lower(submission: Submission, plan: Plan) -> None:
+def lower(submission: Submission, plan: LoweredBatch) -> None:
     """Add to ``plan`` what the operation of ``submission`` becomes."""
     op, inputs, outputs = submission.op, submission.inputs, submission.outputs
     plan.op = op
@@ -78,7 +78,7 @@ def lower(submission: Submission, plan: Plan) -> None:
         plan.finish(land)
 
 
-def _lower(plan: Plan, op: Op, inputs: Tensors, outputs: Tensors) -> None:
+def _lower(plan: LoweredBatch, op: Op, inputs: Tensors, outputs: Tensors) -> None:
     match op:
         case AllReduce(reduction=reduction):
             for source, output in zip(inputs, outputs, strict=True):
@@ -118,12 +118,12 @@ def _lower(plan: Plan, op: Op, inputs: Tensors, outputs: Tensors) -> None:
 # -- moves ---------------------------------------------------------------------------------------------------------
 
 
-def _all_gather_single(plan: Plan, source: Tensor, output: Tensor) -> None:
+def _all_gather_single(plan: LoweredBatch, source: Tensor, output: Tensor) -> None:
     target = plan.target(output)
     plan.call("all_gather", plan.source(source), target, source.nbytes)
 
 
-def _all_gather(plan: Plan, op: AllGather, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+def _all_gather(plan: LoweredBatch, op: AllGather, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     if not op.counts and len(inputs) == 1:
         whole = adjoining(outputs)
         if whole is None:
@@ -139,7 +139,7 @@ def _all_gather(plan: Plan, op: AllGather, inputs: Sequence[Tensor], outputs: Se
         plan.call("broadcast", sources[which] if root == plan.rank else target, target, target.numel(), peer=root)
 
 
-def _gather(plan: Plan, source: Tensor, outputs: Sequence[Tensor], root: int) -> None:
+def _gather(plan: LoweredBatch, source: Tensor, outputs: Sequence[Tensor], root: int) -> None:
     share = source.nbytes
     data = plan.source(source)
     whole = adjoining(outputs) if outputs else None
@@ -156,7 +156,7 @@ def _gather(plan: Plan, source: Tensor, outputs: Sequence[Tensor], root: int) ->
         plan.call("recv", None, plan.target(output), share, peer=rank)
 
 
-def _scatter(plan: Plan, inputs: Sequence[Tensor], output: Tensor, root: int) -> None:
+def _scatter(plan: LoweredBatch, inputs: Sequence[Tensor], output: Tensor, root: int) -> None:
     share = output.nbytes
     if "scatter" in plan.ability.native:
         source = None
@@ -172,7 +172,7 @@ def _scatter(plan: Plan, inputs: Sequence[Tensor], output: Tensor, root: int) ->
     plan.call("recv", None, plan.target(output), share, peer=root)
 
 
-def _all_to_all_single(plan: Plan, source: Tensor, output: Tensor) -> None:
+def _all_to_all_single(plan: LoweredBatch, source: Tensor, output: Tensor) -> None:
     target = plan.target(output)
     data = plan.source(source)
     share = target.numel() // plan.size
@@ -185,19 +185,19 @@ def _all_to_all_single(plan: Plan, source: Tensor, output: Tensor) -> None:
         plan.call("recv", None, target[part], share, peer=rank)
 
 
-def _all_to_all(plan: Plan, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+def _all_to_all(plan: LoweredBatch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     for rank, (source, output) in enumerate(zip(inputs, outputs, strict=True)):
         plan.call("send", plan.source(source), None, source.nbytes, peer=rank)
         plan.call("recv", None, plan.target(output), output.nbytes, peer=rank)
 
 
-def _collect(plan: Plan, memory: Tensor, tensors: Sequence[Tensor]) -> None:
+def _collect(plan: LoweredBatch, memory: Tensor, tensors: Sequence[Tensor]) -> None:
     """Have ``tensors`` copied into bytes, one after the other."""
     for part, tensor in zip(memory.split_with_sizes([tensor.nbytes for tensor in tensors]), tensors, strict=True):
         plan.prepare(partial(arithmetic.write, part.view(tensor.dtype).view(tensor.shape), tensor))
 
 
-def _spread(plan: Plan, memory: Tensor, tensors: Sequence[Tensor]) -> None:
+def _spread(plan: LoweredBatch, memory: Tensor, tensors: Sequence[Tensor]) -> None:
     """Have bytes copied into ``tensors``, one after the other."""
     for part, tensor in zip(memory.split_with_sizes([tensor.nbytes for tensor in tensors]), tensors, strict=True):
         plan.finish(partial(arithmetic.write, tensor, part.view(tensor.dtype).view(tensor.shape)))
@@ -207,13 +207,13 @@ def _spread(plan: Plan, memory: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 @final
-class _Reducing:
+class _ReductionPlan:
     """How tensors of one dtype are reduced one way.
 
     In ``memory`` of dtype ``dtype`` NCCL reduces by ``kind``, which is None where it cannot.
     """
 
-    def __init__(self, plan: Plan, dtype: torch.dtype, reduction: ReduceOp) -> None:
+    def __init__(self, plan: LoweredBatch, dtype: torch.dtype, reduction: ReduceOp) -> None:
         self._plan = plan
         if isinstance(reduction.factor, Tensor) and reduction.factor.device.type == "cpu":
             reduction = ReduceOp.PREMUL_SUM(reduction.factor.item())  # a copy to the device would wait for the stream
@@ -287,7 +287,7 @@ class _Reducing:
 
 
 def _reduce(
-    plan: Plan,
+    plan: LoweredBatch,
     name: str,
     source: Tensor,
     output: Tensor | None,
@@ -295,7 +295,7 @@ def _reduce(
     root: int = -1,
 ) -> None:
     """all_reduce, or reduce to ``root``."""
-    how = _Reducing(plan, source.dtype, reduction)
+    how = _ReductionPlan(plan, source.dtype, reduction)
     in_place = output is source
     data = how.source(source)
     if how.kind is None:
@@ -315,7 +315,7 @@ def _reduce(
     plan.call(name, data, target, data.numel(), how.dtype, root, how.kind, how.factor)
 
 
-def _collect_rows(plan: Plan, data: Tensor, rows: Tensor | None, root: int) -> None:
+def _collect_rows(plan: LoweredBatch, data: Tensor, rows: Tensor | None, root: int) -> None:
     share = data.nbytes
     received = None if rows is None else rows.view(_BYTE)
     if root < 0:
@@ -327,8 +327,8 @@ def _collect_rows(plan: Plan, data: Tensor, rows: Tensor | None, root: int) -> N
             plan.call("recv", None, received[rank * share : (rank + 1) * share], share, peer=rank)
 
 
-def _reduce_scatter_single(plan: Plan, source: Tensor, output: Tensor, reduction: ReduceOp) -> None:
-    how = _Reducing(plan, source.dtype, reduction)
+def _reduce_scatter_single(plan: LoweredBatch, source: Tensor, output: Tensor, reduction: ReduceOp) -> None:
+    how = _ReductionPlan(plan, source.dtype, reduction)
     share = how.pairs * output.numel()
     if how.kind is None:
         data = how.source(source)
@@ -339,7 +339,7 @@ def _reduce_scatter_single(plan: Plan, source: Tensor, output: Tensor, reduction
     plan.call("reduce_scatter", how.source(source), how.target(output), share, how.dtype, -1, how.kind, how.factor)
 
 
-def _reduce_scatter(plan: Plan, op: ReduceScatter, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+def _reduce_scatter(plan: LoweredBatch, op: ReduceScatter, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     count = len(outputs)
     if not op.counts and count == 1:
         whole = adjoining(inputs)
@@ -348,7 +348,7 @@ def _reduce_scatter(plan: Plan, op: ReduceScatter, inputs: Sequence[Tensor], out
             _collect(plan, whole, inputs)
         _reduce_scatter_single(plan, whole.view(op.dtype), outputs[0], op.reduction)
         return
-    how = _Reducing(plan, op.dtype, op.reduction)
+    how = _ReductionPlan(plan, op.dtype, op.reduction)
     sources = [how.source(tensor) for tensor in inputs]
     for which, output in enumerate(outputs):
         mine = sources[which::count]
@@ -363,7 +363,7 @@ def _reduce_scatter(plan: Plan, op: ReduceScatter, inputs: Sequence[Tensor], out
             plan.call("reduce", data, own, data.numel(), how.dtype, root, how.kind, how.factor)
 
 
-def _exchange_rows(plan: Plan, shares: Sequence[Tensor], rows: Tensor) -> None:
+def _exchange_rows(plan: LoweredBatch, shares: Sequence[Tensor], rows: Tensor) -> None:
     """Everybody's share for this rank, as rows."""
     received = rows.view(_BYTE).chunk(plan.size) if rows.numel() else [rows.view(_BYTE)] * plan.size
     for rank, (share, row) in enumerate(zip(shares, received, strict=True)):

@@ -23,28 +23,30 @@ from torch import Tensor
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
 from asynccomm.backends.delivery import Delivery
-from asynccomm.backends.nccl.device import Device, Event, Stream
-from asynccomm.backends.nccl.envelopes import Cursor, Gift, Inbox, packed
+from asynccomm.backends.nccl.device import Device, DeviceStream, Event
+from asynccomm.backends.nccl.envelopes import ByteCursor, Envelope, HeaderReceiver, packed
 from asynccomm.backends.nccl.poller import Poller
-from asynccomm.backends.nccl.sequencer import Countdown, Turn, Turns
-from asynccomm.backends.nccl.side_channel import Side
-from asynccomm.backends.nccl.stream_order import Flight
-from asynccomm.backends.nccl.transfers import Landing, Transfers
-from asynccomm.backends.ordered_executor import Lanes
+from asynccomm.backends.nccl.sequencer import Latch, Sequencer, Ticket
+from asynccomm.backends.nccl.side_channel import SideChannel
+from asynccomm.backends.nccl.stream_order import StreamPosition
+from asynccomm.backends.nccl.transfers import RecvBuffer, Transfers
+from asynccomm.backends.ordered_executor import OrderedExecutor
 from asynccomm.backends.regions import bytes_of
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, BackendError, BrokenError, CollectiveMismatchError
-from asynccomm.ops import Call, Channel, Parcel, Parcels, Recv, RecvParcel, Send, SendParcel
+from asynccomm.ops import Call, MessageSpace, Parcel, Parcels, Recv, RecvParcel, Send, SendParcel
 from asynccomm.ops.dtypes import BY_CODE, CODES
 
 _MESSAGE: Final = struct.Struct("<IQQ")  # of a send: code of the dtype, elements, sequence number
 
 Step = Callable[[], object]
-Gifts = Sequence[tuple[bytes, Sequence[tuple[Tensor, bool]]]]  # heads, and bytes with whether they are on the device
+Envelopes = Sequence[
+    tuple[bytes, Sequence[tuple[Tensor, bool]]]
+]  # heads, and bytes with whether they are on the device
 
 
 @final
-class Messenger:
+class PointToPoint:
     """Of one rank.
 
     Args:
@@ -57,19 +59,19 @@ class Messenger:
         rank: int,
         size: int,
         device: Device,
-        new_stream: Callable[[], Stream],
-        side: Side,
+        new_stream: Callable[[], DeviceStream],
+        side: SideChannel,
         transfers: Transfers,
         poller: Poller[Event],
-        lanes: Lanes,
+        lanes: OrderedExecutor,
         on_error: Callable[[BrokenError], object],
     ) -> None:
         self._rank, self._size, self._device, self._side, self._transfers = rank, size, device, side, transfers
         self._poller, self._lanes, self._on_error = poller, lanes, on_error
         self._for_messages, self._for_collectives = new_stream(), new_stream()
-        self._turns = Turns()
+        self._turns = Sequencer()
 
-    def submit(self, submission: Submission, stream: Stream, flight: Flight) -> Work[None]:
+    def submit(self, submission: Submission, stream: DeviceStream, flight: StreamPosition) -> Work[None]:
         """Start a message; returns what drives it on the side channel.
 
         Args:
@@ -81,22 +83,22 @@ class Messenger:
             case Send(peer=peer, tag=tag, dtype=dtype, numel=numel):
                 head = _MESSAGE.pack(CODES[dtype], numel, submission.work.seq)
                 gifts = [(head, [(bytes_of(tensor), True) for tensor in submission.inputs if numel])]
-                op = SendParcel("send", peer, tag, Channel.TENSORS)
+                op = SendParcel("send", peer, tag, MessageSpace.TENSORS)
                 return self._send(self._task(submission, stream, gifts, 2), op, flight)
             case SendParcel() as op:
                 task = self._task(submission, stream, [self._segments(parcel) for parcel in parcels], 2)
-                return self._send(task, op, Flight(self._device))
+                return self._send(task, op, StreamPosition(self._device))
             case Recv(peer=source, tag=tag) as wanted:
                 step = partial(self._take_message, self._task(submission, stream, (), 1), wanted, flight)
-                return self._receive(RecvParcel("recv", source, tag, Channel.TENSORS), step)
+                return self._receive(RecvParcel("recv", source, tag, MessageSpace.TENSORS), step)
             case RecvParcel() as op:
                 return self._receive(op, partial(self._take_parcels, self._task(submission, stream, (), 1)))
             case other:
                 raise AssertionError(f"no such message: {other}")
 
-    def _task(self, submission: Submission, stream: Stream, gifts: Gifts, parts: int) -> _Task:
+    def _task(self, submission: Submission, stream: DeviceStream, gifts: Envelopes, parts: int) -> _PayloadTask:
         """Of a message."""
-        return _Task(self._device, submission, stream, self._for_messages, stream.record(), gifts, parts)
+        return _PayloadTask(self._device, submission, stream, self._for_messages, stream.record(), gifts, parts)
 
     # -- giving -------------------------------------------------------------------------------------------------------
 
@@ -104,11 +106,11 @@ class Messenger:
         tensors = [tensor for tensor in parcel.tensors if tensor.numel()]
         return parcel.head, [(bytes_of(tensor), self._device.owns(tensor)) for tensor in tensors]
 
-    def _send(self, task: _Task, op: SendParcel, flight: Flight) -> Work[None]:
+    def _send(self, task: _PayloadTask, op: SendParcel, flight: StreamPosition) -> Work[None]:
         parcel = self._packed(task, 0, {op.peer: flight})
         return self._side.submit(Call(op, (), (), None, parcels=(parcel,)), task.part_done)
 
-    def _packed(self, task: _Task, which: int, takers: Mapping[int, Flight]) -> Parcel:
+    def _packed(self, task: _PayloadTask, which: int, takers: Mapping[int, StreamPosition]) -> Parcel:
         """A parcel for the side channel. What is on the device is offered to each taker: a part of ``task`` each."""
         head, segments = task.gifts[which]
         offered = [data for data, on_device in segments if on_device]
@@ -122,7 +124,12 @@ class Messenger:
         return packed(number, head, segments)
 
     def collective(
-        self, submission: Submission, op: Parcels, stream: Stream, over: Callable[[], object], called: Event | None
+        self,
+        submission: Submission,
+        op: Parcels,
+        stream: DeviceStream,
+        over: Callable[[], object],
+        called: Event | None,
     ) -> Work[None]:
         """Start a collective of parcels; returns what drives it on the side channel.
 
@@ -146,35 +153,39 @@ class Messenger:
             if not givers:
                 delivery.finish()
         parts = 1 + len(takers) + bool(givers) + (called is not None)
-        task = _Task(self._device, submission, stream, own, at.record(), gifts, parts, delivery, over)
+        task = _PayloadTask(self._device, submission, stream, own, at.record(), gifts, parts, delivery, over)
         if called is not None:
             self._await_copies(task)
         taking = partial(self._take_parcels, task) if givers else None
         return self._told(task, op, self._parcels_for(task, op, takers), taking)
 
-    def _await_copies(self, task: _Task) -> None:
+    def _await_copies(self, task: _PayloadTask) -> None:
         """``task`` is to be done after its copies so far, which the caller's stream does not follow."""
         for tensor in task.delivery.made:
             if self._device.owns(tensor):
                 self._device.lend(tensor, task.stream)
         self._poller.watch(task.own.handle, task.ready, task.part_done)
 
-    def _parcels_for(self, task: _Task, op: Parcels, takers: Sequence[int]) -> list[Parcel]:
+    def _parcels_for(self, task: _PayloadTask, op: Parcels, takers: Sequence[int]) -> list[Parcel]:
         """For the side channel."""
         if not takers:
             return []
         if op.shared:
-            return [self._packed(task, 0, {rank: Flight(self._device) for rank in takers})]
+            return [self._packed(task, 0, {rank: StreamPosition(self._device) for rank in takers})]
         return [
-            self._packed(task, rank, {rank: Flight(self._device)}) if rank in takers else Parcel(b"", ())
+            self._packed(task, rank, {rank: StreamPosition(self._device)}) if rank in takers else Parcel(b"", ())
             for rank in range(self._size)
         ]
 
     def _told(
-        self, task: _Task, op: Parcels, parcels: Sequence[Parcel], taking: Callable[[Inbox], None] | None
+        self,
+        task: _PayloadTask,
+        op: Parcels,
+        parcels: Sequence[Parcel],
+        taking: Callable[[HeaderReceiver], None] | None,
     ) -> Work[None]:
         """Exchange heads; then have ``taking`` see to what comes, if anything does."""
-        inbox = Inbox()
+        inbox = HeaderReceiver()
         turn = self._turns.announce("parcels")
 
         def take() -> None:
@@ -190,9 +201,9 @@ class Messenger:
 
     # -- taking -------------------------------------------------------------------------------------------------------
 
-    def _receive(self, op: RecvParcel, step: Callable[[Inbox], None]) -> Work[None]:
-        inbox = Inbox()
-        turns: list[Turn] = []
+    def _receive(self, op: RecvParcel, step: Callable[[HeaderReceiver], None]) -> Work[None]:
+        inbox = HeaderReceiver()
+        turns: list[Ticket] = []
 
         def place(source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
             turns.append(self._turns.announce((source, op.channel.key(op.tag))))
@@ -215,7 +226,7 @@ class Messenger:
             self._on_error(broken)
         return error is None
 
-    def _guarded(self, step: Callable[[Any], None], given: Inbox | AsyncCommError | None) -> None:
+    def _guarded(self, step: Callable[[Any], None], given: HeaderReceiver | AsyncCommError | None) -> None:
         """On a lane, or the poller: what goes wrong breaks the comm, not the thread."""
         try:
             step(given)
@@ -226,7 +237,7 @@ class Messenger:
             error.__cause__ = exc
             self._on_error(error)
 
-    def _take_message(self, task: _Task, op: Recv, flight: Flight, inbox: Inbox) -> None:
+    def _take_message(self, task: _PayloadTask, op: Recv, flight: StreamPosition, inbox: HeaderReceiver) -> None:
         ((source, gift),) = inbox.gifts.items()
         task.work.source = source
         code, numel, seq = _MESSAGE.unpack(gift.head)
@@ -242,10 +253,10 @@ class Messenger:
         (output,) = task.outputs
         with self._device.here(), self._device.allocating(task.own):
             memory, copy = arithmetic.landing(output)
-        landing = Landing(bytes_of(memory), [] if copy is None else [copy])
+        landing = RecvBuffer(bytes_of(memory), [] if copy is None else [copy])
         self._transfers.accept(source, gift.number + self._rank, [landing], task.ready, flight, task.part_done)
 
-    def _take_parcels(self, task: _Task, inbox: Inbox) -> None:
+    def _take_parcels(self, task: _PayloadTask, inbox: HeaderReceiver) -> None:
         gifts = dict(sorted(inbox.gifts.items()))
         if isinstance(task.work.op, RecvParcel):
             (task.work.source,) = gifts
@@ -273,7 +284,9 @@ class Messenger:
             if places is None:
                 self._transfers.refuse(source, number)
             else:
-                accept = partial(self._transfers.accept, source, number, landings, task.ready, Flight(self._device))
+                accept = partial(
+                    self._transfers.accept, source, number, landings, task.ready, StreamPosition(self._device)
+                )
                 transfers.append(accept)
         task.on_device = on_device
         finish = partial(self._finish, task, [*steps, delivery.finish])
@@ -282,7 +295,7 @@ class Messenger:
             # copies between host and device wait, which is not for the poller's thread
             self._lanes.put("finish", partial(self._guarded, finish, error))
 
-        all_here = Countdown(len(transfers), finish_later)
+        all_here = Latch(len(transfers), finish_later)
         for transfer in transfers:
             transfer(all_here)
         if not transfers:
@@ -290,26 +303,28 @@ class Messenger:
                 task.own.wait(task.ready)  # as a transfer would have
             all_here.end(None)
 
-    def _landings(self, stream: Stream, gift: Gift, places: Sequence[Tensor], steps: list[Step]) -> list[Landing]:
+    def _landings(
+        self, stream: DeviceStream, gift: Envelope, places: Sequence[Tensor], steps: list[Step]
+    ) -> list[RecvBuffer]:
         """Where each segment on the giver's device comes to; ``steps`` then bring home what cannot come there."""
-        cursor = Cursor(places)
-        landings: list[Landing] = []
+        cursor = ByteCursor(places)
+        landings: list[RecvBuffer] = []
         along = gift.along
         for nbytes, on_device in gift.segments:
             pieces = cursor.next(nbytes)
             if not on_device:
                 source, along = along[:nbytes], along[nbytes:]
             elif len(pieces) == 1 and self._device.owns(pieces[0]):
-                landings.append(Landing(pieces[0]))
+                landings.append(RecvBuffer(pieces[0]))
                 continue
             else:
                 source = self._device.empty(nbytes, stream)
-                landings.append(Landing(source))
+                landings.append(RecvBuffer(source))
             parts = source.split_with_sizes([len(piece) for piece in pieces])
             steps += [partial(arithmetic.write, piece, part) for piece, part in zip(pieces, parts, strict=True)]
         return landings
 
-    def _finish(self, task: _Task, steps: Sequence[Step], error: BrokenError | None) -> None:
+    def _finish(self, task: _PayloadTask, steps: Sequence[Step], error: BrokenError | None) -> None:
         """All payloads are on this rank: bring them to where they belong."""
         if error is not None:
             self._on_error(error)
@@ -333,24 +348,24 @@ class Messenger:
 
 
 @final
-class _Task:
+class _PayloadTask:
     """One submission, done when all of its ``parts`` are."""
 
     def __init__(
         self,
         device: Device,
         submission: Submission,
-        stream: Stream,
-        own: Stream,
+        stream: DeviceStream,
+        own: DeviceStream,
         ready: Event,
-        gifts: Gifts,
+        gifts: Envelopes,
         parts: int,
         delivery: Delivery | None = None,
         over: Callable[[], object] | None = None,
     ) -> None:
         self._device = device
         self._over = over
-        self._countdown = Countdown(parts, self._end)
+        self._countdown = Latch(parts, self._end)
         self.gifts = gifts  #: what is given
         self.stream = stream  #: the caller's
         self.own = own  #: for new memory and copies

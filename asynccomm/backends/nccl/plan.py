@@ -20,7 +20,7 @@ _BYTE: Final = torch.uint8
 
 @final
 @dataclass(frozen=True, slots=True)
-class Ability:
+class Capabilities:
     """What the loaded library can do."""
 
     dtypes: frozenset[torch.dtype]  #: that it reduces
@@ -56,14 +56,14 @@ class Step:
 
 
 @final
-class Plan:
+class LoweredBatch:
     """What the operations of a batch become.
 
     Args:
         empty: new memory on the device, of so many bytes.
     """
 
-    def __init__(self, rank: int, size: int, ability: Ability, empty: Callable[[int], Tensor]) -> None:
+    def __init__(self, rank: int, size: int, ability: Capabilities, empty: Callable[[int], Tensor]) -> None:
         self.rank, self.size, self.ability, self._empty = rank, size, ability, empty
         self.op: Op | None = None  #: whose turn it is to be added
         self.before: list[Step] = []  #: to be queued on the stream, in order

@@ -62,7 +62,7 @@ class Probe(Protocol[E_contra]):
         """Make the calling thread, which is the poller's, fit for queries. Called once."""
 
 
-def nap_seconds(age: float) -> float:
+def sleep_seconds(age: float) -> float:
     """How long to nap when the youngest head has been one for ``age`` seconds; 0 for not at all."""
     if age < SPIN_SECONDS:
         return 0.0
@@ -70,7 +70,7 @@ def nap_seconds(age: float) -> float:
 
 
 @final
-class _Line(Generic[E]):
+class _EventQueue(Generic[E]):
     """The events of one stream that have not passed yet, oldest first."""
 
     __slots__ = ("busy", "entries", "since")
@@ -82,7 +82,7 @@ class _Line(Generic[E]):
 
 
 @final
-class _Alarm:
+class _TimerFd:
     """Wakes one thread at a time that others may still change: a timerfd, whose clock is exact.
 
     The timeouts of locks and sleeps come 50 us late on Linux, and setting them takes the thread that is to sleep. The
@@ -112,13 +112,13 @@ class _Alarm:
 
 
 @final
-class Question:
+class PeriodicCheck:
     """Something the poller asks again and again; from :meth:`Poller.ask`."""
 
     __slots__ = ("_asked", "_call", "due", "every", "stream")
 
     def __init__(
-        self, asked: dict[Question, None], call: Callable[[], bool], every: float, stream: Hashable | None
+        self, asked: dict[PeriodicCheck, None], call: Callable[[], bool], every: float, stream: Hashable | None
     ) -> None:
         self._asked = asked
         self._call = call
@@ -169,11 +169,11 @@ class Poller(Generic[E]):
     def _begin(self) -> None:
         """As new, without a thread."""
         self._lock = threading.Lock()
-        self._alarm: _Alarm | None = None  # the thread's, while there is one
+        self._alarm: _TimerFd | None = None  # the thread's, while there is one
         self._wakes = -math.inf  # when the thread will look next; not in the future: it is awake
         self._asks = math.inf  # when it has to, for the next question
-        self._lines: dict[Hashable, _Line[E]] = {}  # those with events, or that some thread sees to
-        self._questions: dict[Question, None] = {}
+        self._lines: dict[Hashable, _EventQueue[E]] = {}  # those with events, or that some thread sees to
+        self._questions: dict[PeriodicCheck, None] = {}
         self._thread: threading.Thread | None = None
 
     def watch(self, stream: Hashable, event: E, done: Done) -> None:
@@ -186,7 +186,7 @@ class Poller(Generic[E]):
             self._wake_up()
             line = self._lines.get(stream)
             if line is None:
-                line = self._lines[stream] = _Line()
+                line = self._lines[stream] = _EventQueue()
             is_head = not line.entries
             line.entries.append((event, done))
             if is_head:  # else it is found by whoever takes the head away
@@ -195,7 +195,7 @@ class Poller(Generic[E]):
 
     def ask(
         self, question: Callable[[], bool], *, every: float = QUESTION_SECONDS, stream: Hashable | None = None
-    ) -> Question:
+    ) -> PeriodicCheck:
         """Call ``question`` on the poller's thread, soon and then every so many seconds, as long as it returns True.
 
         With ``stream``, only while the head of that stream has been one for so many seconds: what is asked of a
@@ -204,7 +204,7 @@ class Poller(Generic[E]):
         """
         with self._lock:
             self._wake_up()
-            asked = Question(self._questions, question, every, stream)
+            asked = PeriodicCheck(self._questions, question, every, stream)
             self._questions[asked] = None
             self._alert(self._clock())
         return asked
@@ -255,7 +255,7 @@ class Poller(Generic[E]):
         if self._closed:
             raise ClosedError("the poller of CUDA events has been closed")
         if self._thread is None:
-            self._alarm = alarm = _Alarm()
+            self._alarm = alarm = _TimerFd()
             self._wakes = -math.inf
             self._thread = threading.Thread(target=self._run, args=(alarm,), name=self._name, daemon=True)
             self._thread.start()
@@ -272,7 +272,7 @@ class Poller(Generic[E]):
         self._wakes = when
         self._alarm.set(when - now)
 
-    def _run(self, alarm: _Alarm) -> None:
+    def _run(self, alarm: _TimerFd) -> None:
         unfit: BrokenError | None = None
         try:
             self._probe.enter()
@@ -302,7 +302,7 @@ class Poller(Generic[E]):
         """With the lock held."""
         if not self._lines:
             return math.inf
-        return nap_seconds(now - max([line.since for line in self._lines.values()]))
+        return sleep_seconds(now - max([line.since for line in self._lines.values()]))
 
     def _ask(self) -> float:
         """Put the questions that are due; returns the seconds until the next one is."""
@@ -368,7 +368,7 @@ class Poller(Generic[E]):
             for stream, line in ours:
                 self._free(stream, line)
 
-    def _look_at(self, stream: Hashable, line: _Line[E]) -> bool:
+    def _look_at(self, stream: Hashable, line: _EventQueue[E]) -> bool:
         """Look at the head of one stream, unless somebody does; returns whether anything had passed."""
         with self._lock:
             if line.busy:
@@ -386,7 +386,7 @@ class Poller(Generic[E]):
         return bool(passed)
 
     def _take(
-        self, line: _Line[E], passed: list[tuple[Done, BrokenError | None]], unfit: BrokenError | None = None
+        self, line: _EventQueue[E], passed: list[tuple[Done, BrokenError | None]], unfit: BrokenError | None = None
     ) -> None:
         """Move what has passed from ``line``, which is ours, to ``passed``; all of it if there was an error."""
         for entry in list(line.entries):  # and no newer ones, which may pass as fast as they come
@@ -408,7 +408,7 @@ class Poller(Generic[E]):
                 line.since = self._clock()
             passed.append((entry[1], None))
 
-    def _free(self, stream: Hashable, line: _Line[E]) -> None:
+    def _free(self, stream: Hashable, line: _EventQueue[E]) -> None:
         """With the lock held: leave ``line`` to others."""
         line.busy = False
         if not line.entries and self._lines.get(stream) is line:

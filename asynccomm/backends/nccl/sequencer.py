@@ -11,7 +11,7 @@ from asynccomm.errors import AsyncCommError
 
 
 @final
-class Countdown:
+class Latch:
     """Calls ``end`` with the first error, if any, when it has been called ``count`` times. From any thread."""
 
     def __init__(self, count: int, end: Callable[..., object]) -> None:
@@ -30,7 +30,7 @@ class Countdown:
 
 
 @final
-class Turn:
+class Ticket:
     """Of one thing to do."""
 
     def __init__(self, line: Hashable) -> None:
@@ -39,23 +39,23 @@ class Turn:
 
 
 @final
-class Turns:
+class Sequencer:
     """Has things done in the order in which they were announced, within a line. From any thread.
 
     Backends place what comes in order, but may tell of the ends of operations in another.
     """
 
     def __init__(self) -> None:
-        self._lines: dict[Hashable, deque[Turn]] = {}
+        self._lines: dict[Hashable, deque[Ticket]] = {}
         self._lock = threading.Lock()
 
-    def announce(self, line: Hashable) -> Turn:
-        turn = Turn(line)
+    def announce(self, line: Hashable) -> Ticket:
+        turn = Ticket(line)
         with self._lock:
             self._lines.setdefault(line, deque()).append(turn)
         return turn
 
-    def ready(self, turn: Turn, go: Callable[[], object]) -> None:
+    def ready(self, turn: Ticket, go: Callable[[], object]) -> None:
         """Call ``go``, which must not wait, when it is its turn."""
         with self._lock:
             turn.go = go

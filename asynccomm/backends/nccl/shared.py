@@ -12,11 +12,11 @@ from asynccomm.backends.nccl.device import Cuda, Device, Event
 from asynccomm.backends.nccl.poller import Poller
 
 _lock = threading.Lock()
-_shared: dict[torch.device, Platform] = {}
+_shared: dict[torch.device, DeviceRuntime] = {}
 
 
 @final
-class Platform:
+class DeviceRuntime:
     """Shared by those who :meth:`join`; its thread ends when the last one has left."""
 
     def __init__(self, nccl: Nccl, device: Device) -> None:
@@ -26,7 +26,7 @@ class Platform:
         self._users = 0
 
     @classmethod
-    def of(cls, device: torch.device) -> Platform:
+    def of(cls, device: torch.device) -> DeviceRuntime:
         """That of a CUDA device, joined. Raises: BackendError, saying what is missing."""
         with _lock:
             platform = _shared.get(device)

@@ -25,7 +25,7 @@ _CPU = torch.device("cpu")
 
 
 @final
-class Side:
+class SideChannel:
     """Runs calls on CPU tensors; each tells somebody when it is over."""
 
     def __init__(self, backend: Backend, mailbox: Mailbox) -> None:

@@ -14,7 +14,7 @@ _lock = threading.Lock()  # held for some assignments; one for all flights, beca
 
 
 @final
-class Flight:
+class StreamPosition:
     """Queued on the host, then issued to a stream, then passed.
 
     Args:

@@ -25,14 +25,14 @@ from torch import Tensor
 from asynccomm.backends import arithmetic
 from asynccomm.backends.nccl.api import Config, Nccl
 from asynccomm.backends.nccl.communicator import Communicator
-from asynccomm.backends.nccl.device import Device, Event, Stream
+from asynccomm.backends.nccl.device import Device, DeviceStream, Event
 from asynccomm.backends.nccl.plan import NcclCall
 from asynccomm.backends.nccl.poller import Poller
-from asynccomm.backends.nccl.side_channel import Side
-from asynccomm.backends.nccl.stream_order import Flight
-from asynccomm.backends.ordered_executor import Lanes
+from asynccomm.backends.nccl.side_channel import SideChannel
+from asynccomm.backends.nccl.stream_order import StreamPosition
+from asynccomm.backends.ordered_executor import OrderedExecutor
 from asynccomm.errors import AsyncCommError, BackendError, BrokenError
-from asynccomm.ops import Call, Channel, Parcel, RecvParcel, SendParcel
+from asynccomm.ops import Call, MessageSpace, Parcel, RecvParcel, SendParcel
 
 _VERDICT: Final = struct.Struct("<Q?")  # number of the offer, whether it is accepted; then maybe a unique id
 _TAG: Final = 1  # on the internal channel; 0 is the CPU backends' own
@@ -42,7 +42,7 @@ Done = Callable[[BrokenError | None], object]
 
 
 @final
-class Landing(NamedTuple):
+class RecvBuffer(NamedTuple):
     """Where one segment of a payload comes to."""
 
     memory: Tensor  #: bytes on the device
@@ -50,11 +50,11 @@ class Landing(NamedTuple):
 
 
 @final
-class _Offer(NamedTuple):
+class _SendOffer(NamedTuple):
     peer: int
     segments: Sequence[Tensor]
     ready: Event
-    flight: Flight
+    flight: StreamPosition
     done: Done
 
 
@@ -74,10 +74,10 @@ class Transfers:
         nccl: Nccl,
         config: Config,
         device: Device,
-        side: Side,
+        side: SideChannel,
         poller: Poller[Event],
-        lanes: Lanes,
-        new_stream: Callable[[], Stream],
+        lanes: OrderedExecutor,
+        new_stream: Callable[[], DeviceStream],
         on_error: Callable[[BrokenError], object],
     ) -> None:
         self._rank, self._nccl, self._device = rank, nccl, device
@@ -86,10 +86,10 @@ class Transfers:
         self._side, self._poller, self._lanes = side, poller, lanes
         self._new_stream, self._on_error = new_stream, on_error
         self._numbers = itertools.count(0, size)
-        self._offers: dict[int, _Offer] = {}
+        self._offers: dict[int, _SendOffer] = {}
         self._out: dict[int, Communicator] = {}  # by taker
         self._in: dict[int, Communicator] = {}  # by giver
-        self._own: Stream | None = None
+        self._own: DeviceStream | None = None
         self._failed: set[tuple[str, int]] = set()  # lanes
         self._over = False
         self._lock = threading.RLock()  # held while a transfer is put in its lane, so that both ends have one order
@@ -107,7 +107,7 @@ class Transfers:
         return next(self._numbers)
 
     def offer(
-        self, peer: int, number: int, segments: Sequence[Tensor], ready: Event, flight: Flight, done: Done
+        self, peer: int, number: int, segments: Sequence[Tensor], ready: Event, flight: StreamPosition, done: Done
     ) -> None:
         """Keep ``segments`` (bytes on the device) for ``peer`` under ``number`` until it takes or refuses them.
 
@@ -115,9 +115,9 @@ class Transfers:
             ready: when they may be read; the caller's, who keeps it until ``done``.
         """
         with self._lock:
-            self._offers[number] = _Offer(peer, segments, ready, flight, done)
+            self._offers[number] = _SendOffer(peer, segments, ready, flight, done)
         if peer != self._rank:
-            op = RecvParcel("clear to send", peer, _TAG, Channel.INTERNAL)
+            op = RecvParcel("clear to send", peer, _TAG, MessageSpace.INTERNAL)
             self._side.submit(Call(op, (), (), None, place=self._heard), _nothing)
 
     def _heard(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
@@ -158,7 +158,7 @@ class Transfers:
             self._answer(giver, _VERDICT.pack(number, False))
 
     def accept(
-        self, giver: int, number: int, landings: Sequence[Landing], ready: Event, flight: Flight, done: Done
+        self, giver: int, number: int, landings: Sequence[RecvBuffer], ready: Event, flight: StreamPosition, done: Done
     ) -> None:
         """Take an offer: segment i comes to ``landings[i]``.
 
@@ -181,15 +181,15 @@ class Transfers:
             self._answer(giver, _VERDICT.pack(number, True) + unique_id)
 
     def _answer(self, giver: int, head: bytes) -> None:
-        op = SendParcel("clear to send", giver, _TAG, Channel.INTERNAL)
+        op = SendParcel("clear to send", giver, _TAG, MessageSpace.INTERNAL)
         self._side.submit(Call(op, (), (), None, parcels=(Parcel(head, ()),)), _nothing)
 
     def _from_self(
         self,
         number: int,
-        landings: Sequence[Landing],
+        landings: Sequence[RecvBuffer],
         ready: Event,
-        flight: Flight,
+        flight: StreamPosition,
         done: Done,
         copies: Sequence[Callable[[], object]],
     ) -> None:
@@ -244,7 +244,7 @@ class Transfers:
         lane: Communicator,
         calls: Sequence[NcclCall],
         ready: Event,
-        flight: Flight,
+        flight: StreamPosition,
         done: Done,
         copies: Sequence[Callable[[], object]],
     ) -> None:
@@ -255,8 +255,8 @@ class Transfers:
 
     def _finish(
         self,
-        stream: Stream,
-        flight: Flight,
+        stream: DeviceStream,
+        flight: StreamPosition,
         done: Done,
         copies: Sequence[Callable[[], object]],
         memory: Sequence[object],

@@ -45,7 +45,7 @@ from asynccomm.backends.shm.fd_socket import MESSAGE_DESCRIPTORS, Descriptors, L
 from asynccomm.backends.shm.layout import Layout
 from asynccomm.backends.shm.segment import Segment, create
 from asynccomm.errors import BackendError, PeerLostError
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 from asynccomm.store.base import Store
 
 _log = logging.getLogger("asynccomm")
@@ -254,7 +254,7 @@ class _Host:
         mine: what this rank hands to the others.
     """
 
-    def __init__(self, group: Group, ours: Descriptors, mine: _Handed) -> None:
+    def __init__(self, group: CommInfo, ours: Descriptors, mine: _Handed) -> None:
         self.ours = ours
         self.handed = {0: mine}  #: by rank
         self.problem = ""  #: why no more ranks could be received

@@ -21,13 +21,13 @@ from asynccomm.ops import (
     AllReduce,
     AllToAll,
     AllToAllSingle,
+    GroupedOp,
     Op,
     Parcels,
     Reduce,
     ReduceScatter,
     ReduceScatterSingle,
     Scatter,
-    Together,
 )
 from asynccomm.ops.signature import signature
 
@@ -70,7 +70,7 @@ class Bundle:
         self.total = batch[0]
         self.place = place_in_batch(*batch)  #: in its batch, as a number
         self.nbytes = sum([submission.nbytes for submission in submissions])
-        self.op: Op = Together(tuple([submission.op for submission in submissions]))  #: what it is at, for errors
+        self.op: Op = GroupedOp(tuple([submission.op for submission in submissions]))  #: what it is at, for errors
 
 
 def place_in_batch(total: int, before: int) -> int:

@@ -32,13 +32,13 @@ from asynccomm.ops import (
     Barrier,
     Broadcast,
     Gather,
+    GroupedOp,
     Op,
     Parcels,
     Reduce,
     ReduceScatter,
     ReduceScatterSingle,
     Scatter,
-    Together,
 )
 
 
@@ -170,5 +170,5 @@ _FORMS: Final[Mapping[type[Op], Callable[[Board, Any, int], Progress]]] = {
     AllToAll: _all_to_all,
     Parcels: _parcels,
     Barrier: _barrier,
-    Together: _bundle,
+    GroupedOp: _bundle,
 }

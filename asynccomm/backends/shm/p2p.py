@@ -23,19 +23,19 @@ from torch import Tensor
 
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
-from asynccomm.backends.matching import Matching
+from asynccomm.backends.matching import MatchQueues
 from asynccomm.backends.shm.endpoint import CLEAR, DATA, OFFER, SHORT, Arrival, Kept, Link, Offer, Outgoing, Tally
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.iovec import address_of, spans
 from asynccomm.backends.shm.receives import ParcelArrival, TensorArrival
 from asynccomm.backends.shm.rings import Mapped
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
-from asynccomm.ops import Channel, Recv, RecvParcel, Send, SendParcel
+from asynccomm.ops import MessageSpace, Recv, RecvParcel, Send, SendParcel
 from asynccomm.ops.dtypes import BY_CODE, CODES
 from asynccomm.ops.parcels import MAX_HEAD
 from asynccomm.ops.validation import MAX_TAG
 
-assert Channel.TENSORS.key(MAX_TAG) == MAX_TAG  # larger ones are those of parcels
+assert MessageSpace.TENSORS.key(MAX_TAG) == MAX_TAG  # larger ones are those of parcels
 
 
 @final
@@ -70,7 +70,7 @@ class Messages:
         self._fence = fence
         self._ring, self._failed, self._grown = ring, failed, grown
         self._tally = tally = Tally(done)
-        self._matching: Matching[Submission, Kept | Offer | Outgoing] = Matching(mapped.layout.size)
+        self._matching: MatchQueues[Submission, Kept | Offer | Outgoing] = MatchQueues(mapped.layout.size)
         peers = [peer for peer in range(mapped.layout.size) if peer != rank]
         self._links = {peer: Link(mapped, rank, peer, fence, ring, tally) for peer in peers}
         # what progress() looks at: all rings that are read, and the links that have something to write
@@ -350,7 +350,7 @@ def _tag(op: Send | Recv | SendParcel | RecvParcel) -> int:
     """What frames say: the tag and the channel."""
     if isinstance(op, (Send, Recv)):
         return op.tag
-    assert op.channel is not Channel.TENSORS, f"{op} would meet tensors"
+    assert op.channel is not MessageSpace.TENSORS, f"{op} would meet tensors"
     return op.channel.key(op.tag)
 
 

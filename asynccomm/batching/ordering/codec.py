@@ -9,7 +9,7 @@ Both directions are a sequence of tokens, each a varint::
     4 + z  an operation by its id, as the zigzag difference to the id before (0 at the beginning of a message)
 
 So operations that are known cost a byte each, or less where their ids follow each other. How they become known is in
-:class:`Book`. Nothing that arrives is believed: a message can be read, or it is a :class:`GarbledError`.
+:class:`ResponseCache`. Nothing that arrives is believed: a message can be read, or it is a :class:`GarbledError`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ MAX_TAG: Final = 1024  # bytes of UTF-8
 MAX_TEXT: Final = 1024  # characters of a description; the rest is cut off
 MAX_RUN: Final = 64  # ids in one token: limits what a small message can make its reader do
 
-FULL, CUT, MISMATCH = -1, -2, -3  # what a Reader gives instead of an id
+FULL, BATCH_END, MISMATCH = -1, -2, -3  # what a Reader gives instead of an id
 
 _FULL, _RUN, _CUT, _MISMATCH, _IDS = range(5)
 _STEP = _IDS + 2  # the id after the last one
-_CODES: Final = {_FULL: FULL, _CUT: CUT, _MISMATCH: MISMATCH}
+_CODES: Final = {_FULL: FULL, _CUT: BATCH_END, _MISMATCH: MISMATCH}
 _WHAT: Final = struct.Struct("<QQ")
 _VARINT_BITS: Final = 63
 
-Notice = tuple[str, tuple[int, int], str, int]
+OpRequest = tuple[str, tuple[int, int], str, int]
 """All that others need to know of an operation: its tag, what it is in two words, the same in words, its bytes."""
 
 
@@ -59,7 +59,7 @@ class Mismatch(Exception):
         )
 
 
-def notice(tag: str, what: tuple[int, int], text: str, nbytes: int) -> Notice:
+def op_request(tag: str, what: tuple[int, int], text: str, nbytes: int) -> OpRequest:
     """A notice that can be written. Raises: ValueError."""
     if len(tag.encode()) > MAX_TAG:
         raise ValueError(f"tag must have at most {MAX_TAG} bytes in UTF-8, got {len(tag.encode())}")
@@ -69,7 +69,7 @@ def notice(tag: str, what: tuple[int, int], text: str, nbytes: int) -> Notice:
 
 
 @final
-class Book:
+class ResponseCache:
     """The operations that have ids: the last ``capacity`` that were given one, counted from 0, never twice.
 
     An operation gets its id by being decided in full. Decisions are the same on all ranks and come in the same order,
@@ -80,11 +80,11 @@ class Book:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self.notices: dict[int, Notice] = {}
-        self.ids: dict[Notice, int] = {}
+        self.notices: dict[int, OpRequest] = {}
+        self.ids: dict[OpRequest, int] = {}
         self.end = 0  #: the next id
 
-    def add(self, notice: Notice) -> None:
+    def add(self, notice: OpRequest) -> None:
         """Give the next id, and forget the oldest."""
         self.notices[self.end] = notice
         self.ids[notice] = self.end
@@ -99,7 +99,7 @@ class Book:
         """The oldest id that a book with up to ``unheard`` more entries than this one has, too."""
         return self.end + unheard - self._capacity
 
-    def known(self, number: int) -> Notice:
+    def known(self, number: int) -> OpRequest:
         """What has this id. Raises: GarbledError."""
         try:
             return self.notices[number]
@@ -108,7 +108,7 @@ class Book:
 
 
 @final
-class Writer:
+class MessageWriter:
     """Puts a message together."""
 
     __slots__ = ("_last", "_out", "_run")
@@ -129,7 +129,7 @@ class Writer:
         else:
             self._number(_IDS + (step << 1 if step >= 0 else ~(step << 1)))
 
-    def announced(self, notice: Notice) -> None:
+    def announced(self, notice: OpRequest) -> None:
         """An operation in full, for the coordinator."""
         tag, what, text, nbytes = notice
         self._token(_FULL)
@@ -183,7 +183,7 @@ class Writer:
 
 
 @final
-class Reader:
+class MessageReader:
     """Takes a message apart: iterating gives ids, and FULL, CUT and MISMATCH, to be followed by their own method.
 
     Raises: GarbledError, from anything.
@@ -214,7 +214,7 @@ class Reader:
             else:
                 yield _CODES[token]
 
-    def announced(self) -> Notice:
+    def announced(self) -> OpRequest:
         """The operation that was announced in full."""
         tag = self.tag()
         first, second = _WHAT.unpack(self._take(_WHAT.size))

@@ -24,17 +24,17 @@ from torch import Tensor
 
 from asynccomm.backends.base import Backend, Submission
 from asynccomm.batching.ordering.codec import GarbledError, Mismatch
-from asynccomm.batching.ordering.protocol import Council, Voice
+from asynccomm.batching.ordering.protocol import Announcer, OrderCoordinator
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
-from asynccomm.ops import Call, Channel, Parcel, RecvParcel, SendParcel
+from asynccomm.ops import Call, MessageSpace, Parcel, RecvParcel, SendParcel
 from asynccomm.ops.signature import Signature
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 
 BATCH_OPS: Final = 1024  # that are decided together; what is ready at once is rarely more
 BATCH_BYTES: Final = 128 << 20
-ALONE: Final = BATCH_BYTES + 1  # what an operation counts that must share a batch with no other
+SELF: Final = BATCH_BYTES + 1  # what an operation counts that must share a batch with no other
 GOODBYE_SECONDS: Final = 1.0  # to wait for the answer; who does not give it has other troubles
 ANSWER_SECONDS: Final = 0.5  # after which a goodbye is not answered; on other hosts, clocks may differ a little
 _COORDINATOR: Final = 0
@@ -46,7 +46,7 @@ Item = Sequence[Submission]  # of one call
 
 
 @final
-class Agreement:
+class OrderingSession:
     """One rank's part. On the loop, but for ``issue`` and ``outstanding``.
 
     Args:
@@ -58,7 +58,7 @@ class Agreement:
 
     def __init__(
         self,
-        group: Group,
+        group: CommInfo,
         mailbox: Mailbox,
         backend: Backend,
         lock: AbstractContextManager[object],
@@ -71,9 +71,9 @@ class Agreement:
         self._lock = lock
         self._run = run
         self._fail = fail
-        self._voice: Voice[Item] = Voice()
+        self._voice: Announcer[Item] = Announcer()
         coordinates = group.rank == _COORDINATOR
-        self._council = Council(group.size, BATCH_OPS, BATCH_BYTES) if coordinates else None
+        self._council = OrderCoordinator(group.size, BATCH_OPS, BATCH_BYTES) if coordinates else None
         self._peers = [rank for rank in range(group.size) if rank != group.rank] if coordinates else [_COORDINATOR]
         self._listening = set(self._peers)  # who has not said goodbye
         self._greeted: set[int] = set()  # to whom this rank has
@@ -197,11 +197,11 @@ class Agreement:
             else:
                 self._garbled(peer, error)
 
-        op = RecvParcel("agree", peer, _TAG, Channel.INTERNAL)
+        op = RecvParcel("agree", peer, _TAG, MessageSpace.INTERNAL)
         self._submit(Call(op, (), (), None, place=place), _nothing).add_done_callback(done)
 
     def _send(self, peer: int, message: bytes) -> None:
-        op = SendParcel("agree", peer, _TAG, Channel.INTERNAL)
+        op = SendParcel("agree", peer, _TAG, MessageSpace.INTERNAL)
         work = self._submit(Call(op, (), (), None, parcels=(Parcel(message, ()),)), Work.surrender)
         if not work.done():
             self._sending.add(work)

@@ -8,12 +8,12 @@ from datetime import timedelta
 from typing import Self, SupportsIndex
 
 from asynccomm.comm.methods.base import CommBase
-from asynccomm.comm.pending import Connecting
+from asynccomm.comm.pending import PendingComm
 from asynccomm.comm.session import Session
 from asynccomm.core.mailbox import Mailbox
-from asynccomm.ops.validation import Group, as_index
+from asynccomm.ops.validation import CommInfo, as_index
 from asynccomm.options import check_hints, check_name, seconds
-from asynccomm.rendezvous.job import Claim, Seat
+from asynccomm.rendezvous.job import CommIdentity, NameReservation
 
 Ranks = Sequence[SupportsIndex]
 
@@ -37,7 +37,7 @@ class Groups(CommBase):
         *,
         hints: Mapping[str, str] | None = None,
         timeout: float | timedelta | None = None,
-    ) -> Connecting[Self | None]:
+    ) -> PendingComm[Self | None]:
         """Make a comm of some ranks; ``await`` it, or better ``async with`` it. Only those ranks do so.
 
         ::
@@ -66,7 +66,7 @@ class Groups(CommBase):
 
     def dup(
         self, name: str = "dup", *, hints: Mapping[str, str] | None = None, timeout: float | timedelta | None = None
-    ) -> Connecting[Self]:
+    ) -> PendingComm[Self]:
         """Make another comm of the same ranks, whose operations are independent of this one's; see :meth:`split`."""
         return self._split(range(self._group.size), name, hints, timeout)  # type: ignore[return-value]  # never None
 
@@ -77,7 +77,7 @@ class Groups(CommBase):
         *,
         hints: Mapping[str, str] | None = None,
         timeout: float | timedelta | None = None,
-    ) -> Connecting[Self]:
+    ) -> PendingComm[Self]:
         """Make comms of ``group_size`` consecutive ranks each; gives the one that this rank is in. See :meth:`split`.
 
         Args:
@@ -96,7 +96,7 @@ class Groups(CommBase):
         *,
         hints: Mapping[str, str] | None = None,
         timeout: float | timedelta | None = None,
-    ) -> Connecting[Self | None]:
+    ) -> PendingComm[Self | None]:
         """Make a comm of each list of ranks; gives the one that this rank is in, None if in none. See :meth:`split`.
 
         Args:
@@ -125,7 +125,7 @@ class Groups(CommBase):
         *,
         hints: Mapping[str, str] | None = None,
         timeout: float | timedelta | None = None,
-    ) -> Connecting[Self]:
+    ) -> PendingComm[Self]:
         """Make a comm of the ranks on each node; gives the one that this rank is in. See :meth:`split`.
 
         Ranks are on one node if their hosts have the same name, wherever they were started and however many there are
@@ -142,7 +142,7 @@ class Groups(CommBase):
         *,
         hints: Mapping[str, str] | None = None,
         timeout: float | timedelta | None = None,
-    ) -> Connecting[Self | None]:
+    ) -> PendingComm[Self | None]:
         """Make a comm of one rank on each node, the first; None on all others. See :meth:`split`.
 
         Its ranks are those that are rank 0 of :meth:`intra_node`, in their order here.
@@ -160,7 +160,7 @@ class Groups(CommBase):
         name: str,
         hints: Mapping[str, str] | None,
         timeout: float | timedelta | None,
-    ) -> Connecting[Self | None]:
+    ) -> PendingComm[Self | None]:
         parent, group = self._session, self._group
         check_name(name)
         if ranks and group.rank not in ranks:
@@ -173,11 +173,11 @@ class Groups(CommBase):
             options = replace(options, hints=checked)
         parent.check_loop()
         if not ranks:
-            return Connecting(_nobody)
+            return PendingComm(_nobody)
         family = parent.seat.family
-        claim = Claim(family.world, f"{group.name}/{name}")
+        claim = NameReservation(family.world, f"{group.name}/{name}")
         room = parent.seat.room_for(name, ranks)
-        child = Group(claim.name, list(ranks).index(group.rank), len(ranks), group.device)
+        child = CommInfo(claim.name, list(ranks).index(group.rank), len(ranks), group.device)
         called = [claim]  # taken by the await
 
         async def connect() -> Self:
@@ -185,19 +185,19 @@ class Groups(CommBase):
             if not called:
                 raise RuntimeError(f"this split of {child.name!r} was awaited before; call split() again")
             jobs = [parent.seat.job_ranks[rank] for rank in ranks]
-            seat = Seat(family, called.pop(), room, parent.seat.members_of(ranks), ranks, jobs)
+            seat = CommIdentity(family, called.pop(), room, parent.seat.members_of(ranks), ranks, jobs)
             session = Session(child, options, Mailbox(parent.mailbox.loop), seat)
             await session.connect({self._backend_name: backend}, options.timeout, parent)
             return type(self)(session, session.backend_name)
 
-        return Connecting(connect)
+        return PendingComm(connect)
 
 
 async def _nobody() -> None:
     """The comm of no ranks."""
 
 
-def distinct(group: Group, name: str, ranks: object) -> list[int]:
+def distinct(group: CommInfo, name: str, ranks: object) -> list[int]:
     """``ranks`` as a list of different ranks. Raises ``ValueError`` naming ``name``."""
     if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Sequence):
         raise ValueError(f"{name} must be a list of ranks, got {ranks!r}")

@@ -7,12 +7,12 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, SupportsIndex
 
-from asynccomm.comm.methods.parcels import MAX_BYTES, Inbox, ParcelMethods, Terms
+from asynccomm.comm.methods.parcels import MAX_BYTES, ObjectReceiver, ParcelMethods, ReceivePolicy
 from asynccomm.core.work import Work
 from asynccomm.errors import PayloadError
 from asynccomm.ops import Call, Parcel, Parcels, RecvParcel, SendParcel
 from asynccomm.ops.validation import check_rank, check_tag
-from asynccomm.serialization.objects import Kind, encode
+from asynccomm.serialization.objects import PayloadKind, encode
 
 _NOTHING = Parcel(b"", ())
 
@@ -48,8 +48,8 @@ class Objects(ParcelMethods):
 
         Returns: Work of a list in rank order; of its own object each rank gets a copy.
         """
-        inbox = self._inbox("all_gather_object", Kind.OBJECT, weights_only, max_bytes)
-        parcel = encode(Kind.OBJECT, obj)
+        inbox = self._inbox("all_gather_object", PayloadKind.OBJECT, weights_only, max_bytes)
+        parcel = encode(PayloadKind.OBJECT, obj)
         begin = partial(inbox.begin, parcel)
         call = Call(Parcels("all_gather_object"), (), (), None, inbox.all, (parcel,), inbox, begin=begin)
         return self._submit(call, timeout, hints, tag)
@@ -70,8 +70,8 @@ class Objects(ParcelMethods):
         Returns: Work of a list in rank order on the root, with a copy of its own object; of None elsewhere.
         """
         taker = check_rank(self._group, "root", root)
-        inbox = self._inbox("gather_object", Kind.OBJECT, weights_only, max_bytes)
-        parcel = encode(Kind.OBJECT, obj)
+        inbox = self._inbox("gather_object", PayloadKind.OBJECT, weights_only, max_bytes)
+        parcel = encode(PayloadKind.OBJECT, obj)
         op = Parcels("gather_object", taker=taker)
         if taker != self.rank:
             return self._submit(Call(op, (), (), None, parcels=(parcel,)), timeout, hints, tag)
@@ -94,10 +94,10 @@ class Objects(ParcelMethods):
         Returns: Work of the object; on the root of ``obj`` itself.
         """
         giver = check_rank(self._group, "root", root)
-        inbox = self._inbox("broadcast_object", Kind.OBJECT, weights_only, max_bytes)
+        inbox = self._inbox("broadcast_object", PayloadKind.OBJECT, weights_only, max_bytes)
         op = Parcels("broadcast_object", giver=giver)
         if giver == self.rank:
-            return self._submit(Call(op, (), (), obj, parcels=(encode(Kind.OBJECT, obj),)), timeout, hints, tag)
+            return self._submit(Call(op, (), (), obj, parcels=(encode(PayloadKind.OBJECT, obj),)), timeout, hints, tag)
         return self._submit(Call(op, (), (), None, inbox.only, place=inbox), timeout, hints, tag)
 
     def broadcast_object_list(
@@ -120,11 +120,11 @@ class Objects(ParcelMethods):
         Returns: Work of ``object_list``.
         """
         giver = check_rank(self._group, "root", root)
-        inbox = self._inbox("broadcast_object_list", Kind.OBJECT_LIST, weights_only, max_bytes)
+        inbox = self._inbox("broadcast_object_list", PayloadKind.OBJECT_LIST, weights_only, max_bytes)
         _check_list("object_list", object_list)
         op = Parcels("broadcast_object_list", giver=giver)
         if giver == self.rank:
-            parcel = encode(Kind.OBJECT_LIST, list(object_list), "object_list")
+            parcel = encode(PayloadKind.OBJECT_LIST, list(object_list), "object_list")
             return self._submit(Call(op, (), (), object_list, parcels=(parcel,)), timeout, hints, tag)
         return self._submit(Call(op, (), (), object_list, _filling(inbox), place=inbox), timeout, hints, tag)
 
@@ -147,7 +147,7 @@ class Objects(ParcelMethods):
         Returns: Work of the object; on the root of a copy.
         """
         giver = check_rank(self._group, "root", root)
-        inbox = self._inbox("scatter_object_list", Kind.OBJECT, weights_only, max_bytes)
+        inbox = self._inbox("scatter_object_list", PayloadKind.OBJECT, weights_only, max_bytes)
         op = Parcels("scatter_object_list", shared=False, giver=giver)
         if giver != self.rank:
             if input_list is not None and (not _is_sequence(input_list) or len(input_list)):
@@ -163,7 +163,7 @@ class Objects(ParcelMethods):
             raise ValueError(
                 f"input_list must have one object for each of the {self.size} ranks, got {len(input_list)}"
             )
-        parcels = [encode(Kind.OBJECT, obj, f"input_list[{r}]") for r, obj in enumerate(input_list)]
+        parcels = [encode(PayloadKind.OBJECT, obj, f"input_list[{r}]") for r, obj in enumerate(input_list)]
         kept, parcels[giver] = parcels[giver], _NOTHING  # it is read when the operation takes effect, and not sent
         begin = partial(inbox.begin, kept)
         call = Call(op, kept.tensors, (), None, inbox.only, tuple(parcels), inbox, begin=begin)
@@ -183,7 +183,7 @@ class Objects(ParcelMethods):
         Objects are ordered per pair and tag, and never meet tensors sent under the same tag. Sending to oneself works.
         """
         op = SendParcel("send_object", check_rank(self._group, "dst", dst), check_tag(tag))
-        return self._submit(Call(op, (), (), None, parcels=(encode(Kind.OBJECT, obj),)), timeout, hints)
+        return self._submit(Call(op, (), (), None, parcels=(encode(PayloadKind.OBJECT, obj),)), timeout, hints)
 
     def recv_object(
         self,
@@ -204,7 +204,7 @@ class Objects(ParcelMethods):
         Returns: Work of the object.
         """
         op = self._receive_op("recv_object", src, tag)
-        inbox = self._inbox("recv_object", Kind.OBJECT, weights_only, max_bytes, op.tag)
+        inbox = self._inbox("recv_object", PayloadKind.OBJECT, weights_only, max_bytes, op.tag)
         return self._submit(Call(op, (), (), None, inbox.only, place=inbox), timeout, hints)
 
     def send_object_list(
@@ -220,7 +220,7 @@ class Objects(ParcelMethods):
         op = SendParcel("send_object_list", check_rank(self._group, "dst", dst), check_tag(tag))
         if not _is_sequence(object_list):
             raise TypeError(f"object_list must be a list or tuple of objects, got {type(object_list).__name__}")
-        parcel = encode(Kind.OBJECT_LIST, list(object_list), "object_list")
+        parcel = encode(PayloadKind.OBJECT_LIST, list(object_list), "object_list")
         return self._submit(Call(op, (), (), None, parcels=(parcel,)), timeout, hints)
 
     def recv_object_list(
@@ -245,20 +245,22 @@ class Objects(ParcelMethods):
         """
         op = self._receive_op("recv_object_list", src, tag)
         _check_list("object_list", object_list)
-        inbox = self._inbox("recv_object_list", Kind.OBJECT_LIST, weights_only, max_bytes, op.tag)
+        inbox = self._inbox("recv_object_list", PayloadKind.OBJECT_LIST, weights_only, max_bytes, op.tag)
         return self._submit(Call(op, (), (), object_list, _filling(inbox), place=inbox), timeout, hints)
 
     def _receive_op(self, method: str, src: SupportsIndex | None, tag: SupportsIndex) -> RecvParcel:
         return RecvParcel(method, None if src is None else check_rank(self._group, "src", src), check_tag(tag))
 
-    def _inbox(self, method: str, kind: Kind, weights_only: object, max_bytes: int, tag: int | None = None) -> Inbox:
+    def _inbox(
+        self, method: str, kind: PayloadKind, weights_only: object, max_bytes: int, tag: int | None = None
+    ) -> ObjectReceiver:
         """With a ``tag``, of a receive: what it misses may be a dict of tensors, which counts for those after it."""
-        terms = Terms.of(weights_only, max_bytes)
+        terms = ReceivePolicy.of(weights_only, max_bytes)
         missed = None if tag is None else lambda source, head: self._received_schemas.missed((source, tag), head)
-        return Inbox(method, self.rank, kind, terms, missed)
+        return ObjectReceiver(method, self.rank, kind, terms, missed)
 
 
-def _filling(inbox: Inbox) -> Callable[[list[object]], list[object]]:
+def _filling(inbox: ObjectReceiver) -> Callable[[list[object]], list[object]]:
     """What fills a list once its new items have come."""
 
     def fill(object_list: list[object]) -> list[object]:

@@ -12,7 +12,7 @@ from asynccomm.comm.methods.base import CommBase
 from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
 from asynccomm.ops import Call, Recv, Send
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 
 
 @final
@@ -25,7 +25,7 @@ class BatchSendRecv(Handle):
 
     _instead = "make one there, by comm.batch_op_create()"
 
-    def __init__(self, group: Group, submit: Callable[..., Work[Any]]) -> None:
+    def __init__(self, group: CommInfo, submit: Callable[..., Work[Any]]) -> None:
         """Not for users: see ``comm.batch_op_create``."""
         self._group = group
         self._submit = submit
@@ -66,7 +66,7 @@ class BatchSendRecv(Handle):
         return work
 
 
-class Messages(CommBase):
+class P2P(CommBase):
     """Point to point."""
 
     def send(

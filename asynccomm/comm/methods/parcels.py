@@ -12,14 +12,14 @@ from asynccomm.comm.session import Session
 from asynccomm.errors import PayloadError
 from asynccomm.ops import Parcel
 from asynccomm.ops.validation import as_index
-from asynccomm.serialization.objects import Incoming, Kind, kind_of, own
-from asynccomm.serialization.tensor_dicts import ReceivedSchemas, SentSchemas
+from asynccomm.serialization.objects import IncomingObject, PayloadKind, clone_out, kind_of
+from asynccomm.serialization.tensor_dicts import ReceiverSchemaCache, SenderSchemaCache
 
 MAX_BYTES: Final = 1 << 32  # bytes of head and payload that are taken from one sender, unless the caller says otherwise
 
 
 @final
-class Terms(NamedTuple):
+class ReceivePolicy(NamedTuple):
     """On which terms a receiver takes objects."""
 
     weights_only: bool
@@ -43,7 +43,7 @@ class Terms(NamedTuple):
 
 
 @final
-class Inbox:
+class ObjectReceiver:
     """Where the objects of one operation come to: its ``place``.
 
     Args:
@@ -56,24 +56,29 @@ class Inbox:
     __slots__ = ("_kind", "_method", "_missed", "_rank", "_terms", "incoming")
 
     def __init__(
-        self, method: str, rank: int, kind: Kind, terms: Terms, missed: Callable[[int, bytes], object] | None = None
+        self,
+        method: str,
+        rank: int,
+        kind: PayloadKind,
+        terms: ReceivePolicy,
+        missed: Callable[[int, bytes], object] | None = None,
     ) -> None:
         self._method, self._rank, self._kind, self._terms, self._missed = method, rank, kind, terms, missed
-        self.incoming: dict[int, Incoming] = {}  #: by source
+        self.incoming: dict[int, IncomingObject] = {}  #: by source
 
     def __call__(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
         length = lengths[source]
         if (kind := kind_of(source, head)) is not self._kind:
             if self._missed is not None:
                 self._missed(source, head)
-            raise mistaken(self._method, self._rank, source, kind)
+            raise wrong_kind(self._method, self._rank, source, kind)
         self._terms.check(source, len(head) + length)
-        incoming = self.incoming[source] = Incoming(source, head, length)
+        incoming = self.incoming[source] = IncomingObject(source, head, length)
         return incoming.places
 
     def begin(self, parcel: Parcel, *_: object) -> Sequence[Tensor]:
         """The operation takes effect: take ``parcel``, which is this rank's own, as it is now; to the host."""
-        self.incoming[self._rank] = own(self._rank, parcel)
+        self.incoming[self._rank] = clone_out(self._rank, parcel)
         return ()
 
     def only(self, _: object = None) -> Any:
@@ -86,7 +91,7 @@ class Inbox:
         return [incoming.decode(weights_only=self._terms.weights_only) for _, incoming in sorted(self.incoming.items())]
 
 
-def mistaken(method: str, rank: int, source: int, kind: Kind) -> PayloadError:
+def wrong_kind(method: str, rank: int, source: int, kind: PayloadKind) -> PayloadError:
     """What to raise when a receive gets what it does not wait for."""
     return PayloadError(f"{method}() of rank {rank} got what rank {source} sent by {kind.sender}()")
 
@@ -96,5 +101,5 @@ class ParcelMethods(CommBase):
 
     def __init__(self, session: Session, backend_name: str) -> None:
         super().__init__(session, backend_name)
-        self._sent_schemas = SentSchemas()
-        self._received_schemas = ReceivedSchemas()
+        self._sent_schemas = SenderSchemaCache()
+        self._received_schemas = ReceiverSchemaCache()

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Self, SupportsIndex
 
-from asynccomm.comm.membership import lobby_of, regroup
+from asynccomm.comm.membership import lobby_of, reconfigure
 from asynccomm.comm.methods.base import CommBase
 from asynccomm.comm.methods.groups import distinct
-from asynccomm.comm.pending import Connecting
+from asynccomm.comm.pending import PendingComm
 from asynccomm.control.membership.messages import MAX_NAME
 from asynccomm.errors import ClosedError
 from asynccomm.options import seconds
@@ -26,7 +26,7 @@ class Regrouping(CommBase):
 
     def shrink(
         self, exclude: Sequence[SupportsIndex] = (), *, timeout: float | timedelta | None = None
-    ) -> Connecting[Self]:
+    ) -> PendingComm[Self]:
         """Go on without the ranks that are lost; ``await`` it, or better ``async with`` it. All that are left do so.
 
         ::
@@ -62,7 +62,7 @@ class Regrouping(CommBase):
 
     def reconfigure(
         self, members: Sequence[SupportsIndex | str], *, timeout: float | timedelta | None = None
-    ) -> Connecting[Self]:
+    ) -> PendingComm[Self]:
         """Go on as a comm of ``members``; as :meth:`shrink`, and for more.
 
         ::
@@ -101,7 +101,7 @@ class Regrouping(CommBase):
         session.check_open()
         return await lobby_of(session).waiting()
 
-    def _regroup(self, proposal: Sequence[int | str], timeout: float | timedelta | None) -> Connecting[Self]:
+    def _regroup(self, proposal: Sequence[int | str], timeout: float | timedelta | None) -> PendingComm[Self]:
         session = self._session
         wait = seconds("timeout", timeout, session.options.timeout)
         session.check_loop()
@@ -113,10 +113,10 @@ class Regrouping(CommBase):
         async def connect() -> Self:
             session.check_loop()
             self._check_regrouping()  # much may have happened since the call
-            new = await regroup(session, jobs, wait, [who for who in jobs if isinstance(who, str)])
+            new = await reconfigure(session, jobs, wait, [who for who in jobs if isinstance(who, str)])
             return type(self)(new, new.backend_name)
 
-        return Connecting(connect)
+        return PendingComm(connect)
 
     def _why_fixed(self) -> str | None:
         """What keeps the comm from being regrouped: a control channel that this rank, or another one, does not have."""

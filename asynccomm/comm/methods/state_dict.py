@@ -15,15 +15,15 @@ from asynccomm.core.work import Work
 from asynccomm.errors import PayloadError
 from asynccomm.ops import Call, Parcel, Parcels
 from asynccomm.ops.parcels import MAX_HEAD
-from asynccomm.ops.validation import Group, check_rank, check_tensor
-from asynccomm.serialization.objects import DTYPES, Kind, dtype_code, kind_of, reading, seal, unseal
+from asynccomm.ops.validation import CommInfo, check_rank, check_tensor
+from asynccomm.serialization.objects import DTYPES, PayloadKind, dtype_code, kind_of, pack_value, reading, unpack_value
 
 _USUAL = (Tensor, torch.nn.Parameter)
 State = TypeVar("State", bound=torch.nn.Module | Mapping[str, Tensor])
 SEVERAL = 4  # names that an error gives for each thing that is wrong
 
 
-class States(CommBase):
+class StateDicts(CommBase):
     """The state of a module."""
 
     def broadcast_state(
@@ -48,7 +48,7 @@ class States(CommBase):
         Returns: Work of ``state``.
         """
         giver = check_rank(self._group, "root", root)
-        named = _Named(self._group, state, written=giver != self.rank)
+        named = _Entry(self._group, state, written=giver != self.rank)
         op = Parcels("broadcast_state", giver=giver)
         if giver == self.rank:
             call = Call(op, (), (), state, parcels=(Parcel(named.head, tuple(named.tensors)),))
@@ -58,10 +58,10 @@ class States(CommBase):
 
 
 @final
-class _Named:
+class _Entry:
     """The tensors of one state by name; where those of a root go: the ``place`` of its operation."""
 
-    def __init__(self, group: Group, state: object, *, written: bool) -> None:
+    def __init__(self, group: CommInfo, state: object, *, written: bool) -> None:
         self.names: list[str] = []
         self.numbers: list[int] = []  #: of the names' tensors
         self.tensors: list[Tensor] = []  #: each one once
@@ -86,17 +86,19 @@ class _Named:
             self.names.append(name)
             self.numbers.append(number)
         metas = [(dtype_code(tensor), tuple(tensor.shape)) for tensor in self.tensors]
-        self.head = seal(Kind.STATE, (self.names, self.numbers, metas))  #: what is sent of them besides the values
+        self.head = pack_value(
+            PayloadKind.STATE, (self.names, self.numbers, metas)
+        )  #: what is sent of them besides the values
         if len(self.head) > MAX_HEAD:
             raise ValueError(f"state has too many names to be sent: {len(self.names)}")
 
     def __call__(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
         if head == self.head:  # as it should be
             return self.tensors
-        if (kind := kind_of(source, head)) is not Kind.STATE:
+        if (kind := kind_of(source, head)) is not PayloadKind.STATE:
             raise PayloadError(f"broadcast_state() got what rank {source} sent by {kind.sender}()")
         with reading(source):
-            names, numbers, metas = _checked(unseal(source, head))
+            names, numbers, metas = _checked(unpack_value(source, head))
             problems = self._problems(source, names, numbers, metas)
             if problems:
                 raise PayloadError(f"the state of rank {source} does not fit that of rank {self._rank}: {problems}")
@@ -151,7 +153,7 @@ def _identity(tensor: Tensor) -> object:
 
 
 def _checked(value: Any) -> tuple[list[str], list[int], list[tuple[torch.dtype, tuple[int, ...]]]]:
-    """What a head says, if it could have come from :meth:`_Named.head`. Raises anything."""
+    """What a head says, if it could have come from :meth:`_Entry.head`. Raises anything."""
     names, numbers, metas = value
     if not all(type(name) is str for name in names) or len(set(names)) != len(names) or len(numbers) != len(names):
         raise ValueError("its names are wrong")

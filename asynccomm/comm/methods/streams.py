@@ -11,14 +11,14 @@ from typing import Any, Final, Self, SupportsIndex, final
 
 from torch import Tensor
 
-from asynccomm.comm.methods.parcels import MAX_BYTES, ParcelMethods, Terms, mistaken
+from asynccomm.comm.methods.parcels import MAX_BYTES, ParcelMethods, ReceivePolicy, wrong_kind
 from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, PayloadError
-from asynccomm.ops import Call, Channel, RecvParcel, SendParcel
+from asynccomm.ops import Call, MessageSpace, RecvParcel, SendParcel
 from asynccomm.ops.validation import check_rank, check_tag
 from asynccomm.options import seconds
-from asynccomm.serialization.objects import Incoming, Kind, encode, kind_of
+from asynccomm.serialization.objects import IncomingObject, PayloadKind, encode, kind_of
 
 ENDING: Final = 4096  # bytes of the message that a stream has ended, which is taken whatever the limit
 
@@ -67,7 +67,7 @@ class Streams(ParcelMethods):
         """
         peer, key = check_rank(self._group, "src", src), check_tag(tag)
         limit = seconds("timeout", timeout, math.inf)
-        return Stream(self, peer, key, Terms.of(weights_only, max_bytes), limit, hints)
+        return Stream(self, peer, key, ReceivePolicy.of(weights_only, max_bytes), limit, hints)
 
 
 @final
@@ -82,7 +82,7 @@ class Sink(Handle):
 
     def __init__(self, comm: Streams, peer: int, tag: int) -> None:
         self._comm = comm
-        self._op = SendParcel("sink", peer, tag, Channel.STREAMS)
+        self._op = SendParcel("sink", peer, tag, MessageSpace.STREAMS)
         self._last: Work[None] | None = None
 
     def put(
@@ -100,16 +100,16 @@ class Sink(Handle):
         """
         if self._last is not None:
             raise RuntimeError(f"{self!r} is closed, so nothing can be put into it any more")
-        return self._send(Kind.ITEM, item, timeout, hints)
+        return self._send(PayloadKind.ITEM, item, timeout, hints)
 
     def close(self, *, timeout: float | timedelta | None = None, hints: Mapping[str, str] | None = None) -> Work[None]:
         """End the stream. The call says so to the receiver; the Work is done when that is sent. Idempotent."""
         if self._last is None:
-            self._last = self._send(Kind.END, None, timeout, hints)
+            self._last = self._send(PayloadKind.END, None, timeout, hints)
         return self._last
 
     def _send(
-        self, kind: Kind, item: object, timeout: float | timedelta | None, hints: Mapping[str, str] | None
+        self, kind: PayloadKind, item: object, timeout: float | timedelta | None, hints: Mapping[str, str] | None
     ) -> Work[None]:
         call = Call(self._op, (), (), None, parcels=(encode(kind, item, "item"),))
         return self._comm._submit(call, timeout, hints)
@@ -125,7 +125,7 @@ class Sink(Handle):
         elif self._last is None:
             reason = f"{type(exc).__name__}: {exc}"[: ENDING // 8] if str(exc) else type(exc).__name__
             with suppress(AsyncCommError):  # closed or broken, which the receiver hears otherwise; ``exc`` says more
-                self._last = self._send(Kind.FAILURE, reason, None, None)
+                self._last = self._send(PayloadKind.FAILURE, reason, None, None)
 
     def __repr__(self) -> str:
         return f"<Sink to rank {self._op.peer}, tag {self._op.tag}{'' if self._last is None else ', closed'}>"
@@ -147,15 +147,15 @@ class Stream(Handle, AsyncIterator[Any]):
         comm: Streams,
         peer: int,
         tag: int,
-        terms: Terms,
+        terms: ReceivePolicy,
         timeout: float,
         hints: Mapping[str, str] | None,
     ) -> None:
         self._comm = comm
         self._timeout, self._hints = timeout, hints
-        self._op = RecvParcel("stream", peer, tag, Channel.STREAMS)
+        self._op = RecvParcel("stream", peer, tag, MessageSpace.STREAMS)
         self._terms = terms
-        self._receive: Work[tuple[Kind, Any]] | None = None  # kept while nobody has got what it brings
+        self._receive: Work[tuple[PayloadKind, Any]] | None = None  # kept while nobody has got what it brings
         self._reading = False
         self._ended = False
         self._failure: str | None = None
@@ -171,7 +171,7 @@ class Stream(Handle, AsyncIterator[Any]):
             self._raise_failure()
             raise StopAsyncIteration
         if self._receive is None:
-            inbox = _ItemInbox(self._comm.rank, self._terms)
+            inbox = _ItemReceiver(self._comm.rank, self._terms)
             call = Call(self._op, (), (), None, inbox.finish, place=inbox)
             self._receive = self._comm._submit(call, self._timeout, self._hints)
         self._reading = True
@@ -183,10 +183,10 @@ class Stream(Handle, AsyncIterator[Any]):
         finally:
             self._reading = False
         self._receive = None
-        if kind is Kind.ITEM:
+        if kind is PayloadKind.ITEM:
             return item
         self._ended = True
-        if kind is Kind.FAILURE:
+        if kind is PayloadKind.FAILURE:
             self._failure = str(item)
             self._raise_failure()
         raise StopAsyncIteration
@@ -200,25 +200,25 @@ class Stream(Handle, AsyncIterator[Any]):
 
 
 @final
-class _ItemInbox:
+class _ItemReceiver:
     """Where one item of a stream comes to: the ``place`` of its receive."""
 
-    def __init__(self, rank: int, terms: Terms) -> None:
+    def __init__(self, rank: int, terms: ReceivePolicy) -> None:
         self._rank, self._terms = rank, terms
-        self._kind = Kind.ITEM
-        self._incoming: Incoming | None = None
+        self._kind = PayloadKind.ITEM
+        self._incoming: IncomingObject | None = None
 
     def __call__(self, source: int, head: bytes, lengths: Mapping[int, int]) -> list[Tensor]:
         self._kind = kind_of(source, head)
-        if self._kind not in (Kind.ITEM, Kind.END, Kind.FAILURE):
-            raise mistaken("stream", self._rank, source, self._kind)
+        if self._kind not in (PayloadKind.ITEM, PayloadKind.END, PayloadKind.FAILURE):
+            raise wrong_kind("stream", self._rank, source, self._kind)
         size = len(head) + lengths[source]
-        if self._kind is Kind.ITEM or size > ENDING:
+        if self._kind is PayloadKind.ITEM or size > ENDING:
             self._terms.check(source, size)
-        self._incoming = Incoming(source, head, lengths[source])
+        self._incoming = IncomingObject(source, head, lengths[source])
         return self._incoming.places
 
-    def finish(self, _: object) -> tuple[Kind, Any]:
+    def finish(self, _: object) -> tuple[PayloadKind, Any]:
         """What it is, and itself. Raises: PayloadError."""
         assert self._incoming is not None
         return self._kind, self._incoming.decode(weights_only=self._terms.weights_only)

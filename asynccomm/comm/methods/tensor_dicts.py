@@ -14,22 +14,22 @@ import torch
 from torch import Tensor
 
 from asynccomm.comm.methods.collectives import Collectives
-from asynccomm.comm.methods.parcels import MAX_BYTES, ParcelMethods, Terms, mistaken
+from asynccomm.comm.methods.parcels import MAX_BYTES, ParcelMethods, ReceivePolicy, wrong_kind
 from asynccomm.core.handles import Handle
-from asynccomm.core.tasks import keep
+from asynccomm.core.tasks import detach
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, PayloadError
 from asynccomm.ops import Call, Op, Parcel, Parcels, RecvParcel, SendParcel
-from asynccomm.ops.validation import Group, check_rank, check_tag
-from asynccomm.serialization.objects import Incoming, Kind, encode, kind_of, reading
+from asynccomm.ops.validation import CommInfo, check_rank, check_tag
+from asynccomm.serialization.objects import IncomingObject, PayloadKind, encode, kind_of, reading
 from asynccomm.serialization.tensor_dicts import (
     EVERYBODY,
-    Channel,
-    Described,
-    Meta,
-    ReceivedSchemas,
+    DictSkeleton,
+    ReceiverSchemaCache,
     Schema,
+    SchemaKey,
     Slices,
+    TensorMeta,
     describe,
 )
 
@@ -67,12 +67,12 @@ class TensorDicts(ParcelMethods):
         Returns: Work of a new dict; on the root of ``tensor_dict`` itself.
         """
         giver = check_rank(self._group, "root", root)
-        terms = Terms.of(weights_only, max_bytes)
+        terms = ReceivePolicy.of(weights_only, max_bytes)
         op = Parcels("broadcast_tensor_dict", giver=giver)
         if giver == self.rank:
             described = describe(_checked(tensor_dict), self.device)
             return self._submit_dict(op, (EVERYBODY, EVERYBODY), described, tensor_dict, timeout, hints, tag)
-        inbox = _DictInbox(op.what, self._group, EVERYBODY, terms, self._received_schemas, None)
+        inbox = _DictReceiver(op.what, self._group, EVERYBODY, terms, self._received_schemas, None)
         return self._submit(Call(op, (), (), None, inbox.finish, place=inbox), timeout, hints, tag)
 
     def send_tensor_dict(
@@ -133,16 +133,16 @@ class TensorDicts(ParcelMethods):
         peer = None if src is None else check_rank(self._group, "src", src)
         op = RecvParcel("recv_tensor_dict", peer, check_tag(tag))
         group = _checked_group(all_gather_group)
-        terms = Terms.of(weights_only, max_bytes)
-        inbox = _DictInbox(op.what, self._group, op.tag, terms, self._received_schemas, group)
+        terms = ReceivePolicy.of(weights_only, max_bytes)
+        inbox = _DictReceiver(op.what, self._group, op.tag, terms, self._received_schemas, group)
         work = self._submit(Call(op, (), (), None, inbox.finish, place=inbox), timeout, hints)
-        return work if group is None else _Gathering(work, inbox, group, timeout)
+        return work if group is None else _GatheredDict(work, inbox, group, timeout)
 
     def _submit_dict(
         self,
         op: Op,
-        channel: Channel,
-        described: Described,
+        channel: SchemaKey,
+        described: DictSkeleton,
         result: object,
         timeout: float | timedelta | None,
         hints: Mapping[str, str] | None,
@@ -150,7 +150,7 @@ class TensorDicts(ParcelMethods):
     ) -> Work[Any]:
         head, tensors = b"", described.tensors
         if described.values:
-            head, more = encode(Kind.TENSOR_DICT, described.values, "tensor_dict")
+            head, more = encode(PayloadKind.TENSOR_DICT, described.values, "tensor_dict")
             tensors.extend(more)
         now = self._session.sends_now(p2p=op.p2p)
         with self._sent_schemas.heading(channel, described.schema, now=now) as heading:
@@ -171,38 +171,38 @@ def _checked_group(group: object) -> Collectives | None:
 
 
 @final
-class _DictInbox:
+class _DictReceiver:
     """Where one dict comes to: the ``place`` of its receive."""
 
     def __init__(
         self,
         method: str,
-        own: Group,
+        own: CommInfo,
         tag: int,
-        terms: Terms,
-        schemas: ReceivedSchemas,
+        terms: ReceivePolicy,
+        schemas: ReceiverSchemaCache,
         group: Collectives | None,
     ) -> None:
         self._method, self._own, self._tag, self._terms, self._schemas = method, own, tag, terms, schemas
         self._group = group
         self._source = 0
         self._schema: Schema | None = None
-        self._values: Incoming | None = None
+        self._values: IncomingObject | None = None
         self._tensors: list[Tensor] = []
         self.arrived = False  #: the tensors are here
         self.shares: list[tuple[Tensor, Tensor]] = []  #: flat tensors of which a share comes, and that share
 
     def __call__(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
         length = lengths[source]
-        if (kind := kind_of(source, head)) is not Kind.TENSOR_DICT:
-            raise mistaken(self._method, self._own.rank, source, kind)
+        if (kind := kind_of(source, head)) is not PayloadKind.TENSOR_DICT:
+            raise wrong_kind(self._method, self._own.rank, source, kind)
         schema, rest = self._schemas.read((source, self._tag), head)
         self._terms.check(source, len(head) + length)
         for meta in schema.metas:
             if meta.parts:
                 self._check_share(source, meta)
         if rest:
-            self._values = Incoming(source, rest, length - schema.nbytes)
+            self._values = IncomingObject(source, rest, length - schema.nbytes)
         elif length != schema.nbytes:
             raise PayloadError(f"rank {source} sent {length} bytes of tensors that have {schema.nbytes}")
         self._source, self._schema = source, schema
@@ -210,7 +210,7 @@ class _DictInbox:
             places = [self._place(meta) for meta in schema.metas]
         return places if self._values is None else [*places, *self._values.places]
 
-    def _check_share(self, source: int, meta: Meta) -> None:
+    def _check_share(self, source: int, meta: TensorMeta) -> None:
         group = self._group
         share = f"rank {source} sent share {meta.part} of {meta.parts} of a tensor"
         if group is None:
@@ -218,7 +218,7 @@ class _DictInbox:
         if group.size != meta.parts or group.rank != meta.part:
             raise PayloadError(f"{share}, but this is rank {group.rank} of {group.size} in all_gather_group")
 
-    def _place(self, meta: Meta) -> Tensor:
+    def _place(self, meta: TensorMeta) -> Tensor:
         device = self._own.device if meta.on_device else "cpu"
         tensor = torch.empty(meta.shape, dtype=meta.dtype, device=device)
         self._tensors.append(tensor)
@@ -239,7 +239,7 @@ class _DictInbox:
 
 
 @final
-class _Gathering(Handle, Awaitable[dict[Any, Any]]):
+class _GatheredDict(Handle, Awaitable[dict[Any, Any]]):
     """A dict of which shares come, and the rest from the group once they have.
 
     Before that the ranks of the group tell each other what they have got: a rank that has refused what came does not
@@ -249,14 +249,14 @@ class _Gathering(Handle, Awaitable[dict[Any, Any]]):
     _instead = "await it here, and send the dict there"
 
     def __init__(
-        self, work: Work[dict[Any, Any]], inbox: _DictInbox, group: Collectives, timeout: float | timedelta | None
+        self, work: Work[dict[Any, Any]], inbox: _DictReceiver, group: Collectives, timeout: float | timedelta | None
     ) -> None:
         self._work, self._inbox, self._group, self._timeout = work, inbox, group, timeout
         self._task: asyncio.Task[dict[Any, Any]] | None = None  # it goes on when an await is cancelled
 
     def __await__(self) -> Generator[Any, None, dict[Any, Any]]:
         if self._task is None:
-            self._task = keep(asyncio.ensure_future(self._gathered()))
+            self._task = detach(asyncio.ensure_future(self._gathered()))
         yield from asyncio.wait([self._task]).__await__()
         return self._task.result()
 

@@ -14,7 +14,7 @@ from asynccomm.ops import dims, variable
 from asynccomm.ops.reduce_op import ReduceOp
 
 
-class UnevenCollectives(CommBase):
+class VariableCollectives(CommBase):
     """Collectives on tensors that differ in size between ranks.
 
     Sizes that all ranks know are given, and cost nothing. Where they are not given they travel with the data, in one

@@ -31,7 +31,7 @@ __all__ = [
     "CoalescingManager",
     "CollOp",
     "IllegalWork",
-    "Recording",
+    "RecordedCalls",
     "coalescing_manager",
     "recording",
     "time_estimator",
@@ -78,7 +78,7 @@ class IllegalWork(Work):
 
 
 @final
-class Recording:
+class RecordedCalls:
     """The collectives that one task has recorded on a group.
 
     Args:
@@ -116,12 +116,12 @@ class Recording:
         return batch.works
 
 
-def recording(pg: ProcessGroup) -> Recording | None:
+def recording(pg: ProcessGroup) -> RecordedCalls | None:
     """What this task records on the group now, if it does."""
     state = world().pg_coalesce_state
     if not state:
         return None
-    found: Recording | None = state.get(pg, {}).get(_owner())
+    found: RecordedCalls | None = state.get(pg, {}).get(_owner())
     return found if found is not None and found.recording else None
 
 
@@ -154,7 +154,7 @@ class CoalescingManager(Handle):
 
 
 @final
-class Coalescing(Handle):
+class CoalescingScope(Handle):
     """Made by :func:`coalescing_manager`."""
 
     _instead = "make one there"
@@ -164,7 +164,7 @@ class Coalescing(Handle):
         self._device = device
         self._async_ops = async_ops
         self._manager: Final = CoalescingManager()
-        self._recording: Recording | None = None
+        self._recording: RecordedCalls | None = None
         self._owner: object = None
         self._batch: Batch | None = None
 
@@ -200,7 +200,7 @@ class Coalescing(Handle):
         if self._device is not None:
             self._batch = self._pg.comm(self._device).coalesce()
             self._batch.__enter__()
-        self._recording = mine[self._owner] = Recording(self._device is None)
+        self._recording = mine[self._owner] = RecordedCalls(self._device is None)
         return self._manager
 
     def _leave(
@@ -222,7 +222,9 @@ class Coalescing(Handle):
             self._manager.append(Work(work))
 
 
-def coalescing_manager(group: Group = None, device: torch.device | None = None, async_ops: bool = False) -> Coalescing:
+def coalescing_manager(
+    group: Group = None, device: torch.device | None = None, async_ops: bool = False
+) -> CoalescingScope:
     """Have what is called inside leave together, at the end.
 
     ::
@@ -239,7 +241,7 @@ def coalescing_manager(group: Group = None, device: torch.device | None = None, 
     Raises: ValueError on entering within another one of this task for the group. If the body raises, what is recorded
         is not sent.
     """
-    return Coalescing(member_of(group, "_coalescing_manager", 3), device, async_ops)
+    return CoalescingScope(member_of(group, "_coalescing_manager", 3), device, async_ops)
 
 
 @final

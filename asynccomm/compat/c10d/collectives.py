@@ -19,7 +19,7 @@ from asynccomm.compat.c10d.validation import (
     check_tensor_list,
     member_of,
 )
-from asynccomm.compat.c10d.work import NOTHING, Work, giving_a_future
+from asynccomm.compat.c10d.work import NOTHING, Work, with_future
 from asynccomm.compat.c10d.world import Group
 
 __all__ = [
@@ -106,7 +106,7 @@ def all_gather_base(output_tensor: Tensor, input_tensor: Tensor, group: Group = 
 
 
 @deprecated("all_gather_coalesced is deprecated: use a coalescing manager", category=FutureWarning)
-@giving_a_future
+@with_future
 @logged
 def all_gather_coalesced(
     output_tensor_lists: list[list[Tensor]],

@@ -25,7 +25,7 @@ from asynccomm.compat.c10d.world import world
 from asynccomm.options import CommOptions
 from asynccomm.store.base import PrefixStore, Store
 
-__all__ = ["BackendOptions", "Plan", "drop_groups", "end_groups", "give_up", "make_group", "options_of"]
+__all__ = ["BackendOptions", "BackendPlan", "drop_groups", "end_groups", "give_up", "make_group", "options_of"]
 
 _log: Final = logging.getLogger("asynccomm")
 
@@ -45,7 +45,7 @@ class BackendOptions:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class BackendPlan:
     """A group to be made."""
 
     name: str
@@ -66,7 +66,7 @@ class Plan:
         return PrefixStore(f"{self.name}/", self.store)
 
 
-async def make_group(plan: Plan) -> ProcessGroup:
+async def make_group(plan: BackendPlan) -> ProcessGroup:
     """Connect a group and register it. All its ranks do so. Cancelling is safe.
 
     Raises: ValueError for a name in use, and for a device that cannot be bound; RuntimeError and AssertionError for a
@@ -132,7 +132,7 @@ def _check_backend(backend: str) -> None:
         )
 
 
-async def _connect(plan: Plan, device: str, backend: str) -> Comm | ProcessGroup:
+async def _connect(plan: BackendPlan, device: str, backend: str) -> Comm | ProcessGroup:
     store = PrefixStore(f"{device}/", plan.own_store)
     plugin = Backend._plugins.get(backend.upper())
     if plugin is None and (comm := _splittable(plan, device, backend)) is not None:
@@ -172,7 +172,7 @@ async def _connect(plan: Plan, device: str, backend: str) -> Comm | ProcessGroup
     return made
 
 
-def _splittable(plan: Plan, device: str, backend: str) -> Comm | None:
+def _splittable(plan: BackendPlan, device: str, backend: str) -> Comm | None:
     """The default group's comm, if that is bound to a device, and the new group is to have one like it.
 
     On GPUs that costs less than to connect anew. Only ranks of the new group take part.

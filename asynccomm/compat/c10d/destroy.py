@@ -17,7 +17,7 @@ from asynccomm.compat.c10d.init import run_endings, update_default_pg
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.types import NON_GROUP_MEMBER, check_valid_timeout
 from asynccomm.compat.c10d.world import Group, group_or_default, world
-from asynccomm.core.tasks import finish
+from asynccomm.core.tasks import shielded
 from asynccomm.errors import ClosedError
 
 __all__ = [
@@ -59,7 +59,7 @@ async def _end(group: Group, abort: bool) -> None:
         if known.pg_coalesce_state.get(pg):
             warnings.warn(f"{pg!r} ends with recorded collectives that were never sent", stacklevel=4)
         known.remove(pg)
-        await finish(end_groups([pg], abort))
+        await shielded(end_groups([pg], abort))
         return
     groups = list(reversed(known.pg_map))  # made last, ended first
     endings = known.endings
@@ -74,7 +74,7 @@ async def _end(group: Group, abort: bool) -> None:
         finally:
             await run_endings(endings, waits_for)
 
-    await finish(end())
+    await shielded(end())
 
 
 def _is_broken(pg: ProcessGroup) -> bool:

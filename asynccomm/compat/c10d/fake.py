@@ -14,15 +14,15 @@ from typing import Self, final
 
 import torch
 
-from asynccomm.backends.base import Backend, BackendContext, Member, Submission, device_of
+from asynccomm.backends.base import Backend, BackendContext, RankInfo, Submission, device_of
 from asynccomm.comm.comm import Comm
 from asynccomm.comm.session import Session
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.errors import PayloadError
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 from asynccomm.options import CommOptions
-from asynccomm.rendezvous.job import Claim, Family, Seat
-from asynccomm.rendezvous.spec import Meeting
+from asynccomm.rendezvous.job import CommIdentity, Job, NameReservation
+from asynccomm.rendezvous.spec import StoreSession
 from asynccomm.store.memory import MemoryStore
 
 __all__ = ["FakeBackend", "fake_comm"]
@@ -56,14 +56,14 @@ class FakeBackend(Backend):
 
 async def fake_comm(name: str, rank: int, size: int, device: torch.device, timeout: timedelta) -> Comm:
     """A comm that meets nobody."""
-    group = Group(name, rank, size, device_of(device))
+    group = CommInfo(name, rank, size, device_of(device))
     room = MemoryStore()
     world = (room, rank)
-    seat = Seat(
-        Family(world, group, room, Meeting(room, owned=True)),
-        Claim(world, name),
+    seat = CommIdentity(
+        Job(world, group, room, StoreSession(room, owned=True)),
+        NameReservation(world, name),
         room,
-        [Member(each, socket.gethostname(), os.getpid()) for each in range(size)],
+        [RankInfo(each, socket.gethostname(), os.getpid()) for each in range(size)],
         range(size),
         range(size),
     )

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 
 from asynccomm.compat.c10d.backends import Backend
-from asynccomm.compat.c10d.create import Plan, drop_groups, make_group
+from asynccomm.compat.c10d.create import BackendPlan, drop_groups, make_group
 from asynccomm.compat.c10d.init import barrier_after_init
 from asynccomm.compat.c10d.logs import timed
 from asynccomm.compat.c10d.process_group import ProcessGroup
@@ -16,7 +16,7 @@ from asynccomm.compat.c10d.ranks import get_process_group_ranks, get_rank, get_w
 from asynccomm.compat.c10d.rendezvous_handlers import store_based_barrier
 from asynccomm.compat.c10d.types import NON_GROUP_MEMBER, check_valid_timeout, default_timeout
 from asynccomm.compat.c10d.world import Group, Member, default_group, world
-from asynccomm.core.tasks import finish
+from asynccomm.core.tasks import shielded
 from asynccomm.ops.validation import as_index
 
 __all__ = [
@@ -101,7 +101,7 @@ async def new_group_with_tag(
     if me in members:
         found = known.find(pg_tag, members) if pg_tag else None
         pg = found or await make_group(
-            Plan(
+            BackendPlan(
                 name=group_name,
                 ranks=members,
                 rank=members.index(me),
@@ -123,7 +123,7 @@ async def new_group_with_tag(
             await store_based_barrier(me, room, group_name, count, limit)
         except BaseException:
             if isinstance(pg, ProcessGroup) and pg.group_name == group_name:  # made here, and known to nobody
-                await finish(drop_groups([pg]))
+                await shielded(drop_groups([pg]))
             raise
     return pg
 

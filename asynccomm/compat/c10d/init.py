@@ -14,14 +14,14 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import _set_global_rank
 
 from asynccomm.compat.c10d.backends import Backend, accelerator, get_default_backend_for_device
-from asynccomm.compat.c10d.create import Plan, check_device, drop_groups, make_group
+from asynccomm.compat.c10d.create import BackendPlan, check_device, drop_groups, make_group
 from asynccomm.compat.c10d.excepthook import RankHook
 from asynccomm.compat.c10d.logs import logged_coroutine, timed
 from asynccomm.compat.c10d.process_group import ProcessGroup
-from asynccomm.compat.c10d.rendezvous_handlers import Leaving, as_store, rendezvous, store_based_barrier
+from asynccomm.compat.c10d.rendezvous_handlers import LeaveOnExit, as_store, rendezvous, store_based_barrier
 from asynccomm.compat.c10d.types import check_valid_timeout, default_timeout
 from asynccomm.compat.c10d.world import Ending, World, world
-from asynccomm.core.tasks import finish
+from asynccomm.core.tasks import shielded
 from asynccomm.store.base import PrefixStore, Store
 from asynccomm.store.memory import MemoryStore
 
@@ -91,7 +91,7 @@ async def init_process_group(
         groups, endings = list(known.pg_map), known.endings
         known.clear()
         update_default_pg(None)
-        await finish(_undo(groups, endings))
+        await shielded(_undo(groups, endings))
         raise
     known.starting = False
 
@@ -120,7 +120,7 @@ async def _make_default(
     else:
         root = as_store(given)  # as it is: only what ranks meet at may be others', too
     name = known.hashed_name(ranks) if ranks else known.next_name()
-    plan = Plan(
+    plan = BackendPlan(
         name=name,
         ranks=range(size),
         rank=rank,
@@ -150,8 +150,8 @@ async def _undo(groups: Sequence[ProcessGroup], endings: Sequence[Ending]) -> No
 
 
 async def _leave(meeting: AsyncGenerator[Any], waits_for: int) -> None:
-    with contextlib.suppress(Leaving, StopAsyncIteration):
-        await meeting.athrow(Leaving(waits_for))
+    with contextlib.suppress(LeaveOnExit, StopAsyncIteration):
+        await meeting.athrow(LeaveOnExit(waits_for))
 
 
 async def run_endings(endings: Sequence[Ending], waits_for: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 from torch.monitor import _WaitCounter
 
 from asynccomm.compat.c10d.process_group import ProcessGroup
-from asynccomm.compat.c10d.work import Then, operation_of
+from asynccomm.compat.c10d.work import ResultWork, operation_of
 from asynccomm.compat.c10d.world import world
 
 __all__ = ["logged", "logged_coroutine", "timed"]
@@ -44,7 +44,7 @@ def logged(function: Callable[P, T]) -> Callable[P, T]:
 
 def _watch(awaited: object, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
     report = functools.partial(_report, function, _about(function, args, kwargs))  # the world may end before
-    if isinstance(awaited, Then):
+    if isinstance(awaited, ResultWork):
         awaited.failed = report
         return
     work = operation_of(awaited)

@@ -19,7 +19,7 @@ from asynccomm.compat.c10d.logs import logged
 from asynccomm.compat.c10d.p2p import sender_of
 from asynccomm.compat.c10d.ranks import canonical_rank, root_rank
 from asynccomm.compat.c10d.validation import check_not_self, check_root_list, member_of
-from asynccomm.compat.c10d.work import NOTHING, Nothing, Then
+from asynccomm.compat.c10d.work import NOTHING, NoopWork, ResultWork
 from asynccomm.compat.c10d.world import Group, group_or_default
 
 __all__ = [
@@ -71,7 +71,7 @@ def all_gather_object(object_list: list[Any], obj: object, group: Group = None) 
     if pg is None:
         return NOTHING
     _check_room("object_list", object_list, pg.size())
-    return Then(pg.comm().all_gather_object(obj, weights_only=False), lambda items: _fill(object_list, items))
+    return ResultWork(pg.comm().all_gather_object(obj, weights_only=False), lambda items: _fill(object_list, items))
 
 
 @logged
@@ -96,7 +96,7 @@ def gather_object(
     if room is not None and root == pg.rank():
         _check_room("object_gather_list", room, pg.size())
     work = pg.comm().gather_object(obj, root, weights_only=False)
-    return Then(work, lambda items: _fill(room, items) if room is not None and items is not None else None)
+    return ResultWork(work, lambda items: _fill(room, items) if room is not None and items is not None else None)
 
 
 @logged
@@ -117,7 +117,7 @@ def broadcast_object_list(
     if pg is None:
         return NOTHING
     root = root_rank(pg, src, group_src, "src")
-    return Then(pg.comm(device).broadcast_object_list(object_list, root, weights_only=False), lambda items: items)
+    return ResultWork(pg.comm(device).broadcast_object_list(object_list, root, weights_only=False), lambda items: items)
 
 
 @logged
@@ -144,7 +144,7 @@ def scatter_object_list(
     given = scatter_object_input_list if root == pg.rank() else None
     if root == pg.rank() and given is None:
         raise ValueError("scatter_object_input_list must be given on the rank that scatters")
-    return Then(pg.comm().scatter_object_list(given, root, weights_only=False), lambda item: _fill(room, [item]))
+    return ResultWork(pg.comm().scatter_object_list(given, root, weights_only=False), lambda item: _fill(room, [item]))
 
 
 @logged
@@ -189,11 +189,11 @@ def recv_object_list(
     """
     pg = member_of(group, "recv_object_list")
     if pg is None:
-        return Nothing(-1)
+        return NoopWork(-1)
     source = None if src is None and group_src is None else canonical_rank(pg, src, group_src, name="src")
     check_not_self(pg, source, "src")
     work = pg.comm(device).recv_object_list(object_list, source, weights_only=False)
-    return Then(work, lambda _: pg.global_ranks[sender_of(work, source)])
+    return ResultWork(work, lambda _: pg.global_ranks[sender_of(work, source)])
 
 
 def _check_room(name: str, room: object, size: int) -> None:

@@ -12,7 +12,7 @@ from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.ranks import canonical_rank
 from asynccomm.compat.c10d.types import NON_GROUP_MEMBER
 from asynccomm.compat.c10d.validation import check_not_self, check_tensor, member_of
-from asynccomm.compat.c10d.work import NOTHING, Nothing, Then, Work
+from asynccomm.compat.c10d.work import NOTHING, NoopWork, ResultWork, Work
 from asynccomm.compat.c10d.world import Group, group_or_default
 from asynccomm.core import work as _ours
 
@@ -69,12 +69,12 @@ def recv(
     """As :func:`irecv`, but not from oneself; ``await`` it for the sender's global rank, -1 if not in the group."""
     pg = member_of(group, "recv")
     if pg is None:
-        return Nothing(-1)
+        return NoopWork(-1)
     check_tensor("tensor", tensor)
     source = _source(pg, src, group_src)
     check_not_self(pg, source, "src")
     work = pg.comm(tensor.device).recv(tensor, source, tag)
-    return Then(work, lambda _: pg.global_ranks[sender_of(work, source)])
+    return ResultWork(work, lambda _: pg.global_ranks[sender_of(work, source)])
 
 
 def sender_of(work: _ours.Work[Any], source: int | None) -> int:

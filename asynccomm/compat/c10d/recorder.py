@@ -25,7 +25,7 @@ import torch
 
 from asynccomm.comm.comm import Comm
 from asynccomm.compat.c10d.process_group import ProcessGroup
-from asynccomm.core.callsite import Site, line_of
+from asynccomm.core.callsite import CallSite, line_number
 from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.errors import AbortedError, BrokenError
 from asynccomm.ops import (
@@ -50,7 +50,7 @@ from asynccomm.ops import (
     SendParcel,
 )
 
-__all__ = ["Recorder"]
+__all__ = ["FlightRecorder"]
 
 VERSION: Final = "2.10"  # of torch's format
 RECORDS: Final = 2000
@@ -87,7 +87,7 @@ class Record:
         self.inputs = _side(call.inputs)
         self.outputs = self.inputs if call.outputs is call.inputs else _side(call.outputs)
         self.seq = work.seq
-        self.site: Site | None = work.site
+        self.site: CallSite | None = work.site
         self.started = work.started
         self.finished: float | None = None
         self.timeout = work.timeout
@@ -123,7 +123,7 @@ def _side(tensors: Sequence[torch.Tensor]) -> Side | None:
 class GroupRecorder:
     """What one group leaves in the ring; or each of its comms, if it has several, as these count by themselves."""
 
-    def __init__(self, recorder: Recorder, number: int, pg: ProcessGroup, comm: Comm) -> None:
+    def __init__(self, recorder: FlightRecorder, number: int, pg: ProcessGroup, comm: Comm) -> None:
         self.number = number
         self.name = pg.group_name if len(pg.comms) == 1 else f"{pg.group_name}/{comm.device.type}"
         self.desc = pg.group_desc
@@ -145,7 +145,7 @@ class GroupRecorder:
 
 
 @final
-class Recorder:
+class FlightRecorder:
     """The ring of one world."""
 
     def __init__(self) -> None:
@@ -313,8 +313,8 @@ def _entry(group: GroupRecorder, record: Record, since: int, frames: bool) -> di
     return entry
 
 
-def _frame(site: Site) -> dict[str, Any]:
-    return {"name": site[0].co_name, "filename": site[0].co_filename, "line": line_of(site)}
+def _frame(site: CallSite) -> dict[str, Any]:
+    return {"name": site[0].co_name, "filename": site[0].co_filename, "line": line_number(site)}
 
 
 def _named(dtype: torch.dtype) -> str:

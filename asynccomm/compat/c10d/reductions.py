@@ -15,7 +15,7 @@ from asynccomm.compat.c10d.logs import logged
 from asynccomm.compat.c10d.ranks import canonical_rank
 from asynccomm.compat.c10d.types import ReduceOp, reduction
 from asynccomm.compat.c10d.validation import check_same_dtype, check_tensor, check_tensor_list, member_of
-from asynccomm.compat.c10d.work import NOTHING, Work, giving_a_future
+from asynccomm.compat.c10d.work import NOTHING, Work, with_future
 from asynccomm.compat.c10d.world import Group
 from asynccomm.core import work as _ours
 from asynccomm.ops import AllReduce, lists
@@ -78,7 +78,7 @@ def _go_in_parts(tensors: Sequence[Tensor], op: _OurOp) -> bool:
 
 
 @deprecated("all_reduce_coalesced is deprecated: use a coalescing manager", category=FutureWarning)
-@giving_a_future
+@with_future
 @logged
 def all_reduce_coalesced(
     tensors: list[Tensor] | Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False

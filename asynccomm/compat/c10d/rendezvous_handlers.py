@@ -19,11 +19,11 @@ from torch import distributed as dist
 from asynccomm.compat.c10d.logs import timed
 from asynccomm.compat.c10d.types import STORE_BASED_BARRIER_PREFIX, DistStoreError
 from asynccomm.errors import AsyncCommError, StoreTimeoutError
-from asynccomm.rendezvous.spec import Meeting, find_place, meet
+from asynccomm.rendezvous.spec import StoreSession, connect_store, resolve_spec
 from asynccomm.store.base import Store, within
 from asynccomm.store.torch_store import TorchStore
 
-__all__ = ["Leaving", "as_store", "register_rendezvous_handler", "rendezvous", "store_based_barrier"]
+__all__ = ["LeaveOnExit", "as_store", "register_rendezvous_handler", "rendezvous", "store_based_barrier"]
 
 Handler: TypeAlias = "Callable[..., Iterable[Any] | AsyncIterator[Any]]"
 
@@ -51,7 +51,7 @@ def rendezvous(
     """Meet at ``url``: gives the store, this rank and the number of ranks, once.
 
     The store is open until the generator is closed. If this process hosts it, closing waits for the others to close
-    theirs, for some seconds; :class:`Leaving` is thrown in to wait for fewer of them.
+    theirs, for some seconds; :class:`LeaveOnExit` is thrown in to wait for fewer of them.
 
     Args:
         rank, world_size: if the URL and the environment do not say; -1: they do.
@@ -80,7 +80,7 @@ async def _each(found: Iterable[Any] | AsyncIterator[Any]) -> AsyncGenerator[Any
 
 
 @final
-class Leaving(Exception):
+class LeaveOnExit(Exception):
     """Thrown into a meeting to end it.
 
     Args:
@@ -100,22 +100,22 @@ def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
 
 
 async def _at_url(url: str, timeout: timedelta) -> AsyncGenerator[tuple[Store, int, int]]:
-    place = find_place(url, None, None)
-    meeting = await meet(place, timeout.total_seconds())
+    place = resolve_spec(url, None, None)
+    meeting = await connect_store(place, timeout.total_seconds())
     try:
         yield meeting.store, place.rank, place.size
         raise RuntimeError(f"the ranks meet at {url} once; there is no meeting again")
     except GeneratorExit:
         await _say_goodbye(meeting, place.size, place.size)
         raise
-    except Leaving as leaving:
+    except LeaveOnExit as leaving:
         await _say_goodbye(meeting, place.size, leaving.waits_for)
         raise
     finally:
         await meeting.aclose()
 
 
-async def _say_goodbye(meeting: Meeting, size: int, waits_for: int) -> None:
+async def _say_goodbye(meeting: StoreSession, size: int, waits_for: int) -> None:
     """Say that this rank is done; the host of the store waits for others, who may still need it."""
     stays = meeting.hosted is not None and waits_for > 1
     try:

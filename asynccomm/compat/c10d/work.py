@@ -15,7 +15,7 @@ from typing import Any, Final, Generic, ParamSpec, TypeVar, final
 from asynccomm.core import work as _ours
 from asynccomm.core.handles import Handle
 
-__all__ = ["NOTHING", "Nothing", "Then", "Work", "giving_a_future", "operation_of"]
+__all__ = ["NOTHING", "NoopWork", "ResultWork", "Work", "with_future", "operation_of"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -84,7 +84,7 @@ def operation_of(awaited: object) -> _ours.Work[Any] | None:
     return awaited._work if type(awaited) is Work else None
 
 
-def giving_a_future(function: Callable[P, Any]) -> Callable[P, Any]:
+def with_future(function: Callable[P, Any]) -> Callable[P, Any]:
     """``function``, with the future of a handle in place of the handle."""
 
     @functools.wraps(function)
@@ -100,7 +100,7 @@ async def _result(work: Awaitable[T]) -> T:
 
 
 @final
-class Then(Handle, Generic[T]):
+class ResultWork(Handle, Generic[T]):
     """Something to await, and what is to be done with its output, once, to get the result."""
 
     _instead = "await it here, and send its output there"
@@ -127,7 +127,7 @@ class Then(Handle, Generic[T]):
 
 
 @final
-class Nothing:
+class NoopWork:
     """To be awaited, for ``value``, at once: what a rank gets that is not in the group."""
 
     __slots__ = ("_value",)
@@ -140,4 +140,4 @@ class Nothing:
         yield
 
 
-NOTHING: Final = Nothing()
+NOTHING: Final = NoopWork()

@@ -14,7 +14,7 @@ from hashlib import sha1
 from typing import Any, Final, TypeAlias, final
 
 from asynccomm.compat.c10d.process_group import ProcessGroup
-from asynccomm.compat.c10d.recorder import Recorder
+from asynccomm.compat.c10d.recorder import FlightRecorder
 from asynccomm.compat.c10d.types import NON_GROUP_MEMBER
 from asynccomm.core.handles import Handle
 from asynccomm.store.base import Store
@@ -75,7 +75,7 @@ class World(Handle):
         self.backend: str | None = None
         self.init_method: str | None = None
         self.starting = False
-        self.recorder = Recorder()
+        self.recorder = FlightRecorder()
         self.endings: list[Ending] = []
         self._hashed: Counter[str] = Counter()  # how often ranks have got a hashed name
 

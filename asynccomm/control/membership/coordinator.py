@@ -1,6 +1,6 @@
 """The ranks of a comm agree who goes on after a loss, and who comes in.
 
-Each participant, a rank or a newcomer, has a :class:`Candidate`. The process that coordinates, which is the lowest
+Each participant, a rank or a newcomer, has a :class:`Participant`. The process that coordinates, which is the lowest
 rank of the job that is not lost, has a :class:`Coordinator`. They talk over a channel that keeps the order of what one
 says to the other and loses nothing, unless one of them dies. In the end all learn of each death, and none is reported
 that did not happen.
@@ -57,21 +57,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple, TypeAlias, final
 
 from asynccomm.control.membership.messages import (
-    Again,
-    Committed,
-    Decided,
-    Decision,
+    Commit,
+    CoordinatorOrder,
+    Excluded,
+    Finalized,
     GarbledError,
-    LeftOut,
     Message,
-    Order,
-    Over,
-    Refused,
-    Report,
-    State,
-    Who,
-    listed,
-    named,
+    ParticipantId,
+    ParticipantState,
+    Prepare,
+    Rejected,
+    Retry,
+    StatusReport,
+    View,
+    describe_many,
+    describe_participant,
     order_message,
     parse_report,
     plain,
@@ -81,7 +81,7 @@ TRIES: Final = 3  # times that the same members may fail to connect: a loss that
 COMING: Final = 10.0  # seconds for newcomers to come, once all ranks are there that have invited them
 PATIENCE: Final = 60.0  # seconds; a rank that takes longer to connect or to report is as good as silent
 
-Letter: TypeAlias = tuple[Who, Message]  # to whom, and what
+Letter: TypeAlias = tuple[ParticipantId, Message]  # to whom, and what
 
 
 @final
@@ -106,30 +106,35 @@ class Coordinator:
         *,
         patience: float = PATIENCE,
         heir: bool = False,
-        gone: Mapping[Who, str] | None = None,
+        gone: Mapping[ParticipantId, str] | None = None,
         newcomers: Iterable[str] = (),
-        place: Callable[[tuple[Who, ...]], object] = lambda members: None,
+        place: Callable[[tuple[ParticipantId, ...]], object] = lambda members: None,
         fresh: Callable[[], str] = lambda: secrets.token_hex(16),
     ) -> None:
         self._by, self._ranks = by, tuple(ranks)
         self._known = frozenset(self._ranks)
         self._patience, self._place, self._fresh = patience, place, fresh
-        self._asked_for: set[Who] = {*self._ranks, *newcomers} if heir else set()  # whose reports must come first
+        self._asked_for: set[ParticipantId] = (
+            {*self._ranks, *newcomers} if heir else set()
+        )  # whose reports must come first
         self._asked_since: float | None = None  # when one of them had anything to report
-        self._heard: dict[Who, _Heard] = {}
-        self._gone: dict[Who, str] = dict(gone or {})
-        self._silent: set[Who] = set()
-        self._owing: dict[Who, float] = {}  # who was told again, and until when it should have asked again
-        self._round: _Round | None = None
-        self._taken_back: set[tuple[Who, str]] = set()  # who was told again for which decision
+        self._heard: dict[ParticipantId, _Received] = {}
+        self._gone: dict[ParticipantId, str] = dict(gone or {})
+        self._silent: set[ParticipantId] = set()
+        self._owing: dict[ParticipantId, float] = {}  # who was told again, and until when it should have asked again
+        self._round: _Attempt | None = None
+        self._taken_back: set[tuple[ParticipantId, str]] = set()  # who was told again for which decision
         self._made: set[str] = set()  # keys of decisions of this coordinator
         self._heir = heir
-        self._refused = Refused(-1, "", False)
+        self._refused = Rejected(-1, "", False)
         self._attempt = 0  # the highest that anybody was told
-        self._tries: tuple[tuple[Who, ...], int] = ((), 0)  # the members that could not connect last, how often
+        self._tries: tuple[tuple[ParticipantId, ...], int] = (
+            (),
+            0,
+        )  # the members that could not connect last, how often
 
     @property
-    def decision(self) -> Decision | None:
+    def decision(self) -> View | None:
         """What was decided and not dropped."""
         return None if self._round is None else self._round.decision
 
@@ -137,7 +142,7 @@ class Coordinator:
     def committed(self) -> bool:
         return self._round is not None and self._round.committed
 
-    def hear(self, who: Who, message: object, now: float) -> None:
+    def hear(self, who: ParticipantId, message: object, now: float) -> None:
         """Take a report; None: it is on the channel and has nothing to report.
 
         Raises: GarbledError: no participant says this. Nothing of it was taken.
@@ -149,38 +154,38 @@ class Coordinator:
             self._check_maker(report.decision)
         if who in self._gone:
             return
-        if report is not None and report.state is State.OUT:
+        if report is not None and report.state is ParticipantState.OUT:
             self._goes(who, "was left out")
             return
         self._silent.discard(who)
         if report is not None and report.decision is not None and (who, report.decision.key) in self._taken_back:
             return  # it had not read that it is to drop this when it said so
-        self._heard[who] = _Heard(report, now)
+        self._heard[who] = _Received(report, now)
         if report is None or report.decision is None:
             self._owing.pop(who, None)
         if report is not None and self._asked_for:
             self._asked_since = now if self._asked_since is None else self._asked_since
             if report.decision is not None:
                 self._asked_for.update(report.decision.members)
-            if report.state is State.REFUSED and report.attempt > self._refused.attempt:
-                self._refused = Refused(report.attempt, report.why, report.mistake)
+            if report.state is ParticipantState.REFUSED and report.attempt > self._refused.attempt:
+                self._refused = Rejected(report.attempt, report.why, report.mistake)
 
-    def lost(self, who: Who) -> None:
+    def lost(self, who: ParticipantId) -> None:
         """It died."""
         self._goes(who, "was lost")
 
-    def left(self, who: Who) -> None:
+    def left(self, who: ParticipantId) -> None:
         """It has closed the comm, and takes no part any more."""
         self._goes(who, "has left")
 
-    def silent(self, who: Who) -> None:
+    def silent(self, who: ParticipantId) -> None:
         """It is alive and does not answer: nobody waits for it any more until it is heard."""
         if who not in self._gone:
             self._silent.add(who)
 
     def advance(self, now: float) -> list[Letter]:
         """What is to be sent now, in this order."""
-        out: list[tuple[Who, Order]] = []
+        out: list[tuple[ParticipantId, CoordinatorOrder]] = []
         if self._all_reported(now):
             while self._step(now, out):
                 pass
@@ -202,7 +207,7 @@ class Coordinator:
 
     # each of these does one thing of what can be done, and says whether there may be more
 
-    def _step(self, now: float, out: list[tuple[Who, Order]]) -> bool:
+    def _step(self, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> bool:
         if self._round is None or not self._round.committed:
             if self._adopt(now, out):
                 return True
@@ -215,21 +220,21 @@ class Coordinator:
         self._settle(now, out)
         return False
 
-    def _adopt(self, now: float, out: list[tuple[Who, Order]]) -> bool:
+    def _adopt(self, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> bool:
         """Go on with a decision of an earlier coordinator."""
-        for state in (State.COMMITTED, State.PREPARED):
+        for state in (ParticipantState.COMMITTED, ParticipantState.PREPARED):
             held = [r.decision for _, r in self._reports() if r.state is state and r.decision is not None]
             for decision in sorted(held, key=lambda d: (d.by, d.attempt), reverse=True):
-                if self._round is not None and (state is State.PREPARED or decision == self._round.decision):
+                if self._round is not None and (state is ParticipantState.PREPARED or decision == self._round.decision):
                     continue
-                if self._can_commit(decision, by_one=state is State.COMMITTED):
+                if self._can_commit(decision, by_one=state is ParticipantState.COMMITTED):
                     if self._round is not None:
                         self._again(self._round, f"rank {decision.by} has decided before", now, out)
-                    self._round = _Round(decision, now, committed=True)
+                    self._round = _Attempt(decision, now, committed=True)
                     return True
         return False
 
-    def _can_commit(self, decision: Decision, by_one: bool) -> bool:
+    def _can_commit(self, decision: View, by_one: bool) -> bool:
         """Whether all members are ready to. If one has committed, they were, and who is not heard counts as ready."""
         for who in decision.members:
             if who in self._gone or who not in self._heard:
@@ -239,34 +244,34 @@ class Coordinator:
             report = self._heard[who].report
             if report is None or report.decision != decision:
                 return False
-            if report.state not in (State.PREPARED, State.COMMITTED):
+            if report.state not in (ParticipantState.PREPARED, ParticipantState.COMMITTED):
                 return False
         return True
 
-    def _send_back(self, now: float, out: list[tuple[Who, Order]]) -> None:
+    def _send_back(self, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
         """Take from everybody what nobody can commit any more."""
         for who, report in self._reports():
             if report.decision is None or report.decision == self.decision:
                 continue
-            if report.state is State.COMMITTED:
+            if report.state is ParticipantState.COMMITTED:
                 self._leave_out(who, "while it was silent, the members of its comm went on without it", out)
             else:
                 why = f"rank {report.decision.by}, which decided, has not seen it through"
                 self._send_again(who, report.decision, why, now, out)
 
-    def _turn_away(self, out: list[tuple[Who, Order]]) -> None:
+    def _turn_away(self, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
         """The calls up to the attempt that was refused are refused on all ranks, whenever they come."""
         for who, report in self._reports():
             # a newcomer's first attempt may have come after it
             late = report.attempt <= self._refused.attempt and (isinstance(who, int) or report.attempt > 0)
-            if report.state is not State.WANTS:
+            if report.state is not ParticipantState.WANTS:
                 continue
             if late:
                 self._refuse(who, out)
             elif self._known <= self._gone.keys():
                 self._leave_out(who, "no rank of the comm is left to go on", out)
 
-    def _decide(self, now: float, out: list[tuple[Who, Order]]) -> bool:
+    def _decide(self, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> bool:
         first, wants = self._wants()
         if first is None:
             return False
@@ -275,46 +280,49 @@ class Coordinator:
         proposal, proposer = first
         for who, (other, _) in ((who, self._proposal(who)) for who in wants if isinstance(who, int)):
             if other != proposal:
-                why = f"{named(proposer)} proposes {listed(proposal)}, {named(who)} proposes {listed(other)}"
-                return self._refuse_all(wants, Refused(attempt, why, mistake=True), out)
+                both = ((proposer, proposal), (who, other))
+                why = ", ".join(f"{describe_participant(one)} proposes {describe_many(them)}" for one, them in both)
+                return self._refuse_all(wants, Rejected(attempt, why, mistake=True), out)
         missing = self._missing(first, wants)
         if now < self._waits_until(wants, missing):
             return False
         members = tuple(who for who in proposal if who in wants and who not in self._silent)
         if not members:
-            why = f"none of {listed(proposal)}, which {named(proposer)} proposes, can go on"
-            return self._refuse_all(wants, Refused(attempt, why, mistake=False), out)
-        decision = Decision(self._fresh(), self._by, attempt, members, plain(self._place(members)))
+            why = f"none of {describe_many(proposal)}, which {describe_participant(proposer)} proposes, can go on"
+            return self._refuse_all(wants, Rejected(attempt, why, mistake=False), out)
+        decision = View(self._fresh(), self._by, attempt, members, plain(self._place(members)))
         self._made.add(decision.key)
-        self._round = _Round(decision, now)
+        self._round = _Attempt(decision, now)
         for one in proposal:
             if one not in members and one not in self._gone:
                 self._round.reasons[one] = "it did not answer" if one in self._silent else "it did not come in time"
         for one in wants:
             if one not in proposal:
-                self._round.reasons[one] = f"{named(proposer)} does not propose it"
-        out += [(who, Decided(decision)) for who in members]
+                self._round.reasons[one] = f"{describe_participant(proposer)} does not propose it"
+        out += [(who, Prepare(decision)) for who in members]
         return True
 
-    def _prepare(self, now: float, out: list[tuple[Who, Order]]) -> bool:
+    def _prepare(self, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> bool:
         assert self._round is not None
         decision = self._round.decision
-        waiting: list[Who] = []
+        waiting: list[ParticipantId] = []
         why = ""
         for who in decision.members:
             report = self._heard[who].report if who in self._heard else None
             if who in self._gone:
-                why = f"{named(who)} {self._gone[who]}"
+                why = f"{describe_participant(who)} {self._gone[who]}"
             elif report is None or (report.decision is None and report.attempt > decision.attempt):
-                why = f"{named(who)} went back"
-            elif report.state is State.FAILED:
+                why = f"{describe_participant(who)} went back"
+            elif report.state is ParticipantState.FAILED:
                 why = report.why
-            elif report.state is not State.PREPARED:  # it still connects, or had asked and has not heard the decision
+            elif (
+                report.state is not ParticipantState.PREPARED
+            ):  # it still connects, or had asked and has not heard the decision
                 waiting.append(who)
                 if who in self._silent:
-                    why = f"{named(who)} does not answer"
+                    why = f"{describe_participant(who)} does not answer"
         if waiting and now >= self._round.since + self._patience:
-            why = f"{named(waiting[0])} was not connected after {self._patience:g} s"
+            why = f"{describe_participant(waiting[0])} was not connected after {self._patience:g} s"
         if why:
             self._again(self._round, why, now, out)
             return True
@@ -322,29 +330,29 @@ class Coordinator:
             self._round.committed, self._round.since = True, now
         return not waiting
 
-    def _settle(self, now: float, out: list[tuple[Who, Order]]) -> None:
+    def _settle(self, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
         """Tell who is in what is committed, who is out, and that it is over."""
         assert self._round is not None
         decision = self._round.decision
         for who, report in self._reports():
-            if report.state is State.REFUSED:
+            if report.state is ParticipantState.REFUSED:
                 continue
-            if report.decision == decision and report.state is State.PREPARED:
+            if report.decision == decision and report.state is ParticipantState.PREPARED:
                 if who not in self._round.told:
                     self._round.told.add(who)
-                    out.append((who, Committed(decision.key)))
-            elif report.decision != decision or report.state is not State.COMMITTED:
+                    out.append((who, Commit(decision.key)))
+            elif report.decision != decision or report.state is not ParticipantState.COMMITTED:
                 why = f": {self._round.reasons[who]}" if who in self._round.reasons else ""
-                self._leave_out(who, f"the comm goes on as {listed(decision.members)}{why}", out)
+                self._leave_out(who, f"the comm goes on as {describe_many(decision.members)}{why}", out)
         taken = self._taken()
         pending = set(decision.members) - taken - self._gone.keys() - self._silent
         if not pending or now >= self._round.since + self._patience:
-            out += [(who, Over(decision.key)) for who in decision.members if who in taken - self._round.over]
+            out += [(who, Finalized(decision.key)) for who in decision.members if who in taken - self._round.over]
             self._round.over |= taken
 
     # what is known
 
-    def _unreported(self) -> set[Who]:
+    def _unreported(self) -> set[ParticipantId]:
         return self._asked_for - self._heard.keys() - self._gone.keys() - self._silent
 
     def _all_reported(self, now: float) -> bool:
@@ -354,28 +362,28 @@ class Coordinator:
         self._asked_for = set()
         return True
 
-    def _reports(self) -> Iterator[tuple[Who, Report]]:
+    def _reports(self) -> Iterator[tuple[ParticipantId, StatusReport]]:
         """Of all that have anything to report; what is heard may be changed meanwhile."""
         for who, heard in list(self._heard.items()):
             if heard.report is not None:
                 yield who, heard.report
 
-    def _wants(self) -> tuple[_Proposed | None, dict[Who, _Heard]]:
+    def _wants(self) -> tuple[_InProposal | None, dict[ParticipantId, _Received]]:
         """The proposal of the first rank that wants, if any does; and all that want."""
-        wants = {who: h for who, h in self._heard.items() if h.report and h.report.state is State.WANTS}
+        wants = {who: h for who, h in self._heard.items() if h.report and h.report.state is ParticipantState.WANTS}
         first = next((who for who in wants if isinstance(who, int)), None)
         return (None if first is None else self._proposal(first)), wants
 
-    def _proposal(self, who: Who) -> _Proposed:
+    def _proposal(self, who: ParticipantId) -> _InProposal:
         report = self._heard[who].report
         assert report is not None
-        return _Proposed(self._ranks if report.proposal is None else report.proposal, who)
+        return _InProposal(self._ranks if report.proposal is None else report.proposal, who)
 
-    def _missing(self, proposed: _Proposed, wants: Mapping[Who, _Heard]) -> list[Who]:
+    def _missing(self, proposed: _InProposal, wants: Mapping[ParticipantId, _Received]) -> list[ParticipantId]:
         """Who is waited for."""
         return [who for who in proposed.members if not (who in wants or who in self._gone or who in self._silent)]
 
-    def _waits_until(self, wants: Mapping[Who, _Heard], missing: list[Who]) -> float:
+    def _waits_until(self, wants: Mapping[ParticipantId, _Received], missing: list[ParticipantId]) -> float:
         """When to decide without the missing ones. Who was told again gets the time to say that it wants again."""
         if not missing:
             return -math.inf
@@ -385,92 +393,103 @@ class Coordinator:
             until = min(until, max(since for since, _ in asked) + COMING)
         return max(until, *(self._owing.get(who, -math.inf) for who in missing))
 
-    def _check_maker(self, decision: Decision) -> None:
+    def _check_maker(self, decision: View) -> None:
         """Nobody can have a decision of a later coordinator, or one of this that it has not made."""
         if decision.key not in self._made if decision.by == self._by else decision.by > self._by or not self._heir:
             raise GarbledError(f"nobody has made the decision {decision.key!r}")
 
-    def _taken(self) -> set[Who]:
+    def _taken(self) -> set[ParticipantId]:
         assert self._round is not None
         decision = self._round.decision
-        return {who for who, r in self._reports() if r.state is State.COMMITTED and r.decision == decision}
+        return {who for who, r in self._reports() if r.state is ParticipantState.COMMITTED and r.decision == decision}
 
     def _finite(self, when: float) -> float | None:
         return when if math.isfinite(when) else None
 
     # what changes it
 
-    def _goes(self, who: Who, what: str) -> None:
+    def _goes(self, who: ParticipantId, what: str) -> None:
         self._gone.setdefault(who, what)
         self._heard.pop(who, None)
         self._silent.discard(who)
         self._owing.pop(who, None)
 
-    def _again(self, round_: _Round, why: str, now: float, out: list[tuple[Who, Order]]) -> None:
+    def _again(self, round_: _Attempt, why: str, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
         """All members drop the decision; if they have failed too often, their next calls are refused."""
         decision = round_.decision
         members, tries = self._tries
         self._tries = decision.members, tries + 1 if members == decision.members else 1
         failed = self._tries[1] >= TRIES
         if failed:
-            self._refused = Refused(decision.attempt + 1, f"{listed(decision.members)} could not connect: {why}", False)
+            self._refused = Rejected(
+                decision.attempt + 1, f"{describe_many(decision.members)} could not connect: {why}", False
+            )
             self._tries = (), 0
         self._round = None
         for who in decision.members:
             report = self._heard[who].report if who in self._heard else None
-            back = report is not None and report.state is State.WANTS and report.attempt > decision.attempt
+            back = report is not None and report.state is ParticipantState.WANTS and report.attempt > decision.attempt
             if who not in self._gone and not back:
                 self._send_again(who, decision, why, now, out)
         if failed:
             for who in self._wants()[1]:
                 self._refuse(who, out)
 
-    def _send_again(self, who: Who, decision: Decision, why: str, now: float, out: list[tuple[Who, Order]]) -> None:
+    def _send_again(
+        self,
+        who: ParticipantId,
+        decision: View,
+        why: str,
+        now: float,
+        out: list[tuple[ParticipantId, CoordinatorOrder]],
+    ) -> None:
         self._forget(who, now)
         self._taken_back.add((who, decision.key))
         self._attempt = max(self._attempt, decision.attempt + 1)
         self._owing.setdefault(who, now + self._patience)
-        out.append((who, Again(decision.key, decision.attempt + 1, why)))
+        out.append((who, Retry(decision.key, decision.attempt + 1, why)))
 
-    def _refuse_all(self, wants: Iterable[Who], refused: Refused, out: list[tuple[Who, Order]]) -> bool:
+    def _refuse_all(
+        self, wants: Iterable[ParticipantId], refused: Rejected, out: list[tuple[ParticipantId, CoordinatorOrder]]
+    ) -> bool:
         self._refused = refused
         for who in wants:
             self._refuse(who, out)
         return True
 
-    def _refuse(self, who: Who, out: list[tuple[Who, Order]]) -> None:
+    def _refuse(self, who: ParticipantId, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
         self._forget(who, self._heard[who].since)
         out.append((who, self._refused))
 
-    def _leave_out(self, who: Who, why: str, out: list[tuple[Who, Order]]) -> None:
+    def _leave_out(self, who: ParticipantId, why: str, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
         self._forget(who, self._heard[who].since)
-        out.append((who, LeftOut(why)))
+        out.append((who, Excluded(why)))
 
-    def _forget(self, who: Who, now: float) -> None:
+    def _forget(self, who: ParticipantId, now: float) -> None:
         """It holds nothing any more once it reads what it is told now."""
-        self._heard[who] = _Heard(None, now)
+        self._heard[who] = _Received(None, now)
 
 
-class _Heard(NamedTuple):
-    report: Report | None
+class _Received(NamedTuple):
+    report: StatusReport | None
     since: float
 
 
-class _Proposed(NamedTuple):
-    members: tuple[Who, ...]
-    by: Who
+class _InProposal(NamedTuple):
+    members: tuple[ParticipantId, ...]
+    by: ParticipantId
 
 
 @final
-class _Round:
+class _Attempt:
     """A decision under way."""
 
     __slots__ = ("committed", "decision", "over", "reasons", "since", "told")
 
-    def __init__(self, decision: Decision, since: float, committed: bool = False) -> None:
+    def __init__(self, decision: View, since: float, committed: bool = False) -> None:
         self.decision = decision
         self.since = since  # it was decided, or committed
         self.committed = committed
-        self.told: set[Who] = set()  # that it is committed
-        self.over: set[Who] = set()  # who was told so
-        self.reasons: dict[Who, str] = {}  # why participants are no members
+        self.told: set[ParticipantId] = set()  # that it is committed
+        self.over: set[ParticipantId] = set()  # who was told so
+        self.reasons: dict[ParticipantId, str] = {}  # why participants are no members

@@ -10,22 +10,22 @@ from collections.abc import Callable, Sequence
 from typing import Final, final
 
 from asynccomm.control.membership.messages import (
-    Again,
-    Committed,
-    LeftOut,
-    Order,
-    Refused,
-    Report,
-    State,
-    Who,
+    Commit,
+    CoordinatorOrder,
+    Excluded,
+    ParticipantId,
+    ParticipantState,
+    Rejected,
+    Retry,
+    StatusReport,
     order_message,
     report_message,
 )
-from asynccomm.control.membership.participant import Candidate
+from asynccomm.control.membership.participant import Participant
 from asynccomm.control.transport.connection import Connection, Tokens, connect
-from asynccomm.control.transport.framing import Message
+from asynccomm.control.transport.framing import ControlMessage
 from asynccomm.control.transport.thread import ControlThread, control_thread
-from asynccomm.control.transport.topology import Contact
+from asynccomm.control.transport.topology import RankAddress
 
 RETRY_SECONDS: Final = 0.05  # until another round through the ranks, when none of them is the root
 PROBE_SECONDS: Final = 1.0  # for a rank to answer, which may be stopped
@@ -35,7 +35,7 @@ LINGER_SECONDS: Final = 30.0  # for the others to learn what was agreed on with 
 
 
 @final
-class Guest:
+class Joiner:
     """One newcomer, as a participant in the agreement of one comm. See ``elections.Elections`` for the methods.
 
     Args:
@@ -45,15 +45,17 @@ class Guest:
         contacts, tokens: of the job.
     """
 
-    def __init__(self, name: str, key: str, ranks: Sequence[int], contacts: Sequence[Contact], tokens: Tokens) -> None:
+    def __init__(
+        self, name: str, key: str, ranks: Sequence[int], contacts: Sequence[RankAddress], tokens: Tokens
+    ) -> None:
         self._name = name
         self._key = key
         self._ranks = list(ranks)
         self._contacts = sorted((c for c in contacts if c.listens), key=lambda contact: contact.rank)
         self._tokens = tokens
         self._thread: ControlThread = control_thread()
-        self._candidate = Candidate(name, ranks)
-        self._hear: Callable[[Order], object] = _nothing
+        self._candidate = Participant(name, ranks)
+        self._hear: Callable[[CoordinatorOrder], object] = _nothing
         self._wait = 0.0
         self._host = socket.gethostname()
         self._leaving = False  # it takes no part any more, and the others are to know
@@ -64,7 +66,9 @@ class Guest:
         self._task: asyncio.Task[None] | None = None
         self._lost: asyncio.Event | None = None  # the connection has ended
 
-    def ask(self, proposal: Sequence[Who] | None, wait: float, hear: Callable[[Order], object]) -> None:
+    def ask(
+        self, proposal: Sequence[ParticipantId] | None, wait: float, hear: Callable[[CoordinatorOrder], object]
+    ) -> None:
         """Want in. From any thread."""
 
         def ask() -> None:
@@ -179,7 +183,7 @@ class Guest:
         self._lost.clear()
 
     def _leave_out(self, why: str) -> None:
-        order = self._candidate.hear(order_message(LeftOut(why)))
+        order = self._candidate.hear(order_message(Excluded(why)))
         if order is not None:
             self._hear(order)
         self._end_if_over()
@@ -190,19 +194,21 @@ class Guest:
             self._link.send({"comm": self._key, "ranks": self._ranks, "report": report})
 
     def _say_out(self, link: Connection) -> None:
-        link.send({"comm": self._key, "ranks": self._ranks, "report": report_message(Report(State.OUT, 0))})
+        link.send(
+            {"comm": self._key, "ranks": self._ranks, "report": report_message(StatusReport(ParticipantState.OUT, 0))}
+        )
         self._end()
 
-    def _received(self, connection: Connection, message: Message) -> None:
+    def _received(self, connection: Connection, message: ControlMessage) -> None:
         self._heard = time.monotonic()
         if "order" not in message:
             return  # the root lives
         order = self._candidate.hear(message["order"])
-        if isinstance(order, Refused) and order.mistake:  # not its: they may call again
+        if isinstance(order, Rejected) and order.mistake:  # not its: they may call again
             self._candidate.ask(None, self._wait)
         elif order is not None:
             self._hear(order)
-        if isinstance(order, (Again, Committed, Refused, LeftOut)):
+        if isinstance(order, (Retry, Commit, Rejected, Excluded)):
             self._report()
         self._end_if_over()
 
@@ -212,5 +218,5 @@ class Guest:
             self._lost.set()
 
 
-def _nothing(order: Order) -> None:
+def _nothing(order: CoordinatorOrder) -> None:
     pass

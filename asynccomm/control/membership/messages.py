@@ -14,7 +14,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias, final
 
-Who: TypeAlias = int | str  # a rank of the comm, or a newcomer
+ParticipantId: TypeAlias = int | str  # a rank of the comm, or a newcomer
 Message: TypeAlias = dict[str, object]  # what JSON can carry
 
 MAX_RANK: Final = 2**31 - 1
@@ -31,17 +31,17 @@ class GarbledError(ValueError):
 
 
 @final
-class Decision(NamedTuple):
+class View(NamedTuple):
     """Who goes on."""
 
     key: str  #: fresh, and nobody else's
     by: int  #: the coordinator that made it; a later one has a higher rank
     attempt: int
-    members: tuple[Who, ...]  #: in the order that was proposed
+    members: tuple[ParticipantId, ...]  #: in the order that was proposed
     place: object = None  #: where they meet; only the coordinator's owner and the members' owners know what it means
 
 
-class State(enum.StrEnum):
+class ParticipantState(enum.StrEnum):
     """Of a participant that has anything to report."""
 
     WANTS = "wants"
@@ -54,34 +54,34 @@ class State(enum.StrEnum):
 
 
 @final
-class Report(NamedTuple):
+class StatusReport(NamedTuple):
     """The whole state of a participant."""
 
-    state: State
+    state: ParticipantState
     attempt: int
-    proposal: tuple[Who, ...] | None = None  #: None: all ranks
+    proposal: tuple[ParticipantId, ...] | None = None  #: None: all ranks
     wait: float = math.inf  #: seconds that it waits for others to ask
-    decision: Decision | None = None
+    decision: View | None = None
     why: str = ""
     mistake: bool = False  #: as in Refused
 
 
 @final
-class Decided(NamedTuple):
+class Prepare(NamedTuple):
     """Connect the members, then call ``prepared`` or ``failed``."""
 
-    decision: Decision
+    decision: View
 
 
 @final
-class Committed(NamedTuple):
+class Commit(NamedTuple):
     """All members are prepared: the new comm may be used."""
 
     key: str
 
 
 @final
-class Again(NamedTuple):
+class Retry(NamedTuple):
     """Drop what was connected. The participant goes on wanting by itself."""
 
     key: str
@@ -90,14 +90,14 @@ class Again(NamedTuple):
 
 
 @final
-class Over(NamedTuple):
+class Finalized(NamedTuple):
     """Every member that can has taken the decision: this rank may leave the channel."""
 
     key: str
 
 
 @final
-class Refused(NamedTuple):
+class Rejected(NamedTuple):
     """Nothing was decided for the calls up to this attempt; all ranks hear so, and may call again."""
 
     attempt: int
@@ -106,32 +106,32 @@ class Refused(NamedTuple):
 
 
 @final
-class LeftOut(NamedTuple):
+class Excluded(NamedTuple):
     """The others go on without this participant. If it had committed, the comm that it got is void."""
 
     why: str
 
 
-Order: TypeAlias = Decided | Committed | Again | Over | Refused | LeftOut
+CoordinatorOrder: TypeAlias = Prepare | Commit | Retry | Finalized | Rejected | Excluded
 
 
-def named(who: Who) -> str:
+def describe_participant(who: ParticipantId) -> str:
     """A participant for people."""
     return f"rank {who}" if isinstance(who, int) else f"newcomer {who!r}"
 
 
-def listed(people: Sequence[Who]) -> str:
+def describe_many(people: Sequence[ParticipantId]) -> str:
     """Participants for people, not too many of them."""
     if len(people) <= SHOWN:
         return repr(list(people))
     return f"[{', '.join(map(repr, people[:SHOWN]))}, ... {len(people)} in all]"
 
 
-def check_proposal(proposal: Sequence[object], ranks: Collection[int]) -> tuple[Who, ...]:
+def check_proposal(proposal: Sequence[object], ranks: Collection[int]) -> tuple[ParticipantId, ...]:
     """Raises: ValueError: it names nobody, or somebody twice, or a rank that is not of the comm."""
     if not 0 < len(proposal) <= MAX_PEOPLE:
         raise ValueError(f"a proposal names 1 to {MAX_PEOPLE} participants, got {len(proposal)}")
-    found: list[Who] = []
+    found: list[ParticipantId] = []
     for who in proposal:
         if isinstance(who, bool) or not isinstance(who, int | str):
             raise ValueError(f"a participant is a rank or a newcomer's name, got a {type(who).__name__}")
@@ -160,7 +160,7 @@ def plain(place: object) -> object:
     return found
 
 
-def report_message(report: Report) -> Message:
+def report_message(report: StatusReport) -> Message:
     return {
         "state": report.state.value,
         "attempt": report.attempt,
@@ -172,14 +172,14 @@ def report_message(report: Report) -> Message:
     }
 
 
-def parse_report(message: object, who: Who, ranks: Collection[int]) -> Report:
+def parse_report(message: object, who: ParticipantId, ranks: Collection[int]) -> StatusReport:
     """What ``who`` reports to the coordinator of a comm of these ranks.
 
     Raises: GarbledError.
     """
     fields = _Fields(message)
     try:
-        state = State(fields.text("state", MAX_NAME))
+        state = ParticipantState(fields.text("state", MAX_NAME))
     except ValueError:
         raise GarbledError("a report with no state that there is") from None
     wait = fields.get("wait")
@@ -188,10 +188,15 @@ def parse_report(message: object, who: Who, ranks: Collection[int]) -> Report:
     elif isinstance(wait, bool) or not isinstance(wait, int | float) or not 0 <= wait < math.inf:
         raise GarbledError("a wait is seconds, or null")
     proposal, decision = fields.get("proposal"), fields.get("decision")
-    holds = state in (State.JOINS, State.PREPARED, State.FAILED, State.COMMITTED)
+    holds = state in (
+        ParticipantState.JOINS,
+        ParticipantState.PREPARED,
+        ParticipantState.FAILED,
+        ParticipantState.COMMITTED,
+    )
     if holds != (decision is not None):
         raise GarbledError(f"{state} goes {'with a' if holds else 'without'} decision")
-    report = Report(
+    report = StatusReport(
         state=state,
         attempt=fields.number("attempt", MAX_ATTEMPT),
         proposal=None if proposal is None else _people(proposal, ranks),
@@ -201,27 +206,27 @@ def parse_report(message: object, who: Who, ranks: Collection[int]) -> Report:
         mistake=fields.flag("mistake"),
     )
     if report.decision is not None and who not in report.decision.members:
-        raise GarbledError(f"{named(who)} holds a decision that is not for it")
+        raise GarbledError(f"{describe_participant(who)} holds a decision that is not for it")
     return report
 
 
-def order_message(order: Order) -> Message:
+def order_message(order: CoordinatorOrder) -> Message:
     match order:
-        case Decided(decision):
+        case Prepare(decision):
             return {"say": "decided", "decision": _decision_message(decision)}
-        case Committed(key):
+        case Commit(key):
             return {"say": "committed", "key": key}
-        case Again(key, attempt, why):
+        case Retry(key, attempt, why):
             return {"say": "again", "key": key, "attempt": attempt, "why": why[:MAX_TEXT]}
-        case Over(key):
+        case Finalized(key):
             return {"say": "over", "key": key}
-        case Refused(attempt, why, mistake):
+        case Rejected(attempt, why, mistake):
             return {"say": "refused", "attempt": attempt, "why": why[:MAX_TEXT], "mistake": mistake}
-        case LeftOut(why):
+        case Excluded(why):
             return {"say": "left out", "why": why[:MAX_TEXT]}
 
 
-def parse_order(message: object, ranks: Collection[int]) -> Order:
+def parse_order(message: object, ranks: Collection[int]) -> CoordinatorOrder:
     """What the coordinator says to a participant in a comm of these ranks.
 
     Raises: GarbledError.
@@ -229,33 +234,33 @@ def parse_order(message: object, ranks: Collection[int]) -> Order:
     fields = _Fields(message)
     say = fields.get("say")
     if say == "decided":
-        return Decided(_parse_decision(fields.get("decision"), ranks))
+        return Prepare(_parse_decision(fields.get("decision"), ranks))
     if say == "committed":
-        return Committed(fields.text("key", MAX_NAME))
+        return Commit(fields.text("key", MAX_NAME))
     if say == "again":
-        return Again(
+        return Retry(
             fields.text("key", MAX_NAME), fields.number("attempt", 2 * MAX_ATTEMPT), fields.text("why", MAX_TEXT)
         )
     if say == "over":
-        return Over(fields.text("key", MAX_NAME))
+        return Finalized(fields.text("key", MAX_NAME))
     if say == "refused":
-        return Refused(fields.number("attempt", 2 * MAX_ATTEMPT), fields.text("why", MAX_TEXT), fields.flag("mistake"))
+        return Rejected(fields.number("attempt", 2 * MAX_ATTEMPT), fields.text("why", MAX_TEXT), fields.flag("mistake"))
     if say == "left out":
-        return LeftOut(fields.text("why", MAX_TEXT))
+        return Excluded(fields.text("why", MAX_TEXT))
     raise GarbledError("an order that there is not")
 
 
-def _decision_message(decision: Decision) -> Message:
+def _decision_message(decision: View) -> Message:
     return {**decision._asdict(), "members": list(decision.members)}
 
 
-def _parse_decision(message: object, ranks: Collection[int]) -> Decision:
+def _parse_decision(message: object, ranks: Collection[int]) -> View:
     fields = _Fields(message)
     try:
         place = plain(fields.get("place"))
     except ValueError as exc:
         raise GarbledError(str(exc)) from None
-    return Decision(
+    return View(
         key=fields.text("key", MAX_NAME),
         by=fields.number("by", MAX_RANK),
         attempt=fields.number("attempt", 2 * MAX_ATTEMPT),
@@ -264,7 +269,7 @@ def _parse_decision(message: object, ranks: Collection[int]) -> Decision:
     )
 
 
-def _people(value: object, ranks: Collection[int]) -> tuple[Who, ...]:
+def _people(value: object, ranks: Collection[int]) -> tuple[ParticipantId, ...]:
     if not isinstance(value, list):
         raise GarbledError("participants are a list")
     try:

@@ -4,11 +4,11 @@
 States, and what moves them (``hear`` unless it says otherwise)::
 
     idle       ask() -> wants
-    wants      Decided -> joins, Refused -> refused, LeftOut -> out
-    joins      prepared() -> prepared, failed() -> failed, Again -> wants, LeftOut -> out
-    failed     Again -> wants, LeftOut -> out
-    prepared   Committed -> committed, Again -> wants, LeftOut -> out
-    committed  Over -> committed, and may leave; LeftOut -> out
+    wants      Decided -> joins, Refused -> refused, Excluded -> out
+    joins      prepared() -> prepared, failed() -> failed, Again -> wants, Excluded -> out
+    failed     Again -> wants, Excluded -> out
+    prepared   Committed -> committed, Again -> wants, Excluded -> out
+    committed  Over -> committed, and may leave; Excluded -> out
     refused    ask() -> wants
     out        is final
 
@@ -23,29 +23,29 @@ from collections.abc import Iterable, Sequence
 from typing import final
 
 from asynccomm.control.membership.messages import (
-    Again,
-    Committed,
-    Decided,
-    Decision,
+    Commit,
+    CoordinatorOrder,
+    Excluded,
+    Finalized,
     GarbledError,
-    LeftOut,
     Message,
-    Order,
-    Over,
-    Refused,
-    Report,
-    State,
-    Who,
+    ParticipantId,
+    ParticipantState,
+    Prepare,
+    Rejected,
+    Retry,
+    StatusReport,
+    View,
     check_proposal,
     parse_order,
     report_message,
 )
 
-_HOLDS = (State.JOINS, State.FAILED, State.PREPARED)
+_HOLDS = (ParticipantState.JOINS, ParticipantState.FAILED, ParticipantState.PREPARED)
 
 
 @final
-class Candidate:
+class Participant:
     """One participant in the agreement of one comm. It is kept as long as its process is on the channel.
 
     Args:
@@ -55,43 +55,43 @@ class Candidate:
 
     __slots__ = ("_attempt", "_decision", "_over", "_proposal", "_ranks", "_refused", "_state", "_wait", "_who", "_why")
 
-    def __init__(self, who: Who, ranks: Iterable[int]) -> None:
+    def __init__(self, who: ParticipantId, ranks: Iterable[int]) -> None:
         self._who = who
         self._ranks = frozenset(ranks)
-        self._state: State | None = None
+        self._state: ParticipantState | None = None
         self._attempt = 0
-        self._proposal: tuple[Who, ...] | None = None
+        self._proposal: tuple[ParticipantId, ...] | None = None
         self._wait = math.inf
-        self._decision: Decision | None = None
-        self._refused: Refused | None = None
+        self._decision: View | None = None
+        self._refused: Rejected | None = None
         self._why = ""  # it failed
         self._over = False
 
     @property
-    def decision(self) -> Decision | None:
+    def decision(self) -> View | None:
         """What it has heard and not dropped."""
         return self._decision
 
     @property
     def asking(self) -> bool:
-        """Whether a call is under way: from ``ask`` until Committed, Refused or LeftOut."""
-        return self._state is State.WANTS or self._state in _HOLDS
+        """Whether a call is under way: from ``ask`` until Committed, Refused or Excluded."""
+        return self._state is ParticipantState.WANTS or self._state in _HOLDS
 
     @property
     def committed(self) -> bool:
-        return self._state is State.COMMITTED
+        return self._state is ParticipantState.COMMITTED
 
     @property
     def left_out(self) -> bool:
         """Whether the others went on without it, for good. A newcomer may come again under another name."""
-        return self._state is State.OUT
+        return self._state is ParticipantState.OUT
 
     @property
     def may_leave(self) -> bool:
         """Whether nobody needs it on the channel: it has not committed, or all others know of it."""
         return not self.committed or self._over
 
-    def ask(self, proposal: Sequence[Who] | None, wait: float = math.inf) -> None:
+    def ask(self, proposal: Sequence[ParticipantId] | None, wait: float = math.inf) -> None:
         """Want to go on.
 
         Args:
@@ -100,70 +100,72 @@ class Candidate:
 
         Raises: ValueError: no such proposal or wait is possible.
         """
-        assert self._state in (None, State.REFUSED), f"asked while {self._state}"
+        assert self._state in (None, ParticipantState.REFUSED), f"asked while {self._state}"
         checked = None if proposal is None else check_proposal(proposal, self._ranks)
         if not wait >= 0:
             raise ValueError(f"wait must be at least 0 seconds, got {wait}")
-        self._state, self._proposal, self._wait = State.WANTS, checked, float(wait)
+        self._state, self._proposal, self._wait = ParticipantState.WANTS, checked, float(wait)
         self._refused = None
 
     def prepared(self, key: str) -> None:
         """All members of the decision ``key`` are connected. Nothing happens if that was dropped meanwhile."""
-        if self._state is State.JOINS and self._holds(key):
-            self._state = State.PREPARED
+        if self._state is ParticipantState.JOINS and self._holds(key):
+            self._state = ParticipantState.PREPARED
 
     def failed(self, key: str, why: str) -> None:
         """They could not be connected. Nothing happens if that was dropped meanwhile, or was prepared."""
-        if self._state is State.JOINS and self._holds(key):
-            self._state, self._why = State.FAILED, why
+        if self._state is ParticipantState.JOINS and self._holds(key):
+            self._state, self._why = ParticipantState.FAILED, why
 
     def report(self) -> Message | None:
         """For the coordinator, also when there is nothing to report."""
         if self._state is None:
             return None
-        if self._state is State.REFUSED:
+        if self._state is ParticipantState.REFUSED:
             assert self._refused is not None
-            said = Report(State.REFUSED, self._refused.attempt, why=self._refused.why, mistake=self._refused.mistake)
+            said = StatusReport(
+                ParticipantState.REFUSED, self._refused.attempt, why=self._refused.why, mistake=self._refused.mistake
+            )
         else:
-            said = Report(self._state, self._attempt, self._proposal, self._wait, self._decision, self._why)
+            said = StatusReport(self._state, self._attempt, self._proposal, self._wait, self._decision, self._why)
         return report_message(said)
 
-    def hear(self, message: object) -> Order | None:
+    def hear(self, message: object) -> CoordinatorOrder | None:
         """What the coordinator says; None if it was said before this participant moved on.
 
         Raises: GarbledError: no coordinator of this agreement says this now. It changed nothing.
         """
         order = parse_order(message, self._ranks)
         match order:
-            case Decided(decision):
-                if self._state is not State.WANTS:
+            case Prepare(decision):
+                if self._state is not ParticipantState.WANTS:
                     return None
                 if self._who not in decision.members:
                     raise GarbledError("a decision that is not for this participant")
-                self._state, self._decision = State.JOINS, decision
-            case Committed(key):
-                if self._state is not State.PREPARED or not self._holds(key):
+                self._state, self._decision = ParticipantState.JOINS, decision
+            case Commit(key):
+                if self._state is not ParticipantState.PREPARED or not self._holds(key):
                     raise GarbledError(f"a commit of {key!r}, which is not prepared here")
-                self._state = State.COMMITTED
-            case Again(key, attempt):
+                self._state = ParticipantState.COMMITTED
+            case Retry(key, attempt):
                 if self.committed and self._holds(key):
                     raise GarbledError(f"{key!r} is committed here, and cannot be undone")
                 if not self._holds(key):
                     return None
-                self._state, self._attempt = State.WANTS, max(attempt, self._attempt)
+                self._state, self._attempt = ParticipantState.WANTS, max(attempt, self._attempt)
                 self._decision, self._why = None, ""
-            case Over(key):
+            case Finalized(key):
                 if not self.committed or not self._holds(key):
                     raise GarbledError(f"{key!r} is over, and was never committed here")
                 self._over = True
-            case Refused(attempt):
-                if self._state is not State.WANTS or attempt < self._attempt:
+            case Rejected(attempt):
+                if self._state is not ParticipantState.WANTS or attempt < self._attempt:
                     return None
-                self._state, self._refused, self._attempt = State.REFUSED, order, attempt + 1
-            case LeftOut():
-                if self._state in (None, State.REFUSED, State.OUT):
+                self._state, self._refused, self._attempt = ParticipantState.REFUSED, order, attempt + 1
+            case Excluded():
+                if self._state in (None, ParticipantState.REFUSED, ParticipantState.OUT):
                     return None
-                self._state, self._decision = State.OUT, None
+                self._state, self._decision = ParticipantState.OUT, None
         return order
 
     def _holds(self, key: str) -> bool:

@@ -1,8 +1,8 @@
 """Carries the agreement on who goes on (``coordinator``) over the control channel, for all comms of a job.
 
 Each rank that asks has a candidate here, and the root has a coordinator for each comm that somebody asks for. A rank
-that has committed stays on the channel until nobody needs it there any more: see :meth:`Elections.lingers`. All of this
-is on the control thread.
+that has committed stays on the channel until nobody needs it there any more: see :meth:`MembershipService.lingers`. All
+of this is on the control thread.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any, Final, Protocol, final
 
 from asynccomm.control.membership.coordinator import Coordinator
 from asynccomm.control.membership.messages import (
-    Again,
-    Committed,
+    Commit,
+    CoordinatorOrder,
+    Excluded,
+    Finalized,
     GarbledError,
-    LeftOut,
-    Order,
-    Over,
-    Refused,
-    Who,
+    ParticipantId,
+    Rejected,
+    Retry,
     order_message,
 )
-from asynccomm.control.membership.participant import Candidate
-from asynccomm.control.router import ROOT, Node
-from asynccomm.control.transport.framing import Message
+from asynccomm.control.membership.participant import Participant
+from asynccomm.control.router import ROOT, Router
+from asynccomm.control.transport.framing import ControlMessage
 
 PATIENCE: Final = 30.0  # seconds for a member to connect the new comm, or to report to a new root
 SILENT_SECONDS: Final = 3.0  # after which a rank that should be heard every second counts as stopped
@@ -38,27 +38,29 @@ ORDERS: Final = 1024  # comms whose past is remembered
 _log = logging.getLogger("asynccomm")
 
 
-class Guests(Protocol):
+class Joiners(Protocol):
     """Those who are not of the job, and want in."""
 
-    def send(self, name: str, message: Message) -> None:
+    def send(self, name: str, message: ControlMessage) -> None:
         """Tell the one of that name, if it is here."""
 
 
 @final
-class _Candidacy:
+class _Participation:
     """This rank's part in one comm's agreement."""
 
     __slots__ = ("candidate", "hear", "ranks")
 
-    def __init__(self, candidate: Candidate, ranks: Sequence[int], hear: Callable[[Order], object]) -> None:
+    def __init__(
+        self, candidate: Participant, ranks: Sequence[int], hear: Callable[[CoordinatorOrder], object]
+    ) -> None:
         self.candidate = candidate
         self.ranks = list(ranks)
         self.hear = hear
 
 
 @final
-class Elections:
+class MembershipService:
     """Those of one rank of a job.
 
     Args:
@@ -67,12 +69,12 @@ class Elections:
         guests: newcomers, who are connected to the root.
     """
 
-    def __init__(self, node: Node, loop: asyncio.AbstractEventLoop, guests: Guests) -> None:
+    def __init__(self, node: Router, loop: asyncio.AbstractEventLoop, guests: Joiners) -> None:
         self._node = node
         self._loop = loop
         self._guests = guests
         self._first_root = node.roster.root(())
-        self._candidacies: dict[str, _Candidacy] = {}
+        self._candidacies: dict[str, _Participation] = {}
         self._coordinators: dict[str, Coordinator] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._out: dict[str, str] = {}  # comms that go on without this rank, and why
@@ -88,9 +90,9 @@ class Elections:
         self,
         key: str,
         ranks: Sequence[int],
-        proposal: Sequence[Who] | None,
+        proposal: Sequence[ParticipantId] | None,
         wait: float,
-        hear: Callable[[Order], object],
+        hear: Callable[[CoordinatorOrder], object],
     ) -> None:
         """Want to go on in place of the comm of that key; ``hear`` is called with what the coordinator says.
 
@@ -98,11 +100,11 @@ class Elections:
         """
         out = self._node.fenced or self._out.get(key)
         if out:  # it must not go on alone, as if the others were lost
-            hear(LeftOut(out))
+            hear(Excluded(out))
             return
         candidacy = self._candidacies.get(key)
         if candidacy is None:
-            candidacy = _Candidacy(Candidate(self._node.rank, ranks), ranks, hear)
+            candidacy = _Participation(Participant(self._node.rank, ranks), ranks, hear)
         candidacy.candidate.ask(proposal, wait)
         candidacy.hear = hear
         self._candidacies[key] = candidacy
@@ -138,7 +140,7 @@ class Elections:
         self._keep_out(key, why)
         candidacy = self._candidacies.get(key)
         if candidacy is not None and candidacy.candidate.asking:
-            order = candidacy.candidate.hear(order_message(LeftOut(why)))
+            order = candidacy.candidate.hear(order_message(Excluded(why)))
             if order is not None:
                 candidacy.hear(order)
         self._wake()
@@ -170,7 +172,7 @@ class Elections:
             ranks = [] if candidacy is None else candidacy.ranks
             self._node.send(ROOT, "report", comm=key, ranks=ranks, report=report, left=False)
 
-    def hear_order(self, message: Message) -> None:
+    def hear_order(self, message: ControlMessage) -> None:
         """The coordinator says something."""
         key = message.get("comm")
         candidacy = self._candidacies.get(key) if isinstance(key, str) else None
@@ -184,12 +186,12 @@ class Elections:
             return
         if order is not None:  # before the report, which may have an answer at once
             candidacy.hear(order)
-        if isinstance(order, (Again, Committed, Refused, LeftOut)):
+        if isinstance(order, (Retry, Commit, Rejected, Excluded)):
             self._report(key)
-        if isinstance(order, (Over, LeftOut)):
+        if isinstance(order, (Finalized, Excluded)):
             self._wake()
 
-    def hear_poll(self, message: Message, known: Callable[[str], bool]) -> None:
+    def hear_poll(self, message: ControlMessage, known: Callable[[str], bool]) -> None:
         """A new coordinator wants to know what everybody holds."""
         key = message.get("comm")
         if not isinstance(key, str):
@@ -201,14 +203,16 @@ class Elections:
 
     # -- this rank coordinates ----------------------------------------------------------------------------------------
 
-    def hear_report(self, message: Message) -> None:
+    def hear_report(self, message: ControlMessage) -> None:
         """A participant reports."""
         key, ranks, who = message.get("comm"), message.get("ranks"), message["from"]
         if not isinstance(key, str) or not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
             raise ValueError("a report of no comm")
         self.take_report(key, ranks, who, message.get("report"), left=message.get("left") is True)
 
-    def take_report(self, key: str, ranks: Sequence[int], who: Who, report: Any, *, left: bool = False) -> None:
+    def take_report(
+        self, key: str, ranks: Sequence[int], who: ParticipantId, report: Any, *, left: bool = False
+    ) -> None:
         """``who`` reports."""
         coordinator = self._coordinators.get(key)
         if coordinator is None:
@@ -230,7 +234,9 @@ class Elections:
     def _coordinate(self, key: str, ranks: Sequence[int]) -> Coordinator:
         node = self._node
         heir = node.rank != self._first_root
-        gone: Mapping[Who, str] = {r: "was lost" if how else "has left" for r, how in node.gone.items() if r in ranks}
+        gone: Mapping[ParticipantId, str] = {
+            r: "was lost" if how else "has left" for r, how in node.gone.items() if r in ranks
+        }
         coordinator = Coordinator(node.rank, ranks, patience=PATIENCE, heir=heir, gone=gone)
         for rank in self._left.pop(key, ()):
             coordinator.left(rank)
@@ -272,7 +278,7 @@ class Elections:
 
     # -- what happens to others ---------------------------------------------------------------------------------------
 
-    def gone(self, who: Who, how: str) -> None:
+    def gone(self, who: ParticipantId, how: str) -> None:
         """``who`` is gone; ``how`` is empty if it left in good order."""
         if self._node.fenced:  # it is this rank that is gone
             for key in list(self._candidacies):

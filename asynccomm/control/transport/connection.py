@@ -17,8 +17,8 @@ import struct
 from collections.abc import Callable
 from typing import Any, Final, final
 
-from asynccomm.control.transport.framing import MESSAGE_BYTES, Decoder, GarbledError, Message, encode
-from asynccomm.control.transport.topology import Contact
+from asynccomm.control.transport.framing import MESSAGE_BYTES, ControlMessage, Decoder, GarbledError, encode
+from asynccomm.control.transport.topology import RankAddress
 
 UNSENT_BYTES: Final = 64 << 20  # towards one that does not read any more: as good as gone
 RETRY_SECONDS: Final = 0.005  # until another try to connect to a local socket whose line is full
@@ -61,7 +61,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(
         self,
-        received: Callable[[Connection, Message], object],
+        received: Callable[[Connection, ControlMessage], object],
         ended: Callable[[Connection, str], object],
         made: Callable[[Connection], object] | None = None,
     ) -> None:
@@ -113,7 +113,7 @@ class Connection(asyncio.Protocol):
         self._held = False
         self._read()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ControlMessage) -> None:
         """Put ``message`` on its way."""
         transport = self._transport
         if transport is None or transport.is_closing():
@@ -137,7 +137,7 @@ class Connection(asyncio.Protocol):
     def close_in_child(self) -> None:
         """This is a forked child: let go of the connection, which is the parent's, without a word over it."""
         if self._transport is not None:
-            let_go(self._transport.get_extra_info("socket").fileno())
+            close_inherited(self._transport.get_extra_info("socket").fileno())
 
     def connection_lost(self, exc: Exception | None) -> None:
         if isinstance(exc, OSError):
@@ -160,11 +160,11 @@ class Connection(asyncio.Protocol):
 
 
 async def connect(
-    contact: Contact,
+    contact: RankAddress,
     local: bool,
     tokens: Tokens,
     who: int | str,
-    received: Callable[[Connection, Message], object],
+    received: Callable[[Connection, ControlMessage], object],
     ended: Callable[[Connection, str], object],
 ) -> Connection:
     """Connect to a rank and be let in.
@@ -191,13 +191,13 @@ async def _connect(
     address: str | tuple[str, int],
     tokens: Tokens,
     who: int | str,
-    received: Callable[[Connection, Message], object],
+    received: Callable[[Connection, ControlMessage], object],
     ended: Callable[[Connection, str], object],
 ) -> Connection:
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[None] = loop.create_future()
 
-    def hear(connection: Connection, message: Message) -> None:
+    def hear(connection: Connection, message: ControlMessage) -> None:
         if answer.done():
             return
         if not tokens.may_answer(message.get("token")):
@@ -240,7 +240,7 @@ async def _connect(
         raise
 
 
-async def listens(contact: Contact, local: bool) -> bool:
+async def listens(contact: RankAddress, local: bool) -> bool:
     """Whether a rank still listens, for all that can be told: False if the system of its host refuses to connect."""
     loop = asyncio.get_running_loop()
     address: Any = f"\0{contact.local}" if local and contact.local else (contact.address, contact.port)
@@ -308,7 +308,7 @@ def _nothing(*_: object) -> None:
     pass
 
 
-def let_go(fd: int) -> None:
+def close_inherited(fd: int) -> None:
     """Close what ``fd`` stands for, and leave it to its owner to close ``fd`` itself."""
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     os.dup2(null, fd, inheritable=False)

@@ -14,14 +14,14 @@ MESSAGE_BYTES: Final = 4 << 20  # stacks of a process with many threads, many fi
 HELLO_BYTES: Final = 1024  # what a stranger may send
 _LENGTH: Final = struct.Struct(">I")
 
-Message = dict[str, Any]
+ControlMessage = dict[str, Any]
 
 
 class GarbledError(ValueError):
     """Bytes that are no message."""
 
 
-def encode(message: Message) -> bytes:
+def encode(message: ControlMessage) -> bytes:
     """``message`` as a frame. Raises: ValueError if it is too long."""
     data = json.dumps(message, separators=(",", ":")).encode(errors="replace")
     if len(data) > MESSAGE_BYTES:
@@ -47,7 +47,7 @@ class Decoder:
         """Take what has come."""
         self._data += data
 
-    def next(self) -> Message | None:
+    def next(self) -> ControlMessage | None:
         """The next message; None if it is not whole yet. Raises: GarbledError."""
         have = self._data
         if len(have) < _LENGTH.size:

@@ -15,8 +15,8 @@ import socket
 from collections.abc import Callable
 from typing import Any, Final, final
 
-from asynccomm.control.transport.connection import ENDED, Connection, Tokens, let_go
-from asynccomm.control.transport.framing import MESSAGE_BYTES, Message
+from asynccomm.control.transport.connection import ENDED, Connection, Tokens, close_inherited
+from asynccomm.control.transport.framing import MESSAGE_BYTES, ControlMessage
 
 STRANGERS: Final = 64  # connections that have not said who they are, at once; more push out the oldest
 HELLO_SECONDS: Final = 5.0  # for a stranger to say it
@@ -42,7 +42,7 @@ class Listener:
         tokens: Tokens,
         refusal: Callable[[Any], str],
         welcome: Callable[[Any, Connection], object],
-        look: Callable[[Connection, Message], object],
+        look: Callable[[Connection, ControlMessage], object],
     ) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None  #: once it listens
         self._tokens = tokens
@@ -96,7 +96,7 @@ class Listener:
     def close_in_child(self) -> None:
         """This is a forked child: as for a connection."""
         for sock in (*self._socks, *self._coming.values()):
-            let_go(sock.fileno())
+            close_inherited(sock.fileno())
 
     def _arrived(self, connection: Connection) -> None:
         if self._closed:  # it had been taken before
@@ -110,7 +110,7 @@ class Listener:
         late = connection.loop.call_later(HELLO_SECONDS, self._refuse, connection, "it did not say hello")
         self._strangers[connection] = late
 
-    def _greet(self, connection: Connection, message: Message) -> None:
+    def _greet(self, connection: Connection, message: ControlMessage) -> None:
         timer = self._strangers.pop(connection, None)
         if timer is None:
             return  # it was refused

@@ -8,10 +8,10 @@ import socket
 import sys
 from typing import Final, final
 
-from asynccomm.control.transport.topology import Contact
+from asynccomm.control.transport.topology import RankAddress
 
 MAX_NAME: Final = 40  # characters; the system takes names of about a hundred bytes
-LINE: Final = 512  # connections that wait to be taken
+BACKLOG: Final = 512  # connections that wait to be taken
 
 
 def run_name(run: str) -> str:
@@ -27,7 +27,7 @@ def local_socket(name: str) -> socket.socket | None:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.bind(f"\0{name}")
-        sock.listen(LINE)
+        sock.listen(BACKLOG)
     except OSError:
         sock.close()
         raise
@@ -40,7 +40,7 @@ def tcp_socket(address: str) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.bind((address, 0))
-        sock.listen(LINE)
+        sock.listen(BACKLOG)
     except OSError:
         sock.close()
         raise
@@ -48,7 +48,7 @@ def tcp_socket(address: str) -> socket.socket:
 
 
 @final
-class Doors:
+class ListeningSockets:
     """Where one rank listens, from before it is known who the others are.
 
     Args:
@@ -62,7 +62,7 @@ class Doors:
         sock = local_socket(local)
         if sock is not None:
             self._socks.append(sock)
-        self.contact = Contact(rank, socket.gethostname(), os.getpid(), local if sock is not None else "")
+        self.contact = RankAddress(rank, socket.gethostname(), os.getpid(), local if sock is not None else "")
 
     def open_tcp(self, address: str) -> None:
         """Listen on TCP, too, for ranks on other hosts. Raises: OSError."""
@@ -70,7 +70,7 @@ class Doors:
         self._socks.append(sock)
         contact = self.contact
         port = sock.getsockname()[1]
-        self.contact = Contact(contact.rank, contact.host, contact.pid, contact.local, address, port)
+        self.contact = RankAddress(contact.rank, contact.host, contact.pid, contact.local, address, port)
 
     def take(self) -> list[socket.socket]:
         """The listening sockets, whose owner the caller becomes."""

@@ -14,7 +14,7 @@ from typing import Any, Self, final
 
 @final
 @dataclass(frozen=True, slots=True)
-class Contact:
+class RankAddress:
     """One rank, and where it listens."""
 
     rank: int
@@ -46,10 +46,10 @@ class Contact:
 
 
 @final
-class Roster:
+class Topology:
     """The ranks of a job that have a control channel."""
 
-    def __init__(self, contacts: Iterable[Contact]) -> None:
+    def __init__(self, contacts: Iterable[RankAddress]) -> None:
         self.contacts = {contact.rank: contact for contact in contacts if contact.listens}
 
     def root(self, gone: Collection[int]) -> int:

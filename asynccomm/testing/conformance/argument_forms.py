@@ -12,12 +12,12 @@ from asynccomm.comm.comm import Comm
 from asynccomm.core.work import Work
 from asynccomm.testing.conformance.data import everyones, expect_equal, reduced, sample, sentinel
 
-__all__ = ["Forms", "Lay", "Started", "every_move", "every_reduction", "expect_finished"]
+__all__ = ["Forms", "Lay", "StartedOp", "every_move", "every_reduction", "expect_finished"]
 
 Lay = Callable[[Tensor], Tensor]  # a new tensor of the same values, in memory laid out in some way
 
 
-class Started(NamedTuple):
+class StartedOp(NamedTuple):
     """An operation in flight."""
 
     name: str
@@ -41,7 +41,7 @@ async def every_reduction(
     forms.expect_inputs_untouched(f"{op} {what}")
 
 
-async def expect_finished(started: Sequence[Started], what: str) -> None:
+async def expect_finished(started: Sequence[StartedOp], what: str) -> None:
     """Await them in this order, and look at what they give."""
     for name, work, expected in started:
         got = _flattened(await work)
@@ -96,89 +96,89 @@ class Forms:
         for tensor, values in self._inputs:
             expect_equal(tensor, values, f"{what}: an input")
 
-    def lists(self) -> Iterator[Started]:
+    def lists(self) -> Iterator[StartedOp]:
         comm, root, mine, everyone = self._comm, self._root, self._mine, self._everyone
         at_root = everyone if self._at_root else []
-        yield Started("all_gather", comm.all_gather(self._blanks(), mine), everyone)
-        yield Started("all_gather, allocated", comm.all_gather(None, mine), everyone)
-        yield Started("gather", comm.gather(self._blanks() if at_root else None, mine, root), at_root)
-        yield Started("gather, allocated", comm.gather(None, mine, root), at_root)
-        yield Started("gather_v", comm.gather_v(self._blanks() if at_root else None, mine, root), at_root)
-        yield Started("gather_v, allocated", comm.gather_v(None, mine, root), at_root)
+        yield StartedOp("all_gather", comm.all_gather(self._blanks(), mine), everyone)
+        yield StartedOp("all_gather, allocated", comm.all_gather(None, mine), everyone)
+        yield StartedOp("gather", comm.gather(self._blanks() if at_root else None, mine, root), at_root)
+        yield StartedOp("gather, allocated", comm.gather(None, mine, root), at_root)
+        yield StartedOp("gather_v", comm.gather_v(self._blanks() if at_root else None, mine, root), at_root)
+        yield StartedOp("gather_v, allocated", comm.gather_v(None, mine, root), at_root)
         blanks = [[self._blank()] for _ in range(self._size)]
-        yield Started("all_gather_coalesced", comm.all_gather_coalesced(blanks, [mine]), everyone)
+        yield StartedOp("all_gather_coalesced", comm.all_gather_coalesced(blanks, [mine]), everyone)
         inputs = [self._input(tensor) for tensor in self._for_all(self._rank)]
         came = [self._sample(r, salt=self._rank) for r in range(self._size)]
-        yield Started("all_to_all", comm.all_to_all(self._blanks(), inputs), came)
-        yield Started("all_to_all, allocated", comm.all_to_all(None, inputs), came)
+        yield StartedOp("all_to_all", comm.all_to_all(self._blanks(), inputs), came)
+        yield StartedOp("all_to_all, allocated", comm.all_to_all(None, inputs), came)
 
-    def copies(self) -> Iterator[Started]:
+    def copies(self) -> Iterator[StartedOp]:
         comm, root = self._comm, self._root
         values = self._sample(root, salt=1)
         tensors = [self._input(values) if self._at_root else self._blank() for _ in range(2)]
-        yield Started("broadcast", comm.broadcast(tensors[0], root), [values])
-        yield Started("broadcast_coalesced", comm.broadcast_coalesced(tensors[1:], root), [values])
+        yield StartedOp("broadcast", comm.broadcast(tensors[0], root), [values])
+        yield StartedOp("broadcast_coalesced", comm.broadcast_coalesced(tensors[1:], root), [values])
         inputs = [self._input(tensor) for tensor in self._for_all(root)] if self._at_root else None
         came = [self._sample(root, salt=self._rank)]
-        yield Started("scatter", comm.scatter(self._blank(), inputs, root), came)
-        yield Started("scatter_v", comm.scatter_v(self._blank(), inputs, root), came)
-        yield Started("scatter_v, allocated", comm.scatter_v(None, inputs, root), came)
+        yield StartedOp("scatter", comm.scatter(self._blank(), inputs, root), came)
+        yield StartedOp("scatter_v", comm.scatter_v(self._blank(), inputs, root), came)
+        yield StartedOp("scatter_v, allocated", comm.scatter_v(None, inputs, root), came)
         whole = self._input(self._flat(self._for_all(root))) if self._at_root else None
-        yield Started("scatter_single", comm.scatter_single(self._blank(self._numel), whole, root), came)
+        yield StartedOp("scatter_single", comm.scatter_single(self._blank(self._numel), whole, root), came)
 
-    def singles(self) -> Iterator[Started]:
+    def singles(self) -> Iterator[StartedOp]:
         comm, size, numel = self._comm, self._size, self._numel
         together = [self._flat(self._everyone)]
         row = self._input(self._flat([self._everyone[self._rank]]))
         blank = self._blank(size, numel)
-        yield Started("all_gather_single", comm.all_gather_single(blank, self._mine), together)
-        yield Started("all_gather_single, allocated", comm.all_gather_single(None, self._mine), together)
-        yield Started(
+        yield StartedOp("all_gather_single", comm.all_gather_single(blank, self._mine), together)
+        yield StartedOp("all_gather_single, allocated", comm.all_gather_single(None, self._mine), together)
+        yield StartedOp(
             "all_gather_single along -1", comm.all_gather_single(self._blank(size * numel), row, -1), together
         )
-        yield Started("all_gather_v", comm.all_gather_v(None, row, [numel] * size), together)
-        yield Started("all_gather_v, exchanged", comm.all_gather_v(self._blank(size * numel), row), together)
+        yield StartedOp("all_gather_v", comm.all_gather_v(None, row, [numel] * size), together)
+        yield StartedOp("all_gather_v, exchanged", comm.all_gather_v(self._blank(size * numel), row), together)
         gathered = comm.gather_single(None, self._mine, self._root)
-        yield Started("gather_single", gathered, together if self._at_root else [])
+        yield StartedOp("gather_single", gathered, together if self._at_root else [])
         source = self._input(self._flat(self._for_all(self._rank)))
         came = [self._flat([self._sample(r, salt=self._rank) for r in range(size)])]
-        yield Started("all_to_all_single", comm.all_to_all_single(self._blank(size, numel), source), came)
+        yield StartedOp("all_to_all_single", comm.all_to_all_single(self._blank(size, numel), source), came)
         splits = [numel] * size
-        yield Started("all_to_all_v_single", comm.all_to_all_v_single(None, source, splits, splits), came)
+        yield StartedOp("all_to_all_v_single", comm.all_to_all_v_single(None, source, splits, splits), came)
         exchanged = comm.all_to_all_v_single(self._blank(size * numel), source)
-        yield Started("all_to_all_v_single, exchanged", exchanged, came)
+        yield StartedOp("all_to_all_v_single, exchanged", exchanged, came)
 
-    def messages(self) -> Iterator[Started]:
+    def messages(self) -> Iterator[StartedOp]:
         comm, following, previous = self._comm, (self._rank + 1) % self._size, (self._rank - 1) % self._size
-        yield Started("recv", comm.recv(self._blank(), previous, 3), [self._everyone[previous]])
-        yield Started("send", comm.send(self._mine, following, 3), [self._everyone[self._rank]])
+        yield StartedOp("recv", comm.recv(self._blank(), previous, 3), [self._everyone[previous]])
+        yield StartedOp("send", comm.send(self._mine, following, 3), [self._everyone[self._rank]])
         batch = comm.batch_op_create()
         batch.recv(self._blank(), following, 3)
         batch.send(self._mine, previous, 3)
-        yield Started("batch", batch.issue(), [self._everyone[following], self._everyone[self._rank]])
+        yield StartedOp("batch", batch.issue(), [self._everyone[following], self._everyone[self._rank]])
 
-    def reductions(self, op: object) -> Iterator[Started]:
+    def reductions(self, op: object) -> Iterator[StartedOp]:
         comm, root, values = self._comm, self._root, self._everyone[self._rank]
         total = reduced(self._everyone, op)
-        yield Started("all_reduce", comm.all_reduce(self._lay(values), op), [total])
-        yield Started("all_reduce into out", comm.all_reduce(self._mine, op, out=self._blank()), [total])
+        yield StartedOp("all_reduce", comm.all_reduce(self._lay(values), op), [total])
+        yield StartedOp("all_reduce into out", comm.all_reduce(self._mine, op, out=self._blank()), [total])
         pair = [self._lay(values), self._lay(values)]
-        yield Started("all_reduce_coalesced", comm.all_reduce_coalesced(pair, op), [total, total])
+        yield StartedOp("all_reduce_coalesced", comm.all_reduce_coalesced(pair, op), [total, total])
         at_root = [total] if self._at_root else []
-        yield Started("reduce", comm.reduce(self._lay(values), root, op), at_root)
-        yield Started("reduce into out", comm.reduce(self._mine, root, op, out=self._blank()), at_root)
+        yield StartedOp("reduce", comm.reduce(self._lay(values), root, op), at_root)
+        yield StartedOp("reduce into out", comm.reduce(self._mine, root, op, out=self._blank()), at_root)
 
-    def scattered_reductions(self, op: object) -> Iterator[Started]:
+    def scattered_reductions(self, op: object) -> Iterator[StartedOp]:
         comm, size, rank, numel = self._comm, self._size, self._rank, self._numel
         total = reduced([self._sample(r, salt=rank) for r in range(size)], op)
         inputs = [self._input(tensor) for tensor in self._for_all(rank)]
         whole = self._input(self._flat(self._for_all(rank)))
         square = self._input(whole.resolve_conj().resolve_neg().view(size, numel))
-        yield Started("reduce_scatter", comm.reduce_scatter(self._blank(), inputs, op), [total])
-        yield Started("reduce_scatter_single", comm.reduce_scatter_single(self._blank(), whole, op), [total])
+        yield StartedOp("reduce_scatter", comm.reduce_scatter(self._blank(), inputs, op), [total])
+        yield StartedOp("reduce_scatter_single", comm.reduce_scatter_single(self._blank(), whole, op), [total])
         along = comm.reduce_scatter_single(self._blank(numel), whole, op, -1)
-        yield Started("reduce_scatter_single along -1", along, [total])
+        yield StartedOp("reduce_scatter_single along -1", along, [total])
         sizes = [numel] * size
-        yield Started("reduce_scatter_v", comm.reduce_scatter_v(None, whole, sizes, op), [total])
+        yield StartedOp("reduce_scatter_v", comm.reduce_scatter_v(None, whole, sizes, op), [total])
         several = comm.reduce_scatter_coalesced([self._blank(), self._blank(numel)], [square, whole], op)
-        yield Started("reduce_scatter_coalesced", several, [total, total])
+        yield StartedOp("reduce_scatter_coalesced", several, [total, total])

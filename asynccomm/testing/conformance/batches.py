@@ -10,7 +10,7 @@ from asynccomm.comm.comm import Comm
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.testing.conformance.data import (
     DTYPES,
-    Frame,
+    GuardedOutput,
     everyones,
     expect_all_equal,
     expect_equal,
@@ -50,7 +50,7 @@ async def everybody_with_everybody(comm: Comm) -> None:
     for peer in reversed(range(size)):
         for tag in (1, 2):
             for i, dtype in enumerate(DTYPES[:: 3 + tag]):
-                frame = Frame((2, 3), dtype)
+                frame = GuardedOutput((2, 3), dtype)
                 batch.recv(frame.output, peer, tag)
                 outputs.append((frame, sample(peer, (2, 3), dtype, salt=rank + tag + i)))
     assert len(batch.ops) == 2 * len(outputs)

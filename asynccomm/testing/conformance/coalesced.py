@@ -14,7 +14,7 @@ from asynccomm.testing.conformance.data import (
     FLOATS,
     REDUCTIONS,
     SHAPES,
-    Frame,
+    GuardedOutput,
     chunks,
     everyones,
     expect_all_equal,
@@ -151,7 +151,7 @@ async def broadcast_coalesced_every_root_and_dtype(comm: Comm) -> None:
         tensors = _spread(expected if comm.rank == root else [sentinel(*kind) for kind in kinds])
         assert await comm.broadcast_coalesced(tensors, root) is tensors
         expect_all_equal(tensors, expected, f"broadcast_coalesced from {root}")
-    frames = [Frame((2, 3)), Frame((5,), torch.int64)]
+    frames = [GuardedOutput((2, 3)), GuardedOutput((5,), torch.int64)]
     for i, frame in enumerate(frames):
         if comm.rank == 0:
             frame.output.copy_(sample(0, frame.output.shape, frame.output.dtype, i))

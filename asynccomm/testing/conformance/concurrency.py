@@ -10,7 +10,7 @@ import torch
 from asynccomm.comm.comm import Comm
 from asynccomm.core.work import Work
 from asynccomm.ops.reduce_op import ReduceOp
-from asynccomm.testing.conformance.argument_forms import Forms, Started, expect_finished
+from asynccomm.testing.conformance.argument_forms import Forms, StartedOp, expect_finished
 from asynccomm.testing.conformance.data import sample
 from asynccomm.testing.conformance.objects import expect_same
 
@@ -25,7 +25,7 @@ KINDS = [
 
 
 async def two_hundred_operations_of_all_kinds_in_flight(comm: Comm) -> None:
-    started: list[Started] = []
+    started: list[StartedOp] = []
     others: list[tuple[Work[Any], object]] = []
     all_forms = []
     for i, (shape, dtype) in enumerate(KINDS):

@@ -20,7 +20,7 @@ __all__ = [
     "FLOATS",
     "REDUCTIONS",
     "SHAPES",
-    "Frame",
+    "GuardedOutput",
     "chunks",
     "combinations",
     "everyones",
@@ -149,7 +149,7 @@ def negated(tensor: Tensor) -> Tensor:
 
 
 @final
-class Frame:
+class GuardedOutput:
     """An output in the middle of a larger tensor, which shows whether somebody wrote beside it.
 
     Args:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from asynccomm.comm.comm import Comm
 from asynccomm.errors import PayloadError
 from asynccomm.testing.conformance.data import DTYPES, sample, sentinel, strided
-from asynccomm.testing.conformance.objects import Custom, expect_same
+from asynccomm.testing.conformance.objects import CustomObject, expect_same
 
 
 def _dicts(rank: int) -> list[dict[Any, Any]]:
@@ -76,7 +76,7 @@ async def forms_of_dicts_that_change_and_come_back(comm: Comm) -> None:
 async def refused_dicts_leave_the_comm_usable(comm: Comm) -> None:
     following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     good = {"a": sample(1, (3,)), "b": 1}
-    bad = {"a": sample(1, (3,)), "b": Custom(1)}
+    bad = {"a": sample(1, (3,)), "b": CustomObject(1)}
     sends = [comm.send_tensor_dict(d, following) for d in (bad, good, bad, good)]
     for tensor_dict in (bad, good):
         try:
@@ -86,7 +86,7 @@ async def refused_dicts_leave_the_comm_usable(comm: Comm) -> None:
         else:
             assert tensor_dict is good, "a class was taken without weights_only=False"
     got = await comm.recv_tensor_dict(previous, weights_only=False)
-    assert got["b"] == Custom(1), f"a dict with a class, without weights_only: {got}"
+    assert got["b"] == CustomObject(1), f"a dict with a class, without weights_only: {got}"
     expect_same(await comm.recv_tensor_dict(previous), good, "a dict after others")
     await asyncio.gather(*sends)
 
@@ -125,7 +125,7 @@ async def refused_shares_leave_the_group_usable(comm: Comm) -> None:
     """Each rank sends a share to the next one; what comes to the last one cannot be taken, in one way after another."""
     size, following, previous, last = comm.size, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, comm.size - 1
     same = {"t": sample(1, (size, 2)), "u": sample(1, (3 * size,), torch.int64)}
-    wider, unreadable = {**same, "t": sample(1, (size, 3))}, {**same, "c": Custom(1)}
+    wider, unreadable = {**same, "t": sample(1, (size, 3))}, {**same, "c": CustomObject(1)}
     async with AsyncExitStack() as stack:
         group = await stack.enter_async_context(comm.dup("receivers"))
         senders = await stack.enter_async_context(comm.split([(r - 1) % size for r in range(size)], "senders"))

@@ -11,7 +11,7 @@ from asynccomm.comm.comm import Comm
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.testing.conformance.data import (
     DTYPES,
-    Frame,
+    GuardedOutput,
     chunks,
     combinations,
     everyones,
@@ -49,7 +49,7 @@ async def all_gather_single_along_every_dim(comm: Comm) -> None:
     for shape, dim in _every_dim():
         what = f"all_gather_single {shape} along {dim}"
         mine, expected = sample(comm.rank, shape), torch.cat(everyones(comm.size, shape), dim)
-        frame = Frame(expected.shape)
+        frame = GuardedOutput(expected.shape)
         assert await comm.all_gather_single(frame.output, mine, dim) is frame.output
         frame.expect(expected, what)
         expect_equal(mine, sample(comm.rank, shape), f"{what}: input")
@@ -62,7 +62,7 @@ async def reduce_scatter_single_along_every_dim(comm: Comm) -> None:
         what = f"reduce_scatter_single {shape} along {dim}"
         mine = sample(comm.rank, shape)
         expected = _part(reduced(everyones(comm.size, shape), ReduceOp.SUM), dim, comm.rank, comm.size)
-        frame = Frame(part)
+        frame = GuardedOutput(part)
         assert await comm.reduce_scatter_single(frame.output, mine, dim=dim) is frame.output
         frame.expect(expected, what)
         expect_equal(mine, sample(comm.rank, shape), f"{what}: input")
@@ -75,7 +75,7 @@ async def gather_single_along_every_dim(comm: Comm) -> None:
         for shape, dim in _every_dim():
             what = f"gather_single {shape} along {dim} at {root}"
             mine, expected = sample(comm.rank, shape), torch.cat(everyones(comm.size, shape), dim)
-            frame = Frame(expected.shape)
+            frame = GuardedOutput(expected.shape)
             got = await comm.gather_single(frame.output if comm.rank == root else None, mine, root, dim)
             made = await comm.gather_single(None, strided(mine), root, dim)
             expect_equal(mine, sample(comm.rank, shape), f"{what}: input")
@@ -97,7 +97,7 @@ async def scatter_single_along_every_dim(comm: Comm) -> None:
             what = f"scatter_single {shape} along {dim} from {root}"
             source = sample(root, shape)
             expected = _part(sample(root, shape), dim, comm.rank, comm.size)
-            frame = Frame(part)
+            frame = GuardedOutput(part)
             assert await comm.scatter_single(frame.output, source if at_root else None, root, dim) is frame.output
             frame.expect(expected, what)
             expect_equal(source, sample(root, shape), f"{what}: input")

@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from asynccomm.comm.comm import Comm
 from asynccomm.ops.reduce_op import ReduceOp
-from asynccomm.testing.conformance.argument_forms import Lay, Started, every_move, every_reduction, expect_finished
+from asynccomm.testing.conformance.argument_forms import Lay, StartedOp, every_move, every_reduction, expect_finished
 from asynccomm.testing.conformance.data import (
     COMPLEX,
     DTYPES,
@@ -210,59 +210,59 @@ def _blank(comm: Comm, like: Tensor) -> Tensor:
     return _either(comm, sentinel(like.shape, like.dtype))
 
 
-def _collectives_of_either(comm: Comm, everyone: list[Tensor]) -> Iterator[Started]:
+def _collectives_of_either(comm: Comm, everyone: list[Tensor]) -> Iterator[StartedOp]:
     size, rank = comm.size, comm.rank
     mine, whole = _either(comm, everyone[rank]), torch.cat(everyone)
     everything = _either(comm, whole)
     blanks = [_blank(comm, tensor) for tensor in everyone]
-    yield Started("all_gather", comm.all_gather(blanks, mine), everyone)
-    yield Started("all_gather, allocated", comm.all_gather(None, mine), everyone)
-    yield Started("all_gather_coalesced", comm.all_gather_coalesced(None, [mine]), everyone)
-    yield Started("all_gather_single", comm.all_gather_single(_blank(comm, whole), mine), [whole])
+    yield StartedOp("all_gather", comm.all_gather(blanks, mine), everyone)
+    yield StartedOp("all_gather, allocated", comm.all_gather(None, mine), everyone)
+    yield StartedOp("all_gather_coalesced", comm.all_gather_coalesced(None, [mine]), everyone)
+    yield StartedOp("all_gather_single", comm.all_gather_single(_blank(comm, whole), mine), [whole])
     along = comm.all_gather_single(None, mine.unsqueeze(1), 1)
-    yield Started("all_gather_single along 1", along, [torch.stack(everyone, 1)])
+    yield StartedOp("all_gather_single along 1", along, [torch.stack(everyone, 1)])
     longer = [torch.cat([tensor] * (r + 1)) for r, tensor in enumerate(everyone)]
     extents = [len(tensor) for tensor in longer]
-    yield Started("all_gather_v", comm.all_gather_v(None, _either(comm, longer[rank]), extents), [torch.cat(longer)])
+    yield StartedOp("all_gather_v", comm.all_gather_v(None, _either(comm, longer[rank]), extents), [torch.cat(longer)])
     blanks = [_blank(comm, tensor) for tensor in longer]
-    yield Started("all_gather, uneven", comm.all_gather(blanks, _either(comm, longer[rank])), longer)
+    yield StartedOp("all_gather, uneven", comm.all_gather(blanks, _either(comm, longer[rank])), longer)
     came = [everyone[rank]] * size
     parts, splits = [_either(comm, tensor) for tensor in everyone], [len(mine)] * size
-    yield Started("all_to_all", comm.all_to_all([_blank(comm, tensor) for tensor in everyone], parts), came)
-    yield Started("all_to_all_single", comm.all_to_all_single(_blank(comm, whole), everything), [torch.cat(came)])
+    yield StartedOp("all_to_all", comm.all_to_all([_blank(comm, tensor) for tensor in everyone], parts), came)
+    yield StartedOp("all_to_all_single", comm.all_to_all_single(_blank(comm, whole), everything), [torch.cat(came)])
     exchanged = comm.all_to_all_v_single(None, everything, splits, splits)
-    yield Started("all_to_all_v_single", exchanged, [torch.cat(came)])
+    yield StartedOp("all_to_all_v_single", exchanged, [torch.cat(came)])
 
 
-def _rooted_of_either(comm: Comm, everyone: list[Tensor], root: int) -> Iterator[Started]:
+def _rooted_of_either(comm: Comm, everyone: list[Tensor], root: int) -> Iterator[StartedOp]:
     rank, at_root = comm.rank, comm.rank == root
     mine, whole = _either(comm, everyone[rank]), torch.cat(everyone)
     values = everyone[root]
     tensors = [mine if at_root else _blank(comm, values) for _ in range(2)]
-    yield Started("broadcast", comm.broadcast(tensors[0], root), [values])
-    yield Started("broadcast_coalesced", comm.broadcast_coalesced(tensors[1:], root), [values])
+    yield StartedOp("broadcast", comm.broadcast(tensors[0], root), [values])
+    yield StartedOp("broadcast_coalesced", comm.broadcast_coalesced(tensors[1:], root), [values])
     inputs = [_either(comm, tensor) for tensor in everyone] if at_root else None
-    yield Started("scatter", comm.scatter(_blank(comm, values), inputs, root), [everyone[rank]])
+    yield StartedOp("scatter", comm.scatter(_blank(comm, values), inputs, root), [everyone[rank]])
     mixed = [tensor if r % 2 else _pairs(tensor) for r, tensor in enumerate(everyone)] if at_root else None
-    yield Started("scatter of both", comm.scatter(_blank(comm, values), mixed, root), [everyone[rank]])
+    yield StartedOp("scatter of both", comm.scatter(_blank(comm, values), mixed, root), [everyone[rank]])
     source = _either(comm, whole) if at_root else None
-    yield Started("scatter_single", comm.scatter_single(_blank(comm, values), source, root), [everyone[rank]])
+    yield StartedOp("scatter_single", comm.scatter_single(_blank(comm, values), source, root), [everyone[rank]])
     blanks = [_blank(comm, tensor) for tensor in everyone] if at_root else None
-    yield Started("gather", comm.gather(blanks, mine, root), everyone if at_root else [])
-    yield Started("gather_single", comm.gather_single(None, mine, root), [whole] if at_root else [])
+    yield StartedOp("gather", comm.gather(blanks, mine, root), everyone if at_root else [])
+    yield StartedOp("gather_single", comm.gather_single(None, mine, root), [whole] if at_root else [])
 
 
-def _messages_of_either(comm: Comm, everyone: list[Tensor]) -> Iterator[Started]:
+def _messages_of_either(comm: Comm, everyone: list[Tensor]) -> Iterator[StartedOp]:
     rank, mine = comm.rank, _either(comm, everyone[comm.rank])
     following, previous = (rank + 1) % comm.size, (rank - 1) % comm.size
-    yield Started("recv", comm.recv(_blank(comm, everyone[previous]), previous), [everyone[previous]])
-    yield Started("send", comm.send(mine, following), [everyone[rank]])
+    yield StartedOp("recv", comm.recv(_blank(comm, everyone[previous]), previous), [everyone[previous]])
+    yield StartedOp("send", comm.send(mine, following), [everyone[rank]])
     comm.send(everyone[rank] if rank % 2 else _pairs(everyone[rank]), rank, 1)  # as what the receive is not
-    yield Started("recv of one's own", comm.recv(_blank(comm, everyone[rank]), rank, 1), [everyone[rank]])
+    yield StartedOp("recv of one's own", comm.recv(_blank(comm, everyone[rank]), rank, 1), [everyone[rank]])
     batch = comm.batch_op_create()
     batch.recv(_blank(comm, everyone[following]), following, 2)
     batch.send(mine, previous, 2)
-    yield Started("batch", batch.issue(), [everyone[following], everyone[rank]])
+    yield StartedOp("batch", batch.issue(), [everyone[following], everyone[rank]])
 
 
 async def views_of_complex_tensors(comm: Comm) -> None:

@@ -13,7 +13,7 @@ from asynccomm.comm.comm import Comm
 from asynccomm.core.work import Work
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.testing.conformance.data import (
-    Frame,
+    GuardedOutput,
     chunks,
     everyones,
     expect_all_equal,
@@ -37,7 +37,7 @@ async def all_reduce_into_another_tensor(comm: Comm) -> None:
     for shape in (MATRIX, (40_009,), (0, 3), ()):
         expected = reduced(everyones(comm.size, shape), ReduceOp.SUM)
         for layout, tensor in layouts(sample(comm.rank, shape)):
-            frame = Frame(shape)
+            frame = GuardedOutput(shape)
             await comm.all_reduce(tensor, out=frame.output)
             frame.expect(expected, f"all_reduce {shape} {layout} into out")
             expect_equal(tensor, sample(comm.rank, shape), f"all_reduce {shape} {layout} into out: input")

@@ -19,7 +19,7 @@ LARGE = 3 << 20  # bytes; more than any transport moves in one piece
 
 
 @dataclasses.dataclass
-class Custom:
+class CustomObject:
     """What is only taken with ``weights_only=False``."""
 
     rank: int
@@ -206,9 +206,9 @@ async def objects_from_any_source(comm: Comm) -> None:
 async def refused_objects_leave_the_comm_usable(comm: Comm) -> None:
     size, rank = comm.size, comm.rank
     following, previous = (rank + 1) % size, (rank - 1) % size
-    custom = Custom(rank)
+    custom = CustomObject(rank)
     got = await comm.all_gather_object(custom, weights_only=False)
-    assert got == [Custom(r) for r in range(size)], f"all_gather_object without weights_only: {got}"
+    assert got == [CustomObject(r) for r in range(size)], f"all_gather_object without weights_only: {got}"
     await _refused(comm.all_gather_object(custom))
     await _refused(comm.scatter_object_list([custom] * size if rank == 0 else None, 0))
     if rank:

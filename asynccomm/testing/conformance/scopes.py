@@ -15,7 +15,7 @@ from asynccomm.comm.comm import Comm
 from asynccomm.core.work import Work
 from asynccomm.errors import NotSentError
 from asynccomm.ops.reduce_op import ReduceOp
-from asynccomm.testing.conformance.argument_forms import Forms, Started, expect_finished
+from asynccomm.testing.conformance.argument_forms import Forms, StartedOp, expect_finished
 from asynccomm.testing.conformance.data import everyones, expect_equal, reduced, sample, sentinel, strided
 from asynccomm.testing.conformance.objects import expect_same
 
@@ -29,7 +29,7 @@ KINDS = [
 ]
 
 
-def _parts(forms: Forms, op: ReduceOp) -> list[list[Started]]:
+def _parts(forms: Forms, op: ReduceOp) -> list[list[StartedOp]]:
     """Everything there is, in an order that is the same on all ranks."""
     makers = [forms.lists, forms.copies, forms.singles, forms.messages]
     makers += [lambda: forms.reductions(op), lambda: forms.scattered_reductions(op)]
@@ -38,7 +38,7 @@ def _parts(forms: Forms, op: ReduceOp) -> list[list[Started]]:
 
 
 async def everything_in_one_scope(comm: Comm) -> None:
-    all_forms, started = [], list[Started]()
+    all_forms, started = [], list[StartedOp]()
     async with comm.coalesce():
         for i, (shape, dtype) in enumerate(KINDS):
             forms = Forms(comm, shape, dtype, strided if i % 3 == 0 else torch.clone)
@@ -134,9 +134,9 @@ async def scopes_with_limits(comm: Comm) -> None:
             for i in range(20):
                 shape = (1 + 37 * i,)
                 total = reduced(everyones(size, shape, salt=i), ReduceOp.SUM)
-                started.append(Started("all_reduce", comm.all_reduce(sample(rank, shape, salt=i)), [total]))
+                started.append(StartedOp("all_reduce", comm.all_reduce(sample(rank, shape, salt=i)), [total]))
                 copy = sample(i % size, shape) if rank == i % size else sentinel(shape)
-                started.append(Started("broadcast", comm.broadcast(copy, i % size), [sample(i % size, shape)]))
+                started.append(StartedOp("broadcast", comm.broadcast(copy, i % size), [sample(i % size, shape)]))
         await expect_finished(started, f"in a scope with {limits}")
 
 
@@ -155,7 +155,7 @@ async def nested_scopes_and_exceptions(comm: Comm) -> None:
         comm.all_reduce(sample(rank, (4,)))
     works = [work for work in batch.works if work not in dropped]
     assert len(works) == 3
-    await expect_finished([Started("all_reduce", work, [total]) for work in works], "in nested scopes")
+    await expect_finished([StartedOp("all_reduce", work, [total]) for work in works], "in nested scopes")
     tensor = sample(rank, (4,))
     with contextlib.suppress(ZeroDivisionError):
         async with comm.coalesce() as outer:
@@ -196,7 +196,7 @@ async def _scopes_with_suspensions(comm: Comm, chaos: random.Random) -> None:
                     values[which] = [values[which][i % size]] * size
                 elif kind == 2:
                     shares = [x.chunk(size)[0].clone() for x in values[which]]
-                    started.append(Started("all_gather", comm.all_gather(None, pool[which].chunk(size)[0]), shares))
+                    started.append(StartedOp("all_gather", comm.all_gather(None, pool[which].chunk(size)[0]), shares))
                     continue
                 else:
                     work = comm.barrier()
@@ -231,20 +231,20 @@ async def hundreds_of_small_operations_in_one_scope(comm: Comm) -> None:
         for i in range(300):
             dtype, shape = dtypes[i % 3], (i % 11,)
             total = reduced(everyones(size, shape, dtype), ReduceOp.SUM)
-            started.append(Started("all_reduce", comm.all_reduce(sample(rank, shape, dtype)), [total]))
+            started.append(StartedOp("all_reduce", comm.all_reduce(sample(rank, shape, dtype)), [total]))
             if i % 3 == 0:
                 copy = sample(1, shape, dtype) if rank == i % size else sentinel(shape, dtype)
-                started.append(Started("broadcast", comm.broadcast(copy, i % size), [sample(1, shape, dtype)]))
+                started.append(StartedOp("broadcast", comm.broadcast(copy, i % size), [sample(1, shape, dtype)]))
             elif i % 10 == 1:
                 everyone = everyones(size, shape, dtype)
-                started.append(Started("all_gather", comm.all_gather(None, sample(rank, shape, dtype)), everyone))
+                started.append(StartedOp("all_gather", comm.all_gather(None, sample(rank, shape, dtype)), everyone))
                 whole = torch.cat(everyone)
                 gathered = comm.all_gather_single(None, sample(rank, shape, dtype))
-                started.append(Started("all_gather_single", gathered, [whole]))
+                started.append(StartedOp("all_gather_single", gathered, [whole]))
                 wide = sample(rank, (size, *shape), dtype)
                 mine = reduced(everyones(size, (size, *shape), dtype), ReduceOp.MIN)[rank]
                 scattered = comm.reduce_scatter_single(sentinel(shape, dtype), wide, ReduceOp.MIN)
-                started.append(Started("reduce_scatter_single", scattered, [mine]))
+                started.append(StartedOp("reduce_scatter_single", scattered, [mine]))
     await expect_finished(started, "among hundreds in a scope")
 
 
@@ -256,9 +256,9 @@ async def large_and_small_operations_in_one_scope(comm: Comm) -> None:
         async with comm.coalesce():
             for i, n in enumerate(numels):
                 total = reduced(everyones(size, (n,), salt=i), ReduceOp.SUM)
-                started.append(Started("all_reduce", comm.all_reduce(sample(rank, (n,), salt=i)), [total]))
+                started.append(StartedOp("all_reduce", comm.all_reduce(sample(rank, (n,), salt=i)), [total]))
                 copy = sample(0, (n,), salt=i) if rank == 0 else sentinel((n,))
-                started.append(Started("broadcast", comm.broadcast(copy, 0), [sample(0, (n,), salt=i)]))
+                started.append(StartedOp("broadcast", comm.broadcast(copy, 0), [sample(0, (n,), salt=i)]))
         await expect_finished(started, "large ones among small ones in a scope")
 
 
@@ -270,16 +270,16 @@ async def rings_of_messages_in_one_scope(comm: Comm) -> None:
     async with comm.coalesce():
         for i, n in enumerate((3, 120_011, 0, 70_001)):
             mine = sample(rank, (n,), salt=i)
-            started.append(Started("send", comm.send(mine, following, i % 2), [mine]))
+            started.append(StartedOp("send", comm.send(mine, following, i % 2), [mine]))
             total = reduced(everyones(size, (5,), salt=i), ReduceOp.SUM)
-            started.append(Started("all_reduce", comm.all_reduce(sample(rank, (5,), salt=i)), [total]))
+            started.append(StartedOp("all_reduce", comm.all_reduce(sample(rank, (5,), salt=i)), [total]))
             batch = comm.batch_op_create()
             batch.send(mine, previous, 7)
             batch.recv(sentinel((n,)), following, 7)
-            started.append(Started("batch", batch.issue(), [mine, sample(following, (n,), salt=i)]))
+            started.append(StartedOp("batch", batch.issue(), [mine, sample(following, (n,), salt=i)]))
         for i, n in enumerate((3, 120_011, 0, 70_001)):
             expected = [sample(previous, (n,), salt=i)]
-            started.append(Started("recv", comm.recv(sentinel((n,)), previous, i % 2), expected))
+            started.append(StartedOp("recv", comm.recv(sentinel((n,)), previous, i % 2), expected))
     await expect_finished(started, "a ring in a scope")
 
 
@@ -290,14 +290,14 @@ async def messages_of_some_ranks_in_a_scope_of_all(comm: Comm) -> None:
     async with comm.coalesce(max_ops=2):
         for i in range(6):
             total = reduced(everyones(size, (3,), salt=i), ReduceOp.SUM)
-            started.append(Started("all_reduce", comm.all_reduce(sample(rank, (3,), salt=i)), [total]))
+            started.append(StartedOp("all_reduce", comm.all_reduce(sample(rank, (3,), salt=i)), [total]))
             for j in range(i):
                 if rank == 0:
                     mine = sample(j, (4,), salt=i)
-                    started.append(Started("send", comm.send(mine, size - 1, i), [mine]))
+                    started.append(StartedOp("send", comm.send(mine, size - 1, i), [mine]))
                 if rank == size - 1:
                     expected = [sample(j, (4,), salt=i)]
-                    started.append(Started("recv", comm.recv(sentinel((4,)), 0, i), expected))
+                    started.append(StartedOp("recv", comm.recv(sentinel((4,)), 0, i), expected))
     await expect_finished(started, "in a scope with messages of some ranks")
 
 

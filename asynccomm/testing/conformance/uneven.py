@@ -14,7 +14,7 @@ from asynccomm.errors import PayloadError
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.testing.conformance.data import (
     DTYPES,
-    Frame,
+    GuardedOutput,
     chunks,
     combinations,
     everyones,
@@ -57,7 +57,7 @@ async def all_gather_v_with_and_without_sizes(comm: Comm) -> None:
             mine, expected = everyone[comm.rank].clone(), torch.cat(everyone, dim)
             for given in (sizes, tuple(sizes), None):
                 what = f"all_gather_v {sizes} along {dim}, {'sizes exchanged' if given is None else 'sizes given'}"
-                frame = Frame(expected.shape)
+                frame = GuardedOutput(expected.shape)
                 assert await comm.all_gather_v(frame.output, mine, given, dim) is frame.output
                 frame.expect(expected, what)
                 expect_equal(mine, everyone[comm.rank], f"{what}: input")
@@ -73,7 +73,7 @@ async def reduce_scatter_v_with_and_without_sizes(comm: Comm) -> None:
             expected = chunks(reduced(everyones(size, shape), ReduceOp.SUM), sizes, dim)[rank]
             for given in (sizes, None) if len(set(sizes)) == 1 else (sizes,):
                 what = f"reduce_scatter_v {given} along {dim}"
-                source, frame = sample(rank, shape), Frame(expected.shape)
+                source, frame = sample(rank, shape), GuardedOutput(expected.shape)
                 assert await comm.reduce_scatter_v(frame.output, source, given, dim=dim) is frame.output
                 frame.expect(expected, what)
                 expect_equal(source, sample(rank, shape), f"{what}: input")
@@ -148,7 +148,7 @@ async def all_to_all_of_lists(comm: Comm) -> None:
         expected = [sample(s, (1 + (s + rank) % 3,), dtype, rank) for s in range(size)]
         outputs = [sentinel(t.shape, dtype) for t in expected]
         expect_all_equal(await comm.all_to_all(outputs, inputs), expected, f"all_to_all {dtype}")
-    frames = [Frame((2,)) for _ in range(size)]
+    frames = [GuardedOutput((2,)) for _ in range(size)]
     await comm.all_to_all([frame.output for frame in frames], [sample(rank, (2,), salt=d) for d in range(size)])
     for s, frame in enumerate(frames):
         frame.expect(sample(s, (2,), salt=rank), f"all_to_all of {s}")
@@ -189,7 +189,7 @@ async def all_to_all_v_single_with_and_without_splits(comm: Comm) -> None:
             for output_splits in (receives, None):
                 for input_splits in (sends,) if uneven else (sends, None):
                     what = f"all_to_all_v_single {row} {output_splits} {input_splits}"
-                    frame = Frame(expected.shape)
+                    frame = GuardedOutput(expected.shape)
                     got = await comm.all_to_all_v_single(frame.output, source, output_splits, input_splits)
                     assert got is frame.output
                     frame.expect(expected, what)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asynccomm import Comm, Work
 from asynccomm.backends.regions import bytes_of
-from asynccomm.ops import Call, Channel, Parcel, Parcels, RecvParcel, SendParcel
+from asynccomm.ops import Call, MessageSpace, Parcel, Parcels, RecvParcel, SendParcel
 
 
 class Shelf:
@@ -42,11 +42,13 @@ def submit(comm: Comm, call: Call) -> Work[Any]:
     return comm._session.submit(call, None, None)
 
 
-def send(comm: Comm, parcel: Parcel, dst: int, tag: int = 0, channel: Channel = Channel.OBJECTS) -> Work[Any]:
+def send(comm: Comm, parcel: Parcel, dst: int, tag: int = 0, channel: MessageSpace = MessageSpace.OBJECTS) -> Work[Any]:
     return submit(comm, Call(SendParcel("send_object", dst, tag, channel), (), (), None, None, (parcel,)))
 
 
-def recv(comm: Comm, place: Any, src: int | None, tag: int = 0, channel: Channel = Channel.OBJECTS) -> Work[Any]:
+def recv(
+    comm: Comm, place: Any, src: int | None, tag: int = 0, channel: MessageSpace = MessageSpace.OBJECTS
+) -> Work[Any]:
     return submit(comm, Call(RecvParcel("recv_object", src, tag, channel), (), (), None, None, (), place))
 
 

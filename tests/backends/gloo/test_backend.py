@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from asynccomm import AbortedError, BackendError, MemoryStore, new_comm
-from asynccomm.backends.base import BackendContext, Member
+from asynccomm.backends.base import BackendContext, RankInfo
 from asynccomm.backends.gloo import backend as backend_module
 from asynccomm.backends.gloo.backend import GlooBackend
-from asynccomm.backends.gloo.torch_gloo import Gloo
+from asynccomm.backends.gloo.torch_gloo import GlooGroup
 from asynccomm.core.mailbox import Mailbox
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 from asynccomm.testing import check_backend
 from tests.waiting import until
 
@@ -37,8 +37,8 @@ async def test_conformance_on_more_ranks() -> None:
 async def test_a_thread_that_waits_for_a_peer_leaves_when_connecting_is_cancelled() -> None:
     store = MemoryStore()
     context = BackendContext(
-        group=Group("t", 0, 2, torch.device("cpu")),
-        members=(Member(0, "host", 1), Member(1, "host", 2)),
+        group=CommInfo("t", 0, 2, torch.device("cpu")),
+        members=(RankInfo(0, "host", 1), RankInfo(1, "host", 2)),
         store=store,
         mailbox=Mailbox(asyncio.get_running_loop()),
         timeout=3600.0,
@@ -80,11 +80,11 @@ async def test_the_address_that_gloo_uses(
         given.append(options)
         raise RuntimeError("that is all")
 
-    monkeypatch.setattr(backend_module, "Gloo", refused)
+    monkeypatch.setattr(backend_module, "GlooGroup", refused)
     monkeypatch.setattr(MemoryStore, "local_address", lambda self: towards_the_store)
     context = BackendContext(
-        group=Group("t", 0, 2, torch.device("cpu")),
-        members=[Member(rank, host, rank) for rank, host in enumerate(hosts)],
+        group=CommInfo("t", 0, 2, torch.device("cpu")),
+        members=[RankInfo(rank, host, rank) for rank, host in enumerate(hosts)],
         store=MemoryStore().prefix("comm"),
         mailbox=Mailbox(asyncio.get_running_loop()),
         timeout=5.0,
@@ -107,7 +107,7 @@ async def test_the_error_of_connecting_keeps_nothing_of_gloo(monkeypatch: pytest
         devices.append(weakref.ref(device))
         raise RuntimeError("connection refused")
 
-    monkeypatch.setattr(backend_module, "Gloo", refused)
+    monkeypatch.setattr(backend_module, "GlooGroup", refused)
     with pytest.raises(BackendError, match="could not connect rank 0 of comm 'main': connection refused") as caught:
         await new_comm("gloo", store=MemoryStore(), rank=0, size=1, hints={"control": "off"})
     assert devices
@@ -119,10 +119,10 @@ async def test_the_error_of_connecting_keeps_nothing_of_gloo(monkeypatch: pytest
 WAITS_FOR_A_CONNECTION = """
 import asyncio, socket, torch
 from asynccomm import BackendError, MemoryStore
-from asynccomm.backends.base import BackendContext, Member
+from asynccomm.backends.base import BackendContext, RankInfo
 from asynccomm.backends.gloo.backend import GlooBackend
-from asynccomm.backends.gloo.torch_gloo import Gloo
-from asynccomm.ops.validation import Group
+from asynccomm.backends.gloo.torch_gloo import GlooGroup
+from asynccomm.ops.validation import CommInfo
 from asynccomm.core.mailbox import Mailbox
 
 class Dead(MemoryStore):
@@ -134,8 +134,8 @@ class Dead(MemoryStore):
 
 async def main():
     context = BackendContext(
-        group=Group("t", 0, 2, torch.device("cpu")),
-        members=(Member(0, "host", 1), Member(1, "host", 2)),
+        group=CommInfo("t", 0, 2, torch.device("cpu")),
+        members=(RankInfo(0, "host", 1), RankInfo(1, "host", 2)),
         store=Dead(),
         mailbox=Mailbox(asyncio.get_running_loop()),
         timeout=1.0,
@@ -211,11 +211,11 @@ class Late:
 
     def __init__(self) -> None:
         self.go = threading.Event()
-        self.made: list[weakref.ref[Gloo]] = []
+        self.made: list[weakref.ref[GlooGroup]] = []
         self.ends: list[str] = []  #: threads on which groups have ended
 
-    def make(self, store: Any, rank: int, size: int, **options: Any) -> Gloo:
-        gloo = Gloo(store, rank, size, **options)
+    def make(self, store: Any, rank: int, size: int, **options: Any) -> GlooGroup:
+        gloo = GlooGroup(store, rank, size, **options)
         weakref.finalize(gloo, lambda: self.ends.append(threading.current_thread().name))
         self.made.append(weakref.ref(gloo))
         if rank == 1:
@@ -235,7 +235,7 @@ class Late:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
     late = Late()
-    monkeypatch.setattr(backend_module, "Gloo", late.make)
+    monkeypatch.setattr(backend_module, "GlooGroup", late.make)
     yield late
     late.go.set()
 

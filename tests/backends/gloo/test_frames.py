@@ -14,13 +14,13 @@ from asynccomm import BackendError, Comm, ReduceOp
 from asynccomm.backends.base import Submission
 from asynccomm.backends.gloo.frames import ROOM, Frame, balance, complete, digest, extent, heading_of
 from asynccomm.ops import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Call, Op, Parcel, Parcels, ReduceScatter
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 
 SIZE = 3
 
 
-def group(rank: int) -> Group:
-    return Group("t", rank, SIZE, torch.device("cpu"))
+def group(rank: int) -> CommInfo:
+    return CommInfo("t", rank, SIZE, torch.device("cpu"))
 
 
 def submission(call: Call, number: int = 5) -> Submission:
@@ -143,7 +143,7 @@ def test_pieces_are_told_apart_by_their_sizes() -> None:
         lists = [[1, 2, 4], [2, 1, 4], [1, 2, 4]]
         return {digest(submission(make([torch.zeros(n) for n in sizes]))) for sizes in lists}
 
-    one = Group("t", 0, 1, torch.device("cpu"))
+    one = CommInfo("t", 0, 1, torch.device("cpu"))
     assert len(digests(lambda tensors: AllReduce.of_several(one, tensors, ReduceOp.SUM))) == 2
     assert len(digests(lambda tensors: Broadcast.of_several(one, tensors, 0))) == 2
     assert len(digests(lambda tensors: ReduceScatter.of_several(one, tensors, [tensors], ReduceOp.SUM))) == 2

@@ -18,7 +18,7 @@ from asynccomm.backends.base import Submission
 from asynccomm.backends.gloo import collectives as gloo_collectives
 from asynccomm.backends.gloo import lowering
 from asynccomm.backends.gloo.backend import GlooBackend
-from asynccomm.backends.gloo.hazard_tracker import InFlight
+from asynccomm.backends.gloo.hazard_tracker import HazardTracker
 from asynccomm.backends.gloo.torch_gloo import LARGE
 from asynccomm.backends.regions import bytes_of
 from asynccomm.ops import AllGather, AllReduce, Barrier, Broadcast, Call, Op, Parcel, Parcels, Recv, Send
@@ -37,7 +37,7 @@ class Gloo:
         self.failures: list[str] = []
         self.flying: dict[str, Callable[[], object]] = {}
         self.at_start: Callable[[str], object] = lambda name: None
-        self.line = InFlight(self._start, self._fail)
+        self.line = HazardTracker(self._start, self._fail)
         self._names: dict[int, str] = {}
 
     def _start(self, submission: Submission, over: Callable[[], object]) -> None:

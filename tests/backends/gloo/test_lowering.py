@@ -13,10 +13,10 @@ from asynccomm.backends.gloo.staging import movable, place
 from asynccomm.backends.hazards import separated
 from asynccomm.backends.regions import bytes_of
 from asynccomm.ops import AllReduce, AllToAll, AllToAllSingle, Broadcast, Call, Reduce, ReduceScatterSingle
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 from asynccomm.testing.conformance.data import DTYPES, reduced, sample, sentinel, strided
 
-GROUP = Group("test", 0, 2, torch.device("cpu"))
+GROUP = CommInfo("test", 0, 2, torch.device("cpu"))
 
 
 class Notes:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from asynccomm import BackendError, BrokenError, CollectiveMismatchError, Comm, PayloadError
-from asynccomm.ops import Channel, Parcel
+from asynccomm.ops import MessageSpace, Parcel
 from asynccomm.ops.parcels import MAX_HEAD
 from asynccomm.ops.validation import MAX_TAG
 from asynccomm.testing.conformance.data import DTYPES, sample, strided
@@ -194,7 +194,7 @@ async def test_a_head_that_is_too_long_breaks_the_comm(comm: Comm) -> None:
 @pytest.mark.ranks([1, 2], backend="gloo")
 async def test_tensors_and_the_channels_of_parcels_never_meet(comm: Comm) -> None:
     peer = comm.size - 1 - comm.rank
-    channels = [Channel.OBJECTS, Channel.STREAMS]
+    channels = [MessageSpace.OBJECTS, MessageSpace.STREAMS]
     tag = MAX_TAG
     works = [comm.send(torch.full((5000,), 3.0), peer, tag)]
     works += [send(comm, Parcel(channel.name.encode(), (data(9000),)), peer, tag, channel) for channel in channels]

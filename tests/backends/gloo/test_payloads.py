@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asynccomm import BackendError
 from asynccomm.backends.gloo import payloads
-from asynccomm.backends.gloo.payloads import Incoming, Outgoing, segments_of
+from asynccomm.backends.gloo.payloads import InboundParcel, OutboundParcel, segments_of
 from asynccomm.backends.regions import bytes_of
 from asynccomm.ops import Parcel
 
@@ -70,9 +70,9 @@ def test_any_cut_into_any_other(nbytes: int, head: int, cut: list[int]) -> None:
     payload = data(nbytes)
     given = list(payload.split([len(piece) for piece in pieces([5, 7])]))
     loop: Any = Loop()
-    for wait in Outgoing(Parcel(b"h" * head, tuple(given)), 77, "what it is").send(loop, 1, 3):
+    for wait in OutboundParcel(Parcel(b"h" * head, tuple(given)), 77, "what it is").send(loop, 1, 3):
         wait()
-    incoming = Incoming(loop, 1, 3)
+    incoming = InboundParcel(loop, 1, 3)
     notes: list[tuple[int, str]] = []
     incoming.read(lambda *note: notes.append(note))
     assert notes == [(77, "what it is")]
@@ -87,8 +87,8 @@ def test_any_cut_into_any_other(nbytes: int, head: int, cut: list[int]) -> None:
 @pytest.mark.parametrize("nbytes", [0, 100, 5000, 2 * SEGMENT + 1])
 def test_thrown_away(nbytes: int) -> None:
     loop: Any = Loop()
-    Outgoing(Parcel(b"", (data(nbytes),))).send(loop, 1, 3)
-    incoming = Incoming(loop, 1, 3)
+    OutboundParcel(Parcel(b"", (data(nbytes),))).send(loop, 1, 3)
+    incoming = InboundParcel(loop, 1, 3)
     incoming.read()
     incoming.take(None)
     assert not any(loop.messages.values())
@@ -96,17 +96,17 @@ def test_thrown_away(nbytes: int) -> None:
 
 def test_short_parcels_are_one_message() -> None:
     loop: Any = Loop()
-    Outgoing(Parcel(b"h" * 96, (data(4000),))).send(loop, 1, 3)
+    OutboundParcel(Parcel(b"h" * 96, (data(4000),))).send(loop, 1, 3)
     assert len(loop.sent) == 1
     loop.sent.clear()
-    Outgoing(Parcel(b"h" * 97, (data(4000),))).send(loop, 1, 3)
+    OutboundParcel(Parcel(b"h" * 97, (data(4000),))).send(loop, 1, 3)
     assert len(loop.sent) == 2, "a short head comes along with the header"
 
 
 def test_what_is_sent_is_the_memory_of_the_call() -> None:
     tensor = torch.ones(SMALL)
     loop: Any = Loop()
-    Outgoing(Parcel(b"", (tensor,))).send(loop, 1, 3)
+    OutboundParcel(Parcel(b"", (tensor,))).send(loop, 1, 3)
     tensor.data = torch.zeros(SMALL)
     assert loop.sent[-1].view(torch.float32).eq(1).all()
 
@@ -114,22 +114,22 @@ def test_what_is_sent_is_the_memory_of_the_call() -> None:
 def test_a_check_comes_before_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(payloads, "MAX_HEAD", 10_000)
     loop: Any = Loop()
-    Outgoing(Parcel(bytes(10_001), ())).send(loop, 1, 3)
+    OutboundParcel(Parcel(bytes(10_001), ())).send(loop, 1, 3)
 
     def check(code: int, text: str) -> None:
         raise KeyError(text)
 
     with pytest.raises(KeyError):
-        Incoming(loop, 1, 3).read(check)
-    Outgoing(Parcel(bytes(10_001), ())).send(loop, 1, 3)
+        InboundParcel(loop, 1, 3).read(check)
+    OutboundParcel(Parcel(bytes(10_001), ())).send(loop, 1, 3)
     with pytest.raises(BackendError, match="rank 1 sent a head of 10001 bytes; 10000 are allowed"):
-        Incoming(loop, 1, 3).read()
+        InboundParcel(loop, 1, 3).read()
 
 
 def test_a_long_text_is_cut() -> None:
     loop: Any = Loop()
-    Outgoing(Parcel(b"head", ()), 1, "x" * 100).send(loop, 1, 3)
-    incoming = Incoming(loop, 1, 3)
+    OutboundParcel(Parcel(b"head", ()), 1, "x" * 100).send(loop, 1, 3)
+    incoming = InboundParcel(loop, 1, 3)
     texts: list[str] = []
     incoming.read(lambda _, text: texts.append(text))
     assert texts == ["x" * 60]
@@ -139,8 +139,8 @@ def test_a_long_text_is_cut() -> None:
 def test_into_tensors_of_any_dtype() -> None:
     loop: Any = Loop()
     given = torch.arange(100_000, dtype=torch.float64)
-    Outgoing(Parcel(b"", (given,))).send(loop, 1, 3)
-    incoming = Incoming(loop, 1, 3)
+    OutboundParcel(Parcel(b"", (given,))).send(loop, 1, 3)
+    incoming = InboundParcel(loop, 1, 3)
     incoming.read()
     target = torch.zeros(100_000, dtype=torch.complex32), torch.zeros(50_000, dtype=torch.float64)
     incoming.take(target)

@@ -15,10 +15,10 @@ from asynccomm.backends.base import Submission
 from asynccomm.backends.gloo import disputes
 from asynccomm.backends.gloo.collectives import Collectives
 from asynccomm.backends.gloo.frames import Frame, heading_of
-from asynccomm.backends.gloo.payload_collectives import Exchange
+from asynccomm.backends.gloo.payload_collectives import PayloadExchange
 from asynccomm.backends.gloo.predictions import REMEMBERED, Predictor, needs_every_rank
-from asynccomm.backends.gloo.torch_gloo import ALARM_TAG, Gloos
-from asynccomm.backends.ordered_executor import Lanes
+from asynccomm.backends.gloo.torch_gloo import ALARM_TAG, GlooGroups
+from asynccomm.backends.ordered_executor import OrderedExecutor
 from asynccomm.ops import (
     AllGather,
     AllReduce,
@@ -33,7 +33,7 @@ from asynccomm.ops import (
     ReduceScatter,
     Scatter,
 )
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 from tests.waiting import until
 
 A, B, C = b"a", b"b", b"c"
@@ -159,8 +159,8 @@ class Rank:
         self.frames, self.small, self.large = self.gloos
         self.errors: list[Exception] = []
         self.disputes: list[Any] = []  # what this rank has told of its call
-        gloos: Any = Gloos(*self.gloos)  # type: ignore[arg-type]
-        exchange = Exchange(0, 2, Lanes("unused", 1), lambda *_: None)
+        gloos: Any = GlooGroups(*self.gloos)  # type: ignore[arg-type]
+        exchange = PayloadExchange(0, 2, OrderedExecutor("unused", 1), lambda *_: None)
         self.collectives = Collectives(gloos, "test", 0, 2, exchange, self.failed, self.failed)
         self.seq = 0
 
@@ -168,7 +168,7 @@ class Rank:
         self.errors.append(exc)
 
     def call(self, n: int, root: int | None = None) -> FakeOfOurs:
-        group = Group("t", 0, 2, torch.device("cpu"))
+        group = CommInfo("t", 0, 2, torch.device("cpu"))
         tensor = torch.ones(n)
         call = AllReduce.of(group, tensor, ReduceOp.SUM) if root is None else Broadcast.of(group, tensor, root)
         work: Any = FakeOfOurs(self.seq)
@@ -234,7 +234,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
 def frame_of(n: int, place: int) -> Frame:
     """That of rank 1, for an all_reduce of ``n``."""
     work: Any = FakeOfOurs(place)
-    group = Group("t", 1, 2, torch.device("cpu"))
+    group = CommInfo("t", 1, 2, torch.device("cpu"))
     submission = Submission(AllReduce.of(group, torch.ones(n), ReduceOp.SUM), work)
     frame = Frame(1, 2)
     frame.fill(submission, place, heading_of(submission))

@@ -7,14 +7,14 @@ import torch
 
 from asynccomm import Comm, ReduceOp
 from asynccomm.backends.gloo.reduction import (
-    as_it_is,
     brought,
-    fill_rows,
+    gather_rows,
     in_order,
+    is_native,
     narrow_all,
+    reduce_rows,
     row_bytes,
     rows_of,
-    sum_up,
     wide_dtype,
     widen_all,
     widened_bytes,
@@ -28,10 +28,10 @@ PREMUL = ReduceOp.PREMUL_SUM(3)
 
 
 def test_what_gloo_can_do_alone() -> None:
-    assert as_it_is(torch.float32, ReduceOp.SUM)
-    assert not as_it_is(torch.float32, ReduceOp.AVG)
-    assert not as_it_is(torch.float32, PREMUL)
-    assert not as_it_is(torch.bfloat16, ReduceOp.SUM)
+    assert is_native(torch.float32, ReduceOp.SUM)
+    assert not is_native(torch.float32, ReduceOp.AVG)
+    assert not is_native(torch.float32, PREMUL)
+    assert not is_native(torch.bfloat16, ReduceOp.SUM)
 
 
 def test_brought_in_the_memory_that_will_do() -> None:
@@ -79,10 +79,10 @@ def test_rows_are_summed_up(dtype: torch.dtype, kind: ReduceOp) -> None:
     rows = [rows_of(tensors, kind) for tensors in ranks]
     assert all(row.numel() == row_bytes(dtype, kind, 7) for row in rows)
     again = room(rows[0].numel())
-    fill_rows(again, ranks[0], kind)
+    gather_rows(again, ranks[0], kind)
     assert torch.equal(again, rows[0])
     outputs = [torch.zeros(3, dtype=dtype), strided(torch.zeros(2, 2, dtype=dtype))]
-    sum_up(torch.cat(rows), outputs, kind, 3)
+    reduce_rows(torch.cat(rows), outputs, kind, 3)
     factor = 3 if kind is PREMUL else 1
     for i, output in enumerate(outputs):
         expected = sum(tensors[i].to(torch.complex64) for tensors in ranks) * factor
@@ -131,8 +131,8 @@ def test_what_is_no_float_stays_as_it_is() -> None:
     integers, floats = torch.arange(3), torch.ones(3)
     assert in_order(integers, ReduceOp.MAX) is integers
     assert in_order(floats, ReduceOp.SUM) is floats
-    assert not as_it_is(torch.float32, ReduceOp.MAX)
-    assert as_it_is(torch.int32, ReduceOp.MAX)
+    assert not is_native(torch.float32, ReduceOp.MAX)
+    assert is_native(torch.int32, ReduceOp.MAX)
     assert wide_dtype(torch.bfloat16, ReduceOp.MIN) is torch.int32
 
 

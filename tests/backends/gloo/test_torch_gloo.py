@@ -12,22 +12,22 @@ import torch
 from torch import distributed as dist
 
 from asynccomm import ReduceOp, StoreClient
-from asynccomm.backends.gloo.torch_gloo import POISON_TAG, Gloo
+from asynccomm.backends.gloo.torch_gloo import POISON_TAG, GlooGroup
 from asynccomm.ops.validation import MAX_TAG
-from asynccomm.store.torch_store import AsTorchStore
+from asynccomm.store.torch_store import TorchStoreView
 
 
-async def connect(size: int, *, threads: int = 1, timeout: float = 20.0) -> tuple[Gloo, int, StoreClient]:
+async def connect(size: int, *, threads: int = 1, timeout: float = 20.0) -> tuple[GlooGroup, int, StoreClient]:
     """A bare group of the ranks of this test."""
     rank = int(os.environ["RANK"])
     client = await StoreClient.connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=20)
-    store = AsTorchStore(client.prefix(os.environ["TORCHELASTIC_RUN_ID"]), asyncio.get_running_loop(), 20)
+    store = TorchStoreView(client.prefix(os.environ["TORCHELASTIC_RUN_ID"]), asyncio.get_running_loop(), 20)
     options: dict[str, Any] = {"hostname": "127.0.0.1", "interface": None, "threads": threads, "timeout": timeout}
-    gloo = await asyncio.to_thread(Gloo, store, rank, size, **options)
+    gloo = await asyncio.to_thread(GlooGroup, store, rank, size, **options)
     return gloo, rank, client
 
 
-def start_all(gloo: Gloo, rank: int) -> list[Any]:
+def start_all(gloo: GlooGroup, rank: int) -> list[Any]:
     """Something of everything, in works that have not been waited for."""
     x = torch.ones(2)
     parts = [torch.zeros(2), torch.zeros(2)]

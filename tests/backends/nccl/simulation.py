@@ -25,7 +25,7 @@ from torch import Tensor
 from asynccomm.backends.base import BackendContext
 from asynccomm.backends.nccl.api import Config
 from asynccomm.backends.nccl.backend import NcclBackend
-from asynccomm.backends.nccl.shared import Platform
+from asynccomm.backends.nccl.shared import DeviceRuntime
 from asynccomm.errors import BackendError
 from asynccomm.ops.reduce_op import RedOpType
 
@@ -584,8 +584,8 @@ class SimulatedBackend(NcclBackend):
     settings: dict[str, Any] = {}
 
     @classmethod
-    def _platform_for(cls, context: BackendContext) -> Platform:
-        return Platform(SimulatedNccl(**cls.settings), SimulatedDevice())
+    def _platform_for(cls, context: BackendContext) -> DeviceRuntime:
+        return DeviceRuntime(SimulatedNccl(**cls.settings), SimulatedDevice())
 
     @property
     def nccl(self) -> SimulatedNccl:

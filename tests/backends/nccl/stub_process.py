@@ -26,7 +26,7 @@ def run(source: str, settings: dict[str, str]) -> dict[str, object]:
     return {"value": value if isinstance(value, (int, str)) else repr(value), "error": error, "calls": log.read_text()}
 
 
-def comm(address: int) -> api.Comm:
+def comm(address: int) -> api.CommHandle:
     import nccl.bindings.nccl as bindings
 
     return bindings.Comm(address)

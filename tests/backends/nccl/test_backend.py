@@ -12,9 +12,9 @@ import torch
 
 from asynccomm import AbortedError, Comm, MemoryStore, ReduceOp, Work, new_comm
 from asynccomm.backends.base import BackendContext, Submission
-from asynccomm.backends.nccl.call_streams import Origin
-from asynccomm.backends.nccl.shared import Platform
-from asynccomm.backends.nccl.side_channel import Side
+from asynccomm.backends.nccl.call_streams import CallStream
+from asynccomm.backends.nccl.shared import DeviceRuntime
+from asynccomm.backends.nccl.side_channel import SideChannel
 from asynccomm.errors import BackendError, BrokenError, CollectiveTimeoutError
 from asynccomm.ops import (
     AllGatherSingle,
@@ -559,7 +559,7 @@ async def test_a_captured_batch_follows_the_streams_of_its_calls(world: World) -
             each.sums[0].zero_()
             aside.put(lambda go_on=go_on: go_on.wait(30))
             aside.put(lambda each=each, values=values: each.sums[0].copy_(values))
-            there = Origin(aside, backend.device.capture_of(captured))
+            there = CallStream(aside, backend.device.capture_of(captured))
             hold(backend, (there, backend.origin()), *[there, *[backend.origin()] * (len(each.calls) - 2)])
             work = together(comm, each.calls)
             assert work.captured
@@ -732,7 +732,7 @@ async def test_an_error_that_comes_later_is_seen_while_something_hangs(world: Wo
 async def test_a_rank_without_a_gpu_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     platform = SimulatedBackend._platform_for
 
-    def on_rank(context: BackendContext) -> Platform:
+    def on_rank(context: BackendContext) -> DeviceRuntime:
         if context.group.rank == 1:
             raise BackendError("backend 'nccl' needs a GPU, but there is none")
         return platform(context)
@@ -760,19 +760,19 @@ async def test_a_gpu_that_has_no_memory_left_is_let_go(monkeypatch: pytest.Monke
         raise RuntimeError("out of memory")
 
     left: list[str] = []
-    leave, close = Platform.leave, Side.aclose
+    leave, close = DeviceRuntime.leave, SideChannel.aclose
 
-    async def closed(side: Side) -> None:
+    async def closed(side: SideChannel) -> None:
         left.append("side")
         await close(side)
 
-    def gone(platform: Platform) -> None:
+    def gone(platform: DeviceRuntime) -> None:
         left.append("platform")
         leave(platform)
 
     monkeypatch.setattr(SimulatedDevice, "new_stream", none_left)
-    monkeypatch.setattr(Side, "aclose", closed)
-    monkeypatch.setattr(Platform, "leave", gone)
+    monkeypatch.setattr(SideChannel, "aclose", closed)
+    monkeypatch.setattr(DeviceRuntime, "leave", gone)
     with pytest.raises(RuntimeError, match="out of memory"):
         await new_comm("simulated", store=MemoryStore(), rank=0, size=1, hints={"side": "loopback"}, timeout=20)
     assert left == ["side", "platform"]
@@ -781,9 +781,9 @@ async def test_a_gpu_that_has_no_memory_left_is_let_go(monkeypatch: pytest.Monke
 async def test_connecting_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     nccls: list[SimulatedNccl] = []
 
-    def platform(context: BackendContext) -> Platform:
+    def platform(context: BackendContext) -> DeviceRuntime:
         nccls.append(SimulatedNccl())
-        return Platform(nccls[-1], SimulatedDevice())
+        return DeviceRuntime(nccls[-1], SimulatedDevice())
 
     monkeypatch.setattr(SimulatedBackend, "_platform_for", platform)
     store = MemoryStore()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asynccomm.backends.nccl import call_streams
-from asynccomm.backends.nccl.call_streams import Origin
+from asynccomm.backends.nccl.call_streams import CallStream
 from asynccomm.ops import Barrier
 
 from .simulation import SimulatedDevice, SimulatedStream
@@ -24,9 +24,9 @@ def of(*noted: Any) -> Any:
 
 
 def test_a_call_is_noted_with_its_stream_and_capture(device: Any) -> None:
-    assert call_streams.note(device) == Origin(device.user, 0)
+    assert call_streams.note(device) == CallStream(device.user, 0)
     device.capture = SimulatedStream()
-    assert call_streams.note(device) == Origin(device.capture, device.capture_of(device.capture))
+    assert call_streams.note(device) == CallStream(device.capture, device.capture_of(device.capture))
 
 
 def test_what_was_not_noted_follows_the_current_stream(device: Any) -> None:
@@ -36,15 +36,15 @@ def test_what_was_not_noted_follows_the_current_stream(device: Any) -> None:
 
 
 def test_each_stream_is_followed_once(device: Any) -> None:
-    a, b, c = (Origin(SimulatedStream(), 0) for _ in range(3))
-    again = Origin(a.stream, 0)
+    a, b, c = (CallStream(SimulatedStream(), 0) for _ in range(3))
+    again = CallStream(a.stream, 0)
     assert call_streams.streams(device, of(a, (b, again), a, (c, b))) == [a.stream, b.stream, c.stream]
     assert call_streams.streams(device, of(a, None, (b, None))) == [a.stream, device.user, b.stream]
     assert call_streams.stream(device, of(b)[0]) is b.stream
 
 
 def test_a_message_has_one(device: Any) -> None:
-    a, b = (Origin(SimulatedStream(), 0) for _ in range(2))
+    a, b = (CallStream(SimulatedStream(), 0) for _ in range(2))
     with pytest.raises(ValueError, match="too many values"):
         call_streams.stream(device, of((a, b))[0])
 
@@ -54,7 +54,7 @@ def test_within_one_capture(device: Any) -> None:
     joined = SimulatedStream()
     number = device.capture_of(device.capture)
     device.joined[joined.handle] = number
-    found = call_streams.streams(device, of(call_streams.note(device), Origin(joined, number)))
+    found = call_streams.streams(device, of(call_streams.note(device), CallStream(joined, number)))
     assert found == [device.capture, joined]
 
 
@@ -77,7 +77,7 @@ def test_on_the_other_side_of_a_capture(device: Any) -> None:
 def test_a_stream_whose_capture_began_after_the_call(device: Any) -> None:
     """To follow it now would draw the comm's own stream into that graph."""
     stream = SimulatedStream()
-    noted = Origin(stream, 0)
+    noted = CallStream(stream, 0)
     device.joined[stream.handle] = 5
     with pytest.raises(RuntimeError, match="was called within the capture"):
         call_streams.streams(device, of(noted))

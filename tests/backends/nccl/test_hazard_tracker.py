@@ -17,8 +17,8 @@ from asynccomm import AbortedError, BackendError, BrokenError, Comm, ReduceOp, W
 from asynccomm.backends.base import Submission
 from asynccomm.backends.nccl import hazard_tracker
 from asynccomm.backends.nccl.device import Event
-from asynccomm.backends.nccl.hazard_tracker import Entry, InFlight
-from asynccomm.backends.nccl.stream_order import Flight
+from asynccomm.backends.nccl.hazard_tracker import Entry, HazardTracker
+from asynccomm.backends.nccl.stream_order import StreamPosition
 from asynccomm.errors import CollectiveTimeoutError
 from asynccomm.ops import AllReduce, Call, Parcel, Parcels
 from tests.waiting import until
@@ -41,7 +41,7 @@ class ByHand:
         self.refused: set[str] = set()
         self._entries: dict[str, Entry] = {}
         self._jobs: list[Callable[[], object]] = []
-        self.line = InFlight(self, self._fail)  # type: ignore[arg-type]
+        self.line = HazardTracker(self, self._fail)  # type: ignore[arg-type]
 
     def put(self, lane: str, job: Callable[[], object]) -> None:
         assert not self._jobs, "two lanes would start what waits"
@@ -66,7 +66,7 @@ class ByHand:
         elif reads or writes:
             outputs = tuple(writes)
             batch = [Submission(Call(SOMETHING, tuple(reads) or outputs, outputs, None), None)]  # type: ignore[arg-type]
-            flight = Flight(None)  # type: ignore[arg-type]
+            flight = StreamPosition(None)  # type: ignore[arg-type]
             if self.line.quiet:
                 self.line.note(flight, batch)
                 self._entries[name] = Entry(start, batch, flight)
@@ -245,7 +245,7 @@ def test_many_threads() -> None:
     entries: dict[int, Entry] = {}
     over: list[int] = []
     lanes = SimulatedLanes()
-    line = InFlight(lanes, lambda entry, exc: over.extend(range(len(plan))))  # type: ignore[arg-type]
+    line = HazardTracker(lanes, lambda entry, exc: over.extend(range(len(plan))))  # type: ignore[arg-type]
 
     def start(i: int) -> None:
         parcels, used = plan[i]
@@ -274,7 +274,7 @@ def test_many_threads() -> None:
         thread.start()
     for i, (parcels, used) in enumerate(plan):
         call = Call(Parcels("x") if parcels else SOMETHING, (), tuple([tensors[j] for j in used]), None)
-        flight = None if parcels else Flight(None)  # type: ignore[arg-type]
+        flight = None if parcels else StreamPosition(None)  # type: ignore[arg-type]
         batch = [Submission(call, None)]  # type: ignore[arg-type]
         entries[i] = Entry(lambda entry, late, i=i: start(i), batch, flight)  # type: ignore[misc]
         line.submit(entries[i])

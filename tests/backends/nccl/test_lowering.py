@@ -20,7 +20,7 @@ from asynccomm.backends.base import Submission
 from asynccomm.backends.loopback import Hub
 from asynccomm.backends.nccl import api
 from asynccomm.backends.nccl.lowering import lower
-from asynccomm.backends.nccl.plan import Ability, NcclCall, Plan
+from asynccomm.backends.nccl.plan import Capabilities, LoweredBatch, NcclCall
 from asynccomm.backends.regions import bytes_of
 from asynccomm.ops import (
     AllGather,
@@ -40,7 +40,7 @@ from asynccomm.ops import (
     Send,
 )
 from asynccomm.ops.reduce_op import RedOpType
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 from asynccomm.testing.conformance.data import (
     DTYPES,
     FLOATS,
@@ -58,8 +58,8 @@ NATIVE = pytest.mark.parametrize("native", [OWN, frozenset()], ids=["native", "m
 CPU = torch.device("cpu")
 
 
-def group(rank: int = 0, size: int = 2) -> Group:
-    return Group("test", rank, size, CPU)
+def group(rank: int = 0, size: int = 2) -> CommInfo:
+    return CommInfo("test", rank, size, CPU)
 
 
 class Memory:
@@ -73,15 +73,15 @@ class Memory:
         return self.rooms[-1]
 
 
-def plan_of(*calls: Call, rank: int = 0, size: int = 2, native: frozenset[str] = OWN) -> Plan:
+def plan_of(*calls: Call, rank: int = 0, size: int = 2, native: frozenset[str] = OWN) -> LoweredBatch:
     """What ``calls`` become, together."""
-    plan = Plan(rank, size, Ability(REDUCIBLE, native), Memory())
+    plan = LoweredBatch(rank, size, Capabilities(REDUCIBLE, native), Memory())
     for call in calls:
         lower(Submission(call, None), plan)  # type: ignore[arg-type]
     return plan
 
 
-def rooms(plan: Plan) -> list[Tensor]:
+def rooms(plan: LoweredBatch) -> list[Tensor]:
     memory = plan._empty
     assert isinstance(memory, Memory)
     return memory.rooms
@@ -98,7 +98,7 @@ def where(tensor: Tensor | None, *known: Tensor) -> str:
     return "new"
 
 
-def told(plan: Plan, *known: Tensor) -> list[tuple[str, str, str, int, torch.dtype, int]]:
+def told(plan: LoweredBatch, *known: Tensor) -> list[tuple[str, str, str, int, torch.dtype, int]]:
     """The calls: name, where the source is, where the target is, count, dtype, peer."""
     return [
         (call.name, where(call.source, *known), where(call.target, *known), call.count, call.dtype, call.peer)
@@ -106,11 +106,11 @@ def told(plan: Plan, *known: Tensor) -> list[tuple[str, str, str, int, torch.dty
     ]
 
 
-def steps(plan: Plan) -> tuple[int, int]:
+def steps(plan: LoweredBatch) -> tuple[int, int]:
     return len(plan.before), len(plan.after)
 
 
-def only(plan: Plan) -> NcclCall:
+def only(plan: LoweredBatch) -> NcclCall:
     (call,) = plan.calls
     return call
 
@@ -127,7 +127,7 @@ def disjoint(a: Tensor, b: Tensor) -> bool:
     return span(a)[1] <= span(b)[0] or span(b)[1] <= span(a)[0]
 
 
-def check_memory(plan: Plan) -> None:
+def check_memory(plan: LoweredBatch) -> None:
     """Nothing is written that another call of the group, or the same one in another place, reads or writes.
 
     The calls of a group run side by side, so this would be a race. What is written must belong to somebody.
@@ -153,7 +153,7 @@ def check_memory(plan: Plan) -> None:
                 assert touched is None or disjoint(one.target, touched), f"{one} writes what {other} uses"
 
 
-def run(plans: Sequence[Plan]) -> None:
+def run(plans: Sequence[LoweredBatch]) -> None:
     """Run the plans of all ranks, every call at the same time."""
     for plan in plans:
         for step in plan.before:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from asynccomm import AbortedError, BackendError, BrokenError, CollectiveMismatchError, Comm, PayloadError
-from asynccomm.ops import Call, Channel, Parcel, Parcels, SendParcel
+from asynccomm.ops import Call, MessageSpace, Parcel, Parcels, SendParcel
 from asynccomm.testing.conformance.data import DTYPES, sample, strided
 from tests.backends.gloo.parcels import Shelf, collective, joined, recv, send
 from tests.waiting import until
@@ -292,7 +292,7 @@ async def test_any_source(world: World, size: int) -> None:
 
 async def test_tags_and_channels_do_not_meet_and_wait_for_nobody(world: World) -> None:
     async with world(2) as (a, b):
-        channels = [Channel.OBJECTS, Channel.STREAMS]
+        channels = [MessageSpace.OBJECTS, MessageSpace.STREAMS]
         sent: list[Any] = [a.send(torch.full((8,), float(tag)), 1, tag) for tag in (5, 3, 9)]
         sent += [send(a, of(0, [tag], b"%d" % channel), 1, tag, channel) for tag in (5, 8) for channel in channels]
         never = [b.recv(torch.ones(8), 0, 4), recv(b, Shelf(), 0, 4)]
@@ -471,7 +471,7 @@ async def test_collectives_that_differ(world: World) -> None:
                 await work
 
 
-def raw(comm: Comm, head: bytes, peer: int, channel: Channel, tensors: tuple[Tensor, ...] = ()) -> None:
+def raw(comm: Comm, head: bytes, peer: int, channel: MessageSpace, tensors: tuple[Tensor, ...] = ()) -> None:
     """A message that no Messenger would send."""
     call = Call(SendParcel("raw", peer, 0, channel), (), (), None, parcels=(Parcel(head, tensors),))
     backend_of(comm)._side.submit(call, lambda error: None)
@@ -492,10 +492,10 @@ GARBAGE = {
 async def test_heads_that_are_garbage(world: World, head: bytes, kind: str) -> None:
     async with world(2, timeout=20) as (giver, taker):
         if kind == "send":
-            raw(giver, head, 1, Channel.TENSORS)
+            raw(giver, head, 1, MessageSpace.TENSORS)
             work: Any = taker.recv(torch.ones(8), 0)
         elif kind == "parcel":
-            raw(giver, head, 1, Channel.OBJECTS)
+            raw(giver, head, 1, MessageSpace.OBJECTS)
             work = recv(taker, Shelf(), 0)
         else:
             call = Call(Parcels("x", giver=0), (), (), None, parcels=(Parcel(head, ()),))
@@ -510,7 +510,7 @@ async def test_heads_that_are_garbage(world: World, head: bytes, kind: str) -> N
 @pytest.mark.parametrize("own", [b"", b"12345", struct.pack("<IQQ", 77, 8, 0)])
 async def test_messages_that_are_garbage(world: World, own: bytes) -> None:
     async with world(2, timeout=20) as (giver, taker):
-        raw(giver, HEAD.pack(0, 0) + own, 1, Channel.TENSORS)
+        raw(giver, HEAD.pack(0, 0) + own, 1, MessageSpace.TENSORS)
         with pytest.raises(BackendError, match=r"nccl could not take a message: (error|KeyError)"):
             await taker.recv(torch.ones(8), 0)
         with pytest.raises(BrokenError, match="could not take a message"):
@@ -519,7 +519,7 @@ async def test_messages_that_are_garbage(world: World, own: bytes) -> None:
 
 async def test_a_segment_on_the_device_that_was_never_offered(world: World) -> None:
     async with world(2, timeout=20) as (giver, taker):
-        raw(giver, HEAD.pack(4, 1) + struct.pack("<Q", 8 << 1 | 1), 1, Channel.OBJECTS)
+        raw(giver, HEAD.pack(4, 1) + struct.pack("<Q", 8 << 1 | 1), 1, MessageSpace.OBJECTS)
         # waits for ever, as it would for a device that hangs; its deadline ends it
         work = recv(taker, Shelf(), 0)
         await until(lambda: backend_of(taker).nccl.calls.count("init") == 2)

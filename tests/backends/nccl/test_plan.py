@@ -6,20 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from asynccomm.backends.nccl.plan import Ability, Plan
+from asynccomm.backends.nccl.plan import Capabilities, LoweredBatch
 from asynccomm.ops import AllReduce, Barrier
 from asynccomm.ops.reduce_op import ReduceOp
 
 
 @pytest.fixture
-def plan() -> Plan:
+def plan() -> LoweredBatch:
     def empty(nbytes: int) -> Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
-    return Plan(0, 2, Ability(frozenset({torch.float32}), frozenset()), empty)
+    return LoweredBatch(0, 2, Capabilities(frozenset({torch.float32}), frozenset()), empty)
 
 
-def test_calls_and_steps_tell_whose_they_are(plan: Plan) -> None:
+def test_calls_and_steps_tell_whose_they_are(plan: LoweredBatch) -> None:
     ops = [AllReduce(torch.float32, 4, ReduceOp.SUM), Barrier()]
     ran: list[str] = []
     for op in ops:
@@ -35,12 +35,12 @@ def test_calls_and_steps_tell_whose_they_are(plan: Plan) -> None:
     assert ran == ["before all_reduce", "before barrier", "after all_reduce", "after barrier"]
 
 
-def test_what_moves_nothing_is_no_call(plan: Plan) -> None:
+def test_what_moves_nothing_is_no_call(plan: LoweredBatch) -> None:
     plan.call("broadcast", None, None, 0)
     assert plan.calls == []
 
 
-def test_strided_memory_is_copied_around_the_calls(plan: Plan) -> None:
+def test_strided_memory_is_copied_around_the_calls(plan: LoweredBatch) -> None:
     plan.op = Barrier()
     tensor = torch.arange(6.0).view(3, 2)[:, 0]
     source, target = plan.source(tensor), plan.target(tensor)

@@ -29,7 +29,7 @@ from asynccomm.backends.nccl.poller import (
     SPIN_SECONDS,
     EventPool,
     Poller,
-    nap_seconds,
+    sleep_seconds,
 )
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import Work
@@ -134,7 +134,7 @@ class Time:
         self.now = 0.0
         self.naps: list[float] = []
         self.at: list[tuple[float, Callable[[], object]]] = []
-        monkeypatch.setattr(module, "_Alarm", lambda: TimedAlarm(self))
+        monkeypatch.setattr(module, "_TimerFd", lambda: TimedAlarm(self))
 
     def __call__(self) -> float:
         self.now += 1e-6
@@ -364,17 +364,17 @@ def test_with_nothing_in_flight_the_thread_is_blocked(poller: Poller[Flag], flag
 @given(st.floats(0, 1e4), st.floats(0, 1e4))
 def test_naps_grow_with_age_within_limits(one: float, other: float) -> None:
     younger, older = sorted([one, other])
-    assert nap_seconds(younger) <= nap_seconds(older)
+    assert sleep_seconds(younger) <= sleep_seconds(older)
     for age in (younger, older):
-        nap = nap_seconds(age)
+        nap = sleep_seconds(age)
         assert nap == 0 if age < SPIN_SECONDS else LEAST_NAP <= nap <= MOST_NAP
         assert nap <= LEAST_NAP + NAP_SHARE * age
 
 
 def test_the_longest_nap_is_reached() -> None:
-    assert nap_seconds(0) == 0
-    assert nap_seconds(SPIN_SECONDS) == LEAST_NAP
-    assert nap_seconds(10) == MOST_NAP
+    assert sleep_seconds(0) == 0
+    assert sleep_seconds(SPIN_SECONDS) == LEAST_NAP
+    assert sleep_seconds(10) == MOST_NAP
 
 
 def test_waiting_for_a_late_rank_takes_few_looks(monkeypatch: pytest.MonkeyPatch, flags: Flags, heard: Heard) -> None:

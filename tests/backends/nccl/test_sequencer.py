@@ -6,13 +6,13 @@ import random
 import threading
 
 from asynccomm import BackendError
-from asynccomm.backends.nccl.sequencer import Countdown, Turns
+from asynccomm.backends.nccl.sequencer import Latch, Sequencer
 from asynccomm.errors import AsyncCommError
 
 
 def test_countdown() -> None:
     ends: list[AsyncCommError | None] = []
-    countdown = Countdown(3, ends.append)
+    countdown = Latch(3, ends.append)
     first, second = BackendError("first"), BackendError("second")
     for error in (None, first):
         countdown(error)
@@ -20,7 +20,7 @@ def test_countdown() -> None:
     countdown(second)
     assert ends == [first]
     count = 400
-    countdown = Countdown(count, ends.append)
+    countdown = Latch(count, ends.append)
 
     def many() -> None:
         for _ in range(count // 8):
@@ -35,7 +35,7 @@ def test_countdown() -> None:
 
 
 def test_turns_come_as_they_were_announced() -> None:
-    turns = Turns()
+    turns = Sequencer()
     first, second, third = (turns.announce("line") for _ in range(3))
     done: list[int] = []
     turns.ready(third, lambda: done.append(3))
@@ -47,7 +47,7 @@ def test_turns_come_as_they_were_announced() -> None:
 
 
 def test_turns_of_many_threads() -> None:
-    turns = Turns()
+    turns = Sequencer()
     count = 400
     announced = [turns.announce(None) for _ in range(count)]
     done: list[int] = []

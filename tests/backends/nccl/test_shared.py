@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asynccomm.backends.nccl import shared as module
-from asynccomm.backends.nccl.shared import Platform
+from asynccomm.backends.nccl.shared import DeviceRuntime
 from asynccomm.errors import BackendError, ClosedError
 
 from .simulation import SimulatedDevice, SimulatedNccl
@@ -50,7 +50,7 @@ def pollers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "asynccomm-nccl"]
 
 
-def start(platform: Platform) -> None:
+def start(platform: DeviceRuntime) -> None:
     """Give the poller something, so that it has a thread."""
     asked = threading.Event()
 
@@ -63,7 +63,7 @@ def start(platform: Platform) -> None:
 
 
 def test_one_for_each_device(made: Made) -> None:
-    platforms = [Platform.of(device) for device in (CUDA0, CUDA1, CUDA0)]
+    platforms = [DeviceRuntime.of(device) for device in (CUDA0, CUDA1, CUDA0)]
     assert platforms[0] is platforms[2]
     assert platforms[0] is not platforms[1]
     assert made.devices == [CUDA0, CUDA1]
@@ -74,7 +74,7 @@ def test_one_for_each_device(made: Made) -> None:
 
 def test_the_thread_ends_with_the_last_user(made: Made) -> None:
     before = len(pollers())
-    platforms = [Platform.of(CUDA0) for _ in range(3)]
+    platforms = [DeviceRuntime.of(CUDA0) for _ in range(3)]
     assert len(pollers()) == before, "there is no thread before there is something to do"
     start(platforms[0])
     assert len(pollers()) == before + 1
@@ -88,9 +88,9 @@ def test_the_thread_ends_with_the_last_user(made: Made) -> None:
 
 
 def test_the_next_one_is_new(made: Made) -> None:
-    first = Platform.of(CUDA0)
+    first = DeviceRuntime.of(CUDA0)
     first.leave()
-    second = Platform.of(CUDA0)
+    second = DeviceRuntime.of(CUDA0)
     assert second is not first
     start(second)
     second.leave()
@@ -98,13 +98,13 @@ def test_the_next_one_is_new(made: Made) -> None:
 
 
 def test_one_of_its_own_is_shared_with_nobody(made: Made) -> None:
-    alone = Platform(SimulatedNccl(), SimulatedDevice())
-    shared = Platform.of(CUDA0)
+    alone = DeviceRuntime(SimulatedNccl(), SimulatedDevice())
+    shared = DeviceRuntime.of(CUDA0)
     start(alone)
     alone.leave()
     with pytest.raises(ClosedError):
         alone.poller.ask(lambda: False)
-    assert Platform.of(CUDA0) is shared
+    assert DeviceRuntime.of(CUDA0) is shared
     shared.leave()
     shared.leave()
 
@@ -113,14 +113,14 @@ def test_errors_leave_nothing_behind(made: Made) -> None:
     made.error = BackendError("there is no GPU")
     for _ in range(2):
         with pytest.raises(BackendError, match="no GPU"):
-            Platform.of(CUDA0)
+            DeviceRuntime.of(CUDA0)
         assert not module._shared
     made.error = None
-    platform = Platform.of(CUDA0)
+    platform = DeviceRuntime.of(CUDA0)
     made.error = BackendError("another one")
     with pytest.raises(BackendError, match="another one"):
-        Platform.of(CUDA1)
-    assert Platform.of(CUDA0) is platform, "one that is there is not made again"
+        DeviceRuntime.of(CUDA1)
+    assert DeviceRuntime.of(CUDA0) is platform, "one that is there is not made again"
     platform.leave()
     platform.leave()
 
@@ -149,8 +149,8 @@ def together(count: int, step: Callable[[int], object]) -> None:
 
 def test_threads_that_race_get_the_same(made: Made) -> None:
     for _ in range(20):
-        found: list[Platform] = []
-        together(8, lambda _, found=found: found.append(Platform.of(CUDA0)))
+        found: list[DeviceRuntime] = []
+        together(8, lambda _, found=found: found.append(DeviceRuntime.of(CUDA0)))
         assert len(found) == 8
         assert len(set(map(id, found))) == 1
         together(8, lambda i, found=found: found[i].leave())
@@ -163,7 +163,7 @@ def test_threads_that_come_and_go_always_have_one_that_works(made: Made) -> None
 
     def come_and_go(i: int) -> None:
         for turn in range(30):
-            platform = Platform.of((CUDA0, CUDA1)[(i + turn) % 2])
+            platform = DeviceRuntime.of((CUDA0, CUDA1)[(i + turn) % 2])
             start(platform)
             platform.leave()
 

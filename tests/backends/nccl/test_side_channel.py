@@ -15,13 +15,13 @@ from torch import Tensor
 from asynccomm import BackendError, Comm, MemoryStore, PayloadError
 from asynccomm.backends import registry
 from asynccomm.backends.base import Backend, BackendContext, Submission, UnsuitableError
-from asynccomm.backends.nccl.shared import Platform
-from asynccomm.backends.nccl.side_channel import Side
+from asynccomm.backends.nccl.shared import DeviceRuntime
+from asynccomm.backends.nccl.side_channel import SideChannel
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, BrokenError
 from asynccomm.ops import Barrier, Call, Parcel, Parcels, RecvParcel, SendParcel
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 
 from .conftest import World
 from .simulation import SimulatedBackend, SimulatedDevice, SimulatedNccl
@@ -96,12 +96,12 @@ class _Here:
 
 
 def context(on_error: Callable[[BrokenError], object] = lambda error: None) -> BackendContext:
-    group = Group("test", 0, 1, torch.device("cuda", 0))
+    group = CommInfo("test", 0, 1, torch.device("cuda", 0))
     mailbox = Mailbox(asyncio.get_running_loop())
     return BackendContext(group, [], MemoryStore(), mailbox, 5.0, on_error, {"max_ctas": "1"})
 
 
-def backend_of(side: Side) -> Fake:
+def backend_of(side: SideChannel) -> Fake:
     backend = side._backend
     assert isinstance(backend, Fake)
     return backend
@@ -112,7 +112,7 @@ def backend_of(side: Side) -> Fake:
 
 @pytest.mark.usefixtures("fakes")
 async def test_the_first_that_suits() -> None:
-    side = await Side.connect(context(), "auto")
+    side = await SideChannel.connect(context(), "auto")
     assert side.name == "first"
     assert not side.any_source
     assert not Second.contexts
@@ -125,7 +125,7 @@ async def test_the_first_that_suits() -> None:
 @pytest.mark.usefixtures("fakes")
 async def test_what_does_not_suit_is_followed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(First, "error", UnsuitableError("not here"))
-    side = await Side.connect(context(), "auto")
+    side = await SideChannel.connect(context(), "auto")
     assert side.name == "second"
     assert side.any_source
     await First.contexts[0].store.set("key", b"1")  # they do not meet in the store
@@ -137,33 +137,33 @@ async def test_none_suits(monkeypatch: pytest.MonkeyPatch) -> None:
     for fake in (First, Second):
         monkeypatch.setattr(fake, "error", UnsuitableError(f"{fake.name} does not suit"))
     with pytest.raises(UnsuitableError, match="second does not suit"):
-        await Side.connect(context(), "auto")
+        await SideChannel.connect(context(), "auto")
     with pytest.raises(UnsuitableError, match="first does not suit"):
-        await Side.connect(context(), "first")
+        await SideChannel.connect(context(), "first")
 
 
 @pytest.mark.usefixtures("fakes")
 async def test_other_errors_are_not_followed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(First, "error", BackendError("it broke"))
     with pytest.raises(BackendError, match="it broke"):
-        await Side.connect(context(), "auto")
+        await SideChannel.connect(context(), "auto")
     assert not Second.contexts
 
 
 @pytest.mark.usefixtures("fakes")
 async def test_one_that_is_named() -> None:
-    side = await Side.connect(context(), "second")
+    side = await SideChannel.connect(context(), "second")
     assert side.name == "second"
     assert not First.contexts
     with pytest.raises(ValueError, match="'nobody' is unknown"):
-        await Side.connect(context(), "nobody")
+        await SideChannel.connect(context(), "nobody")
 
 
 # -- calls ---------------------------------------------------------------------------------------------------------
 
 
-async def side_of() -> Side:
-    return Side(Second(), Mailbox(asyncio.get_running_loop()))
+async def side_of() -> SideChannel:
+    return SideChannel(Second(), Mailbox(asyncio.get_running_loop()))
 
 
 def barrier() -> Call:
@@ -299,8 +299,8 @@ class HostBackend(SimulatedBackend):
     name = "hostonly"
 
     @classmethod
-    def _platform_for(cls, context: BackendContext) -> Platform:
-        return Platform(SimulatedNccl(), _HostDevice())
+    def _platform_for(cls, context: BackendContext) -> DeviceRuntime:
+        return DeviceRuntime(SimulatedNccl(), _HostDevice())
 
 
 class _HostDevice(SimulatedDevice):

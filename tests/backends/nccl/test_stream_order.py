@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asynccomm.backends.nccl.stream_order import Flight
+from asynccomm.backends.nccl.stream_order import StreamPosition
 from asynccomm.errors import BackendError
 
 from .conftest import World
@@ -65,8 +65,8 @@ def gpu() -> Gpu:
     return Gpu()
 
 
-def flight_on(gpu: Any, *, prompt: bool = True) -> Flight:
-    return Flight(gpu, prompt=prompt)
+def flight_on(gpu: Any, *, prompt: bool = True) -> StreamPosition:
+    return StreamPosition(gpu, prompt=prompt)
 
 
 def in_threads(*functions: Callable[[], object]) -> None:
@@ -276,12 +276,12 @@ def test_threads_at_once() -> None:
         flight, event = flight_on(gpu), Mark()
         heard = [threading.Event() for _ in range(2)]
 
-        def wait(n: int, flight: Flight = flight, heard: list[threading.Event] = heard) -> None:
+        def wait(n: int, flight: StreamPosition = flight, heard: list[threading.Event] = heard) -> None:
             flight.listen(heard[n].set)
             assert heard[n].wait(SECONDS), "a listener was lost"
             flight.order(None)
 
-        def issue(flight: Flight = flight, event: Mark = event) -> None:
+        def issue(flight: StreamPosition = flight, event: Mark = event) -> None:
             flight.issue(event)
 
         in_threads(issue, flight.pass_, *(lambda n=n, wait=wait: wait(n) for n in range(2 if i % 2 else 1)))

@@ -25,14 +25,14 @@ from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.nccl.api import Config
 from asynccomm.backends.nccl.communicator import end_all
 from asynccomm.backends.nccl.poller import Poller
-from asynccomm.backends.nccl.side_channel import Side
-from asynccomm.backends.nccl.stream_order import Flight
-from asynccomm.backends.nccl.transfers import Landing, Transfers
-from asynccomm.backends.ordered_executor import Lanes
+from asynccomm.backends.nccl.side_channel import SideChannel
+from asynccomm.backends.nccl.stream_order import StreamPosition
+from asynccomm.backends.nccl.transfers import RecvBuffer, Transfers
+from asynccomm.backends.ordered_executor import OrderedExecutor
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.errors import BackendError, BrokenError
-from asynccomm.ops import Call, Channel, Parcel, RecvParcel, SendParcel
-from asynccomm.ops.validation import Group
+from asynccomm.ops import Call, MessageSpace, Parcel, RecvParcel, SendParcel
+from asynccomm.ops.validation import CommInfo
 from tests.waiting import until
 
 from . import simulation
@@ -52,7 +52,7 @@ class Half:
 
     number: int
     tensors: Sequence[Tensor]
-    flight: Flight
+    flight: StreamPosition
     outcomes: list[BrokenError | None] = field(default_factory=list)
 
     @property
@@ -68,7 +68,7 @@ class End:
         self.nccl = SimulatedNccl()
         self.device = SimulatedDevice()
         self.poller = Poller(self.device, name="test-transfers-poller")
-        self.lanes = Lanes("test-transfers", 32)
+        self.lanes = OrderedExecutor("test-transfers", 32)
         self.errors: list[BrokenError] = []
         self.streams: list[SimulatedStream] = []
         self.side = side
@@ -91,7 +91,7 @@ class End:
         return self.streams[-1]
 
     def give(self, peer: int, segments: Sequence[Tensor], ready: SimulatedEvent | None = None) -> Half:
-        half = Half(self.transfers.number() + peer, segments, Flight(self.device))
+        half = Half(self.transfers.number() + peer, segments, StreamPosition(self.device))
         self._begin(half, ready, partial(self.transfers.offer, peer, half.number, segments))
         return half
 
@@ -103,8 +103,8 @@ class End:
         copies: Sequence[Callable[[], object]] = (),
         ready: SimulatedEvent | None = None,
     ) -> Half:
-        half = Half(number, [torch.full((n,), 0xEE, dtype=torch.uint8) for n in lengths], Flight(self.device))
-        landings = [Landing(tensor, copies) for tensor in half.tensors]
+        half = Half(number, [torch.full((n,), 0xEE, dtype=torch.uint8) for n in lengths], StreamPosition(self.device))
+        landings = [RecvBuffer(tensor, copies) for tensor in half.tensors]
         self._begin(half, ready, partial(self.transfers.accept, giver, number, landings))
         return half
 
@@ -142,10 +142,10 @@ async def ends(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ends]:
     async def make(size: int, sides: Sequence[Any] | None = None) -> list[End]:
         store, mailbox = MemoryStore(), Mailbox(asyncio.get_running_loop())
         for rank in range(size):
-            group = Group("test", rank, size, torch.device("cpu"))
+            group = CommInfo("test", rank, size, torch.device("cpu"))
             if sides is None:
                 context = BackendContext(group, [], store, mailbox, PATIENCE, lambda error: None)
-                made.append(End(rank, size, await Side.connect(context, "loopback")))
+                made.append(End(rank, size, await SideChannel.connect(context, "loopback")))
             else:
                 made.append(End(rank, size, sides[rank]))
         return made
@@ -272,8 +272,8 @@ async def test_copies_come_behind_the_transfer(ends: Ends) -> None:
         seen: list[list[int]] = []
         copies = [lambda memory=memory, seen=seen: seen.append(memory.tolist())]
         done: list[object] = []
-        flight, ready = Flight(world[1].device), UserStream().record()
-        world[1].transfers.accept(source, given.number, [Landing(memory, copies)], ready, flight, done.append)
+        flight, ready = StreamPosition(world[1].device), UserStream().record()
+        world[1].transfers.accept(source, given.number, [RecvBuffer(memory, copies)], ready, flight, done.append)
         await until(lambda given=given, done=done: given.over and bool(done))
         assert seen == [data(11).tolist()]
         assert done == [None]
@@ -290,10 +290,10 @@ async def test_memory_is_kept_until_the_stream_is_done_with_it(ends: Ends, sourc
     memory = torch.zeros(11, dtype=torch.uint8)
     kept = weakref.ref(memory)
     done: list[object] = []
-    flight = Flight(world[1].device)
+    flight = StreamPosition(world[1].device)
 
     def write(memory: Tensor) -> None:
-        world[1].transfers.accept(source, given.number, [Landing(memory)], user.record(), flight, done.append)
+        world[1].transfers.accept(source, given.number, [RecvBuffer(memory)], user.record(), flight, done.append)
 
     write(memory)
     del memory
@@ -405,7 +405,7 @@ async def test_the_collectives_have_a_communicator_of_their_own(world: World) ->
 
 
 def answer(end: End, peer: int, head: bytes) -> None:
-    op = SendParcel("clear to send", peer, 1, Channel.INTERNAL)
+    op = SendParcel("clear to send", peer, 1, MessageSpace.INTERNAL)
     end.side.submit(Call(op, (), (), None, parcels=(Parcel(head, ()),)), lambda error: None)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from asynccomm import ops
 from asynccomm.ops import Call
 from asynccomm.ops.reduce_op import ReduceOp
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 
 KINDS = [
     "all_reduce",
@@ -46,7 +46,7 @@ def values(n: int, dtype: torch.dtype, strided: bool, choose: random.Random) -> 
     return numbers[:, 0] if strided else numbers
 
 
-def make(kind: str, group: Group, n: int, root: int, op: ReduceOp, new: Callable[[int], Tensor]) -> Call:
+def make(kind: str, group: CommInfo, n: int, root: int, op: ReduceOp, new: Callable[[int], Tensor]) -> Call:
     size, me = group.size, group.rank
     match kind:
         case "all_reduce":
@@ -79,7 +79,7 @@ def make(kind: str, group: Group, n: int, root: int, op: ReduceOp, new: Callable
             return make_of_many(kind, group, n, root, op, new)
 
 
-def make_of_many(kind: str, group: Group, n: int, root: int, op: ReduceOp, new: Callable[[int], Tensor]) -> Call:
+def make_of_many(kind: str, group: CommInfo, n: int, root: int, op: ReduceOp, new: Callable[[int], Tensor]) -> Call:
     """Shares of several tensors, and those that differ between ranks."""
     size, me = group.size, group.rank
     divided = [n // 3, 0, 5, n - n // 3, 1]

@@ -16,8 +16,8 @@ from asynccomm.backends.shm.layout import LINE, Layout
 from asynccomm.backends.shm.p2p import Messages
 from asynccomm.backends.shm.rings import Mapped
 from asynccomm.errors import BrokenError
-from asynccomm.ops import Call, Channel, Parcel, Recv, RecvParcel, Send, SendParcel
-from asynccomm.ops.validation import Group
+from asynccomm.ops import Call, MessageSpace, Parcel, Recv, RecvParcel, Send, SendParcel
+from asynccomm.ops.validation import CommInfo
 
 Place = Callable[[int, bytes, Mapping[int, int]], Sequence[Tensor]]
 
@@ -48,8 +48,8 @@ class World:
     def grow(self, receive: Submission, nbytes: int) -> None:
         self.grown.append((receive, nbytes))
 
-    def group(self, rank: int) -> Group:
-        return Group("test", rank, self.layout.size, torch.device("cpu"))
+    def group(self, rank: int) -> CommInfo:
+        return CommInfo("test", rank, self.layout.size, torch.device("cpu"))
 
     def send(self, source: int, destination: int, tensor: Tensor, tag: int = 0) -> Submission:
         return self._submit(source, Send.of(self.group(source), tensor, destination, tag))
@@ -64,7 +64,7 @@ class World:
         head: bytes,
         tensors: Sequence[Tensor] = (),
         tag: int = 0,
-        channel: Channel = Channel.OBJECTS,
+        channel: MessageSpace = MessageSpace.OBJECTS,
     ) -> Submission:
         op = SendParcel("send_object", destination, tag, channel)
         return self._submit(source, Call(op, (), (), None, parcels=(Parcel(head, tuple(tensors)),)))
@@ -75,7 +75,7 @@ class World:
         source: int | None,
         place: Place,
         tag: int = 0,
-        channel: Channel = Channel.OBJECTS,
+        channel: MessageSpace = MessageSpace.OBJECTS,
         expected: int = 0,
     ) -> Submission:
         op = RecvParcel("recv_object", source, tag, channel)

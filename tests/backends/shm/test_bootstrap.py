@@ -21,12 +21,12 @@ import torch
 import uvloop
 
 from asynccomm import BackendError, MemoryStore, PeerLostError, Store, StoreClient
-from asynccomm.backends.base import BackendContext, Member, UnsuitableError
+from asynccomm.backends.base import BackendContext, RankInfo, UnsuitableError
 from asynccomm.backends.shm import bootstrap
 from asynccomm.backends.shm.bootstrap import Circle, decline, meet, unsupported
 from asynccomm.backends.shm.layout import Layout
 from asynccomm.core.mailbox import Mailbox
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 
 SETTINGS = {"chunk_bytes": 4096, "message_bytes": 1024}
 
@@ -37,8 +37,8 @@ def layout_of(size: int) -> Layout:
 
 def context_of(store: Store, rank: int, size: int, *, hosts: Sequence[str] = ()) -> BackendContext:
     return BackendContext(
-        group=Group("test", rank, size, torch.device("cpu")),
-        members=[Member(r, hosts[r] if hosts else "here", 1000 + r) for r in range(size)],
+        group=CommInfo("test", rank, size, torch.device("cpu")),
+        members=[RankInfo(r, hosts[r] if hosts else "here", 1000 + r) for r in range(size)],
         store=store,
         mailbox=Mailbox(asyncio.get_running_loop()),
         timeout=20,

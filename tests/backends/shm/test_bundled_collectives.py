@@ -20,7 +20,7 @@ from asynccomm.backends.shm.manifest import ROW
 from asynccomm.errors import CollectiveMismatchError
 from asynccomm.ops import Call, Op
 from asynccomm.ops.reduce_op import ReduceOp
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 
 from .calls import DTYPES, KINDS, copied, legal, make, values
 from .world import boards, interleave, submission
@@ -30,8 +30,8 @@ REDUCTIONS = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.P
 Asked = tuple[str, int, int, torch.dtype, ReduceOp, bool]  # kind, n, root, dtype, reduction, strided
 
 
-def groups_of(size: int) -> list[Group]:
-    return [Group("t", rank, size, torch.device("cpu")) for rank in range(size)]
+def groups_of(size: int) -> list[CommInfo]:
+    return [CommInfo("t", rank, size, torch.device("cpu")) for rank in range(size)]
 
 
 def asked(kind: str, size: int, choose: random.Random, sizes: Sequence[int]) -> Asked:
@@ -40,7 +40,7 @@ def asked(kind: str, size: int, choose: random.Random, sizes: Sequence[int]) -> 
     return kind, choose.choice(sizes), choose.randrange(size), dtype, choose.choice(reductions), choose.random() < 0.2
 
 
-def called(group: Group, what: Asked, choose: random.Random) -> Call:
+def called(group: CommInfo, what: Asked, choose: random.Random) -> Call:
     kind, n, root, dtype, op, strided = what
     return make(kind, group, n, root, op, partial(values, dtype=dtype, strided=strided, choose=choose))
 
@@ -224,7 +224,7 @@ def changed(batches: list[list[Asked]], size: int, choose: random.Random) -> lis
     return [batch for batch in new if batch]
 
 
-def described(group: Group, batches: list[list[Asked]]) -> list[list[Op]]:
+def described(group: CommInfo, batches: list[list[Asked]]) -> list[list[Op]]:
     """What other ranks can know: sizes that are a rank's own and factors left out."""
     found = []
     for batch in batches:
@@ -272,12 +272,12 @@ def mismatch(*programs: list[list[Call]], seed: int = 0, chunk: int = CHUNK) -> 
     return found
 
 
-def reduced(group: Group, n: int, dtype: torch.dtype = torch.float32, op: ReduceOp = ReduceOp.SUM) -> Call:
+def reduced(group: CommInfo, n: int, dtype: torch.dtype = torch.float32, op: ReduceOp = ReduceOp.SUM) -> Call:
     return ops.AllReduce.of(group, torch.ones(n, dtype=dtype), op)
 
 
 ZERO, ONE = groups_of(2)
-Make = Callable[[Group], list[list[Call]]]
+Make = Callable[[CommInfo], list[list[Call]]]
 
 
 @pytest.mark.parametrize(
@@ -360,7 +360,7 @@ def test_both_see_it() -> None:
     assert {error.rank for error in mismatch([[reduced(ZERO, 3), reduced(ZERO, 3)]], [[reduced(ONE, 3)]])} == {0, 1}
 
 
-def merged(group: Group, numels: list[int], numbers: list[int]) -> Any:
+def merged(group: CommInfo, numels: list[int], numbers: list[int]) -> Any:
     found = submission(ops.AllReduce.of_several(group, [torch.ones(n) for n in numels], ReduceOp.SUM), numbers[0])
     found.members = tuple(ops.AllReduce(torch.float32, n, ReduceOp.SUM) for n in numels)
     found.numbers = tuple(numbers)

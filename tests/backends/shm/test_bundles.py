@@ -16,7 +16,7 @@ from asynccomm.backends.shm.layout import rounded_up
 from asynccomm.backends.shm.manifest import ROW
 from asynccomm.ops import Call, Op
 from asynccomm.ops.reduce_op import ReduceOp
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 
 from .calls import DTYPES, KINDS, legal, make, values
 
@@ -144,7 +144,7 @@ def test_a_merged_operation_is_a_batch() -> None:
 
 def test_all_of_a_bundle_counts_for_who_drives_it() -> None:
     tensors = [torch.zeros(n, dtype=torch.uint8) for n in (8, 20)]
-    group = Group("t", 0, 1, torch.device("cpu"))
+    group = CommInfo("t", 0, 1, torch.device("cpu"))
     work: Any = SimpleNamespace(seq=0)
     batch = [Submission(ops.AllReduce.of(group, tensor, ReduceOp.MAX), work) for tensor in tensors]
     assert [bundle.nbytes for bundle in bundles(batch)] == [28]
@@ -176,7 +176,7 @@ def test_every_rank_cuts_alike_and_nothing_overlaps(seed: int, size: int, kinds:
     ]
     seen = set()
     for rank in range(size):
-        group = Group("t", rank, size, torch.device("cpu"))
+        group = CommInfo("t", rank, size, torch.device("cpu"))
         batch = []
         for kind, n, root, dtype in chosen:
             op = ReduceOp.MAX if legal(ReduceOp.MAX, dtype) else ReduceOp.SUM

@@ -10,7 +10,7 @@ from asynccomm.backends.shm.endpoint import DATA, OFFER, SHORT, SHORT_BYTES
 from asynccomm.backends.shm.layout import LINE
 from asynccomm.backends.shm.rings import framed, largest_payload
 from asynccomm.errors import BackendError
-from asynccomm.ops import Channel, Send
+from asynccomm.ops import MessageSpace, Send
 
 from .ring_world import Box, World, pattern, text
 
@@ -281,12 +281,12 @@ def test_parcels_do_not_hold_up_each_other_across_tags_channels_and_pairs() -> N
     late = world.recv_parcel(1, 0, Box(), 77)
     sends = [
         world.send_parcel(0, 1, b"tag", tag=9),
-        world.send_parcel(0, 1, b"channel", channel=Channel.STREAMS),
+        world.send_parcel(0, 1, b"channel", channel=MessageSpace.STREAMS),
         world.send_parcel(2, 1, b"pair"),
     ]
     receives = [
         world.recv_parcel(1, 0, boxes[0], 9),
-        world.recv_parcel(1, 0, boxes[1], channel=Channel.STREAMS),
+        world.recv_parcel(1, 0, boxes[1], channel=MessageSpace.STREAMS),
         world.recv_parcel(1, 2, boxes[2]),
     ]
     world.settle()
@@ -383,7 +383,7 @@ def test_data_beyond_the_end_of_a_parcel(with_head: bool) -> None:
 def test_data_of_nothing() -> None:
     world = World()
     world.recv_parcel(1, 0, Box())
-    world.write((0, OFFER, Channel.OBJECTS.key(0), 100, 7, 0))
+    world.write((0, OFFER, MessageSpace.OBJECTS.key(0), 100, 7, 0))
     world.write((0, DATA, 0, 0, 7, 0), LINE)
     world.step(1)
     (error,) = world.errors
@@ -394,7 +394,7 @@ def test_an_ident_that_is_in_use() -> None:
     world = World()
     for tag in (1, 2):
         world.recv_parcel(1, 0, Box(), tag)
-        world.write((0, OFFER, Channel.OBJECTS.key(tag), 100, 7, 0), LINE * (tag - 1))
+        world.write((0, OFFER, MessageSpace.OBJECTS.key(tag), 100, 7, 0), LINE * (tag - 1))
     world.step(1)
     (error,) = world.errors
     assert isinstance(error, BackendError)

@@ -19,7 +19,7 @@ from asynccomm.backends.shm.lowering import start
 from asynccomm.errors import CollectiveMismatchError
 from asynccomm.ops import Call, Parcel
 from asynccomm.ops.reduce_op import ReduceOp
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 
 from .calls import DTYPES, KINDS, copied, legal, make, values
 from .world import boards, interleave, submission
@@ -59,7 +59,7 @@ def test_any_sequence_in_any_interleaving(seed: int, size: int, kinds: list[str]
             [
                 make(
                     kind,
-                    Group("t", rank, size, torch.device("cpu")),
+                    CommInfo("t", rank, size, torch.device("cpu")),
                     n,
                     root,
                     op,
@@ -81,7 +81,7 @@ def test_every_reduction_of(dtype: torch.dtype, kind: str, whole: int) -> None:
     reductions = [getattr(ReduceOp, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")]
     reductions = [op for op in [*reductions, ReduceOp.PREMUL_SUM(2)] if legal(op, dtype)]
     for size in (1, 2, 3):
-        groups = [Group("t", rank, size, torch.device("cpu")) for rank in range(size)]
+        groups = [CommInfo("t", rank, size, torch.device("cpu")) for rank in range(size)]
         calls = [
             [make(kind, g, 700, 0, op, lambda n: values(n, dtype, False, choose)) for g in groups] for op in reductions
         ]
@@ -90,7 +90,7 @@ def test_every_reduction_of(dtype: torch.dtype, kind: str, whole: int) -> None:
 
 def test_one_byte_floats_are_moved() -> None:
     choose = random.Random(1)
-    groups = [Group("t", rank, 3, torch.device("cpu")) for rank in range(3)]
+    groups = [CommInfo("t", rank, 3, torch.device("cpu")) for rank in range(3)]
     new = lambda n: values(n, torch.float32, False, choose).to(torch.float8_e4m3fn)  # noqa: E731
     calls = [[make("all_gather", g, 2000, 0, ReduceOp.SUM, new) for g in groups]]
     expected = [copied(call) for call in calls[0]]
@@ -109,7 +109,7 @@ def test_all_ranks_get_the_same_bits(dtype: torch.dtype, kind: ReduceOp, n: int)
     size = 5
     tensors = [torch.randn(n).to(dtype) * 10.0 ** (rank - 2) for rank in range(size)]
     exact = torch.stack([t.to(torch.float64) for t in tensors]).sum(0)
-    calls = [ops.AllReduce.of(Group("t", r, size, torch.device("cpu")), t, kind) for r, t in enumerate(tensors)]
+    calls = [ops.AllReduce.of(CommInfo("t", r, size, torch.device("cpu")), t, kind) for r, t in enumerate(tensors)]
     interleave(boards(size), [[submission(call, 0)] for call in calls], 512, choose)
     for tensor in tensors[1:]:
         assert torch.equal(tensor, tensors[0])
@@ -120,7 +120,9 @@ def test_all_ranks_get_the_same_bits(dtype: torch.dtype, kind: ReduceOp, n: int)
 def test_half_types_are_added_in_single_precision() -> None:
     size = 4  # each 1 would be lost one by one beside 2048 in float16
     tensors = [torch.full((3,), value, dtype=torch.float16) for value in (2048.0, 1.0, 1.0, 2.0)]
-    calls = [ops.AllReduce.of(Group("t", r, size, torch.device("cpu")), t, ReduceOp.SUM) for r, t in enumerate(tensors)]
+    calls = [
+        ops.AllReduce.of(CommInfo("t", r, size, torch.device("cpu")), t, ReduceOp.SUM) for r, t in enumerate(tensors)
+    ]
     interleave(boards(size), [[submission(call, 0)] for call in calls], 512, random.Random(1))
     assert tensors[3].tolist() == [2052.0] * 3
 
@@ -128,7 +130,7 @@ def test_half_types_are_added_in_single_precision() -> None:
 @pytest.mark.parametrize("n", [3, 3000])
 def test_in_place_forms(n: int) -> None:
     size = 3
-    groups = [Group("t", rank, size, torch.device("cpu")) for rank in range(size)]
+    groups = [CommInfo("t", rank, size, torch.device("cpu")) for rank in range(size)]
     gathered = [torch.full((size * n,), -1.0) for _ in range(size)]
     for rank in range(size):
         gathered[rank][rank * n : (rank + 1) * n] = torch.arange(n) + 1000.0 * rank
@@ -155,7 +157,7 @@ def test_overlapping_memory_is_cloned(n: int) -> None:
     size = 2
     memory = [torch.arange(2 * n + 1) + 100_000.0 * rank for rank in range(size)]
     before = [m.clone() for m in memory]
-    groups = [Group("t", rank, size, torch.device("cpu")) for rank in range(size)]
+    groups = [CommInfo("t", rank, size, torch.device("cpu")) for rank in range(size)]
     calls = [ops.AllToAllSingle.of(g, memory[g.rank][1:], memory[g.rank][: 2 * n]) for g in groups]
     interleave(boards(size), [[submission(call, 0)] for call in calls], 0, random.Random(3))
     for rank in range(size):
@@ -169,8 +171,8 @@ def run(calls: list[Call], *, chunk: int = 1024, whole: int = 512, seed: int = 4
     return world
 
 
-def groups_of(size: int) -> list[Group]:
-    return [Group("t", rank, size, torch.device("cpu")) for rank in range(size)]
+def groups_of(size: int) -> list[CommInfo]:
+    return [CommInfo("t", rank, size, torch.device("cpu")) for rank in range(size)]
 
 
 @pytest.mark.parametrize("n", [3, 3000])
@@ -366,8 +368,8 @@ def test_all_to_all_of_sizes_that_do_not_fit(sent: int) -> None:
     assert error.other_op == f"all_to_all(float32, sends {sent} elements to rank 2)"
 
 
-def _mismatch(mine: Callable[[Group], Call], theirs: Callable[[Group], Call]) -> CollectiveMismatchError:
-    groups = [Group("t", rank, 2, torch.device("cpu")) for rank in range(2)]
+def _mismatch(mine: Callable[[CommInfo], Call], theirs: Callable[[CommInfo], Call]) -> CollectiveMismatchError:
+    groups = [CommInfo("t", rank, 2, torch.device("cpu")) for rank in range(2)]
     programs: list[list[Submission]] = [[submission(mine(groups[0]), 7)], [submission(theirs(groups[1]), 7)]]
     with pytest.raises(CollectiveMismatchError) as caught:
         interleave(boards(2), programs, 1024, random.Random(0))
@@ -445,7 +447,7 @@ def test_a_differing_operation_is_named_not_mixed_up(mine: Any, theirs: Any, wor
 
 def test_a_root_runs_ahead_as_far_as_there_are_banks() -> None:
     world = boards(2, banks=4)
-    groups = [Group("t", rank, 2, torch.device("cpu")) for rank in range(2)]
+    groups = [CommInfo("t", rank, 2, torch.device("cpu")) for rank in range(2)]
     for i in range(4):
         tensor = torch.full((5,), float(i))
         assert list(start(world[0], submission(ops.Broadcast.of(groups[0], tensor, 0), i), 0)) == []

@@ -18,7 +18,7 @@ from asynccomm.errors import BackendError, BrokenError, PayloadError
 from asynccomm.ops import Call, Parcel, Parcels
 from asynccomm.ops.parcels import MAX_HEAD
 from asynccomm.ops.reduce_op import ReduceOp
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 
 from .test_algorithms import finish
 from .world import boards, interleave, submission
@@ -129,7 +129,7 @@ def test_any_sequence_in_any_interleaving(seed: int, size: int, forms: list[str]
         for rank, program in enumerate(programs):
             call = Call(op, (), (), None, parcels=parcels[rank], place=places[rank] if op.takes(rank) else None)
             program.append(submission(call, len(program)))
-            group = Group("t", rank, size, torch.device("cpu"))
+            group = CommInfo("t", rank, size, torch.device("cpu"))
             program.append(submission(ops.AllReduce.of(group, totals[rank], ReduceOp.SUM), len(program)))
     kept = [list(program) for program in programs]
     world = boards(size, chunk)
@@ -192,7 +192,7 @@ def test_a_refused_payload_is_thrown_away_and_the_next_operation_works(
     op = FORMS[form](0)
     parcels = [given_by(op, r, size, lambda: parcel(payload, 20, choose)) for r in range(size)]
     places = [Placed(choose), Placed(choose, raised), Placed(choose)]
-    groups = [Group("t", rank, size, torch.device("cpu")) for rank in range(size)]
+    groups = [CommInfo("t", rank, size, torch.device("cpu")) for rank in range(size)]
     totals = [torch.ones(40) for _ in range(size)]
     programs = [
         [

@@ -19,7 +19,7 @@ from asynccomm.backends.shm.endpoint import CLEAR, DATA, OFFER, SHORT
 from asynccomm.backends.shm.iovec import address_of
 from asynccomm.backends.shm.receives import ParcelArrival, TensorArrival
 from asynccomm.errors import BackendError, PayloadError, PeerLostError
-from asynccomm.ops import Channel
+from asynccomm.ops import MessageSpace
 from asynccomm.ops.parcels import MAX_HEAD
 from asynccomm.ops.validation import MAX_TAG
 from asynccomm.testing.conformance.data import DTYPES, layouts, sample
@@ -139,7 +139,7 @@ def test_nothing_keeps_the_segment_once_it_is_dropped() -> None:
 def test_channels_and_tags_do_not_mix(nbytes: int, early: bool) -> None:
     """Also where tags of one channel are larger than the keys of another would be without the channel."""
     world = World(2, 4096)
-    keys = [(channel, tag) for channel in list(Channel)[1:] for tag in (0, 1, MAX_TAG)]
+    keys = [(channel, tag) for channel in list(MessageSpace)[1:] for tag in (0, 1, MAX_TAG)]
     boxes = [Box() for _ in keys]
     tensors = {tag: torch.zeros(nbytes, dtype=torch.uint8) for tag in (0, 1, MAX_TAG)}
 
@@ -192,9 +192,9 @@ def test_no_parcel_is_on_the_channel_of_tensors(side: str) -> None:
     world = World()
     with pytest.raises(AssertionError, match="would meet tensors"):
         if side == "send":
-            world.send_parcel(0, 1, b"", channel=Channel.TENSORS)
+            world.send_parcel(0, 1, b"", channel=MessageSpace.TENSORS)
         else:
-            world.recv_parcel(0, 1, Box(), channel=Channel.TENSORS)
+            world.recv_parcel(0, 1, Box(), channel=MessageSpace.TENSORS)
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["posted", "early"])
@@ -391,7 +391,7 @@ def test_strided_memory_is_written_at_the_end_and_not_where_a_payload_was_refuse
 
 # -- what others have written -----------------------------------------------------------------------------------------
 
-OBJECTS = Channel.OBJECTS.key(0)
+OBJECTS = MessageSpace.OBJECTS.key(0)
 
 
 @pytest.mark.parametrize("posted", [False, True])
@@ -507,7 +507,7 @@ def test_random_parcels_and_tensors(data: st.DataObject) -> None:
     rank = st.integers(0, size - 1)
     keys = data.draw(
         st.lists(
-            st.tuples(st.sampled_from(list(Channel)), st.sampled_from([0, 5, MAX_TAG])),
+            st.tuples(st.sampled_from(list(MessageSpace)), st.sampled_from([0, 5, MAX_TAG])),
             min_size=1,
             max_size=3,
             unique=True,
@@ -515,9 +515,11 @@ def test_random_parcels_and_tensors(data: st.DataObject) -> None:
         label="keys",
     )
     moves = st.tuples(st.sampled_from(["send", "recv", "any", "step"]), rank, rank, st.sampled_from(keys))
-    sent: defaultdict[tuple[int, int, tuple[Channel, int]], list[Sent]] = defaultdict(list)
-    placed: defaultdict[tuple[int, tuple[Channel, int]], list[Taker]] = defaultdict(list)  # in order, by destination
-    receives: list[tuple[Submission, Taker | Tensor, int, tuple[Channel, int], int | None]] = []
+    sent: defaultdict[tuple[int, int, tuple[MessageSpace, int]], list[Sent]] = defaultdict(list)
+    placed: defaultdict[tuple[int, tuple[MessageSpace, int]], list[Taker]] = defaultdict(
+        list
+    )  # in order, by destination
+    receives: list[tuple[Submission, Taker | Tensor, int, tuple[MessageSpace, int], int | None]] = []
     for what, one, other, key in data.draw(st.lists(moves, max_size=80), label="moves"):
         channel, tag = key
         if what == "step":
@@ -547,7 +549,7 @@ def test_random_parcels_and_tensors(data: st.DataObject) -> None:
     done = {id(submission) for submission in world.done}
     assert len(done) == len(world.done), "something was done twice"
 
-    order: defaultdict[tuple[int, int, tuple[Channel, int]], list[Taker | Tensor]] = defaultdict(list)
+    order: defaultdict[tuple[int, int, tuple[MessageSpace, int]], list[Taker | Tensor]] = defaultdict(list)
     for (destination, key), takers in placed.items():
         for taker in takers:
             order[taker.source, destination, key].append(taker)

@@ -14,7 +14,7 @@ from asynccomm.backends.shm.layout import rounded_up
 from asynccomm.backends.shm.schedule import part_of
 from asynccomm.ops import AllToAll
 from asynccomm.ops.reduce_op import ReduceOp
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 
 from .calls import DTYPES, KINDS, legal, make, values
 from .world import boards, submission
@@ -33,7 +33,7 @@ def test_a_part_keeps_to_its_place(kind: str, size: int) -> None:
                 continue
             world = boards(size, chunk=16384)
             for board in world:
-                group = Group("t", board.rank, size, torch.device("cpu"))
+                group = CommInfo("t", board.rank, size, torch.device("cpu"))
                 new = partial(values, dtype=dtype, strided=False, choose=choose)
                 call = make(kind, group, 50, 0, op, new)
                 if isinstance(call.op, AllToAll):
@@ -60,7 +60,7 @@ def tensors_of(n: int) -> list[Tensor]:
 def test_a_part_keeps_the_memory_it_uses(kind: str) -> None:
     n = 100_000
     (board,) = boards(1, chunk=1 << 20)
-    group = Group("t", 0, 1, torch.device("cpu"))
+    group = CommInfo("t", 0, 1, torch.device("cpu"))
     source, out = tensors_of(n)
     call = {
         "all_reduce": lambda: ops.AllReduce.of(group, source, ReduceOp.SUM, out),

@@ -11,45 +11,45 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asynccomm.batching.ordering.codec import (
-    CUT,
+    BATCH_END,
     FULL,
     MAX_RUN,
     MAX_TAG,
     MAX_TEXT,
     MISMATCH,
-    Book,
     GarbledError,
+    MessageReader,
+    MessageWriter,
     Mismatch,
-    Notice,
-    Reader,
-    Writer,
-    notice,
+    OpRequest,
+    ResponseCache,
+    op_request,
 )
 
 u64 = st.integers(0, 2**64 - 1)
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
-notices: st.SearchStrategy[Notice] = st.tuples(texts, st.tuples(u64, u64), texts, st.integers(0, 2**63 - 1))
+notices: st.SearchStrategy[OpRequest] = st.tuples(texts, st.tuples(u64, u64), texts, st.integers(0, 2**63 - 1))
 ids = st.one_of(st.integers(0, 100), st.integers(0, 2**40))
 
 
-def plain(number: int = 0) -> Notice:
+def plain(number: int = 0) -> OpRequest:
     return (f"tag {number}", (number, 0), "text", 8)
 
 
 def written(*numbers: int) -> bytes:
-    writer = Writer()
+    writer = MessageWriter()
     for number in numbers:
         writer.known(number)
     return writer.written()
 
 
 def read(message: bytes) -> list[int]:
-    return list(Reader(message))
+    return list(MessageReader(message))
 
 
 @given(st.lists(st.one_of(ids, st.tuples(ids, st.integers(0, 3 * MAX_RUN)), notices, st.just("cut")), max_size=30))
-def test_what_is_written_is_read(script: list[int | tuple[int, int] | Notice | str]) -> None:
-    writer = Writer()
+def test_what_is_written_is_read(script: list[int | tuple[int, int] | OpRequest | str]) -> None:
+    writer = MessageWriter()
     expected: list[object] = []
     for entry in script:
         match entry:
@@ -62,28 +62,28 @@ def test_what_is_written_is_read(script: list[int | tuple[int, int] | Notice | s
                     expected.append(number)
             case "cut":
                 writer.cut()
-                expected.append(CUT)
+                expected.append(BATCH_END)
             case _:
                 writer.announced(entry)
                 expected.append(entry)
-    reader = Reader(writer.written())
+    reader = MessageReader(writer.written())
     assert [reader.announced() if token == FULL else token for token in reader] == expected
 
 
 @given(st.lists(texts, max_size=5))
 def test_decisions_in_full_are_tags(tags: list[str]) -> None:
-    writer = Writer()
+    writer = MessageWriter()
     for tag in tags:
         writer.decided(tag)
-    reader = Reader(writer.written())
+    reader = MessageReader(writer.written())
     assert [(token, reader.tag()) for token in reader] == [(FULL, tag) for tag in tags]
 
 
 @given(texts, st.integers(0, 2**31), texts, st.integers(0, 2**31), texts)
 def test_a_mismatch_travels_whole(tag: str, rank: int, text: str, other: int, other_text: str) -> None:
-    writer = Writer()
+    writer = MessageWriter()
     writer.mismatch(Mismatch(tag, rank, text, other, other_text))
-    reader = Reader(writer.written())
+    reader = MessageReader(writer.written())
     assert next(iter(reader)) == MISMATCH
     assert reader.mismatch().args == (tag, rank, text, other, other_text)
 
@@ -106,25 +106,25 @@ def test_known_operations_take_a_byte_each_or_less() -> None:
 def test_long_texts_are_cut_and_long_tags_refused() -> None:
     tag = "é" * (MAX_TAG // 2)
     text = "😀" * (MAX_TEXT + 1)
-    said = notice(tag, (1, 2), text, 3)
+    said = op_request(tag, (1, 2), text, 3)
     assert said == (tag, (1, 2), text[: MAX_TEXT - 3] + "...", 3)
-    assert notice(tag, (1, 2), text[:-1], 3)[2] == text[:-1]
-    writer = Writer()
-    writer.announced(notice(tag, (1, 2), text[:-1], 3))  # the largest there is
-    reader = Reader(writer.written())
+    assert op_request(tag, (1, 2), text[:-1], 3)[2] == text[:-1]
+    writer = MessageWriter()
+    writer.announced(op_request(tag, (1, 2), text[:-1], 3))  # the largest there is
+    reader = MessageReader(writer.written())
     assert [reader.announced() for _ in reader] == [(tag, (1, 2), text[:-1], 3)]
     with pytest.raises(ValueError, match="at most 1024 bytes in UTF-8, got 1025"):
-        notice(tag + "a", (1, 2), "", 3)
+        op_request(tag + "a", (1, 2), "", 3)
 
 
 def test_half_a_character_in_a_text_is_no_reason_to_fail() -> None:
     with pytest.raises(ValueError, match="surrogates"):
-        notice("\udcff", (1, 2), "", 3)
-    writer = Writer()
-    writer.announced(notice("tag", (1, 2), "all\udcff_reduce", 3))
-    reader = Reader(writer.written())
+        op_request("\udcff", (1, 2), "", 3)
+    writer = MessageWriter()
+    writer.announced(op_request("tag", (1, 2), "all\udcff_reduce", 3))
+    reader = MessageReader(writer.written())
     assert [reader.announced()[2] for _ in reader] == ["all?_reduce"]
-    reader = Reader(writer.written().replace(b"?", b"\xff"))
+    reader = MessageReader(writer.written().replace(b"?", b"\xff"))
     assert [reader.announced()[2] for _ in reader] == ["all\N{REPLACEMENT CHARACTER}_reduce"]
 
 
@@ -162,7 +162,7 @@ def test_any_bytes_are_read_or_refused(message: bytes) -> None:
 
 def read_all(message: bytes) -> int:
     """How many tokens it has."""
-    reader = Reader(message)
+    reader = MessageReader(message)
     count = 0
     for token in reader:
         count += 1
@@ -174,7 +174,7 @@ def read_all(message: bytes) -> int:
 
 
 def test_a_book_forgets_the_oldest() -> None:
-    book = Book(3)
+    book = ResponseCache(3)
     for number in range(5):
         book.add(plain(number))
     assert book.end == 5
@@ -187,7 +187,7 @@ def test_a_book_forgets_the_oldest() -> None:
 
 
 def test_a_second_id_outlives_the_first() -> None:
-    book = Book(2)
+    book = ResponseCache(2)
     for said in (plain(7), plain(8), plain(7), plain(9)):
         book.add(said)
     assert book.ids == {plain(7): 2, plain(9): 3}
@@ -195,7 +195,7 @@ def test_a_second_id_outlives_the_first() -> None:
 
 @given(st.lists(st.integers(0, 6), max_size=30), st.lists(st.integers(0, 6), max_size=10))
 def test_what_a_longer_book_must_have_too(said: list[int], unheard: list[int]) -> None:
-    behind = Book(4)
+    behind = ResponseCache(4)
     for number in said:
         behind.add(plain(number))
     ahead = copy.deepcopy(behind)

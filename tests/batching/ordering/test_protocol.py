@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asynccomm.batching.ordering.codec import MAX_TAG, MAX_TEXT, GarbledError, Mismatch, Writer
-from asynccomm.batching.ordering.protocol import Council, Voice
+from asynccomm.batching.ordering.codec import MAX_TAG, MAX_TEXT, GarbledError, MessageWriter, Mismatch
+from asynccomm.batching.ordering.protocol import Announcer, OrderCoordinator
 
 Item = tuple[str, int]  # tag, and the how-manieth under it
 
@@ -27,8 +27,8 @@ class World:
 
     def __init__(self, size: int, max_ops: int | None = None, max_bytes: int | None = None, **capacity: int) -> None:
         self.size = size
-        self.voices = [Voice[Item](**capacity) for _ in range(size)]
-        self.council = Council(size, max_ops, max_bytes, **capacity)
+        self.voices = [Announcer[Item](**capacity) for _ in range(size)]
+        self.council = OrderCoordinator(size, max_ops, max_bytes, **capacity)
         self.up: list[deque[bytes]] = [deque() for _ in range(size)]
         self.down: list[deque[bytes]] = [deque() for _ in range(size)]
         self.heard: list[list[list[Item]]] = [[] for _ in range(size)]
@@ -423,7 +423,7 @@ def test_a_text_is_no_reason_to_keep_much() -> None:
 
 
 def test_a_tag_that_cannot_be_sent_is_refused_when_it_is_issued() -> None:
-    voice = Voice[None]()
+    voice = Announcer[None]()
     for tag in ("x" * (MAX_TAG + 1), "\ud800"):
         with pytest.raises(ValueError):
             voice.issue(tag, (1, 2), "op", 8, None)
@@ -432,7 +432,7 @@ def test_a_tag_that_cannot_be_sent_is_refused_when_it_is_issued() -> None:
 
 
 def decision(*tokens: int | str) -> bytes:
-    writer = Writer()
+    writer = MessageWriter()
     for token in tokens:
         if token == "cut":
             writer.cut()

@@ -42,8 +42,8 @@ from asynccomm.backends import registry
 from asynccomm.backends.base import Submission
 from asynccomm.backends.loopback import Hub, LoopbackBackend
 from asynccomm.batching.ordering import transport as module
-from asynccomm.batching.ordering.codec import Writer
-from asynccomm.ops import Call, Channel, Op, Parcel, Recv, RecvParcel, SendParcel
+from asynccomm.batching.ordering.codec import MessageWriter
+from asynccomm.ops import Call, MessageSpace, Op, Parcel, Recv, RecvParcel, SendParcel
 from tests.backends.nccl import simulation
 from tests.waiting import until
 
@@ -1052,7 +1052,7 @@ def test_a_killed_rank_is_lost_to_the_others(tmp_path: Path, victim: int) -> Non
 
 
 def decided(tag: str) -> bytes:
-    writer = Writer()
+    writer = MessageWriter()
     writer.decided(tag)
     return writer.written()
 
@@ -1070,7 +1070,7 @@ NONSENSE: dict[str, Parcel] = {
 
 def push(comm: Comm, peer: int, parcel: Parcel) -> None:
     """Send ``parcel`` as the agreement would."""
-    op = SendParcel("agree", peer, module._TAG, Channel.INTERNAL)
+    op = SendParcel("agree", peer, module._TAG, MessageSpace.INTERNAL)
     session = comm._session
     work: Work[Any] = Work(op, 0, session.mailbox, value=None, timeout=math.inf, on_settled=lambda _: None)
     comm.unsafe_get_backend().submit((Submission(Call(op, (), (), None, parcels=(parcel,)), work),))

@@ -18,20 +18,20 @@ from torch import Tensor
 from asynccomm import Comm
 from asynccomm.comm.methods.collectives import Collectives
 from asynccomm.comm.methods.lists import CoalescedCollectives
-from asynccomm.comm.methods.p2p import Messages
-from asynccomm.comm.methods.variable import UnevenCollectives
+from asynccomm.comm.methods.p2p import P2P
+from asynccomm.comm.methods.variable import VariableCollectives
 from asynccomm.ops import Call
-from asynccomm.ops.validation import Group
+from asynccomm.ops.validation import CommInfo
 
 SIZE = 3
 RANK = 1
-GROUP = Group("grads", RANK, SIZE, torch.device("cpu"))
+GROUP = CommInfo("grads", RANK, SIZE, torch.device("cpu"))
 
 
-class Recorder(Collectives, UnevenCollectives, CoalescedCollectives, Messages):
+class Recorder(Collectives, VariableCollectives, CoalescedCollectives, P2P):
     """All methods; each gives the call, or the calls, that a comm would send."""
 
-    def __init__(self, group: Group = GROUP) -> None:
+    def __init__(self, group: CommInfo = GROUP) -> None:
         self._group = group
 
     def _submit(self, call: Call, timeout: Any, hints: Mapping[str, str] | None, tag: str | None = None) -> Any:

@@ -14,13 +14,13 @@ import torch
 from asynccomm import AbortedError, ClosedError, CollectiveTimeoutError, Comm
 from asynccomm.comm.methods.collectives import Collectives
 from asynccomm.comm.methods.lists import CoalescedCollectives
-from asynccomm.comm.methods.p2p import Messages
-from asynccomm.comm.methods.variable import UnevenCollectives
-from asynccomm.ops import Together
+from asynccomm.comm.methods.p2p import P2P
+from asynccomm.comm.methods.variable import VariableCollectives
+from asynccomm.ops import GroupedOp
 from asynccomm.testing.local import loopback_world
 from tests.comm.methods.argument_matrix import GOOD, RANK, WRONG, good, t
 
-THEMES = (Collectives, UnevenCollectives, CoalescedCollectives, Messages)
+THEMES = (Collectives, VariableCollectives, CoalescedCollectives, P2P)
 
 
 def public(cls: type) -> list[str]:
@@ -121,7 +121,7 @@ async def test_works_carry_numbers_and_descriptions(comms: list[Comm], use: Call
     comm = comms[RANK]
     work = use(comm)
     assert work.seq == 0
-    parts = len(work.op.ops) if isinstance(work.op, Together) else 1
+    parts = len(work.op.ops) if isinstance(work.op, GroupedOp) else 1
     assert comm.statistics().submitted == comm.statistics().in_flight == parts
     again = use(comm)
     assert again.seq == parts
@@ -136,8 +136,8 @@ async def test_works_carry_numbers_and_descriptions(comms: list[Comm], use: Call
 async def test_one_call_is_no_batch() -> None:
     async with loopback_world(1) as (comm,):
         work = comm.all_reduce_coalesced([t(2), t(3)])
-        assert not isinstance(work.op, Together)
+        assert not isinstance(work.op, GroupedOp)
         work = comm.all_reduce_coalesced([t(2), t(3, dtype=torch.int8)])
-        assert isinstance(work.op, Together)
+        assert isinstance(work.op, GroupedOp)
         assert comm.statistics().submitted == 3
         await work

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asynccomm import AbortedError, ClosedError, CollectiveMismatchError, CollectiveTimeoutError
-from asynccomm.ops import Recv, Send, Together
+from asynccomm.ops import GroupedOp, Recv, Send
 from asynccomm.testing.local import loopback_world
 
 F = torch.float32
@@ -124,7 +124,7 @@ async def test_one_work_of_all_tensors_in_the_order_of_recording() -> None:
         batch.send(sent, 1)
         batch.recv(second, 1, 8)
         work = batch.issue()
-        assert isinstance(work.op, Together)
+        assert isinstance(work.op, GroupedOp)
         assert list(work.op.ops) == batch.ops
         assert a.statistics()[:3] == (3, 3, 28)
         await asyncio.gather(b.send(full(5), 0, 7), b.recv(full(0), 0))

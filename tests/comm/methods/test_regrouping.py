@@ -25,7 +25,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         calls.append(arguments)
         raise Asked
 
-    monkeypatch.setattr(module, "regroup", regroup)
+    monkeypatch.setattr(module, "reconfigure", regroup)
     return calls
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from asynccomm import Comm, PayloadError
 from asynccomm.ops import Call, Parcel, Parcels
-from asynccomm.serialization.objects import Kind, encode, seal
+from asynccomm.serialization.objects import PayloadKind, encode, pack_value
 from asynccomm.testing.local import loopback_world
 
 
@@ -208,7 +208,7 @@ def give(comm: Comm, head: bytes, *tensors: torch.Tensor) -> None:
 async def test_garbage_is_a_payload_error(value: object) -> None:
     async with loopback_world(2) as (a, b):
         target = torch.zeros(2)
-        give(a, seal(Kind.STATE, value), torch.ones(2))
+        give(a, pack_value(PayloadKind.STATE, value), torch.ones(2))
         with pytest.raises(PayloadError, match="rank 0"):
             await b.broadcast_state({"x": target}, 0)
         assert target.tolist() == [0, 0]
@@ -218,7 +218,7 @@ async def test_garbage_is_a_payload_error(value: object) -> None:
 
 async def test_other_kinds_are_refused() -> None:
     async with loopback_world(2) as (a, b):
-        give(a, encode(Kind.OBJECT, 1).head)
+        give(a, encode(PayloadKind.OBJECT, 1).head)
         with pytest.raises(PayloadError, match="sent by send_object"):
             await b.broadcast_state({}, 0)
 
@@ -226,7 +226,7 @@ async def test_other_kinds_are_refused() -> None:
 async def test_a_payload_of_another_length() -> None:
     async with loopback_world(2) as (a, b):
         target = torch.zeros(2)
-        give(a, seal(Kind.STATE, (["x"], [0], [(8, (2,))])), torch.ones(3))
+        give(a, pack_value(PayloadKind.STATE, (["x"], [0], [(8, (2,))])), torch.ones(3))
         with pytest.raises(PayloadError, match="rank 0 sent 12 bytes where 8 fit"):
             await b.broadcast_state({"x": target}, 0)
         assert target.tolist() == [0, 0]

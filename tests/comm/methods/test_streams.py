@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from asynccomm import AbortedError, ClosedError, CollectiveTimeoutError, Comm, PayloadError
-from asynccomm.ops import Call, Channel, SendParcel
-from asynccomm.serialization.objects import Kind, encode
+from asynccomm.ops import Call, MessageSpace, SendParcel
+from asynccomm.serialization.objects import PayloadKind, encode
 from asynccomm.testing.local import loopback_world
 
 
@@ -202,7 +202,7 @@ async def test_trust() -> None:
 
 async def test_other_kinds_are_refused() -> None:
     async with loopback_world(2) as (a, b):
-        call = Call(SendParcel("x", 1, 0, Channel.STREAMS), (), (), None, parcels=(encode(Kind.OBJECT, 1),))
+        call = Call(SendParcel("x", 1, 0, MessageSpace.STREAMS), (), (), None, parcels=(encode(PayloadKind.OBJECT, 1),))
         a._submit(call, None, None)
         a.sink(1).put(2)
         stream = b.stream(0)
@@ -213,8 +213,8 @@ async def test_other_kinds_are_refused() -> None:
 
 async def test_an_end_that_is_too_large_is_refused() -> None:
     async with loopback_world(2) as (a, b):
-        parcel = encode(Kind.FAILURE, "x" * 10_000)
-        a._submit(Call(SendParcel("x", 1, 0, Channel.STREAMS), (), (), None, parcels=(parcel,)), None, None)
+        parcel = encode(PayloadKind.FAILURE, "x" * 10_000)
+        a._submit(Call(SendParcel("x", 1, 0, MessageSpace.STREAMS), (), (), None, parcels=(parcel,)), None, None)
         with pytest.raises(PayloadError, match="max_bytes is 5000"):
             await anext(b.stream(0, max_bytes=5000))
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from asynccomm import CollectiveMismatchError, Comm
-from asynccomm.ops import Op, Together
+from asynccomm.ops import GroupedOp, Op
 from tests.comm.methods.argument_matrix import COLLECTIVES, RANK, on_all, t
 
 collectives = pytest.mark.parametrize("use", list(COLLECTIVES.values()), ids=list(COLLECTIVES))
@@ -25,7 +25,7 @@ OTHERS |= {"split", "dup", "subgroups", "subgroups_by_enumeration", "intra_node"
 
 
 def ops_of(work: Any) -> list[Op]:
-    return list(work.op.ops) if isinstance(work.op, Together) else [work.op]
+    return list(work.op.ops) if isinstance(work.op, GroupedOp) else [work.op]
 
 
 def test_every_collective_takes_a_tag() -> None:

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from asynccomm import Comm, PayloadError, Work
-from asynccomm.comm.methods.parcels import Terms
-from asynccomm.comm.methods.tensor_dicts import _DictInbox
+from asynccomm.comm.methods.parcels import ReceivePolicy
+from asynccomm.comm.methods.tensor_dicts import _DictReceiver
 from asynccomm.ops import Call, Parcel, SendParcel
-from asynccomm.ops.validation import Group
-from asynccomm.serialization.tensor_dicts import ReceivedSchemas, SentSchemas, describe
+from asynccomm.ops.validation import CommInfo
+from asynccomm.serialization.tensor_dicts import ReceiverSchemaCache, SenderSchemaCache, describe
 from asynccomm.testing.local import loopback_world
 from tests.waiting import until
 
@@ -93,10 +93,10 @@ async def test_to_oneself() -> None:
 
 
 def test_a_tensor_lands_on_the_device_if_it_comes_from_one() -> None:
-    sender, receiver = Group("x", 0, 2, torch.device("cuda")), Group("x", 1, 2, torch.device("meta"))
+    sender, receiver = CommInfo("x", 0, 2, torch.device("cuda")), CommInfo("x", 1, 2, torch.device("meta"))
     described = describe({"c": torch.ones(2), "g": torch.ones(3).as_subclass(OnGPU)}, sender.device)
-    inbox = _DictInbox("recv_tensor_dict", receiver, 0, Terms(True, 1000), ReceivedSchemas(), None)
-    with SentSchemas().heading((1, 0), described.schema) as heading, torch.inference_mode():
+    inbox = _DictReceiver("recv_tensor_dict", receiver, 0, ReceivePolicy(True, 1000), ReceiverSchemaCache(), None)
+    with SenderSchemaCache().heading((1, 0), described.schema) as heading, torch.inference_mode():
         places = inbox(0, heading, {0: 20})
     assert [(t.device.type, t.shape) for t in places] == [("cpu", (2,)), ("meta", (3,))]
     assert not places[0].is_inference()

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as torch_c10d
 import asynccomm.compat.c10d as dist
 from asynccomm import BackendError, Comm, CommOptions, MemoryStore, new_comm
 from asynccomm.compat.c10d import create
-from asynccomm.compat.c10d.create import Plan, make_group, options_of
+from asynccomm.compat.c10d.create import BackendPlan, make_group, options_of
 from asynccomm.store.base import PrefixStore
 from tests.compat.c10d.worlds import alone, run_ranks
 
@@ -45,7 +45,7 @@ async def test_stores_by_group() -> None:
 
 async def test_names_in_use() -> None:
     async with alone() as pg:
-        plan = Plan(name="0", ranks=[0], rank=0, backend="loopback", store=MemoryStore(), timeout=LIMIT)
+        plan = BackendPlan(name="0", ranks=[0], rank=0, backend="loopback", store=MemoryStore(), timeout=LIMIT)
         with pytest.raises(ValueError, match="there is a group of the name '0' already"):
             await make_group(plan)
         assert dist._world.pg_names == {pg: "0"}

@@ -23,7 +23,7 @@ from asynccomm import AbortedError, BackendError, CollectiveTimeoutError, CommOp
 from asynccomm.comm import session
 from asynccomm.compat.c10d.fake import fake_comm
 from asynccomm.compat.c10d.process_group import ProcessGroup
-from asynccomm.compat.c10d.recorder import Recorder
+from asynccomm.compat.c10d.recorder import FlightRecorder
 from tests.compat.c10d.worlds import alone, run_ranks
 
 # older ones know the names of two backends, neither of which can be had here
@@ -300,7 +300,7 @@ async def test_a_group_of_several_comms() -> None:
         async with gpu:
             comms = {"cpu": other.comm(), "cuda": gpu}
             pg = ProcessGroup("x", "", [0], 0, "cpu:loopback,cuda:fake", one.config, comms, one.timeout)
-            recorder = Recorder()
+            recorder = FlightRecorder()
             recorder.attach(pg)
             await pg.comm("cpu").barrier()
             await pg.comm("cuda").barrier()

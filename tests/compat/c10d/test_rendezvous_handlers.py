@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as torch_c10d
 import asynccomm.compat.c10d as dist
 from asynccomm import MemoryStore, Store, StoreTimeoutError
 from asynccomm.compat.c10d import rendezvous_handlers
-from asynccomm.compat.c10d.rendezvous_handlers import Leaving, as_store
+from asynccomm.compat.c10d.rendezvous_handlers import LeaveOnExit, as_store
 
 LIMIT = timedelta(seconds=30)
 VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -136,23 +136,23 @@ async def test_the_host_may_wait_for_fewer() -> None:
         url = f"tcp://127.0.0.1:{port}"
         met = [dist.rendezvous(url, rank, 3, LIMIT) for rank in range(3)]
         store, _, _ = [await anext(each) for each in met][1]
-        leaving = asyncio.ensure_future(met[0].athrow(Leaving(2)))
+        leaving = asyncio.ensure_future(met[0].athrow(LeaveOnExit(2)))
         while await store.add(rendezvous_handlers.GONE_KEY, 0) < 1:
             await asyncio.sleep(0)
         assert not leaving.done()
-        for each in (met[1].athrow(Leaving(1)), leaving):  # others do not wait, but say so
-            with pytest.raises(Leaving):
+        for each in (met[1].athrow(LeaveOnExit(1)), leaving):  # others do not wait, but say so
+            with pytest.raises(LeaveOnExit):
                 await each
-        with pytest.raises(Leaving):
-            await met[2].athrow(Leaving(3))  # the store is gone
+        with pytest.raises(LeaveOnExit):
+            await met[2].athrow(LeaveOnExit(3))  # the store is gone
 
 
 async def test_the_host_may_wait_for_nobody() -> None:
     with free_port() as port:
         met = dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, 3, LIMIT)
         await anext(met)
-        with pytest.raises(Leaving):
-            await met.athrow(Leaving(1))
+        with pytest.raises(LeaveOnExit):
+            await met.athrow(LeaveOnExit(1))
 
 
 async def test_the_host_does_not_stay_for_ever(

@@ -10,7 +10,7 @@ import torch
 
 import asynccomm.compat.c10d as dist
 from asynccomm import AbortedError, WouldBlockError
-from asynccomm.compat.c10d.work import NOTHING, Nothing, Then
+from asynccomm.compat.c10d.work import NOTHING, NoopWork, ResultWork
 from tests.compat.c10d.worlds import alone, run_ranks
 
 
@@ -72,10 +72,10 @@ async def test_waiting_in_a_thread() -> None:
 async def test_what_follows_is_done_once() -> None:
     async with alone():
         calls = []
-        then = Then(dist.all_reduce(torch.ones(2)), lambda value: calls.append(value) or len(calls))
+        then = ResultWork(dist.all_reduce(torch.ones(2)), lambda value: calls.append(value) or len(calls))
         assert [await then, await then] == [1, 1]
         assert len(calls) == 1
 
 
 async def test_nothing_can_be_awaited_again_and_again() -> None:
-    assert [await NOTHING, await NOTHING, await Nothing(-1)] == [None, None, -1]
+    assert [await NOTHING, await NOTHING, await NoopWork(-1)] == [None, None, -1]

@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 
 from asynccomm.control.membership.coordinator import COMING, PATIENCE, TRIES, Coordinator
 from asynccomm.control.membership.messages import (
-    Again,
-    Committed,
-    Decided,
-    Decision,
+    Commit,
+    CoordinatorOrder,
+    Excluded,
+    Finalized,
     GarbledError,
-    LeftOut,
-    Order,
-    Over,
-    Refused,
-    Report,
-    State,
-    Who,
+    ParticipantId,
+    ParticipantState,
+    Prepare,
+    Rejected,
+    Retry,
+    StatusReport,
+    View,
     parse_order,
     report_message,
 )
@@ -40,41 +40,45 @@ class Chair:
         self.coordinator = Coordinator(by, self.ranks, **how)
         self.now = 100.0
 
-    def advance(self) -> list[tuple[Who, Order]]:
+    def advance(self) -> list[tuple[ParticipantId, CoordinatorOrder]]:
         return [(who, parse_order(said, self.ranks)) for who, said in self.coordinator.advance(self.now)]
 
-    def tell(self, who: Who, state: State, attempt: int = 0, **more: Any) -> list[tuple[Who, Order]]:
-        self.coordinator.hear(who, report_message(Report(state, attempt, **more)), self.now)
+    def tell(
+        self, who: ParticipantId, state: ParticipantState, attempt: int = 0, **more: Any
+    ) -> list[tuple[ParticipantId, CoordinatorOrder]]:
+        self.coordinator.hear(who, report_message(StatusReport(state, attempt, **more)), self.now)
         return self.advance()
 
-    def idle(self, *people: Who) -> list[tuple[Who, Order]]:
+    def idle(self, *people: ParticipantId) -> list[tuple[ParticipantId, CoordinatorOrder]]:
         for who in people:
             self.coordinator.hear(who, None, self.now)
         return self.advance()
 
-    def want(self, *people: Who, **more: Any) -> list[tuple[Who, Order]]:
-        return [said for who in people for said in self.tell(who, State.WANTS, **more)]
+    def want(self, *people: ParticipantId, **more: Any) -> list[tuple[ParticipantId, CoordinatorOrder]]:
+        return [said for who in people for said in self.tell(who, ParticipantState.WANTS, **more)]
 
-    def hold(self, state: State, decision: Decision, *people: Who) -> list[tuple[Who, Order]]:
+    def hold(
+        self, state: ParticipantState, decision: View, *people: ParticipantId
+    ) -> list[tuple[ParticipantId, CoordinatorOrder]]:
         return [said for who in people for said in self.tell(who, state, decision.attempt, decision=decision)]
 
-    def decide(self, *people: Who, **more: Any) -> Decision:
+    def decide(self, *people: ParticipantId, **more: Any) -> View:
         """All of them want; this is what comes of it."""
         said = self.want(*people, **more)
         assert said
         assert {who for who, _ in said} == set(people)
         assert len({order for _, order in said}) == 1
         order = said[0][1]
-        assert isinstance(order, Decided)
+        assert isinstance(order, Prepare)
         return order.decision
 
-    def later(self, seconds: float) -> list[tuple[Who, Order]]:
+    def later(self, seconds: float) -> list[tuple[ParticipantId, CoordinatorOrder]]:
         self.now += seconds
         return self.advance()
 
 
-def texts(said: list[tuple[Who, Order]]) -> list[str]:
-    return [order.why for _, order in said if isinstance(order, Again | Refused | LeftOut)]
+def texts(said: list[tuple[ParticipantId, CoordinatorOrder]]) -> list[str]:
+    return [order.why for _, order in said if isinstance(order, Retry | Rejected | Excluded)]
 
 
 def test_all_ask_are_prepared_take_it_and_may_leave() -> None:
@@ -86,15 +90,15 @@ def test_all_ask_are_prepared_take_it_and_may_leave() -> None:
     assert decision is not None
     assert decision.members == (0, 1, 2)
     assert decision.place == ["store", 3]  # as JSON carries it
-    assert chair.hold(State.JOINS, decision, 0, 1, 2) == []
-    assert chair.hold(State.PREPARED, decision, 0, 1) == []
+    assert chair.hold(ParticipantState.JOINS, decision, 0, 1, 2) == []
+    assert chair.hold(ParticipantState.PREPARED, decision, 0, 1) == []
     assert not chair.coordinator.committed
-    said = chair.hold(State.PREPARED, decision, 2)
+    said = chair.hold(ParticipantState.PREPARED, decision, 2)
     assert sorted(who for who, _ in said) == [0, 1, 2]
-    assert {order for _, order in said} == {Committed(decision.key)}
+    assert {order for _, order in said} == {Commit(decision.key)}
     assert chair.coordinator.committed
-    assert chair.hold(State.COMMITTED, decision, 0, 1) == []
-    assert chair.hold(State.COMMITTED, decision, 2) == [(who, Over(decision.key)) for who in range(3)]
+    assert chair.hold(ParticipantState.COMMITTED, decision, 0, 1) == []
+    assert chair.hold(ParticipantState.COMMITTED, decision, 2) == [(who, Finalized(decision.key)) for who in range(3)]
     assert chair.coordinator.due is None
 
 
@@ -104,7 +108,7 @@ def test_who_is_gone_is_not_waited_for() -> None:
     chair.coordinator.lost(1)
     assert chair.advance() == []
     chair.coordinator.left(2)
-    assert [(who, order.decision.members) for who, order in chair.advance() if isinstance(order, Decided)] == [
+    assert [(who, order.decision.members) for who, order in chair.advance() if isinstance(order, Prepare)] == [
         (0, (0, 3)),
         (3, (0, 3)),
     ]
@@ -122,9 +126,9 @@ def test_who_does_not_come_in_time_is_left_out_when_it_comes() -> None:
     decision = chair.coordinator.decision
     assert decision is not None
     assert chair.want(2) == []  # it may still be needed
-    said = chair.hold(State.PREPARED, decision, 0, 1)
+    said = chair.hold(ParticipantState.PREPARED, decision, 0, 1)
     assert texts(said) == ["the comm goes on as [0, 1]: it did not come in time"]
-    assert [who for who, order in said if isinstance(order, LeftOut)] == [2]
+    assert [who for who, order in said if isinstance(order, Excluded)] == [2]
 
 
 def test_who_comes_late_is_taken_in_if_it_has_to_be_tried_again() -> None:
@@ -132,8 +136,8 @@ def test_who_comes_late_is_taken_in_if_it_has_to_be_tried_again() -> None:
     chair.coordinator.silent(2)
     decision = chair.decide(0, 1)
     chair.want(2)
-    said = chair.tell(1, State.FAILED, decision=decision, why="no route")
-    assert said == [(who, Again(decision.key, 1, "no route")) for who in (0, 1)]
+    said = chair.tell(1, ParticipantState.FAILED, decision=decision, why="no route")
+    assert said == [(who, Retry(decision.key, 1, "no route")) for who in (0, 1)]
     said = chair.want(0, 1, attempt=1)
     assert {who for who, _ in said} == {0, 1, 2}
     again = chair.coordinator.decision
@@ -167,8 +171,8 @@ def test_proposals_that_differ_refuse_the_call_on_all_ranks() -> None:
     assert chair.want(0) == []
     said = chair.want(2, proposal=(2, 0))
     why = "rank 0 proposes [0, 1, 2], rank 2 proposes [2, 0]"
-    assert said == [(who, Refused(0, why, True)) for who in (0, 2)]
-    assert chair.want(1) == [(1, Refused(0, why, True))]  # its call belongs to theirs
+    assert said == [(who, Rejected(0, why, True)) for who in (0, 2)]
+    assert chair.want(1) == [(1, Rejected(0, why, True))]  # its call belongs to theirs
     assert chair.decide(0, 2, attempt=1, proposal=(2, 0)).members == (2, 0)
 
 
@@ -180,12 +184,12 @@ def test_a_refusal_is_also_for_those_who_were_told_again_and_have_not_asked_agai
     chair.advance()
     decision = chair.coordinator.decision
     assert decision is not None
-    chair.tell(1, State.FAILED, decision=decision, why="no route")
+    chair.tell(1, ParticipantState.FAILED, decision=decision, why="no route")
     chair.want(2)
     assert {order for _, order in chair.want(3, proposal=(3,))} == {
-        Refused(1, "rank 2 proposes [0, 1, 2, 3], rank 3 proposes [3]", True)
+        Rejected(1, "rank 2 proposes [0, 1, 2, 3], rank 3 proposes [3]", True)
     }
-    assert [type(order) for _, order in chair.want(0, attempt=1) + chair.want(1, attempt=1)] == [Refused, Refused]
+    assert [type(order) for _, order in chair.want(0, attempt=1) + chair.want(1, attempt=1)] == [Rejected, Rejected]
 
 
 def test_all_ranks_in_order_are_the_proposal_of_who_names_none() -> None:
@@ -203,8 +207,8 @@ def test_newcomers_come_in_where_they_are_proposed_and_nowhere_else() -> None:
     decision = chair.coordinator.decision
     assert decision is not None
     assert decision.members == proposal
-    said = chair.hold(State.PREPARED, decision, *proposal)
-    assert said[0] == ("stranger", LeftOut("the comm goes on as ['n', 1, 0]: rank 0 does not propose it"))
+    said = chair.hold(ParticipantState.PREPARED, decision, *proposal)
+    assert said[0] == ("stranger", Excluded("the comm goes on as ['n', 1, 0]: rank 0 does not propose it"))
 
 
 def test_newcomers_that_do_not_come_are_not_waited_for_as_long_as_ranks_are() -> None:
@@ -220,8 +224,8 @@ def test_newcomers_that_do_not_come_are_not_waited_for_as_long_as_ranks_are() ->
     assert decision is not None
     assert decision.members == (0, 1, 2)
     chair.want("n")
-    said = chair.hold(State.PREPARED, decision, 0, 1, 2)
-    assert ("n", LeftOut("the comm goes on as [0, 1, 2]: it did not come in time")) in said
+    said = chair.hold(ParticipantState.PREPARED, decision, 0, 1, 2)
+    assert ("n", Excluded("the comm goes on as [0, 1, 2]: it did not come in time")) in said
 
 
 def test_newcomers_are_turned_away_where_no_rank_is_left() -> None:
@@ -229,7 +233,7 @@ def test_newcomers_are_turned_away_where_no_rank_is_left() -> None:
     chair.want("n")
     chair.coordinator.lost(0)
     chair.coordinator.left(1)
-    assert chair.advance() == [("n", LeftOut("no rank of the comm is left to go on"))]
+    assert chair.advance() == [("n", Excluded("no rank of the comm is left to go on"))]
 
 
 def test_nobody_of_those_proposed_can_go_on() -> None:
@@ -237,7 +241,7 @@ def test_nobody_of_those_proposed_can_go_on() -> None:
     chair.coordinator.lost(1)
     [(who, order)] = chair.want(0, proposal=(1,))
     assert who == 0
-    assert order == Refused(0, "none of [1], which rank 0 proposes, can go on", False)
+    assert order == Rejected(0, "none of [1], which rank 0 proposes, can go on", False)
 
 
 def test_a_member_that_is_gone_before_the_commit_makes_it_try_again_without() -> None:
@@ -245,10 +249,10 @@ def test_a_member_that_is_gone_before_the_commit_makes_it_try_again_without() ->
     chair.want(0, 1, 2)
     decision = chair.coordinator.decision
     assert decision is not None
-    chair.hold(State.PREPARED, decision, 0, 1)
+    chair.hold(ParticipantState.PREPARED, decision, 0, 1)
     chair.coordinator.lost(2)
-    assert chair.advance() == [(who, Again(decision.key, 1, "rank 2 was lost")) for who in (0, 1)]
-    assert chair.hold(State.PREPARED, decision, 0, 1) == []  # said before they read that
+    assert chair.advance() == [(who, Retry(decision.key, 1, "rank 2 was lost")) for who in (0, 1)]
+    assert chair.hold(ParticipantState.PREPARED, decision, 0, 1) == []  # said before they read that
     chair.want(0, attempt=1)
     chair.want(1, attempt=1)
     assert chair.coordinator.decision is not None
@@ -260,10 +264,10 @@ def test_a_member_that_is_gone_after_the_commit_changes_nothing() -> None:
     chair.want(0, 1)
     decision = chair.coordinator.decision
     assert decision is not None
-    chair.hold(State.PREPARED, decision, 0, 1)
+    chair.hold(ParticipantState.PREPARED, decision, 0, 1)
     chair.coordinator.lost(1)
     assert chair.advance() == []
-    assert chair.hold(State.COMMITTED, decision, 0) == [(0, Over(decision.key))]
+    assert chair.hold(ParticipantState.COMMITTED, decision, 0) == [(0, Finalized(decision.key))]
 
 
 def test_the_same_members_fail_to_connect_only_so_often() -> None:
@@ -274,9 +278,9 @@ def test_the_same_members_fail_to_connect_only_so_often() -> None:
         chair.want(1, attempt=attempt)
         decision = chair.coordinator.decision
         assert decision is not None
-        said = chair.tell(1, State.FAILED, attempt, decision=decision, why="no route")
-    refused = Refused(TRIES, "[0, 1] could not connect: no route", False)
-    assert said == [*((who, Again(decision.key, TRIES, "no route")) for who in (0, 1)), ("waits", refused)]
+        said = chair.tell(1, ParticipantState.FAILED, attempt, decision=decision, why="no route")
+    refused = Rejected(TRIES, "[0, 1] could not connect: no route", False)
+    assert said == [*((who, Retry(decision.key, TRIES, "no route")) for who in (0, 1)), ("waits", refused)]
     assert chair.want(0, attempt=TRIES) == [(0, refused)]
     assert chair.want(1, attempt=TRIES) == [(1, refused)]
     chair.want(0, attempt=TRIES + 1)
@@ -289,7 +293,7 @@ def test_a_member_that_is_silent_before_the_commit_makes_it_try_again(known: boo
     chair.want(0, 1)
     decision = chair.coordinator.decision
     assert decision is not None
-    chair.hold(State.PREPARED, decision, 0)
+    chair.hold(ParticipantState.PREPARED, decision, 0)
     assert chair.coordinator.due == chair.now + PATIENCE
     if known:
         chair.coordinator.silent(1)
@@ -297,7 +301,7 @@ def test_a_member_that_is_silent_before_the_commit_makes_it_try_again(known: boo
     else:
         assert chair.later(PATIENCE - 1) == []
         said = chair.later(1)
-    assert [type(order) for _, order in said] == [Again, Again]
+    assert [type(order) for _, order in said] == [Retry, Retry]
 
 
 def test_who_is_told_again_gets_time_to_ask_again_whatever_the_wait() -> None:
@@ -308,8 +312,8 @@ def test_who_is_told_again_gets_time_to_ask_again_whatever_the_wait() -> None:
     decision = chair.coordinator.decision
     assert decision is not None
     assert decision.members == (1,)  # nobody waits
-    chair.tell(0, State.WANTS, wait=0.0)
-    chair.tell(1, State.FAILED, decision=decision, why="x")
+    chair.tell(0, ParticipantState.WANTS, wait=0.0)
+    chair.tell(1, ParticipantState.FAILED, decision=decision, why="x")
     decision = chair.coordinator.decision
     assert decision is None
     assert chair.advance() == []
@@ -321,18 +325,18 @@ def test_over_waits_for_members_that_answer() -> None:
     chair.want(0, 1, 2)
     decision = chair.coordinator.decision
     assert decision is not None
-    chair.hold(State.PREPARED, decision, 0, 1, 2)
-    chair.hold(State.COMMITTED, decision, 0)
+    chair.hold(ParticipantState.PREPARED, decision, 0, 1, 2)
+    chair.hold(ParticipantState.COMMITTED, decision, 0)
     chair.coordinator.silent(1)
     assert chair.advance() == []
     assert chair.coordinator.due == chair.now + PATIENCE
-    assert chair.later(PATIENCE) == [(0, Over(decision.key))]
+    assert chair.later(PATIENCE) == [(0, Finalized(decision.key))]
     assert chair.coordinator.due is None
-    assert chair.hold(State.COMMITTED, decision, 2) == [(2, Over(decision.key))]
+    assert chair.hold(ParticipantState.COMMITTED, decision, 2) == [(2, Finalized(decision.key))]
 
 
 # what the coordinator before an heir has decided
-K = Decision("k", 0, 0, (1, 2, 3))
+K = View("k", 0, 0, (1, 2, 3))
 
 
 def heir(**how: Any) -> Chair:
@@ -341,41 +345,41 @@ def heir(**how: Any) -> Chair:
 
 def test_an_heir_commits_what_one_has_committed() -> None:
     chair = heir()
-    assert chair.hold(State.PREPARED, K, 1) == []
-    assert chair.hold(State.COMMITTED, K, 2) == []  # rank 3 may have more to say
-    assert chair.hold(State.PREPARED, K, 3) == [(1, Committed("k")), (3, Committed("k"))]
-    assert chair.hold(State.COMMITTED, K, 1, 3) == [(who, Over("k")) for who in (1, 2, 3)]
+    assert chair.hold(ParticipantState.PREPARED, K, 1) == []
+    assert chair.hold(ParticipantState.COMMITTED, K, 2) == []  # rank 3 may have more to say
+    assert chair.hold(ParticipantState.PREPARED, K, 3) == [(1, Commit("k")), (3, Commit("k"))]
+    assert chair.hold(ParticipantState.COMMITTED, K, 1, 3) == [(who, Finalized("k")) for who in (1, 2, 3)]
 
 
 def test_an_heir_commits_what_one_has_committed_though_a_member_is_gone() -> None:
     chair = heir()
-    chair.hold(State.PREPARED, K, 1)
-    chair.hold(State.COMMITTED, K, 2)
+    chair.hold(ParticipantState.PREPARED, K, 1)
+    chair.hold(ParticipantState.COMMITTED, K, 2)
     chair.coordinator.lost(3)
-    assert chair.advance() == [(1, Committed("k"))]
+    assert chair.advance() == [(1, Commit("k"))]
 
 
 def test_an_heir_commits_what_all_are_prepared_for() -> None:
-    assert heir().hold(State.PREPARED, K, 1, 2, 3) == [(who, Committed("k")) for who in (1, 2, 3)]
+    assert heir().hold(ParticipantState.PREPARED, K, 1, 2, 3) == [(who, Commit("k")) for who in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("third", ["lost", "joins", "wants", "idle"])
 def test_an_heir_tries_again_what_not_all_are_prepared_for(third: str) -> None:
     chair = heir()
-    said = chair.hold(State.PREPARED, K, 1, 2)
+    said = chair.hold(ParticipantState.PREPARED, K, 1, 2)
     if third == "lost":
         chair.coordinator.lost(3)
         said += chair.advance()
     elif third == "joins":
-        said += chair.hold(State.JOINS, K, 3)
+        said += chair.hold(ParticipantState.JOINS, K, 3)
     elif third == "wants":
         said += chair.want(3)
     else:
         said += chair.idle(3)
     why = "rank 0, which decided, has not seen it through"
     told = (1, 2, 3) if third == "joins" else (1, 2)
-    assert said == [(who, Again("k", 1, why)) for who in told]
-    assert chair.hold(State.PREPARED, K, 1, 2) == []  # said before they read that
+    assert said == [(who, Retry("k", 1, why)) for who in told]
+    assert chair.hold(ParticipantState.PREPARED, K, 1, 2) == []  # said before they read that
     assert chair.coordinator.decision is None
 
 
@@ -383,29 +387,29 @@ def test_an_heir_leaves_out_who_is_not_of_what_is_committed() -> None:
     chair = heir()
     chair.want(3)
     other = K._replace(members=(1, 2))
-    said = chair.hold(State.COMMITTED, other, 1, 2)
-    assert (3, LeftOut("the comm goes on as [1, 2]")) in said
+    said = chair.hold(ParticipantState.COMMITTED, other, 1, 2)
+    assert (3, Excluded("the comm goes on as [1, 2]")) in said
 
 
 def test_an_heir_refuses_late_calls_as_its_predecessor_did() -> None:
     chair = heir()
     chair.want(1)
-    chair.tell(2, State.REFUSED, 0, why="they differ", mistake=True)
-    assert chair.idle(3) == [(1, Refused(0, "they differ", True))]
+    chair.tell(2, ParticipantState.REFUSED, 0, why="they differ", mistake=True)
+    assert chair.idle(3) == [(1, Rejected(0, "they differ", True))]
 
 
 def test_an_heir_waits_for_newcomers_that_are_members() -> None:
     chair = heir()
     mixed = K._replace(members=(1, "n"))
     chair.idle(2, 3)
-    assert chair.hold(State.PREPARED, mixed, 1) == []
-    assert chair.hold(State.COMMITTED, mixed, "n") == [(1, Committed("k"))]
+    assert chair.hold(ParticipantState.PREPARED, mixed, 1) == []
+    assert chair.hold(ParticipantState.COMMITTED, mixed, "n") == [(1, Commit("k"))]
 
 
 def test_who_was_left_out_takes_no_part_with_an_heir_either() -> None:
     chair = heir()
     chair.want(1, 2)
-    said = chair.tell(3, State.OUT)
+    said = chair.tell(3, ParticipantState.OUT)
     assert {who for who, _ in said} == {1, 2}
 
 
@@ -413,16 +417,16 @@ def test_who_was_left_out_takes_no_part_with_an_heir_either() -> None:
 def test_an_heir_goes_on_without_who_is_silent_and_its_comm_is_void(known: bool) -> None:
     chair = heir()
     assert chair.coordinator.due is None  # nobody has asked
-    chair.hold(State.PREPARED, K, 1, 2)
+    chair.hold(ParticipantState.PREPARED, K, 1, 2)
     assert chair.coordinator.due == chair.now + PATIENCE
     if known:
         chair.coordinator.silent(3)
         said = chair.advance()
     else:
         said = chair.later(PATIENCE)
-    assert [(who, type(order)) for who, order in said] == [(1, Again), (2, Again)]
-    said = chair.hold(State.COMMITTED, K, 3)
-    assert said == [(3, LeftOut("while it was silent, the members of its comm went on without it"))]
+    assert [(who, type(order)) for who, order in said] == [(1, Retry), (2, Retry)]
+    said = chair.hold(ParticipantState.COMMITTED, K, 3)
+    assert said == [(3, Excluded("while it was silent, the members of its comm went on without it"))]
 
 
 def test_what_a_silent_one_has_committed_counts_if_nobody_has_dropped_it() -> None:
@@ -431,9 +435,9 @@ def test_what_a_silent_one_has_committed_counts_if_nobody_has_dropped_it() -> No
     chair.want(1, 2)
     chair.coordinator.silent(3)
     said = chair.advance()
-    assert [(who, type(order)) for who, order in said] == [(1, Decided), (2, Decided)]
-    said = chair.hold(State.COMMITTED, alone, 3)  # before the other one is committed
-    assert [(who, type(order)) for who, order in said] == [(1, Again), (2, Again), (3, Over)]
+    assert [(who, type(order)) for who, order in said] == [(1, Prepare), (2, Prepare)]
+    said = chair.hold(ParticipantState.COMMITTED, alone, 3)  # before the other one is committed
+    assert [(who, type(order)) for who, order in said] == [(1, Retry), (2, Retry), (3, Finalized)]
     assert texts(chair.want(1, 2, attempt=1)) == ["the comm goes on as [3]"] * 2
 
 
@@ -444,31 +448,31 @@ def test_what_a_silent_one_has_committed_is_void_once_another_one_is_committed()
     chair.advance()
     decision = chair.coordinator.decision
     assert decision is not None
-    chair.hold(State.PREPARED, decision, 1, 2)
-    said = chair.hold(State.COMMITTED, K._replace(members=(3,)), 3)
-    assert [(who, type(order)) for who, order in said] == [(3, LeftOut)]
+    chair.hold(ParticipantState.PREPARED, decision, 1, 2)
+    said = chair.hold(ParticipantState.COMMITTED, K._replace(members=(3,)), 3)
+    assert [(who, type(order)) for who, order in said] == [(3, Excluded)]
 
 
 def test_of_two_commits_the_later_coordinators_counts() -> None:
     chair = Chair(4, by=2, heir=True, gone={0: "was lost", 1: "was lost"})
-    chair.hold(State.COMMITTED, Decision("old", 0, 5, (3,)), 3)
-    said = chair.hold(State.COMMITTED, Decision("new", 1, 0, (2,)), 2)
-    assert [(who, type(order)) for who, order in said] == [(3, LeftOut), (2, Over)]
+    chair.hold(ParticipantState.COMMITTED, View("old", 0, 5, (3,)), 3)
+    said = chair.hold(ParticipantState.COMMITTED, View("new", 1, 0, (2,)), 2)
+    assert [(who, type(order)) for who, order in said] == [(3, Excluded), (2, Finalized)]
 
 
-GARBLED: list[tuple[Who, object]] = [
+GARBLED: list[tuple[ParticipantId, object]] = [
     (7, None),
-    (7, report_message(Report(State.WANTS, 0))),
+    (7, report_message(StatusReport(ParticipantState.WANTS, 0))),
     (0, "wants"),
-    (0, report_message(Report(State.COMMITTED, 0, decision=Decision("x", 0, 0, (0, 1))))),
-    (0, report_message(Report(State.PREPARED, 0, decision=Decision("x", 3, 0, (0, 1))))),
-    (0, report_message(Report(State.PREPARED, 0, decision=Decision("x", 0, 0, (1, 2))))),
-    (0, report_message(Report(State.WANTS, 0, proposal=(0, 0)))),
+    (0, report_message(StatusReport(ParticipantState.COMMITTED, 0, decision=View("x", 0, 0, (0, 1))))),
+    (0, report_message(StatusReport(ParticipantState.PREPARED, 0, decision=View("x", 3, 0, (0, 1))))),
+    (0, report_message(StatusReport(ParticipantState.PREPARED, 0, decision=View("x", 0, 0, (1, 2))))),
+    (0, report_message(StatusReport(ParticipantState.WANTS, 0, proposal=(0, 0)))),
 ]
 
 
 @pytest.mark.parametrize(("who", "message"), GARBLED)
-def test_garbled_reports_change_nothing(who: Who, message: object) -> None:
+def test_garbled_reports_change_nothing(who: ParticipantId, message: object) -> None:
     chair = Chair(2)
     chair.want(0)
     with pytest.raises(GarbledError):
@@ -479,10 +483,10 @@ def test_garbled_reports_change_nothing(who: Who, message: object) -> None:
 def test_an_heir_believes_in_no_decision_of_its_own_that_it_has_not_made() -> None:
     for by in (1, 2):
         with pytest.raises(GarbledError, match="nobody has made"):
-            heir().hold(State.COMMITTED, K._replace(by=by), 2)
+            heir().hold(ParticipantState.COMMITTED, K._replace(by=by), 2)
 
 
-STATES = st.sampled_from([state.value for state in State])
+STATES = st.sampled_from([state.value for state in ParticipantState])
 PEOPLE = st.lists(st.sampled_from([0, 1, 2, 7, "n", -1, True, None, 1.5]), max_size=4)
 DECISIONS = st.none() | st.fixed_dictionaries(
     {"key": st.sampled_from(["k", "l"]), "by": st.integers(-1, 2), "attempt": st.integers(-1, 3)},
@@ -620,7 +624,7 @@ def test_any_order(data: st.DataObject, calm: bool, steps: list[int]) -> None:
 def test_no_rank_that_runs_is_ever_split_from_the_others() -> None:
     seen = sum((by_seed(seed, calm=True) for seed in range(2000)), Counter[str]())
     # or it would show nothing
-    for what in ("coordinator died", "unread", "Again", "Refused", "LeftOut", "Over", "exited", "failed"):
+    for what in ("coordinator died", "unread", "Retry", "Rejected", "Excluded", "Finalized", "exited", "failed"):
         assert seen[what] > 20, what
 
 

@@ -14,26 +14,26 @@ from typing import Any
 import pytest
 
 from asynccomm.control.membership import joiner as guest_module
-from asynccomm.control.membership.joiner import Guest
+from asynccomm.control.membership.joiner import Joiner
 from asynccomm.control.membership.messages import (
-    Again,
-    Committed,
-    Decided,
-    Decision,
-    LeftOut,
-    Order,
-    Over,
-    Refused,
+    Commit,
+    CoordinatorOrder,
+    Excluded,
+    Finalized,
+    Prepare,
+    Rejected,
+    Retry,
+    View,
     order_message,
 )
 from asynccomm.control.transport.connection import Connection, Tokens
-from asynccomm.control.transport.framing import Message
+from asynccomm.control.transport.framing import ControlMessage
 from asynccomm.control.transport.listener import Listener
 from asynccomm.control.transport.sockets import local_socket
-from asynccomm.control.transport.topology import Contact
+from asynccomm.control.transport.topology import RankAddress
 from tests.waiting import until
 
-DECISION = Decision("k", 0, 0, (0, "me"))
+DECISION = View("k", 0, 0, (0, "me"))
 
 
 class Root:
@@ -44,12 +44,12 @@ class Root:
         sock = local_socket(name)
         assert sock is not None
         self.sock = sock
-        self.contact = Contact(rank, socket.gethostname(), os.getpid(), name)
+        self.contact = RankAddress(rank, socket.gethostname(), os.getpid(), name)
         self.refuses = refuses
         self.listener = Listener(tokens, lambda who: self.refuses, self.welcome, lambda *_: None)
         self.guest: Connection | None = None
         self.names: list[Any] = []
-        self.heard: list[Message] = []
+        self.heard: list[ControlMessage] = []
         self.ended = False
 
     def welcome(self, who: Any, connection: Connection) -> None:
@@ -58,7 +58,7 @@ class Root:
         connection.received = lambda _, message: self.heard.append(message)
         connection.ended = lambda *_: setattr(self, "ended", True)
 
-    def say(self, order: Order) -> None:
+    def say(self, order: CoordinatorOrder) -> None:
         assert self.guest is not None
         self.guest.send({"comm": "key", "order": order_message(order)})
 
@@ -77,9 +77,9 @@ class Root:
 
 
 class Place:
-    def __init__(self, roots: list[Root], guest: Guest) -> None:
+    def __init__(self, roots: list[Root], guest: Joiner) -> None:
         self.roots, self.guest = roots, guest
-        self.heard: list[Order] = []
+        self.heard: list[CoordinatorOrder] = []
 
     def ask(self) -> None:
         self.guest.ask(None, 5.0, self.heard.append)
@@ -92,7 +92,7 @@ async def place(*refusals: str, mute: int = 0) -> AsyncIterator[Place]:
     roots = [Root(rank, tokens, refuses) for rank, refuses in enumerate(refusals)]
     for root in roots[mute:]:
         await root.listen()
-    guest = Guest("me", "key", [0, 1], [root.contact for root in reversed(roots)], tokens)
+    guest = Joiner("me", "key", [0, 1], [root.contact for root in reversed(roots)], tokens)
     try:
         yield Place(roots, guest)
     finally:
@@ -111,27 +111,27 @@ async def test_it_takes_part_and_stays_until_it_is_over() -> None:
         here.ask()
         await until(lambda: bool(root.heard) and root.states == ["wants"])
         assert root.names == ["me"]
-        root.say(Decided(DECISION))
-        await until(lambda: here.heard == [Decided(DECISION)])
+        root.say(Prepare(DECISION))
+        await until(lambda: here.heard == [Prepare(DECISION)])
         here.guest.failed("k", "no route")
         await until(lambda: root.states[-1] == "failed")
-        root.say(Again("k", 1, "no route"))
+        root.say(Retry("k", 1, "no route"))
         await until(lambda: root.states[-1] == "wants")
         again = DECISION._replace(key="l", attempt=1)
-        root.say(Decided(again))
-        await until(lambda: here.heard[-1] == Decided(again))
+        root.say(Prepare(again))
+        await until(lambda: here.heard[-1] == Prepare(again))
         here.guest.prepared("l")
         await until(lambda: root.states[-1] == "prepared")
-        root.say(Committed("l"))
+        root.say(Commit("l"))
         await until(lambda: root.states[-1] == "committed")
         here.guest.close()
-        root.say(Again("other", 1, "nothing"))  # it still hears
+        root.say(Retry("other", 1, "nothing"))  # it still hears
         await asyncio.sleep(0.05)
         assert not root.ended
-        root.say(Over("l"))
+        root.say(Finalized("l"))
         await until(lambda: root.ended)
         assert root.states == ["wants", "failed", "wants", "prepared", "committed"]
-        assert [type(order) for order in here.heard[:4]] == [Decided, Again, Decided, Committed]
+        assert [type(order) for order in here.heard[:4]] == [Prepare, Retry, Prepare, Commit]
 
 
 async def test_who_is_not_the_root_is_passed_over() -> None:
@@ -146,8 +146,8 @@ async def test_it_finds_the_next_root_and_tells_it_all() -> None:
         first, second = here.roots
         here.ask()
         await until(lambda: bool(first.heard))
-        first.say(Decided(DECISION))
-        await until(lambda: here.heard == [Decided(DECISION)])
+        first.say(Prepare(DECISION))
+        await until(lambda: here.heard == [Prepare(DECISION)])
         here.guest.prepared("k")
         await until(lambda: first.states[-1] == "prepared")
         first.close()
@@ -209,7 +209,7 @@ async def test_a_mistake_of_the_others_is_not_heard() -> None:
         (root,) = here.roots
         here.ask()
         await until(lambda: bool(root.heard))
-        root.say(Refused(0, "they differ", True))
+        root.say(Rejected(0, "they differ", True))
         await until(lambda: root.states == ["wants", "wants"])
         assert root.heard[-1]["report"]["attempt"] == 1
         assert here.heard == []
@@ -220,8 +220,8 @@ async def test_a_refusal_ends_it() -> None:
         (root,) = here.roots
         here.ask()
         await until(lambda: bool(root.heard))
-        root.say(Refused(0, "no route", False))
-        await until(lambda: here.heard == [Refused(0, "no route", False)])
+        root.say(Rejected(0, "no route", False))
+        await until(lambda: here.heard == [Rejected(0, "no route", False)])
         here.guest.close()
         await until(lambda: root.ended)
 
@@ -231,7 +231,7 @@ async def test_nobody_can_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     async with place("") as here:
         here.roots[0].close()
         here.ask()
-        await until(lambda: here.heard == [LeftOut("none of its ranks can be reached any more")])
+        await until(lambda: here.heard == [Excluded("none of its ranks can be reached any more")])
 
 
 async def test_nonsense_ends_the_connection_and_no_more() -> None:

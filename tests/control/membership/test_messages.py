@@ -17,20 +17,20 @@ from asynccomm.control.membership.messages import (
     MAX_PEOPLE,
     MAX_PLACE,
     MAX_TEXT,
-    Again,
-    Committed,
-    Decided,
-    Decision,
+    Commit,
+    CoordinatorOrder,
+    Excluded,
+    Finalized,
     GarbledError,
-    LeftOut,
-    Order,
-    Over,
-    Refused,
-    Report,
-    State,
+    ParticipantState,
+    Prepare,
+    Rejected,
+    Retry,
+    StatusReport,
+    View,
     check_proposal,
-    listed,
-    named,
+    describe_many,
+    describe_participant,
     order_message,
     parse_order,
     parse_report,
@@ -39,46 +39,46 @@ from asynccomm.control.membership.messages import (
 )
 
 RANKS = range(4)
-K = Decision("k", 0, 2, (3, "n", 0), {"host": "a", "ports": [1, 2]})
-ORDERS: list[Order] = [
-    Decided(K),
-    Committed("k"),
-    Again("k", 3, "no route"),
-    Over("k"),
-    Refused(1, "they differ", True),
-    LeftOut("late"),
+K = View("k", 0, 2, (3, "n", 0), {"host": "a", "ports": [1, 2]})
+ORDERS: list[CoordinatorOrder] = [
+    Prepare(K),
+    Commit("k"),
+    Retry("k", 3, "no route"),
+    Finalized("k"),
+    Rejected(1, "they differ", True),
+    Excluded("late"),
 ]
 REPORTS = [
-    Report(State.WANTS, 0),
-    Report(State.WANTS, 3, (1, "n"), 2.5),
-    Report(State.JOINS, 3, (1, "n"), 0.0, K),
-    Report(State.FAILED, 3, None, math.inf, K, "no route"),
-    Report(State.REFUSED, 3, why="they differ", mistake=True),
+    StatusReport(ParticipantState.WANTS, 0),
+    StatusReport(ParticipantState.WANTS, 3, (1, "n"), 2.5),
+    StatusReport(ParticipantState.JOINS, 3, (1, "n"), 0.0, K),
+    StatusReport(ParticipantState.FAILED, 3, None, math.inf, K, "no route"),
+    StatusReport(ParticipantState.REFUSED, 3, why="they differ", mistake=True),
 ]
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_orders_come_through_json(order: Order) -> None:
+def test_orders_come_through_json(order: CoordinatorOrder) -> None:
     assert parse_order(json.loads(json.dumps(order_message(order))), RANKS) == order
 
 
 @pytest.mark.parametrize("report", REPORTS)
-def test_reports_come_through_json(report: Report) -> None:
+def test_reports_come_through_json(report: StatusReport) -> None:
     text = json.dumps(report_message(report), allow_nan=False)
     assert parse_report(json.loads(text), "n", RANKS) == report
 
 
 def test_long_reasons_are_cut() -> None:
     cut = "x" * MAX_TEXT
-    for order in (Again("k", 0, cut + "x"), Refused(0, cut + "x", False), LeftOut(cut + "x")):
+    for order in (Retry("k", 0, cut + "x"), Rejected(0, cut + "x", False), Excluded(cut + "x")):
         heard = parse_order(order_message(order), RANKS)
-        assert isinstance(heard, Again | Refused | LeftOut)
+        assert isinstance(heard, Retry | Rejected | Excluded)
         assert heard.why == cut
-    assert parse_report(report_message(Report(State.REFUSED, 0, why=cut + "x")), 0, RANKS).why == cut
+    assert parse_report(report_message(StatusReport(ParticipantState.REFUSED, 0, why=cut + "x")), 0, RANKS).why == cut
 
 
-WANTS = report_message(Report(State.WANTS, 0))
-HOLDS = report_message(Report(State.PREPARED, 0, decision=K))
+WANTS = report_message(StatusReport(ParticipantState.WANTS, 0))
+HOLDS = report_message(StatusReport(ParticipantState.PREPARED, 0, decision=K))
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_proposals_and_texts() -> None:
     assert check_proposal([2, "n"], RANKS) == (2, "n")
     with pytest.raises(ValueError, match="4 is not a rank of the comm"):
         check_proposal([4], RANKS)
-    assert named(3) == "rank 3"
-    assert named("n") == "newcomer 'n'"
-    assert listed((0, "n")) == "[0, 'n']"
-    assert listed(range(20)).endswith("14, 15, ... 20 in all]")
+    assert describe_participant(3) == "rank 3"
+    assert describe_participant("n") == "newcomer 'n'"
+    assert describe_many((0, "n")) == "[0, 'n']"
+    assert describe_many(range(20)).endswith("14, 15, ... 20 in all]")

@@ -7,54 +7,54 @@ import math
 import pytest
 
 from asynccomm.control.membership.messages import (
-    Again,
-    Committed,
-    Decided,
-    Decision,
+    Commit,
+    CoordinatorOrder,
+    Excluded,
+    Finalized,
     GarbledError,
-    LeftOut,
-    Order,
-    Over,
-    Refused,
-    Report,
-    State,
+    ParticipantState,
+    Prepare,
+    Rejected,
+    Retry,
+    StatusReport,
+    View,
     order_message,
     parse_report,
 )
-from asynccomm.control.membership.participant import Candidate
+from asynccomm.control.membership.participant import Participant
 
 RANKS = range(3)
-K = Decision("k", 0, 0, (0, 1))
+K = View("k", 0, 0, (0, 1))
 
 
-def hear(candidate: Candidate, order: Order) -> Order | None:
+def hear(candidate: Participant, order: CoordinatorOrder) -> CoordinatorOrder | None:
     heard = candidate.hear(order_message(order))
     assert heard in (None, order)
     return heard
 
 
-def report(candidate: Candidate) -> Report:
+def report(candidate: Participant) -> StatusReport:
     return parse_report(candidate.report(), 0, RANKS)
 
 
-def at(state: str) -> Candidate:
+def at(state: str) -> Participant:
     """A candidate on its way to a commit."""
-    candidate = Candidate(0, RANKS)
+    candidate = Participant(0, RANKS)
     if state == "idle":
         return candidate
     candidate.ask([0, 1], 5.0)
     if state == "refused":
-        hear(candidate, Refused(0, "why", True))
+        hear(candidate, Rejected(0, "why", True))
     if state == "out":
-        hear(candidate, LeftOut("why"))
+        hear(candidate, Excluded("why"))
     if state in ("joins", "prepared", "failed", "committed"):
-        hear(candidate, Decided(K))
+        hear(candidate, Prepare(K))
     if state == "failed":
         candidate.failed("k", "no route")
     if state in ("prepared", "committed"):
         candidate.prepared("k")
     if state == "committed":
-        hear(candidate, Committed("k"))
+        hear(candidate, Commit("k"))
     return candidate
 
 
@@ -68,16 +68,16 @@ def test_who_has_not_asked_has_nothing_to_report() -> None:
 @pytest.mark.parametrize(
     ("state", "said"),
     [
-        ("wants", Report(State.WANTS, 0, (0, 1), 5.0)),
-        ("joins", Report(State.JOINS, 0, (0, 1), 5.0, K)),
-        ("prepared", Report(State.PREPARED, 0, (0, 1), 5.0, K)),
-        ("failed", Report(State.FAILED, 0, (0, 1), 5.0, K, "no route")),
-        ("committed", Report(State.COMMITTED, 0, (0, 1), 5.0, K)),
-        ("refused", Report(State.REFUSED, 0, why="why", mistake=True)),
-        ("out", Report(State.OUT, 0, (0, 1), 5.0)),
+        ("wants", StatusReport(ParticipantState.WANTS, 0, (0, 1), 5.0)),
+        ("joins", StatusReport(ParticipantState.JOINS, 0, (0, 1), 5.0, K)),
+        ("prepared", StatusReport(ParticipantState.PREPARED, 0, (0, 1), 5.0, K)),
+        ("failed", StatusReport(ParticipantState.FAILED, 0, (0, 1), 5.0, K, "no route")),
+        ("committed", StatusReport(ParticipantState.COMMITTED, 0, (0, 1), 5.0, K)),
+        ("refused", StatusReport(ParticipantState.REFUSED, 0, why="why", mistake=True)),
+        ("out", StatusReport(ParticipantState.OUT, 0, (0, 1), 5.0)),
     ],
 )
-def test_a_report_is_the_whole_state(state: str, said: Report) -> None:
+def test_a_report_is_the_whole_state(state: str, said: StatusReport) -> None:
     candidate = at(state)
     assert report(candidate) == said
     assert candidate.asking == (state in ("wants", "joins", "prepared", "failed"))
@@ -89,45 +89,45 @@ def test_a_report_is_the_whole_state(state: str, said: Report) -> None:
 
 def test_it_lingers_until_it_is_over() -> None:
     candidate = at("committed")
-    assert hear(candidate, Over("k")) == Over("k")
+    assert hear(candidate, Finalized("k")) == Finalized("k")
     assert candidate.may_leave
-    assert report(candidate).state is State.COMMITTED  # for coordinators that come later
+    assert report(candidate).state is ParticipantState.COMMITTED  # for coordinators that come later
 
 
 @pytest.mark.parametrize("state", ["joins", "prepared", "failed"])
 def test_again_makes_it_want_the_next_attempt(state: str) -> None:
     candidate = at(state)
-    hear(candidate, Again("k", 4, "why"))
-    assert report(candidate) == Report(State.WANTS, 4, (0, 1), 5.0)
-    assert candidate.hear(order_message(Again("k", 5, "why"))) is None  # it has dropped that
+    hear(candidate, Retry("k", 4, "why"))
+    assert report(candidate) == StatusReport(ParticipantState.WANTS, 4, (0, 1), 5.0)
+    assert candidate.hear(order_message(Retry("k", 5, "why"))) is None  # it has dropped that
     candidate.prepared("k")  # its connecting ended too late
     candidate.failed("k", "cancelled")
-    assert report(candidate).state is State.WANTS
+    assert report(candidate).state is ParticipantState.WANTS
 
 
 def test_prepared_cannot_be_taken_back() -> None:
     candidate = at("prepared")
     candidate.failed("k", "changed its mind")
-    assert report(candidate).state is State.PREPARED
+    assert report(candidate).state is ParticipantState.PREPARED
 
 
 def test_a_refused_call_may_be_made_again() -> None:
     candidate = at("refused")
     candidate.ask(None)
-    assert report(candidate) == Report(State.WANTS, 1, None, math.inf)
-    assert candidate.hear(order_message(Refused(0, "why", True))) is None  # that was the call before
-    assert hear(candidate, Refused(7, "why", False)) is not None
-    assert report(candidate) == Report(State.REFUSED, 7, why="why")
+    assert report(candidate) == StatusReport(ParticipantState.WANTS, 1, None, math.inf)
+    assert candidate.hear(order_message(Rejected(0, "why", True))) is None  # that was the call before
+    assert hear(candidate, Rejected(7, "why", False)) is not None
+    assert report(candidate) == StatusReport(ParticipantState.REFUSED, 7, why="why")
 
 
 @pytest.mark.parametrize("state", ["wants", "joins", "prepared", "failed", "committed"])
 def test_left_out_is_final(state: str) -> None:
     candidate = at(state)
-    assert hear(candidate, LeftOut("late")) == LeftOut("late")
+    assert hear(candidate, Excluded("late")) == Excluded("late")
     assert candidate.left_out
     assert candidate.decision is None
     assert candidate.may_leave
-    assert candidate.hear(order_message(Decided(K))) is None
+    assert candidate.hear(order_message(Prepare(K))) is None
     with pytest.raises(AssertionError, match="asked while out"):
         candidate.ask(None)
 
@@ -135,17 +135,17 @@ def test_left_out_is_final(state: str) -> None:
 @pytest.mark.parametrize(
     ("state", "order"),
     [
-        ("wants", Decided(K._replace(members=(1, 2)))),
-        ("wants", Committed("k")),
-        ("joins", Committed("k")),
-        ("failed", Committed("k")),
-        ("prepared", Committed("l")),
-        ("prepared", Over("k")),
-        ("committed", Again("k", 1, "")),
-        ("committed", Over("l")),
+        ("wants", Prepare(K._replace(members=(1, 2)))),
+        ("wants", Commit("k")),
+        ("joins", Commit("k")),
+        ("failed", Commit("k")),
+        ("prepared", Commit("l")),
+        ("prepared", Finalized("k")),
+        ("committed", Retry("k", 1, "")),
+        ("committed", Finalized("l")),
     ],
 )
-def test_orders_that_no_coordinator_gives_change_nothing(state: str, order: Order) -> None:
+def test_orders_that_no_coordinator_gives_change_nothing(state: str, order: CoordinatorOrder) -> None:
     candidate = at(state)
     before = candidate.report()
     with pytest.raises(GarbledError):

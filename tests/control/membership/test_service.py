@@ -11,11 +11,20 @@ from typing import Any
 import pytest
 
 from asynccomm.control.membership import service as elections_module
-from asynccomm.control.membership.messages import Again, Committed, Decided, LeftOut, Order, Over, Refused, Who
-from asynccomm.control.membership.service import Elections
-from asynccomm.control.router import Node
-from asynccomm.control.transport.framing import Message
-from asynccomm.control.transport.topology import Contact, Roster
+from asynccomm.control.membership.messages import (
+    Commit,
+    CoordinatorOrder,
+    Excluded,
+    Finalized,
+    ParticipantId,
+    Prepare,
+    Rejected,
+    Retry,
+)
+from asynccomm.control.membership.service import MembershipService
+from asynccomm.control.router import Router
+from asynccomm.control.transport.framing import ControlMessage
+from asynccomm.control.transport.topology import RankAddress, Topology
 
 KEY = "comm"
 
@@ -28,7 +37,7 @@ class Wire:
         self.other: Wire | None = None
         self.open = True
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ControlMessage) -> None:
         assert self.other is not None
         if self.open and not self.job.ranks[self.rank].dead:
             text = json.dumps(message)
@@ -60,19 +69,19 @@ class Wire:
 
 
 class Rank:
-    def __init__(self, job: Job, rank: int, roster: Roster) -> None:
+    def __init__(self, job: Job, rank: int, roster: Topology) -> None:
         self.job = job
         self.dead = self.stopped = False
         self.unread: list[Callable[[], object]] = []
-        self.orders: list[Order] = []
-        self.guests: list[tuple[str, Message]] = []
-        self.node = Node(rank, roster, self.deliver, self.gone)
-        self.elections = Elections(self.node, job.loop, self)
+        self.orders: list[CoordinatorOrder] = []
+        self.guests: list[tuple[str, ControlMessage]] = []
+        self.node = Router(rank, roster, self.deliver, self.gone)
+        self.elections = MembershipService(self.node, job.loop, self)
 
-    def send(self, name: str, message: Message) -> None:
+    def send(self, name: str, message: ControlMessage) -> None:
         self.guests.append((name, message))
 
-    def deliver(self, message: Message) -> None:
+    def deliver(self, message: ControlMessage) -> None:
         match message["kind"]:
             case "report":
                 self.elections.hear_report(message)
@@ -89,17 +98,17 @@ class Rank:
         if self.node.is_root:
             self.job.loop.call_soon(self.elections.attached)
 
-    def ask(self, proposal: Sequence[Who] | None = None, wait: float = 60.0) -> None:
+    def ask(self, proposal: Sequence[ParticipantId] | None = None, wait: float = 60.0) -> None:
         self.elections.ask(KEY, self.job.all, proposal, wait, self.orders.append)
 
     @property
     def decision(self) -> str:
         """What was decided last."""
-        return [order for order in self.orders if isinstance(order, Decided)][-1].decision.key
+        return [order for order in self.orders if isinstance(order, Prepare)][-1].decision.key
 
     @property
-    def members(self) -> Sequence[Who]:
-        return [order for order in self.orders if isinstance(order, Decided)][-1].decision.members
+    def members(self) -> Sequence[ParticipantId]:
+        return [order for order in self.orders if isinstance(order, Prepare)][-1].decision.members
 
     def said(self) -> list[str]:
         return [type(order).__name__ for order in self.orders]
@@ -122,8 +131,8 @@ class Job:
     def __init__(self, size: int) -> None:
         self.loop = asyncio.get_running_loop()
         self.all = list(range(size))
-        roster = [Contact(rank, "host", 1, f"name {rank}") for rank in self.all]
-        self.ranks = [Rank(self, rank, Roster(roster)) for rank in self.all]
+        roster = [RankAddress(rank, "host", 1, f"name {rank}") for rank in self.all]
+        self.ranks = [Rank(self, rank, Topology(roster)) for rank in self.all]
         for rank in self.ranks:
             self.climb(rank)
 
@@ -164,7 +173,7 @@ async def heard(ranks: Sequence[Rank], kind: type) -> None:
 async def commit(ranks: Sequence[Rank]) -> None:
     for rank in ranks:
         rank.elections.prepared(KEY, rank.decision)
-    await heard(ranks, Committed)
+    await heard(ranks, Commit)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -172,14 +181,14 @@ async def test_all_ask_and_go_on(size: int) -> None:
     job = Job(size)
     for rank in job.ranks:
         rank.ask()
-    await heard(job.ranks, Decided)
+    await heard(job.ranks, Prepare)
     assert {rank.decision for rank in job.ranks} == {job.ranks[0].decision}
     assert tuple(job.ranks[0].members) == tuple(range(size))
     assert not any(rank.elections.lingers for rank in job.ranks)
     await commit(job.ranks)
-    await heard(job.ranks, Over)
+    await heard(job.ranks, Finalized)
     for rank in job.ranks:
-        assert rank.said() == ["Decided", "Committed", "Over"]
+        assert rank.said() == ["Prepare", "Commit", "Finalized"]
         assert not rank.elections.lingers
     job.close()
 
@@ -188,14 +197,14 @@ async def test_who_has_committed_lingers_until_all_have() -> None:
     job = Job(3)
     for rank in job.ranks:
         rank.ask()
-    await heard(job.ranks, Decided)
+    await heard(job.ranks, Prepare)
     job.ranks[2].elections.prepared(KEY, job.ranks[2].decision)
     for _ in range(20):
         await asyncio.sleep(0)
     job.ranks[2].stopped = True  # it does not read the commit
     for rank in job.ranks[:2]:
         rank.elections.prepared(KEY, rank.decision)
-    await heard(job.ranks[:2], Committed)
+    await heard(job.ranks[:2], Commit)
     waiting = [asyncio.ensure_future(rank.elections.settled()) for rank in job.ranks[:2]]
     for _ in range(50):
         await asyncio.sleep(0)
@@ -211,13 +220,13 @@ async def test_a_failure_makes_all_try_again() -> None:
     job = Job(2)
     for rank in job.ranks:
         rank.ask()
-    await heard(job.ranks, Decided)
+    await heard(job.ranks, Prepare)
     first = job.ranks[0].decision
     job.ranks[1].elections.failed(KEY, first, "no route")
-    await heard(job.ranks, Again)
+    await heard(job.ranks, Retry)
     await until(lambda: job.ranks[0].decision != first)
     await until(lambda: job.ranks[1].decision != first)
-    assert "no route" in next(order.why for order in job.ranks[0].orders if isinstance(order, Again))
+    assert "no route" in next(order.why for order in job.ranks[0].orders if isinstance(order, Retry))
     await commit(job.ranks)
     job.close()
 
@@ -231,10 +240,10 @@ async def test_a_rank_that_gives_up_takes_no_part_any_more() -> None:
     job.ranks[1].elections.failed(KEY, "late", "late")
     for rank in (job.ranks[0], job.ranks[2]):
         rank.ask()
-    await heard([job.ranks[0], job.ranks[2]], Decided)
+    await heard([job.ranks[0], job.ranks[2]], Prepare)
     assert job.ranks[0].members == (0, 2)
     job.ranks[1].ask()
-    assert job.ranks[1].orders == [LeftOut("it has given up waiting for that")]
+    assert job.ranks[1].orders == [Excluded("it has given up waiting for that")]
     job.ranks[0].die()  # the next one is told, too
     await until(lambda: job.ranks[2].decision != job.ranks[0].decision)
     assert job.ranks[2].members == (2,)
@@ -246,16 +255,16 @@ async def test_a_rank_that_is_given_up_does_not_go_on_alone() -> None:
     job.ranks[1].ask()
     job.ranks[0].node.give_up(1, "it was silent")
     await until(lambda: bool(job.ranks[1].node.fenced))
-    assert [type(order) for order in job.ranks[1].orders] == [LeftOut]
+    assert [type(order) for order in job.ranks[1].orders] == [Excluded]
     assert "it was silent" in str(job.ranks[1].orders[0])
     job.ranks[1].ask()
     for _ in range(20):
         await asyncio.sleep(0)
-    assert job.ranks[1].said() == ["LeftOut", "LeftOut"]
+    assert job.ranks[1].said() == ["Excluded", "Excluded"]
     assert not job.ranks[1].elections.lingers
     for rank in (job.ranks[0], job.ranks[2]):
         rank.ask()
-    await heard([job.ranks[0], job.ranks[2]], Decided)
+    await heard([job.ranks[0], job.ranks[2]], Prepare)
     assert job.ranks[2].members == (0, 2)
     job.close()
 
@@ -267,13 +276,13 @@ async def test_a_root_that_is_given_up_is_told() -> None:
         rank.ask()
         rank.node.heard[0] -= 60
         rank.elections.look_around()
-    await heard(job.ranks[1:], Decided)
+    await heard(job.ranks[1:], Prepare)
     assert job.ranks[1].members == (1, 2)
     await commit(job.ranks[1:])
     job.ranks[0].go_on()
     await until(lambda: bool(job.ranks[0].node.fenced))
     job.ranks[0].ask()
-    assert job.ranks[0].said() == ["LeftOut"]
+    assert job.ranks[0].said() == ["Excluded"]
     job.close()
 
 
@@ -303,11 +312,11 @@ async def test_who_is_silent_is_not_waited_for() -> None:
     assert job.ranks[0].said() == []
     job.ranks[0].node.heard[2] -= 60
     job.ranks[0].elections.look_around()
-    await heard(job.ranks[:2], Decided)
+    await heard(job.ranks[:2], Prepare)
     assert job.ranks[0].members == (0, 1)
     await commit(job.ranks[:2])
     job.ranks[2].ask()
-    await heard(job.ranks[2:], LeftOut)
+    await heard(job.ranks[2:], Excluded)
     job.close()
 
 
@@ -316,10 +325,10 @@ async def test_who_comes_late_to_those_that_have_gone_on() -> None:
     job.ranks[2].elections.followed(KEY, [0, 1])
     job.ranks[1].elections.followed(KEY, [0, 1])
     job.ranks[2].ask()
-    assert job.ranks[2].orders == [LeftOut("ranks [0, 1] have gone on")]
+    assert job.ranks[2].orders == [Excluded("ranks [0, 1] have gone on")]
     for rank in job.ranks[:2]:
         rank.ask([0, 1])
-    await heard(job.ranks[:2], Decided)
+    await heard(job.ranks[:2], Prepare)
     job.close()
 
 
@@ -329,7 +338,7 @@ async def test_who_asks_while_the_others_have_gone_on() -> None:
     job.ranks[1].elections.followed("another", [0])
     assert job.ranks[1].orders == []
     job.ranks[1].elections.followed(KEY, [0])
-    assert job.ranks[1].orders == [LeftOut("ranks [0] have gone on")]
+    assert job.ranks[1].orders == [Excluded("ranks [0] have gone on")]
     job.close()
 
 
@@ -343,7 +352,7 @@ async def test_the_root_dies(when: str) -> None:
     if when == "asked":
         job.ranks[1].ask()
     else:
-        await heard(job.ranks, Decided)
+        await heard(job.ranks, Prepare)
     first = None if when == "asked" else job.ranks[1].decision
     if when in ("prepared", "committed"):
         for rank in job.ranks[1:]:
@@ -351,15 +360,15 @@ async def test_the_root_dies(when: str) -> None:
     if when == "committed":
         job.ranks[2].stopped = True
         job.ranks[0].elections.prepared(KEY, job.ranks[0].decision)
-        await heard(job.ranks[1:2], Committed)
+        await heard(job.ranks[1:2], Commit)
     job.ranks[0].die()
     if when == "asked":
         job.ranks[2].ask()
     if when == "committed":
         job.ranks[2].go_on()
-        await heard(job.ranks[2:], Committed)  # of what rank 1 has
+        await heard(job.ranks[2:], Commit)  # of what rank 1 has
         assert job.ranks[2].decision == first
-        await heard(job.ranks[1:], Over)
+        await heard(job.ranks[1:], Finalized)
     else:
         await until(lambda: all(rank.orders and rank.members == (1, 2) for rank in job.ranks[1:]))
         assert job.ranks[1].decision == job.ranks[2].decision != first
@@ -374,7 +383,7 @@ async def test_a_rank_that_closes_the_comm_is_not_waited_for() -> None:
         await asyncio.sleep(0)
     job.ranks[0].elections.left(KEY, 1)
     job.ranks[0].elections.left("another", 1)
-    await heard(job.ranks[:1], Decided)
+    await heard(job.ranks[:1], Prepare)
     assert job.ranks[0].members == (0,)
     job.close()
 
@@ -386,7 +395,7 @@ async def test_a_rank_that_left_before_anybody_asked_is_not_waited_for() -> None
     for _ in range(10):
         await asyncio.sleep(0)
     job.ranks[0].ask()
-    await heard(job.ranks[:1], Decided)
+    await heard(job.ranks[:1], Prepare)
     assert job.ranks[0].members == (0,)
     job.close()
 
@@ -398,7 +407,7 @@ async def test_of_comms_long_past_nothing_is_kept(monkeypatch: pytest.MonkeyPatc
         job.ranks[0].elections.left(key, 1)
     assert len(job.ranks[0].elections._left) == 2
     job.ranks[0].ask()
-    await heard(job.ranks[:1], Decided)
+    await heard(job.ranks[:1], Prepare)
     assert len(job.ranks[0].elections._left) == 1
     job.close()
 
@@ -407,11 +416,11 @@ async def test_wishes_that_differ_are_refused_and_may_be_repeated() -> None:
     job = Job(2)
     job.ranks[0].ask([0, 1])
     job.ranks[1].ask([1])
-    await heard(job.ranks, Refused)
+    await heard(job.ranks, Rejected)
     for rank in job.ranks:
         rank.orders.clear()
         rank.ask([1, 0])
-    await heard(job.ranks, Decided)
+    await heard(job.ranks, Prepare)
     assert job.ranks[0].members == (1, 0)
     job.close()
 
@@ -419,7 +428,7 @@ async def test_wishes_that_differ_are_refused_and_may_be_repeated() -> None:
 async def test_a_wait_has_an_end() -> None:
     job = Job(2)
     job.ranks[1].ask(wait=0.05)
-    await heard(job.ranks[1:], Decided)
+    await heard(job.ranks[1:], Prepare)
     assert job.ranks[1].members == (1,)
     job.close()
 
@@ -438,11 +447,11 @@ async def test_newcomers_are_answered() -> None:
     }
     root.elections.take_report(KEY, [0], "new", report)
     root.ask([0, "new"])
-    await heard([root], Decided)
+    await heard([root], Prepare)
     assert root.members == (0, "new")
     assert [(name, message["comm"]) for name, message in root.guests] == [("new", KEY)]
     root.elections.gone("new", "it died")
-    await heard([root], Again)
+    await heard([root], Retry)
     await until(lambda: root.members == (0,))
     job.close()
 

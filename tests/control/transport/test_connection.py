@@ -16,9 +16,9 @@ import pytest
 
 from asynccomm.control.transport import connection as connection_module
 from asynccomm.control.transport.connection import Connection, Tokens, connect, end_connections, listens
-from asynccomm.control.transport.framing import HELLO_BYTES, Decoder, Message, encode
+from asynccomm.control.transport.framing import HELLO_BYTES, ControlMessage, Decoder, encode
 from asynccomm.control.transport.sockets import tcp_socket
-from asynccomm.control.transport.topology import Contact
+from asynccomm.control.transport.topology import RankAddress
 from tests.control.fake_listener import TOKENS, Door, Guest
 from tests.control.unauthenticated import descriptors, nothing_unclosed, until
 
@@ -43,7 +43,7 @@ async def test_what_is_sent_with_the_welcome_is_not_lost(door: Door) -> None:
     door.first = [{"number": number} for number in range(5)]
     guest = Guest()
     known: list[Connection] = []
-    heard: list[tuple[bool, Message]] = []
+    heard: list[tuple[bool, ControlMessage]] = []
     connection = await connect(
         door.contact, True, TOKENS, 7, lambda one, message: heard.append((one in known, message)), lambda _, how: None
     )
@@ -70,7 +70,7 @@ async def test_who_listens_in_the_place_of_a_rank_is_not_believed(
     "reply", [b"", b"garbage!!", encode({}), encode({"token": "ask"}), encode({"token": "ask", "refused": "x"})]
 )
 async def test_an_impostor_that_listens(reply: bytes) -> None:
-    heard: list[Message | None] = []
+    heard: list[ControlMessage | None] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         decoder = Decoder()
@@ -80,7 +80,7 @@ async def test_an_impostor_that_listens(reply: bytes) -> None:
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    contact = Contact(0, "here", 1, "", "127.0.0.1", server.sockets[0].getsockname()[1])
+    contact = RankAddress(0, "here", 1, "", "127.0.0.1", server.sockets[0].getsockname()[1])
     with pytest.raises(ConnectionError):
         await Guest().connect(contact, Tokens("ask", "the right answer"))
     assert heard == [{"token": "ask", "who": 7}]
@@ -92,8 +92,8 @@ async def test_nobody_listens() -> None:
     port = sock.getsockname()[1]
     sock.close()
     for contact in (
-        Contact(0, "h", 1, f"asynccomm/none/{secrets.token_hex(8)}"),
-        Contact(0, "h", 1, "", "127.0.0.1", port),
+        RankAddress(0, "h", 1, f"asynccomm/none/{secrets.token_hex(8)}"),
+        RankAddress(0, "h", 1, "", "127.0.0.1", port),
     ):
         with pytest.raises(ConnectionRefusedError):
             await Guest().connect(contact)
@@ -102,13 +102,13 @@ async def test_nobody_listens() -> None:
 
 async def test_a_rank_without_an_address() -> None:
     with pytest.raises(OSError) as caught:
-        await Guest().connect(Contact(0, "h", 1))
+        await Guest().connect(RankAddress(0, "h", 1))
     assert caught.value.errno == errno.EHOSTUNREACH
 
 
 async def test_by_tcp_where_the_local_name_cannot_be_reached(tcp_door: Door) -> None:
     """In another container on the same host, say."""
-    contact = Contact(0, "here", 1, f"asynccomm/none/{secrets.token_hex(8)}", "127.0.0.1", tcp_door.contact.port)
+    contact = RankAddress(0, "here", 1, f"asynccomm/none/{secrets.token_hex(8)}", "127.0.0.1", tcp_door.contact.port)
     connection = await Guest().connect(contact)
     connection.close()
 
@@ -170,12 +170,12 @@ import asyncio, os, sys, time
 from asynccomm.control.transport.sockets import local_socket
 from asynccomm.control.transport.connection import Tokens, connect
 from asynccomm.control.transport.listener import Listener
-from asynccomm.control.transport.topology import Contact
+from asynccomm.control.transport.topology import RankAddress
 tokens = Tokens("ask", "answer")
 async def main():
     listener = Listener(tokens, lambda who: "", lambda who, one: None, lambda one, message: None)
     listener.listen(local_socket(sys.argv[2]))
-    await connect(Contact(0, "here", 1, sys.argv[1]), True, tokens, 7, lambda *a: None, lambda *a: None)
+    await connect(RankAddress(0, "here", 1, sys.argv[1]), True, tokens, 7, lambda *a: None, lambda *a: None)
     if os.fork() == 0:
         print("forked", os.getpid(), flush=True)
         time.sleep(3600)
@@ -194,12 +194,12 @@ async def test_a_forked_child_holds_nothing_open(local_door: Door) -> None:
     child = int(line.split()[1])
     try:
         assert [who for who, _ in local_door.welcomed] == [7]
-        assert await listens(Contact(7, "here", 1, name), True)
+        assert await listens(RankAddress(7, "here", 1, name), True)
         process.kill()
         process.wait()
         await until(lambda: local_door.ended, "the end of the parent")
         os.kill(child, 0)  # still there
-        assert not await listens(Contact(7, "here", 1, name), True)
+        assert not await listens(RankAddress(7, "here", 1, name), True)
     finally:
         os.kill(child, signal.SIGKILL)
         process.stdout.close()

@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asynccomm.control.transport import framing
-from asynccomm.control.transport.framing import HELLO_BYTES, MESSAGE_BYTES, Decoder, GarbledError, Message, encode
+from asynccomm.control.transport.framing import (
+    HELLO_BYTES,
+    MESSAGE_BYTES,
+    ControlMessage,
+    Decoder,
+    GarbledError,
+    encode,
+)
 
 VALUES: Any = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -26,7 +33,7 @@ def framed(data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + data
 
 
-def all_of(decoder: Decoder) -> list[Message]:
+def all_of(decoder: Decoder) -> list[ControlMessage]:
     found = []
     while (message := decoder.next()) is not None:
         found.append(message)
@@ -34,7 +41,7 @@ def all_of(decoder: Decoder) -> list[Message]:
 
 
 @given(st.lists(MESSAGES, max_size=4), st.lists(st.integers(0, 4000), max_size=8))
-def test_messages_arrive_however_they_are_cut(messages: list[Message], cuts: list[int]) -> None:
+def test_messages_arrive_however_they_are_cut(messages: list[ControlMessage], cuts: list[int]) -> None:
     data = b"".join(map(encode, messages))
     places = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
     decoder, found = Decoder(MESSAGE_BYTES), []

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from asynccomm.control.transport.sockets import MAX_NAME, Doors, local_socket, run_name, tcp_socket
+from asynccomm.control.transport.sockets import MAX_NAME, ListeningSockets, local_socket, run_name, tcp_socket
 from tests.control.unauthenticated import descriptors, names
 
 
 def test_doors_that_nobody_takes_are_closed() -> None:
     held = descriptors()
-    doors = Doors(3, "some/run with ünusual characters and a name that is much too long")
+    doors = ListeningSockets(3, "some/run with ünusual characters and a name that is much too long")
     doors.open_tcp("127.0.0.1")
     assert doors.contact.port > 0
     (name,) = names()
@@ -24,7 +24,7 @@ def test_doors_that_nobody_takes_are_closed() -> None:
 
 
 def test_what_is_taken_is_not_closed() -> None:
-    doors = Doors(0, "run")
+    doors = ListeningSockets(0, "run")
     (sock,) = doors.take()
     doors.close()
     assert sock.fileno() >= 0

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asynccomm.control.transport.topology import Contact, Roster
+from asynccomm.control.transport.topology import RankAddress, Topology
 
 
-def contact(rank: int, host: str = "a") -> Contact:
-    return Contact(rank, host, 100 + rank, local=f"name {rank}")
+def contact(rank: int, host: str = "a") -> RankAddress:
+    return RankAddress(rank, host, 100 + rank, local=f"name {rank}")
 
 
-def roster(hosts: str, without: str = "") -> Roster:
+def roster(hosts: str, without: str = "") -> Topology:
     """Ranks on hosts of one letter each; ``without`` a channel where that has an x."""
     contacts = [contact(rank, host) for rank, host in enumerate(hosts)]
-    return Roster(replace(c, local="") if without[c.rank : c.rank + 1] == "x" else c for c in contacts)
+    return Topology(replace(c, local="") if without[c.rank : c.rank + 1] == "x" else c for c in contacts)
 
 
 def test_a_tree_over_three_hosts() -> None:
@@ -66,14 +66,14 @@ def test_all_gone_has_no_root() -> None:
 
 
 def test_a_contact_survives_json() -> None:
-    one = Contact(3, "host", 77, "name", "fe80::1", 99)
-    assert Contact.of_json(json.loads(json.dumps(one.as_json()))) == one
+    one = RankAddress(3, "host", 77, "name", "fe80::1", 99)
+    assert RankAddress.of_json(json.loads(json.dumps(one.as_json()))) == one
 
 
 def test_who_listens() -> None:
     assert contact(0).listens
-    assert Contact(0, "a", 1, address="127.0.0.1", port=7).listens
-    assert not Contact(0, "a", 1).listens
+    assert RankAddress(0, "a", 1, address="127.0.0.1", port=7).listens
+    assert not RankAddress(0, "a", 1).listens
 
 
 GOOD = contact(0).as_json()
@@ -100,4 +100,4 @@ GOOD = contact(0).as_json()
 )
 def test_what_is_no_contact(data: Any) -> None:
     with pytest.raises(ValueError, match="no contact"):
-        Contact.of_json(data)
+        RankAddress.of_json(data)
