@@ -54,24 +54,24 @@ class Simulated:
 
 def simulate(ranks: int, ops: int, rounds: int) -> Simulated:
     """``rounds`` rounds in which all is known, after one in which nothing is."""
-    council = OrderCoordinator(ranks)
-    voices = [Announcer[str]() for _ in range(ranks)]
+    coordinator = OrderCoordinator(ranks)
+    announcers = [Announcer[str]() for _ in range(ranks)]
     tags = [f"layer{i}.weight" for i in range(ops)]
     shuffled = [random.Random(rank).sample(tags, ops) for rank in range(ranks)]
     council_times, rank_times = [], []
     for _ in range(rounds + 1):
         start = time.perf_counter()
         announcements = []
-        for voice, order in zip(voices, shuffled, strict=True):
+        for announcer, order in zip(announcers, shuffled, strict=True):
             for tag in order:
-                voice.issue(tag, (1, 2), "all_reduce(float32[256], sum)", 1024, tag)
-            announcements.append(voice.message() or b"")
+                announcer.issue(tag, (1, 2), "all_reduce(float32[256], sum)", 1024, tag)
+            announcements.append(announcer.message() or b"")
         announced = time.perf_counter()
         for rank, message in enumerate(announcements):
-            council.hear(rank, message)
-        decision = council.message() or b""
+            coordinator.hear(rank, message)
+        decision = coordinator.message() or b""
         decided = time.perf_counter()
-        batches = [voice.hear(decision) for voice in voices]
+        batches = [announcer.hear(decision) for announcer in announcers]
         heard = time.perf_counter()
         if any(one != batches[0] for one in batches) or sum(map(len, batches[0])) != ops:
             raise RuntimeError("the ranks do not agree")

@@ -11,9 +11,9 @@ STREAM: Any = "stream"
 class Place:
     """An Order: a place in the streams of a GPU, which takes notes."""
 
-    def __init__(self, *, issued: bool = False, prompt: bool = True) -> None:
+    def __init__(self, *, issued: bool = False, immediate: bool = True) -> None:
         self.issued = issued
-        self.prompt = prompt
+        self.immediate = immediate
         self.listeners: list[Callable[[], object]] = []
         self.ordered: list[Any] = []  # streams
 

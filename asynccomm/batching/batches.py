@@ -18,34 +18,34 @@ class FusedOp(NamedTuple):
 
     submission: Submission
     members: Sequence[Submission]  #: what it does; itself if that is one
-    carrier: FusedWork | None = None  #: settles the members, if they are several
+    fused_work: FusedWork | None = None  #: settles the members, if they are several
 
     def prepare(self, driver: Driver) -> None:
         """The members are numbered and go to ``driver`` now, which is to move on what is waited for."""
-        if self.carrier is None:
+        if self.fused_work is None:
             self.submission.work.driver = driver
             return
         self.submission.numbers = numbers = tuple([member.work.seq for member in self.members])
         self.submission.work.seq = numbers[0]
         for member in self.members:
-            member.work.driver = self.carrier
+            member.work.driver = self.fused_work
 
     def sent(self) -> None:
         """It was handed on."""
-        if self.carrier is not None:
-            self.carrier.sent()
+        if self.fused_work is not None:
+            self.fused_work.sent()
 
     @property
     def most_urgent(self) -> Work[Any]:
         """The member that is due first."""
-        return min([member.work for member in self.members], key=due) if self.carrier else self.submission.work
+        return min([member.work for member in self.members], key=due) if self.fused_work else self.submission.work
 
 
 class Batch(NamedTuple):
     """What a backend gets at once."""
 
     items: Sequence[Submission]  #: in the order of the calls
-    lots: Sequence[FusedOp]
+    fused_ops: Sequence[FusedOp]
 
 
 def batches_of(held: Sequence[Submission], size: int, backend: Backend, mailbox: Mailbox) -> list[Batch]:
@@ -54,10 +54,12 @@ def batches_of(held: Sequence[Submission], size: int, backend: Backend, mailbox:
     Raises: ValueError if it cannot be sent together.
     """
     batches = []
-    for lots in plan([planned(s) for s in held], merged_bytes=backend.merged_bytes):
-        made = [_lot([held[i] for i in lot], size, backend, mailbox) for lot in lots]
+    for fused_ops in plan([planned(s) for s in held], merged_bytes=backend.merged_bytes):
+        made = [_fused([held[i] for i in fused], size, backend, mailbox) for fused in fused_ops]
         items = (
-            held if len(held) == sum(map(len, lots)) else [held[i] for i in sorted([i for lot in lots for i in lot])]
+            held
+            if len(held) == sum(map(len, fused_ops))
+            else [held[i] for i in sorted([i for fused in fused_ops for i in fused])]
         )
         batches.append(Batch(items, made))
     return batches
@@ -72,26 +74,26 @@ def planned(submission: Submission) -> Item:
     return item_of(submission.op, submission.inputs, submission.outputs, given)
 
 
-def _lot(members: list[Submission], size: int, backend: Backend, mailbox: Mailbox) -> FusedOp:
+def _fused(members: list[Submission], size: int, backend: Backend, mailbox: Mailbox) -> FusedOp:
     if len(members) == 1:
         return FusedOp(members[0], members)
     call = fuse(size, members)
     works = [member.work for member in members]
-    carrier = FusedWork(works, backend)
+    fused_work = FusedWork(works, backend)
     first = min(works, key=due)
-    carrier.work = Work(
+    fused_work.work = Work(
         call.op,
         UNNUMBERED,
         mailbox,
         value=None,
         timeout=first.timeout,
-        on_settled=carrier.settled,
+        on_settled=fused_work.settled,
         driver=backend,
     )
-    submission = Submission(call, carrier.work, detached=True)
+    submission = Submission(call, fused_work.work, detached=True)
     submission.members = tuple([member.op for member in members])
     submission.origin = _origins(members)
-    return FusedOp(submission, members, carrier)
+    return FusedOp(submission, members, fused_work)
 
 
 def due(work: Work[Any]) -> float:

@@ -36,7 +36,7 @@ class CompositeWork:
             self._all_settled()
 
     def _all_settled(self) -> None:
-        errors = [part.surrender() for part in self.parts]
+        errors = [part.take_error() for part in self.parts]
         if any(part.captured for part in self.parts):
             self.work.capture()
         else:
@@ -78,7 +78,7 @@ class FusedWork:
 
     def settled(self, work: Work[Any]) -> None:
         """The operation is done. From any thread."""
-        error: AsyncCommError | None = work.surrender()
+        error: AsyncCommError | None = work.take_error()
         if work.captured:
             for part in self._parts:
                 part.capture()
@@ -107,7 +107,7 @@ class _CompositeOrder:
 
     def __init__(self, orders: Sequence[StreamOrder]) -> None:
         self._orders = orders
-        self.prompt = all(order.prompt for order in orders)
+        self.immediate = all(order.immediate for order in orders)
 
     @property
     def issued(self) -> bool:

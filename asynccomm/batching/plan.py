@@ -112,28 +112,28 @@ def plan(
         check_messages(items)
         cuts = _cuts_by_memory(items)
     batches: list[Batch] = []
-    lots: dict[object, list[int]] = {}
+    fused_ops: dict[object, list[int]] = {}
     meter = BatchLimiter(max_ops, max_bytes)
     limited = meter.limited
     sorts: dict[int, object] = {}  # of operations that are shared by many calls
     for i, (op, _, _) in enumerate(items):
         if i in cuts or (limited and not meter.admits(op)):
-            batches.append(list(lots.values()))
-            lots = {}
+            batches.append(list(fused_ops.values()))
+            fused_ops = {}
             meter.clear()
         sort = sorts.get(id(op), sorts)
         if sort is sorts:
             sort = sorts[id(op)] = fusion_key(op, merged_bytes)
         if sort is None:
-            lots[i] = [i]
-        elif (lot := lots.get(sort)) is None:
-            lots[sort] = [i]
+            fused_ops[i] = [i]
+        elif (fused := fused_ops.get(sort)) is None:
+            fused_ops[sort] = [i]
         else:
-            lot.append(i)
+            fused.append(i)
         if limited:
             meter.count(op)
-    if lots:
-        batches.append(list(lots.values()))
+    if fused_ops:
+        batches.append(list(fused_ops.values()))
     return batches
 
 

@@ -53,8 +53,8 @@ async def bootstrap(
     origin = JobOrigin(place, group.rank) if origin is None else origin
     world = origin.world
     async with contextlib.AsyncExitStack() as unless_met:
-        claim = NameReservation(world, group.name)
-        unless_met.callback(claim.release)
+        reservation = NameReservation(world, group.name)
+        unless_met.callback(reservation.release)
         doors = None
         if options.hints.get("control") != "off":
             doors = ListeningSockets(group.rank, place.run)
@@ -67,9 +67,11 @@ async def bootstrap(
         channel = None if doors is None else await _open_channel(room, joined, doors, start + limit)
         unless_met.pop_all()
     ranks = range(group.size)
-    family = Job(world, group, room, meeting, channel, origin)
-    seat = CommIdentity(family, claim, room, joined.members, ranks if parent_ranks is None else parent_ranks, ranks)
-    session = Session(group, options, Mailbox(asyncio.get_running_loop()), seat)
+    job = Job(world, group, room, meeting, channel, origin)
+    identity = CommIdentity(
+        job, reservation, room, joined.members, ranks if parent_ranks is None else parent_ranks, ranks
+    )
+    session = Session(group, options, Mailbox(asyncio.get_running_loop()), identity)
     await session.connect(backends, max(LEAST_SECONDS, start + limit - time.monotonic()))
     return session
 

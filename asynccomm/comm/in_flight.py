@@ -70,7 +70,7 @@ class InFlight(abc.ABC):
         self.backend: Backend | None = None  #: None until connected, and in a forked child
         self.error: AsyncCommError | None = None  #: why there are no more calls
         self.reporter: Reporter | None = None  #: keeps what is called, for the other ranks; None: nobody asks
-        self.witness: Observer | None = None  #: sees the calls, and what the comm breaks of; None: nobody does
+        self.observer: Observer | None = None  #: sees the calls, and what the comm breaks of; None: nobody does
         self._lock = threading.RLock()  # held while submitting, so that order is one
         # bytes by operation. Used without _lock, one atomic step of the dict at a time: a backend may settle another
         # rank's operation inside submit(), with that one's _lock held by a thread that waits for the backend
@@ -132,10 +132,10 @@ class InFlight(abc.ABC):
             p2p = work.op.p2p
             work.seq = numbers[p2p]
             numbers[p2p] += 1
-        for lot in batch.lots:
-            lot.prepare(backend)
+        for fused in batch.fused_ops:
+            fused.prepare(backend)
         try:
-            backend.submit([lot.submission for lot in batch.lots])
+            backend.submit([fused.submission for fused in batch.fused_ops])
         except BaseException:
             for item in batch.items:
                 item.work.seq = UNNUMBERED
@@ -149,10 +149,10 @@ class InFlight(abc.ABC):
                 if not item.op.p2p:
                     together = 0  # said with the first
         self._check_late([item.work for item in batch.items])
-        for lot in batch.lots:
-            lot.sent()
-            if not lot.submission.work.done():
-                self._deadlines.add(lot.most_urgent)
+        for fused in batch.fused_ops:
+            fused.sent()
+            if not fused.submission.work.done():
+                self._deadlines.add(fused.most_urgent)
         for whole in dict.fromkeys([item.whole for item in batch.items if item.whole is not None]):
             whole.sent()
 

@@ -55,11 +55,11 @@ async def join_existing(
             raise RendezvousError(f"nobody took this process into comm {name!r} within {limit:g} s") from None
     finally:
         await meeting.aclose()
-    guest = Joiner(me, invitation.key, invitation.ranks, invitation.contacts, invitation.tokens)
+    joiner = Joiner(me, invitation.key, invitation.ranks, invitation.contacts, invitation.tokens)
     try:
         backends = _backends(invitation.backend, name, device, asked, allowed)
     except BaseException:
-        guest.give_up()  # they have invited it, and wait
+        joiner.give_up()  # they have invited it, and wait
         raise
     theirs = replace(options, ordering=invitation.ordering)
     ranks = {job: rank for rank, job in enumerate(invitation.ranks)}
@@ -79,11 +79,11 @@ async def join_existing(
 
     try:
         async with within(max(LAST_SECONDS, left())):
-            return await await_commit(guest, None, math.inf, form, name)
+            return await await_commit(joiner, None, math.inf, form, name)
     except TimeoutError:
         raise RendezvousError(f"comm {name!r} has invited this process, and not gone on within {limit:g} s") from None
     finally:
-        guest.close()
+        joiner.close()
 
 
 def _backends(

@@ -67,23 +67,23 @@ class _RankClient:
         self, proposal: Sequence[ParticipantId] | None, wait: float, hear: Callable[[CoordinatorOrder], object]
     ) -> None:
         self.has_asked = True
-        self._call(lambda: self._channel.elections.ask(self._key, self._ranks, proposal, wait, hear))
+        self._call(lambda: self._channel.service.ask(self._key, self._ranks, proposal, wait, hear))
 
     def prepared(self, decision: str) -> None:
-        self._call(lambda: self._channel.elections.prepared(self._key, decision))
+        self._call(lambda: self._channel.service.prepared(self._key, decision))
 
     def failed(self, decision: str, why: str) -> None:
-        self._call(lambda: self._channel.elections.failed(self._key, decision, why))
+        self._call(lambda: self._channel.service.failed(self._key, decision, why))
 
     def give_up(self) -> None:
-        self._call(lambda: self._channel.elections.give_up(self._key))
+        self._call(lambda: self._channel.service.give_up(self._key))
 
     def _call(self, call: Callable[[], object]) -> None:
         self._channel.call(call)
 
 
 async def await_commit(
-    voter: MembershipClient,
+    client: MembershipClient,
     proposal: Sequence[ParticipantId] | None,
     wait: float,
     form: Callable[[View], Awaitable[Session]],
@@ -110,12 +110,12 @@ async def await_commit(
 
     attempt: _Attempt | None = None
     asking = True
-    voter.ask(proposal, wait, hear)
+    client.ask(proposal, wait, hear)
     try:
         while True:
             match await orders.get():
                 case Prepare(decision):
-                    attempt = _Attempt(voter, decision, form, orders.put_nowait)
+                    attempt = _Attempt(client, decision, form, orders.put_nowait)
                 case Retry():
                     if attempt is not None:
                         await attempt.drop()
@@ -137,7 +137,7 @@ async def await_commit(
                     pass
     except BaseException:
         if asking:
-            voter.give_up()
+            client.give_up()
         if attempt is not None:
             await attempt.drop()
             attempt = None  # whoever has the error has this frame, and would keep the store that it may host
@@ -150,12 +150,12 @@ class _Attempt:
 
     def __init__(
         self,
-        voter: MembershipClient,
+        client: MembershipClient,
         decision: View,
         form: Callable[[View], Awaitable[Session]],
         left_out: Callable[[LeftOutError], object],
     ) -> None:
-        self._voter, self._decision, self._form, self._left_out = voter, decision, form, left_out
+        self._client, self._decision, self._form, self._left_out = client, decision, form, left_out
         self._session: Session | None = None
         self._dropping: asyncio.Task[None] | None = None
         self._task = asyncio.ensure_future(self._run())
@@ -166,9 +166,9 @@ class _Attempt:
         except LeftOutError as exc:
             self._left_out(exc)
         except Exception as exc:  # whatever it is, the others must not wait for this rank
-            self._voter.failed(self._decision.key, f"{type(exc).__name__}: {exc}")
+            self._client.failed(self._decision.key, f"{type(exc).__name__}: {exc}")
         else:
-            self._voter.prepared(self._decision.key)
+            self._client.prepared(self._decision.key)
 
     @property
     def session(self) -> Session:
@@ -198,10 +198,10 @@ async def reconfigure(
         wait: seconds for them to ask, too.
         invite: the newcomers of them.
     """
-    seat = session.seat
-    assert seat.family.channel is not None
-    voter = _RankClient(seat.family.channel, seat.key, seat.job_ranks)
-    task = asyncio.ensure_future(_regroup(session, voter, proposal, wait, invite))
+    identity = session.identity
+    assert identity.job.channel is not None
+    client = _RankClient(identity.job.channel, identity.key, identity.job_ranks)
+    task = asyncio.ensure_future(_regroup(session, client, proposal, wait, invite))
     detach(task)
     session.regrouping = task  # cancelled when the comm is closed meanwhile
     try:
@@ -212,8 +212,8 @@ async def reconfigure(
     except asyncio.CancelledError:
         task.cancel()
         await asyncio.wait([task])
-        if not voter.has_asked:
-            voter.give_up()  # the others must not wait for it
+        if not client.has_asked:
+            client.give_up()  # the others must not wait for it
         if not task.cancelled() and task.exception() is None:
             await _drop(task.result())
         raise
@@ -222,17 +222,17 @@ async def reconfigure(
 
 
 async def _regroup(
-    session: Session, voter: _RankClient, proposal: Sequence[ParticipantId], wait: float, invite: Sequence[str]
+    session: Session, client: _RankClient, proposal: Sequence[ParticipantId], wait: float, invite: Sequence[str]
 ) -> Session:
-    seat = session.seat
-    family, channel = seat.family, seat.family.channel
-    origin = family.origin
+    identity = session.identity
+    job, channel = identity.job, identity.job.channel
+    origin = job.origin
     assert channel is not None
     assert origin is not None
     assert session.backend is not None
     backends = {session.backend_name: type(session.backend)}
     group, options = session.group, session.options
-    ranks = {job: rank for rank, job in enumerate(seat.job_ranks)}
+    ranks = {job: rank for rank, job in enumerate(identity.job_ranks)}
     if invite:
         await lobby_of(session).invite(invite, session.invitation())
     await session.come_to_rest()
@@ -240,7 +240,7 @@ async def _regroup(
     async def form(decision: View) -> Session:
         me = decision.members.index(channel.rank)
         place = await _place(session, decision, origin.place)
-        seat.free_name()
+        identity.free_name()
         return await bootstrap(
             replace(place, rank=me, size=len(decision.members), scope=run_prefix(place, decision)),
             CommInfo(group.name, me, len(decision.members), group.device),
@@ -254,14 +254,14 @@ async def _regroup(
 
     note = "" if list(ranks) == list(ranks.values()) else f" (where its ranks are called {list(ranks)})"
     try:
-        new = await await_commit(voter, proposal, wait, form, group.name, note)
+        new = await await_commit(client, proposal, wait, form, group.name, note)
     except BaseException:
         if not session.closed:
-            seat.retake_name()
+            identity.reserve_again()
         raise
     session.regrouping = None
     try:
-        await _yield_store(session, [rank for rank in new.seat.parent_ranks if rank >= 0])
+        await _yield_store(session, [rank for rank in new.identity.parent_ranks if rank >= 0])
     except asyncio.CancelledError:
         await shielded(_drop(new))
         raise
@@ -271,8 +271,8 @@ async def _regroup(
 async def _yield_store(session: Session, members: Sequence[int]) -> None:
     """Close a comm that another one of its ranks ``members`` goes on in place of."""
     assert session.reporter is not None
-    session.reporter.followers = [session.seat.job_ranks[rank] for rank in members]
-    session.seat.family.followed = True
+    session.reporter.followers = [session.identity.job_ranks[rank] for rank in members]
+    session.identity.job.followed = True
     session.give_way()
     closing = asyncio.ensure_future(session.aclose())
     detach(closing)
@@ -287,9 +287,9 @@ async def _drop(session: Session) -> None:
 
 def lobby_of(session: Session) -> Lobby:
     """Where newcomers to the comm wait."""
-    family = session.seat.family
-    assert family.origin is not None
-    return Lobby(family.store.prefix(family.origin.place.scope), session.group.name)
+    job = session.identity.job
+    assert job.origin is not None
+    return Lobby(job.store.prefix(job.origin.place.scope), session.group.name)
 
 
 def run_prefix(place: RendezvousSpec, decision: View) -> str:
@@ -299,7 +299,7 @@ def run_prefix(place: RendezvousSpec, decision: View) -> str:
 
 async def _place(session: Session, decision: View, place: RendezvousSpec) -> RendezvousSpec:
     """Where the members meet: at the old store if that lives on, else at one that the first of them hosts."""
-    reporter, channel = session.reporter, session.seat.family.channel
+    reporter, channel = session.reporter, session.identity.job.channel
     assert reporter is not None
     assert channel is not None
     first = next(who for who in decision.members if isinstance(who, int))
@@ -310,23 +310,23 @@ async def _place(session: Session, decision: View, place: RendezvousSpec) -> Ren
         return replace(place, store=None, path=None, host=address[0], port=address[1], hosting=False, server=None)
     address = None
     if await _survives(session, decision):
-        await _claim(session, decision)
+        await _reservation(session, decision)
     else:
-        contact = channel.roster.contacts[channel.rank]
+        contact = channel.topology.contacts[channel.rank]
         place = await anyio.to_thread.run_sync(partial(rehost, place, contact.address or "127.0.0.1"))
         address = [place.host, place.port]
     reporter.say({"kind": "meet", "key": decision.key, "store": address})
     return place
 
 
-async def _claim(session: Session, decision: View) -> None:
+async def _reservation(session: Session, decision: View) -> None:
     """Write down in the store who goes on; nobody else may then, but one of them in another decision.
 
     So ranks that could not hear of each other do not all go on, as long as the store lives.
 
     Raises: LeftOutError: others were first.
     """
-    room, key = session.seat.family.room, f"followed/{session.seat.key}"
+    room, key = session.identity.job.room, f"followed/{session.identity.key}"
     ours, found = json.dumps(decision.members).encode(), b""
     while (before := found) != ours:
         found = await room.compare_set(key, before, ours)
@@ -336,7 +336,7 @@ async def _claim(session: Session, decision: View) -> None:
 
 async def _survives(session: Session, decision: View) -> bool:
     """Whether the store answers, and will as long as the members need it."""
-    room = session.seat.family.room
+    room = session.identity.job.room
     try:
         async with asyncio.timeout(STORE_SECONDS):
             if not await room.check([STORE_HOST_KEY]):

@@ -95,12 +95,12 @@ class Reporter:
         self._loop = loop
         self._main = threading.get_ident()
         self._closed: set[int] = set()  # ranks that have closed the comm in good order
-        self._prints: deque[tuple[int, Op, int]] = deque()
+        self._fingerprints: deque[tuple[int, Op, int]] = deque()
         self._met: dict[str, ControlMessage] = {}  # where members of the next comm meet, by what was decided
         self._meeting: list[asyncio.Future[None]] = []
         self._ping: float | None = None  # when the loop was asked to turn, if it has not
         if channel is not None:
-            channel.enroll(key, self)
+            channel.subscribe(key, self)
 
     def compare_fingerprints(self) -> None:
         """Of all calls from now on: the backend does not."""
@@ -118,7 +118,7 @@ class Reporter:
     def compare(self, work: Work[Any], batch: int) -> None:
         """The same, of one that is remembered already."""
         if not work.op.p2p:
-            self._prints.append((work.seq, work.op, batch))
+            self._fingerprints.append((work.seq, work.op, batch))
             assert self.channel is not None
             self.channel.issued()
 
@@ -159,7 +159,7 @@ class Reporter:
                 item |= {"lost": error.rank, "reason": error.detail}
             if self.followers is not None:
                 item = {"rank": self._group.rank, "kind": "followed", "members": self.followers}
-            self.channel.withdraw(self._key, item)
+            self.channel.unsubscribe(self._key, item)
 
     async def ask(self, ranks: Sequence[int], timeout: float, **question: Any) -> dict[int, ControlMessage]:
         """What ``ranks`` of the comm answer within ``timeout`` seconds. On the comm's loop."""
@@ -188,7 +188,7 @@ class Reporter:
         if answer is not None:
             with contextlib.suppress(TypeError, ValueError, KeyError, AttributeError):
                 return RankState.of_answer(rank, answer)
-        if channel is None or job not in channel.roster.contacts:
+        if channel is None or job not in channel.topology.contacts:
             return RankState(rank, False, reachable=False)
         if job in channel.gone:
             return RankState(rank, False, gone=channel.gone[job])
@@ -283,11 +283,11 @@ class Reporter:
             case _:
                 return {}
 
-    def prints(self) -> tuple[int, Sequence[Fingerprint]]:
+    def fingerprints(self) -> tuple[int, Sequence[Fingerprint]]:
         """The size of the comm, and the fingerprints of what was issued since the last call."""
         found: list[Fingerprint] = []
-        while self._prints:
-            seq, op, batch = self._prints.popleft()
+        while self._fingerprints:
+            seq, op, batch = self._fingerprints.popleft()
             found.append((seq, *signature(op), batch))
         return self._group.size, found
 

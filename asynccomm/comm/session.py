@@ -70,28 +70,28 @@ class Session(Submitter):
     Args:
         group, options: as the comm shows them.
         mailbox: of the comm's loop.
-        seat: the comm's, which it leaves when the session has ended.
+        identity: the comm's, which it leaves when the session has ended.
     """
 
-    def __init__(self, group: CommInfo, options: CommOptions, mailbox: Mailbox, seat: CommIdentity) -> None:
+    def __init__(self, group: CommInfo, options: CommOptions, mailbox: Mailbox, identity: CommIdentity) -> None:
         super().__init__(group, options, mailbox)
-        self.seat = seat
+        self.identity = identity
         self.backend_name = ""  #: of the one in use, or the last one tried
         self.regrouping: asyncio.Task[Session] | None = None  #: makes what goes on in place of this
-        self.barriers = MonitoredBarriers(group, seat.room)
+        self.barriers = MonitoredBarriers(group, identity.room)
         self._connecting: asyncio.Timeout | None = None
         self._growing: set[Session] = set()  # split off this one, and not connected yet
         self._resources = AsyncExitStack()
-        self._resources.push_async_callback(seat.leave)
+        self._resources.push_async_callback(identity.leave)
         self._ending: set[asyncio.Task[None]] = set()
         self._closing: asyncio.Task[None] | None = None
         # others hold these for long; they must not keep a forgotten comm alive
         self.transport_failed = weak_callback(self._transport_failed)  #: for the backend: hears of transport errors
         self._aftermath: Future[None] | None = None  # done once the transport of a broken comm has ended
         self._breaking = threading.Lock()  # held for moments: the other one may be held by who is stuck in a call
-        channel = seat.family.channel
+        channel = identity.job.channel
         if channel is not None:
-            self.reporter = Reporter(group, channel, seat.key, seat.job_ranks, self, mailbox.loop)
+            self.reporter = Reporter(group, channel, identity.key, identity.job_ranks, self, mailbox.loop)
         _alive.add(self)
 
     async def connect(
@@ -113,7 +113,7 @@ class Session(Submitter):
                     raise self.error
                 if parent is not None:
                     parent.check_open()
-                await self.seat.room.set(f"here/{self.group.rank}", b"1")
+                await self.identity.room.set(f"here/{self.group.rank}", b"1")
                 await self._connect_first(backends, timeout)
             self._connecting = None
             if self.options.ordering == "agreed":
@@ -131,7 +131,7 @@ class Session(Submitter):
                 error = AbortedError(self.group.rank, f"could not connect: {type(reason).__name__}: {reason}")
                 # the others may still be connecting, to who will not come; what does not suit they all find out
                 self._fail(error, tell=not isinstance(reason, UnsuitableError))
-                self.seat.free_name()  # now: closing goes on when this is cancelled, and another try may come
+                self.identity.free_name()  # now: closing goes on when this is cancelled, and another try may come
                 await self.aclose()
             if reason is exc:
                 raise
@@ -147,8 +147,8 @@ class Session(Submitter):
             hints = own_hints(backend, self.options.hints)
             context = BackendContext(
                 group=self.group,
-                members=self.seat.members,
-                store=self.seat.room.prefix(name),
+                members=self.identity.members,
+                store=self.identity.room.prefix(name),
                 mailbox=self.mailbox,
                 timeout=timeout,
                 on_error=self.transport_failed,
@@ -202,7 +202,7 @@ class Session(Submitter):
         with contextlib.suppress(TimeoutError, AsyncCommError):
             async with asyncio.timeout(TELL_SECONDS):
                 ranks = range(group.size)
-                came = await asyncio.gather(*(self.seat.room.check([f"here/{rank}"]) for rank in ranks))
+                came = await asyncio.gather(*(self.identity.room.check([f"here/{rank}"]) for rank in ranks))
                 if absent := [rank for rank in ranks if not came[rank]]:
                     error += f"; ranks {absent} did not come"
         return BackendError(error)
@@ -219,11 +219,11 @@ class Session(Submitter):
 
     def invitation(self) -> Invitation:
         """For newcomers to this comm."""
-        channel = self.seat.family.channel
+        channel = self.identity.job.channel
         assert channel is not None
-        contacts = list(channel.roster.contacts.values())
-        jobs = list(self.seat.job_ranks)
-        return Invitation(self.seat.key, jobs, contacts, channel.tokens, self.backend_name, self.options.ordering)
+        contacts = list(channel.topology.contacts.values())
+        jobs = list(self.identity.job_ranks)
+        return Invitation(self.identity.key, jobs, contacts, channel.tokens, self.backend_name, self.options.ordering)
 
     async def come_to_rest(self) -> None:
         """Wait until nothing is in flight: another comm is to go on in place of this one."""
@@ -300,7 +300,7 @@ class Session(Submitter):
 
     def forget(self) -> None:
         """End without telling anybody why: the comm was dropped unclosed. From any thread, at any time."""
-        self.seat.free_name()
+        self.identity.free_name()
         self._abort_backend()
         with contextlib.suppress(RuntimeError):  # the loop is closed; as if it turned no more, the seat is left
             self.mailbox.loop.call_soon_threadsafe(lambda: self._begin(self._let_go()))
@@ -312,13 +312,13 @@ class Session(Submitter):
             work.settle(dropped)
         await self._free()
 
-    def disown(self) -> None:
+    def detach_in_child(self) -> None:
         """Refuse everything: this is a forked child, where neither threads nor connections are ours."""
         self._lock = threading.RLock()  # threads that are not in the child may have held the old ones
         self._breaking = threading.Lock()
         self.error = ClosedError(f"comm {self.group.name!r} was made before this process was forked; make a new one")
         self.backend = self.reporter = None
-        self.seat.disown()
+        self.identity.detach_in_child()
 
     def _fail(self, error: BrokenError, *, tell: bool) -> bool:
         """Become broken by ``error``, unless it has ended otherwise; from any thread, whatever others are stuck in."""
@@ -356,8 +356,8 @@ class Session(Submitter):
         assert self._aftermath is not None
         try:
             self._abort_backend()
-            if self.witness is not None:
-                self.witness.broke(error)
+            if self.observer is not None:
+                self.observer.broke(error)
         finally:
             self._aftermath.set_result(None)
         if self.options.abort_process_on_timeout_or_error and not isinstance(error, AbortedError):
@@ -392,7 +392,7 @@ class Session(Submitter):
     def _transport_failed(self, error: BrokenError) -> None:
         """From any thread. What is behind it may be on its way to us: a rank gave up, or its process ended."""
         self._catch_up()
-        reporter, channel = self.reporter, self.seat.family.channel
+        reporter, channel = self.reporter, self.identity.job.channel
         if channel is None or reporter is None:
             self._fail(error, tell=True)
         elif isinstance(error, CollectiveMismatchError):
@@ -482,7 +482,7 @@ def _abandon_all() -> None:
 
 def _disown_all() -> None:
     for session in list(_alive):
-        session.disown()
+        session.detach_in_child()
 
 
 os.register_at_fork(after_in_child=_disown_all)

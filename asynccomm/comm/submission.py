@@ -61,8 +61,8 @@ class Submitter(InFlight):
                 work = self._put_forward(call, limit)
             else:
                 work = self._sent(call, limit)
-            if self.witness is not None:
-                self.witness.called(call, work)
+            if self.observer is not None:
+                self.observer.called(call, work)
         return work
 
     def _held_back(self, call: Call, limit: float, hold: DeferredQueue) -> Work[Any]:
@@ -170,17 +170,17 @@ class Submitter(InFlight):
                 self._issue(items)
                 self._deadlines.add(parts[0])
             else:
-                lots = [FusedOp(item, (item,)) for item in items]
+                fused_ops = [FusedOp(item, (item,)) for item in items]
                 try:
-                    self._hand_on(Batch(items, lots))
+                    self._hand_on(Batch(items, fused_ops))
                 except BaseException:
                     for part in parts:
                         self._pending.pop(part, None)
                     raise
                 self._called += len(items)
-            if self.witness is not None:
+            if self.observer is not None:
                 for call, part in zip(calls, parts, strict=True):
-                    self.witness.called(call, part)
+                    self.observer.called(call, part)
         return whole.work
 
     # -- what is sent together ----------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ class Submitter(InFlight):
             self.check_open()
             assert self.backend is not None
             batches = batches_of(held, self.group.size, self.backend, self.mailbox)
-            return [self.backend.estimate([lot.submission for lot in batch.lots]) for batch in batches]
+            return [self.backend.estimate([fused.submission for fused in batch.fused_ops]) for batch in batches]
 
     def drop(self, items: Sequence[Submission], reason: str) -> None:
         """Fail those of ``items`` that were not sent. From any thread."""

@@ -55,31 +55,31 @@ class ControlChannel:
 
     def __init__(self, rank: int, contacts: Sequence[RankAddress], tokens: Tokens) -> None:
         self.rank = rank
-        self.roster = Topology(contacts)
+        self.topology = Topology(contacts)
         self.tokens = tokens
         self._thread: ControlThread = control_thread()
-        self._node = node = Router(rank, self.roster, self._deliver, self._lose)
-        self.gone = node.gone  #: ranks of the job that are, and how; to be read from any thread
+        self._router = router = Router(rank, self.topology, self._deliver, self._lose)
+        self.gone = router.gone  #: ranks of the job that are, and how; to be read from any thread
         self._listener = Listener(tokens, self._refusal, self._welcome, self._look)
-        self._members = Subscribers(node.gone)
-        self._questions = Requests(node, self._members)
-        self._prints = MismatchDetector(self._thread, node, self._members, self._questions, self._begin)
-        self._guests: dict[str, Connection] = {}
-        self.elections = MembershipService(node, self._thread.loop, self)  #: on the control thread
-        self._climber = Uplink(node, tokens, self._begin, self._received, self._ended, self.elections.attached)
+        self._members = Subscribers(router.gone)
+        self._requests = Requests(router, self._members)
+        self._fingerprints = MismatchDetector(self._thread, router, self._members, self._requests, self._begin)
+        self._joiners: dict[str, Connection] = {}
+        self.service = MembershipService(router, self._thread.loop, self)  #: on the control thread
+        self._uplink = Uplink(router, tokens, self._begin, self._received, self._ended, self.service.attached)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._pulse: asyncio.TimerHandle | None = None
         self._leaving: asyncio.Future[None] | None = None  # done once the others know
         self._closed = False
         self._handlers: dict[str, Callable[[ControlMessage], object]] = {
             "news": self._hear_news,
-            "ask": self._questions.hear_question,
-            "reply": self._questions.hear_reply,
-            "prints": self._prints.hear,
-            "report": self.elections.hear_report,
-            "order": self.elections.hear_order,
-            "poll": lambda message: self.elections.hear_poll(message, self._members.__contains__),
-            HERE: lambda message: self.elections.here(message["from"]),
+            "ask": self._requests.hear_question,
+            "reply": self._requests.hear_reply,
+            "prints": self._fingerprints.hear,
+            "report": self.service.hear_report,
+            "order": self.service.hear_order,
+            "poll": lambda message: self.service.hear_poll(message, self._members.__contains__),
+            HERE: lambda message: self.service.here(message["from"]),
         }
 
     # -- from any thread ----------------------------------------------------------------------------------------------
@@ -108,17 +108,17 @@ class ControlChannel:
             return None
         return channel
 
-    def enroll(self, key: str, member: Subscriber) -> None:
+    def subscribe(self, key: str, member: Subscriber) -> None:
         """From now on, ``member`` hears what concerns the comm of that key. From any thread."""
-        self._thread.call(lambda: self._members.enroll(key, member))
+        self._thread.call(lambda: self._members.subscribe(key, member))
 
-    def withdraw(self, key: str, item: ControlMessage | None = None) -> None:
+    def unsubscribe(self, key: str, item: ControlMessage | None = None) -> None:
         """It does not any more; tells the others ``item`` first. From any thread."""
 
         def leave() -> None:
             if item is not None and not self._closed:
-                self._node.send(ALL, "news", comm=key, item=item)
-            self._members.withdraw(key)
+                self._router.send(ALL, "news", comm=key, item=item)
+            self._members.unsubscribe(key)
 
         self._thread.call(leave)
 
@@ -128,7 +128,7 @@ class ControlChannel:
         def send() -> None:
             try:
                 if not self._closed:
-                    self._node.send(ALL, "news", comm=key, item=item)
+                    self._router.send(ALL, "news", comm=key, item=item)
             finally:
                 if then is not None:
                     then()
@@ -140,11 +140,11 @@ class ControlChannel:
         self, key: str, ranks: Sequence[int], question: ControlMessage, timeout: float
     ) -> Future[dict[int, ControlMessage]]:
         """What ``ranks`` of the job answer within ``timeout`` seconds, by rank. From any other thread."""
-        return self._thread.run(self._questions.gather(key, ranks, question, timeout))
+        return self._thread.run(self._requests.gather(key, ranks, question, timeout))
 
     def issued(self) -> None:
         """Something was issued whose fingerprints are to be compared. From any thread; costs next to nothing."""
-        self._prints.issued()
+        self._fingerprints.issued()
 
     def later(self, seconds: float, call: Callable[[], object]) -> None:
         """Have the control thread make ``call`` after so many seconds, or when the channel ends. From any thread."""
@@ -165,7 +165,7 @@ class ControlChannel:
 
     def silence(self, rank: int) -> float | None:
         """For how many seconds ``rank`` of the job was not heard, as far as is known here. From any thread."""
-        return self._node.silence(rank)
+        return self._router.silence(rank)
 
     async def aclose(self) -> None:
         """Say goodbye, and end. On any loop."""
@@ -187,24 +187,24 @@ class ControlChannel:
         for sock in socks:
             self._listener.listen(sock)
         self._beat()
-        return "" if await self._climber.reach(timeout) else f"rank {self._node.above} cannot be reached"
+        return "" if await self._uplink.reach(timeout) else f"rank {self._router.above} cannot be reached"
 
     async def _close(self) -> None:
         if self._closed:
             return
-        if self.elections.lingers:
+        if self.service.lingers:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_SECONDS):
-                    await self.elections.settled()
+                    await self.service.settled()
         if self._leaving is None:
             self._leaving = self._thread.loop.create_future()
-            self._node.depart()
+            self._router.depart()
             self._look_whether_departed()
         await asyncio.wait([self._leaving], timeout=GOODBYE_SECONDS)
         self._begin_closing()
 
     def _look_whether_departed(self) -> None:
-        if self._leaving is not None and not self._leaving.done() and self._node.departed:
+        if self._leaving is not None and not self._leaving.done() and self._router.departed:
             self._leaving.set_result(None)
 
     def _cut_short(self, socks: Sequence[socket.socket]) -> None:
@@ -217,15 +217,15 @@ class ControlChannel:
         if self._closed:
             return
         self._closed = True
-        for part in (self._listener, self._climber, self._questions, self._prints, self.elections):
+        for part in (self._listener, self._uplink, self._requests, self._fingerprints, self.service):
             part.close()
-        for guest in self._guests.values():
-            guest.close()
+        for joiner in self._joiners.values():
+            joiner.close()
         if self._pulse is not None:
             self._pulse.cancel()
         for task in self._tasks:
             task.cancel()
-        for link in self._node.links:
+        for link in self._router.links:
             link.close()
         self._thread.release()
 
@@ -236,40 +236,40 @@ class ControlChannel:
         return task
 
     def _beat(self) -> None:
-        self._node.pulse()
-        for guest in self._guests.values():
-            guest.send({"kind": "pulse"})
-        self._climber.search()
-        self.elections.look_around()
+        self._router.pulse()
+        for joiner in self._joiners.values():
+            joiner.send({"kind": "pulse"})
+        self._uplink.search()
+        self.service.look_around()
         self._pulse = self._thread.loop.call_later(PULSE_SECONDS, self._beat)
 
     # -- on the control thread: what comes ----------------------------------------------------------------------------
 
     def _refusal(self, who: Any) -> str:
         if type(who) is int:
-            return self._node.refusal(who)
+            return self._router.refusal(who)
         if not isinstance(who, str) or not who:
             return "it does not say which rank it is"
-        if not self._node.is_root or self._node.fenced:
+        if not self._router.is_root or self._router.fenced:
             return NOT_THE_ROOT
-        return "there is one of that name already" if who in self._guests else ""
+        return "there is one of that name already" if who in self._joiners else ""
 
     def _welcome(self, who: Any, connection: Connection) -> None:
         if isinstance(who, str):
-            self._guests[who] = connection
+            self._joiners[who] = connection
             connection.received, connection.ended = partial(self._hear_guest, who), partial(self._lose_guest, who)
             return
         connection.received, connection.ended = self._received, self._ended
-        self._node.welcome(who, connection)
+        self._router.welcome(who, connection)
 
     def _received(self, connection: Connection, message: ControlMessage) -> None:
-        self._node.received(connection, message)
+        self._router.received(connection, message)
         self._look_whether_departed()
 
     def _ended(self, connection: Connection, how: str) -> None:
         if not self._closed:
-            self._node.ended(connection, how)
-            self._climber.climb()
+            self._router.ended(connection, how)
+            self._uplink.climb()
             self._look_whether_departed()
 
     def _deliver(self, message: ControlMessage) -> None:
@@ -279,52 +279,52 @@ class ControlChannel:
 
     def _lose(self, rank: int, how: str) -> None:
         self._members.lose(rank, how)
-        self._questions.gone(rank)
-        self.elections.gone(rank, how)
-        if self._node.fenced:
-            for guest in list(self._guests.values()):
-                guest.drop("the others go on without its rank")
+        self._requests.gone(rank)
+        self.service.gone(rank, how)
+        if self._router.fenced:
+            for joiner in list(self._joiners.values()):
+                joiner.drop("the others go on without its rank")
         if not self._closed:
-            self._thread.loop.call_soon(self._climber.climb)
-            self._climber.search()
+            self._thread.loop.call_soon(self._uplink.climb)
+            self._uplink.search()
             self._thread.loop.call_soon(self._look_whether_departed)
-            if self._node.is_root:  # maybe only now
-                self._thread.loop.call_soon(self.elections.attached)
+            if self._router.is_root:  # maybe only now
+                self._thread.loop.call_soon(self.service.attached)
 
     def _hear_news(self, message: ControlMessage) -> None:
         key, item, rank = message.get("comm"), message.get("item"), message["from"]
         if not isinstance(key, str) or not isinstance(item, dict):
             raise ValueError("news of no comm")
         if item.get("kind") == "closed":
-            self.elections.left(key, rank)
-            self._prints.forget(key)
+            self.service.left(key, rank)
+            self._fingerprints.forget(key)
         members = item.get("members")
         if item.get("kind") == "followed" and isinstance(members, list):
-            self.elections.followed(key, members)
+            self.service.followed(key, members)
         if rank != self.rank:
             self._members.hear(key, rank, item)
 
     def _look(self, onlooker: Connection, message: ControlMessage) -> None:
         asked = message.get("ranks")
-        ranks = [rank for rank in self.roster.contacts if not isinstance(asked, list) or rank in asked]
-        showing = self._begin(self._questions.show(onlooker, ranks, bool(message.get("stacks"))))
+        ranks = [rank for rank in self.topology.contacts if not isinstance(asked, list) or rank in asked]
+        showing = self._begin(self._requests.show(onlooker, ranks, bool(message.get("stacks"))))
         showing.add_done_callback(lambda _: onlooker.close())  # also if the channel ends before it has begun
 
     # -- guests -------------------------------------------------------------------------------------------------------
 
     def send(self, name: str, message: ControlMessage) -> None:
         """Tell a newcomer, if it is here."""
-        guest = self._guests.get(name)
-        if guest is not None:
-            guest.send(message)
+        joiner = self._joiners.get(name)
+        if joiner is not None:
+            joiner.send(message)
 
     def _hear_guest(self, name: str, connection: Connection, message: ControlMessage) -> None:
         key, ranks = message.get("comm"), message.get("ranks")
         if not isinstance(key, str) or not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
             raise ValueError("a report of no comm")
-        self.elections.take_report(key, ranks, name, message.get("report"))
+        self.service.take_report(key, ranks, name, message.get("report"))
 
     def _lose_guest(self, name: str, connection: Connection, how: str) -> None:
-        if self._guests.get(name) is connection:
-            del self._guests[name]
-            self.elections.gone(name, how)
+        if self._joiners.get(name) is connection:
+            del self._joiners[name]
+            self.service.gone(name, how)

@@ -34,9 +34,9 @@ class FingerprintTable:
         self._open: OrderedDict[int, tuple[Fingerprint, int, set[int]]] = OrderedDict()
         self._differs = False
 
-    def take(self, rank: int, prints: list[Fingerprint]) -> Mismatch | None:
+    def take(self, rank: int, fingerprints: list[Fingerprint]) -> Mismatch | None:
         """What ``rank`` has issued. Returns the first difference there ever is."""
-        for one in prints:
+        for one in fingerprints:
             if self._differs:
                 return None
             seq = one[0]
@@ -65,21 +65,21 @@ class FingerprintTables:
     def __init__(self) -> None:
         self._comms: OrderedDict[str, FingerprintTable] = OrderedDict()
 
-    def take(self, key: Any, rank: int, size: Any, prints: Any) -> Mismatch | None:
+    def take(self, key: Any, rank: int, size: Any, fingerprints: Any) -> Mismatch | None:
         """As :meth:`FingerprintTable.take`. Raises: ValueError for what are no fingerprints."""
-        if not isinstance(key, str) or type(size) is not int or not isinstance(prints, list):
+        if not isinstance(key, str) or type(size) is not int or not isinstance(fingerprints, list):
             raise ValueError("no fingerprints")
         checked: list[Fingerprint] = []
-        for one in prints:
+        for one in fingerprints:
             if not isinstance(one, (list, tuple)) or len(one) != 4 or not all(type(number) is int for number in one):
                 raise ValueError(f"no fingerprint: {one!r:.100}")
             checked.append((one[0], one[1], one[2], one[3]))
-        ledger = self._comms.get(key)
-        if ledger is None:
-            ledger = self._comms[key] = FingerprintTable(size)
+        table = self._comms.get(key)
+        if table is None:
+            table = self._comms[key] = FingerprintTable(size)
             if len(self._comms) > COMMS:
                 self._comms.popitem(last=False)
-        return ledger.take(rank, checked)
+        return table.take(rank, checked)
 
     def forget(self, key: str) -> None:
         """The comm has ended somewhere."""

@@ -26,26 +26,26 @@ class MismatchDetector:
     """Those of one rank. On the control thread, except for :meth:`issued`.
 
     Args:
-        node: carries them.
+        router: carries them.
         members: have issued what they are of.
-        questions: ask two ranks that differ.
+        requests: ask two ranks that differ.
         begin: starts a task, which is cancelled when the channel ends.
     """
 
     def __init__(
         self,
         thread: ControlThread,
-        node: Router,
+        router: Router,
         members: Subscribers,
-        questions: Requests,
+        requests: Requests,
         begin: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         self._thread = thread
-        self._node = node
+        self._router = router
         self._members = members
-        self._questions = questions
+        self._requests = requests
         self._begin = begin
-        self._ledgers = FingerprintTables()
+        self._tables = FingerprintTables()
         self._looking = False
         self._quiet = 0  # looks
         self._closed = False
@@ -72,16 +72,16 @@ class MismatchDetector:
     def _send(self) -> bool:
         """Returns whether there were any."""
         found = False
-        for key, size, prints in self._members.prints():
-            for first in range(0, len(prints), PRINTS):
+        for key, size, fingerprints in self._members.fingerprints():
+            for first in range(0, len(fingerprints), PRINTS):
                 found = True
-                self._node.send(ROOT, "prints", comm=key, size=size, prints=prints[first : first + PRINTS])
+                self._router.send(ROOT, "prints", comm=key, size=size, prints=fingerprints[first : first + PRINTS])
         return found
 
     def hear(self, message: ControlMessage) -> None:
         """At the root: a rank has sent its own. Raises: ValueError for what are none."""
         key = message.get("comm")
-        found = self._ledgers.take(key, message["from"], message.get("size"), message.get("prints"))
+        found = self._tables.take(key, message["from"], message.get("size"), message.get("prints"))
         if found is not None:
             assert isinstance(key, str)
             self._begin(self._report(key, found))
@@ -89,14 +89,14 @@ class MismatchDetector:
     async def _report(self, key: str, found: Mismatch) -> None:
         """Ask the two ranks what they have issued, and tell all."""
         sides = [found.rank, found.other]
-        said = await self._questions.gather(key, sides, {"what": "explain", "seq": found.seq}, ANSWER_SECONDS)
+        said = await self._requests.gather(key, sides, {"what": "explain", "seq": found.seq}, ANSWER_SECONDS)
         item = {"kind": "differs", "seq": found.seq, "jobs": sides, "sides": [said.get(side, {}) for side in sides]}
-        self._node.send(ALL, "news", comm=key, item=item)
-        self._members.tell(key, self._node.rank, item)
+        self._router.send(ALL, "news", comm=key, item=item)
+        self._members.tell(key, self._router.rank, item)
 
     def forget(self, key: str) -> None:
         """The comm has ended somewhere."""
-        self._ledgers.forget(key)
+        self._tables.forget(key)
 
     def close(self) -> None:
         """Look no more."""

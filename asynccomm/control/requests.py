@@ -39,12 +39,12 @@ class Requests:
     """Those of one rank, either way. On the control thread.
 
     Args:
-        node: carries them.
+        router: carries them.
         members: answer what others ask.
     """
 
-    def __init__(self, node: Router, members: Subscribers) -> None:
-        self._node = node
+    def __init__(self, router: Router, members: Subscribers) -> None:
+        self._router = router
         self._members = members
         self._asked: dict[int, _PendingRequest] = {}
         self._number = 0
@@ -56,14 +56,14 @@ class Requests:
         """What ``ranks`` answer, as far as they do within ``timeout`` seconds."""
         if self._closed:
             return {}
-        due = {rank for rank in ranks if rank not in self._node.gone and rank in self._node.roster.contacts}
+        due = {rank for rank in ranks if rank not in self._router.gone and rank in self._router.topology.contacts}
         asked = _PendingRequest(due, {}, asyncio.get_running_loop().create_future())
         number = self._number
         self._number += 1
         self._asked[number] = asked
         try:
             for rank in list(due):
-                self._node.send(rank, "ask", comm=key, question=question, number=number)
+                self._router.send(rank, "ask", comm=key, question=question, number=number)
             if due:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(None if timeout == math.inf else timeout):
@@ -77,7 +77,7 @@ class Requests:
         key, question = message.get("comm"), message.get("question")
         if not isinstance(key, str) or not isinstance(question, dict):
             raise ValueError("a question of no comm")
-        self._node.send(message["from"], "reply", number=message.get("number"), answer=self._fitting(key, question))
+        self._router.send(message["from"], "reply", number=message.get("number"), answer=self._fitting(key, question))
 
     def _fitting(self, key: str, question: ControlMessage) -> ControlMessage:
         """The answer; without stacks if it would be too long with them, as with ten thousand tasks."""
@@ -111,7 +111,7 @@ class Requests:
 
     async def show(self, onlooker: Transport, ranks: Sequence[int], stacks: bool) -> None:
         """Tell somebody who looks on what ``ranks`` are at; each in a message of its own, or many would be too long."""
-        node = self._node
+        router = self._router
         said: dict[int, ControlMessage] = {}
         if ranks:
             await self.gather(EVERY, ranks, {"what": "ping"}, ANSWER_SECONDS)
@@ -119,6 +119,6 @@ class Requests:
             said = await self.gather(EVERY, ranks, {"what": "state", "stacks": stacks}, ANSWER_SECONDS)
         for rank, answer in said.items():
             onlooker.send({"said": {rank: answer}})
-        silent = {rank: node.silence(rank) for rank in ranks if rank not in said and rank not in node.gone}
-        doors = {rank: contact.local for rank, contact in node.roster.contacts.items()}
-        onlooker.send({"silent": silent, "gone": node.gone, "doors": doors})
+        silent = {rank: router.silence(rank) for rank in ranks if rank not in said and rank not in router.gone}
+        doors = {rank: contact.local for rank, contact in router.topology.contacts.items()}
+        onlooker.send({"silent": silent, "gone": router.gone, "doors": doors})

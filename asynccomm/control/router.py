@@ -48,7 +48,7 @@ class Router:
     """Routes messages for rank ``rank``.
 
     Args:
-        roster: of the job.
+        topology: of the job.
         deliver: called with each message for this rank.
         gone: called once with each rank that is gone, and how: empty for one that left in good order.
     """
@@ -56,12 +56,12 @@ class Router:
     def __init__(
         self,
         rank: int,
-        roster: Topology,
+        topology: Topology,
         deliver: Callable[[ControlMessage], object],
         gone: Callable[[int, str], object],
     ) -> None:
         self.rank = rank
-        self.roster = roster
+        self.topology = topology
         self.up: Transport | None = None  #: to the next one above
         self.gone: dict[int, str] = {}  #: by rank, how; empty: it left in good order
         self.heard: dict[int, float] = {}  #: when each rank below or above was last heard, as far as is known here
@@ -83,12 +83,12 @@ class Router:
     @property
     def is_root(self) -> bool:
         """Whether all messages meet here."""
-        return self.roster.root(self.gone) == self.rank
+        return self.topology.root(self.gone) == self.rank
 
     @property
     def above(self) -> int | None:
         """Whom this one should be connected to; None: it is the root, or has said goodbye."""
-        return None if self._said_above else self.roster.above(self.rank, self.gone)
+        return None if self._said_above else self.topology.above(self.rank, self.gone)
 
     @property
     def links(self) -> list[Transport]:
@@ -100,7 +100,7 @@ class Router:
         """At the root: the ranks that are not gone, as far as is known, and not connected."""
         if not self.is_root or self._departing:
             return []
-        return [r for r in self.roster.contacts if r != self.rank and r not in self.gone and r not in self._routes]
+        return [r for r in self.topology.contacts if r != self.rank and r not in self.gone and r not in self._routes]
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class Router:
 
     def refusal(self, rank: int) -> str:
         """Why ``rank`` cannot be connected to this one; empty if it can."""
-        if rank == self.rank or rank not in self.roster.contacts:
+        if rank == self.rank or rank not in self.topology.contacts:
             return f"there is no rank {rank} to be let in"
         # of who leaves with this one the next one must hear, and maybe only from itself
         if rank in self.gone and (self.gone[rank] or not self._departing):
@@ -218,7 +218,7 @@ class Router:
     def received(self, link: Transport, message: ControlMessage) -> None:
         """A message came by ``link``. Raises: ValueError if it is none that a node could have sent."""
         to, source = message.get("to"), message.get("from")
-        if not isinstance(message.get("kind"), str) or type(source) is not int or source not in self.roster.contacts:
+        if not isinstance(message.get("kind"), str) or type(source) is not int or source not in self.topology.contacts:
             raise ValueError(f"no message of a control channel: {message!r:.200}")
         if (type(to) is not int and to not in (ALL, ROOT)) or type(message.get("nth", 0)) is not int:
             raise ValueError(f"no message of a control channel: {message!r:.200}")
@@ -259,7 +259,7 @@ class Router:
     def _hear_ages(self, ages: Any, now: float) -> None:
         if not isinstance(ages, dict):
             raise ValueError(f"no ages: {ages!r:.200}")
-        ranks = {str(rank): rank for rank in self.roster.contacts}
+        ranks = {str(rank): rank for rank in self.topology.contacts}
         for name, age in ages.items():
             if name in ranks and isinstance(age, (int, float)) and 0 <= age < FOREVER:
                 self.heard[ranks[name]] = now - age
@@ -297,7 +297,7 @@ class Router:
         self.up = self._up_rank = None
         self._down.clear()
         self._routes.clear()
-        for other in self.roster.contacts:
+        for other in self.topology.contacts:
             if other != self.rank:
                 self._note_gone(other, f"it goes on without rank {self.rank}: {why}")
 
@@ -323,8 +323,8 @@ class Router:
         """Whether all who are connected to this one, or would be now, have heard that it goes."""
         if not self._departing:
             return False
-        others = [rank for rank in self.roster.contacts if rank not in self.gone and rank not in self._told]
-        below = [rank for rank in others if self.roster.above(rank, self.gone) == self.rank]
+        others = [rank for rank in self.topology.contacts if rank not in self.gone and rank not in self._told]
+        below = [rank for rank in others if self.topology.above(rank, self.gone) == self.rank]
         return not below and self.above is None
 
     def _hear_bye(self, link: Transport) -> None:
@@ -344,7 +344,7 @@ class Router:
 
     def _hear_gone(self, message: ControlMessage) -> None:
         rank, how = message.get("rank"), message.get("how", "")
-        if type(rank) is not int or rank not in self.roster.contacts or not isinstance(how, str):
+        if type(rank) is not int or rank not in self.topology.contacts or not isinstance(how, str):
             raise ValueError(f"no message of a control channel: {message!r:.200}")
         if message["kind"] == LOST:
             how = how or "it was lost"
@@ -379,7 +379,7 @@ class Router:
         self._tell_gone(rank, how)
         if self.is_root and not was_root:
             now = time.monotonic()
-            for other in self.roster.contacts:  # they are to come here now: who does not is silent from now on
+            for other in self.topology.contacts:  # they are to come here now: who does not is silent from now on
                 if other != self.rank and other not in self.gone:
                     self.heard.setdefault(other, now)
             for other, why in self.gone.items():  # the root before may have told some only

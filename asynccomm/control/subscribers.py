@@ -33,7 +33,7 @@ class Subscriber(Protocol):
     def answer(self, question: ControlMessage) -> ControlMessage:
         """What a rank of the comm, or somebody who looks on, wants to know."""
 
-    def prints(self) -> tuple[int, Sequence[Fingerprint]]:
+    def fingerprints(self) -> tuple[int, Sequence[Fingerprint]]:
         """The size of the comm, and the fingerprints of the collectives issued since this was last called."""
 
 
@@ -53,7 +53,7 @@ class Subscribers:
     def __contains__(self, key: object) -> bool:
         return key in self._members
 
-    def enroll(self, key: str, member: Subscriber) -> None:
+    def subscribe(self, key: str, member: Subscriber) -> None:
         """From now on, ``member`` hears what concerns the comm of that key; at once, what it has missed."""
         self._members[key] = member
         for rank, how in self._gone.items():
@@ -61,7 +61,7 @@ class Subscribers:
         for rank, item in self._kept.pop(key, ()):
             _guarded(partial(member.hear, rank, item), key)
 
-    def withdraw(self, key: str) -> None:
+    def unsubscribe(self, key: str) -> None:
         """It does not any more."""
         self._members.pop(key, None)
 
@@ -100,10 +100,10 @@ class Subscribers:
             _log.exception("comm %s could not answer a question of the control channel", key)
             return {"problem": f"{type(exc).__name__}: {exc}"}
 
-    def prints(self) -> Iterator[tuple[str, int, Sequence[Fingerprint]]]:
+    def fingerprints(self) -> Iterator[tuple[str, int, Sequence[Fingerprint]]]:
         """Key, size and new fingerprints of each comm."""
         for key, member in list(self._members.items()):
-            yield key, *member.prints()
+            yield key, *member.fingerprints()
 
 
 def _guarded(call: Callable[[], object], key: str) -> None:

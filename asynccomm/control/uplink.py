@@ -25,7 +25,7 @@ class Uplink:
     """Keeps one rank connected. On the control thread.
 
     Args:
-        node: of the rank.
+        router: of the rank.
         tokens: of the job.
         begin: starts a task, which is cancelled when the channel ends.
         received, ended: of the connections that are made, see :class:`links.Connection`.
@@ -34,14 +34,14 @@ class Uplink:
 
     def __init__(
         self,
-        node: Router,
+        router: Router,
         tokens: Tokens,
         begin: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         received: Callable[[Connection, ControlMessage], object],
         ended: Callable[[Connection, str], object],
         attached: Callable[[], object],
     ) -> None:
-        self._node = node
+        self._router = router
         self._tokens = tokens
         self._begin = begin
         self._received = received
@@ -53,7 +53,7 @@ class Uplink:
 
     def climb(self) -> None:
         """Connect to the rank above, unless there is a connection or a try already."""
-        if self._closed or self._node.up is not None or self._node.above is None or self._climbing is not None:
+        if self._closed or self._router.up is not None or self._router.above is None or self._climbing is not None:
             return
         self._climbing = self._begin(self._connect_above())
         self._climbing.add_done_callback(self._climbed)
@@ -74,60 +74,60 @@ class Uplink:
             self.climb()  # who is above may have changed meanwhile
 
     async def _connect_above(self) -> None:
-        node, now = self._node, asyncio.get_running_loop().time
+        router, now = self._router, asyncio.get_running_loop().time
         tried = now()
         refused: dict[int, float] = {}  # since when
-        while (above := node.above) is not None and node.up is None:
+        while (above := router.above) is not None and router.up is None:
             try:
                 link = await connect(
-                    node.roster.contacts[above],
+                    router.topology.contacts[above],
                     self._is_near(above),
                     self._tokens,
-                    node.rank,
+                    router.rank,
                     self._received,
                     self._ended,
                 )
             except PermissionError as exc:  # the others have given this rank up
-                node.fence(exc.strerror or "")
+                router.fence(exc.strerror or "")
                 return
             except OSError as exc:
                 if not isinstance(exc, ConnectionRefusedError):
                     refused.pop(above, None)
                     if now() - tried > REACH_SECONDS:
-                        node.give_up(above, f"it cannot be reached: {exc}")
+                        router.give_up(above, f"it cannot be reached: {exc}")
                         tried = now()
                 elif now() - refused.setdefault(above, now()) > REFUSED_SECONDS:
-                    node.give_up(above, NOT_THERE)
+                    router.give_up(above, NOT_THERE)
                     continue
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            if above in node.gone:
+            if above in router.gone:
                 link.close()
                 continue
-            node.attach(above, link)
+            router.attach(above, link)
             self._attached()
 
     def search(self) -> None:
         """At the root: see whether those live that should be connected and are not."""
-        if self._node.absent and not self._closed and (self._search is None or self._search.done()):
+        if self._router.absent and not self._closed and (self._search is None or self._search.done()):
             self._search = self._begin(self._look_for_absent())
 
     async def _look_for_absent(self) -> None:
-        node, now = self._node, asyncio.get_running_loop().time
+        router, now = self._router, asyncio.get_running_loop().time
         refused: dict[int, float] = {}  # since when
         while True:
-            for rank in node.absent:
-                if await listens(node.roster.contacts[rank], self._is_near(rank)):
+            for rank in router.absent:
+                if await listens(router.topology.contacts[rank], self._is_near(rank)):
                     refused.pop(rank, None)
-                elif now() - refused.setdefault(rank, now()) > REFUSED_SECONDS and rank in node.absent:
-                    node.give_up(rank, NOT_THERE)
-            if not refused.keys() & set(node.absent):
+                elif now() - refused.setdefault(rank, now()) > REFUSED_SECONDS and rank in router.absent:
+                    router.give_up(rank, NOT_THERE)
+            if not refused.keys() & set(router.absent):
                 return  # those that listen will come; there is another look with the next heartbeat
             await asyncio.sleep(RETRY_SECONDS)
 
     def _is_near(self, rank: int) -> bool:
-        contacts = self._node.roster.contacts
-        return contacts[rank].host == contacts[self._node.rank].host
+        contacts = self._router.topology.contacts
+        return contacts[rank].host == contacts[self._router.rank].host
 
     def close(self) -> None:
         """Try no more; who has started the tasks cancels them."""

@@ -72,7 +72,7 @@ class Mailbox:
         except BaseException as exc:
             self.loop.call_exception_handler({"message": "error in a completion callback", "exception": exc})
 
-    def must_yield(self) -> bool:
+    def should_yield(self) -> bool:
         """Count one await that did not suspend; True when it is time to let other tasks run."""
         now = time.monotonic()
         if self._awaits == 0:
@@ -83,6 +83,6 @@ class Mailbox:
         self._awaits = 0
         return True
 
-    def suspended(self) -> None:
+    def reset_streak(self) -> None:
         """Note that an await did suspend: a streak, if any, is over."""
         self._awaits = 0

@@ -61,7 +61,7 @@ class StreamOrder(Protocol):
         """Whether a stream can be ordered after it now."""
 
     @property
-    def prompt(self) -> bool:
+    def immediate(self) -> bool:
         """Whether it is issued without anything that the loop would have to do first."""
 
     def listen(self, listener: Callable[[], object]) -> None:
@@ -185,13 +185,13 @@ class Work(Handle, Generic[T]):
         if driver is not None:
             driver.hurry(self)
         if self._done:
-            if mailbox.must_yield():
+            if mailbox.should_yield():
                 yield
             return self._outcome()
         waiter: asyncio.Future[None] = loop.create_future()
         self._waiters.append(waiter)
         if not self._done:
-            mailbox.suspended()
+            mailbox.reset_streak()
             try:
                 yield from waiter
             finally:
@@ -305,7 +305,7 @@ class Work(Handle, Generic[T]):
     def _follow(self, order: StreamOrder, stream: torch.cuda.Stream | None, limit: float) -> T:
         """Order ``stream`` after the operation; the output."""
         if not order.issued and not self._done:
-            if not order.prompt and asyncio._get_running_loop() is not None:
+            if not order.immediate and asyncio._get_running_loop() is not None:
                 raise WouldBlockError(f"{self!r} must wait for other ranks first: use `await work.ordered()`")
             self._block(limit, order)
         if self._error is not None:
@@ -371,7 +371,7 @@ class Work(Handle, Generic[T]):
         self.captured = True
         self.settle()
 
-    def surrender(self) -> AsyncCommError | None:
+    def take_error(self) -> AsyncCommError | None:
         """Give the error of a settled operation to whoever passes it on; it is not reported from here any more."""
         error, self._error = self._error, None
         return error

@@ -111,7 +111,7 @@ def _check_global(whole: Comm, comms: Sequence[Comm], names: Sequence[str], rank
 
 
 def _same_processes(comm: Comm, whole: Comm, row: Sequence[int]) -> bool:
-    mine, all_ranks = comm._session.seat.members, whole._session.seat.members
+    mine, all_ranks = comm._session.identity.members, whole._session.identity.members
     return [(one.host, one.pid) for one in mine] == [(all_ranks[at].host, all_ranks[at].pid) for at in row]
 
 

@@ -158,8 +158,8 @@ class CommIdentity:
     """One comm's place in its family.
 
     Args:
-        family: which it enters.
-        claim: to the comm's name.
+        job: which it enters.
+        reservation: to the comm's name.
         room: keys of this comm alone.
         members: in rank order.
         parent_ranks: what they are called in the comm that this one was split off.
@@ -168,26 +168,26 @@ class CommIdentity:
 
     def __init__(
         self,
-        family: Job,
-        claim: NameReservation,
+        job: Job,
+        reservation: NameReservation,
         room: Store,
         members: Sequence[RankInfo],
         parent_ranks: Sequence[int],
         job_ranks: Sequence[int],
     ) -> None:
-        self.family = family
+        self.job = job
         self.room = room
         self.members = tuple(members)
         self.parent_ranks = tuple(parent_ranks)
         self.job_ranks = tuple(job_ranks)
         self.key = _digest(_path(room))  #: of this comm in the control channel
-        self._claim = claim
+        self._reservation = reservation
         self._splits: Counter[str] = Counter()
         self._left = True  # or nobody is here yet
-        family.enter()
+        job.enter()
         self._left = False
 
-    def room_for(self, name: str, ranks: Sequence[int]) -> Store:
+    def child_prefix(self, name: str, ranks: Sequence[int]) -> Store:
         """Where ``ranks`` meet for the next comm of that ``name``.
 
         It follows from the name, the ranks, and how often these have split so: what all of them know. A split that
@@ -204,19 +204,19 @@ class CommIdentity:
 
     def free_name(self) -> None:
         """Let another comm take the name. From any thread."""
-        self._claim.release()
+        self._reservation.release()
 
-    def retake_name(self) -> None:
+    def reserve_again(self) -> None:
         """Take it back, unless somebody else has it."""
         with contextlib.suppress(ValueError):
-            self._claim = NameReservation(self.family.world, self._claim.name)
+            self._reservation = NameReservation(self.job.world, self._reservation.name)
 
     def __del__(self) -> None:
         if not self._left:  # its loop has ended before the comm could
             self._left = True
-            self.family.abandon()
+            self.job.abandon()
 
-    def disown(self) -> None:
+    def detach_in_child(self) -> None:
         """This is a forked child: the place is the parent's."""
         self._left = True
 
@@ -224,7 +224,7 @@ class CommIdentity:
         """The comm has ended."""
         self._left = True
         try:
-            await self.family.leave()
+            await self.job.leave()
         finally:
             self.free_name()
 

@@ -61,21 +61,21 @@ async def test_one_of_a_sort_goes_as_it_is(world: World) -> None:
     ]
     [batch] = world.batches(held)
     assert batch.items is held
-    assert [lot.submission for lot in batch.lots] == held
-    assert [list(lot.members) for lot in batch.lots] == [[item] for item in held]
-    assert [lot.carrier for lot in batch.lots] == [None] * 3
-    assert [lot.most_urgent for lot in batch.lots] == [item.work for item in held]
+    assert [fused.submission for fused in batch.fused_ops] == held
+    assert [list(fused.members) for fused in batch.fused_ops] == [[item] for item in held]
+    assert [fused.fused_work for fused in batch.fused_ops] == [None] * 3
+    assert [fused.most_urgent for fused in batch.fused_ops] == [item.work for item in held]
 
 
 async def test_several_of_one_sort_become_one(world: World) -> None:
     held = [world.reduced(1), world.hold(Barrier.of(world.group)), world.reduced(2), world.reduced(3)]
     [batch] = world.batches(held)
     assert batch.items is held
-    merged, alone = batch.lots
+    merged, alone = batch.fused_ops
     assert alone.submission is held[1]
     assert merged.members == [held[0], held[2], held[3]]
-    assert merged.carrier is not None
-    assert merged.submission.work is merged.carrier.work
+    assert merged.fused_work is not None
+    assert merged.submission.work is merged.fused_work.work
     assert merged.submission.members == tuple(item.op for item in merged.members)
     assert isinstance(merged.submission.op, AllReduce)
     assert merged.submission.op.numel == 6
@@ -97,7 +97,7 @@ async def test_batches_in_their_order(world: World) -> None:
     ]
     batches = world.batches(held)
     assert [list(batch.items) for batch in batches] == [held[:3], held[3:6], held[6:]], "as they were called"
-    assert [[len(lot.members) for lot in batch.lots] for batch in batches] == [[2, 1], [2, 1], [1]]
+    assert [[len(fused.members) for fused in batch.fused_ops] for batch in batches] == [[2, 1], [2, 1], [1]]
 
 
 async def test_numbers_are_passed_on(world: World) -> None:
@@ -106,43 +106,43 @@ async def test_numbers_are_passed_on(world: World) -> None:
     for n, item in enumerate(batch.items):
         item.work.seq = 5 + n
     driver: Any = object()
-    for lot in batch.lots:
-        lot.prepare(driver)
-    merged, alone = batch.lots
+    for fused in batch.fused_ops:
+        fused.prepare(driver)
+    merged, alone = batch.fused_ops
     assert merged.submission.numbers == (5, 7)
     assert merged.submission.work.seq == 5
     assert alone.submission.numbers == ()
     assert alone.submission.work.driver is driver
-    assert [item.work.driver for item in merged.members] == [merged.carrier] * 2
+    assert [item.work.driver for item in merged.members] == [merged.fused_work] * 2
     assert merged.submission.work.driver is world.backend
 
 
 async def test_the_most_urgent(world: World) -> None:
     held = [world.reduced(1, timeout=9.0), world.reduced(2, timeout=3.0), world.reduced(3, timeout=6.0)]
     [batch] = world.batches(held)
-    assert batch.lots[0].most_urgent is held[1].work
-    assert batch.lots[0].submission.work.timeout == 3.0
+    assert batch.fused_ops[0].most_urgent is held[1].work
+    assert batch.fused_ops[0].submission.work.timeout == 3.0
     assert due(held[1].work) == held[1].work.started + 3.0
 
 
 async def test_places_of_a_gpu_are_passed_on(world: World) -> None:
     [batch] = world.batches([world.reduced(1), world.reduced(2)])
-    [lot] = batch.lots
+    [fused] = batch.fused_ops
     place: Any = object()
-    lot.submission.work.order = place
-    lot.sent()
-    assert [item.work.order for item in lot.members] == [place, place]
-    FusedOp(lot.members[0], lot.members[:1]).sent()
+    fused.submission.work.order = place
+    fused.sent()
+    assert [item.work.order for item in fused.members] == [place, place]
+    FusedOp(fused.members[0], fused.members[:1]).sent()
 
 
 async def test_where_they_were_called(world: World) -> None:
     origins = ["a", "b", "a"]
     [batch] = world.batches([world.reduced(n, origin=origin) for n, origin in enumerate(origins)])
-    assert batch.lots[0].submission.origin == ("a", "b"), "each place once"
+    assert batch.fused_ops[0].submission.origin == ("a", "b"), "each place once"
     [batch] = world.batches([world.reduced(n, origin="a") for n in range(3)])
-    assert batch.lots[0].submission.origin == "a"
+    assert batch.fused_ops[0].submission.origin == "a"
     [batch] = world.batches([world.reduced(n) for n in range(3)])
-    assert batch.lots[0].submission.origin is None
+    assert batch.fused_ops[0].submission.origin is None
 
 
 async def test_what_cannot_be_sent_together(world: World) -> None:
@@ -160,7 +160,7 @@ async def test_what_is_copied_later_counts_as_read(world: World) -> None:
     held = world.hold(call)
     assert region(whole) in planned(held)[1]
     batches = world.batches([world.reduced(whole), held, world.reduced(whole)])
-    assert [[lot.members for lot in batch.lots] for batch in batches][1] == [[held]]
+    assert [[fused.members for fused in batch.fused_ops] for batch in batches][1] == [[held]]
     assert len(batches) == 3
 
 

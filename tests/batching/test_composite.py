@@ -47,11 +47,11 @@ def whole_of(mailbox: Mailbox, count: int, driver: Any = None) -> CompositeWork:
 
 def carrier_of(mailbox: Mailbox, count: int, driver: Any) -> tuple[FusedWork, list[Work[Any]]]:
     parts = [work_of(mailbox, value=i) for i in range(count)]
-    carrier = FusedWork(parts, driver)
-    carrier.work = work_of(mailbox, carrier.settled, driver)
+    fused_work = FusedWork(parts, driver)
+    fused_work.work = work_of(mailbox, fused_work.settled, driver)
     for number, part in enumerate(parts):
-        part.seq, part.driver = number, carrier
-    return carrier, parts
+        part.seq, part.driver = number, fused_work
+    return fused_work, parts
 
 
 # -- one Work for several operations
@@ -73,7 +73,7 @@ async def test_a_whole_fails_with_the_first_error_once_all_are_over(mailbox: Mai
     assert not whole.work.done()
     whole.parts[0].settle()
     assert whole.work.exception() is errors[0], "in their order, not that of settling"
-    assert whole.parts[1].surrender() is None, "it is told of once"
+    assert whole.parts[1].take_error() is None, "it is told of once"
     errors[1].observed = True
 
 
@@ -142,13 +142,13 @@ async def test_a_whole_whose_parts_settle_in_many_threads(mailbox: Mailbox) -> N
 
 async def test_the_place_of_a_whole(mailbox: Mailbox) -> None:
     whole = whole_of(mailbox, 2)
-    places = [Place(), Place(prompt=False)]
+    places = [Place(), Place(immediate=False)]
     for part, place in zip(whole.parts, places, strict=True):
         part.order = place
     whole.sent()
     order = whole.work.order
     assert order is not None
-    assert not order.prompt
+    assert not order.immediate
     heard: list[bool] = []
     order.listen(lambda: heard.append(order.issued))
     places[1].issue()
@@ -166,51 +166,51 @@ async def test_the_place_of_a_whole(mailbox: Mailbox) -> None:
 
 
 async def test_a_carrier_settles_all_it_carries(mailbox: Mailbox) -> None:
-    carrier, parts = carrier_of(mailbox, 3, Driver())
+    fused_work, parts = carrier_of(mailbox, 3, Driver())
     assert not any(part.done() for part in parts)
-    carrier.work.settle()
+    fused_work.work.settle()
     assert [await part for part in parts] == [0, 1, 2]
 
 
 async def test_one_error_for_all(mailbox: Mailbox) -> None:
-    carrier, parts = carrier_of(mailbox, 3, Driver())
+    fused_work, parts = carrier_of(mailbox, 3, Driver())
     error = BackendError("over")
-    carrier.work.settle(error)
+    fused_work.work.settle(error)
     for part in parts:
         with pytest.raises(BackendError, match="over"):
             await part
-    assert carrier.work.surrender() is None, "whoever has one of the Works is told, and nobody else"
+    assert fused_work.work.take_error() is None, "whoever has one of the Works is told, and nobody else"
 
 
 async def test_what_failed_before_stays_as_it_is(mailbox: Mailbox) -> None:
     """The comm broke, and its backend comes to the end of the operation later."""
-    carrier, parts = carrier_of(mailbox, 2, Driver())
+    fused_work, parts = carrier_of(mailbox, 2, Driver())
     early: AsyncCommError = BackendError("broken")
     for part in parts:
         part.settle(early)
-    carrier.work.settle()
+    fused_work.work.settle()
     for part in parts:
         assert part.exception() is early
 
 
 async def test_a_captured_carrier(mailbox: Mailbox) -> None:
-    carrier, parts = carrier_of(mailbox, 2, Driver())
-    carrier.work.capture()
+    fused_work, parts = carrier_of(mailbox, 2, Driver())
+    fused_work.work.capture()
     assert all(part.captured and part.done() for part in parts)
 
 
 async def test_who_waits_for_one_waits_for_the_carrier(mailbox: Mailbox) -> None:
     driver = Driver()
-    carrier, parts = carrier_of(mailbox, 2, driver)
+    fused_work, parts = carrier_of(mailbox, 2, driver)
     waiting = asyncio.ensure_future(_wait(parts[1]))
     while not driver.told:
         await asyncio.sleep(0)
-    assert driver.told == [("hurry", carrier.work)]
+    assert driver.told == [("hurry", fused_work.work)]
     thread = asyncio.ensure_future(asyncio.to_thread(parts[0].wait, 20))
     while len(driver.told) < 2:
         await asyncio.sleep(0)
-    assert driver.told[1] == ("relieve", carrier.work)
-    carrier.work.settle()
+    assert driver.told[1] == ("relieve", fused_work.work)
+    fused_work.work.settle()
     assert await waiting == 1
     assert await thread == 0
 
@@ -220,23 +220,23 @@ async def _wait(work: Work[Any]) -> Any:
 
 
 async def test_all_stand_where_the_carrier_does(mailbox: Mailbox) -> None:
-    carrier, parts = carrier_of(mailbox, 2, Driver())
-    carrier.sent()
+    fused_work, parts = carrier_of(mailbox, 2, Driver())
+    fused_work.sent()
     assert [part.order for part in parts] == [None, None]
-    carrier.work.order = place = Place()
-    carrier.sent()
+    fused_work.work.order = place = Place()
+    fused_work.sent()
     assert [part.order for part in parts] == [place, place]
     place.issue()
     assert await parts[1].ordered(STREAM) == 1
     assert place.ordered == [STREAM]
-    carrier.work.settle()
+    fused_work.work.settle()
 
 
 async def test_a_carrier_of_parts_of_a_whole(mailbox: Mailbox) -> None:
     whole = whole_of(mailbox, 2)
-    carrier = FusedWork(whole.parts, Driver())
-    carrier.work = work_of(mailbox, carrier.settled)
+    fused_work = FusedWork(whole.parts, Driver())
+    fused_work.work = work_of(mailbox, fused_work.settled)
     whole.work.op = GroupedOp((Barrier(), Barrier()))
-    carrier.work.settle(PayloadError("refused"))
+    fused_work.work.settle(PayloadError("refused"))
     with pytest.raises(PayloadError, match="refused"):
         await whole.work

@@ -196,21 +196,21 @@ def copies_of_one_root(one: Call, other: Call) -> bool:
 
 
 def batch_of_each(batches: Sequence[Batch]) -> dict[int, int]:
-    return {i: number for number, batch in enumerate(batches) for lot in batch for i in lot}
+    return {i: number for number, batch in enumerate(batches) for fused in batch for i in fused}
 
 
 def check_batches(calls: Sequence[Call], batches: Sequence[Batch]) -> None:
     """What holds on every rank, whatever the program."""
-    numbers = [i for batch in batches for lot in batch for i in lot]
+    numbers = [i for batch in batches for fused in batch for i in fused]
     assert sorted(numbers) == list(range(len(calls))), "each number once"
     ends = [(min(found), max(found)) for found in flat(batches)]
     assert all(before[1] < after[0] for before, after in itertools.pairwise(ends)), "batches follow one another"
     for batch in batches:
-        assert all(lot == sorted(lot) for lot in batch)
-        assert [lot[0] for lot in batch] == sorted(lot[0] for lot in batch), "by their first"
-        for lot in batch:
-            assert len({fusion_key(calls[i].op) for i in lot}) == 1
-            assert len(lot) == 1 or fusion_key(calls[lot[0]].op) is not None
+        assert all(fused == sorted(fused) for fused in batch)
+        assert [fused[0] for fused in batch] == sorted(fused[0] for fused in batch), "by their first"
+        for fused in batch:
+            assert len({fusion_key(calls[i].op) for i in fused}) == 1
+            assert len(fused) == 1 or fusion_key(calls[fused[0]].op) is not None
     where = batch_of_each(batches)
     for (i, one), (j, other) in itertools.combinations(enumerate(calls), 2):
         if depend(one, other) and not copies_of_one_root(one, other):
@@ -238,7 +238,7 @@ def expect_one_plan(program: tuple[int, list[Instruction]], limits: dict[str, in
     ranks = generated(*program)
     if ranks is not None:
         plans = [plan(items(*calls), **limits) for calls in ranks]
-        names = [[[[str(ranks[0][i].op) for i in lot] for lot in batch] for batch in found] for found in plans]
+        names = [[[[str(ranks[0][i].op) for i in fused] for fused in batch] for batch in found] for found in plans]
         assert all(found == plans[0] for found in plans), names
 
 
@@ -504,14 +504,16 @@ def test_messages_change_nothing_about_collectives(
             mixed.append(call)
         numbers = {id(call): i for i, call in enumerate(calls)}
         batches = plan(items(*mixed), **limits)
-        alone = [[[numbers[id(mixed[i])] for i in lot if not mixed[i].op.p2p] for lot in batch] for batch in batches]
-        found = [[lot for lot in batch if lot] for batch in alone]
+        alone = [
+            [[numbers[id(mixed[i])] for i in fused if not mixed[i].op.p2p] for fused in batch] for batch in batches
+        ]
+        found = [[fused for fused in batch if fused] for batch in alone]
         assert [batch for batch in found if batch] == plan(items(*calls), **limits)
         where = batch_of_each(batches)
         order = [where[i] for i, call in enumerate(mixed) if call.op.p2p]
         assert order == sorted(order), "messages keep their order"
         for batch in batches:
-            firsts = [lot[0] for lot in batch if mixed[lot[0]].op.p2p]
+            firsts = [fused[0] for fused in batch if mixed[fused[0]].op.p2p]
             assert firsts == sorted(firsts)
 
 

@@ -678,7 +678,7 @@ async def test_stacks_that_are_too_long_are_left_out() -> None:
     try:
         for one, member in zip(channels, members, strict=True):
             assert one is not None
-            one.enroll("key", member)
+            one.subscribe("key", member)
         found = ProcessSocket.of_name(contacts[0].local)
         assert found is not None
         said = await diagnose._listen(diagnose.ProcessTree((found,), (found,)), True)

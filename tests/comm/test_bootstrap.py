@@ -54,13 +54,13 @@ async def test_the_first_of_its_family() -> None:
     store = MemoryStore()
     sessions = await asyncio.gather(*(made(store, rank, 2) for rank in range(2)))
     for rank, session in enumerate(sessions):
-        seat = session.seat
+        identity = session.identity
         assert session.backend_name == "loopback"
-        assert seat.parent_ranks == seat.job_ranks == (0, 1)
-        assert seat.family.origin == JobOrigin(place(store, rank, 2), rank)
-        assert seat.family.channel is not None
-        assert list(seat.family.channel.roster.contacts) == [0, 1]
-        assert not await seat.family.room.check(["host"])  # the store is nobody's
+        assert identity.parent_ranks == identity.job_ranks == (0, 1)
+        assert identity.job.origin == JobOrigin(place(store, rank, 2), rank)
+        assert identity.job.channel is not None
+        assert list(identity.job.channel.topology.contacts) == [0, 1]
+        assert not await identity.job.room.check(["host"])  # the store is nobody's
     await close(*sessions)
     await nothing_is_left()
 
@@ -71,9 +71,9 @@ async def test_one_that_follows() -> None:
     found = await asyncio.gather(
         *(made(store, rank, 2, origin=origin, parent_ranks=[3, -1]) for rank, origin in enumerate(origins))
     )
-    assert {session.seat.parent_ranks for session in found} == {(3, -1)}
-    assert {session.seat.job_ranks for session in found} == {(0, 1)}
-    assert [session.seat.family.origin for session in found] == origins
+    assert {session.identity.parent_ranks for session in found} == {(3, -1)}
+    assert {session.identity.job_ranks for session in found} == {(0, 1)}
+    assert [session.identity.job.origin for session in found] == origins
     with pytest.raises(ValueError, match="name 'c' is in use"):
         NameReservation(origins[0].world, "c")  # of the rank that it was in the first comm
     await close(*found)
@@ -81,7 +81,7 @@ async def test_one_that_follows() -> None:
 
 async def test_without_a_control_channel() -> None:
     session = await made(MemoryStore(), 0, 1, CommOptions(timeout=10, hints={"control": "off"}))
-    assert session.seat.family.channel is None
+    assert session.identity.job.channel is None
     await close(session)
 
 
@@ -116,9 +116,9 @@ async def test_hosts_that_differ_listen_on_tcp(monkeypatch: pytest.MonkeyPatch) 
     store = MemoryStore()
     sessions = await asyncio.gather(*(made(store, rank, 2) for rank in range(2)))
     for session in sessions:
-        channel = session.seat.family.channel
+        channel = session.identity.job.channel
         assert channel is not None
-        assert all(contact.port and contact.address for contact in channel.roster.contacts.values())
+        assert all(contact.port and contact.address for contact in channel.topology.contacts.values())
     await close(*sessions)
 
 
@@ -171,7 +171,7 @@ async def test_who_hosts_the_store_says_so() -> None:
     sessions = await asyncio.gather(
         *(bootstrap(where[r], CommInfo("c", r, 2, CPU), "gloo", {"gloo": _gloo()}, OPTIONS) for r in range(2))
     )
-    assert await sessions[0].seat.family.room.get("host") == b"1"
+    assert await sessions[0].identity.job.room.get("host") == b"1"
     await close(*sessions)
 
 

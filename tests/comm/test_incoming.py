@@ -230,7 +230,7 @@ async def test_one_that_was_invited_and_gives_up() -> None:
         coming = joining(store)
         (name,) = await waiting(comms[0], 1)
         call = asyncio.ensure_future(_await(comms[0].reconfigure([0, 1, name], timeout=600)))
-        await until(lambda: _guests(comms[0]) == [name])
+        await until(lambda: _joiners(comms[0]) == [name])
         coming.cancel()
         found = await together([call, comms[1].reconfigure([0, 1, name], timeout=600)])
         await asyncio.wait([coming])
@@ -239,10 +239,10 @@ async def test_one_that_was_invited_and_gives_up() -> None:
         await close(found)
 
 
-def _guests(comm: Comm) -> list[str]:
-    channel = comm._session.seat.family.channel
+def _joiners(comm: Comm) -> list[str]:
+    channel = comm._session.identity.job.channel
     assert channel is not None
-    return list(channel._guests)
+    return list(channel._joiners)
 
 
 async def test_one_that_dies_while_they_connect(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +277,7 @@ async def test_they_go_on_without_the_one_they_invited() -> None:
         coming = joining(store)
         (name,) = await waiting(comms[0], 1)
         call = asyncio.ensure_future(_await(comms[0].reconfigure([0, 1, name])))
-        await until(lambda: _guests(comms[0]) == [name])
+        await until(lambda: _joiners(comms[0]) == [name])
         errors = await together([call, comms[1].shrink()])
         assert [type(error) for error in errors] == [ValueError] * 2
         assert not coming.done()  # they may still take it in
@@ -336,10 +336,10 @@ async def test_all_that_have_invited_it_are_gone(monkeypatch: pytest.MonkeyPatch
         coming = joining(store)
         (name,) = await waiting(comms[0], 1)
         call = asyncio.ensure_future(_await(comms[0].reconfigure([0, 1, name])))
-        await until(lambda: _guests(comms[0]) == [name])
+        await until(lambda: _joiners(comms[0]) == [name])
         call.cancel()
         for comm in comms:
-            channel = comm._session.seat.family.channel
+            channel = comm._session.identity.job.channel
             assert channel is not None
             channel.call(channel._begin_closing)
         with pytest.raises(LeftOutError, match="none of its ranks can be reached any more"):
@@ -353,8 +353,8 @@ async def test_the_root_dies_while_it_waits_for_a_decision() -> None:
         coming = joining(store)
         (name,) = await waiting(comms[0], 1)
         calls = [asyncio.ensure_future(_await(comm.reconfigure([0, 1, 2, name]))) for comm in comms[:2]]
-        await until(lambda: _guests(comms[0]) == [name])
-        channel = comms[0]._session.seat.family.channel
+        await until(lambda: _joiners(comms[0]) == [name])
+        channel = comms[0]._session.identity.job.channel
         assert channel is not None
         channel.call(channel._begin_closing)
         found = await together([calls[1], comms[2].reconfigure([0, 1, 2, name]), coming])
@@ -372,7 +372,7 @@ async def test_a_rank_dies_while_all_connect(monkeypatch: pytest.MonkeyPatch) ->
     async def watched(place: Any, group: Any, *arguments: Any, **more: Any) -> Any:
         sizes.append(group.size)
         if group.size == 4:
-            channel = comms[0]._session.seat.family.channel
+            channel = comms[0]._session.identity.job.channel
             assert channel is not None
             channel.call(channel._begin_closing)
         return await bootstrap(place, group, *arguments, **more)

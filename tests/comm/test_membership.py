@@ -69,7 +69,7 @@ async def together(calls: Sequence[Awaitable[Any]]) -> list[Any]:
 
 def die(comm: Comm) -> None:
     """End a rank as seen by the others: its connections end without a word."""
-    channel = comm._session.seat.family.channel
+    channel = comm._session.identity.job.channel
     assert channel is not None
     channel.call(channel._begin_closing)
 
@@ -82,7 +82,7 @@ async def lost(comms: Sequence[Comm], rank: int) -> None:
 
 
 def gone(comm: Comm, rank: int) -> bool:
-    channel = comm._session.seat.family.channel
+    channel = comm._session.identity.job.channel
     return channel is not None and rank in channel.gone
 
 
@@ -156,42 +156,42 @@ def decided(key: str) -> Prepare:
 
 
 async def test_what_is_committed_is_what_comes_back() -> None:
-    voter, formed = Voter(), Formed()
+    client, formed = Voter(), Formed()
 
     async def form(decision: View) -> Any:
         return formed
 
-    going = asyncio.ensure_future(await_commit(voter, [0, 1], 3.0, form, "c"))
-    await until(lambda: bool(voter.said))
-    voter.hear(decided("k"))
-    await until(lambda: "prepared k" in voter.said)
-    voter.hear(Commit("k"))
+    going = asyncio.ensure_future(await_commit(client, [0, 1], 3.0, form, "c"))
+    await until(lambda: bool(client.said))
+    client.hear(decided("k"))
+    await until(lambda: "prepared k" in client.said)
+    client.hear(Commit("k"))
     assert await going is formed
-    assert voter.said == ["ask [0, 1] 3", "prepared k"]
+    assert client.said == ["ask [0, 1] 3", "prepared k"]
     assert formed.ended == []
 
 
 async def test_an_attempt_that_is_over_is_dropped_and_the_next_one_made() -> None:
-    voter, all_formed = Voter(), [Formed(), Formed()]
+    client, all_formed = Voter(), [Formed(), Formed()]
     left = iter(all_formed)
 
     async def form(decision: View) -> Any:
         return next(left)
 
-    going = asyncio.ensure_future(await_commit(voter, None, 3.0, form, "c"))
-    await until(lambda: bool(voter.said))
-    voter.hear(decided("a"))
-    await until(lambda: "prepared a" in voter.said)
-    voter.hear(Retry("a", 1, "rank 1 was lost"))
+    going = asyncio.ensure_future(await_commit(client, None, 3.0, form, "c"))
+    await until(lambda: bool(client.said))
+    client.hear(decided("a"))
+    await until(lambda: "prepared a" in client.said)
+    client.hear(Retry("a", 1, "rank 1 was lost"))
     await until(lambda: all_formed[0].ended == DROPPED)
-    voter.hear(decided("b"))
-    await until(lambda: "prepared b" in voter.said)
-    voter.hear(Commit("b"))
+    client.hear(decided("b"))
+    await until(lambda: "prepared b" in client.said)
+    client.hear(Commit("b"))
     assert await going is all_formed[1]
 
 
 async def test_an_attempt_that_still_connects_is_cancelled() -> None:
-    voter, cancelled = Voter(), []
+    client, cancelled = Voter(), []
 
     async def form(decision: View) -> Any:
         try:
@@ -200,48 +200,48 @@ async def test_an_attempt_that_still_connects_is_cancelled() -> None:
             cancelled.append(decision.key)
             raise
 
-    going = asyncio.ensure_future(await_commit(voter, None, 3.0, form, "c"))
-    await until(lambda: bool(voter.said))
-    voter.hear(decided("a"))
+    going = asyncio.ensure_future(await_commit(client, None, 3.0, form, "c"))
+    await until(lambda: bool(client.said))
+    client.hear(decided("a"))
     await asyncio.sleep(0)
-    voter.hear(Retry("a", 1, "rank 1 was lost"))
+    client.hear(Retry("a", 1, "rank 1 was lost"))
     await until(lambda: cancelled == ["a"])
-    voter.hear(Excluded("the others were quicker"))
+    client.hear(Excluded("the others were quicker"))
     with pytest.raises(LeftOutError, match="comm 'c' goes on without this rank: the others were quicker"):
         await going
-    assert voter.said == ["ask None 3"]
+    assert client.said == ["ask None 3"]
 
 
 @pytest.mark.parametrize(
     "error", [BackendError("no route"), OSError("no route"), KeyError("no route"), AssertionError("no route")]
 )
 async def test_the_others_hear_of_any_failure(error: Exception) -> None:
-    voter = Voter()
+    client = Voter()
 
     async def form(decision: View) -> Any:
         raise error
 
-    going = asyncio.ensure_future(await_commit(voter, None, 3.0, form, "c"))
-    await until(lambda: bool(voter.said))
-    voter.hear(decided("a"))
-    await until(lambda: len(voter.said) == 2)
-    assert voter.said[1].startswith(f"failed a {type(error).__name__}: ")
-    assert "no route" in voter.said[1]
-    voter.hear(Retry("a", 1, "no route"))
-    voter.hear(Rejected(1, "[0, 1] could not connect: no route", False))
+    going = asyncio.ensure_future(await_commit(client, None, 3.0, form, "c"))
+    await until(lambda: bool(client.said))
+    client.hear(decided("a"))
+    await until(lambda: len(client.said) == 2)
+    assert client.said[1].startswith(f"failed a {type(error).__name__}: ")
+    assert "no route" in client.said[1]
+    client.hear(Retry("a", 1, "no route"))
+    client.hear(Rejected(1, "[0, 1] could not connect: no route", False))
     with pytest.raises(BackendError, match=r"comm 'c' cannot go on: \[0, 1\] could not connect: no route"):
         await going
-    assert "give up" not in voter.said  # it may call again
+    assert "give up" not in client.said  # it may call again
 
 
 async def test_a_mistake_is_a_value_error_and_not_final() -> None:
-    voter = Voter()
-    going = asyncio.ensure_future(await_commit(voter, None, 3.0, _never, "c", " (as the job calls them)"))
-    await until(lambda: bool(voter.said))
-    voter.hear(Rejected(0, "rank 0 proposes [0], rank 1 proposes [1]", True))
+    client = Voter()
+    going = asyncio.ensure_future(await_commit(client, None, 3.0, _never, "c", " (as the job calls them)"))
+    await until(lambda: bool(client.said))
+    client.hear(Rejected(0, "rank 0 proposes [0], rank 1 proposes [1]", True))
     with pytest.raises(ValueError, match=r"comm 'c' must propose the same .* \[1\] \(as the job calls them\)"):
         await going
-    assert voter.said == ["ask None 3"]
+    assert client.said == ["ask None 3"]
 
 
 async def _never(decision: View) -> Any:
@@ -249,7 +249,7 @@ async def _never(decision: View) -> Any:
 
 
 async def test_the_error_keeps_nothing_of_an_attempt() -> None:
-    voter, made = Voter(), []
+    client, made = Voter(), []
 
     class Place:
         """May host a store."""
@@ -259,11 +259,11 @@ async def test_the_error_keeps_nothing_of_an_attempt() -> None:
         made.append(weakref.ref(place))
         await asyncio.Event().wait()
 
-    going = asyncio.ensure_future(await_commit(voter, None, 1, form, "main"))
-    await until(lambda: bool(voter.said))
-    voter.hear(decided("a"))
+    going = asyncio.ensure_future(await_commit(client, None, 1, form, "main"))
+    await until(lambda: bool(client.said))
+    client.hear(decided("a"))
     await until(lambda: bool(made))
-    voter.hear(Excluded("they were faster"))
+    client.hear(Excluded("they were faster"))
     with pytest.raises(LeftOutError, match="they were faster") as caught:
         await going
     gc.collect()
@@ -273,7 +273,7 @@ async def test_the_error_keeps_nothing_of_an_attempt() -> None:
 
 @pytest.mark.parametrize("prepared", [False, True])
 async def test_cancelling_gives_up_and_leaves_nothing(prepared: bool) -> None:
-    voter, formed, entered = Voter(), Formed(), asyncio.Event()
+    client, formed, entered = Voter(), Formed(), asyncio.Event()
 
     async def form(decision: View) -> Any:
         entered.set()
@@ -281,15 +281,15 @@ async def test_cancelling_gives_up_and_leaves_nothing(prepared: bool) -> None:
             await asyncio.Event().wait()
         return formed
 
-    going = asyncio.ensure_future(await_commit(voter, None, 3.0, form, "c"))
-    await until(lambda: bool(voter.said))
-    voter.hear(decided("a"))
+    going = asyncio.ensure_future(await_commit(client, None, 3.0, form, "c"))
+    await until(lambda: bool(client.said))
+    client.hear(decided("a"))
     await entered.wait()
-    await until(lambda: not prepared or "prepared a" in voter.said)
+    await until(lambda: not prepared or "prepared a" in client.said)
     going.cancel()
     with pytest.raises(asyncio.CancelledError):
         await going
-    assert voter.said[-1] == "give up"
+    assert client.said[-1] == "give up"
     assert formed.ended == (DROPPED if prepared else [])
 
 
@@ -363,8 +363,8 @@ async def test_a_rank_dies_while_the_others_agree() -> None:
 
 
 def _asking(comm: Comm) -> bool:
-    channel, key = comm._session.seat.family.channel, comm._session.seat.key
-    return channel is not None and key in channel.elections._candidacies
+    channel, key = comm._session.identity.job.channel, comm._session.identity.key
+    return channel is not None and key in channel.service._candidacies
 
 
 async def _await(connecting: Awaitable[Any]) -> Any:
@@ -427,7 +427,7 @@ async def test_ranks_that_cannot_connect_at_all_are_told_so_and_the_comm_lives(m
             assert "comm 'test' cannot go on: [0, 1] could not connect: BackendError: no route" in str(error)
         await check(comms)  # as it was
         with pytest.raises(ValueError, match="name 'test' is in use"):
-            await new_comm("loopback", name="test", store=comms[0]._session.seat.family.store, rank=0, size=2)
+            await new_comm("loopback", name="test", store=comms[0]._session.identity.job.store, rank=0, size=2)
         broken = False
         new = await shrunk(comms)
         await check(new)
@@ -495,7 +495,7 @@ async def test_a_root_that_does_not_answer_does_not_go_on_alone(monkeypatch: pyt
 @pytest.mark.parametrize("alone_first", [False, True])
 async def test_ranks_that_cannot_hear_of_each_other_do_not_all_go_on(alone_first: bool) -> None:
     async with loopback_world(3) as comms:
-        channel = comms[2]._session.seat.family.channel
+        channel = comms[2]._session.identity.job.channel
         assert channel is not None
         channel.call(partial(_cut_off, channel))
         await until(lambda: all(gone(comm, 2) for comm in comms[:2]) and gone(comms[2], 0) and gone(comms[2], 1))
@@ -512,33 +512,33 @@ async def test_ranks_that_cannot_hear_of_each_other_do_not_all_go_on(alone_first
 
 def _cut_off(channel: ControlChannel) -> None:
     """Make it believe that all others are dead."""
-    node = channel._node
-    link = node.up
+    router = channel._router
+    link = router.up
     assert link is not None
     link.close()
-    node.ended(link, "its connection ended")
-    for rank in node.roster.contacts:
-        if rank != node.rank:
-            node.give_up(rank, "it does not listen")
+    router.ended(link, "its connection ended")
+    for rank in router.topology.contacts:
+        if rank != router.rank:
+            router.give_up(rank, "it does not listen")
 
 
 def _stop(comms: Sequence[Comm], rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the others believe that ``rank`` is silent."""
     for comm in comms:
-        channel = comm._session.seat.family.channel
+        channel = comm._session.identity.job.channel
         assert channel is not None
-        heard = channel._node.silence
+        heard = channel._router.silence
         if comm.rank != rank:
-            monkeypatch.setattr(channel._node, "silence", lambda r, heard=heard: 9.0 if r == rank else heard(r))
+            monkeypatch.setattr(channel._router, "silence", lambda r, heard=heard: 9.0 if r == rank else heard(r))
 
 
 async def test_a_rank_that_is_given_up_while_it_asks_is_left_out() -> None:
     async with loopback_world(3) as comms:
         asking = asyncio.ensure_future(_await(comms[1].shrink()))
         await until(lambda: _asking(comms[1]))
-        channel = comms[0]._session.seat.family.channel
+        channel = comms[0]._session.identity.job.channel
         assert channel is not None
-        channel.call(lambda: channel._node.give_up(1, "it was silent"))
+        channel.call(lambda: channel._router.give_up(1, "it was silent"))
         (error,) = await together([asking])
         assert isinstance(error, LeftOutError)
         new = await shrunk([comms[0], comms[2]])
@@ -843,9 +843,9 @@ async def test_hosts_that_differ_meet_by_tcp(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(socket, "gethostname", lambda: f"host-{next(names)}")
     store = MemoryStore()
     async with world(3, lambda rank: store, "loopback") as comms:
-        channel = comms[0]._session.seat.family.channel
+        channel = comms[0]._session.identity.job.channel
         assert channel is not None
-        assert all(contact.port for contact in channel.roster.contacts.values())
+        assert all(contact.port for contact in channel.topology.contacts.values())
         await lost(comms, 0)
         new = await shrunk(comms[1:])
         await check(new)

@@ -58,12 +58,12 @@ class Line:
         self.withdrawn: list[ControlMessage | None] = []
         self.looks = 0
         self.gone = {11: "its process ended"}
-        self.roster = SimpleNamespace(contacts={10: None, 11: None})
+        self.topology = SimpleNamespace(contacts={10: None, 11: None})
 
-    def enroll(self, key: str, member: object) -> None:
+    def subscribe(self, key: str, member: object) -> None:
         self.enrolled.append(key)
 
-    def withdraw(self, key: str, item: ControlMessage | None = None) -> None:
+    def unsubscribe(self, key: str, item: ControlMessage | None = None) -> None:
         self.withdrawn.append(item)
 
     def tell(self, key: str, item: ControlMessage, then: Callable[[], object]) -> None:
@@ -136,15 +136,15 @@ async def test_what_breaks_it_is_told_with_its_rank(parts: Parts) -> None:
 
 async def test_fingerprints_are_taken_only_if_the_backend_does_not_compare(parts: Parts) -> None:
     parts.issue(REDUCE, 0)
-    assert parts.reporter.prints() == (3, [])
+    assert parts.reporter.fingerprints() == (3, [])
     assert parts.line.looks == 0
     parts.reporter.compare_fingerprints()
     parts.issue(REDUCE, 1, 2)
     parts.issue(Barrier(), 2, 0)
     parts.issue(Send(torch.float32, 3, 1, 0), 0)
     assert parts.line.looks == 2
-    assert parts.reporter.prints() == (3, [(1, *signature(REDUCE), 2), (2, *signature(Barrier()), 0)])
-    assert parts.reporter.prints() == (3, []), "each once"
+    assert parts.reporter.fingerprints() == (3, [(1, *signature(REDUCE), 2), (2, *signature(Barrier()), 0)])
+    assert parts.reporter.fingerprints() == (3, []), "each once"
 
 
 # -- what it answers --------------------------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ async def test_a_split_comm_has_ranks_of_its_own() -> None:
         one, two = children
         assert one is not None
         assert two is not None
-        assert isinstance(one._session.seat.family.channel, ControlChannel)
+        assert isinstance(one._session.identity.job.channel, ControlChannel)
         work = one.barrier()
         two.abort("enough")  # rank 2 of the job, rank 0 here
         with pytest.raises(AbortedError, match="aborted by rank 0: enough"):

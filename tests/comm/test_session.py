@@ -45,7 +45,7 @@ def hub_of(comm: Comm) -> Hub:
 
 
 def channel_of(comm: Comm) -> ControlChannel:
-    channel = comm._session.seat.family.channel
+    channel = comm._session.identity.job.channel
     assert channel is not None
     return channel
 

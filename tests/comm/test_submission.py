@@ -388,7 +388,7 @@ async def test_a_batch_stands_where_all_of_it_does(monkeypatch: pytest.MonkeyPat
         work = gpu.batch(*places)
         order = work.order
         assert order is not None
-        assert order.prompt
+        assert order.immediate
         waiting = [asyncio.ensure_future(asyncio.to_thread(work.wait)), asyncio.ensure_future(work.ordered(STREAM))]
         heard: list[bool] = []
         order.listen(lambda: heard.append(order.issued))
@@ -445,9 +445,9 @@ async def test_parts_that_come_to_their_streams_at_once(monkeypatch: pytest.Monk
 async def test_a_batch_is_as_prompt_as_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     async with loopback_world(1) as (comm,):
         gpu = Gpu(comm, monkeypatch)
-        work = gpu.batch(Place(), Place(prompt=False))
+        work = gpu.batch(Place(), Place(immediate=False))
         assert work.order is not None
-        assert not work.order.prompt
+        assert not work.order.immediate
         with pytest.raises(WouldBlockError, match="ordered"):
             work.wait()
         gpu.settle()

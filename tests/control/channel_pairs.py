@@ -46,7 +46,7 @@ class Member:
             raise ZeroDivisionError(question["bad"])
         return {"asked": question, "on": threading.current_thread().name}
 
-    def prints(self) -> tuple[int, Sequence[Fingerprint]]:
+    def fingerprints(self) -> tuple[int, Sequence[Fingerprint]]:
         found, self.issued = self.issued, []
         return self.size, found
 
@@ -77,7 +77,7 @@ class Job:
         self.channels = channels
         self.members = [Member() for _ in channels]
         for channel, member in zip(channels, self.members, strict=True):
-            channel.enroll("main", member)
+            channel.subscribe("main", member)
 
     async def kill(self, rank: int) -> None:
         """Its connections end, without a word."""

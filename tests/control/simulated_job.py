@@ -20,7 +20,7 @@ class Process:
 
     def __init__(self, job: Job, who: ParticipantId) -> None:
         self.job, self.who = job, who
-        self.candidate = Participant(who, job.ranks) if who in job.ranks or isinstance(who, str) else None
+        self.participant = Participant(who, job.ranks) if who in job.ranks or isinstance(who, str) else None
         self.alive = True
         self.frozen = False
         self.left = False
@@ -35,8 +35,8 @@ class Process:
 
     def report(self) -> None:
         """Tell the coordinator how things are."""
-        if self.candidate is not None:
-            said = LEFT if self.left else self.candidate.report()
+        if self.participant is not None:
+            said = LEFT if self.left else self.participant.report()
             self.up[self.boss].append(json.loads(json.dumps(said)))
 
     def attach(self) -> None:
@@ -123,7 +123,7 @@ class Job:
                 continue
             if p.down.get(p.boss):
                 found.append(lambda p=p: self.carry_down(p))
-            if p.candidate is not None and self.joining(p) and not p.left:
+            if p.participant is not None and self.joining(p) and not p.left:
                 found.append(lambda p=p: self.connects(p))
             for q in self.everybody.values():
                 if not q.alive and q.who not in p.knows_lost:
@@ -151,11 +151,11 @@ class Job:
                 p.down[p.boss].append(json.loads(json.dumps(message)))
 
     def carry_down(self, p: Process) -> None:
-        if p.candidate is None or p.left:
+        if p.participant is None or p.left:
             p.down[p.boss].popleft()
             return
-        held = p.candidate.decision
-        event = p.candidate.hear(p.down[p.boss].popleft())
+        held = p.participant.decision
+        event = p.participant.hear(p.down[p.boss].popleft())
         self.seen[type(event).__name__] += 1
         match event:
             case None:
@@ -174,19 +174,19 @@ class Job:
         p.report()
 
     def joining(self, p: Process) -> bool:
-        assert p.candidate is not None
-        said = p.candidate.report()
+        assert p.participant is not None
+        said = p.participant.report()
         return said is not None and said["state"] == "joins"
 
     def connects(self, p: Process, why: str = "") -> None:
-        assert p.candidate is not None
-        assert p.candidate.decision is not None
-        key = p.candidate.decision.key
+        assert p.participant is not None
+        assert p.participant.decision is not None
+        key = p.participant.decision.key
         if why:
-            p.candidate.failed(key, why)
+            p.participant.failed(key, why)
             self.seen["failed"] += 1
         else:
-            p.candidate.prepared(key)
+            p.participant.prepared(key)
             self.ever_prepared.setdefault(key, set()).add(p.who)
         p.report()
 
@@ -201,14 +201,14 @@ class Job:
     # what tests make happen
 
     def asks(self, p: Process) -> None:
-        assert p.candidate is not None
+        assert p.participant is not None
         p.calls += 1
         p.outcome = ""
-        p.candidate.ask(self.proposals.get(p.who, self.proposal), self.wait)
+        p.participant.ask(self.proposals.get(p.who, self.proposal), self.wait)
         p.report()
 
     def can_ask(self, p: Process) -> bool:
-        return p.acts and not p.left and p.candidate is not None and p.calls == 0
+        return p.acts and not p.left and p.participant is not None and p.calls == 0
 
     def dies(self, p: Process) -> None:
         p.alive, p.comm = False, None
@@ -217,15 +217,15 @@ class Job:
 
     def leaves(self, p: Process) -> None:
         """It closes the comm, and stays on the channel."""
-        assert p.candidate is not None
+        assert p.participant is not None
         p.left = True
         p.outcome = "left"
         p.report()
 
     def exits(self, p: Process) -> None:
         """A rank whose decision is over leaves the channel: nobody who lives may need it any more."""
-        assert p.candidate is not None
-        assert p.candidate.may_leave
+        assert p.participant is not None
+        assert p.participant.may_leave
         if p.comm is not None and self.calm:
             for who in p.comm[1]:
                 other = self.everybody[who]
@@ -277,7 +277,7 @@ class Job:
     # what must hold
 
     def living(self) -> list[Process]:
-        return [p for p in self.everybody.values() if p.alive and p.candidate is not None]
+        return [p for p in self.everybody.values() if p.alive and p.participant is not None]
 
     def check_order(self, chief: Process, order: object) -> None:
         if isinstance(order, Prepare):
@@ -299,13 +299,13 @@ class Job:
         living = [p for p in self.living() if not p.left]
         assert len({p.comm for p in living if p.comm is not None}) <= 1, "split brain"
         for p in living:
-            assert p.candidate is not None
+            assert p.participant is not None
             # a newcomer waits on while ranks may call again, and where nobody coordinates any more
             ranks = [q for q in self.everybody.values() if q.alive and isinstance(q.who, int)]
             waits = isinstance(p.who, str) and (not ranks or any(q.outcome == "refused" for q in ranks))
-            assert p.outcome or waits, f"{p.who} hears nothing: {p.candidate.report()}"
+            assert p.outcome or waits, f"{p.who} hears nothing: {p.participant.report()}"
             if p.comm is not None:
                 alone = not any(q.alive and isinstance(q.who, int) for q in self.everybody.values())
-                assert p.candidate.may_leave or alone, f"{p.who} lingers for ever"
-                assert p.candidate.committed
+                assert p.participant.may_leave or alone, f"{p.who} lingers for ever"
+                assert p.participant.committed
             assert (p.outcome == "committed") == (p.comm is not None)

@@ -48,7 +48,7 @@ class Place:
         self.heard: list[ControlMessage] = []
         self.gone: list[tuple[int, str]] = []
         self.ends: list[End] = []
-        self.node = Router(rank, tree.roster, self._hear, lambda rank, how: self.gone.append((rank, how)))
+        self.router = Router(rank, tree.topology, self._hear, lambda rank, how: self.gone.append((rank, how)))
 
     def _hear(self, message: ControlMessage) -> None:
         if message["kind"] != HERE:
@@ -65,7 +65,7 @@ class Place:
 
     def leave(self) -> None:
         self.leaving = True
-        self.node.depart()
+        self.router.depart()
 
     def receive(self, end: End) -> None:
         message = end.coming.popleft()
@@ -75,30 +75,30 @@ class Place:
                 end.open = False
                 assert end.other is not None
                 end.other.coming.append(None)
-                self.node.ended(end, "its connection ended")
+                self.router.ended(end, "its connection ended")
         elif end.open:
-            self.node.received(end, message)
+            self.router.received(end, message)
 
     def climb(self) -> None:
-        above = self.node.above
+        above = self.router.above
         assert above is not None
         there = self.tree.places[above]
-        if problem := there.node.refusal(self.rank):
-            self.node.fence(problem)
+        if problem := there.router.refusal(self.rank):
+            self.router.fence(problem)
             return
         mine, theirs = End(self), End(there)
         mine.other, theirs.other = theirs, mine
         self.ends.append(mine)
         there.ends.append(theirs)
-        there.node.welcome(self.rank, theirs)
-        self.node.attach(above, mine)
+        there.router.welcome(self.rank, theirs)
+        self.router.attach(above, mine)
 
 
 class Tree:
     """All of them. ``hosts`` has a letter for each rank."""
 
     def __init__(self, hosts: str, seed: int = 0) -> None:
-        self.roster = Topology(RankAddress(rank, host, rank, local="x") for rank, host in enumerate(hosts))
+        self.topology = Topology(RankAddress(rank, host, rank, local="x") for rank, host in enumerate(hosts))
         self.places = [Place(self, rank) for rank in range(len(hosts))]
         self.choice = random.Random(seed)
 
@@ -110,10 +110,10 @@ class Tree:
         """What can happen next."""
         found: list[Callable[[], object]] = []
         for place in self.running:
-            above = place.node.above
-            if place.leaving and place.node.departed:
+            above = place.router.above
+            if place.leaving and place.router.departed:
                 found.append(partial(self._gone, place))
-            if place.node.up is None and above is not None and self.places[above].listens:
+            if place.router.up is None and above is not None and self.places[above].listens:
                 found.append(place.climb)
             found += [partial(place.receive, end) for end in place.ends if end.coming]
         return found or self.late_steps()
@@ -122,10 +122,10 @@ class Tree:
         """What happens only after some time in which nothing else did."""
         found: list[Callable[[], object]] = []
         for place in self.running:
-            missed = place.node.absent if place.node.above is None else [place.node.above]
+            missed = place.router.absent if place.router.above is None else [place.router.above]
             for rank in missed:
                 if not self.places[rank].listens:
-                    found.append(partial(place.node.give_up, rank, "it does not listen"))
+                    found.append(partial(place.router.give_up, rank, "it does not listen"))
         return found or [partial(self._gone, place) for place in self.running if place.leaving]
 
     def _gone(self, place: Place) -> None:
@@ -142,4 +142,4 @@ class Tree:
             assert done < 100_000, "it does not come to rest"
 
     def tell(self, rank: int, what: Any) -> None:
-        self.places[rank].node.send(ALL, "news", what=what)
+        self.places[rank].router.send(ALL, "news", what=what)

@@ -52,7 +52,7 @@ async def test_telling_says_when_it_is_on_its_way() -> None:
 
 async def test_who_has_withdrawn_hears_nothing_and_has_said_so() -> None:
     async with job("aa") as found:
-        found.channels[0].withdraw("main", {"kind": "closed"})
+        found.channels[0].unsubscribe("main", {"kind": "closed"})
         await until(lambda: found.members[1].heard, "the news")
         assert found.members[1].heard == [(0, {"kind": "closed"})]
         found.channels[1].tell("main", {"a": 1})
@@ -114,7 +114,7 @@ async def test_a_stopped_rank_does_not_hold_up_closing_for_long(monkeypatch: pyt
     monkeypatch.setattr(module, "GOODBYE_SECONDS", 0.1)
     async with job("aa") as found:
         found.channels[1]._received = lambda *args: None  # type: ignore[method-assign]
-        for link in found.channels[1]._node.links:
+        for link in found.channels[1]._router.links:
             link.received = lambda *args: None  # type: ignore[attr-defined]
         async with asyncio.timeout(10):
             await found.channels[0].aclose()
@@ -182,7 +182,7 @@ async def test_nonsense_ends_the_connection_of_who_sends_it_and_nothing_else(mes
     async with job("aaa") as found:
         sender: Any = found.channels[1]
         text = {"to": 0, "from": 1, **message}
-        sender._thread.call(lambda: sender._node.up.send(text))
+        sender._thread.call(lambda: sender._router.up.send(text))
         await found.lost(1, [0, 2])
         assert "nonsense" in found.channels[0].gone[1]
         found.channels[2].tell("main", {"still": "here"})
@@ -222,7 +222,7 @@ async def test_who_comes_while_a_channel_ends_leaves_nothing_open(turns: int) ->
     def come() -> None:
         for _ in range(100):
             strangers.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            strangers[-1].connect("\0" + channel.roster.contacts[0].local)
+            strangers[-1].connect("\0" + channel.topology.contacts[0].local)
 
     async def end() -> None:
         come()
@@ -251,7 +251,7 @@ async def test_a_channel_may_end_while_others_keep_coming(turn: int) -> None:
 
     with nothing_unclosed():
         channel = await alone()
-        name = channel.roster.contacts[0].local
+        name = channel.topology.contacts[0].local
         threads = [threading.Thread(target=come, args=(name,)) for _ in range(4)]
         for thread in threads:
             thread.start()

@@ -13,20 +13,22 @@ from asynccomm.control import fingerprints as module
 from asynccomm.control.fingerprints import Fingerprint, FingerprintTable, FingerprintTables, Mismatch
 
 
-def prints(*numbers: int, word: int = 5, batch: int = 1) -> list[Fingerprint]:
+def fingerprints(*numbers: int, word: int = 5, batch: int = 1) -> list[Fingerprint]:
     return [(number, word, word + 1, batch) for number in numbers]
 
 
 @given(st.integers(1, 5), st.integers(0, 30), st.randoms(use_true_random=False))
 def test_equal_programs_are_never_mistaken(size: int, count: int, choice: random.Random) -> None:
-    ledger = FingerprintTable(size)
+    table = FingerprintTable(size)
     done = [0] * size
     while any(number < count for number in done):
         rank = choice.choice([r for r in range(size) if done[r] < count])
         step = choice.randint(1, count - done[rank])
-        assert ledger.take(rank, [p for n in range(done[rank], done[rank] + step) for p in prints(n, word=n)]) is None
+        assert (
+            table.take(rank, [p for n in range(done[rank], done[rank] + step) for p in fingerprints(n, word=n)]) is None
+        )
         done[rank] += step
-    assert not ledger._open, "nothing is kept of what all have issued"
+    assert not table._open, "nothing is kept of what all have issued"
 
 
 @given(st.integers(2, 5), st.integers(1, 20), st.data())
@@ -36,13 +38,13 @@ def test_the_first_difference_is_found_and_only_that(size: int, count: int, data
         data.draw(st.integers(0, count - 1)),
         data.draw(st.integers(1, 3)),
     )
-    programs = [[p for n in range(count) for p in prints(n, word=n)] for _ in range(size)]
+    programs = [[p for n in range(count) for p in fingerprints(n, word=n)] for _ in range(size)]
     for number in range(where, count):
         odd = list(programs[rank][number])
         odd[part] += 1
         programs[rank][number] = (odd[0], odd[1], odd[2], odd[3])
-    ledger = FingerprintTable(size)
-    found = [(r, ledger.take(r, programs[r])) for r in data.draw(st.permutations(range(size)))]
+    table = FingerprintTable(size)
+    found = [(r, table.take(r, programs[r])) for r in data.draw(st.permutations(range(size)))]
     differences = [difference for _, difference in found if difference is not None]
     assert len(differences) == 1
     assert differences[0].seq == where
@@ -51,54 +53,54 @@ def test_the_first_difference_is_found_and_only_that(size: int, count: int, data
 
 
 def test_batches_that_end_elsewhere_differ() -> None:
-    ledger = FingerprintTable(2)
-    assert ledger.take(0, [(0, 1, 1, 2), (1, 1, 1, 0)]) is None
-    assert ledger.take(1, [(0, 1, 1, 1), (1, 1, 1, 1)]) == Mismatch(0, 0, 1)
+    table = FingerprintTable(2)
+    assert table.take(0, [(0, 1, 1, 2), (1, 1, 1, 0)]) is None
+    assert table.take(1, [(0, 1, 1, 1), (1, 1, 1, 1)]) == Mismatch(0, 0, 1)
 
 
 def test_a_rank_alone_keeps_nothing() -> None:
-    ledger = FingerprintTable(1)
-    assert ledger.take(0, prints(*range(10))) is None
-    assert not ledger._open
+    table = FingerprintTable(1)
+    assert table.take(0, fingerprints(*range(10))) is None
+    assert not table._open
 
 
 def test_who_is_far_ahead_is_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "OPEN", 4)
-    ledger = FingerprintTable(2)
-    ledger.take(0, prints(*range(10)))
-    assert list(ledger._open) == [6, 7, 8, 9]
-    assert ledger.take(1, prints(*range(6), word=9)) is None, "they go unchecked"
+    table = FingerprintTable(2)
+    table.take(0, fingerprints(*range(10)))
+    assert list(table._open) == [6, 7, 8, 9]
+    assert table.take(1, fingerprints(*range(6), word=9)) is None, "they go unchecked"
 
 
 def test_comms_are_apart() -> None:
-    ledgers = FingerprintTables()
-    assert ledgers.take("a", 0, 2, prints(0, word=1)) is None
-    assert ledgers.take("b", 1, 2, prints(0, word=2)) is None
-    assert ledgers.take("a", 1, 2, prints(0, word=3)) == Mismatch(0, 0, 1)
-    assert ledgers.take("b", 0, 2, prints(0, word=3)) == Mismatch(0, 1, 0)
+    tables = FingerprintTables()
+    assert tables.take("a", 0, 2, fingerprints(0, word=1)) is None
+    assert tables.take("b", 1, 2, fingerprints(0, word=2)) is None
+    assert tables.take("a", 1, 2, fingerprints(0, word=3)) == Mismatch(0, 0, 1)
+    assert tables.take("b", 0, 2, fingerprints(0, word=3)) == Mismatch(0, 1, 0)
 
 
 def test_a_comm_can_be_forgotten() -> None:
-    ledgers = FingerprintTables()
-    ledgers.take("a", 0, 2, prints(0, word=1))
-    ledgers.forget("a")
-    ledgers.forget("never heard of")
-    assert ledgers.take("a", 1, 2, prints(0, word=2)) is None
+    tables = FingerprintTables()
+    tables.take("a", 0, 2, fingerprints(0, word=1))
+    tables.forget("a")
+    tables.forget("never heard of")
+    assert tables.take("a", 1, 2, fingerprints(0, word=2)) is None
 
 
 def test_not_more_comms_than_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "COMMS", 2)
-    ledgers = FingerprintTables()
+    tables = FingerprintTables()
     for key in "abc":
-        ledgers.take(key, 0, 2, prints(0, word=1))
-    assert ledgers.take("a", 1, 2, prints(0, word=2)) is None
-    assert ledgers.take("c", 1, 2, prints(0, word=2)) is not None
+        tables.take(key, 0, 2, fingerprints(0, word=1))
+    assert tables.take("a", 1, 2, fingerprints(0, word=2)) is None
+    assert tables.take("c", 1, 2, fingerprints(0, word=2)) is not None
 
 
 def test_lists_will_do() -> None:
-    ledgers = FingerprintTables()
-    assert ledgers.take("a", 0, 2, [[0, 1, 2, 1]]) is None  # as JSON has them
-    assert ledgers.take("a", 1, 2, [(0, 1, 2, 1)]) is None
+    tables = FingerprintTables()
+    assert tables.take("a", 0, 2, [[0, 1, 2, 1]]) is None  # as JSON has them
+    assert tables.take("a", 1, 2, [(0, 1, 2, 1)]) is None
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from .unauthenticated import until
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
-def prints(*numbers: int, word: int = 5) -> list[Fingerprint]:
+def fingerprints(*numbers: int, word: int = 5) -> list[Fingerprint]:
     return [(number, word, word, 1) for number in numbers]
 
 
@@ -30,7 +30,7 @@ async def test_a_difference_is_told_to_all(hosts: str) -> None:
     async with job(hosts) as found:
         for rank, (channel, member) in enumerate(zip(found.channels, found.members, strict=True)):
             member.size = 4
-            member.issued = prints(0, 1) + prints(2, word=9 if rank == 2 else 5)
+            member.issued = fingerprints(0, 1) + fingerprints(2, word=9 if rank == 2 else 5)
             channel.issued()
         for member in found.members:
             await until(lambda member=member: member.heard, "the news")
@@ -47,12 +47,12 @@ async def test_equal_programs_are_quiet(monkeypatch: pytest.MonkeyPatch) -> None
     async with job("aa") as found:
         for number in range(0, 40, 10):
             for channel, member in zip(found.channels, found.members, strict=True):
-                member.issued = [*member.issued, *prints(*range(number, number + 10))]
+                member.issued = [*member.issued, *fingerprints(*range(number, number + 10))]
                 channel.issued()
             await until(lambda: not any(member.issued for member in found.members), "them to be sent")
-        await until(lambda: not any(channel._prints._looking for channel in found.channels), "looking to end")
-        found.members[0].issued = prints(40, word=1)
-        found.members[1].issued = prints(40, word=2)
+        await until(lambda: not any(channel._fingerprints._looking for channel in found.channels), "looking to end")
+        found.members[0].issued = fingerprints(40, word=1)
+        found.members[1].issued = fingerprints(40, word=2)
         for channel in found.channels:
             channel.issued()  # it begins again
         await until(lambda: all(member.heard for member in found.members), "the news")
@@ -88,73 +88,73 @@ class Rank:
     def __init__(self) -> None:
         self.heard: list[ControlMessage] = []
         self.began: list[Any] = []
-        roster = Topology(RankAddress(rank, "h", rank, "x") for rank in range(2))
-        self.node = Router(0, roster, self.heard.append, lambda *_: None)
-        members = Subscribers(self.node.gone)
+        topology = Topology(RankAddress(rank, "h", rank, "x") for rank in range(2))
+        self.router = Router(0, topology, self.heard.append, lambda *_: None)
+        members = Subscribers(self.router.gone)
         self.member = Member()
-        members.enroll("main", self.member)
+        members.subscribe("main", self.member)
         self.clock: Any = Clock()
-        self.questions = Requests(self.node, members)
-        self.prints = MismatchDetector(self.clock, self.node, members, self.questions, self.began.append)
+        self.requests = Requests(self.router, members)
+        self.fingerprints = MismatchDetector(self.clock, self.router, members, self.requests, self.began.append)
 
     def hear(self, rank: int, *found: Fingerprint, key: str = "main") -> None:
-        self.prints.hear({"from": rank, "comm": key, "size": 2, "prints": list(found)})
+        self.fingerprints.hear({"from": rank, "comm": key, "size": 2, "prints": list(found)})
 
 
 def test_it_looks_as_long_as_there_is_something_and_then_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "QUIET_LOOKS", 2)
     rank = Rank()
-    rank.member.issued = prints(0, 1)
-    rank.prints.issued()
-    rank.prints.issued()
+    rank.member.issued = fingerprints(0, 1)
+    rank.fingerprints.issued()
+    rank.fingerprints.issued()
     assert len(rank.clock.timers) == 1
-    rank.member.issued = prints(2)
+    rank.member.issued = fingerprints(2)
     rank.clock.turn()
-    assert [message["prints"] for message in rank.heard] == [prints(0, 1), prints(2)]
+    assert [message["prints"] for message in rank.heard] == [fingerprints(0, 1), fingerprints(2)]
     for _ in range(2):
         assert len(rank.clock.timers) == 1
         rank.clock.turn()
     assert rank.clock.timers == []
-    rank.prints.issued()
+    rank.fingerprints.issued()
     assert len(rank.clock.timers) == 1, "it begins again"
 
 
 def test_what_comes_as_the_looking_ends_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "QUIET_LOOKS", 1)
     rank = Rank()
-    looks = iter([[], prints(0)])
-    monkeypatch.setattr(rank.member, "prints", lambda: (2, next(looks, [])))
-    rank.prints.issued()
-    assert [message["prints"] for message in rank.heard] == [prints(0)]
-    assert not rank.prints._looking
+    looks = iter([[], fingerprints(0)])
+    monkeypatch.setattr(rank.member, "fingerprints", lambda: (2, next(looks, [])))
+    rank.fingerprints.issued()
+    assert [message["prints"] for message in rank.heard] == [fingerprints(0)]
+    assert not rank.fingerprints._looking
 
 
 def test_many_go_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PRINTS", 3)
     rank = Rank()
-    rank.member.issued = prints(*range(7))
-    rank.prints.issued()
+    rank.member.issued = fingerprints(*range(7))
+    rank.fingerprints.issued()
     assert [len(message["prints"]) for message in rank.heard] == [3, 3, 1]
     assert all(message["comm"] == "main" and message["size"] == 2 for message in rank.heard)
 
 
 def test_nothing_is_sent_once_it_is_closed() -> None:
     rank = Rank()
-    rank.prints.close()
-    rank.member.issued = prints(0)
-    rank.prints.issued()
+    rank.fingerprints.close()
+    rank.member.issued = fingerprints(0)
+    rank.fingerprints.issued()
     assert rank.heard == []
     assert rank.clock.timers == []
 
 
 async def test_the_first_difference_is_reported_with_what_both_say() -> None:
     rank = Rank()
-    rank.hear(0, *prints(0, 1))
+    rank.hear(0, *fingerprints(0, 1))
     assert rank.began == []
-    rank.hear(1, *prints(0), *prints(1, word=7))
-    rank.hear(1, *prints(2, word=9))
+    rank.hear(1, *fingerprints(0), *fingerprints(1, word=7))
+    rank.hear(1, *fingerprints(2, word=9))
     (report,) = rank.began
-    rank.questions.close()  # nobody answers
+    rank.requests.close()  # nobody answers
     await report
     item = {"kind": "differs", "seq": 1, "jobs": [0, 1], "sides": [{}, {}]}
     assert [message["item"] for message in rank.heard] == [item]
@@ -163,13 +163,13 @@ async def test_the_first_difference_is_reported_with_what_both_say() -> None:
 
 def test_a_comm_that_has_ended_is_forgotten() -> None:
     rank = Rank()
-    rank.hear(0, *prints(0))
-    rank.prints.forget("main")
-    rank.hear(1, *prints(0, word=7))
+    rank.hear(0, *fingerprints(0))
+    rank.fingerprints.forget("main")
+    rank.hear(1, *fingerprints(0, word=7))
     assert rank.began == []
 
 
 @pytest.mark.parametrize("message", [{}, {"comm": "main"}, {"comm": "main", "size": 2, "prints": [1]}])
 def test_fingerprints_that_are_none(message: ControlMessage) -> None:
     with pytest.raises(ValueError, match="no fingerprint"):
-        Rank().prints.hear({"from": 1, **message})
+        Rank().fingerprints.hear({"from": 1, **message})

@@ -39,7 +39,7 @@ async def test_a_question_that_cannot_be_answered(caplog: pytest.LogCaptureFixtu
 
 async def test_who_is_lost_meanwhile_is_not_waited_for() -> None:
     async with job("aaa") as found:
-        found.channels[2]._node.send = lambda *args, **kwargs: None  # type: ignore[method-assign]  # it says nothing
+        found.channels[2]._router.send = lambda *args, **kwargs: None  # type: ignore[method-assign]  # it says nothing
         asking = found.channels[0].ask("main", [1, 2], {"what": 1}, 60)
         await found.kill(2)
         said = await asyncio.wait_for(asyncio.wrap_future(asking), 20)
@@ -49,7 +49,7 @@ async def test_who_is_lost_meanwhile_is_not_waited_for() -> None:
 
 async def test_asking_ends_when_the_channel_does() -> None:
     async with job("aa") as found:
-        found.channels[1]._node.send = lambda *args, **kwargs: None  # type: ignore[method-assign]
+        found.channels[1]._router.send = lambda *args, **kwargs: None  # type: ignore[method-assign]
         asking = found.channels[0].ask("main", [1], {"what": 1}, 60)
         await found.kill(0)
         assert await asyncio.wait_for(asyncio.wrap_future(asking), 20) == {}
@@ -58,7 +58,7 @@ async def test_asking_ends_when_the_channel_does() -> None:
 async def test_a_rank_whose_control_thread_is_stuck_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PULSE_SECONDS", 0.02)
     zero, one, own = await two_threads(monkeypatch)
-    one.enroll("main", Member())
+    one.subscribe("main", Member())
     assert 1 in await asyncio.wrap_future(zero.ask("main", [1], {}, 10))
     assert zero.silence(0) is None
     release = threading.Event()
@@ -77,7 +77,7 @@ async def test_who_looks_on_is_told_about_all_ranks() -> None:
     async with job("aaa") as found:
         await found.kill(2)
         await found.lost(2, [0, 1])
-        reader, writer = await asyncio.open_unix_connection("\0" + found.channels[1].roster.contacts[1].local)
+        reader, writer = await asyncio.open_unix_connection("\0" + found.channels[1].topology.contacts[1].local)
         writer.write(encode({"look": True, "stacks": False}))
         decoder = Decoder(1 << 20)
         decoder.feed(await reader.read())
@@ -116,27 +116,27 @@ class Side:
     """Rank 0 of three, with lines to the others."""
 
     def __init__(self) -> None:
-        self.node = Router(
+        self.router = Router(
             0, Topology(RankAddress(rank, "h", rank, "x") for rank in range(3)), lambda _: None, self._gone
         )
-        self.members = Subscribers(self.node.gone)
-        self.questions = Requests(self.node, self.members)
+        self.members = Subscribers(self.router.gone)
+        self.requests = Requests(self.router, self.members)
         self.lines = {rank: Line() for rank in (1, 2)}
         for rank, line in self.lines.items():
-            self.node.welcome(rank, line)
+            self.router.welcome(rank, line)
 
     def _gone(self, rank: int, how: str) -> None:
-        self.questions.gone(rank)
+        self.requests.gone(rank)
 
     def reply(self, rank: int, answer: object, number: object = 0) -> None:
-        self.questions.hear_reply({"from": rank, "number": number, "answer": answer})
+        self.requests.hear_reply({"from": rank, "number": number, "answer": answer})
 
 
 async def begun(
     side: Side, timeout: float = 60.0, question: ControlMessage | None = None
 ) -> asyncio.Task[dict[int, ControlMessage]]:
     sent = len(side.lines[2].sent)
-    task = asyncio.ensure_future(side.questions.gather("main", [1, 2], question or {"what": 1}, timeout))
+    task = asyncio.ensure_future(side.requests.gather("main", [1, 2], question or {"what": 1}, timeout))
     await until(lambda: len(side.lines[2].sent) > sent, "the question")
     return task
 
@@ -168,10 +168,10 @@ async def test_each_question_has_its_own_answers() -> None:
 async def test_who_goes_is_not_waited_for_and_who_is_gone_not_asked() -> None:
     side = Side()
     task = await begun(side)
-    side.node.give_up(2, "it was silent")
+    side.router.give_up(2, "it was silent")
     side.reply(1, {"a": 1})
     assert await task == {1: {"a": 1}}
-    assert await side.questions.gather("main", [2], {}, 60.0) == {}
+    assert await side.requests.gather("main", [2], {}, 60.0) == {}
 
 
 async def test_what_came_in_time_counts() -> None:
@@ -185,9 +185,9 @@ async def test_nobody_waits_any_longer_once_it_is_closed() -> None:
     side = Side()
     task = await begun(side)
     side.reply(1, {"a": 1})
-    side.questions.close()
+    side.requests.close()
     assert await task == {1: {"a": 1}}
-    assert await side.questions.gather("main", [1], {}, 60.0) == {}
+    assert await side.requests.gather("main", [1], {}, 60.0) == {}
 
 
 @pytest.mark.parametrize(("number", "answer"), [(None, {}), ("0", {}), (True, {}), (0, None), (0, [1])])
@@ -198,8 +198,8 @@ def test_replies_that_are_none(number: object, answer: object) -> None:
 
 def test_a_question_has_its_answer_sent() -> None:
     side = Side()
-    side.members.enroll("main", Member())
-    side.questions.hear_question({"from": 1, "comm": "main", "question": {"what": 1}, "number": 5})
+    side.members.subscribe("main", Member())
+    side.requests.hear_question({"from": 1, "comm": "main", "question": {"what": 1}, "number": 5})
     (reply,) = side.lines[1].take("reply")
     assert reply["to"] == 1
     assert reply["number"] == 5
@@ -209,7 +209,7 @@ def test_a_question_has_its_answer_sent() -> None:
 @pytest.mark.parametrize("message", [{}, {"comm": 1, "question": {}}, {"comm": "main", "question": "what"}])
 def test_questions_that_are_none(message: ControlMessage) -> None:
     with pytest.raises(ValueError, match="a question of no comm"):
-        Side().questions.hear_question({"from": 1, **message})
+        Side().requests.hear_question({"from": 1, **message})
 
 
 def test_stacks_are_left_out_of_answers_that_would_be_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,11 +218,11 @@ def test_stacks_are_left_out_of_answers_that_would_be_too_long(monkeypatch: pyte
             return {"stacks": "x" * 1000 if question["stacks"] else ""}
 
     side = Side()
-    side.members.enroll("main", Talkative())
+    side.members.subscribe("main", Talkative())
     question = {"from": 1, "comm": EVERY, "question": {"stacks": True}}
-    side.questions.hear_question(question)
+    side.requests.hear_question(question)
     monkeypatch.setattr(questions_module, "ANSWER_BYTES", 500)
-    side.questions.hear_question(question)
+    side.requests.hear_question(question)
     long, short = side.lines[1].take("reply")
     assert long["answer"]["comms"]["main"]["stacks"]
     assert not short["answer"]["comms"]["main"]["stacks"]
@@ -232,8 +232,8 @@ async def test_an_onlooker_is_shown_each_rank_and_who_says_nothing(monkeypatch: 
     monkeypatch.setattr(questions_module, "PING_SECONDS", 0.0)
     monkeypatch.setattr(questions_module, "ANSWER_SECONDS", 0.05)
     side, onlooker = Side(), Line()
-    side.node.give_up(2, "it was silent")
-    showing = asyncio.ensure_future(side.questions.show(onlooker, [0, 1, 2], False))
+    side.router.give_up(2, "it was silent")
+    showing = asyncio.ensure_future(side.requests.show(onlooker, [0, 1, 2], False))
     await showing
     last = onlooker.sent[-1]
     assert set(last) == {"silent", "gone", "doors"}
@@ -242,6 +242,6 @@ async def test_an_onlooker_is_shown_each_rank_and_who_says_nothing(monkeypatch: 
     assert last["doors"] == dict.fromkeys(range(3), "x")
     assert {message["question"]["what"] for message in side.lines[1].take("ask")} == {"ping", "state"}
     nobody = Line()
-    await side.questions.show(nobody, [], False)
+    await side.requests.show(nobody, [], False)
     assert len(nobody.sent) == 1
     assert nobody.sent[0]["silent"] == {}

@@ -29,7 +29,7 @@ def up(hosts: str) -> Tree:
 
 def end_of(place: Place) -> End:
     """The connection upwards."""
-    link = place.node.up
+    link = place.router.up
     assert isinstance(link, End)
     return link
 
@@ -43,8 +43,8 @@ def test_each_rank_reaches_each_other(hosts: str, seed: int) -> None:
     tree.settle()
     for one in tree.places:
         for other in tree.places:
-            one.node.send(other.rank, "ask", what=(one.rank, other.rank))
-        one.node.send(ROOT, "ask", what=(one.rank, "root"))
+            one.router.send(other.rank, "ask", what=(one.rank, other.rank))
+        one.router.send(ROOT, "ask", what=(one.rank, "root"))
     tree.settle()
     for one in tree.places:
         expected = {(other.rank, one.rank) for other in tree.places}
@@ -73,10 +73,10 @@ def test_what_is_for_all_reaches_all_in_one_order_from_the_very_beginning(hosts:
 
 def test_messages_for_who_is_not_there_go_nowhere() -> None:
     tree = up("aab")
-    tree.places[2].node.send(9, "ask", what=1)
+    tree.places[2].router.send(9, "ask", what=1)
     tree.places[1].kill()
     tree.settle()
-    tree.places[0].node.send(1, "ask", what=2)
+    tree.places[0].router.send(1, "ask", what=2)
     tree.settle()
     assert not tree.steps()
 
@@ -98,7 +98,7 @@ def check_all_reach_each_other(tree: Tree) -> None:
     for place in tree.running:
         place.heard = [message for message in place.heard if message["kind"] != "note"]
         for other in tree.running:
-            place.node.send(other.rank, "note")
+            place.router.send(other.rank, "note")
     tree.settle()
     for place in tree.running:
         senders = [message["from"] for message in place.heard if message["kind"] == "note"]
@@ -187,7 +187,7 @@ def test_one_whose_goodbye_only_those_have_heard_who_leave_themselves() -> None:
 def test_who_has_not_come_to_a_new_root_is_silent() -> None:
     tree = Tree("aaa", 0)
     tree.settle()
-    heir = tree.places[1].node
+    heir = tree.places[1].router
     assert heir.silence(2) is None, "it has nothing to do with that one"
     tree.places[2].runs = False  # it is stopped, and comes to nobody
     tree.places[0].kill()
@@ -219,29 +219,29 @@ def test_a_leader_that_leaves_tells_the_ranks_below_it() -> None:
 def test_leaving_waits_until_those_below_have_heard() -> None:
     tree = up("aab")
     zero = tree.places[0]
-    assert not zero.node.departed
+    assert not zero.router.departed
     zero.leave()
-    assert not zero.node.departed
+    assert not zero.router.departed
     for place in tree.places[1:]:
-        while place.node.up is not None:
+        while place.router.up is not None:
             place.receive(end_of(place))
         assert place.gone == [(0, "")]
     for end in zero.ends:
         while end.coming and end.open:
             zero.receive(end)
-    assert zero.node.departed
+    assert zero.router.departed
     assert zero.gone == []
 
 
 def test_who_is_alone_leaves_at_once() -> None:
     tree = up("a")
     tree.places[0].leave()
-    assert tree.places[0].node.departed
+    assert tree.places[0].router.departed
 
 
 def test_who_was_given_up_sees_all_others_gone() -> None:
     tree = up("aabb")
-    tree.places[0].node.give_up(3, "it is silent")
+    tree.places[0].router.give_up(3, "it is silent")
     tree.settle()
     assert sorted(rank for rank, _ in tree.places[3].gone) == [0, 1, 2]
     assert all("it goes on without rank 3: it is silent" in how for _, how in tree.places[3].gone)
@@ -254,9 +254,9 @@ def test_whoever_gives_up_whom(hosts: str, seed: int, data: st.DataObject) -> No
     tree = Tree(hosts + "a", seed)  # two at least
     tree.settle()
     ranks = range(len(tree.places))
-    neighbours = [(rank, above) for rank in ranks if (above := tree.roster.above(rank, ())) is not None]
+    neighbours = [(rank, above) for rank in ranks if (above := tree.topology.above(rank, ())) is not None]
     one, other = data.draw(st.sampled_from([*neighbours, *((above, rank) for rank, above in neighbours)]))
-    tree.places[one].node.give_up(other, "it is silent")
+    tree.places[one].router.give_up(other, "it is silent")
     tree.settle()
     assert sorted(rank for rank, _ in tree.places[other].gone) == [rank for rank in ranks if rank != other]
     for place in tree.places:
@@ -266,7 +266,7 @@ def test_whoever_gives_up_whom(hosts: str, seed: int, data: st.DataObject) -> No
 
 def test_the_children_of_who_was_given_up_go_on() -> None:
     tree = up("abb")
-    tree.places[0].node.give_up(1, "it is silent")
+    tree.places[0].router.give_up(1, "it is silent")
     tree.settle()
     assert tree.places[2].gone == [(1, "it is silent")] or tree.places[2].gone[0][0] == 1
     assert end_of(tree.places[2]).other in tree.places[0].ends
@@ -277,7 +277,7 @@ def test_the_children_of_who_was_given_up_go_on() -> None:
 
 def test_who_was_given_up_is_not_let_in_again() -> None:
     tree = up("aab")
-    zero = tree.places[0].node
+    zero = tree.places[0].router
     assert "is here already" in zero.refusal(1)
     assert "there is no rank 7" in zero.refusal(7)
     assert "there is no rank 0" in zero.refusal(0)
@@ -293,8 +293,8 @@ def test_who_was_given_up_is_not_let_in_again() -> None:
 
 def test_what_cannot_go_on_its_way_waits() -> None:
     tree = Tree("ab")
-    tree.places[1].node.send(ROOT, "ask", what=1)
-    tree.places[1].node.send(0, "ask", what=2)
+    tree.places[1].router.send(ROOT, "ask", what=1)
+    tree.places[1].router.send(0, "ask", what=2)
     tree.settle()
     assert [message["what"] for message in tree.places[0].heard] == [1, 2]
 
@@ -303,7 +303,7 @@ def test_what_waits_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KEPT", 3)
     tree = Tree("ab")
     for number in range(5):
-        tree.places[1].node.send(ROOT, "ask", what=number)
+        tree.places[1].router.send(ROOT, "ask", what=number)
     tree.settle()
     assert [message["what"] for message in tree.places[0].heard] == [2, 3, 4]
 
@@ -311,7 +311,7 @@ def test_what_waits_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_becomes_the_root_takes_what_waited_for_it() -> None:
     tree = Tree("ab")
     tree.places[0].kill()
-    tree.places[1].node.send(ROOT, "ask", what=1)
+    tree.places[1].router.send(ROOT, "ask", what=1)
     tree.tell(1, "mine")
     tree.settle()
     assert [message["what"] for message in tree.places[1].heard if message["kind"] == "ask"] == [1]
@@ -325,21 +325,21 @@ def test_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     tree = up("aabb")
-    assert tree.places[0].node.silence(0) is None
+    assert tree.places[0].router.silence(0) is None
     now += 5
-    tree.places[3].node.pulse()
+    tree.places[3].router.pulse()
     tree.settle()
-    assert tree.places[2].node.silence(3) == 0
-    assert tree.places[0].node.silence(2) == 5
+    assert tree.places[2].router.silence(3) == 0
+    assert tree.places[0].router.silence(2) == 5
     now += 1
-    tree.places[2].node.pulse()
+    tree.places[2].router.pulse()
     tree.settle()
-    assert tree.places[0].node.silence(2) == 0
-    assert tree.places[0].node.silence(3) == 1, "told by its leader"
-    tree.places[0].node.listen_anew()
-    assert tree.places[0].node.silence(3) == 0
-    assert tree.places[3].node.silence(0) is None
-    assert tree.places[3].node.silence(2) == 0
+    assert tree.places[0].router.silence(2) == 0
+    assert tree.places[0].router.silence(3) == 1, "told by its leader"
+    tree.places[0].router.listen_anew()
+    assert tree.places[0].router.silence(3) == 0
+    assert tree.places[3].router.silence(0) is None
+    assert tree.places[3].router.silence(2) == 0
     assert not any(place.heard for place in tree.places), "nobody else is told of heartbeats"
 
 
@@ -347,10 +347,10 @@ def test_silence(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ages_that_are_none_are_left_out(ages: Any) -> None:
     tree = up("abb")
     link = tree.places[0].ends[0]
-    heard = dict(tree.places[0].node.heard)
-    tree.places[0].node.received(link, {"to": ROOT, "from": 1, "kind": "pulse", "ages": ages})
-    assert tree.places[0].node.heard.keys() == heard.keys()
-    assert (tree.places[0].node.silence(2) or 0) < 1000
+    heard = dict(tree.places[0].router.heard)
+    tree.places[0].router.received(link, {"to": ROOT, "from": 1, "kind": "pulse", "ages": ages})
+    assert tree.places[0].router.heard.keys() == heard.keys()
+    assert (tree.places[0].router.silence(2) or 0) < 1000
 
 
 GOOD: ControlMessage = {"to": ALL, "from": 1, "kind": "news"}
@@ -377,10 +377,10 @@ GOOD: ControlMessage = {"to": ALL, "from": 1, "kind": "news"}
 def test_what_no_node_has_sent(message: ControlMessage) -> None:
     tree = up("ab")
     with pytest.raises(ValueError):
-        tree.places[0].node.received(tree.places[0].ends[0], message)
+        tree.places[0].router.received(tree.places[0].ends[0], message)
 
 
 def test_what_comes_over_a_connection_that_was_given_up_is_nothing() -> None:
     tree = up("ab")
-    tree.places[0].node.received(End(tree.places[0]), GOOD)
+    tree.places[0].router.received(End(tree.places[0]), GOOD)
     assert tree.places[0].heard == []

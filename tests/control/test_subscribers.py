@@ -22,7 +22,7 @@ async def test_news_are_kept_for_comms_that_are_enrolled_later(monkeypatch: pyte
         found.channels[0].tell("main", {"the": "last"})
         await until(lambda: found.members[1].heard, "the news")
         late = Member()
-        found.channels[1].enroll("later", late)
+        found.channels[1].subscribe("later", late)
         await until(lambda: late.heard, "what was kept")
         assert [item["n"] for _, item in late.heard] == [0, 1, 2]
         for name in "xyz":
@@ -31,7 +31,7 @@ async def test_news_are_kept_for_comms_that_are_enrolled_later(monkeypatch: pyte
         await until(lambda: len(found.members[1].heard) == 2, "the news")
         others = [Member() for _ in "xyz"]
         for name, member in zip("xyz", others, strict=True):
-            found.channels[1].enroll(name, member)
+            found.channels[1].subscribe(name, member)
         await until(lambda: others[2].heard, "what was kept")
         assert [len(member.heard) for member in others] == [0, 1, 1], "of the latest comms only"
 
@@ -50,7 +50,7 @@ async def test_comms_that_are_enrolled_later_hear_who_is_gone() -> None:
         await found.kill(2)
         await found.lost(2, [0, 1])
         late = Member()
-        found.channels[1].enroll("late", late)
+        found.channels[1].subscribe("late", late)
         await until(lambda: late.lost, "the loss")
         assert late.lost[0][0] == 2
 
@@ -62,24 +62,24 @@ def test_who_enrols_hears_what_it_has_missed() -> None:
     members, late = Subscribers({3: "killed", 4: ""}), Member()
     members.hear("late", 1, {"n": 1})
     members.hear("another", 1, {"n": 2})
-    members.enroll("late", late)
+    members.subscribe("late", late)
     members.hear("late", 2, {"n": 3})
     members.lose(5, "")
     assert late.heard == [(1, {"n": 1}), (2, {"n": 3})]
     assert late.lost == [(3, "killed"), (4, ""), (5, "")]
-    members.withdraw("late")
-    members.withdraw("late")
+    members.unsubscribe("late")
+    members.unsubscribe("late")
     members.lose(6, "")
     assert len(late.lost) == 3
     again = Member()
-    members.enroll("late", again)
+    members.subscribe("late", again)
     assert again.heard == [], "it was heard"
 
 
 def test_only_who_is_here_can_be_told() -> None:
     members, member = Subscribers({}), Member()
     assert not members.tell("main", 0, {"n": 1})
-    members.enroll("main", member)
+    members.subscribe("main", member)
     assert members.tell("main", 0, {"n": 2})
     assert member.heard == [(0, {"n": 2})], "the first is not kept"
     assert "main" in members
@@ -92,8 +92,8 @@ def test_what_one_cannot_take_the_others_get(caplog: pytest.LogCaptureFixture) -
             raise ZeroDivisionError
 
     members, strong = Subscribers({}), Member()
-    members.enroll("weak", Weak())
-    members.enroll("strong", strong)
+    members.subscribe("weak", Weak())
+    members.subscribe("strong", strong)
     members.lose(1, "killed")
     assert strong.lost == [(1, "killed")]
     assert "comm weak could not take" in caplog.text
@@ -103,7 +103,7 @@ def test_answers(caplog: pytest.LogCaptureFixture) -> None:
     members = Subscribers({})
     assert members.answer("main", {"a": 1}) == {}
     assert members.answer(EVERY, {"a": 1}) == {"comms": {}}
-    members.enroll("main", Member())
+    members.subscribe("main", Member())
     assert members.answer("main", {"a": 1})["asked"] == {"a": 1}
     assert members.answer(EVERY, {"a": 1})["comms"]["main"]["asked"] == {"a": 1}
     assert members.answer("main", {"bad": "luck"}) == {"problem": "ZeroDivisionError: luck"}
@@ -113,7 +113,7 @@ def test_answers(caplog: pytest.LogCaptureFixture) -> None:
 def test_fingerprints_of_all() -> None:
     members, one, two = Subscribers({}), Member(), Member()
     one.issued, two.size = [(0, 5, 5, 1)], 7
-    members.enroll("one", one)
-    members.enroll("two", two)
-    assert list(members.prints()) == [("one", 2, [(0, 5, 5, 1)]), ("two", 7, [])]
-    assert list(members.prints()) == [("one", 2, []), ("two", 7, [])]
+    members.subscribe("one", one)
+    members.subscribe("two", two)
+    assert list(members.fingerprints()) == [("one", 2, [(0, 5, 5, 1)]), ("two", 7, [])]
+    assert list(members.fingerprints()) == [("one", 2, []), ("two", 7, [])]

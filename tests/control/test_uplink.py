@@ -48,13 +48,13 @@ class Slope:
         self.tokens = Tokens()
         names = [f"asynccomm/test/{os.getpid()}/{secrets.token_hex(8)}" for _ in range(3)]
         self.contacts = [RankAddress(one, "here", os.getpid(), name) for one, name in enumerate(names)]
-        self.node = Router(rank, Topology(self.contacts), lambda _: None, lambda rank, how: None)
+        self.router = Router(rank, Topology(self.contacts), lambda _: None, lambda rank, how: None)
         self.attached = 0
         self.welcomed: list[tuple[Any, Connection]] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.listeners: list[Listener] = []
-        self.climber = Uplink(
-            self.node, self.tokens, self._begin, lambda *_: None, lambda link, how: None, self._attached
+        self.uplink = Uplink(
+            self.router, self.tokens, self._begin, lambda *_: None, lambda link, how: None, self._attached
         )
 
     def _begin(self, coroutine: Any) -> asyncio.Task[None]:
@@ -79,7 +79,7 @@ async def slope(rank: int) -> AsyncIterator[Slope]:
     try:
         yield one
     finally:
-        one.climber.close()
+        one.uplink.close()
         for task in one.tasks:
             task.cancel()
         await asyncio.gather(*one.tasks, return_exceptions=True)
@@ -91,17 +91,17 @@ async def slope(rank: int) -> AsyncIterator[Slope]:
 async def test_it_connects_to_the_rank_above_once() -> None:
     async with slope(2) as here:
         here.listen(0)
-        here.climber.climb()
-        assert await here.climber.reach(10)
-        here.climber.climb()
+        here.uplink.climb()
+        assert await here.uplink.reach(10)
+        here.uplink.climb()
         assert here.attached == len(here.tasks) == 1
         assert [who for who, _ in here.welcomed] == [2]
-        assert here.node.up is not None
+        assert here.router.up is not None
 
 
 async def test_the_root_has_nowhere_to_go() -> None:
     async with slope(0) as here:
-        assert await here.climber.reach(10)
+        assert await here.uplink.reach(10)
         assert here.tasks == []
 
 
@@ -111,17 +111,17 @@ async def test_who_does_not_listen_for_a_while_is_lost_and_the_next_one_is_reach
     monkeypatch.setattr(uplink, "REFUSED_SECONDS", 0.03)
     async with slope(2) as here:
         here.listen(1)
-        assert await here.climber.reach(10)
-        assert here.node.gone == {0: NOT_THERE}
+        assert await here.uplink.reach(10)
+        assert here.router.gone == {0: NOT_THERE}
         assert [who for who, _ in here.welcomed] == [2]
 
 
 async def test_who_begins_to_listen_is_waited_for() -> None:
     async with slope(1) as here:
-        assert not await here.climber.reach(0.05)
+        assert not await here.uplink.reach(0.05)
         here.listen(0)
-        assert await here.climber.reach(10)
-        assert here.node.gone == {}
+        assert await here.uplink.reach(10)
+        assert here.router.gone == {}
         assert here.attached == 1
 
 
@@ -133,18 +133,18 @@ async def test_who_cannot_be_reached_for_long_is_lost(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(uplink, "connect", connect)
     async with slope(1) as here:
-        here.climber.climb()
-        await until(lambda: here.node.gone, "the loss")
-        assert here.node.gone == {0: "it cannot be reached: no route"}
+        here.uplink.climb()
+        await until(lambda: here.router.gone, "the loss")
+        assert here.router.gone == {0: "it cannot be reached: no route"}
         await until(lambda: here.tasks[0].done(), "the end: it is the root now")
 
 
 async def test_who_was_given_up_by_the_others_climbs_no_more() -> None:
     async with slope(1) as here:
         here.listen(0, refuses="rank 1 was given up: it was silent")
-        assert await here.climber.reach(10)
-        assert here.node.fenced == "rank 1 was given up: it was silent"
-        assert here.node.up is None
+        assert await here.uplink.reach(10)
+        assert here.router.fenced == "rank 1 was given up: it was silent"
+        assert here.router.up is None
         assert here.attached == 0
 
 
@@ -156,15 +156,15 @@ async def test_who_was_lost_meanwhile_is_not_attached(monkeypatch: pytest.Monkey
         link = await connect(contact, *args)
         made.append(link)
         if contact.rank == 0:
-            here.node.give_up(0, "it was silent")
+            here.router.give_up(0, "it was silent")
         return link
 
     monkeypatch.setattr(uplink, "connect", slowly)
     async with slope(2) as here:
         here.listen(0)
         here.listen(1)
-        assert await here.climber.reach(10)
-        assert here.node.up is made[1]
+        assert await here.uplink.reach(10)
+        assert here.router.up is made[1]
         await until(lambda: made[0]._transport is None, "the end of the first")
 
 
@@ -172,21 +172,21 @@ async def test_the_root_misses_who_does_not_listen_and_waits_for_who_does(monkey
     monkeypatch.setattr(uplink, "REFUSED_SECONDS", 0.03)
     async with slope(0) as here:
         here.listen(1)
-        here.climber.search()
-        here.climber.search()
+        here.uplink.search()
+        here.uplink.search()
         assert len(here.tasks) == 1, "one search at a time"
         await here.tasks[0]
-        assert here.node.gone == {2: NOT_THERE}
-        here.climber.search()
+        assert here.router.gone == {2: NOT_THERE}
+        here.uplink.search()
         assert len(here.tasks) == 2, "rank 1 may still go"
 
 
 async def test_nothing_begins_once_it_is_closed() -> None:
     for rank in (0, 1):
         async with slope(rank) as here:
-            here.climber.close()
-            here.climber.climb()
-            here.climber.search()
+            here.uplink.close()
+            here.uplink.climb()
+            here.uplink.search()
             assert here.tasks == []
 
 
@@ -194,10 +194,10 @@ async def test_ranks_of_other_hosts_are_reached_by_tcp() -> None:
     async with slope(1) as here:
         sock = socket.create_server(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-        here.node.roster.contacts[0] = RankAddress(0, "there", 1, here.contacts[0].local, "127.0.0.1", port)
+        here.router.topology.contacts[0] = RankAddress(0, "there", 1, here.contacts[0].local, "127.0.0.1", port)
         one = Listener(here.tokens, lambda who: "", lambda *who: here.welcomed.append(who), lambda *_: None)
         one.listen(sock)
         here.listeners.append(one)
         here.listen(0)  # its name is a rank of this host's
-        assert await here.climber.reach(10)
+        assert await here.uplink.reach(10)
         assert here.welcomed[0][1].user is None

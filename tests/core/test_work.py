@@ -189,7 +189,7 @@ async def test_settling_between_the_look_and_the_word_left_is_seen(bench: Bench)
 @on_both_loops
 async def test_one_of_a_streak_lets_the_others_run(bench: Bench) -> None:
     work = bench.done()
-    bench.mailbox.suspended()
+    bench.mailbox.reset_streak()
     turns = 0
 
     async def other() -> None:
@@ -208,7 +208,7 @@ async def test_one_of_a_streak_lets_the_others_run(bench: Bench) -> None:
 @on_both_loops
 async def test_a_streak_of_errors_lets_the_others_run_too(bench: Bench) -> None:
     work = bench.done(BackendError("no"))
-    bench.mailbox.suspended()
+    bench.mailbox.reset_streak()
     yields = 0
     for _ in range(3 * STREAK_AWAITS):
         awaiting = drive(work)
@@ -411,10 +411,10 @@ def placed(work: Work[Any], **place: bool) -> Place:
 
 
 @on_both_loops
-@pytest.mark.parametrize("prompt", [False, True])
-async def test_the_stream_waits_and_the_host_does_not(bench: Bench, prompt: bool) -> None:
+@pytest.mark.parametrize("immediate", [False, True])
+async def test_the_stream_waits_and_the_host_does_not(bench: Bench, immediate: bool) -> None:
     work = bench.work()
-    order = placed(work, issued=True, prompt=prompt)
+    order = placed(work, issued=True, immediate=immediate)
     assert work.wait() is VALUE, "also on the thread of the loop"
     assert work.wait(1e-9) is VALUE
     work.wait_stream(STREAM)
@@ -460,7 +460,7 @@ async def test_what_is_prompt_may_block_the_loop_for_a_moment(bench: Bench) -> N
 @on_both_loops
 async def test_what_needs_the_loop_may_not_block_it(bench: Bench) -> None:
     work = bench.work()
-    order = placed(work, prompt=False)
+    order = placed(work, immediate=False)
     for wait in (work.wait, work.wait_stream, lambda: work.wait(1.0)):
         with pytest.raises(WouldBlockError, match=r"other ranks first: use `await work\.ordered\(\)`"):
             wait()
@@ -532,7 +532,7 @@ async def test_it_fails_in_its_stream(bench: Bench) -> None:
 @pytest.mark.parametrize("early", [False, True])
 async def test_what_needs_the_loop_fails_before_it_is_in_a_stream(bench: Bench, early: bool) -> None:
     work = bench.work()
-    placed(work, prompt=False)
+    placed(work, immediate=False)
     waiting = asyncio.ensure_future(work.ordered())
     if not early:
         await turn()
@@ -557,10 +557,10 @@ async def test_ordered_where_there_is_no_stream(bench: Bench) -> None:
 
 
 @on_both_loops
-@pytest.mark.parametrize("prompt", [False, True])
-async def test_ordered_does_not_suspend_once_it_is_in_a_stream(bench: Bench, prompt: bool) -> None:
+@pytest.mark.parametrize("immediate", [False, True])
+async def test_ordered_does_not_suspend_once_it_is_in_a_stream(bench: Bench, immediate: bool) -> None:
     work = bench.work()
-    order = placed(work, issued=True, prompt=prompt)
+    order = placed(work, issued=True, immediate=immediate)
     with pytest.raises(StopIteration) as caught:
         work.ordered(STREAM).send(None)
     assert caught.value.value is VALUE
@@ -569,10 +569,10 @@ async def test_ordered_does_not_suspend_once_it_is_in_a_stream(bench: Bench, pro
 
 
 @on_both_loops
-@pytest.mark.parametrize("prompt", [False, True])
-async def test_ordered_suspends_until_it_is_in_a_stream(bench: Bench, prompt: bool) -> None:
+@pytest.mark.parametrize("immediate", [False, True])
+async def test_ordered_suspends_until_it_is_in_a_stream(bench: Bench, immediate: bool) -> None:
     work = bench.work()
-    order = placed(work, prompt=prompt)
+    order = placed(work, immediate=immediate)
     waits = [asyncio.ensure_future(work.ordered(stream)) for stream in (None, STREAM)]
     await turn(3)
     assert not any(wait.done() for wait in waits)

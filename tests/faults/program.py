@@ -524,11 +524,11 @@ def named(exc: BaseException) -> tuple[int, ...]:
 
 def cut(comm: Comm) -> None:
     """End the control connections of this rank as a failing network would. From any thread."""
-    channel = comm._session.seat.family.channel
+    channel = comm._session.identity.job.channel
     assert channel is not None
 
     def shut() -> None:
-        for link in channel._node.links:
+        for link in channel._router.links:
             assert isinstance(link, Connection)
             if link._transport is not None:
                 link._transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)

@@ -33,9 +33,9 @@ def make(store: MemoryStore, *, hosting: bool = False, size: int = 2) -> tuple[J
     return Job(WORLD, CommInfo("main", 0, size, torch.device("cpu")), store.prefix("room"), meeting), meeting
 
 
-def seat_in(family: Job, name: str, store: MemoryStore) -> CommIdentity:
+def seat_in(job: Job, name: str, store: MemoryStore) -> CommIdentity:
     members = [RankInfo(rank, f"host {rank}", 100 + rank) for rank in range(3)]
-    return CommIdentity(family, NameReservation(WORLD, name), store.prefix(name), members, range(3), range(3))
+    return CommIdentity(job, NameReservation(WORLD, name), store.prefix(name), members, range(3), range(3))
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
@@ -51,13 +51,13 @@ def test_a_name_is_taken_once_in_a_world() -> None:
     first.release()  # which is not its any more
     with pytest.raises(ValueError, match="in use"):
         NameReservation(WORLD, "x")
-    for claim in [*others, again]:
-        claim.release()
+    for reservation in [*others, again]:
+        reservation.release()
 
 
 def test_a_claim_that_was_dropped_is_none() -> None:
-    claim = NameReservation(WORLD, "dropped")
-    del claim
+    reservation = NameReservation(WORLD, "dropped")
+    del reservation
     gc.collect()
     NameReservation(WORLD, "dropped").release()
 
@@ -71,22 +71,22 @@ async def test_rooms_follow_from_name_ranks_and_number() -> None:
     (here,) = here
     here.free_name()
     there = seat_in(make(store)[0], "parent", store)
-    there.room_for("other", [0, 1])  # what a rank does otherwise changes nothing
+    there.child_prefix("other", [0, 1])  # what a rank does otherwise changes nothing
     for _ in range(3):
-        room = here.room_for("x", [0, 1])
-        assert room.name == there.room_for("x", (0, 1)).name  # type: ignore[attr-defined]
+        room = here.child_prefix("x", [0, 1])
+        assert room.name == there.child_prefix("x", (0, 1)).name  # type: ignore[attr-defined]
         await room.set("key", b"1")
-    await here.room_for("x", [1, 0]).set("key", b"1")
-    await here.room_for("y", [0, 1]).set("key", b"1")
+    await here.child_prefix("x", [1, 0]).set("key", b"1")
+    await here.child_prefix("y", [0, 1]).set("key", b"1")
     assert await store.num_keys() == 5
     there.free_name()
 
 
 async def test_members_are_numbered_anew() -> None:
     store = MemoryStore()
-    seat = seat_in(make(store)[0], "parent", store)
-    assert seat.members_of([2, 0]) == [RankInfo(0, "host 2", 102), RankInfo(1, "host 0", 100)]
-    seat.free_name()
+    identity = seat_in(make(store)[0], "parent", store)
+    assert identity.members_of([2, 0]) == [RankInfo(0, "host 2", 102), RankInfo(1, "host 0", 100)]
+    identity.free_name()
 
 
 # -- leaving ----------------------------------------------------------------------------------------------------------
@@ -95,8 +95,8 @@ async def test_members_are_numbered_anew() -> None:
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
 async def test_the_last_one_closes_the_store(order: tuple[int, ...]) -> None:
     store = MemoryStore()
-    family, meeting = make(store)
-    seats = [seat_in(family, name, store) for name in "abc"]
+    job, meeting = make(store)
+    seats = [seat_in(job, name, store) for name in "abc"]
     for number in order:
         assert meeting.closed == 0
         assert not await store.check(["room/gone"])
@@ -104,15 +104,15 @@ async def test_the_last_one_closes_the_store(order: tuple[int, ...]) -> None:
         NameReservation(WORLD, "abc"[number]).release()  # the name is free
     assert meeting.closed == 1
     assert await store.get("room/gone") == b"1"
-    claim = NameReservation(WORLD, "late")
+    reservation = NameReservation(WORLD, "late")
     with pytest.raises(ClosedError, match="'main' and all that were split off it are closed"):
-        CommIdentity(family, claim, store, [], [], [])
+        CommIdentity(job, reservation, store, [], [], [])
 
 
 async def test_the_host_waits_for_the_others() -> None:
     store = MemoryStore()
-    family, meeting = make(store, hosting=True)
-    leaving = asyncio.ensure_future(seat_in(family, "a", store).leave())
+    job, meeting = make(store, hosting=True)
+    leaving = asyncio.ensure_future(seat_in(job, "a", store).leave())
     await asyncio.sleep(0.05)
     assert not leaving.done()
     await store.add("room/gone", 1)
@@ -126,23 +126,23 @@ async def test_the_host_does_not_wait_for_ever(
 ) -> None:
     monkeypatch.setattr(family_module, "LEAVE_SECONDS", 0.05)
     store = MemoryStore()
-    family, meeting = make(store, hosting=True)
+    job, meeting = make(store, hosting=True)
     with caplog.at_level(logging.WARNING, "asynccomm"):
-        await seat_in(family, "a", store).leave()
+        await seat_in(job, "a", store).leave()
     assert "not all ranks have closed within 0.05 s" in caplog.text
     assert meeting.closed == 1
 
 
 async def test_a_store_that_has_gone_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
-    family, meeting = make(store)
-    seat = seat_in(family, "a", store)
+    job, meeting = make(store)
+    identity = seat_in(job, "a", store)
 
     async def fail(key: str, amount: int) -> int:
         raise ClosedError("the store is closed")
 
     monkeypatch.setattr(store, "add", fail)
-    await seat.leave()
+    await identity.leave()
     assert meeting.closed == 1
     NameReservation(WORLD, "a").release()
 
@@ -160,10 +160,10 @@ class Line:
 
 async def test_the_channel_is_closed_with_the_last_comm() -> None:
     store = MemoryStore()
-    family, meeting = make(store)
+    job, meeting = make(store)
     line = Line({})
-    family.channel = line  # type: ignore[assignment]
-    seats = [seat_in(family, name, store) for name in "ab"]
+    job.channel = line  # type: ignore[assignment]
+    seats = [seat_in(job, name, store) for name in "ab"]
     await seats[0].leave()
     assert (line.closed, meeting.closed) == (0, 0)
     await seats[1].leave()
@@ -172,10 +172,10 @@ async def test_the_channel_is_closed_with_the_last_comm() -> None:
 
 async def test_the_host_does_not_wait_for_the_dead() -> None:
     store = MemoryStore()
-    family, meeting = make(store, hosting=True, size=3)
+    job, meeting = make(store, hosting=True, size=3)
     gone: dict[int, str] = {}
-    family.channel = Line(gone)  # type: ignore[assignment]
-    leaving = asyncio.ensure_future(seat_in(family, "a", store).leave())
+    job.channel = Line(gone)  # type: ignore[assignment]
+    leaving = asyncio.ensure_future(seat_in(job, "a", store).leave())
     gone[1] = ""  # which has left in good order, and so has said so in the store, or will
     await store.add("room/gone", 1)
     await asyncio.sleep(0.05)
@@ -192,5 +192,5 @@ def test_comms_have_keys_of_their_own_that_all_ranks_find() -> None:
     assert one.key != other.key
     again = CommIdentity(make(store)[0], NameReservation(WORLD, "again"), store.prefix("parent"), [], [], [])
     assert again.key == one.key
-    for seat in (one, other, again):
-        seat.free_name()
+    for identity in (one, other, again):
+        identity.free_name()

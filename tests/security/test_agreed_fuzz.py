@@ -22,21 +22,21 @@ def _lower_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def announced(count: int, tag: str = "tag") -> bytes:
-    voice: Announcer[int] = Announcer()
+    announcer: Announcer[int] = Announcer()
     for _ in range(count):
-        voice.issue(tag, (1, 2), "barrier()", 0, 0)
-    message = voice.message()
+        announcer.issue(tag, (1, 2), "barrier()", 0, 0)
+    message = announcer.message()
     assert message is not None
     return message
 
 
 def knowing() -> OrderCoordinator:
     """One that knows an operation by the id 0, as all ranks do."""
-    council = OrderCoordinator(2)
+    coordinator = OrderCoordinator(2)
     for rank in range(2):
-        council.hear(rank, announced(1))
-    assert council.message() is not None
-    return council
+        coordinator.hear(rank, announced(1))
+    assert coordinator.message() is not None
+    return coordinator
 
 
 def test_the_limit_is_far_above_what_is_decided_together() -> None:
@@ -45,40 +45,40 @@ def test_the_limit_is_far_above_what_is_decided_together() -> None:
 
 def test_ids_in_a_row_take_no_memory() -> None:
     """64 MiB of them would be two thousand million announcements."""
-    council = knowing()
+    coordinator = knowing()
     with little_memory(64 << 20), pytest.raises(GarbledError, match=f"more than {LIMIT} operations that are undecided"):
-        council.hear(1, b"\4" * (16 << 20))  # the id 0, again and again
+        coordinator.hear(1, b"\4" * (16 << 20))  # the id 0, again and again
 
 
 def test_nothing_of_what_is_too_much_is_taken() -> None:
-    council = OrderCoordinator(2)
+    coordinator = OrderCoordinator(2)
     with pytest.raises(GarbledError):
-        council.hear(1, announced(LIMIT + 1))
-    assert council.undecided is None
-    council.hear(1, announced(LIMIT))
+        coordinator.hear(1, announced(LIMIT + 1))
+    assert coordinator.undecided is None
+    coordinator.hear(1, announced(LIMIT))
     with pytest.raises(GarbledError):
-        council.hear(1, announced(1))
+        coordinator.hear(1, announced(1))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_messages_that_never_end(rank: int) -> None:
-    council = OrderCoordinator(2)
+    coordinator = OrderCoordinator(2)
     with pytest.raises(GarbledError, match="undecided"):
         for turn in range(LIMIT + 1):
-            council.hear(rank, announced(1, tag=str(turn)))
-    council.hear(1 - rank, announced(1, tag="0"))  # the others are heard
-    assert council.message() is not None
+            coordinator.hear(rank, announced(1, tag=str(turn)))
+    coordinator.hear(1 - rank, announced(1, tag="0"))  # the others are heard
+    assert coordinator.message() is not None
 
 
 def test_what_is_decided_does_not_count() -> None:
-    council = OrderCoordinator(2)
+    coordinator = OrderCoordinator(2)
     for _ in range(5):
         for rank in range(2):
-            council.hear(rank, announced(LIMIT))
-        assert council.message() is not None
-    council.hear(1, announced(LIMIT))
+            coordinator.hear(rank, announced(LIMIT))
+        assert coordinator.message() is not None
+    coordinator.hear(1, announced(LIMIT))
     with pytest.raises(GarbledError):
-        council.hear(1, announced(1))
+        coordinator.hear(1, announced(1))
 
 
 def test_a_description_is_as_long_as_its_writer_may_make_it() -> None:

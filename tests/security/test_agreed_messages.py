@@ -18,17 +18,17 @@ OPS = [("tag", (1, 2), "all_reduce(float32[3])", 12), ("", (3, 4), "barrier()", 
 def spoken() -> list[bytes]:
     """What a Voice says, in full and by ids, and what a Council answers."""
     said: list[bytes] = []
-    voice: Announcer[int] = Announcer()
-    council = OrderCoordinator(1, max_ops=2)
+    announcer: Announcer[int] = Announcer()
+    coordinator = OrderCoordinator(1, max_ops=2)
     for turn in range(3):
         for op in OPS * (1 + turn):
-            voice.issue(*op, 0)
-        announced = voice.message()
+            announcer.issue(*op, 0)
+        announced = announcer.message()
         assert announced is not None
-        council.hear(0, announced)
-        decided = council.message()
+        coordinator.hear(0, announced)
+        decided = coordinator.message()
         assert decided is not None
-        voice.hear(decided)
+        announcer.hear(decided)
         said += [announced, decided]
     writer = MessageWriter()
     writer.mismatch(Mismatch("tag", 0, "barrier()", 1, "all_reduce(float32[3])"))
@@ -62,38 +62,38 @@ def test_a_council_that_hears_nonsense_takes_nothing_of_it(seed: int) -> None:
     """So the others are decided on as ever."""
     choose = random.Random(seed)
     for _ in range(50):
-        council = OrderCoordinator(2)
+        coordinator = OrderCoordinator(2)
         garbled = False
         for _ in range(5):
             message = mutated(choose.choice(SPOKEN), choose)
             try:
-                council.hear(1, message)
+                coordinator.hear(1, message)
             except GarbledError:
                 garbled = True
                 break
-        if garbled and council.undecided is None and council.message() is None:
+        if garbled and coordinator.undecided is None and coordinator.message() is None:
             for rank in range(2):
-                voice: Announcer[int] = Announcer()
-                voice.issue("other", (1, 1), "barrier()", 0, 7)
-                announced = voice.message()
+                announcer: Announcer[int] = Announcer()
+                announcer.issue("other", (1, 1), "barrier()", 0, 7)
+                announced = announcer.message()
                 assert announced is not None
-                council.hear(rank, announced)
-            decided = council.message()
+                coordinator.hear(rank, announced)
+            decided = coordinator.message()
             assert decided is not None
-            assert voice.hear(decided) == [[7]]
+            assert announcer.hear(decided) == [[7]]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_voice_that_hears_nonsense(seed: int) -> None:
     choose = random.Random(seed)
     for _ in range(100):
-        voice: Announcer[int] = Announcer()
+        announcer: Announcer[int] = Announcer()
         for op in OPS:
-            voice.issue(*op, 0)
-        voice.message()
+            announcer.issue(*op, 0)
+        announcer.message()
         try:
             for _ in range(5):
-                voice.hear(mutated(choose.choice(SPOKEN), choose))
+                announcer.hear(mutated(choose.choice(SPOKEN), choose))
         except (GarbledError, Mismatch) as exc:
             assert len(str(exc)) < 10_000
 

@@ -37,10 +37,10 @@ def test_heads_that_are_almost_right(seed: int) -> None:
                 (room,) = inbox(1, head, {1: 10})
             except BackendError:
                 continue
-            gift = inbox.gifts[1]
+            envelope = inbox.envelopes[1]
             assert len(room) == 10
-            assert sum(nbytes for nbytes, on_device in gift.segments if not on_device) == 10
-            assert gift.nbytes >= 10
+            assert sum(nbytes for nbytes, on_device in envelope.segments if not on_device) == 10
+            assert envelope.nbytes >= 10
 
 
 def raw(comm: Comm, head: bytes, tensors: tuple[torch.Tensor, ...] = ()) -> None:

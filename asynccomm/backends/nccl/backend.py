@@ -220,7 +220,7 @@ class NcclBackend(Backend):
             start = partial(self._exchange, submission, op, stream, stream.record())
             self._in_flight.submit(Entry(start, (submission,)))
         else:
-            flight = StreamPosition(self._device, prompt=False)
+            flight = StreamPosition(self._device, immediate=False)
             if isinstance(op, TensorOp):
                 work.order = flight
             self._driven[work] = self._messenger.submit(submission, stream, flight)
@@ -282,7 +282,7 @@ class NcclBackend(Backend):
             self._start(batch, plan, ready, flight)
         else:
             entry = Entry(lambda *_: self._start(batch, plan, ready, flight), batch, flight)
-            flight.prompt = self._in_flight.submit(entry)
+            flight.immediate = self._in_flight.submit(entry)
 
     def _start(
         self, batch: Sequence[Submission], plan: LoweredBatch, ready: Sequence[Event], flight: StreamPosition

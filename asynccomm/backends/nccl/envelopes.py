@@ -51,7 +51,7 @@ class HeaderReceiver:
     """Takes the heads of one operation, and what comes along with them."""
 
     def __init__(self) -> None:
-        self.gifts: dict[int, Envelope] = {}  #: by source
+        self.envelopes: dict[int, Envelope] = {}  #: by source
 
     def __call__(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
         try:
@@ -64,7 +64,7 @@ class HeaderReceiver:
         segments = [(word >> 1, bool(word & 1)) for word in table]
         if len(segments) != count or sum([nbytes for nbytes, on_device in segments if not on_device]) != len(along):
             raise BackendError(f"rank {source} sent a head that does not fit what came with it")
-        self.gifts[source] = Envelope(number, segments, head[start:], along)
+        self.envelopes[source] = Envelope(number, segments, head[start:], along)
         return (along,)
 
 

@@ -82,9 +82,9 @@ class PointToPoint:
         match submission.op:
             case Send(peer=peer, tag=tag, dtype=dtype, numel=numel):
                 head = _MESSAGE.pack(CODES[dtype], numel, submission.work.seq)
-                gifts = [(head, [(bytes_of(tensor), True) for tensor in submission.inputs if numel])]
+                envelopes = [(head, [(bytes_of(tensor), True) for tensor in submission.inputs if numel])]
                 op = SendParcel("send", peer, tag, MessageSpace.TENSORS)
-                return self._send(self._task(submission, stream, gifts, 2), op, flight)
+                return self._send(self._task(submission, stream, envelopes, 2), op, flight)
             case SendParcel() as op:
                 task = self._task(submission, stream, [self._segments(parcel) for parcel in parcels], 2)
                 return self._send(task, op, StreamPosition(self._device))
@@ -96,9 +96,9 @@ class PointToPoint:
             case other:
                 raise AssertionError(f"no such message: {other}")
 
-    def _task(self, submission: Submission, stream: DeviceStream, gifts: Envelopes, parts: int) -> _PayloadTask:
+    def _task(self, submission: Submission, stream: DeviceStream, envelopes: Envelopes, parts: int) -> _PayloadTask:
         """Of a message."""
-        return _PayloadTask(self._device, submission, stream, self._for_messages, stream.record(), gifts, parts)
+        return _PayloadTask(self._device, submission, stream, self._for_messages, stream.record(), envelopes, parts)
 
     # -- giving -------------------------------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class PointToPoint:
 
     def _packed(self, task: _PayloadTask, which: int, takers: Mapping[int, StreamPosition]) -> Parcel:
         """A parcel for the side channel. What is on the device is offered to each taker: a part of ``task`` each."""
-        head, segments = task.gifts[which]
+        head, segments = task.envelopes[which]
         offered = [data for data, on_device in segments if on_device]
         number = self._transfers.number()
         for rank, flight in takers.items():
@@ -149,11 +149,11 @@ class PointToPoint:
             self._device.release(called)
         with self._device.here(), self._device.allocating(at):
             delivery = Delivery(submission)
-            gifts = [self._segments(parcel) for parcel in submission.parcels]
+            envelopes = [self._segments(parcel) for parcel in submission.parcels]
             if not givers:
                 delivery.finish()
         parts = 1 + len(takers) + bool(givers) + (called is not None)
-        task = _PayloadTask(self._device, submission, stream, own, at.record(), gifts, parts, delivery, over)
+        task = _PayloadTask(self._device, submission, stream, own, at.record(), envelopes, parts, delivery, over)
         if called is not None:
             self._await_copies(task)
         taking = partial(self._take_parcels, task) if givers else None
@@ -210,7 +210,7 @@ class PointToPoint:
             return inbox(source, head, lengths)
 
         def take() -> None:
-            (source,) = inbox.gifts
+            (source,) = inbox.envelopes
             self._lanes.put(("come", source), partial(self._guarded, step, inbox))
 
         def come(error: AsyncCommError | None) -> None:
@@ -238,14 +238,16 @@ class PointToPoint:
             self._on_error(error)
 
     def _take_message(self, task: _PayloadTask, op: Recv, flight: StreamPosition, inbox: HeaderReceiver) -> None:
-        ((source, gift),) = inbox.gifts.items()
+        ((source, envelope),) = inbox.envelopes.items()
         task.work.source = source
-        code, numel, seq = _MESSAGE.unpack(gift.head)
+        code, numel, seq = _MESSAGE.unpack(envelope.head)
         sent = Send(BY_CODE[code], numel, self._rank, op.tag)
         if not op.takes(sent):
             raise CollectiveMismatchError(seq, source, str(sent), self._rank, str(op))
-        if gift.nbytes != sent.nbytes or (numel and gift.segments != [(sent.nbytes, True)]):
-            raise BackendError(f"rank {source} offers {gift.nbytes} bytes in {len(gift.segments)} segments as {sent}")
+        if envelope.nbytes != sent.nbytes or (numel and envelope.segments != [(sent.nbytes, True)]):
+            raise BackendError(
+                f"rank {source} offers {envelope.nbytes} bytes in {len(envelope.segments)} segments as {sent}"
+            )
         if not numel:
             flight.pass_()
             task.part_done(None)
@@ -254,33 +256,33 @@ class PointToPoint:
         with self._device.here(), self._device.allocating(task.own):
             memory, copy = arithmetic.landing(output)
         landing = RecvBuffer(bytes_of(memory), [] if copy is None else [copy])
-        self._transfers.accept(source, gift.number + self._rank, [landing], task.ready, flight, task.part_done)
+        self._transfers.accept(source, envelope.number + self._rank, [landing], task.ready, flight, task.part_done)
 
     def _take_parcels(self, task: _PayloadTask, inbox: HeaderReceiver) -> None:
-        gifts = dict(sorted(inbox.gifts.items()))
+        envelopes = dict(sorted(inbox.envelopes.items()))
         if isinstance(task.work.op, RecvParcel):
-            (task.work.source,) = gifts
-        lengths = {source: gift.nbytes for source, gift in gifts.items()}
+            (task.work.source,) = envelopes
+        lengths = {source: envelope.nbytes for source, envelope in envelopes.items()}
         delivery = task.delivery
         transfers: list[Callable[[Callable[..., object]], None]] = []
         steps: list[Step] = []
         if task.gives_device_memory:  # of which a place keeps this rank's share
             task.own.wait(task.ready)
         on_device = task.gives_device_memory
-        for source, gift in gifts.items():
-            on_device |= gift.on_device
+        for source, envelope in envelopes.items():
+            on_device |= envelope.on_device
             with self._device.here(), self._device.allocating(task.own):
-                places = delivery.accept(source, gift.head, lengths)
+                places = delivery.accept(source, envelope.head, lengths)
                 if isinstance(delivery.error, BrokenError):
                     raise delivery.error
-                landings = [] if places is None else self._landings(task.own, gift, places, steps)
+                landings = [] if places is None else self._landings(task.own, envelope, places, steps)
             for place in places or ():
                 if self._device.owns(place):
                     on_device = True
                     self._device.lend(place, task.stream)
-            if not gift.on_device:
+            if not envelope.on_device:
                 continue
-            number = gift.number + self._rank
+            number = envelope.number + self._rank
             if places is None:
                 self._transfers.refuse(source, number)
             else:
@@ -304,13 +306,13 @@ class PointToPoint:
             all_here.end(None)
 
     def _landings(
-        self, stream: DeviceStream, gift: Envelope, places: Sequence[Tensor], steps: list[Step]
+        self, stream: DeviceStream, envelope: Envelope, places: Sequence[Tensor], steps: list[Step]
     ) -> list[RecvBuffer]:
         """Where each segment on the giver's device comes to; ``steps`` then bring home what cannot come there."""
         cursor = ByteCursor(places)
         landings: list[RecvBuffer] = []
-        along = gift.along
-        for nbytes, on_device in gift.segments:
+        along = envelope.along
+        for nbytes, on_device in envelope.segments:
             pieces = cursor.next(nbytes)
             if not on_device:
                 source, along = along[:nbytes], along[nbytes:]
@@ -358,7 +360,7 @@ class _PayloadTask:
         stream: DeviceStream,
         own: DeviceStream,
         ready: Event,
-        gifts: Envelopes,
+        envelopes: Envelopes,
         parts: int,
         delivery: Delivery | None = None,
         over: Callable[[], object] | None = None,
@@ -366,10 +368,10 @@ class _PayloadTask:
         self._device = device
         self._over = over
         self._countdown = Latch(parts, self._end)
-        self.gifts = gifts  #: what is given
+        self.envelopes = envelopes  #: what is given
         self.stream = stream  #: the caller's
         self.own = own  #: for new memory and copies
-        #: behind all that the caller had queued, and the making of ``gifts``; the task's from now on
+        #: behind all that the caller had queued, and the making of ``envelopes``; the task's from now on
         self.ready = ready
         self.on_device = False  #: whether anything that comes has to do with the device
         self.work = submission.work
@@ -379,8 +381,8 @@ class _PayloadTask:
 
     @property
     def gives_device_memory(self) -> bool:
-        """Whether any of ``gifts`` is on the device."""
-        return any(on_device for _, segments in self.gifts for _, on_device in segments)
+        """Whether any of ``envelopes`` is on the device."""
+        return any(on_device for _, segments in self.envelopes for _, on_device in segments)
 
     def taken(self, error: AsyncCommError | None = None) -> None:
         """All that comes is where it belongs: a part."""

@@ -173,7 +173,7 @@ class Poller(Generic[E]):
         self._wakes = -math.inf  # when the thread will look next; not in the future: it is awake
         self._asks = math.inf  # when it has to, for the next question
         self._lines: dict[Hashable, _EventQueue[E]] = {}  # those with events, or that some thread sees to
-        self._questions: dict[PeriodicCheck, None] = {}
+        self._checks: dict[PeriodicCheck, None] = {}
         self._thread: threading.Thread | None = None
 
     def watch(self, stream: Hashable, event: E, done: Done) -> None:
@@ -204,8 +204,8 @@ class Poller(Generic[E]):
         """
         with self._lock:
             self._wake_up()
-            asked = PeriodicCheck(self._questions, question, every, stream)
-            self._questions[asked] = None
+            asked = PeriodicCheck(self._checks, question, every, stream)
+            self._checks[asked] = None
             self._alert(self._clock())
         return asked
 
@@ -307,7 +307,7 @@ class Poller(Generic[E]):
     def _ask(self) -> float:
         """Put the questions that are due; returns the seconds until the next one is."""
         wait = math.inf
-        for question in list(self._questions):
+        for question in list(self._checks):
             due = question.due
             if question.stream is not None:
                 line = self._lines.get(question.stream)
@@ -336,14 +336,14 @@ class Poller(Generic[E]):
             for line in self._lines.values():
                 line.entries.clear()
             self._lines.clear()
-            self._questions.clear()
+            self._checks.clear()
         if rest:
             error = BackendError(f"the poller of CUDA events was closed with {len(rest)} of them in flight")
             _tell([(done, error) for _, done in rest])
 
     def _forget(self) -> None:
         """In a forked child, which has no such thread, and nothing in flight on a GPU that it could not use."""
-        self._inherited.append((self._lines, self._questions))  # not to be freed here: that would be calls to CUDA
+        self._inherited.append((self._lines, self._checks))  # not to be freed here: that would be calls to CUDA
         if self._alarm is not None:
             self._alarm.close()
         self._begin()

@@ -61,7 +61,7 @@ class SideChannel:
         """
 
         def settled(work: Work[None]) -> None:
-            done(work.surrender())
+            done(work.take_error())
 
         p2p = call.op.p2p
         with self._lock:

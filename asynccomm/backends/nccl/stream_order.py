@@ -19,18 +19,18 @@ class StreamPosition:
 
     Args:
         device: whose stream it is.
-        prompt: it is issued without anything that peers or the event loop would have to do first, as a rule.
+        immediate: it is issued without anything that peers or the event loop would have to do first, as a rule.
     """
 
-    __slots__ = ("_device", "_event", "_listeners", "_over", "_users", "captured", "issued", "prompt")
+    __slots__ = ("_device", "_event", "_listeners", "_over", "_users", "captured", "immediate", "issued")
 
-    def __init__(self, device: Device, *, prompt: bool = True) -> None:
+    def __init__(self, device: Device, *, immediate: bool = True) -> None:
         self._device = device
         self._event: Event | None = None
         self._users = 0  # threads that are having a stream wait for the event: it is not given back under them
         self._over = False
         self._listeners: list[Callable[[], object]] = []
-        self.prompt = prompt
+        self.immediate = immediate
         self.issued = False  #: whether a stream can be ordered after it, or it is over
         self.captured = False  #: it became part of a graph, and runs whenever that is replayed
 

@@ -71,9 +71,9 @@ class OrderingSession:
         self._lock = lock
         self._run = run
         self._fail = fail
-        self._voice: Announcer[Item] = Announcer()
+        self._announcer: Announcer[Item] = Announcer()
         coordinates = group.rank == _COORDINATOR
-        self._council = OrderCoordinator(group.size, BATCH_OPS, BATCH_BYTES) if coordinates else None
+        self._coordinator = OrderCoordinator(group.size, BATCH_OPS, BATCH_BYTES) if coordinates else None
         self._peers = [rank for rank in range(group.size) if rank != group.rank] if coordinates else [_COORDINATOR]
         self._listening = set(self._peers)  # who has not said goodbye
         self._greeted: set[int] = set()  # to whom this rank has
@@ -91,24 +91,24 @@ class OrderingSession:
 
     def issue(self, tag: str, what: Signature, text: str, nbytes: int, item: Item) -> None:
         """Take the submissions of one call. From any thread, under the comm's lock."""
-        self._voice.issue(tag, what, text, nbytes, item)
+        self._announcer.issue(tag, what, text, nbytes, item)
         if not self._due:
             self._due = True
             self._mailbox.post(lambda: self._mailbox.loop.call_soon(self._speak))
 
     def outstanding(self, tag: str) -> int:
         """How many operations under ``tag`` this rank has issued that are not decided."""
-        return self._voice.outstanding(tag)
+        return self._announcer.outstanding(tag)
 
     def _speak(self) -> None:
         self._due = False
-        if self._ended or (self._sending and self._council is None):
+        if self._ended or (self._sending and self._coordinator is None):
             return  # it is called again when that is sent
         with self._lock:
-            message = self._voice.message()
+            message = self._announcer.message()
         if message is None:
             return
-        if self._council is not None:
+        if self._coordinator is not None:
             try:
                 self._consider(_COORDINATOR, message)
             except GarbledError as exc:  # it has issued too much
@@ -122,18 +122,18 @@ class OrderingSession:
 
     def _consider(self, rank: int, message: bytes) -> None:
         """On the coordinator: take a rank's announcements."""
-        assert self._council is not None
-        self._council.hear(rank, message)
+        assert self._coordinator is not None
+        self._coordinator.hear(rank, message)
         if not self._deciding:
             self._deciding = True
             self._mailbox.loop.call_soon(self._decide)
 
     def _decide(self) -> None:
         self._deciding = False
-        assert self._council is not None
+        assert self._coordinator is not None
         if self._ended:
             return
-        if (message := self._council.message()) is not None:
+        if (message := self._coordinator.message()) is not None:
             for peer in self._peers:
                 if peer in self._listening:
                     self._send(peer, _NEWS + message)
@@ -143,7 +143,7 @@ class OrderingSession:
     def _obey(self, message: bytes) -> None:
         try:
             with self._lock:
-                batches = self._voice.hear(message)
+                batches = self._announcer.hear(message)
         except Mismatch as exc:
             rank, op, other_rank, other_op = exc.rank, exc.text, exc.other_rank, exc.other_text
             self._fail(CollectiveMismatchError(UNNUMBERED, rank, op, other_rank, other_op))
@@ -164,7 +164,7 @@ class OrderingSession:
                 return
             if message[:1] != _NEWS:
                 raise GarbledError("it is neither news nor a goodbye")
-            if self._council is not None:
+            if self._coordinator is not None:
                 self._consider(peer, message[1:])
             else:
                 self._obey(message[1:])
@@ -189,7 +189,7 @@ class OrderingSession:
             return ()
 
         def done(work: Work[Any]) -> None:
-            error = work.surrender()
+            error = work.take_error()
             if self._ended or isinstance(error, BrokenError):
                 return  # the comm has it from the backend
             if error is None:
@@ -202,14 +202,14 @@ class OrderingSession:
 
     def _send(self, peer: int, message: bytes) -> None:
         op = SendParcel("agree", peer, _TAG, MessageSpace.INTERNAL)
-        work = self._submit(Call(op, (), (), None, parcels=(Parcel(message, ()),)), Work.surrender)
+        work = self._submit(Call(op, (), (), None, parcels=(Parcel(message, ()),)), Work.take_error)
         if not work.done():
             self._sending.add(work)
             work.add_done_callback(self._sent)
 
     def _sent(self, work: Work[Any]) -> None:
         self._sending.discard(work)
-        if self._council is None and not self._due:
+        if self._coordinator is None and not self._due:
             self._speak()
         self._look_around()
 
@@ -243,7 +243,7 @@ class OrderingSession:
             return
         if not self._listening and not self._sending:
             self._quiet.set()
-        left = self._voice if self._council is None else self._council
+        left = self._announcer if self._coordinator is None else self._coordinator
         with self._lock:
             text = left.undecided
         if text is not None:

@@ -28,7 +28,7 @@ class Groups(CommBase):
     @property
     def parent_ranks(self) -> tuple[int, ...]:
         """By rank, what each was called in the comm that this one was split off; else ``0, 1, ...``."""
-        return self._session.seat.parent_ranks
+        return self._session.identity.parent_ranks
 
     def split(
         self,
@@ -152,7 +152,7 @@ class Groups(CommBase):
         return self._split(firsts if self._group.rank in firsts else [], name, hints, timeout)
 
     def _hosts(self) -> list[str]:
-        return [member.host for member in self._session.seat.members]
+        return [member.host for member in self._session.identity.members]
 
     def _split(
         self,
@@ -174,19 +174,19 @@ class Groups(CommBase):
         parent.check_loop()
         if not ranks:
             return PendingComm(_nobody)
-        family = parent.seat.family
-        claim = NameReservation(family.world, f"{group.name}/{name}")
-        room = parent.seat.room_for(name, ranks)
-        child = CommInfo(claim.name, list(ranks).index(group.rank), len(ranks), group.device)
-        called = [claim]  # taken by the await
+        job = parent.identity.job
+        reservation = NameReservation(job.world, f"{group.name}/{name}")
+        room = parent.identity.child_prefix(name, ranks)
+        child = CommInfo(reservation.name, list(ranks).index(group.rank), len(ranks), group.device)
+        called = [reservation]  # taken by the await
 
         async def connect() -> Self:
             parent.check_loop()
             if not called:
                 raise RuntimeError(f"this split of {child.name!r} was awaited before; call split() again")
-            jobs = [parent.seat.job_ranks[rank] for rank in ranks]
-            seat = CommIdentity(family, called.pop(), room, parent.seat.members_of(ranks), ranks, jobs)
-            session = Session(child, options, Mailbox(parent.mailbox.loop), seat)
+            jobs = [parent.identity.job_ranks[rank] for rank in ranks]
+            identity = CommIdentity(job, called.pop(), room, parent.identity.members_of(ranks), ranks, jobs)
+            session = Session(child, options, Mailbox(parent.mailbox.loop), identity)
             await session.connect({self._backend_name: backend}, options.timeout, parent)
             return type(self)(session, session.backend_name)
 

@@ -108,7 +108,7 @@ class Regrouping(CommBase):
         self._check_regrouping()
         if (reason := self._why_fixed()) is not None:
             raise RuntimeError(reason)
-        jobs = [who if isinstance(who, str) else session.seat.job_ranks[who] for who in proposal]
+        jobs = [who if isinstance(who, str) else session.identity.job_ranks[who] for who in proposal]
 
         async def connect() -> Self:
             session.check_loop()
@@ -121,10 +121,10 @@ class Regrouping(CommBase):
     def _why_fixed(self) -> str | None:
         """What keeps the comm from being regrouped: a control channel that this rank, or another one, does not have."""
         session = self._session
-        channel = session.seat.family.channel
+        channel = session.identity.job.channel
         if session.reporter is None or channel is None or session.backend is None:
             return f"comm {self.name!r} has no control channel on this rank, and cannot be regrouped"
-        absent = [rank for rank, job in enumerate(session.seat.job_ranks) if job not in channel.roster.contacts]
+        absent = [rank for rank, job in enumerate(session.identity.job_ranks) if job not in channel.topology.contacts]
         if absent:
             return f"ranks {absent} of comm {self.name!r} have no control channel: it cannot be regrouped"
         return None

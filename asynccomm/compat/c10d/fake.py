@@ -59,7 +59,7 @@ async def fake_comm(name: str, rank: int, size: int, device: torch.device, timeo
     group = CommInfo(name, rank, size, device_of(device))
     room = MemoryStore()
     world = (room, rank)
-    seat = CommIdentity(
+    identity = CommIdentity(
         Job(world, group, room, StoreSession(room, owned=True)),
         NameReservation(world, name),
         room,
@@ -68,6 +68,6 @@ async def fake_comm(name: str, rank: int, size: int, device: torch.device, timeo
         range(size),
     )
     options = CommOptions(timeout=timeout.total_seconds())
-    session = Session(group, options, Mailbox(asyncio.get_running_loop()), seat)
+    session = Session(group, options, Mailbox(asyncio.get_running_loop()), identity)
     await session.connect({FakeBackend.name: FakeBackend}, options.timeout)
     return Comm(session, session.backend_name)

@@ -116,7 +116,7 @@ def _excluded(ranks: Sequence[object], pg: ProcessGroup) -> list[int]:
 
 def _store_of(before: Store, comm: Comm) -> Store:
     """Where a shrunk group's keys lie: where they did, unless the ranks had to meet at another store."""
-    now = comm._session.seat.family.store
+    now = comm._session.identity.job.store
     return before if _root(now) is _root(before) else PrefixStore("default_pg", now)
 
 

@@ -36,7 +36,7 @@ LINGER_SECONDS: Final = 30.0  # for the others to learn what was agreed on with 
 
 @final
 class Joiner:
-    """One newcomer, as a participant in the agreement of one comm. See ``elections.Elections`` for the methods.
+    """One newcomer, as a participant in the agreement of one comm. See ``service.Elections`` for the methods.
 
     Args:
         name: of the newcomer.
@@ -54,7 +54,7 @@ class Joiner:
         self._contacts = sorted((c for c in contacts if c.listens), key=lambda contact: contact.rank)
         self._tokens = tokens
         self._thread: ControlThread = control_thread()
-        self._candidate = Participant(name, ranks)
+        self._participant = Participant(name, ranks)
         self._hear: Callable[[CoordinatorOrder], object] = _nothing
         self._wait = 0.0
         self._host = socket.gethostname()
@@ -73,7 +73,7 @@ class Joiner:
 
         def ask() -> None:
             self._hear, self._wait = hear, wait
-            self._candidate.ask(proposal, wait)
+            self._participant.ask(proposal, wait)
             self._connect()
             self._report()
 
@@ -83,7 +83,7 @@ class Joiner:
         """The members of a decision are connected. From any thread."""
 
         def prepared() -> None:
-            self._candidate.prepared(decision)
+            self._participant.prepared(decision)
             self._report()
 
         self._thread.call(prepared)
@@ -92,7 +92,7 @@ class Joiner:
         """They could not be. From any thread."""
 
         def failed() -> None:
-            self._candidate.failed(decision, why)
+            self._participant.failed(decision, why)
             self._report()
 
         self._thread.call(failed)
@@ -124,7 +124,7 @@ class Joiner:
         self._thread.call(close)
 
     def _end_if_over(self) -> None:
-        if self._closing and self._candidate.may_leave:
+        if self._closing and self._participant.may_leave:
             self._end()
 
     def _end(self) -> None:
@@ -183,13 +183,13 @@ class Joiner:
         self._lost.clear()
 
     def _leave_out(self, why: str) -> None:
-        order = self._candidate.hear(order_message(Excluded(why)))
+        order = self._participant.hear(order_message(Excluded(why)))
         if order is not None:
             self._hear(order)
         self._end_if_over()
 
     def _report(self) -> None:
-        report = self._candidate.report()
+        report = self._participant.report()
         if self._link is not None and report is not None and not self._leaving:
             self._link.send({"comm": self._key, "ranks": self._ranks, "report": report})
 
@@ -203,9 +203,9 @@ class Joiner:
         self._heard = time.monotonic()
         if "order" not in message:
             return  # the root lives
-        order = self._candidate.hear(message["order"])
+        order = self._participant.hear(message["order"])
         if isinstance(order, Rejected) and order.mistake:  # not its: they may call again
-            self._candidate.ask(None, self._wait)
+            self._participant.ask(None, self._wait)
         elif order is not None:
             self._hear(order)
         if isinstance(order, (Retry, Commit, Rejected, Excluded)):

@@ -49,12 +49,12 @@ class Joiners(Protocol):
 class _Participation:
     """This rank's part in one comm's agreement."""
 
-    __slots__ = ("candidate", "hear", "ranks")
+    __slots__ = ("hear", "participant", "ranks")
 
     def __init__(
-        self, candidate: Participant, ranks: Sequence[int], hear: Callable[[CoordinatorOrder], object]
+        self, participant: Participant, ranks: Sequence[int], hear: Callable[[CoordinatorOrder], object]
     ) -> None:
-        self.candidate = candidate
+        self.participant = participant
         self.ranks = list(ranks)
         self.hear = hear
 
@@ -64,16 +64,16 @@ class MembershipService:
     """Those of one rank of a job.
 
     Args:
-        node: sends the messages, and knows who is gone.
+        router: sends the messages, and knows who is gone.
         loop: the control thread's.
-        guests: newcomers, who are connected to the root.
+        joiners: newcomers, who are connected to the root.
     """
 
-    def __init__(self, node: Router, loop: asyncio.AbstractEventLoop, guests: Joiners) -> None:
-        self._node = node
+    def __init__(self, router: Router, loop: asyncio.AbstractEventLoop, joiners: Joiners) -> None:
+        self._router = router
         self._loop = loop
-        self._guests = guests
-        self._first_root = node.roster.root(())
+        self._joiners = joiners
+        self._first_root = router.topology.root(())
         self._candidacies: dict[str, _Participation] = {}
         self._coordinators: dict[str, Coordinator] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -98,14 +98,14 @@ class MembershipService:
 
         Raises: ValueError for a proposal that is none.
         """
-        out = self._node.fenced or self._out.get(key)
+        out = self._router.fenced or self._out.get(key)
         if out:  # it must not go on alone, as if the others were lost
             hear(Excluded(out))
             return
         candidacy = self._candidacies.get(key)
         if candidacy is None:
-            candidacy = _Participation(Participant(self._node.rank, ranks), ranks, hear)
-        candidacy.candidate.ask(proposal, wait)
+            candidacy = _Participation(Participant(self._router.rank, ranks), ranks, hear)
+        candidacy.participant.ask(proposal, wait)
         candidacy.hear = hear
         self._candidacies[key] = candidacy
         self._report(key)
@@ -114,33 +114,33 @@ class MembershipService:
         """The members of a decision are connected."""
         candidacy = self._candidacies.get(key)
         if candidacy is not None:
-            candidacy.candidate.prepared(decision)
+            candidacy.participant.prepared(decision)
             self._report(key)
 
     def failed(self, key: str, decision: str, why: str) -> None:
         """They could not be."""
         candidacy = self._candidacies.get(key)
         if candidacy is not None:
-            candidacy.candidate.failed(decision, why)
+            candidacy.participant.failed(decision, why)
             self._report(key)
 
     def give_up(self, key: str) -> None:
         """This rank takes no part any more, and cannot: the others may have gone on."""
         self._candidacies.pop(key, None)
         self._keep_out(key, "it has given up waiting for that")
-        self._node.send(ROOT, "report", comm=key, ranks=[], report=None, left=True)
+        self._router.send(ROOT, "report", comm=key, ranks=[], report=None, left=True)
         self._wake()
 
     def followed(self, key: str, members: Collection[object]) -> None:
         """``members`` have gone on in place of the comm of that key, and leave the channel."""
-        if self._node.rank not in members:
+        if self._router.rank not in members:
             self._leave_out(key, f"ranks {sorted(rank for rank in members if isinstance(rank, int))} have gone on")
 
     def _leave_out(self, key: str, why: str) -> None:
         self._keep_out(key, why)
         candidacy = self._candidacies.get(key)
-        if candidacy is not None and candidacy.candidate.asking:
-            order = candidacy.candidate.hear(order_message(Excluded(why)))
+        if candidacy is not None and candidacy.participant.asking:
+            order = candidacy.participant.hear(order_message(Excluded(why)))
             if order is not None:
                 candidacy.hear(order)
         self._wake()
@@ -157,7 +157,7 @@ class MembershipService:
     @property
     def lingers(self) -> bool:
         """Whether this rank holds a commit that not all members may know of."""
-        return not self._node.fenced and any(not each.candidate.may_leave for each in self._candidacies.values())
+        return not self._router.fenced and any(not each.participant.may_leave for each in self._candidacies.values())
 
     async def settled(self) -> None:
         """Wait until it does not any more."""
@@ -167,10 +167,10 @@ class MembershipService:
 
     def _report(self, key: str, *, even_nothing: bool = False) -> None:
         candidacy = self._candidacies.get(key)
-        report = None if candidacy is None else candidacy.candidate.report()
+        report = None if candidacy is None else candidacy.participant.report()
         if report is not None or even_nothing:
             ranks = [] if candidacy is None else candidacy.ranks
-            self._node.send(ROOT, "report", comm=key, ranks=ranks, report=report, left=False)
+            self._router.send(ROOT, "report", comm=key, ranks=ranks, report=report, left=False)
 
     def hear_order(self, message: ControlMessage) -> None:
         """The coordinator says something."""
@@ -180,7 +180,7 @@ class MembershipService:
             return
         assert isinstance(key, str)
         try:
-            order = candidacy.candidate.hear(message.get("order"))
+            order = candidacy.participant.hear(message.get("order"))
         except GarbledError as exc:
             _log.warning("rank %s coordinates what it cannot: %s", message.get("from"), exc)
             return
@@ -199,7 +199,7 @@ class MembershipService:
         if key in self._candidacies or (key not in self._out and known(key)):
             self._report(key, even_nothing=True)
         else:
-            self._node.send(ROOT, "report", comm=key, ranks=[], report=None, left=True)
+            self._router.send(ROOT, "report", comm=key, ranks=[], report=None, left=True)
 
     # -- this rank coordinates ----------------------------------------------------------------------------------------
 
@@ -232,12 +232,12 @@ class MembershipService:
         self._advance(key)
 
     def _coordinate(self, key: str, ranks: Sequence[int]) -> Coordinator:
-        node = self._node
-        heir = node.rank != self._first_root
+        router = self._router
+        heir = router.rank != self._first_root
         gone: Mapping[ParticipantId, str] = {
-            r: "was lost" if how else "has left" for r, how in node.gone.items() if r in ranks
+            r: "was lost" if how else "has left" for r, how in router.gone.items() if r in ranks
         }
-        coordinator = Coordinator(node.rank, ranks, patience=PATIENCE, heir=heir, gone=gone)
+        coordinator = Coordinator(router.rank, ranks, patience=PATIENCE, heir=heir, gone=gone)
         for rank in self._left.pop(key, ()):
             coordinator.left(rank)
         self._coordinators[key] = coordinator
@@ -248,8 +248,8 @@ class MembershipService:
 
     def _poll(self, key: str, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            if rank not in self._node.gone:
-                self._node.send(rank, "poll", comm=key)
+            if rank not in self._router.gone:
+                self._router.send(rank, "poll", comm=key)
 
     def _advance(self, key: str) -> None:
         """Send what is to be said now, and look again when it is time."""
@@ -266,9 +266,9 @@ class MembershipService:
         try:
             for who, order in coordinator.advance(time.monotonic()):
                 if isinstance(who, int):
-                    self._node.send(who, "order", comm=key, order=order)
+                    self._router.send(who, "order", comm=key, order=order)
                 else:
-                    self._guests.send(who, {"comm": key, "order": order})
+                    self._joiners.send(who, {"comm": key, "order": order})
         finally:
             self._sending = False
         due = coordinator.due
@@ -280,9 +280,9 @@ class MembershipService:
 
     def gone(self, who: ParticipantId, how: str) -> None:
         """``who`` is gone; ``how`` is empty if it left in good order."""
-        if self._node.fenced:  # it is this rank that is gone
+        if self._router.fenced:  # it is this rank that is gone
             for key in list(self._candidacies):
-                self._leave_out(key, self._node.fenced)
+                self._leave_out(key, self._router.fenced)
             return
         for key, coordinator in list(self._coordinators.items()):
             (coordinator.lost if how else coordinator.left)(who)
@@ -309,7 +309,7 @@ class MembershipService:
     def here(self, rank: int) -> None:
         """``rank`` has come to this one, the root."""
         for key in self._coordinators:
-            if self._node.rank != self._first_root:
+            if self._router.rank != self._first_root:
                 self._poll(key, [rank])
 
     def look_around(self) -> None:
@@ -317,16 +317,16 @@ class MembershipService:
         now, before = time.monotonic(), self._looked
         self._looked = now
         if now - before > SILENT_SECONDS / 2:  # it is this rank that was stopped, and has not read what came meanwhile
-            self._node.listen_anew()
+            self._router.listen_anew()
             return
         for key, coordinator in list(self._coordinators.items()):
-            for rank in self._node.roster.contacts:
-                silence = self._node.silence(rank)
+            for rank in self._router.topology.contacts:
+                silence = self._router.silence(rank)
                 if silence is not None and silence > SILENT_SECONDS:
                     coordinator.silent(rank)
             self._advance(key)
-        if any(each.candidate.asking for each in self._candidacies.values()):
-            self._node.give_up_silent(SILENT_SECONDS)
+        if any(each.participant.asking for each in self._candidacies.values()):
+            self._router.give_up_silent(SILENT_SECONDS)
 
     def close(self) -> None:
         """Coordinate no more."""

@@ -28,7 +28,7 @@ async def main():
         lines = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
         listening = [bytes.fromhex(line[1][:8])[::-1] for line in lines if line[3] == "0A"]
         found = sorted({socket.inet_ntoa(address) for address in listening})
-        hosts = sorted({member.host for member in comm._session.seat.members})
+        hosts = sorted({member.host for member in comm._session.identity.members})
         await comm.barrier()
     print(json.dumps([comm.backend, tensor[0].item(), hosts, found]))
 

@@ -18,19 +18,19 @@ def test_a_head_says_what_comes() -> None:
     inbox = HeaderReceiver()
     (along,) = inbox(2, parcel.head, {2: parcel.nbytes})
     along.copy_(torch.cat(parcel.tensors))
-    gift = inbox.gifts[2]
-    assert (gift.number, gift.head, gift.segments) == (7, b"the head", [(3, False), (7, True), (1, False)])
-    assert gift.along.tolist() == [0, 1, 2, 10]
-    assert gift.nbytes == 11
-    assert gift.on_device
+    envelope = inbox.envelopes[2]
+    assert (envelope.number, envelope.head, envelope.segments) == (7, b"the head", [(3, False), (7, True), (1, False)])
+    assert envelope.along.tolist() == [0, 1, 2, 10]
+    assert envelope.nbytes == 11
+    assert envelope.on_device
 
 
 def test_nothing_but_a_head() -> None:
     inbox = HeaderReceiver()
     parcel = packed(0, b"", [])
     inbox(0, parcel.head, {0: 0})
-    assert not inbox.gifts[0].on_device
-    assert inbox.gifts[0].nbytes == 0
+    assert not inbox.envelopes[0].on_device
+    assert inbox.envelopes[0].nbytes == 0
 
 
 @pytest.mark.parametrize(

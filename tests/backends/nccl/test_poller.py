@@ -697,7 +697,7 @@ def test_closing_ends_the_questions(poller: Poller[Flag]) -> None:
     poller.ask(lambda: asked.append(None) is None, every=1e-4)
     until(lambda: len(asked) > 1)
     poller.close()
-    assert poller._questions == {}
+    assert poller._checks == {}
 
 
 def test_closing_out_of_a_callback(poller: Poller[Flag], flags: Flags, heard: Heard) -> None:

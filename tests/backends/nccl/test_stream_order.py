@@ -65,8 +65,8 @@ def gpu() -> Gpu:
     return Gpu()
 
 
-def flight_on(gpu: Any, *, prompt: bool = True) -> StreamPosition:
-    return StreamPosition(gpu, prompt=prompt)
+def flight_on(gpu: Any, *, immediate: bool = True) -> StreamPosition:
+    return StreamPosition(gpu, immediate=immediate)
 
 
 def in_threads(*functions: Callable[[], object]) -> None:
@@ -110,8 +110,8 @@ def test_issued_then_passed(gpu: Gpu) -> None:
 
 
 def test_it_says_whether_it_is_prompt(gpu: Gpu) -> None:
-    assert flight_on(gpu).prompt
-    assert not flight_on(gpu, prompt=False).prompt
+    assert flight_on(gpu).immediate
+    assert not flight_on(gpu, immediate=False).immediate
 
 
 def test_passed_before_it_is_issued(gpu: Gpu) -> None:

@@ -265,7 +265,7 @@ async def test_what_a_rank_sent_before_it_closed_arrives(comm: Comm) -> None:
 async def test_what_a_rank_had_its_part_in_before_it_failed_is_done(error: BrokenError) -> None:
     """It ends at once, and this rank has not looked yet: the outcome is there, and only what comes later fails."""
     async with new_comm("shm", name="failing", timeout=30) as comm:
-        pids = [member.pid for member in comm._session.seat.members]
+        pids = [member.pid for member in comm._session.identity.members]
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as door:  # to wait at without the loop
             door.settimeout(20)
             door.bind(f"\0asynccomm test {pids[comm.rank]}")

@@ -27,8 +27,8 @@ class World:
 
     def __init__(self, size: int, max_ops: int | None = None, max_bytes: int | None = None, **capacity: int) -> None:
         self.size = size
-        self.voices = [Announcer[Item](**capacity) for _ in range(size)]
-        self.council = OrderCoordinator(size, max_ops, max_bytes, **capacity)
+        self.announcers = [Announcer[Item](**capacity) for _ in range(size)]
+        self.coordinator = OrderCoordinator(size, max_ops, max_bytes, **capacity)
         self.up: list[deque[bytes]] = [deque() for _ in range(size)]
         self.down: list[deque[bytes]] = [deque() for _ in range(size)]
         self.heard: list[list[list[Item]]] = [[] for _ in range(size)]
@@ -38,20 +38,20 @@ class World:
     def issue(self, rank: int, tag: str, kind: int = 0, nbytes: int = 8) -> None:
         item = (tag, self.issued[rank][tag])
         self.issued[rank][tag] += 1
-        self.voices[rank].issue(tag, (kind, kind + 1), f"op {kind}", nbytes, item)
+        self.announcers[rank].issue(tag, (kind, kind + 1), f"op {kind}", nbytes, item)
 
     def announce(self, rank: int) -> None:
-        if (message := self.voices[rank].message()) is not None:
+        if (message := self.announcers[rank].message()) is not None:
             self.up[rank].append(message)
             self.sent.append(message)
 
     def reach(self, rank: int) -> None:
         """One message of ``rank`` reaches the council."""
         if self.up[rank]:
-            self.council.hear(rank, self.up[rank].popleft())
+            self.coordinator.hear(rank, self.up[rank].popleft())
 
     def decide(self) -> None:
-        if (message := self.council.message()) is not None:
+        if (message := self.coordinator.message()) is not None:
             self.sent.append(message)
             for queue in self.down:
                 queue.append(message)
@@ -59,7 +59,7 @@ class World:
     def hear(self, rank: int) -> None:
         """One message of the council reaches ``rank``."""
         if self.down[rank]:
-            self.heard[rank] += self.voices[rank].hear(self.down[rank].popleft())
+            self.heard[rank] += self.announcers[rank].hear(self.down[rank].popleft())
 
     def step(self, number: int) -> None:
         """Any one thing that may happen next."""
@@ -146,7 +146,7 @@ def test_all_ranks_hear_everything_in_one_order(
     assert sorted(heard) == sorted((tag, i) for tag, count in world.issued[0].items() for i in range(count))
     for tag, count in world.issued[0].items():
         assert [item for item in heard if item[0] == tag] == [(tag, i) for i in range(count)]
-        assert not any(voice.outstanding(tag) for voice in world.voices)
+        assert not any(announcer.outstanding(tag) for announcer in world.announcers)
 
 
 def test_ready_operations_keep_the_order_in_which_they_became_ready() -> None:
@@ -180,18 +180,20 @@ def test_an_operation_that_some_ranks_never_issue_blocks_nothing_else(
     world.settle()
     expected = sorted((tag, i) for tag, count in Counter(tags).items() for i in range(count))
     assert all(sorted(item for batch in batches for item in batch) == expected for batches in world.heard)
-    assert [voice.outstanding("late") for voice in world.voices] == [2 * (rank != absent) for rank in range(size)]
+    assert [announcer.outstanding("late") for announcer in world.announcers] == [
+        2 * (rank != absent) for rank in range(size)
+    ]
     world.issue(absent, "late")
     world.settle()
     assert all(batches[-1] == [("late", 0)] for batches in world.heard)
-    assert [voice.outstanding("late") for voice in world.voices] == [rank != absent for rank in range(size)]
+    assert [announcer.outstanding("late") for announcer in world.announcers] == [rank != absent for rank in range(size)]
 
 
 def test_what_was_never_issued_is_outstanding_nowhere() -> None:
     world = World(2)
-    assert world.voices[0].outstanding("nobody's") == 0
-    assert world.voices[0].message() is None
-    assert world.council.message() is None
+    assert world.announcers[0].outstanding("nobody's") == 0
+    assert world.announcers[0].message() is None
+    assert world.coordinator.message() is None
 
 
 @given(
@@ -250,16 +252,16 @@ def test_a_mismatch_is_found_by_the_second_rank_and_ends_everything() -> None:
     for rank in (3, 1):
         world.announce(rank)
         world.reach(rank)
-    message = world.council.message()
+    message = world.coordinator.message()
     assert message is not None
     with pytest.raises(Mismatch) as caught:
-        world.voices[4].hear(message)
+        world.announcers[4].hear(message)
     assert caught.value.args == ("x", 3, "op 1", 1, "op 2")
     for rank in range(5):
         world.issue(rank, "later")
         world.announce(rank)
         world.reach(rank)
-    assert world.council.message() is None
+    assert world.coordinator.message() is None
 
 
 def test_operations_of_one_tag_may_differ_from_each_other() -> None:
@@ -401,7 +403,7 @@ def test_ever_new_tags_need_no_more_memory_than_the_known_operations() -> None:
             world.settle()
         world.issued.clear()
         world.issued += [Counter() for _ in range(3)]
-        return [reachable(world.council), *map(reachable, world.voices)]
+        return [reachable(world.coordinator), *map(reachable, world.announcers)]
 
     first = serve(1_000)
     assert serve(2_000) == first
@@ -416,19 +418,19 @@ def test_ever_new_tags_need_no_more_memory_than_the_known_operations() -> None:
 def test_a_text_is_no_reason_to_keep_much() -> None:
     world = World(2)
     for rank in range(2):
-        world.voices[rank].issue("tag", (1, 2), "x" * 1_000_000, 8, ("tag", 0))
+        world.announcers[rank].issue("tag", (1, 2), "x" * 1_000_000, 8, ("tag", 0))
     world.settle()
     assert max(map(len, world.sent)) < MAX_TEXT + 100
     assert world.heard == [[[("tag", 0)]]] * 2
 
 
 def test_a_tag_that_cannot_be_sent_is_refused_when_it_is_issued() -> None:
-    voice = Announcer[None]()
+    announcer = Announcer[None]()
     for tag in ("x" * (MAX_TAG + 1), "\ud800"):
         with pytest.raises(ValueError):
-            voice.issue(tag, (1, 2), "op", 8, None)
-        assert voice.outstanding(tag) == 0
-    assert voice.message() is None
+            announcer.issue(tag, (1, 2), "op", 8, None)
+        assert announcer.outstanding(tag) == 0
+    assert announcer.message() is None
 
 
 def decision(*tokens: int | str) -> bytes:
@@ -468,7 +470,7 @@ def test_a_voice_believes_no_decision_on_what_it_has_not_announced(message: byte
     world.announce(0)
     world.issue(0, "not announced")
     with pytest.raises(GarbledError, match=text):
-        world.voices[0].hear(message)
+        world.announcers[0].hear(message)
 
 
 @pytest.mark.parametrize(
@@ -486,8 +488,8 @@ def test_a_council_takes_nothing_of_an_announcement_that_it_cannot_read(message:
     world.issue(0, "known")
     world.settle()
     with pytest.raises(GarbledError, match=text):
-        world.council.hear(0, message)
-    assert world.council.message() is None
+        world.coordinator.hear(0, message)
+    assert world.coordinator.message() is None
 
 
 @settings(max_examples=200)
@@ -501,10 +503,10 @@ def test_damaged_messages_are_refused_or_understood(data: st.DataObject, schedul
     for place, byte in data.draw(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 255)), max_size=3)):
         message[place : place + 1] = bytes([byte])
     message += data.draw(st.binary(max_size=8))
-    for hear in (world.voices[0].hear, lambda data: world.council.hear(1, data)):
+    for hear in (world.announcers[0].hear, lambda data: world.coordinator.hear(1, data)):
         with contextlib.suppress(GarbledError, Mismatch):
             hear(bytes(message))
-    world.council.message()
+    world.coordinator.message()
 
 
 def lines_run(call: Callable[[], object]) -> int:

@@ -168,7 +168,7 @@ async def test_the_order_of_the_list_is_that_of_the_ranks() -> None:
                 assert (child.rank, child.size, child.name) == ([2, 1, None, 0][comm.rank], 3, "test/some")
                 assert child.parent_ranks == (3, 1, 0)
                 assert (child.backend, child.device, child.loop) == ("loopback", comm.device, comm.loop)
-                assert [member.rank for member in child._session.seat.members] == [0, 1, 2]
+                assert [member.rank for member in child._session.identity.members] == [0, 1, 2]
                 gathered = await child.all_gather(None, torch.tensor(comm.rank))
                 assert [int(t) for t in gathered] == [3, 1, 0]
 
@@ -177,14 +177,14 @@ async def test_the_order_of_the_list_is_that_of_the_ranks() -> None:
 
 async def test_members_keep_their_processes() -> None:
     async with loopback_world(2) as comms:
-        members = [replace_pid(comms[0]._session.seat.members[rank], 100 + rank) for rank in range(2)]
+        members = [replace_pid(comms[0]._session.identity.members[rank], 100 + rank) for rank in range(2)]
         for comm in comms:
-            comm._session.seat.members = tuple(members)
+            comm._session.identity.members = tuple(members)
 
         async def part(comm: Comm) -> None:
             async with comm.split([1, 0], "turned") as child:
                 assert child is not None
-                assert [member.pid for member in child._session.seat.members] == [101, 100]
+                assert [member.pid for member in child._session.identity.members] == [101, 100]
 
         await on_all(comms, part)
 
@@ -242,9 +242,9 @@ NODES = "abbacb"  # by rank: as many ranks on a node as there happen to be, and 
 async def test_comms_within_nodes_and_between_them() -> None:
     async with loopback_world(len(NODES)) as comms:
         for comm in comms:
-            comm._session.seat.members = tuple(
+            comm._session.identity.members = tuple(
                 type(member)(member.rank, f"node-{node}", member.pid)
-                for member, node in zip(comm._session.seat.members, NODES, strict=True)
+                for member, node in zip(comm._session.identity.members, NODES, strict=True)
             )
 
         async def part(comm: Comm) -> None:
@@ -318,7 +318,7 @@ async def test_a_name_is_in_use_until_its_comm_is_closed() -> None:
                 assert alone is not None
                 assert alone.size == 1
 
-        store = comms[0]._session.seat.family._meeting.store
+        store = comms[0]._session.identity.job._meeting.store
         await on_all(comms, part)
 
 
@@ -579,13 +579,13 @@ async def test_a_dropped_child_warns_and_leaves_its_family() -> None:
     store = MemoryStore()
     comm = await new_comm("loopback", store=store, rank=0, size=1)
     child = await comm.dup()
-    family = comm._session.seat.family
+    job = comm._session.identity.job
     await comm.aclose()
-    assert not family._over
+    assert not job._over
     with pytest.warns(ResourceWarning, match="test/dup|main/dup"):
         del child
         gc.collect()
-    await until(lambda: family._over)
+    await until(lambda: job._over)
 
 
 async def test_a_forked_child_process_is_told() -> None:
@@ -705,8 +705,8 @@ async def test_any_order_of_closing_where_rank_0_hosts_the_store(comm: Comm, tmp
     start = time.monotonic()
     for number, one in enumerate(comms):  # rank 0, which has the store, is ahead
         await asyncio.sleep(0.1 * rank)
-        await one._session.seat.room.set("the store", "is still there")
-        await one._session.seat.room.check([])
+        await one._session.identity.room.set("the store", "is still there")
+        await one._session.identity.room.check([])
         await one.aclose()
         if order != "another order each":
             assert [await total(other, 1) for other in comms[number + 1 :]] == [2] * (2 - number)

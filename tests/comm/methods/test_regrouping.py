@@ -115,12 +115,12 @@ async def test_a_comm_that_is_closed_or_broken() -> None:
 
 async def test_ranks_without_a_control_channel() -> None:
     async with loopback_world(2) as comms:
-        channel = comms[0]._session.seat.family.channel
+        channel = comms[0]._session.identity.job.channel
         assert channel is not None
-        del channel.roster.contacts[1]
+        del channel.topology.contacts[1]
         with pytest.raises(RuntimeError, match=r"ranks \[1\] of comm 'test' have no control channel"):
             comms[0].shrink()
-        channel.roster.contacts[1] = channel.roster.contacts[0]
+        channel.topology.contacts[1] = channel.topology.contacts[0]
 
 
 async def test_another_loop_and_a_thread(comms: list[Comm]) -> None:
@@ -138,7 +138,7 @@ async def test_a_store_that_is_gone(comms: list[Comm], monkeypatch: pytest.Monke
     async def fail(*arguments: Any) -> Any:
         raise StoreError("it has gone")
 
-    store = comms[0]._session.seat.family.store
+    store = comms[0]._session.identity.job.store
     monkeypatch.setattr(store, "set", fail)
     monkeypatch.setattr(store, "add", fail)
     with pytest.raises(StoreError, match="it has gone"):

@@ -582,17 +582,17 @@ class Chaos:
                 found.append(lambda p=p: self.spend("deaths", job.dies, p))
                 if any(q.down.get(q.boss) for q in job.everybody.values() if q.boss == p.who):
                     found += [found[-1]] * 5  # in the middle of telling
-            if self.freezes and p.candidate is not None:
+            if self.freezes and p.participant is not None:
                 found.append(lambda p=p: self.spend("freezes", lambda p: setattr(p, "frozen", True), p))
-                if p.candidate.committed:
+                if p.participant.committed:
                     found += [found[-1]] * 3
-            if p.candidate is None or p.left:
+            if p.participant is None or p.left:
                 continue
             if self.failures and job.joining(p):
                 found.append(lambda p=p: self.spend("failures", lambda p: job.connects(p, "no route"), p))
-            if self.leaves and not p.candidate.committed and isinstance(p.who, int):
+            if self.leaves and not p.participant.committed and isinstance(p.who, int):
                 found.append(lambda p=p: self.spend("leaves", job.leaves, p))
-            if self.exits and p.candidate.committed and p.candidate.may_leave:
+            if self.exits and p.participant.committed and p.participant.may_leave:
                 found.append(lambda p=p: self.spend("exits", job.exits, p))
             if self.alarms and p.calls == 0:
                 found.append(lambda p=p: self.spend("alarms", job.is_silent, p))

@@ -47,20 +47,20 @@ class Root:
         self.contact = RankAddress(rank, socket.gethostname(), os.getpid(), name)
         self.refuses = refuses
         self.listener = Listener(tokens, lambda who: self.refuses, self.welcome, lambda *_: None)
-        self.guest: Connection | None = None
+        self.joiner: Connection | None = None
         self.names: list[Any] = []
         self.heard: list[ControlMessage] = []
         self.ended = False
 
     def welcome(self, who: Any, connection: Connection) -> None:
         self.names.append(who)
-        self.guest, self.ended = connection, False
+        self.joiner, self.ended = connection, False
         connection.received = lambda _, message: self.heard.append(message)
         connection.ended = lambda *_: setattr(self, "ended", True)
 
     def say(self, order: CoordinatorOrder) -> None:
-        assert self.guest is not None
-        self.guest.send({"comm": "key", "order": order_message(order)})
+        assert self.joiner is not None
+        self.joiner.send({"comm": "key", "order": order_message(order)})
 
     @property
     def states(self) -> list[str]:
@@ -72,17 +72,17 @@ class Root:
 
     def close(self) -> None:
         self.listener.close()
-        if self.guest is not None:
-            self.guest.close()
+        if self.joiner is not None:
+            self.joiner.close()
 
 
 class Place:
-    def __init__(self, roots: list[Root], guest: Joiner) -> None:
-        self.roots, self.guest = roots, guest
+    def __init__(self, roots: list[Root], joiner: Joiner) -> None:
+        self.roots, self.joiner = roots, joiner
         self.heard: list[CoordinatorOrder] = []
 
     def ask(self) -> None:
-        self.guest.ask(None, 5.0, self.heard.append)
+        self.joiner.ask(None, 5.0, self.heard.append)
 
 
 @contextlib.asynccontextmanager
@@ -92,12 +92,12 @@ async def place(*refusals: str, mute: int = 0) -> AsyncIterator[Place]:
     roots = [Root(rank, tokens, refuses) for rank, refuses in enumerate(refusals)]
     for root in roots[mute:]:
         await root.listen()
-    guest = Joiner("me", "key", [0, 1], [root.contact for root in reversed(roots)], tokens)
+    joiner = Joiner("me", "key", [0, 1], [root.contact for root in reversed(roots)], tokens)
     try:
-        yield Place(roots, guest)
+        yield Place(roots, joiner)
     finally:
-        guest.close()
-        guest.give_up()
+        joiner.close()
+        joiner.give_up()
         for root in roots[mute:]:
             root.close()
         for root in roots[:mute]:
@@ -113,18 +113,18 @@ async def test_it_takes_part_and_stays_until_it_is_over() -> None:
         assert root.names == ["me"]
         root.say(Prepare(DECISION))
         await until(lambda: here.heard == [Prepare(DECISION)])
-        here.guest.failed("k", "no route")
+        here.joiner.failed("k", "no route")
         await until(lambda: root.states[-1] == "failed")
         root.say(Retry("k", 1, "no route"))
         await until(lambda: root.states[-1] == "wants")
         again = DECISION._replace(key="l", attempt=1)
         root.say(Prepare(again))
         await until(lambda: here.heard[-1] == Prepare(again))
-        here.guest.prepared("l")
+        here.joiner.prepared("l")
         await until(lambda: root.states[-1] == "prepared")
         root.say(Commit("l"))
         await until(lambda: root.states[-1] == "committed")
-        here.guest.close()
+        here.joiner.close()
         root.say(Retry("other", 1, "nothing"))  # it still hears
         await asyncio.sleep(0.05)
         assert not root.ended
@@ -148,7 +148,7 @@ async def test_it_finds_the_next_root_and_tells_it_all() -> None:
         await until(lambda: bool(first.heard))
         first.say(Prepare(DECISION))
         await until(lambda: here.heard == [Prepare(DECISION)])
-        here.guest.prepared("k")
+        here.joiner.prepared("k")
         await until(lambda: first.states[-1] == "prepared")
         first.close()
         second.refuses = ""
@@ -171,9 +171,9 @@ async def test_a_root_that_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None
         first, second = here.roots
         here.ask()
         await until(lambda: bool(first.heard))
-        assert first.guest is not None
+        assert first.joiner is not None
         for _ in range(20):  # as long as it is heard, all is well
-            first.guest.send({"kind": "pulse"})
+            first.joiner.send({"kind": "pulse"})
             await asyncio.sleep(0.03)
         assert not first.ended
         first.refuses = "it is stopped"
@@ -185,14 +185,14 @@ async def test_giving_up_is_said() -> None:
     async with place("") as here:
         here.ask()
         await until(lambda: bool(here.roots[0].heard))
-        here.guest.give_up()
+        here.joiner.give_up()
         await until(lambda: here.roots[0].ended)
         assert here.roots[0].states == ["wants", "out"]
 
 
 async def test_giving_up_is_said_even_by_one_that_has_not_asked() -> None:
     async with place("newcomers talk to the root", "") as here:
-        here.guest.give_up()
+        here.joiner.give_up()
         await until(lambda: bool(here.roots[1].heard) and here.roots[1].ended)
         assert here.roots[1].states == ["out"]
 
@@ -200,7 +200,7 @@ async def test_giving_up_is_said_even_by_one_that_has_not_asked() -> None:
 async def test_giving_up_ends_when_nobody_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guest_module, "REACH_SECONDS", 0.1)
     async with place("newcomers talk to the root") as here:
-        here.guest.give_up()
+        here.joiner.give_up()
         await until(lambda: not [t for t in threading.enumerate() if t.name == "asynccomm control"])
 
 
@@ -222,7 +222,7 @@ async def test_a_refusal_ends_it() -> None:
         await until(lambda: bool(root.heard))
         root.say(Rejected(0, "no route", False))
         await until(lambda: here.heard == [Rejected(0, "no route", False)])
-        here.guest.close()
+        here.joiner.close()
         await until(lambda: root.ended)
 
 
@@ -239,7 +239,7 @@ async def test_nonsense_ends_the_connection_and_no_more() -> None:
         (root,) = here.roots
         here.ask()
         await until(lambda: bool(root.heard))
-        assert root.guest is not None
-        root.guest.send({"order": {"say": "boo"}})
+        assert root.joiner is not None
+        root.joiner.send({"order": {"say": "boo"}})
         await until(lambda: len(root.names) == 2)
         await until(lambda: root.states == ["wants", "wants"])

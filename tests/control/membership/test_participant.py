@@ -27,42 +27,42 @@ RANKS = range(3)
 K = View("k", 0, 0, (0, 1))
 
 
-def hear(candidate: Participant, order: CoordinatorOrder) -> CoordinatorOrder | None:
-    heard = candidate.hear(order_message(order))
+def hear(participant: Participant, order: CoordinatorOrder) -> CoordinatorOrder | None:
+    heard = participant.hear(order_message(order))
     assert heard in (None, order)
     return heard
 
 
-def report(candidate: Participant) -> StatusReport:
-    return parse_report(candidate.report(), 0, RANKS)
+def report(participant: Participant) -> StatusReport:
+    return parse_report(participant.report(), 0, RANKS)
 
 
 def at(state: str) -> Participant:
     """A candidate on its way to a commit."""
-    candidate = Participant(0, RANKS)
+    participant = Participant(0, RANKS)
     if state == "idle":
-        return candidate
-    candidate.ask([0, 1], 5.0)
+        return participant
+    participant.ask([0, 1], 5.0)
     if state == "refused":
-        hear(candidate, Rejected(0, "why", True))
+        hear(participant, Rejected(0, "why", True))
     if state == "out":
-        hear(candidate, Excluded("why"))
+        hear(participant, Excluded("why"))
     if state in ("joins", "prepared", "failed", "committed"):
-        hear(candidate, Prepare(K))
+        hear(participant, Prepare(K))
     if state == "failed":
-        candidate.failed("k", "no route")
+        participant.failed("k", "no route")
     if state in ("prepared", "committed"):
-        candidate.prepared("k")
+        participant.prepared("k")
     if state == "committed":
-        hear(candidate, Commit("k"))
-    return candidate
+        hear(participant, Commit("k"))
+    return participant
 
 
 def test_who_has_not_asked_has_nothing_to_report() -> None:
-    candidate = at("idle")
-    assert candidate.report() is None
-    assert candidate.may_leave
-    assert not candidate.asking
+    participant = at("idle")
+    assert participant.report() is None
+    assert participant.may_leave
+    assert not participant.asking
 
 
 @pytest.mark.parametrize(
@@ -78,58 +78,58 @@ def test_who_has_not_asked_has_nothing_to_report() -> None:
     ],
 )
 def test_a_report_is_the_whole_state(state: str, said: StatusReport) -> None:
-    candidate = at(state)
-    assert report(candidate) == said
-    assert candidate.asking == (state in ("wants", "joins", "prepared", "failed"))
-    assert candidate.committed == (state == "committed")
-    assert candidate.may_leave == (state != "committed")
-    assert candidate.left_out == (state == "out")
-    assert candidate.decision == said.decision
+    participant = at(state)
+    assert report(participant) == said
+    assert participant.asking == (state in ("wants", "joins", "prepared", "failed"))
+    assert participant.committed == (state == "committed")
+    assert participant.may_leave == (state != "committed")
+    assert participant.left_out == (state == "out")
+    assert participant.decision == said.decision
 
 
 def test_it_lingers_until_it_is_over() -> None:
-    candidate = at("committed")
-    assert hear(candidate, Finalized("k")) == Finalized("k")
-    assert candidate.may_leave
-    assert report(candidate).state is ParticipantState.COMMITTED  # for coordinators that come later
+    participant = at("committed")
+    assert hear(participant, Finalized("k")) == Finalized("k")
+    assert participant.may_leave
+    assert report(participant).state is ParticipantState.COMMITTED  # for coordinators that come later
 
 
 @pytest.mark.parametrize("state", ["joins", "prepared", "failed"])
 def test_again_makes_it_want_the_next_attempt(state: str) -> None:
-    candidate = at(state)
-    hear(candidate, Retry("k", 4, "why"))
-    assert report(candidate) == StatusReport(ParticipantState.WANTS, 4, (0, 1), 5.0)
-    assert candidate.hear(order_message(Retry("k", 5, "why"))) is None  # it has dropped that
-    candidate.prepared("k")  # its connecting ended too late
-    candidate.failed("k", "cancelled")
-    assert report(candidate).state is ParticipantState.WANTS
+    participant = at(state)
+    hear(participant, Retry("k", 4, "why"))
+    assert report(participant) == StatusReport(ParticipantState.WANTS, 4, (0, 1), 5.0)
+    assert participant.hear(order_message(Retry("k", 5, "why"))) is None  # it has dropped that
+    participant.prepared("k")  # its connecting ended too late
+    participant.failed("k", "cancelled")
+    assert report(participant).state is ParticipantState.WANTS
 
 
 def test_prepared_cannot_be_taken_back() -> None:
-    candidate = at("prepared")
-    candidate.failed("k", "changed its mind")
-    assert report(candidate).state is ParticipantState.PREPARED
+    participant = at("prepared")
+    participant.failed("k", "changed its mind")
+    assert report(participant).state is ParticipantState.PREPARED
 
 
 def test_a_refused_call_may_be_made_again() -> None:
-    candidate = at("refused")
-    candidate.ask(None)
-    assert report(candidate) == StatusReport(ParticipantState.WANTS, 1, None, math.inf)
-    assert candidate.hear(order_message(Rejected(0, "why", True))) is None  # that was the call before
-    assert hear(candidate, Rejected(7, "why", False)) is not None
-    assert report(candidate) == StatusReport(ParticipantState.REFUSED, 7, why="why")
+    participant = at("refused")
+    participant.ask(None)
+    assert report(participant) == StatusReport(ParticipantState.WANTS, 1, None, math.inf)
+    assert participant.hear(order_message(Rejected(0, "why", True))) is None  # that was the call before
+    assert hear(participant, Rejected(7, "why", False)) is not None
+    assert report(participant) == StatusReport(ParticipantState.REFUSED, 7, why="why")
 
 
 @pytest.mark.parametrize("state", ["wants", "joins", "prepared", "failed", "committed"])
 def test_left_out_is_final(state: str) -> None:
-    candidate = at(state)
-    assert hear(candidate, Excluded("late")) == Excluded("late")
-    assert candidate.left_out
-    assert candidate.decision is None
-    assert candidate.may_leave
-    assert candidate.hear(order_message(Prepare(K))) is None
+    participant = at(state)
+    assert hear(participant, Excluded("late")) == Excluded("late")
+    assert participant.left_out
+    assert participant.decision is None
+    assert participant.may_leave
+    assert participant.hear(order_message(Prepare(K))) is None
     with pytest.raises(AssertionError, match="asked while out"):
-        candidate.ask(None)
+        participant.ask(None)
 
 
 @pytest.mark.parametrize(
@@ -146,11 +146,11 @@ def test_left_out_is_final(state: str) -> None:
     ],
 )
 def test_orders_that_no_coordinator_gives_change_nothing(state: str, order: CoordinatorOrder) -> None:
-    candidate = at(state)
-    before = candidate.report()
+    participant = at(state)
+    before = participant.report()
     with pytest.raises(GarbledError):
-        candidate.hear(order_message(order))
-    assert candidate.report() == before
+        participant.hear(order_message(order))
+    assert participant.report() == before
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_orders_that_no_coordinator_gives_change_nothing(state: str, order: Coor
     ],
 )
 def test_what_cannot_be_asked_for(proposal: list[int] | None, wait: float, match: str) -> None:
-    candidate = at("idle")
+    participant = at("idle")
     with pytest.raises(ValueError, match=match):
-        candidate.ask(proposal, wait)
-    assert candidate.report() is None
+        participant.ask(proposal, wait)
+    assert participant.report() is None

@@ -49,7 +49,7 @@ class Wire:
             if rank.stopped:
                 rank.unread.append(lambda: self.receive(text))
             else:
-                rank.node.received(self, json.loads(text))
+                rank.router.received(self, json.loads(text))
 
     def close(self) -> None:
         assert self.other is not None
@@ -64,42 +64,42 @@ class Wire:
                 rank.unread.append(self.end)
                 return
             self.open = False
-            rank.node.ended(self, "its control connection ended")
+            rank.router.ended(self, "its control connection ended")
             self.job.climb(rank)
 
 
 class Rank:
-    def __init__(self, job: Job, rank: int, roster: Topology) -> None:
+    def __init__(self, job: Job, rank: int, topology: Topology) -> None:
         self.job = job
         self.dead = self.stopped = False
         self.unread: list[Callable[[], object]] = []
         self.orders: list[CoordinatorOrder] = []
-        self.guests: list[tuple[str, ControlMessage]] = []
-        self.node = Router(rank, roster, self.deliver, self.gone)
-        self.elections = MembershipService(self.node, job.loop, self)
+        self.joiners: list[tuple[str, ControlMessage]] = []
+        self.router = Router(rank, topology, self.deliver, self.gone)
+        self.service = MembershipService(self.router, job.loop, self)
 
     def send(self, name: str, message: ControlMessage) -> None:
-        self.guests.append((name, message))
+        self.joiners.append((name, message))
 
     def deliver(self, message: ControlMessage) -> None:
         match message["kind"]:
             case "report":
-                self.elections.hear_report(message)
+                self.service.hear_report(message)
             case "order":
-                self.elections.hear_order(message)
+                self.service.hear_order(message)
             case "poll":
-                self.elections.hear_poll(message, [KEY].__contains__)
+                self.service.hear_poll(message, [KEY].__contains__)
             case "here":
-                self.elections.here(message["from"])
+                self.service.here(message["from"])
 
     def gone(self, rank: int, how: str) -> None:
-        self.elections.gone(rank, how)
+        self.service.gone(rank, how)
         self.job.loop.call_soon(self.job.climb, self)
-        if self.node.is_root:
-            self.job.loop.call_soon(self.elections.attached)
+        if self.router.is_root:
+            self.job.loop.call_soon(self.service.attached)
 
     def ask(self, proposal: Sequence[ParticipantId] | None = None, wait: float = 60.0) -> None:
-        self.elections.ask(KEY, self.job.all, proposal, wait, self.orders.append)
+        self.service.ask(KEY, self.job.all, proposal, wait, self.orders.append)
 
     @property
     def decision(self) -> str:
@@ -115,8 +115,8 @@ class Rank:
 
     def die(self) -> None:
         self.dead = True
-        self.elections.close()
-        for link in self.node.links:
+        self.service.close()
+        for link in self.router.links:
             assert isinstance(link, Wire)
             link.close()
 
@@ -131,33 +131,33 @@ class Job:
     def __init__(self, size: int) -> None:
         self.loop = asyncio.get_running_loop()
         self.all = list(range(size))
-        roster = [RankAddress(rank, "host", 1, f"name {rank}") for rank in self.all]
-        self.ranks = [Rank(self, rank, Topology(roster)) for rank in self.all]
+        topology = [RankAddress(rank, "host", 1, f"name {rank}") for rank in self.all]
+        self.ranks = [Rank(self, rank, Topology(topology)) for rank in self.all]
         for rank in self.ranks:
             self.climb(rank)
 
     def climb(self, rank: Rank) -> None:
-        above = rank.node.above
-        if rank.dead or rank.node.up is not None or above is None:
+        above = rank.router.above
+        if rank.dead or rank.router.up is not None or above is None:
             return
         chief = self.ranks[above]
         if chief.dead:
-            rank.node.give_up(above, "nobody listens")
+            rank.router.give_up(above, "nobody listens")
             self.climb(rank)
             return
-        problem = chief.node.refusal(rank.node.rank)
+        problem = chief.router.refusal(rank.router.rank)
         if problem:
-            rank.node.fence(problem)
+            rank.router.fence(problem)
             return
-        up, down = Wire(self, rank.node.rank), Wire(self, above)
+        up, down = Wire(self, rank.router.rank), Wire(self, above)
         up.other, down.other = down, up
-        chief.node.welcome(rank.node.rank, down)
-        rank.node.attach(above, up)
-        rank.elections.attached()
+        chief.router.welcome(rank.router.rank, down)
+        rank.router.attach(above, up)
+        rank.service.attached()
 
     def close(self) -> None:
         for rank in self.ranks:
-            rank.elections.close()
+            rank.service.close()
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -172,7 +172,7 @@ async def heard(ranks: Sequence[Rank], kind: type) -> None:
 
 async def commit(ranks: Sequence[Rank]) -> None:
     for rank in ranks:
-        rank.elections.prepared(KEY, rank.decision)
+        rank.service.prepared(KEY, rank.decision)
     await heard(ranks, Commit)
 
 
@@ -184,12 +184,12 @@ async def test_all_ask_and_go_on(size: int) -> None:
     await heard(job.ranks, Prepare)
     assert {rank.decision for rank in job.ranks} == {job.ranks[0].decision}
     assert tuple(job.ranks[0].members) == tuple(range(size))
-    assert not any(rank.elections.lingers for rank in job.ranks)
+    assert not any(rank.service.lingers for rank in job.ranks)
     await commit(job.ranks)
     await heard(job.ranks, Finalized)
     for rank in job.ranks:
         assert rank.said() == ["Prepare", "Commit", "Finalized"]
-        assert not rank.elections.lingers
+        assert not rank.service.lingers
     job.close()
 
 
@@ -198,17 +198,17 @@ async def test_who_has_committed_lingers_until_all_have() -> None:
     for rank in job.ranks:
         rank.ask()
     await heard(job.ranks, Prepare)
-    job.ranks[2].elections.prepared(KEY, job.ranks[2].decision)
+    job.ranks[2].service.prepared(KEY, job.ranks[2].decision)
     for _ in range(20):
         await asyncio.sleep(0)
     job.ranks[2].stopped = True  # it does not read the commit
     for rank in job.ranks[:2]:
-        rank.elections.prepared(KEY, rank.decision)
+        rank.service.prepared(KEY, rank.decision)
     await heard(job.ranks[:2], Commit)
-    waiting = [asyncio.ensure_future(rank.elections.settled()) for rank in job.ranks[:2]]
+    waiting = [asyncio.ensure_future(rank.service.settled()) for rank in job.ranks[:2]]
     for _ in range(50):
         await asyncio.sleep(0)
-    assert [rank.elections.lingers for rank in job.ranks] == [True, True, False]
+    assert [rank.service.lingers for rank in job.ranks] == [True, True, False]
     assert not any(task.done() for task in waiting)
     job.ranks[2].go_on()
     async with asyncio.timeout(10):
@@ -222,7 +222,7 @@ async def test_a_failure_makes_all_try_again() -> None:
         rank.ask()
     await heard(job.ranks, Prepare)
     first = job.ranks[0].decision
-    job.ranks[1].elections.failed(KEY, first, "no route")
+    job.ranks[1].service.failed(KEY, first, "no route")
     await heard(job.ranks, Retry)
     await until(lambda: job.ranks[0].decision != first)
     await until(lambda: job.ranks[1].decision != first)
@@ -234,10 +234,10 @@ async def test_a_failure_makes_all_try_again() -> None:
 async def test_a_rank_that_gives_up_takes_no_part_any_more() -> None:
     job = Job(3)
     job.ranks[1].ask()
-    job.ranks[1].elections.give_up(KEY)
-    job.ranks[1].elections.give_up(KEY)
-    job.ranks[1].elections.prepared(KEY, "late")
-    job.ranks[1].elections.failed(KEY, "late", "late")
+    job.ranks[1].service.give_up(KEY)
+    job.ranks[1].service.give_up(KEY)
+    job.ranks[1].service.prepared(KEY, "late")
+    job.ranks[1].service.failed(KEY, "late", "late")
     for rank in (job.ranks[0], job.ranks[2]):
         rank.ask()
     await heard([job.ranks[0], job.ranks[2]], Prepare)
@@ -253,15 +253,15 @@ async def test_a_rank_that_gives_up_takes_no_part_any_more() -> None:
 async def test_a_rank_that_is_given_up_does_not_go_on_alone() -> None:
     job = Job(3)
     job.ranks[1].ask()
-    job.ranks[0].node.give_up(1, "it was silent")
-    await until(lambda: bool(job.ranks[1].node.fenced))
+    job.ranks[0].router.give_up(1, "it was silent")
+    await until(lambda: bool(job.ranks[1].router.fenced))
     assert [type(order) for order in job.ranks[1].orders] == [Excluded]
     assert "it was silent" in str(job.ranks[1].orders[0])
     job.ranks[1].ask()
     for _ in range(20):
         await asyncio.sleep(0)
     assert job.ranks[1].said() == ["Excluded", "Excluded"]
-    assert not job.ranks[1].elections.lingers
+    assert not job.ranks[1].service.lingers
     for rank in (job.ranks[0], job.ranks[2]):
         rank.ask()
     await heard([job.ranks[0], job.ranks[2]], Prepare)
@@ -274,13 +274,13 @@ async def test_a_root_that_is_given_up_is_told() -> None:
     job.ranks[0].stopped = True
     for rank in job.ranks[1:]:
         rank.ask()
-        rank.node.heard[0] -= 60
-        rank.elections.look_around()
+        rank.router.heard[0] -= 60
+        rank.service.look_around()
     await heard(job.ranks[1:], Prepare)
     assert job.ranks[1].members == (1, 2)
     await commit(job.ranks[1:])
     job.ranks[0].go_on()
-    await until(lambda: bool(job.ranks[0].node.fenced))
+    await until(lambda: bool(job.ranks[0].router.fenced))
     job.ranks[0].ask()
     assert job.ranks[0].said() == ["Excluded"]
     job.close()
@@ -290,16 +290,16 @@ async def test_who_was_stopped_itself_gives_nobody_up_before_it_has_read_what_ca
     job = Job(3)
     rank = job.ranks[1]
     rank.ask()
-    rank.elections.look_around()
-    rank.node.heard[0] -= 60
-    rank.elections._looked -= 60
-    rank.elections.look_around()
-    assert not rank.node.gone
-    rank.elections.look_around()
-    assert not rank.node.gone
-    rank.node.heard[0] -= 60
-    rank.elections.look_around()
-    assert 0 in rank.node.gone
+    rank.service.look_around()
+    rank.router.heard[0] -= 60
+    rank.service._looked -= 60
+    rank.service.look_around()
+    assert not rank.router.gone
+    rank.service.look_around()
+    assert not rank.router.gone
+    rank.router.heard[0] -= 60
+    rank.service.look_around()
+    assert 0 in rank.router.gone
     job.close()
 
 
@@ -310,8 +310,8 @@ async def test_who_is_silent_is_not_waited_for() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
     assert job.ranks[0].said() == []
-    job.ranks[0].node.heard[2] -= 60
-    job.ranks[0].elections.look_around()
+    job.ranks[0].router.heard[2] -= 60
+    job.ranks[0].service.look_around()
     await heard(job.ranks[:2], Prepare)
     assert job.ranks[0].members == (0, 1)
     await commit(job.ranks[:2])
@@ -322,8 +322,8 @@ async def test_who_is_silent_is_not_waited_for() -> None:
 
 async def test_who_comes_late_to_those_that_have_gone_on() -> None:
     job = Job(3)
-    job.ranks[2].elections.followed(KEY, [0, 1])
-    job.ranks[1].elections.followed(KEY, [0, 1])
+    job.ranks[2].service.followed(KEY, [0, 1])
+    job.ranks[1].service.followed(KEY, [0, 1])
     job.ranks[2].ask()
     assert job.ranks[2].orders == [Excluded("ranks [0, 1] have gone on")]
     for rank in job.ranks[:2]:
@@ -335,9 +335,9 @@ async def test_who_comes_late_to_those_that_have_gone_on() -> None:
 async def test_who_asks_while_the_others_have_gone_on() -> None:
     job = Job(2)
     job.ranks[1].ask()
-    job.ranks[1].elections.followed("another", [0])
+    job.ranks[1].service.followed("another", [0])
     assert job.ranks[1].orders == []
-    job.ranks[1].elections.followed(KEY, [0])
+    job.ranks[1].service.followed(KEY, [0])
     assert job.ranks[1].orders == [Excluded("ranks [0] have gone on")]
     job.close()
 
@@ -356,10 +356,10 @@ async def test_the_root_dies(when: str) -> None:
     first = None if when == "asked" else job.ranks[1].decision
     if when in ("prepared", "committed"):
         for rank in job.ranks[1:]:
-            rank.elections.prepared(KEY, rank.decision)
+            rank.service.prepared(KEY, rank.decision)
     if when == "committed":
         job.ranks[2].stopped = True
-        job.ranks[0].elections.prepared(KEY, job.ranks[0].decision)
+        job.ranks[0].service.prepared(KEY, job.ranks[0].decision)
         await heard(job.ranks[1:2], Commit)
     job.ranks[0].die()
     if when == "asked":
@@ -381,8 +381,8 @@ async def test_a_rank_that_closes_the_comm_is_not_waited_for() -> None:
     job.ranks[0].ask()
     for _ in range(10):
         await asyncio.sleep(0)
-    job.ranks[0].elections.left(KEY, 1)
-    job.ranks[0].elections.left("another", 1)
+    job.ranks[0].service.left(KEY, 1)
+    job.ranks[0].service.left("another", 1)
     await heard(job.ranks[:1], Prepare)
     assert job.ranks[0].members == (0,)
     job.close()
@@ -390,8 +390,8 @@ async def test_a_rank_that_closes_the_comm_is_not_waited_for() -> None:
 
 async def test_a_rank_that_left_before_anybody_asked_is_not_waited_for() -> None:
     job = Job(3)
-    job.ranks[0].elections.left(KEY, 1)
-    job.ranks[2].elections.give_up(KEY)
+    job.ranks[0].service.left(KEY, 1)
+    job.ranks[2].service.give_up(KEY)
     for _ in range(10):
         await asyncio.sleep(0)
     job.ranks[0].ask()
@@ -404,11 +404,11 @@ async def test_of_comms_long_past_nothing_is_kept(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(elections_module, "ORDERS", 2)
     job = Job(2)
     for key in ("a", "b", KEY):
-        job.ranks[0].elections.left(key, 1)
-    assert len(job.ranks[0].elections._left) == 2
+        job.ranks[0].service.left(key, 1)
+    assert len(job.ranks[0].service._left) == 2
     job.ranks[0].ask()
     await heard(job.ranks[:1], Prepare)
-    assert len(job.ranks[0].elections._left) == 1
+    assert len(job.ranks[0].service._left) == 1
     job.close()
 
 
@@ -445,12 +445,12 @@ async def test_newcomers_are_answered() -> None:
         "why": "",
         "mistake": False,
     }
-    root.elections.take_report(KEY, [0], "new", report)
+    root.service.take_report(KEY, [0], "new", report)
     root.ask([0, "new"])
     await heard([root], Prepare)
     assert root.members == (0, "new")
-    assert [(name, message["comm"]) for name, message in root.guests] == [("new", KEY)]
-    root.elections.gone("new", "it died")
+    assert [(name, message["comm"]) for name, message in root.joiners] == [("new", KEY)]
+    root.service.gone("new", "it died")
     await heard([root], Retry)
     await until(lambda: root.members == (0,))
     job.close()
@@ -458,21 +458,21 @@ async def test_newcomers_are_answered() -> None:
 
 async def test_nonsense_is_told_from_reports(caplog: pytest.LogCaptureFixture) -> None:
     job = Job(1)
-    elections = job.ranks[0].elections
+    service = job.ranks[0].service
     for message in ({}, {"comm": 1, "ranks": [0]}, {"comm": KEY, "ranks": ["0"]}, {"comm": KEY, "ranks": 0}):
         with pytest.raises(ValueError, match="a report of no comm"):
-            elections.hear_report({"from": 0, **message})
+            service.hear_report({"from": 0, **message})
     with caplog.at_level(logging.WARNING, "asynccomm"):
-        elections.take_report(KEY, [0], 0, {"state": "sleeps"})
+        service.take_report(KEY, [0], 0, {"state": "sleeps"})
         job.ranks[0].ask()
-        elections.hear_order({"from": 3, "comm": KEY, "order": {"say": "boo"}})
+        service.hear_order({"from": 3, "comm": KEY, "order": {"say": "boo"}})
     assert "0 reports what it cannot" in caplog.text
     assert "rank 3 coordinates what it cannot" in caplog.text
     for message in ({"comm": "unknown", "order": 1}, {"comm": [1]}, {}):
-        elections.hear_order({"from": 0, **message})
-        elections.hear_poll({"from": 0, **message}, [KEY].__contains__)
-    elections.take_report("nobody asks", [0], 0, None)
-    elections.take_report("of no ranks", [], 0, {})
+        service.hear_order({"from": 0, **message})
+        service.hear_poll({"from": 0, **message}, [KEY].__contains__)
+    service.take_report("nobody asks", [0], 0, None)
+    service.take_report("of no ranks", [], 0, {})
     job.close()
 
 
@@ -481,11 +481,11 @@ async def test_there_may_be_many_comms(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(2)
     rank = job.ranks[0]
     for number in range(5):  # each waits for the other rank, and has a timer
-        rank.elections.ask(f"comm {number}", [0, 1], None, 0.01, rank.orders.append)
-        rank.elections.followed(f"other {number}", [1])
+        rank.service.ask(f"comm {number}", [0, 1], None, 0.01, rank.orders.append)
+        rank.service.followed(f"other {number}", [1])
     await until(lambda: len(rank.orders) == 2)  # the last two
-    assert not rank.elections._timers or len(rank.elections._timers) <= 2
-    assert len(rank.elections._out) == 2
+    assert not rank.service._timers or len(rank.service._timers) <= 2
+    assert len(rank.service._out) == 2
     job.close()
 
 

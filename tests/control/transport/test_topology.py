@@ -17,21 +17,21 @@ def contact(rank: int, host: str = "a") -> RankAddress:
     return RankAddress(rank, host, 100 + rank, local=f"name {rank}")
 
 
-def roster(hosts: str, without: str = "") -> Topology:
+def topology(hosts: str, without: str = "") -> Topology:
     """Ranks on hosts of one letter each; ``without`` a channel where that has an x."""
     contacts = [contact(rank, host) for rank, host in enumerate(hosts)]
     return Topology(replace(c, local="") if without[c.rank : c.rank + 1] == "x" else c for c in contacts)
 
 
 def test_a_tree_over_three_hosts() -> None:
-    tree = roster("abcabc")
+    tree = topology("abcabc")
     assert tree.root(()) == 0
     assert [tree.above(rank, ()) for rank in range(6)] == [None, 0, 0, 0, 1, 2]
     assert [tree.below(rank) for rank in range(6)] == [[3], [4], [5], [], [], []]
 
 
 def test_the_next_lowest_takes_over() -> None:
-    tree = roster("aabb")
+    tree = topology("aabb")
     assert [tree.above(rank, {0}) for rank in (1, 2, 3)] == [None, 1, 2]
     assert [tree.above(rank, {2}) for rank in (0, 1, 3)] == [None, 0, 0]
     assert [tree.above(rank, {0, 1}) for rank in (2, 3)] == [None, 2]
@@ -39,7 +39,7 @@ def test_the_next_lowest_takes_over() -> None:
 
 
 def test_ranks_without_a_channel_are_not_in_it() -> None:
-    tree = roster("aaab", "x  x")
+    tree = topology("aaab", "x  x")
     assert sorted(tree.contacts) == [1, 2]
     assert tree.root(()) == 1
     assert tree.above(2, ()) == 1
@@ -48,7 +48,7 @@ def test_ranks_without_a_channel_are_not_in_it() -> None:
 
 @given(st.text("abc", min_size=1, max_size=10), st.sets(st.integers(0, 9)))
 def test_all_lead_to_the_root_over_lower_ranks(hosts: str, gone: set[int]) -> None:
-    tree = roster(hosts)
+    tree = topology(hosts)
     left = [rank for rank in tree.contacts if rank not in gone]
     for rank in left:
         steps = 0
@@ -62,7 +62,7 @@ def test_all_lead_to_the_root_over_lower_ranks(hosts: str, gone: set[int]) -> No
 
 def test_all_gone_has_no_root() -> None:
     with pytest.raises(ValueError):
-        roster("aa").root({0, 1})
+        topology("aa").root({0, 1})
 
 
 def test_a_contact_survives_json() -> None:
