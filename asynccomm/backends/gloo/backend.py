@@ -4,7 +4,7 @@ The thread that calls a collective hands its frame or its data to gloo (``collec
 else comes back through gloo's futures, on gloo's threads, which also do what is left: divide, convert, copy back. An
 operation may be several of gloo's (``packing.py``): it is settled when all are done. Those that share memory wait for
 each other (``hazard_tracker.py``). Point-to-point works have no future: a thread waits for each of their lanes
-(``lanes.py``). Collectives of parcels are made of such messages (``payload_collectives.py``).
+(``ordered_executor.py``). Collectives of parcels are made of such messages (``payload_collectives.py``).
 
 There are three gloo groups. Frames have one of their own. With one thread, a group is up to twice as fast for small
 collectives; from 16 MiB on, one with torch's default of two is faster by a tenth.

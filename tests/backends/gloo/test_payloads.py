@@ -1,4 +1,4 @@
-"""Parcels as messages, with a gloo that keeps them in lists. Over a real one in test_p2p.py and test_exchange.py."""
+"""Parcels as messages, with a gloo that keeps them in lists. Over a real one in test_payload_collectives.py."""
 
 from __future__ import annotations
 
