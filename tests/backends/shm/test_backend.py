@@ -33,6 +33,7 @@ async def test_many_ranks() -> None:
     await check_backend(lambda name: new_comm("shm", name=name, timeout=50), only=only)
 
 
+@pytest.mark.timeout(300)  # thousands of messages of 1 KiB, on cores that other tests use as well
 @pytest.mark.ranks([2, 3], backend="shm", timeout=240)
 async def test_conformance_with_tiny_slots_and_everything_on_the_worker() -> None:
     hints = {"chunk_bytes": "1024", "whole_bytes": "64", "inline_bytes": "0", "message_bytes": "1024"}
