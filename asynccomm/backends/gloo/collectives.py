@@ -47,6 +47,7 @@ from asynccomm.backends.gloo.staging import unpack
 from asynccomm.backends.gloo.torch_gloo import GlooGroups
 from asynccomm.backends.gloo.transfers import run
 from asynccomm.backends.hazards import separated
+from asynccomm.backends.latch import Latch
 from asynccomm.errors import BackendError
 from asynccomm.ops import AllToAll, Parcels
 
@@ -60,28 +61,19 @@ class _Started:
     Attributes:
         place: how many collectives of the group were before it.
         over: settles it.
-        frame: None for one that has no frame.
-        halves: what is still to come if its data were handed to gloo ahead of its frames: 2, these and the data.
+        announced: whether it has a frame.
+        latch: waits for its frames and its data, if these were handed to gloo ahead of the frames.
     """
 
-    __slots__ = ("frame", "halves", "heading", "lock", "over", "place", "submission")
+    __slots__ = ("announced", "heading", "latch", "over", "place", "submission")
 
     def __init__(self, submission: Submission, over: Over, place: int, heading: bytes) -> None:
         self.submission = submission
         self.over = over
         self.place = place
         self.heading = heading
-        self.frame: Frame | None = None
-        self.halves = 0
-        self.lock = threading.Lock()
-
-    def half(self) -> None:
-        """The frames of one that was handed over ahead of them are here, or its data: the second to come ends it."""
-        with self.lock:
-            self.halves -= 1
-            last = not self.halves
-        if last:
-            self.over()
+        self.announced = True
+        self.latch: Latch | None = None
 
 
 @final
@@ -171,20 +163,20 @@ class Collectives:
             started = _Started(submission, over, self._places, heading)
             self._places += 1
             first = not self._queue
-            announced = not (as_predicted and alarming) or started.place in self._alarms_ahead
+            started.announced = not (as_predicted and alarming) or started.place in self._alarms_ahead
             self._alarms_ahead.discard(started.place)
-            if not announced:
+            if not started.announced:
                 self._without_frame[started.place] = submission
                 if not first:
                     self._queue.append(started)
                     return
-        if not announced:
-            self._transfer(started.submission, partial(self._over_without_frame, started))
+        if not started.announced:
+            self._transfer(submission, partial(self._over_without_frame, started))
             return
         even = not isinstance(submission.op, (AllToAll, Parcels))  # the heading tells all sizes
         if as_predicted and not alarming and even and first and self._predictor.is_long(heading):
-            started.halves = 2
-            self._transfer(submission, started.half)
+            started.latch = Latch(2, lambda _: over())
+            self._transfer(submission, started.latch)
         self._announce(gloos, started)
         if alarming and not as_predicted:
             self._alarms.tell(started.place)
@@ -192,7 +184,6 @@ class Collectives:
     def _announce(self, gloos: GlooGroups, started: _Started) -> None:
         """Send the frame of a collective."""
         frame = self._frames.pop() if self._frames else Frame(self._rank, self._size)
-        started.frame = frame
         frame.fill(started.submission, started.place, started.heading)
         with self._order:
             self._queue.append(started)
@@ -216,8 +207,7 @@ class Collectives:
             frame.fill(submission, place, heading_of(submission), contribute=False)
             self._last_frame = place
             work = gloos.frames.all_to_all_single(frame.all, frame.copies)
-        late = _Started(submission, submission.work.settle, place, b"")  # only to tell of the difference
-        work.get_future().add_done_callback(partial(self._announced, late, frame))
+        work.get_future().add_done_callback(partial(self._announced_late, submission, frame))
 
     def _announced(self, started: _Started, frame: Frame, future: torch.futures.Future[object]) -> None:
         """All frames are here. In order, one at a time: on the thread of their group, or on that which starts them."""
@@ -231,8 +221,6 @@ class Collectives:
             if difference is not None or not balanced:
                 self._dispute(submission, difference)
                 return
-            if started.frame is None:
-                raise BackendError(f"rank {self._rank} was told that others had not called {submission.op}")
             submission.batch = None  # which refers to this, and to the tensors of others
             if given is not None:
                 self._complete(submission, frame, given)
@@ -242,20 +230,33 @@ class Collectives:
         except Exception as exc:
             self._failed(submission, exc)
             return
-        if given is None and not started.halves:
+        if given is None and started.latch is None:
             self._go_on(submission, started.over)
         self._leave_queue()
-        if started.halves:
-            started.half()
+        if started.latch is not None:
+            started.latch()
         elif given is not None:
             started.over()
+
+    def _announced_late(self, submission: Submission, frame: Frame, future: torch.futures.Future[object]) -> None:
+        """All frames are here after an alarm, to tell of the difference."""
+        try:
+            future.value()
+            if self._ended:
+                return
+            difference = frame.differing()
+            if difference is None:
+                raise BackendError(f"rank {self._rank} was told that others had not called {submission.op}")
+            self._dispute(submission, difference)
+        except Exception as exc:
+            self._failed(submission, exc)
 
     def _leave_queue(self) -> None:
         """The head of the queue is started: so start what follows it without a frame."""
         while True:
             with self._order:
                 self._queue.popleft()
-                if self._ended or not self._queue or self._queue[0].frame is not None:
+                if self._ended or not self._queue or self._queue[0].announced:
                     return
                 started = self._queue[0]
             self._go_on(started.submission, partial(self._over_without_frame, started))

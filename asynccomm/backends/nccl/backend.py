@@ -32,6 +32,7 @@ import anyio
 import anyio.to_thread
 
 from asynccomm.backends.base import Backend, BackendContext, Submission
+from asynccomm.backends.latch import Latch
 from asynccomm.backends.nccl import call_streams, estimates
 from asynccomm.backends.nccl.communicator import END_SECONDS, Communicator, end_all
 from asynccomm.backends.nccl.device import DeviceStream, Event
@@ -40,7 +41,6 @@ from asynccomm.backends.nccl.hints import HINTS, check, config_of
 from asynccomm.backends.nccl.lowering import lower
 from asynccomm.backends.nccl.p2p import PointToPoint
 from asynccomm.backends.nccl.plan import Capabilities, LoweredBatch, Step
-from asynccomm.backends.nccl.sequencer import Latch
 from asynccomm.backends.nccl.shared import DeviceRuntime
 from asynccomm.backends.nccl.side_channel import SideChannel
 from asynccomm.backends.nccl.stream_order import StreamPosition

@@ -23,10 +23,11 @@ from torch import Tensor
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
 from asynccomm.backends.delivery import Delivery
+from asynccomm.backends.latch import Latch
 from asynccomm.backends.nccl.device import Device, DeviceStream, Event
 from asynccomm.backends.nccl.envelopes import ByteCursor, Envelope, HeaderReceiver, packed
 from asynccomm.backends.nccl.poller import Poller
-from asynccomm.backends.nccl.sequencer import Latch, Sequencer, Ticket
+from asynccomm.backends.nccl.sequencer import Sequencer, Ticket
 from asynccomm.backends.nccl.side_channel import SideChannel
 from asynccomm.backends.nccl.stream_order import StreamPosition
 from asynccomm.backends.nccl.transfers import RecvBuffer, Transfers

@@ -1,4 +1,4 @@
-"""Who is last, and who is next, of several threads."""
+"""Things that are ready in any order, and are done in one."""
 
 from __future__ import annotations
 
@@ -6,27 +6,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable
 from typing import final
-
-from asynccomm.errors import AsyncCommError
-
-
-@final
-class Latch:
-    """Calls ``end`` with the first error, if any, when it has been called ``count`` times. From any thread."""
-
-    def __init__(self, count: int, end: Callable[..., object]) -> None:
-        self._left = count
-        self.end = end
-        self._error: AsyncCommError | None = None
-        self._lock = threading.Lock()
-
-    def __call__(self, error: AsyncCommError | None) -> None:
-        with self._lock:
-            self._left -= 1
-            self._error = self._error or error
-            over = self._left == 0
-        if over:
-            self.end(self._error)
 
 
 @final
