@@ -26,6 +26,7 @@ from torch import distributed as dist
 
 from asynccomm.backends.base import Backend, BackendContext, Submission
 from asynccomm.backends.gloo.collectives import Collectives
+from asynccomm.backends.gloo.goodbye import say_goodbye
 from asynccomm.backends.gloo.p2p import PointToPoint
 from asynccomm.backends.gloo.payload_collectives import PayloadExchange
 from asynccomm.backends.gloo.torch_gloo import LARGE, GlooGroup, GlooGroups
@@ -42,6 +43,7 @@ _log = logging.getLogger("asynccomm")
 GLOO_THREADS = 2  # that run large collectives: torch's default
 CONNECT_SECONDS = 30.0  # for connections once all ranks are there; a process that gives up may not end before
 P2P_THREADS = 64  # point-to-point lanes that can wait at the same time
+GOODBYE_SECONDS = 0.2  # for the other ranks to close, too
 LINGER_SECONDS = 1.0  # for lanes to get to the end of what is over
 CLOSE_SECONDS = 5.0  # for lanes to see the end of an aborted group; they are daemons, so a miss costs a thread
 CATCH_UP_SECONDS = 0.02  # for what a rank sent before it failed to come out of gloo
@@ -70,6 +72,7 @@ class GlooBackend(Backend):
         group = context.group
         self._gloos: GlooGroups | None = gloos
         self._rank = group.rank
+        self._size = group.size
         self._on_error = context.on_error
         name = f"asynccomm-gloo-{group.name}"
         self._lanes = OrderedExecutor(name, int(context.hints.get("p2p_threads", P2P_THREADS)))
@@ -192,6 +195,8 @@ class GlooBackend(Backend):
         await anyio.to_thread.run_sync(self._close)
 
     def _close(self) -> None:
+        if self._gloos is not None and not self._collectives.ended:
+            say_goodbye(self._gloos.frames, self._rank, self._size, GOODBYE_SECONDS)
         self._collectives.end()
         messages = (self._lanes, self._internal_lanes)
         if not all(lanes.join(LINGER_SECONDS) for lanes in messages):  # receives given up: nothing else ends them

@@ -133,6 +133,11 @@ class Collectives:
         """Wait for what may be done with what the ranks have sent, at most ``timeout`` seconds."""
         self._in_flight.catch_up(timeout)
 
+    @property
+    def ended(self) -> bool:
+        """Whether ``end`` was called."""
+        return self._ended
+
     def end(self) -> None:
         """The comm is broken: start nothing any more. From any thread, more than once."""
         self._ended = True

@@ -30,6 +30,7 @@ from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 FOREVER = timedelta(days=30)  # gloo's own time-outs must never fire: the comm has deadlines
 POISON_TAG = 2**31 - 1  # above MAX_TAG, so nobody sends under it
 ALARM_TAG = 2**31 - 2  # likewise, but for alarms
+GOODBYE_TAG = 2**31 - 3  # and for what the ranks say when they close
 
 LARGE: Final = 4 << 20  # bytes: where two gloo threads catch up with one (bench/collectives.py, 2 ranks on 2 cores)
 
@@ -64,9 +65,9 @@ class GlooRequest:
         self._held = held
         held.add(self)
 
-    def wait(self) -> None:
-        """Block until it is done. Raises: RuntimeError."""
-        self._work.wait(FOREVER)
+    def wait(self, seconds: float | None = None) -> None:
+        """Block until it is done. Raises: RuntimeError, also after ``seconds``, which breaks the group."""
+        self._work.wait(FOREVER if seconds is None else timedelta(seconds=seconds))
         self._held.discard(self)
 
 

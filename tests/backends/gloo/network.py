@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from torch import Tensor
@@ -40,7 +40,7 @@ class Network:
 
 
 class _Sent:
-    def wait(self) -> None:
+    def wait(self, seconds: float | None = None) -> None:
         pass
 
 
@@ -49,8 +49,11 @@ class _Coming:
         self._tensor = tensor
         self._messages = messages
 
-    def wait(self) -> None:
-        message = self._messages.get(timeout=20)
+    def wait(self, seconds: float | None = None) -> None:
+        try:
+            message = self._messages.get(timeout=20 if seconds is None else seconds)
+        except Empty:
+            raise RuntimeError("timed out") from None
         if message is None:
             raise RuntimeError("closed")
         self._tensor[: len(message)].copy_(message)
