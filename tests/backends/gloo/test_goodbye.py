@@ -66,17 +66,18 @@ def test_a_rank_that_is_gone_is_not_waited_for_and_the_others_are() -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo", timeout=60)
-async def test_a_comm_is_closed_when_the_other_rank_closes_it(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend_module, "GOODBYE_SECONDS", LONG)
+async def test_a_comm_is_closed_when_the_other_rank_closes_it(comm: Comm) -> None:
     child = await comm.split([0, 1], name="child")
-    closing = asyncio.create_task(child.aclose()) if comm.rank == 0 else None
-    for _ in range(50):  # far longer than closing takes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend_module, "GOODBYE_SECONDS", LONG)
+        closing = asyncio.create_task(child.aclose()) if comm.rank == 0 else None
+        for _ in range(50):  # far longer than closing takes
+            await comm.barrier()
+        assert closing is None or not closing.done()
         await comm.barrier()
-    assert closing is None or not closing.done()
-    await comm.barrier()
-    await child.aclose()
-    if closing is not None:
-        await closing
+        await child.aclose()
+        if closing is not None:
+            await closing
 
 
 @pytest.mark.ranks(2, backend="gloo", timeout=60)
