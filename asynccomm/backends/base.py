@@ -26,6 +26,7 @@ A backend promises:
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -132,6 +133,16 @@ class BackendContext:
     on_error: Callable[[BrokenError], object]  #: tell it that the transport failed; from any thread
     hints: Mapping[str, str] = field(default_factory=dict)  #: checked; only keys of ``Backend.hints``
     high_priority_stream: bool = False  #: for GPUs
+
+    async def all_connected(self) -> None:
+        """Wait until all ranks have called this: a comm that is closed at once would break connections being made.
+
+        The ranks count themselves in the store. A collective of the transport would fail with an error of the transport
+        if a rank died meanwhile.
+        """
+        if await self.store.add("connected", 1) == self.group.size:
+            await self.store.set("all connected", b"1")
+        await self.store.wait(["all connected"], math.inf)
 
 
 class Backend(Handle, abc.ABC):

@@ -67,6 +67,10 @@ class Hub(Handle):
     def join(self, context: BackendContext) -> None:
         self._contexts[context.group.rank] = context
 
+    def leave(self, rank: int) -> None:
+        """``rank`` could not connect."""
+        self._contexts.pop(rank, None)
+
     def hold(self) -> None:
         """Keep back what becomes complete from now on."""
         with self._lock:
@@ -257,6 +261,11 @@ class LoopbackBackend(Backend):
         hubs = _hubs.setdefault(root, {})
         hub = hubs.setdefault("/".join(prefix), Hub(context.group.size))
         hub.join(context)
+        try:
+            await context.all_connected()
+        except BaseException:
+            hub.leave(context.group.rank)
+            raise
         return cls(hub, context.group.rank)
 
     def submit(self, batch: Sequence[Submission]) -> None:

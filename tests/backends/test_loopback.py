@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from asynccomm import CollectiveMismatchError, Comm, MemoryStore, ReduceOp, Work, new_comm
-from asynccomm.backends.base import Submission
-from asynccomm.backends.loopback import Hub, LoopbackBackend
+from asynccomm import AbortedError, CollectiveMismatchError, Comm, MemoryStore, ReduceOp, Work, new_comm
+from asynccomm.backends.base import BackendContext, RankInfo, Submission
+from asynccomm.backends.loopback import Hub, LoopbackBackend, _hubs
+from asynccomm.core.mailbox import Mailbox
+from asynccomm.errors import BrokenError
 from asynccomm.ops import AllReduce, AllToAll, Barrier, Call, Recv, Send
+from asynccomm.ops.validation import CommInfo
 from asynccomm.testing import check_backend, loopback_world
+from tests.waiting import until
 
 from .conformance import MANY_RANKS
 
@@ -271,3 +275,37 @@ async def test_sizes_that_do_not_fit_are_seen_before_anything_is_done() -> None:
             with pytest.raises(CollectiveMismatchError, match="operation #1 differs"):
                 await work
         assert tensor.item() == 1
+
+
+async def test_a_split_ends_where_the_parent_breaks_before_all_have_come() -> None:
+    async with loopback_world(2) as (a, b):
+        child = a.split([0, 1], "child")
+
+        async def split() -> None:
+            await child
+
+        splitting = asyncio.create_task(split())
+        await until(lambda: bool(a._session._growing))
+        b.abort("no longer wanted")
+        with pytest.raises(AbortedError, match="no longer wanted"):
+            await splitting
+
+
+async def test_a_rank_that_gives_up_connecting_hears_nothing_more() -> None:
+    store, heard = MemoryStore(), list[BrokenError]()
+    context = BackendContext(
+        group=CommInfo("t", 0, 2, torch.device("cpu")),
+        members=(RankInfo(0, "host", 1), RankInfo(1, "host", 2)),
+        store=store,
+        mailbox=Mailbox(asyncio.get_running_loop()),
+        timeout=3600.0,
+        on_error=heard.append,
+    )
+    connecting = asyncio.create_task(LoopbackBackend.connect(context))
+    await until(lambda: len(store._waiters) > 0)
+    connecting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await connecting
+    (hub,) = _hubs[store].values()
+    hub.fail("on purpose")
+    assert not heard

@@ -133,7 +133,7 @@ class GlooBackend(Backend):
             store.end()  # threads may be waiting for it, and the process cannot end before they do
             raise
         try:
-            await _all_connected(context)
+            await context.all_connected()
         except BaseException:
             await shielded(backend.aclose())
             raise
@@ -242,16 +242,6 @@ def _address(context: BackendContext) -> str | None:
         return "127.0.0.1"
     address = context.store.local_address()
     return None if address is None or ipaddress.ip_address(address).is_loopback else address
-
-
-async def _all_connected(context: BackendContext) -> None:
-    """Wait until all ranks have their connections: a comm that is closed at once would break those still being made.
-
-    The ranks say so in the store. In a collective of gloo, a rank that dies would be an error of the transport.
-    """
-    if await context.store.add("connected", 1) == context.group.size:
-        await context.store.set("all connected", b"1")
-    await context.store.wait(["all connected"], math.inf)
 
 
 def _let_go(gloos: GlooGroups | None) -> None:
