@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from asynccomm.backends.arithmetic import accumulator, combine, flat, is_plain, narrow, resolved, widen
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 from asynccomm.testing.conformance.data import DTYPES, combinations, layouts
+from tests.sampling import examples
 
 CASES = list(combinations())
 SIGNED = {torch.int8: 8, torch.int16: 16, torch.int32: 32, torch.int64: 64}
@@ -24,7 +25,7 @@ WHOLE = {**SIGNED, **UNSIGNED}
 REAL = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
 KINDS = RedOpType
-quick = settings(max_examples=150)
+quick = examples(150)
 
 
 def run(rows: Sequence[Tensor], op: ReduceOp, output: Tensor | None = None) -> Tensor:

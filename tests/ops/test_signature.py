@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asynccomm import ops
@@ -14,6 +14,7 @@ from asynccomm.ops.base import layout_of, layout_of_shares
 from asynccomm.ops.dtypes import BY_NAME
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 from asynccomm.ops.signature import REMEMBERED, describe, differing_layout, signature
+from tests.sampling import examples
 
 F, I = torch.float32, torch.int64  # noqa: E741
 ALL: list[Op] = [
@@ -200,7 +201,7 @@ def pairs(draw: st.DrawFn) -> tuple[Op, Op]:
     return consistent(one), consistent(other)
 
 
-@settings(max_examples=2000)
+@examples(2000)
 @given(pairs())
 def test_words_are_equal_where_operations_fit(pair: tuple[Op, Op]) -> None:
     one, other = pair
@@ -214,7 +215,7 @@ def test_any_operations_are_of_every_kind() -> None:
     assert set(KINDS) == collectives - {Op, ops.TensorOp, ops.GroupedOp}
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(pairs())
 def test_any_operation_can_be_described(pair: tuple[Op, Op]) -> None:
     text = describe(signature(pair[0]))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -51,6 +51,7 @@ from asynccomm.testing.conformance.data import (
     sentinel,
     strided,
 )
+from tests.sampling import examples
 
 REDUCIBLE = frozenset(dtype for dtype in api.DTYPES if dtype.itemsize > 1 or not dtype.is_floating_point)
 OWN = frozenset({"all_to_all", "gather", "scatter"})  # calls that only newer libraries have
@@ -1094,7 +1095,7 @@ def scenes(draw: st.DrawFn) -> tuple[Any, ...]:
     )
 
 
-@settings(max_examples=1500)
+@examples(1500)
 @given(scenes())
 @example(("all_gather_single", torch.float16, 3, (2,), ("plain",), ReduceOp.SUM, OWN, 0, False))
 @example(("reduce_scatter_single", torch.float16, 3, (2,), ("plain",), ReduceOp.SUM, OWN, 0, False))

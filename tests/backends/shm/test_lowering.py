@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from asynccomm.errors import CollectiveMismatchError
 from asynccomm.ops import Call, Parcel
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.validation import CommInfo
+from tests.sampling import examples
 
 from .calls import DTYPES, KINDS, copied, legal, make, values
 from .world import boards, interleave, submission
@@ -44,7 +45,7 @@ def run_both(calls: list[list[Call]], size: int, *, chunk: int, whole: int, choo
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=6),
     whole=st.sampled_from([0, 64, 1024]),
 )
-@settings(max_examples=150)
+@examples(150)
 def test_any_sequence_in_any_interleaving(seed: int, size: int, kinds: list[str], whole: int) -> None:
     choose = random.Random(seed)
     calls = []
