@@ -16,6 +16,7 @@ from torch import Tensor
 from asynccomm.backends.arithmetic import accumulator, combine, flat, is_plain, narrow, resolved, widen
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 from asynccomm.testing.conformance.data import DTYPES, combinations, layouts
+from tests.cases import cases
 from tests.sampling import examples
 
 CASES = list(combinations())
@@ -190,7 +191,7 @@ def test_complex_numbers(data: st.DataObject) -> None:
     torch.testing.assert_close(out.to(torch.complex128), expected, rtol=tolerance, atol=0)
 
 
-@pytest.mark.parametrize(("dtype", "op"), CASES, ids=lambda x: str(x))
+@cases("dtype, op", CASES, ids=lambda x: str(x))
 def test_every_layout_in_and_out(dtype: torch.dtype, op: ReduceOp) -> None:
     for shape in ((), (1,), (0,), (2, 3), (2, 0, 3)):
         values = torch.arange(math.prod(shape)).add(1).view(shape)

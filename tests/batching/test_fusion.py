@@ -38,6 +38,7 @@ from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.validation import CommInfo
 from asynccomm.testing.conformance.data import COMPLEX, DTYPES, layouts, sample, sentinel
 from asynccomm.testing.local import loopback_world
+from tests.cases import cases
 from tests.sampling import examples
 
 CPU = torch.device("cpu")
@@ -202,8 +203,8 @@ def expect_the_same(make: Make, size: int, count: int, seed: int) -> None:
         mailbox.loop.close()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("sort", SORTS)
+@cases("size", [1, 2, 3])
+@cases("sort", SORTS)
 def test_the_same_as_one_by_one(sort: str, size: int) -> None:
     for seed in range(6):
         expect_the_same(SORTS[sort], size, 2 + seed, seed)

@@ -14,6 +14,7 @@ from asynccomm.ops.base import layout_of, layout_of_shares
 from asynccomm.ops.dtypes import BY_NAME
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 from asynccomm.ops.signature import REMEMBERED, describe, differing_layout, signature
+from tests.cases import cases
 from tests.sampling import examples
 
 F, I = torch.float32, torch.int64  # noqa: E741
@@ -48,7 +49,7 @@ def test_differing_operations_have_differing_words() -> None:
         assert signature(one) != signature(other), f"{one}, {other}"
 
 
-@pytest.mark.parametrize("op", ALL + [op for op in TAGGED if getattr(op, "numel", 0) < 1 << 40], ids=str)
+@cases("op", ALL + [op for op in TAGGED if getattr(op, "numel", 0) < 1 << 40], ids=str)
 def test_words_describe_the_operation(op: Op) -> None:
     words = signature(op)
     assert all(0 <= word < 1 << 64 for word in words)

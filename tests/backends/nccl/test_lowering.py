@@ -51,6 +51,7 @@ from asynccomm.testing.conformance.data import (
     sentinel,
     strided,
 )
+from tests.cases import cases
 from tests.sampling import examples
 
 REDUCIBLE = frozenset(dtype for dtype in api.DTYPES if dtype.itemsize > 1 or not dtype.is_floating_point)
@@ -250,8 +251,8 @@ def total(calls: Sequence[NcclCall], rows: list[Tensor]) -> Tensor:
 BYTE = torch.uint8
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rank", [0, 1])
+@cases("dtype", DTYPES)
+@cases("rank", [0, 1])
 def test_broadcast_moves_the_bytes_of_any_dtype(dtype: torch.dtype, rank: int) -> None:
     tensor = sample(rank, (3,), dtype)
     plan = plan_of(Broadcast.of(group(rank), tensor, 1), rank=rank)
@@ -518,8 +519,8 @@ def test_a_receive_from_anybody_has_no_peer() -> None:
 # -- reductions -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("dtype", "op"),
+@cases(
+    "dtype, op",
     [
         (dtype, op)
         for dtype, op in combinations(sorted(REDUCIBLE, key=str))

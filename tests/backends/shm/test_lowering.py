@@ -20,6 +20,7 @@ from asynccomm.errors import CollectiveMismatchError
 from asynccomm.ops import Call, Parcel
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.validation import CommInfo
+from tests.cases import cases
 from tests.sampling import examples
 
 from .calls import DTYPES, KINDS, copied, legal, make, values
@@ -72,11 +73,11 @@ def test_any_sequence_in_any_interleaving(seed: int, size: int, kinds: list[str]
     run_both(calls, size, chunk=1024, whole=whole, choose=choose)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.uint8, torch.int16, torch.uint16, torch.uint64, torch.int32])
-@pytest.mark.parametrize(
+@cases("dtype", [torch.float16, torch.uint8, torch.int16, torch.uint16, torch.uint64, torch.int32])
+@cases(
     "kind", ["all_reduce", "reduce_scatter_single", "all_reduce_several", "reduce_scatter_several", "all_reduce_out"]
 )
-@pytest.mark.parametrize("whole", [0, 1024])
+@cases("whole", [0, 1024])
 def test_every_reduction_of(dtype: torch.dtype, kind: str, whole: int) -> None:
     choose = random.Random(1)
     reductions = [getattr(ReduceOp, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")]

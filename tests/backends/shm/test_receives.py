@@ -23,6 +23,7 @@ from asynccomm.ops import MessageSpace
 from asynccomm.ops.parcels import MAX_HEAD
 from asynccomm.ops.validation import MAX_TAG
 from asynccomm.testing.conformance.data import DTYPES, layouts, sample
+from tests.cases import cases
 from tests.sampling import examples
 
 from .ring_world import Box, World, as_bytes, pattern, text
@@ -31,10 +32,10 @@ from .ring_world import Box, World, as_bytes, pattern, text
 SIZES = [0, 1, 112, 223, 224, 225, 448, 1025, 5000]
 
 
-@pytest.mark.parametrize("source", [0, 1], ids=["from a peer", "from itself"])
-@pytest.mark.parametrize("early", [False, True], ids=["posted", "early"])
-@pytest.mark.parametrize("payload", SIZES)
-@pytest.mark.parametrize("head", SIZES)
+@cases("source", [0, 1], ids=["from a peer", "from itself"])
+@cases("early", [False, True], ids=["posted", "early"])
+@cases("payload", SIZES)
+@cases("head", SIZES)
 def test_every_size(head: int, payload: int, early: bool, source: int) -> None:
     world = World()
     box = Box()
