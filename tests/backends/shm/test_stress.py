@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from asynccomm import Comm, ReduceOp, Work, new_comm
+from tests.sampling import some
 from tests.waiting import until
 
 SIZES = [0, 1, 3, 100, 4096, 20_000, 100_000, 600_000]  # elements; from one cache line to many chunks
 STOPPER = """
 import os, random, signal, sys, time
-from tests.sampling import some
-from tests.sampling import some
 pids, seed = [int(pid) for pid in sys.argv[2:]], int(sys.argv[1])
 choose = random.Random(seed)
 print("ready", flush=True)
