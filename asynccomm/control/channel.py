@@ -1,11 +1,11 @@
 """The control channel of a job's rank: one connection up the tree, shared by all comms that were split off one another.
 
-Each comm enrols with the key that its ranks share and a member (``subscribers``), which hears its news, is asked what
-it is at, and hears who is gone. All of that happens on the control thread, whatever the comm's own loop is doing.
+Each comm subscribes with the key that its ranks share and a member (``subscribers``), which handles news and the ends
+of ranks, and answers requests. All of these calls run on the control thread, independently of the comm's own loop.
 
-The channel holds together what does the work, and passes on what comes: ``router`` knows the ways and who is gone,
-``listener`` lets others in, ``uplink`` connects to the rank above, ``subscribers`` are the comms, ``requests`` and
-``mismatch`` are what ranks ask and compare, ``service`` how they agree who goes on.
+The channel joins the parts and dispatches messages: ``router`` holds the routes and the ranks that are gone,
+``listener`` accepts connections, ``uplink`` connects to the rank above, ``subscribers`` are the comms, ``requests`` and
+``mismatch`` query and compare ranks, and ``service`` runs the agreement on new members.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from asynccomm.control.transport.topology import RankAddress, Topology
 from asynccomm.control.uplink import Uplink
 
 ATTACH_SECONDS: Final = 10.0  # for the first connection; without it, there is no control channel
-GOODBYE_SECONDS: Final = 0.5  # for the others to hear that this rank leaves
+GOODBYE_SECONDS: Final = 0.5  # for the connected ranks to acknowledge this rank's leave
 PULSE_SECONDS: Final = 1.0  # between heartbeats
-LINGER_SECONDS: Final = 30.0  # for the others to learn what was agreed on with this rank
+LINGER_SECONDS: Final = 30.0  # for the others to learn of a commit that this rank holds
 
 NOT_THE_ROOT: Final = "newcomers talk to the root"
 
@@ -45,11 +45,11 @@ _log = logging.getLogger("asynccomm")
 
 @final
 class ControlChannel:
-    """One rank's end.
+    """One rank's end of the control channel.
 
     Args:
         rank: in the job.
-        contacts: of all ranks that have a channel, this one included.
+        contacts: the addresses of all ranks that have a channel, this rank included.
         tokens: of the job.
     """
 
@@ -59,7 +59,7 @@ class ControlChannel:
         self.tokens = tokens
         self._thread: ControlThread = control_thread()
         self._router = router = Router(rank, self.topology, self._deliver, self._lose)
-        self.gone = router.gone  #: ranks of the job that are, and how; to be read from any thread
+        self.gone = router.gone  #: the reason for each rank of the job that is gone; readable from any thread
         self._listener = Listener(tokens, self._refusal, self._welcome, self._look)
         self._members = Subscribers(router.gone)
         self._requests = Requests(router, self._members)
@@ -69,7 +69,7 @@ class ControlChannel:
         self._uplink = Uplink(router, tokens, self._begin, self._received, self._ended, self.service.attached)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._pulse: asyncio.TimerHandle | None = None
-        self._leaving: asyncio.Future[None] | None = None  # done once the others know
+        self._leaving: asyncio.Future[None] | None = None  # done once the leave is acknowledged
         self._closed = False
         self._handlers: dict[str, Callable[[ControlMessage], object]] = {
             "news": self._hear_news,
@@ -93,7 +93,7 @@ class ControlChannel:
         doors: ListeningSockets,
         timeout: float = ATTACH_SECONDS,
     ) -> ControlChannel | None:
-        """Listen, and connect to the rank above; None, with a warning, if that cannot be reached in ``timeout`` s."""
+        """Listen, and connect to the rank above; None, with a warning, if connecting takes over ``timeout`` seconds."""
         channel = cls(rank, contacts, tokens)
         socks = doors.take()
         try:
@@ -109,11 +109,11 @@ class ControlChannel:
         return channel
 
     def subscribe(self, key: str, member: Subscriber) -> None:
-        """From now on, ``member`` hears what concerns the comm of that key. From any thread."""
+        """Deliver the news of comm ``key`` to ``member`` from now on. Thread-safe."""
         self._thread.call(lambda: self._members.subscribe(key, member))
 
     def unsubscribe(self, key: str, item: ControlMessage | None = None) -> None:
-        """It does not any more; tells the others ``item`` first. From any thread."""
+        """End the subscription of comm ``key``, after sending ``item`` to all ranks. Thread-safe."""
 
         def leave() -> None:
             if item is not None and not self._closed:
@@ -123,7 +123,7 @@ class ControlChannel:
         self._thread.call(leave)
 
     def tell(self, key: str, item: ControlMessage, then: Callable[[], object] | None = None) -> None:
-        """Tell all ranks of a comm; call ``then`` on the control thread once that has left. From any thread."""
+        """Send ``item`` to all ranks of comm ``key``, then call ``then`` on the control thread. Thread-safe."""
 
         def send() -> None:
             try:
@@ -139,15 +139,15 @@ class ControlChannel:
     def ask(
         self, key: str, ranks: Sequence[int], question: ControlMessage, timeout: float
     ) -> Future[dict[int, ControlMessage]]:
-        """What ``ranks`` of the job answer within ``timeout`` seconds, by rank. From any other thread."""
+        """The answers of ``ranks`` of the job within ``timeout`` seconds, by rank. From any other thread."""
         return self._thread.run(self._requests.gather(key, ranks, question, timeout))
 
     def issued(self) -> None:
-        """Something was issued whose fingerprints are to be compared. From any thread; costs next to nothing."""
+        """Signal that a collective was issued and has a fingerprint. Thread-safe; costs the check of a flag."""
         self._fingerprints.issued()
 
     def later(self, seconds: float, call: Callable[[], object]) -> None:
-        """Have the control thread make ``call`` after so many seconds, or when the channel ends. From any thread."""
+        """Make ``call`` on the control thread after ``seconds``, or when the channel ends. Thread-safe."""
 
         def begin() -> None:
             self._begin(asyncio.sleep(seconds)).add_done_callback(lambda _: call())
@@ -156,32 +156,32 @@ class ControlChannel:
             call()
 
     def start(self, coroutine: Coroutine[Any, Any, object]) -> None:
-        """Run ``coroutine`` on the control thread. From any thread."""
+        """Run ``coroutine`` on the control thread. Thread-safe."""
         self._thread.call(lambda: self._begin(coroutine))
 
     def call(self, call: Callable[[], object]) -> None:
-        """Make ``call`` on the control thread. From any thread."""
+        """Make ``call`` on the control thread. Thread-safe."""
         self._thread.call(call)
 
     def silence(self, rank: int) -> float | None:
-        """For how many seconds ``rank`` of the job was not heard, as far as is known here. From any thread."""
+        """Seconds since the last message of ``rank`` of the job, as far as this rank can tell. Thread-safe."""
         return self._router.silence(rank)
 
     async def aclose(self) -> None:
-        """Say goodbye, and end. On any loop."""
+        """Leave in good order, and close the channel. Works on any loop."""
         if self._closed:
             return
-        with contextlib.suppress(RuntimeError):  # cancelled, it goes on there: what listens must not stay
+        with contextlib.suppress(RuntimeError):  # closing continues after a cancellation: no listener may stay open
             await asyncio.shield(asyncio.wrap_future(self._thread.run(self._close())))
 
     def end(self) -> None:
-        """The same, and wait for nothing. From any thread."""
+        """Leave and close the channel without waiting. Thread-safe."""
         self._thread.call(lambda: self._begin(self._close()))
 
     # -- on the control thread: starting and ending -------------------------------------------------------------------
 
     async def _start(self, socks: Sequence[socket.socket], timeout: float) -> str:
-        """Returns why there is no channel; empty if there is."""
+        """Listen and connect. Returns why there is no channel; empty: there is one."""
         if self._closed:
             return ""
         for sock in socks:
@@ -208,9 +208,9 @@ class ControlChannel:
             self._leaving.set_result(None)
 
     def _cut_short(self, socks: Sequence[socket.socket]) -> None:
-        """End it, wherever starting has got to."""
+        """Close the channel at any stage of its start."""
         self._begin_closing()
-        for sock in socks:  # it may not have come to listening
+        for sock in socks:  # the listener may not own the sockets yet
             sock.close()
 
     def _begin_closing(self) -> None:
@@ -243,7 +243,7 @@ class ControlChannel:
         self.service.look_around()
         self._pulse = self._thread.loop.call_later(PULSE_SECONDS, self._beat)
 
-    # -- on the control thread: what comes ----------------------------------------------------------------------------
+    # -- on the control thread: connections and messages --------------------------------------------------------------
 
     def _refusal(self, who: Any) -> str:
         if type(who) is int:
@@ -288,7 +288,7 @@ class ControlChannel:
             self._thread.loop.call_soon(self._uplink.climb)
             self._uplink.search()
             self._thread.loop.call_soon(self._look_whether_departed)
-            if self._router.is_root:  # maybe only now
+            if self._router.is_root:  # this rank may be the new root
                 self._thread.loop.call_soon(self.service.attached)
 
     def _hear_news(self, message: ControlMessage) -> None:
@@ -308,12 +308,12 @@ class ControlChannel:
         asked = message.get("ranks")
         ranks = [rank for rank in self.topology.contacts if not isinstance(asked, list) or rank in asked]
         showing = self._begin(self._requests.show(onlooker, ranks, bool(message.get("stacks"))))
-        showing.add_done_callback(lambda _: onlooker.close())  # also if the channel ends before it has begun
+        showing.add_done_callback(lambda _: onlooker.close())  # also if the channel ends before the task starts
 
-    # -- guests -------------------------------------------------------------------------------------------------------
+    # -- newcomers ----------------------------------------------------------------------------------------------------
 
     def send(self, name: str, message: ControlMessage) -> None:
-        """Tell a newcomer, if it is here."""
+        """Send ``message`` to the newcomer ``name``, if it is connected."""
         joiner = self._joiners.get(name)
         if joiner is not None:
             joiner.send(message)

@@ -5,8 +5,8 @@ down the whole tree, so all ranks receive such messages in the same order. Each 
 below it from their HERE messages.
 
 While ranks go, a node may be without a route until it reconnects. Each sender therefore numbers its messages to all,
-and sends each again until the root has returned it; each node keeps the last ``LOGGED`` messages to all for ranks that
-connect later. A node ignores a numbered message that it has already seen.
+and repeats each message until the root has returned it; each node keeps the last ``LOGGED`` messages to all for ranks
+that connect later. A node ignores a numbered message that it has already seen.
 
 The end of a connection is the end of the rank behind it, unless the rank has announced its orderly leave before. A loss
 is final: the others have gone on without the lost rank, and do not let it in again. A leaving rank waits until all
@@ -65,7 +65,7 @@ class Router:
         self.up: Transport | None = None  #: the connection to the rank above
         self.gone: dict[int, str] = {}  #: by rank, the reason; empty: an orderly leave
         self.heard: dict[int, float] = {}  #: time of the last message of each rank, as far as this node can tell
-        self.fenced = ""  #: why the others continue without this rank; empty: they do not
+        self.fenced = ""  #: why the others continue without this rank; empty: not fenced
         self._deliver = deliver
         self._tell_gone = gone
         self._up_rank: int | None = None
@@ -78,7 +78,7 @@ class Router:
         self._last: dict[int, int] = {}  # by rank, the number of its last message to all
         self._departing = False
         self._told: set[int] = set()  # ranks that have acknowledged the leave
-        self._said_above = False  # whether the rank above has acknowledged it
+        self._said_above = False  # whether the rank above has acknowledged the leave
 
     @property
     def is_root(self) -> bool:
@@ -117,7 +117,7 @@ class Router:
         if to == self.rank:
             self._take(message, came_by)
         elif to == ALL and self.is_root:
-            if not self._departing:  # else the next root sends it: some ranks are already connected there
+            if not self._departing:  # else the next root sends the message: some ranks are already connected there
                 self._spread(message, came_by)
         elif to == ALL and came_by is not None and came_by is self.up:
             for link in list(self._down):
@@ -147,7 +147,7 @@ class Router:
                 link.send(message)
             self._take(message, came_by)
         elif came_by is not None:
-            came_by.send(message)  # so that the sender sees it return
+            came_by.send(message)  # so that the sender sees its message return
 
     def _route_again(self) -> None:
         """Send all messages that had no route, or that may have been lost with a connection."""
@@ -209,7 +209,7 @@ class Router:
             link.send({"to": ROOT, "from": below, "kind": HERE})
         for gone, how in self.gone.items():
             link.send(self._gone_message(gone, how, ROOT))
-        for message in self._log:  # a lost root may have sent them to some ranks only
+        for message in self._log:  # a lost root may have reached some ranks only
             link.send(message)
         self._route_again()
         if self._departing:
@@ -251,7 +251,7 @@ class Router:
         """Handle the orderly leave of ``rank``, directly below this node: its last message."""
         self._note_gone(rank, "")
         self._fan_out(self._gone_message(rank, "", ALL))  # this node may go, too, before the root sends the news
-        if not self._departing:  # else the next root must receive it, too
+        if not self._departing:  # else the next root must receive the leave, too
             self._drop_link(link)
             link.send({"to": rank, "from": self.rank, "kind": BYE})
             link.close()
@@ -274,7 +274,7 @@ class Router:
             self._declare(below, how)
 
     def _drop_link(self, link: Transport) -> int | None:
-        """Remove a connection from below and its routes; the ranks behind it reconnect on another way."""
+        """Remove a connection from below and its routes; the ranks behind it reconnect elsewhere."""
         for rank in [rank for rank, route in self._routes.items() if route is link]:
             del self._routes[rank]
         return self._down.pop(link, None)

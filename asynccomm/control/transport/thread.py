@@ -66,7 +66,7 @@ class ControlThread:
                 self.loop.call_soon_threadsafe(self.loop.stop)
 
     def call(self, function: Callable[[], object]) -> bool:
-        """Run ``function`` on the thread, at once if called there. Thread-safe. Returns False if the thread has ended."""
+        """Run ``function`` on the thread, at once if called there. Thread-safe. Returns False once the thread ended."""
         if threading.get_ident() == self._thread.ident:  # current_thread() would keep a record of any foreign thread
             function()
             return True
