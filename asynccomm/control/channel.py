@@ -58,9 +58,9 @@ class ControlChannel:
         self.topology = Topology(contacts)
         self.tokens = tokens
         self._thread: ControlThread = control_thread()
-        self._router = router = Router(rank, self.topology, self._deliver, self._lose)
+        self._router = router = Router(rank, self.topology, self._deliver, self._on_gone)
         self.gone = router.gone  #: the reason for each rank of the job that is gone; readable from any thread
-        self._listener = Listener(tokens, self._refusal, self._welcome, self._look)
+        self._listener = Listener(tokens, self._refusal, self._accept, self._on_look)
         self._members = Subscribers(router.gone)
         self._requests = Requests(router, self._members)
         self._fingerprints = MismatchDetector(self._thread, router, self._members, self._requests, self._begin)
@@ -72,7 +72,7 @@ class ControlChannel:
         self._leaving: asyncio.Future[None] | None = None  # done once the leave is acknowledged
         self._closed = False
         self._handlers: dict[str, Callable[[ControlMessage], object]] = {
-            "news": self._hear_news,
+            "news": self._on_news,
             "ask": self._requests.hear_question,
             "reply": self._requests.hear_reply,
             "prints": self._fingerprints.hear,
@@ -100,7 +100,7 @@ class ControlChannel:
             started = channel._thread.run(channel._start(socks, min(timeout, ATTACH_SECONDS)))
             problem = await asyncio.wrap_future(started)
         except BaseException:
-            channel._thread.call(lambda: channel._cut_short(socks))
+            channel._thread.call(lambda: channel._abort_start(socks))
             raise
         if problem:
             _log.warning("rank %d has no control channel: %s", rank, problem)
@@ -186,7 +186,7 @@ class ControlChannel:
             return ""
         for sock in socks:
             self._listener.listen(sock)
-        self._beat()
+        self._send_heartbeats()
         return "" if await self._uplink.reach(timeout) else f"rank {self._router.above} cannot be reached"
 
     async def _close(self) -> None:
@@ -199,15 +199,15 @@ class ControlChannel:
         if self._leaving is None:
             self._leaving = self._thread.loop.create_future()
             self._router.depart()
-            self._look_whether_departed()
+            self._check_departed()
         await asyncio.wait([self._leaving], timeout=GOODBYE_SECONDS)
         self._begin_closing()
 
-    def _look_whether_departed(self) -> None:
+    def _check_departed(self) -> None:
         if self._leaving is not None and not self._leaving.done() and self._router.departed:
             self._leaving.set_result(None)
 
-    def _cut_short(self, socks: Sequence[socket.socket]) -> None:
+    def _abort_start(self, socks: Sequence[socket.socket]) -> None:
         """Close the channel at any stage of its start."""
         self._begin_closing()
         for sock in socks:  # the listener may not own the sockets yet
@@ -235,13 +235,13 @@ class ControlChannel:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         self._router.pulse()
         for joiner in self._joiners.values():
             joiner.send({"kind": "pulse"})
         self._uplink.search()
         self.service.look_around()
-        self._pulse = self._thread.loop.call_later(PULSE_SECONDS, self._beat)
+        self._pulse = self._thread.loop.call_later(PULSE_SECONDS, self._send_heartbeats)
 
     # -- on the control thread: connections and messages --------------------------------------------------------------
 
@@ -254,30 +254,30 @@ class ControlChannel:
             return NOT_THE_ROOT
         return "there is one of that name already" if who in self._joiners else ""
 
-    def _welcome(self, who: Any, connection: Connection) -> None:
+    def _accept(self, who: Any, connection: Connection) -> None:
         if isinstance(who, str):
             self._joiners[who] = connection
-            connection.received, connection.ended = partial(self._hear_guest, who), partial(self._lose_guest, who)
+            connection.received, connection.ended = partial(self._on_report, who), partial(self._on_joiner_end, who)
             return
         connection.received, connection.ended = self._received, self._ended
         self._router.welcome(who, connection)
 
     def _received(self, connection: Connection, message: ControlMessage) -> None:
         self._router.received(connection, message)
-        self._look_whether_departed()
+        self._check_departed()
 
     def _ended(self, connection: Connection, how: str) -> None:
         if not self._closed:
             self._router.ended(connection, how)
             self._uplink.climb()
-            self._look_whether_departed()
+            self._check_departed()
 
     def _deliver(self, message: ControlMessage) -> None:
         handler = self._handlers.get(message["kind"])
         if handler is not None:
             handler(message)
 
-    def _lose(self, rank: int, how: str) -> None:
+    def _on_gone(self, rank: int, how: str) -> None:
         self._members.lose(rank, how)
         self._requests.gone(rank)
         self.service.gone(rank, how)
@@ -287,11 +287,11 @@ class ControlChannel:
         if not self._closed:
             self._thread.loop.call_soon(self._uplink.climb)
             self._uplink.search()
-            self._thread.loop.call_soon(self._look_whether_departed)
+            self._thread.loop.call_soon(self._check_departed)
             if self._router.is_root:  # this rank may be the new root
                 self._thread.loop.call_soon(self.service.attached)
 
-    def _hear_news(self, message: ControlMessage) -> None:
+    def _on_news(self, message: ControlMessage) -> None:
         key, item, rank = message.get("comm"), message.get("item"), message["from"]
         if not isinstance(key, str) or not isinstance(item, dict):
             raise ValueError("news of no comm")
@@ -304,7 +304,7 @@ class ControlChannel:
         if rank != self.rank:
             self._members.hear(key, rank, item)
 
-    def _look(self, onlooker: Connection, message: ControlMessage) -> None:
+    def _on_look(self, onlooker: Connection, message: ControlMessage) -> None:
         asked = message.get("ranks")
         ranks = [rank for rank in self.topology.contacts if not isinstance(asked, list) or rank in asked]
         showing = self._begin(self._requests.show(onlooker, ranks, bool(message.get("stacks"))))
@@ -318,13 +318,13 @@ class ControlChannel:
         if joiner is not None:
             joiner.send(message)
 
-    def _hear_guest(self, name: str, connection: Connection, message: ControlMessage) -> None:
+    def _on_report(self, name: str, connection: Connection, message: ControlMessage) -> None:
         key, ranks = message.get("comm"), message.get("ranks")
         if not isinstance(key, str) or not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
             raise ValueError("a report of no comm")
         self.service.take_report(key, ranks, name, message.get("report"))
 
-    def _lose_guest(self, name: str, connection: Connection, how: str) -> None:
+    def _on_joiner_end(self, name: str, connection: Connection, how: str) -> None:
         if self._joiners.get(name) is connection:
             del self._joiners[name]
             self.service.gone(name, how)

@@ -54,15 +54,15 @@ class MismatchDetector:
         """Start polling for new fingerprints. Thread-safe; costs the check of a flag."""
         if not self._looking:
             self._looking = True
-            self._thread.call(self._look)
+            self._thread.call(self._poll)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Send new fingerprints to the root; poll again after ``PRINT_SECONDS`` while there are any."""
         if self._closed:
             return
         self._quiet = 0 if self._send() else self._quiet + 1
         if self._quiet < QUIET_LOOKS:
-            self._thread.loop.call_later(PRINT_SECONDS, self._look)
+            self._thread.loop.call_later(PRINT_SECONDS, self._poll)
             return
         self._quiet = 0
         self._looking = False

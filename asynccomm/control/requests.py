@@ -46,7 +46,7 @@ class Requests:
     def __init__(self, router: Router, members: Subscribers) -> None:
         self._router = router
         self._members = members
-        self._asked: dict[int, _PendingRequest] = {}
+        self._pending: dict[int, _PendingRequest] = {}
         self._number = 0
         self._closed = False
 
@@ -60,7 +60,7 @@ class Requests:
         asked = _PendingRequest(due, {}, asyncio.get_running_loop().create_future())
         number = self._number
         self._number += 1
-        self._asked[number] = asked
+        self._pending[number] = asked
         try:
             for rank in list(due):
                 self._router.send(rank, "ask", comm=key, question=question, number=number)
@@ -70,7 +70,7 @@ class Requests:
                         await asked.enough
             return asked.answers
         finally:
-            del self._asked[number]
+            del self._pending[number]
 
     def hear_question(self, message: ControlMessage) -> None:
         """Reply to the request of another rank. Raises: ValueError: the message is no request."""
@@ -91,7 +91,7 @@ class Requests:
         number, answer = message.get("number"), message.get("answer")
         if type(number) is not int or not isinstance(answer, dict):
             raise ValueError("no reply")
-        asked, rank = self._asked.get(number), message["from"]
+        asked, rank = self._pending.get(number), message["from"]
         if asked is not None and rank in asked.due:
             asked.due.discard(rank)
             asked.answers[rank] = answer
@@ -99,14 +99,14 @@ class Requests:
 
     def gone(self, rank: int) -> None:
         """Stop waiting for ``rank``."""
-        for asked in self._asked.values():
+        for asked in self._pending.values():
             asked.due.discard(rank)
             asked.end_if_all_have_answered()
 
     def close(self) -> None:
         """Stop waiting for all ranks."""
         self._closed = True
-        for asked in self._asked.values():
+        for asked in self._pending.values():
             asked.end()
 
     async def show(self, onlooker: Transport, ranks: Sequence[int], stacks: bool) -> None:

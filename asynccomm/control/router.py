@@ -67,18 +67,18 @@ class Router:
         self.heard: dict[int, float] = {}  #: time of the last message of each rank, as far as this node can tell
         self.fenced = ""  #: why the others continue without this rank; empty: not fenced
         self._deliver = deliver
-        self._tell_gone = gone
+        self._notify_gone = gone
         self._up_rank: int | None = None
         self._down: dict[Transport, int] = {}  # connections from ranks below
         self._routes: dict[int, Transport] = {}  # towards each rank below
         self._waiting: deque[ControlMessage] = deque(maxlen=KEPT)
         self._sent = 0  # messages to all
-        self._unheard: OrderedDict[tuple[int, int], ControlMessage] = OrderedDict()  # sent up, not returned by the root
+        self._unacked: OrderedDict[tuple[int, int], ControlMessage] = OrderedDict()  # sent up, not returned by the root
         self._log: deque[ControlMessage] = deque(maxlen=LOGGED)  # the last messages to all
         self._last: dict[int, int] = {}  # by rank, the number of its last message to all
         self._departing = False
-        self._told: set[int] = set()  # ranks that have acknowledged the leave
-        self._said_above = False  # whether the rank above has acknowledged the leave
+        self._acknowledged: set[int] = set()  # ranks that have acknowledged the leave
+        self._acknowledged_above = False  # whether the rank above has acknowledged the leave
 
     @property
     def is_root(self) -> bool:
@@ -88,7 +88,7 @@ class Router:
     @property
     def above(self) -> int | None:
         """The rank to connect to; None: this rank is the root, or its leave is acknowledged from above."""
-        return None if self._said_above else self.topology.above(self.rank, self.gone)
+        return None if self._acknowledged_above else self.topology.above(self.rank, self.gone)
 
     @property
     def links(self) -> list[Transport]:
@@ -115,23 +115,23 @@ class Router:
     def _route(self, message: ControlMessage, came_by: Transport | None) -> None:
         to = message["to"]
         if to == self.rank:
-            self._take(message, came_by)
+            self._handle(message, came_by)
         elif to == ALL and self.is_root:
             if not self._departing:  # else the next root sends the message: some ranks are already connected there
-                self._spread(message, came_by)
+                self._broadcast(message, came_by)
         elif to == ALL and came_by is not None and came_by is self.up:
             for link in list(self._down):
                 link.send(message)
             if self._is_new(message):
-                self._take(message, came_by)
+                self._handle(message, came_by)
         elif to == ROOT and self.is_root:
-            self._take(message, came_by)
+            self._handle(message, came_by)
         elif to in self._routes:
             self._routes[to].send(message)
         elif to == ALL and "nth" in message:
-            self._unheard[message["from"], message["nth"]] = message
-            if len(self._unheard) > KEPT:
-                self._unheard.popitem(last=False)
+            self._unacked[message["from"], message["nth"]] = message
+            if len(self._unacked) > KEPT:
+                self._unacked.popitem(last=False)
             if self.up is not None:
                 self.up.send(message)
         elif self.up is not None:
@@ -140,18 +140,18 @@ class Router:
         elif not self.is_root:
             self._waiting.append(message)
 
-    def _spread(self, message: ControlMessage, came_by: Transport | None) -> None:
+    def _broadcast(self, message: ControlMessage, came_by: Transport | None) -> None:
         """Send a message to all ranks, at the root."""
         if self._is_new(message):
             for link in list(self._down):
                 link.send(message)
-            self._take(message, came_by)
+            self._handle(message, came_by)
         elif came_by is not None:
             came_by.send(message)  # so that the sender sees its message return
 
     def _route_again(self) -> None:
         """Send all messages that had no route, or that may have been lost with a connection."""
-        waiting = [*self._unheard.values(), *self._waiting]
+        waiting = [*self._unacked.values(), *self._waiting]
         self._waiting.clear()
         for message in waiting:
             self._route(message, None)
@@ -160,17 +160,17 @@ class Router:
         number, source = message.get("nth"), message["from"]
         if number is None:
             return True
-        self._unheard.pop((source, number), None)
+        self._unacked.pop((source, number), None)
         if number <= self._last.get(source, 0):
             return False
         self._last[source] = number
         self._log.append(message)
         return True
 
-    def _take(self, message: ControlMessage, came_by: Transport | None) -> None:
+    def _handle(self, message: ControlMessage, came_by: Transport | None) -> None:
         kind = message["kind"]
         if kind in (LOST, LEFT):
-            self._hear_gone(message)
+            self._on_gone(message)
         elif kind != PULSE:
             self._deliver(message)
 
@@ -223,7 +223,7 @@ class Router:
         if (type(to) is not int and to not in (ALL, ROOT)) or type(message.get("nth", 0)) is not int:
             raise ValueError(f"no message of a control channel: {message!r:.200}")
         if message["kind"] == BYE:
-            self._hear_bye(link)
+            self._on_bye(link)
             return
         now = time.monotonic()
         below = self._down.get(link)
@@ -235,10 +235,10 @@ class Router:
             elif message["kind"] == HERE:  # no other kind: a repeated message may come from any rank
                 self._routes[source] = link
             if message["kind"] == PULSE:
-                self._hear_ages(message.get("ages", {}), now)
+                self._on_ages(message.get("ages", {}), now)
                 return
             if message["kind"] == LEFT and message.get("rank") == source == below:
-                self._hear_goodbye(below, link)
+                self._on_leave(below, link)
         elif link is self.up and self._up_rank is not None:
             self.heard[self._up_rank] = now
             if message["kind"] == PULSE:
@@ -247,16 +247,16 @@ class Router:
             return  # from a dropped connection
         self._route(message, link)
 
-    def _hear_goodbye(self, rank: int, link: Transport) -> None:
+    def _on_leave(self, rank: int, link: Transport) -> None:
         """Handle the orderly leave of ``rank``, directly below this node: its last message."""
-        self._note_gone(rank, "")
-        self._fan_out(self._gone_message(rank, "", ALL))  # this node may go, too, before the root sends the news
+        self._mark_gone(rank, "")
+        self._forward_down(self._gone_message(rank, "", ALL))  # this node may go, too, before the root sends the news
         if not self._departing:  # else the next root must receive the leave, too
             self._drop_link(link)
             link.send({"to": rank, "from": self.rank, "kind": BYE})
             link.close()
 
-    def _hear_ages(self, ages: Any, now: float) -> None:
+    def _on_ages(self, ages: Any, now: float) -> None:
         if not isinstance(ages, dict):
             raise ValueError(f"no ages: {ages!r:.200}")
         ranks = {str(rank): rank for rank in self.topology.contacts}
@@ -269,9 +269,9 @@ class Router:
         if link is self.up:
             rank, self.up, self._up_rank = self._up_rank, None, None
             assert rank is not None
-            self._declare(rank, how)
+            self._declare_lost(rank, how)
         elif (below := self._drop_link(link)) is not None:
-            self._declare(below, how)
+            self._declare_lost(below, how)
 
     def _drop_link(self, link: Transport) -> int | None:
         """Remove a connection from below and its routes; the ranks behind it reconnect elsewhere."""
@@ -279,13 +279,13 @@ class Router:
             del self._routes[rank]
         return self._down.pop(link, None)
 
-    def _declare(self, rank: int, how: str) -> None:
+    def _declare_lost(self, rank: int, how: str) -> None:
         """Declare ``rank`` lost on this node's own evidence, and send the loss to the other ranks."""
         if rank in self.gone:
             return
         message = self._gone_message(rank, how, ROOT)
-        self._note_gone(rank, how)
-        self._fan_out(message)
+        self._mark_gone(rank, how)
+        self._forward_down(message)
         if not self.is_root:
             self._route(message, None)
 
@@ -299,17 +299,17 @@ class Router:
         self._routes.clear()
         for other in self.topology.contacts:
             if other != self.rank:
-                self._note_gone(other, f"it goes on without rank {self.rank}: {why}")
+                self._mark_gone(other, f"it goes on without rank {self.rank}: {why}")
 
     def give_up(self, rank: int, how: str) -> None:
         """Declare ``rank`` lost though its connection is open, because it does not answer any more."""
-        self._declare(rank, how)
+        self._declare_lost(rank, how)
 
     def give_up_silent(self, seconds: float) -> None:
         """Declare the rank above lost if its last message is more than ``seconds`` old."""
         rank = self._up_rank
         if rank is not None and (silence := self.silence(rank)) is not None and silence > seconds:
-            self._declare(rank, f"it was silent for {silence:.1f} s, and others go on without it")
+            self._declare_lost(rank, f"it was silent for {silence:.1f} s, and others go on without it")
 
     def depart(self) -> None:
         """Announce this rank's orderly leave; :attr:`departed` turns true with the last acknowledgement."""
@@ -323,18 +323,18 @@ class Router:
         """Whether all ranks that are, or would now be, connected to this node have acknowledged its leave."""
         if not self._departing:
             return False
-        others = [rank for rank in self.topology.contacts if rank not in self.gone and rank not in self._told]
+        others = [rank for rank in self.topology.contacts if rank not in self.gone and rank not in self._acknowledged]
         below = [rank for rank in others if self.topology.above(rank, self.gone) == self.rank]
         return not below and self.above is None
 
-    def _hear_bye(self, link: Transport) -> None:
+    def _on_bye(self, link: Transport) -> None:
         """Handle an acknowledgement of our leave: the peer on ``link`` needs this node no longer."""
         if link is self.up and self._up_rank is not None:
-            self._told.add(self._up_rank)
-            self._said_above = True
+            self._acknowledged.add(self._up_rank)
+            self._acknowledged_above = True
             self.up = self._up_rank = None
         elif link in self._down:
-            self._told.add(self._down[link])
+            self._acknowledged.add(self._down[link])
             self._drop_link(link)
         link.close()
 
@@ -342,7 +342,7 @@ class Router:
         kind = LOST if how else LEFT
         return {"to": to, "from": self.rank, "kind": kind, "rank": rank, "how": how}
 
-    def _hear_gone(self, message: ControlMessage) -> None:
+    def _on_gone(self, message: ControlMessage) -> None:
         rank, how = message.get("rank"), message.get("how", "")
         if type(rank) is not int or rank not in self.topology.contacts or not isinstance(how, str):
             raise ValueError(f"no message of a control channel: {message!r:.200}")
@@ -354,15 +354,15 @@ class Router:
             return
         if rank in self.gone:
             return
-        self._note_gone(rank, how)
+        self._mark_gone(rank, how)
         if message["to"] == ROOT:
-            self._fan_out(self._gone_message(rank, how, ALL))
+            self._forward_down(self._gone_message(rank, how, ALL))
 
-    def _fan_out(self, message: ControlMessage) -> None:
+    def _forward_down(self, message: ControlMessage) -> None:
         for link in list(self._down):
             link.send({**message, "to": ALL})
 
-    def _note_gone(self, rank: int, how: str) -> None:
+    def _mark_gone(self, rank: int, how: str) -> None:
         if rank in self.gone:
             return
         was_root = self.is_root
@@ -376,14 +376,14 @@ class Router:
             self.up.send(self._gone_message(rank, how, rank) if how else {"to": rank, "from": self.rank, "kind": BYE})
             self.up.close()
             self.up = self._up_rank = None
-        self._tell_gone(rank, how)
+        self._notify_gone(rank, how)
         if self.is_root and not was_root:
             now = time.monotonic()
             for other in self.topology.contacts:  # all connect here now; an absent rank is silent from now on
                 if other != self.rank and other not in self.gone:
                     self.heard.setdefault(other, now)
             for other, why in self.gone.items():  # the last root may have reached some ranks only
-                self._fan_out(self._gone_message(other, why, ALL))
+                self._forward_down(self._gone_message(other, why, ALL))
             self._route_again()
 
     # -- heartbeats ---------------------------------------------------------------------------------------------------

@@ -47,29 +47,29 @@ class Uplink:
         self._received = received
         self._ended = ended
         self._attached = attached
-        self._climbing: asyncio.Task[None] | None = None
+        self._connecting: asyncio.Task[None] | None = None
         self._search: asyncio.Task[None] | None = None
         self._closed = False
 
     def climb(self) -> None:
         """Connect to the rank above, unless already connected or connecting."""
-        if self._closed or self._router.up is not None or self._router.above is None or self._climbing is not None:
+        if self._closed or self._router.up is not None or self._router.above is None or self._connecting is not None:
             return
-        self._climbing = self._begin(self._connect_above())
-        self._climbing.add_done_callback(self._climbed)
+        self._connecting = self._begin(self._connect_above())
+        self._connecting.add_done_callback(self._on_connected)
 
     async def reach(self, timeout: float) -> bool:
         """Connect to the rank above, and wait. Returns whether connecting took at most ``timeout`` seconds."""
         self.climb()
-        if self._climbing is not None:
+        if self._connecting is not None:
             try:
-                await asyncio.wait_for(asyncio.shield(self._climbing), timeout)
+                await asyncio.wait_for(asyncio.shield(self._connecting), timeout)
             except TimeoutError:
                 return False
         return True
 
-    def _climbed(self, task: asyncio.Task[None]) -> None:
-        self._climbing = None
+    def _on_connected(self, task: asyncio.Task[None]) -> None:
+        self._connecting = None
         if not task.cancelled() and task.exception() is None:
             self.climb()  # the rank above may have changed meanwhile
 
@@ -81,7 +81,7 @@ class Uplink:
             try:
                 link = await connect(
                     router.topology.contacts[above],
-                    self._is_near(above),
+                    self._same_host(above),
                     self._tokens,
                     router.rank,
                     self._received,
@@ -110,14 +110,14 @@ class Uplink:
     def search(self) -> None:
         """At the root: check whether the absent ranks still listen."""
         if self._router.absent and not self._closed and (self._search is None or self._search.done()):
-            self._search = self._begin(self._look_for_absent())
+            self._search = self._begin(self._check_absent())
 
-    async def _look_for_absent(self) -> None:
+    async def _check_absent(self) -> None:
         router, now = self._router, asyncio.get_running_loop().time
         refused: dict[int, float] = {}  # by rank, the time of its first refusal
         while True:
             for rank in router.absent:
-                if await listens(router.topology.contacts[rank], self._is_near(rank)):
+                if await listens(router.topology.contacts[rank], self._same_host(rank)):
                     refused.pop(rank, None)
                 elif now() - refused.setdefault(rank, now()) > REFUSED_SECONDS and rank in router.absent:
                     router.give_up(rank, NOT_THERE)
@@ -125,7 +125,7 @@ class Uplink:
                 return  # listening ranks will connect; the next heartbeat checks again
             await asyncio.sleep(RETRY_SECONDS)
 
-    def _is_near(self, rank: int) -> bool:
+    def _same_host(self, rank: int) -> bool:
         contacts = self._router.topology.contacts
         return contacts[rank].host == contacts[self._router.rank].host
 

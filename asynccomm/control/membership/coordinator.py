@@ -119,19 +119,19 @@ class Coordinator:
         self._by, self._ranks = by, tuple(ranks)
         self._known = frozenset(self._ranks)
         self._patience, self._place, self._fresh = patience, place, fresh
-        self._asked_for: set[ParticipantId] = (
+        self._must_report: set[ParticipantId] = (
             {*self._ranks, *newcomers} if heir else set()
         )  # participants that must report first
-        self._asked_since: float | None = None  # time of the first report that is not None
-        self._heard: dict[ParticipantId, _Received] = {}
+        self._first_report: float | None = None  # time of the first report that is not None
+        self._received: dict[ParticipantId, _Received] = {}
         self._gone: dict[ParticipantId, str] = dict(gone or {})
         self._silent: set[ParticipantId] = set()
-        self._owing: dict[ParticipantId, float] = {}  # participants ordered to retry, and their deadlines
+        self._retry_deadlines: dict[ParticipantId, float] = {}  # participants ordered to retry, and their deadlines
         self._round: _Attempt | None = None
-        self._taken_back: set[tuple[ParticipantId, str]] = set()  # participants ordered to retry, and the decision
+        self._withdrawn: set[tuple[ParticipantId, str]] = set()  # participants ordered to retry, and the decision
         self._made: set[str] = set()  # keys of this coordinator's decisions
         self._heir = heir
-        self._refused = Rejected(-1, "", False)
+        self._rejected = Rejected(-1, "", False)
         self._attempt = 0  # the highest sent in any order
         self._tries: tuple[tuple[ParticipantId, ...], int] = (
             (),
@@ -160,28 +160,28 @@ class Coordinator:
         if who in self._gone:
             return
         if report is not None and report.state is ParticipantState.OUT:
-            self._goes(who, "was left out")
+            self._remove(who, "was left out")
             return
         self._silent.discard(who)
-        if report is not None and report.decision is not None and (who, report.decision.key) in self._taken_back:
+        if report is not None and report.decision is not None and (who, report.decision.key) in self._withdrawn:
             return  # sent before the participant read the order to drop the decision
-        self._heard[who] = _Received(report, now)
+        self._received[who] = _Received(report, now)
         if report is None or report.decision is None:
-            self._owing.pop(who, None)
-        if report is not None and self._asked_for:
-            self._asked_since = now if self._asked_since is None else self._asked_since
+            self._retry_deadlines.pop(who, None)
+        if report is not None and self._must_report:
+            self._first_report = now if self._first_report is None else self._first_report
             if report.decision is not None:
-                self._asked_for.update(report.decision.members)
-            if report.state is ParticipantState.REFUSED and report.attempt > self._refused.attempt:
-                self._refused = Rejected(report.attempt, report.why, report.mistake)
+                self._must_report.update(report.decision.members)
+            if report.state is ParticipantState.REFUSED and report.attempt > self._rejected.attempt:
+                self._rejected = Rejected(report.attempt, report.why, report.mistake)
 
     def lost(self, who: ParticipantId) -> None:
         """``who`` died."""
-        self._goes(who, "was lost")
+        self._remove(who, "was lost")
 
     def left(self, who: ParticipantId) -> None:
         """``who`` has closed the comm, and takes no further part."""
-        self._goes(who, "has left")
+        self._remove(who, "has left")
 
     def silent(self, who: ParticipantId) -> None:
         """``who`` is alive and does not answer: the coordinator stops waiting for its report."""
@@ -200,13 +200,13 @@ class Coordinator:
     def due(self) -> float | None:
         """When to call ``advance`` if no report arrives before; None: no time limit is running."""
         if self._unreported():
-            return None if self._asked_since is None else self._finite(self._asked_since + self._patience)
+            return None if self._first_report is None else self._finite(self._first_report + self._patience)
         if self._round is None:
-            proposal, wants = self._wants()
+            proposal, wants = self._asking()
             if proposal is None:
                 return None
-            return self._finite(self._waits_until(wants, self._missing(proposal, wants)))
-        if self._round.committed and not self._taken() - self._round.over:
+            return self._finite(self._decision_time(wants, self._missing(proposal, wants)))
+        if self._round.committed and not self._committed_members() - self._round.over:
             return None
         return self._finite(self._round.since + self._patience)
 
@@ -216,9 +216,9 @@ class Coordinator:
         if self._round is None or not self._round.committed:
             if self._adopt(now, out):
                 return True
-            self._send_back(now, out)
+            self._withdraw_stale(now, out)
         if self._round is None:
-            self._turn_away(out)
+            self._reject_late(out)
             return self._decide(now, out)
         if not self._round.committed:
             return self._prepare(now, out)
@@ -234,7 +234,7 @@ class Coordinator:
                     continue
                 if self._can_commit(decision, by_one=state is ParticipantState.COMMITTED):
                     if self._round is not None:
-                        self._again(self._round, f"rank {decision.by} has decided before", now, out)
+                        self._retry(self._round, f"rank {decision.by} has decided before", now, out)
                     self._round = _Attempt(decision, now, committed=True)
                     return True
         return False
@@ -242,42 +242,42 @@ class Coordinator:
     def _can_commit(self, decision: View, by_one: bool) -> bool:
         """Whether all members are ready to commit. After the first commit, members without a report count as ready."""
         for who in decision.members:
-            if who in self._gone or who not in self._heard:
+            if who in self._gone or who not in self._received:
                 if not by_one:
                     return False
                 continue
-            report = self._heard[who].report
+            report = self._received[who].report
             if report is None or report.decision != decision:
                 return False
             if report.state not in (ParticipantState.PREPARED, ParticipantState.COMMITTED):
                 return False
         return True
 
-    def _send_back(self, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
+    def _withdraw_stale(self, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
         """Withdraw all decisions that no member can commit any more."""
         for who, report in self._reports():
             if report.decision is None or report.decision == self.decision:
                 continue
             if report.state is ParticipantState.COMMITTED:
-                self._leave_out(who, "while it was silent, the members of its comm went on without it", out)
+                self._exclude(who, "while it was silent, the members of its comm went on without it", out)
             else:
                 why = f"rank {report.decision.by}, which decided, has not seen it through"
-                self._send_again(who, report.decision, why, now, out)
+                self._send_retry(who, report.decision, why, now, out)
 
-    def _turn_away(self, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
+    def _reject_late(self, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
         """Reject late calls up to the rejected attempt, for the rejection is for the calls of all ranks."""
         for who, report in self._reports():
             # a newcomer's first attempt may be later than the rejection
-            late = report.attempt <= self._refused.attempt and (isinstance(who, int) or report.attempt > 0)
+            late = report.attempt <= self._rejected.attempt and (isinstance(who, int) or report.attempt > 0)
             if report.state is not ParticipantState.WANTS:
                 continue
             if late:
-                self._refuse(who, out)
+                self._reject(who, out)
             elif self._known <= self._gone.keys():
-                self._leave_out(who, "no rank of the comm is left to go on", out)
+                self._exclude(who, "no rank of the comm is left to go on", out)
 
     def _decide(self, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> bool:
-        first, wants = self._wants()
+        first, wants = self._asking()
         if first is None:
             return False
         # the attempt also covers participants that were ordered to retry and have not asked again yet
@@ -287,14 +287,14 @@ class Coordinator:
             if other != proposal:
                 both = ((proposer, proposal), (who, other))
                 why = ", ".join(f"{describe_participant(one)} proposes {describe_many(them)}" for one, them in both)
-                return self._refuse_all(wants, Rejected(attempt, why, mistake=True), out)
+                return self._reject_all(wants, Rejected(attempt, why, mistake=True), out)
         missing = self._missing(first, wants)
-        if now < self._waits_until(wants, missing):
+        if now < self._decision_time(wants, missing):
             return False
         members = tuple(who for who in proposal if who in wants and who not in self._silent)
         if not members:
             why = f"none of {describe_many(proposal)}, which {describe_participant(proposer)} proposes, can go on"
-            return self._refuse_all(wants, Rejected(attempt, why, mistake=False), out)
+            return self._reject_all(wants, Rejected(attempt, why, mistake=False), out)
         decision = View(self._fresh(), self._by, attempt, members, plain(self._place(members)))
         self._made.add(decision.key)
         self._round = _Attempt(decision, now)
@@ -313,7 +313,7 @@ class Coordinator:
         waiting: list[ParticipantId] = []
         why = ""
         for who in decision.members:
-            report = self._heard[who].report if who in self._heard else None
+            report = self._received[who].report if who in self._received else None
             if who in self._gone:
                 why = f"{describe_participant(who)} {self._gone[who]}"
             elif report is None or (report.decision is None and report.attempt > decision.attempt):
@@ -329,7 +329,7 @@ class Coordinator:
         if waiting and now >= self._round.since + self._patience:
             why = f"{describe_participant(waiting[0])} was not connected after {self._patience:g} s"
         if why:
-            self._again(self._round, why, now, out)
+            self._retry(self._round, why, now, out)
             return True
         if not waiting:
             self._round.committed, self._round.since = True, now
@@ -348,8 +348,8 @@ class Coordinator:
                     out.append((who, Commit(decision.key)))
             elif report.decision != decision or report.state is not ParticipantState.COMMITTED:
                 why = f": {self._round.reasons[who]}" if who in self._round.reasons else ""
-                self._leave_out(who, f"the comm goes on as {describe_many(decision.members)}{why}", out)
-        taken = self._taken()
+                self._exclude(who, f"the comm goes on as {describe_many(decision.members)}{why}", out)
+        taken = self._committed_members()
         pending = set(decision.members) - taken - self._gone.keys() - self._silent
         if not pending or now >= self._round.since + self._patience:
             out += [(who, Finalized(decision.key)) for who in decision.members if who in taken - self._round.over]
@@ -358,29 +358,29 @@ class Coordinator:
     # queries
 
     def _unreported(self) -> set[ParticipantId]:
-        return self._asked_for - self._heard.keys() - self._gone.keys() - self._silent
+        return self._must_report - self._received.keys() - self._gone.keys() - self._silent
 
     def _all_reported(self, now: float) -> bool:
         """Whether all reports are in, or the wait for them is over."""
-        if self._unreported() and (self._asked_since is None or now < self._asked_since + self._patience):
+        if self._unreported() and (self._first_report is None or now < self._first_report + self._patience):
             return False
-        self._asked_for = set()
+        self._must_report = set()
         return True
 
     def _reports(self) -> Iterator[tuple[ParticipantId, StatusReport]]:
         """All reports that are not None; the reports may change during the iteration."""
-        for who, heard in list(self._heard.items()):
-            if heard.report is not None:
-                yield who, heard.report
+        for who, received in list(self._received.items()):
+            if received.report is not None:
+                yield who, received.report
 
-    def _wants(self) -> tuple[_InProposal | None, dict[ParticipantId, _Received]]:
+    def _asking(self) -> tuple[_InProposal | None, dict[ParticipantId, _Received]]:
         """The proposal of the first asking rank, if any, and all asking participants."""
-        wants = {who: h for who, h in self._heard.items() if h.report and h.report.state is ParticipantState.WANTS}
+        wants = {who: h for who, h in self._received.items() if h.report and h.report.state is ParticipantState.WANTS}
         first = next((who for who in wants if isinstance(who, int)), None)
         return (None if first is None else self._proposal(first)), wants
 
     def _proposal(self, who: ParticipantId) -> _InProposal:
-        report = self._heard[who].report
+        report = self._received[who].report
         assert report is not None
         return _InProposal(self._ranks if report.proposal is None else report.proposal, who)
 
@@ -388,7 +388,7 @@ class Coordinator:
         """The proposed participants that the decision waits for."""
         return [who for who in proposed.members if not (who in wants or who in self._gone or who in self._silent)]
 
-    def _waits_until(self, wants: Mapping[ParticipantId, _Received], missing: list[ParticipantId]) -> float:
+    def _decision_time(self, wants: Mapping[ParticipantId, _Received], missing: list[ParticipantId]) -> float:
         """When to decide without the missing participants. A participant ordered to retry has time to ask again."""
         if not missing:
             return -math.inf
@@ -396,14 +396,14 @@ class Coordinator:
         until = min(since + wait for since, wait in asked)
         if all(isinstance(who, str) for who in missing):  # a living newcomer has its invitation by now
             until = min(until, max(since for since, _ in asked) + COMING)
-        return max(until, *(self._owing.get(who, -math.inf) for who in missing))
+        return max(until, *(self._retry_deadlines.get(who, -math.inf) for who in missing))
 
     def _check_maker(self, decision: View) -> None:
         """Raises: GarbledError: neither this nor an earlier coordinator can have made the decision."""
         if decision.key not in self._made if decision.by == self._by else decision.by > self._by or not self._heir:
             raise GarbledError(f"nobody has made the decision {decision.key!r}")
 
-    def _taken(self) -> set[ParticipantId]:
+    def _committed_members(self) -> set[ParticipantId]:
         assert self._round is not None
         decision = self._round.decision
         return {who for who, r in self._reports() if r.state is ParticipantState.COMMITTED and r.decision == decision}
@@ -413,34 +413,34 @@ class Coordinator:
 
     # updates
 
-    def _goes(self, who: ParticipantId, what: str) -> None:
+    def _remove(self, who: ParticipantId, what: str) -> None:
         self._gone.setdefault(who, what)
-        self._heard.pop(who, None)
+        self._received.pop(who, None)
         self._silent.discard(who)
-        self._owing.pop(who, None)
+        self._retry_deadlines.pop(who, None)
 
-    def _again(self, round_: _Attempt, why: str, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
+    def _retry(self, round_: _Attempt, why: str, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
         """Order all members to retry; after too many failures, reject their next calls."""
         decision = round_.decision
         members, tries = self._tries
         self._tries = decision.members, tries + 1 if members == decision.members else 1
         failed = self._tries[1] >= TRIES
         if failed:
-            self._refused = Rejected(
+            self._rejected = Rejected(
                 decision.attempt + 1, f"{describe_many(decision.members)} could not connect: {why}", False
             )
             self._tries = (), 0
         self._round = None
         for who in decision.members:
-            report = self._heard[who].report if who in self._heard else None
+            report = self._received[who].report if who in self._received else None
             back = report is not None and report.state is ParticipantState.WANTS and report.attempt > decision.attempt
             if who not in self._gone and not back:
-                self._send_again(who, decision, why, now, out)
+                self._send_retry(who, decision, why, now, out)
         if failed:
-            for who in self._wants()[1]:
-                self._refuse(who, out)
+            for who in self._asking()[1]:
+                self._reject(who, out)
 
-    def _send_again(
+    def _send_retry(
         self,
         who: ParticipantId,
         decision: View,
@@ -449,30 +449,30 @@ class Coordinator:
         out: list[tuple[ParticipantId, CoordinatorOrder]],
     ) -> None:
         self._forget(who, now)
-        self._taken_back.add((who, decision.key))
+        self._withdrawn.add((who, decision.key))
         self._attempt = max(self._attempt, decision.attempt + 1)
-        self._owing.setdefault(who, now + self._patience)
+        self._retry_deadlines.setdefault(who, now + self._patience)
         out.append((who, Retry(decision.key, decision.attempt + 1, why)))
 
-    def _refuse_all(
+    def _reject_all(
         self, wants: Iterable[ParticipantId], refused: Rejected, out: list[tuple[ParticipantId, CoordinatorOrder]]
     ) -> bool:
-        self._refused = refused
+        self._rejected = refused
         for who in wants:
-            self._refuse(who, out)
+            self._reject(who, out)
         return True
 
-    def _refuse(self, who: ParticipantId, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
-        self._forget(who, self._heard[who].since)
-        out.append((who, self._refused))
+    def _reject(self, who: ParticipantId, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
+        self._forget(who, self._received[who].since)
+        out.append((who, self._rejected))
 
-    def _leave_out(self, who: ParticipantId, why: str, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
-        self._forget(who, self._heard[who].since)
+    def _exclude(self, who: ParticipantId, why: str, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
+        self._forget(who, self._received[who].since)
         out.append((who, Excluded(why)))
 
     def _forget(self, who: ParticipantId, now: float) -> None:
         """Drop the report of ``who``, which holds no decision after reading the order sent now."""
-        self._heard[who] = _Received(None, now)
+        self._received[who] = _Received(None, now)
 
 
 class _Received(NamedTuple):

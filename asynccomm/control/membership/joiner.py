@@ -55,14 +55,14 @@ class Joiner:
         self._tokens = tokens
         self._thread: ControlThread = control_thread()
         self._participant = Participant(name, ranks)
-        self._hear: Callable[[CoordinatorOrder], object] = _nothing
+        self._on_order: Callable[[CoordinatorOrder], object] = _nothing
         self._wait = 0.0
         self._host = socket.gethostname()
         self._leaving = False  # withdrawn; the exit is to be reported
         self._closing = False  # to end once the participant may leave
         self._ended_here = False
         self._link: Connection | None = None
-        self._heard = 0.0  # time of the last message
+        self._last_message = 0.0  # time of the last message
         self._task: asyncio.Task[None] | None = None
         self._lost: asyncio.Event | None = None  # set at the end of the connection
 
@@ -72,7 +72,7 @@ class Joiner:
         """Ask to join. Thread-safe."""
 
         def ask() -> None:
-            self._hear, self._wait = hear, wait
+            self._on_order, self._wait = hear, wait
             self._participant.ask(proposal, wait)
             self._connect()
             self._report()
@@ -108,7 +108,7 @@ class Joiner:
                 self._connect()
                 self._thread.loop.call_later(REACH_SECONDS, self._end)
             else:
-                self._say_out(self._link)
+                self._send_exit(self._link)
 
         self._thread.call(leave)
 
@@ -140,9 +140,9 @@ class Joiner:
     def _connect(self) -> None:
         if self._task is None:
             self._lost = asyncio.Event()
-            self._task = self._thread.loop.create_task(self._stay())
+            self._task = self._thread.loop.create_task(self._stay_connected())
 
-    async def _stay(self) -> None:
+    async def _stay_connected(self) -> None:
         """Stay connected to the current root."""
         assert self._lost is not None
         seen = time.monotonic()  # time of the last contact with any rank
@@ -159,33 +159,33 @@ class Joiner:
                 except OSError:
                     continue
                 if self._leaving:
-                    self._say_out(self._link)
+                    self._send_exit(self._link)
                     return
-                await self._keep(self._link)
+                await self._hold_connection(self._link)
                 seen = time.monotonic()
                 break
             if time.monotonic() - seen > REACH_SECONDS:
-                self._leave_out("none of its ranks can be reached any more")
+                self._exclude("none of its ranks can be reached any more")
                 return
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _keep(self, link: Connection) -> None:
+    async def _hold_connection(self, link: Connection) -> None:
         """Report, and hold the connection until it ends, or no message has come for ``SILENT_SECONDS``."""
         assert self._lost is not None
-        self._heard = time.monotonic()
+        self._last_message = time.monotonic()
         self._report()
         while not self._lost.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PROBE_SECONDS):
                     await self._lost.wait()
-            if time.monotonic() - self._heard > SILENT_SECONDS:
+            if time.monotonic() - self._last_message > SILENT_SECONDS:
                 link.drop("it is silent")
         self._lost.clear()
 
-    def _leave_out(self, why: str) -> None:
+    def _exclude(self, why: str) -> None:
         order = self._participant.hear(order_message(Excluded(why)))
         if order is not None:
-            self._hear(order)
+            self._on_order(order)
         self._end_if_over()
 
     def _report(self) -> None:
@@ -193,21 +193,21 @@ class Joiner:
         if self._link is not None and report is not None and not self._leaving:
             self._link.send({"comm": self._key, "ranks": self._ranks, "report": report})
 
-    def _say_out(self, link: Connection) -> None:
+    def _send_exit(self, link: Connection) -> None:
         link.send(
             {"comm": self._key, "ranks": self._ranks, "report": report_message(StatusReport(ParticipantState.OUT, 0))}
         )
         self._end()
 
     def _received(self, connection: Connection, message: ControlMessage) -> None:
-        self._heard = time.monotonic()
+        self._last_message = time.monotonic()
         if "order" not in message:
             return  # a heartbeat of the root
         order = self._participant.hear(message["order"])
         if isinstance(order, Rejected) and order.mistake:  # a mistake of the ranks, which may call again
             self._participant.ask(None, self._wait)
         elif order is not None:
-            self._hear(order)
+            self._on_order(order)
         if isinstance(order, (Retry, Commit, Rejected, Excluded)):
             self._report()
         self._end_if_over()

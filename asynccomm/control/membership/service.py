@@ -49,14 +49,14 @@ class Joiners(Protocol):
 class _Participation:
     """This rank's part in one comm's agreement."""
 
-    __slots__ = ("hear", "participant", "ranks")
+    __slots__ = ("on_order", "participant", "ranks")
 
     def __init__(
-        self, participant: Participant, ranks: Sequence[int], hear: Callable[[CoordinatorOrder], object]
+        self, participant: Participant, ranks: Sequence[int], on_order: Callable[[CoordinatorOrder], object]
     ) -> None:
         self.participant = participant
         self.ranks = list(ranks)
-        self.hear = hear
+        self.on_order = on_order
 
 
 @final
@@ -106,7 +106,7 @@ class MembershipService:
         if candidacy is None:
             candidacy = _Participation(Participant(self._router.rank, ranks), ranks, hear)
         candidacy.participant.ask(proposal, wait)
-        candidacy.hear = hear
+        candidacy.on_order = hear
         self._candidacies[key] = candidacy
         self._report(key)
 
@@ -127,29 +127,29 @@ class MembershipService:
     def give_up(self, key: str) -> None:
         """Leave the agreement for good: the others may have gone on without this rank."""
         self._candidacies.pop(key, None)
-        self._keep_out(key, "it has given up waiting for that")
+        self._mark_excluded(key, "it has given up waiting for that")
         self._router.send(ROOT, "report", comm=key, ranks=[], report=None, left=True)
-        self._wake()
+        self._notify()
 
     def followed(self, key: str, members: Collection[object]) -> None:
         """``members`` have continued the comm ``key`` as another comm, and leave the channel."""
         if self._router.rank not in members:
-            self._leave_out(key, f"ranks {sorted(rank for rank in members if isinstance(rank, int))} have gone on")
+            self._exclude(key, f"ranks {sorted(rank for rank in members if isinstance(rank, int))} have gone on")
 
-    def _leave_out(self, key: str, why: str) -> None:
-        self._keep_out(key, why)
+    def _exclude(self, key: str, why: str) -> None:
+        self._mark_excluded(key, why)
         candidacy = self._candidacies.get(key)
         if candidacy is not None and candidacy.participant.asking:
             order = candidacy.participant.hear(order_message(Excluded(why)))
             if order is not None:
-                candidacy.hear(order)
-        self._wake()
+                candidacy.on_order(order)
+        self._notify()
 
-    def _keep_out(self, key: str, why: str) -> None:
+    def _mark_excluded(self, key: str, why: str) -> None:
         self._out.setdefault(key, why)
         _limit(self._out)
 
-    def _wake(self) -> None:
+    def _notify(self) -> None:
         if self._changed is not None:
             self._changed.set_result(None)
             self._changed = None
@@ -185,11 +185,11 @@ class MembershipService:
             _log.warning("rank %s coordinates what it cannot: %s", message.get("from"), exc)
             return
         if order is not None:  # before the report, because the report may bring the next order at once
-            candidacy.hear(order)
+            candidacy.on_order(order)
         if isinstance(order, (Retry, Commit, Rejected, Excluded)):
             self._report(key)
         if isinstance(order, (Finalized, Excluded)):
-            self._wake()
+            self._notify()
 
     def hear_poll(self, message: ControlMessage, known: Callable[[str], bool]) -> None:
         """Report this rank's state to a new coordinator."""
@@ -282,7 +282,7 @@ class MembershipService:
         """``who`` is gone; ``how`` is empty after an orderly leave."""
         if self._router.fenced:  # this rank itself was declared lost
             for key in list(self._candidacies):
-                self._leave_out(key, self._router.fenced)
+                self._exclude(key, self._router.fenced)
             return
         for key, coordinator in list(self._coordinators.items()):
             (coordinator.lost if how else coordinator.left)(who)

@@ -143,7 +143,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if isinstance(exc, OSError):
-            self._read_the_rest()
+            self._read_remaining()
         self._transport = None
         _open.discard(self)
         if exc is not None and self._how == ENDED:
@@ -152,7 +152,7 @@ class Connection(asyncio.Protocol):
         self.received = _nothing
         ended(self, self._how)
 
-    def _read_the_rest(self) -> None:
+    def _read_remaining(self) -> None:
         """Read the remaining data after a failed write: the peer's last messages, such as its leave, may be there."""
         assert self._transport is not None
         fd = self._transport.get_extra_info("socket").fileno()
@@ -199,7 +199,7 @@ async def _connect(
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[None] = loop.create_future()
 
-    def hear(connection: Connection, message: ControlMessage) -> None:
+    def on_answer(connection: Connection, message: ControlMessage) -> None:
         if answer.done():
             return
         if not tokens.may_answer(message.get("token")):
@@ -212,11 +212,11 @@ async def _connect(
         answer.set_result(None)
         connection.hold()
 
-    def over(connection: Connection, how: str) -> None:
+    def on_end(connection: Connection, how: str) -> None:
         if not answer.done():
             answer.set_exception(ConnectionResetError(errno.ECONNRESET, how))
 
-    connection = Connection(hear, over)
+    connection = Connection(on_answer, on_end)
     sock = None
     if isinstance(address, str):
         sock = await _local(address)

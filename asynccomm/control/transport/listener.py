@@ -79,7 +79,7 @@ class Listener:
                 return
             task = self.loop.create_task(self._connect(taken))
             self._coming[task] = taken
-            task.add_done_callback(self._came)
+            task.add_done_callback(self._on_accepted)
 
     def _take_again(self, sock: socket.socket) -> None:
         if not self._closed:
@@ -88,9 +88,9 @@ class Listener:
 
     async def _connect(self, taken: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        await loop.connect_accepted_socket(lambda: Connection(self._greet, self._ended, self._arrived), taken)
+        await loop.connect_accepted_socket(lambda: Connection(self._on_hello, self._ended, self._on_connected), taken)
 
-    def _came(self, task: asyncio.Task[None]) -> None:
+    def _on_accepted(self, task: asyncio.Task[None]) -> None:
         taken = self._coming.pop(task)
         if task.cancelled() or task.exception() is not None:
             taken.close()  # a task cancelled before its start closes nothing
@@ -100,7 +100,7 @@ class Listener:
         for sock in (*self._socks, *self._coming.values()):
             close_inherited(sock.fileno())
 
-    def _arrived(self, connection: Connection) -> None:
+    def _on_connected(self, connection: Connection) -> None:
         if self._closed:  # accepted before the listener closed
             connection.drop("nobody listens any more")
             return
@@ -112,7 +112,7 @@ class Listener:
         late = connection.loop.call_later(HELLO_SECONDS, self._refuse, connection, "it did not say hello")
         self._strangers[connection] = late
 
-    def _greet(self, connection: Connection, message: ControlMessage) -> None:
+    def _on_hello(self, connection: Connection, message: ControlMessage) -> None:
         timer = self._strangers.pop(connection, None)
         if timer is None:
             return  # already refused
