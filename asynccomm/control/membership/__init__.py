@@ -1,1 +1,1 @@
-"""The agreement on a comm's next members: a two-phase commit of a coordinator, the participants and newcomers."""
+"""The agreement on a comm's next members: a two-phase commit of a coordinator and its participants."""

@@ -9,8 +9,8 @@ one of the two processes dies. Each death is eventually reported to all, and no 
    silent. Newcomers that are missing ``COMING`` seconds after the ranks count as dead. If proposals differ, all calls
    are rejected.
 2. The members connect, and report *prepared*. Once all members are prepared, the coordinator sends ``Commit``; if a
-   member cannot connect, is gone or takes too long, it sends ``Retry``, and all members want again. Members that have
-   failed ``TRIES`` times are rejected.
+   member cannot connect, is gone or takes too long, the coordinator sends ``Retry``, and all members want again. Members
+   that have failed ``TRIES`` times are rejected.
 3. A member that receives ``Commit`` has taken the decision, and reports *committed*. Once all members have, the
    coordinator sends ``Finalized``.
 4. A participant that wants and is no member of the committed decision is *excluded*, at once or when it asks, for good.
@@ -132,7 +132,7 @@ class Coordinator:
         self._made: set[str] = set()  # keys of this coordinator's decisions
         self._heir = heir
         self._rejected = Rejected(-1, "", False)
-        self._attempt = 0  # the highest sent in any order
+        self._attempt = 0  # the highest attempt sent in any order
         self._tries: tuple[tuple[ParticipantId, ...], int] = (
             (),
             0,
@@ -176,15 +176,15 @@ class Coordinator:
                 self._rejected = Rejected(report.attempt, report.why, report.mistake)
 
     def lost(self, who: ParticipantId) -> None:
-        """``who`` died."""
+        """Record that ``who`` died."""
         self._remove(who, "was lost")
 
     def left(self, who: ParticipantId) -> None:
-        """``who`` has closed the comm, and takes no further part."""
+        """Record that ``who`` has closed the comm, and takes no further part."""
         self._remove(who, "has left")
 
     def silent(self, who: ParticipantId) -> None:
-        """``who`` is alive and does not answer: the coordinator stops waiting for its report."""
+        """Record that ``who`` is alive and does not answer; the coordinator stops waiting for its report."""
         if who not in self._gone:
             self._silent.add(who)
 

@@ -80,7 +80,7 @@ class Joiner:
         self._thread.call(ask)
 
     def prepared(self, decision: str) -> None:
-        """The members of a decision are connected. Thread-safe."""
+        """Record and report that the members of a decision are connected. Thread-safe."""
 
         def prepared() -> None:
             self._participant.prepared(decision)
@@ -89,7 +89,7 @@ class Joiner:
         self._thread.call(prepared)
 
     def failed(self, decision: str, why: str) -> None:
-        """The members of a decision could not connect. Thread-safe."""
+        """Record and report that the members of a decision could not connect. Thread-safe."""
 
         def failed() -> None:
             self._participant.failed(decision, why)

@@ -111,14 +111,14 @@ class MembershipService:
         self._report(key)
 
     def prepared(self, key: str, decision: str) -> None:
-        """The members of a decision are connected."""
+        """Record and report that the members of a decision are connected."""
         candidacy = self._candidacies.get(key)
         if candidacy is not None:
             candidacy.participant.prepared(decision)
             self._report(key)
 
     def failed(self, key: str, decision: str, why: str) -> None:
-        """The members of a decision could not connect."""
+        """Record and report that the members of a decision could not connect."""
         candidacy = self._candidacies.get(key)
         if candidacy is not None:
             candidacy.participant.failed(decision, why)
@@ -132,7 +132,7 @@ class MembershipService:
         self._notify()
 
     def followed(self, key: str, members: Collection[object]) -> None:
-        """``members`` have continued the comm ``key`` as another comm, and leave the channel."""
+        """Record that ``members`` have continued the comm ``key`` as another comm, and leave the channel."""
         if self._router.rank not in members:
             self._exclude(key, f"ranks {sorted(rank for rank in members if isinstance(rank, int))} have gone on")
 
@@ -279,7 +279,7 @@ class MembershipService:
     # -- changes of other ranks ---------------------------------------------------------------------------------------
 
     def gone(self, who: ParticipantId, how: str) -> None:
-        """``who`` is gone; ``how`` is empty after an orderly leave."""
+        """Record that ``who`` is gone; ``how`` is empty after an orderly leave."""
         if self._router.fenced:  # this rank itself was declared lost
             for key in list(self._candidacies):
                 self._exclude(key, self._router.fenced)
@@ -289,7 +289,7 @@ class MembershipService:
             self._loop.call_soon(self._advance, key)  # not now: another rank may become the root first
 
     def left(self, key: str, rank: int) -> None:
-        """``rank`` has closed one comm."""
+        """Record that ``rank`` has closed one comm."""
         coordinator = self._coordinators.get(key)
         if coordinator is None:
             self._note_leaving(key, rank)
