@@ -9,8 +9,8 @@ one of the two processes dies. Each death is eventually reported to all, and no 
    silent. Newcomers that are missing ``COMING`` seconds after the ranks count as dead. If proposals differ, all calls
    are rejected.
 2. The members connect, and report *prepared*. Once all members are prepared, the coordinator sends ``Commit``; if a
-   member cannot connect, is gone or takes too long, the coordinator sends ``Retry``, and all members want again. Members
-   that have failed ``TRIES`` times are rejected.
+   member cannot connect, is gone or takes too long, the coordinator sends ``Retry``, and all members want again.
+   Members that have failed ``TRIES`` times are rejected.
 3. A member that receives ``Commit`` has taken the decision, and reports *committed*. Once all members have, the
    coordinator sends ``Finalized``.
 4. A participant that wants and is no member of the committed decision is *excluded*, at once or when it asks, for good.

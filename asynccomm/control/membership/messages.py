@@ -129,7 +129,7 @@ def describe_many(people: Sequence[ParticipantId]) -> str:
 
 
 def check_proposal(proposal: Sequence[object], ranks: Collection[int]) -> tuple[ParticipantId, ...]:
-    """The checked proposal. Raises: ValueError: it is empty, or names a participant twice or a rank outside the comm."""
+    """The checked proposal. Raises: ValueError: it is empty, or has a participant twice or a rank outside the comm."""
     if not 0 < len(proposal) <= MAX_PEOPLE:
         raise ValueError(f"a proposal names 1 to {MAX_PEOPLE} participants, got {len(proposal)}")
     found: list[ParticipantId] = []
