@@ -24,6 +24,7 @@ from asynccomm.control.mismatch import MismatchDetector
 from asynccomm.control.requests import Requests
 from asynccomm.control.router import ALL, HERE, Router
 from asynccomm.control.subscribers import Subscriber, Subscribers
+from asynccomm.control.timing import LINGER_SECONDS
 from asynccomm.control.transport.connection import Connection, Tokens
 from asynccomm.control.transport.framing import ControlMessage
 from asynccomm.control.transport.listener import Listener
@@ -35,7 +36,6 @@ from asynccomm.control.uplink import Uplink
 ATTACH_SECONDS: Final = 10.0  # for the first connection; without it, there is no control channel
 GOODBYE_SECONDS: Final = 0.5  # for the connected ranks to acknowledge this rank's leave
 PULSE_SECONDS: Final = 1.0  # between heartbeats
-LINGER_SECONDS: Final = 30.0  # for the others to learn of a commit that this rank holds
 
 NOT_THE_ROOT: Final = "newcomers talk to the root"
 

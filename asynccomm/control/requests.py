@@ -11,10 +11,10 @@ from typing import Final, NamedTuple, final
 
 from asynccomm.control.router import Router, Transport
 from asynccomm.control.subscribers import EVERY, Subscribers
+from asynccomm.control.timing import PING_SECONDS
 from asynccomm.control.transport.framing import MESSAGE_BYTES, ControlMessage
 
 ANSWER_SECONDS: Final = 1.0  # for ranks to answer with an issued operation, or with their state
-PING_SECONDS: Final = 0.1  # for an event loop to run a callback before it counts as blocked
 ANSWER_BYTES: Final = MESSAGE_BYTES - 4096  # the rest is for the enclosing message
 
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final, final
 
 from asynccomm.control.router import Router
+from asynccomm.control.timing import REACH_SECONDS
 from asynccomm.control.transport.connection import Connection, Tokens, connect, listens
 from asynccomm.control.transport.framing import ControlMessage
 
-REACH_SECONDS: Final = 5.0  # after which an unreachable rank counts as lost
 RETRY_SECONDS: Final = 0.02  # between attempts to reach the rank above
 REFUSED_SECONDS: Final = 0.2  # after which a rank that does not listen, without news of its leave, counts as lost
 NOT_THERE: Final = "it does not listen any more"

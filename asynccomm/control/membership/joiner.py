@@ -22,6 +22,7 @@ from asynccomm.control.membership.messages import (
     report_message,
 )
 from asynccomm.control.membership.participant import Participant
+from asynccomm.control.timing import LINGER_SECONDS, REACH_SECONDS, SILENT_SECONDS
 from asynccomm.control.transport.connection import Connection, Tokens, connect
 from asynccomm.control.transport.framing import ControlMessage
 from asynccomm.control.transport.thread import ControlThread, control_thread
@@ -29,9 +30,6 @@ from asynccomm.control.transport.topology import RankAddress
 
 RETRY_SECONDS: Final = 0.05  # between rounds through the ranks while no root accepts the newcomer
 PROBE_SECONDS: Final = 1.0  # for a rank to answer; the rank may be stopped
-SILENT_SECONDS: Final = 3.0  # without any heartbeat, after which a root counts as stopped
-REACH_SECONDS: Final = 5.0  # without any reachable rank, after which all ranks count as lost
-LINGER_SECONDS: Final = 30.0  # for the others to learn of a commit that this newcomer holds
 
 
 @final

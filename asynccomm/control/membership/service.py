@@ -29,10 +29,10 @@ from asynccomm.control.membership.messages import (
 )
 from asynccomm.control.membership.participant import Participant
 from asynccomm.control.router import ROOT, Router
+from asynccomm.control.timing import SILENT_SECONDS
 from asynccomm.control.transport.framing import ControlMessage
 
 PATIENCE: Final = 30.0  # seconds for a member to connect the new comm, or to report to a new root
-SILENT_SECONDS: Final = 3.0  # without any heartbeat, after which a rank counts as stopped
 ORDERS: Final = 1024  # comms that each table keeps
 
 _log = logging.getLogger("asynccomm")
