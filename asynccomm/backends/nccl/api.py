@@ -68,7 +68,7 @@ REDUCTIONS: Final[Mapping[RedOpType, int]] = {
 }
 
 _TESTED: Final = ((0, 6), (0, 7))  # minor versions of nccl4py: the first tested, the first untested
-_OLDEST: Final = 22800  # the first NCCL with all_to_all, gather and scatter of its own
+_OLDEST: Final = 22800  # the first NCCL with native all_to_all, gather and scatter
 _NEEDED: Final = (
     *("GetVersion", "GetUniqueId", "GetErrorString", "GetLastError", "GroupStart", "GroupEnd"),
     *("CommInitRankConfig", "CommSplit", "CommFinalize", "CommDestroy", "CommAbort", "CommGetAsyncError"),
@@ -128,15 +128,15 @@ class Config:
     """The settings of a new communicator. None leaves a setting to NCCL and its environment variables."""
 
     blocking: bool = False  #: whether calls return only once they are done
-    name: str | None = None  #: in NCCL's log and profiles
+    name: str | None = None  #: name in NCCL's log and profiles
     min_ctas: int | None = None  #: least number of thread blocks per kernel
     max_ctas: int | None = None  #: greatest number of thread blocks per kernel
-    nvls_ctas: int | None = None  #: thread blocks for reductions in the switch
-    cga_cluster_size: int | None = None  #: thread blocks per cluster, 0 to 8
+    nvls_ctas: int | None = None  #: number of thread blocks for reductions in the switch
+    cga_cluster_size: int | None = None  #: number of thread blocks per cluster, 0 to 8
     cta_policy: int | None = None  #: 0 default, 1 efficiency, 2 no thread blocks where NCCL can do without
     net_name: str | None = None  #: name of the network module: "IB", "Socket", ...
-    traffic_class: int | None = None  #: in the network's own meaning
-    collnet_enable: bool | None = None  #: reductions in the network
+    traffic_class: int | None = None  #: traffic class, in the network's own numbering
+    collnet_enable: bool | None = None  #: whether the network may reduce
     split_share: bool | None = None  #: whether a split's child shares the parent's resources
     shrink_share: bool | None = None  #: whether a shrink's child shares the parent's resources
 

@@ -116,7 +116,7 @@ class NcclBackend(Backend):
         self._ending_lock = threading.Lock()
         self._ending: threading.Thread | None = None
 
-    # -- beginning ----------------------------------------------------------------------------------------------------
+    # -- connecting ---------------------------------------------------------------------------------------------------
 
     @classmethod
     def check_hints(cls, hints: Mapping[str, str]) -> None:
