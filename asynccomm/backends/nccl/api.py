@@ -195,7 +195,7 @@ class Nccl(Protocol):
         """Free this rank's resources of ``comm``. Blocks until that is done, even if ``comm`` is non-blocking."""
 
     def abort(self, *comms: CommHandle) -> None:
-        """End all operations of ``comms`` and free them. Blocks until that is done, even if they are non-blocking.
+        """End all operations of ``comms`` at once, and free them. Blocks until that is done, non-blocking or not.
 
         Communicators that wait for each other end only together, so one call takes all communicators of a process. All
         of ``comms`` are freed after the call, even if it raises.

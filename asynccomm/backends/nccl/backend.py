@@ -3,14 +3,15 @@
 The collectives of a comm share one NCCL communicator and one stream. A batch of operations is lowered to calls
 (``lowering``), which go to NCCL as one group between two events. The stream follows the work that the callers had
 queued on their current streams at the calls (``call_streams``); a caller's stream follows it on ``Work.wait_stream``.
-The poller (``poller``) detects that the second event has passed; until then the submissions keep their tensors. Batches
-therefore take effect one after the other, also on the same memory, with the copies before and after each batch.
+The poller (``poller``) detects that the second event has passed; until then the submissions keep their tensors.
+Batches, including the copies before and after their calls, therefore take effect one after the other, also on the same
+memory.
 
-Messages, parcels and barriers use a side channel on the host (``side_channel``, ``p2p``) for their headers. Their
-payloads from device to device use separate communicators and streams (``transfers``), which follow the callers' streams
-and not the stream of the collectives. Where collectives of parcels share memory with other collectives, the host keeps
-their order (``hazard_tracker``). Messages have no order with collectives: a caller must await an operation before it
-sends or receives a message in the same memory.
+Messages, parcels and barriers use a side channel on the host (``side_channel``, ``p2p``). Payloads from device to
+device use separate communicators and streams (``transfers``), which follow the callers' streams and not the stream of
+the collectives. Where collectives of parcels share memory with other collectives, the host keeps their order
+(``hazard_tracker``). Messages have no order with collectives: a caller must await an operation before it sends or
+receives a message in the same memory.
 
 During a stream capture, operations on tensors are queued on the captured stream itself, and become part of its graph.
 Estimates of duration come from NCCL groups that do not run (``estimates``).

@@ -162,7 +162,7 @@ class HazardTracker:
             self._go_on()
 
     def end(self) -> None:
-        """Drop all waiting entries, and start no more: the comm is broken. From any thread, more than once."""
+        """Drop waiting entries, whose Works the broken comm fails; start no more. From any thread, more than once."""
         with self._lock:
             self._ended = True
             self.quiet = False
@@ -175,7 +175,7 @@ class HazardTracker:
     # -- with the lock held -------------------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
-        """Have a lane start the first waiting entry if it has no conflict any more."""
+        """Have a lane start the waiting entries that have no conflict any more."""
         if self._waiting and not self._starting:
             self._starting = True
             self._lanes.put("waiting", self._start_waiting)

@@ -210,7 +210,7 @@ def _spread(plan: LoweredBatch, memory: Tensor, tensors: Sequence[Tensor]) -> No
 class _ReductionPlan:
     """The plan of one reduction of tensors of one dtype.
 
-    NCCL reduces memory of dtype ``dtype`` by ``kind``; ``kind`` is None where NCCL cannot.
+    NCCL reduces memory of dtype ``dtype`` by ``kind``; a ``kind`` of None means that NCCL has no such reduction.
     """
 
     def __init__(self, plan: LoweredBatch, dtype: torch.dtype, reduction: ReduceOp) -> None:
@@ -261,7 +261,7 @@ class _ReductionPlan:
         return memory
 
     def target(self, output: Tensor) -> Tensor:
-        """Flat memory for the result, which is copied to ``output`` later if it is not its own memory."""
+        """Flat memory for the result: that of ``output``, or new memory with a later copy."""
         if self._as_it_is and arithmetic.is_plain(output):
             return bytes_of(output).view(self.dtype)
         memory = self._plan.room(self.pairs * output.numel(), self.dtype)

@@ -77,7 +77,7 @@ class PointToPoint:
 
         Args:
             stream: the caller's stream, which the message follows.
-            flight: set to the stream position of the payload of a Send or Recv.
+            flight: tracks the payload of a Send or Recv.
         """
         parcels = submission.parcels
         match submission.op:
@@ -112,7 +112,7 @@ class PointToPoint:
         return self._side.submit(Call(op, (), (), None, parcels=(parcel,)), task.part_done)
 
     def _packed(self, task: _PayloadTask, which: int, takers: Mapping[int, StreamPosition]) -> Parcel:
-        """A parcel for the side channel. Each of ``takers`` gets an offer of its device segments: a ``task`` part."""
+        """A parcel for the side channel; offers its device segments to ``takers``, one part of ``task`` each."""
         head, segments = task.envelopes[which]
         offered = [data for data, on_device in segments if on_device]
         number = self._transfers.number()

@@ -34,7 +34,7 @@ from asynccomm.errors import BackendError, BrokenError, ClosedError
 HURRY_SECONDS: Final = 50e-6  # longest stall of the event loop
 HEAD_START: Final = 60e-6  # delay before the thread queries a new head: during ``hurry`` it would only compete
 SPIN_SECONDS: Final = 250e-6  # age of a head up to which the thread spins: the duration of small operations
-NAP_SHARE: Final = 0.005  # of the head's age: bounds the delay that a sleep adds to an operation
+NAP_SHARE: Final = 0.005  # of the head's age: the share by which a sleep may lengthen an operation
 LEAST_NAP: Final = 50e-6
 MOST_NAP: Final = 20e-3
 QUESTION_SECONDS: Final = 5e-3

@@ -34,7 +34,7 @@ from asynccomm.backends.ordered_executor import OrderedExecutor
 from asynccomm.errors import AsyncCommError, BackendError, BrokenError
 from asynccomm.ops import Call, MessageSpace, Parcel, RecvParcel, SendParcel
 
-_VERDICT: Final = struct.Struct("<Q?")  # number of the offer, whether accepted; the first has a unique id behind it
+_VERDICT: Final = struct.Struct("<Q?")  # number of the offer, whether accepted; a unique id may follow
 _TAG: Final = 1  # in the internal message space; the CPU backends use 0
 _BYTE: Final = torch.uint8
 
@@ -81,8 +81,7 @@ class Transfers:
         on_error: Callable[[BrokenError], object],
     ) -> None:
         self._rank, self._nccl, self._device = rank, nccl, device
-        # non-blocking: a lane whose peer is lost must be stoppable while it connects, and it waits on a thread of its
-        # own
+        # non-blocking: a lane that connects to a lost peer must be stoppable, and has a thread of its own to wait on
         self._config = replace(config, blocking=False)
         self._side, self._poller, self._lanes = side, poller, lanes
         self._new_stream, self._on_error = new_stream, on_error

@@ -184,7 +184,7 @@ def chunks(tensor: Tensor, extents: Sequence[int], dim: int = 0) -> list[Tensor]
 
 
 def expect_equal(actual: Tensor, expected: Tensor, what: str) -> None:
-    """Compare bit for bit; of floats, allow one rounding of the reference."""
+    """Compare bit for bit, but floats with a tolerance of one rounding of the reference."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         raise AssertionError(
             f"{what}: got {actual.dtype}{list(actual.shape)}, expected {expected.dtype}{list(expected.shape)}"
