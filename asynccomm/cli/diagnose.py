@@ -2,8 +2,8 @@
 
 Each rank listens at a local socket, named after the run and the process. A connection to the socket returns the sockets
 of all ranks of the same job (the ranks of one ``new_comm``). The command requests the state of all ranks from one rank,
-which requests it from the others over the control channel. A rank that is unreachable there, because the route leads
-over a stopped rank, is asked at its own socket. The command connects only to processes of the same user.
+which requests it from the others over the control channel. If the route to a rank leads over a stopped rank, the
+command sends the request to that rank's own socket. The command connects only to processes of the same user.
 
 A rank is late if it has not issued operations that other ranks had issued in an earlier snapshot: in a running job some
 rank is always an operation ahead, so a single snapshot is not enough. No wait for a rank lasts longer than
@@ -41,7 +41,7 @@ not answer or is gone. Works while the job hangs, and disturbs nothing.
 The exit code is 1 if a rank of a comm is behind, silent, gone or broken, 0 if none is, and 2 if there is no such run.
 """
 
-KNOCK_SECONDS: Final = 1.5  # for a rank to answer a first connection; its control thread has no other work
+KNOCK_SECONDS: Final = 1.5  # for a rank to collect the other ranks' answers, for which the rank allows about two
 LOOK_SECONDS: Final = 5.0  # for a rank to ask the other ranks, for which the rank allows about two
 
 _LISTENS: Final = 0x10000  # __SO_ACCEPTCON, of a socket in /proc/net/unix
@@ -226,7 +226,7 @@ def _in_order(doors: Iterable[ProcessSocket]) -> tuple[ProcessSocket, ...]:
     return tuple(sorted(doors, key=lambda door: (door.rank, door.pid, door.name)))
 
 
-# -- asking them ------------------------------------------------------------------------------------------------------
+# -- queries ----------------------------------------------------------------------------------------------------------
 
 
 def _connect(door: ProcessSocket) -> socket.socket:
@@ -311,7 +311,7 @@ async def _listen(family: ProcessTree, stacks: bool) -> Answer:
     return said
 
 
-# -- what it comes to -------------------------------------------------------------------------------------------------
+# -- results ----------------------------------------------------------------------------------------------------------
 
 
 def _diagnoses(family: ProcessTree, said: Answer) -> dict[str, Diagnosis]:

@@ -1,4 +1,4 @@
-"""Operation deadlines: one heap and at most one timer for a whole comm, whatever the number in flight."""
+"""Operation deadlines: one heap and at most one timer for a whole comm, at any number of operations in flight."""
 
 from __future__ import annotations
 

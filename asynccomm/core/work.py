@@ -145,7 +145,7 @@ class Work(Handle, Generic[T]):
         self._callbacks: list[tuple[Callable[[Work[T]], object], contextvars.Context]] = []
         self._on_settled: Callable[[Work[Any]], object] | None = on_settled  # dropped once called: it holds the comm
 
-    # -- looking ------------------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------------
 
     def done(self) -> bool:
         """Whether the operation has ended, with a value or an error."""
@@ -337,7 +337,7 @@ class Work(Handle, Generic[T]):
             self._callbacks.remove(entry)
         return len(found)
 
-    # -- for whoever runs the operation -------------------------------------------------------------------------------
+    # -- for backends -------------------------------------------------------------------------------------------------
 
     def settle(self, error: AsyncCommError | None = None) -> bool:
         """Complete the operation, with its value or with ``error``; from any thread. For backends.

@@ -37,7 +37,7 @@ from asynccomm.errors import RendezvousError, StoreTimeoutError
 from asynccomm.store.base import Store
 from asynccomm.version import __version__
 
-FIRST_LOOK = 0.05  # seconds until a rank that got no answer looks for a newer epoch; doubles up to LAST_LOOK
+FIRST_LOOK = 0.05  # seconds until a rank without an answer checks for a newer epoch; doubles up to LAST_LOOK
 LAST_LOOK = 1.0
 GRACE = 1.0  # seconds that rank 0, after finding a mismatch, gives further ranks to arrive and receive the error
 FAREWELL = 2.0  # seconds that rank 0, which may host the store, gives the other ranks to read the rejection

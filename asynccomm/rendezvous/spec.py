@@ -41,7 +41,7 @@ class RendezvousSpec:
     rank: int
     size: int
     scope: str  #: prefix of all keys: the run and its restart
-    store: Store | None = None  #: given by the caller, who closes it
+    store: Store | None = None  #: from the caller, which closes it
     path: str | None = None  #: of a file store
     host: str = ""
     port: int = 0

@@ -1,6 +1,6 @@
 """The TCPStore protocol, without I/O: requests to bytes, bytes to replies. No socket, no await, no clock.
 
-A connection carries requests one after another, without ids or framing, and replies come in the same order. A WAIT or
+A connection carries requests one after another, without ids or framing, and the replies keep this order. A WAIT or
 BARRIER that has to wait is the exception: later replies overtake its answer, which is a bare byte. A connection with an
 outstanding WAIT must therefore carry no request but its CANCEL_WAIT; the caller keeps to this rule.
 
