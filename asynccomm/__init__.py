@@ -2,8 +2,8 @@
 
 ``new_comm`` makes a Comm, its methods return Works, ``run`` runs a program. See the README for the contract.
 
-Names are loaded when first used: importing torch takes seconds, which neither the launcher nor a pytest run that
-merely has the plugin installed should spend.
+Names are loaded at first use: importing torch takes seconds, a cost to spare the launcher and pytest runs that only
+have the plugin installed.
 """
 
 from importlib import import_module

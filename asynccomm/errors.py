@@ -1,13 +1,13 @@
-"""Every exception that is ours.
+"""The exceptions of this package.
 
 AsyncCommError
  ├─ ClosedError               you closed the comm (or the store) and used it again
  ├─ WouldBlockError           a blocking call on a thread whose event loop is running
  ├─ NotSentError              the operation was held back by a scope and then dropped
- ├─ PayloadError              what a peer sent could not be taken; the comm goes on
+ ├─ PayloadError              a peer's message could not be read or did not fit; the comm goes on
  ├─ MonitoredBarrierError     ranks did not come to a monitored barrier in time; the comm goes on
  ├─ StoreError                the key-value store that ranks meet on
- │   ├─ StoreProtocolError    the server (or something else on that port) spoke nonsense
+ │   ├─ StoreProtocolError    the server (or another service on that port) broke the protocol
  │   ├─ StoreTimeoutError     a key did not appear in time
  │   └─ RendezvousError       the ranks could not find or accept each other
  ├─ LeftOutError              the other ranks go on without this one
@@ -15,7 +15,7 @@ AsyncCommError
      ├─ PeerLostError         a rank died
      ├─ CollectiveTimeoutError  an operation passed its deadline
      ├─ CollectiveMismatchError ranks issued different operations
-     ├─ AbortedError          somebody called abort(), or left ``async with`` by an exception
+     ├─ AbortedError          a rank called abort(), or left ``async with`` by an exception
      └─ BackendError          the transport below failed
 
 A mistake in an argument is a ``TypeError`` or ``ValueError`` instead, raised by the call itself before anything is
@@ -48,16 +48,16 @@ __all__ = [
 
 
 class Labelled(Protocol):
-    """An operation, as far as errors show it."""
+    """The part of an operation that errors show."""
 
     @property
     def label(self) -> str: ...
 
 
 class AsyncCommError(RuntimeError):
-    """Root of all errors of this package; RuntimeErrors, as those of torch.distributed are."""
+    """Root of all errors of this package; a RuntimeError, as the errors of torch.distributed are."""
 
-    observed = False  # set once somebody has seen it through a Work: what nobody saw is reported
+    observed = False  # set once a Work has delivered the error; unobserved errors are reported
 
 
 class ClosedError(AsyncCommError):
@@ -65,7 +65,7 @@ class ClosedError(AsyncCommError):
 
 
 class WouldBlockError(AsyncCommError):
-    """A blocking wait was asked for on a thread with a running event loop; use ``await`` there."""
+    """A blocking wait was called on a thread with a running event loop; use ``await`` there."""
 
 
 class NotSentError(AsyncCommError):
@@ -74,7 +74,7 @@ class NotSentError(AsyncCommError):
     Args:
         op: the operation.
         comm: name of the comm, which goes on.
-        reason: what became of the scope.
+        reason: the end of the scope.
     """
 
     def __init__(self, op: Labelled, comm: str, reason: str) -> None:
@@ -86,22 +86,22 @@ class NotSentError(AsyncCommError):
 
 
 class PayloadError(AsyncCommError):
-    """What a peer sent does not fit what was asked for, or cannot be decoded: thrown away, and the comm goes on."""
+    """A peer's message does not fit the receive, or cannot be decoded; it is discarded, and the comm goes on."""
 
 
 class MonitoredBarrierError(AsyncCommError, TimeoutError):
-    """Ranks did not come to a monitored barrier in time. All ranks raise the same one, and the comm goes on.
+    """Ranks did not come to a monitored barrier in time. All ranks raise the same error, and the comm goes on.
 
     Args:
         comm: name of the comm.
-        rank: the rank that found it out.
-        missing: ranks that did not come, as far as was waited for.
+        rank: the rank that detected it.
+        missing: ranks that had not come when the wait ended.
         elapsed: seconds since that rank came.
     """
 
     def __init__(self, comm: str, rank: int, missing: tuple[int, ...], elapsed: float) -> None:
         super().__init__(comm, rank, missing, elapsed)
-        self.args = (comm, rank, missing, elapsed)  # OSError, which TimeoutError is, keeps two
+        self.args = (comm, rank, missing, elapsed)  # OSError, a base of TimeoutError, keeps only two
         self.comm, self.rank, self.missing, self.elapsed = comm, rank, missing, elapsed
 
     def __str__(self) -> str:
@@ -112,11 +112,11 @@ class MonitoredBarrierError(AsyncCommError, TimeoutError):
 
 
 class LeftOutError(AsyncCommError):
-    """The other ranks of a comm go on as another one, without this rank.
+    """The other ranks go on in another comm, without this rank.
 
     Args:
         comm: name of the comm.
-        reason: why.
+        reason: why this rank was left out.
     """
 
     def __init__(self, comm: str, reason: str) -> None:
@@ -128,11 +128,11 @@ class LeftOutError(AsyncCommError):
 
 
 class StoreError(AsyncCommError):
-    """The store failed: connection refused, lost, or a request it cannot take."""
+    """The store failed: the connection was refused or lost, or the store rejected the request."""
 
 
 class StoreProtocolError(StoreError):
-    """Bytes arrived that are no answer to what was asked; the connection is dropped."""
+    """The received bytes do not answer the request; the connection is dropped."""
 
 
 class StoreTimeoutError(StoreError, TimeoutError):
@@ -140,7 +140,7 @@ class StoreTimeoutError(StoreError, TimeoutError):
 
 
 class RendezvousError(StoreError):
-    """The ranks could not find each other, or do not fit together."""
+    """The ranks could not find each other, or their settings differ."""
 
 
 class BrokenError(AsyncCommError):
@@ -148,11 +148,11 @@ class BrokenError(AsyncCommError):
 
 
 class PeerLostError(BrokenError):
-    """A rank went away while others needed it.
+    """A rank was lost while other ranks needed it.
 
     Args:
         rank: the rank that was lost.
-        detail: what was seen of it.
+        detail: the evidence.
     """
 
     def __init__(self, rank: int, detail: str) -> None:
@@ -173,10 +173,10 @@ class CollectiveTimeoutError(BrokenError, TimeoutError):
         rank: the rank that reports.
         elapsed: seconds since the call.
         timeout: seconds that were allowed.
-        missing: ranks that have not called it, or do not answer; those without a control channel are not asked.
+        missing: ranks that have not called it, or do not answer; ranks without a control channel are not asked.
         arrived: ranks known to have called it.
-        doing: by missing rank, in order, what it did last and where, or why it does not say; may be empty.
-        site: where it was called, if that is known.
+        doing: for each missing rank, in order, its last call and where, or why it does not answer; may be empty.
+        site: call site of the operation, if known.
     """
 
     def __init__(
@@ -217,13 +217,13 @@ class CollectiveTimeoutError(BrokenError, TimeoutError):
 
 
 class CollectiveMismatchError(BrokenError):
-    """Two ranks issued operations that do not belong together.
+    """Two ranks issued operations that do not match.
 
     Args:
         seq: number of the operation on the comm; -1 if it was not numbered yet.
         rank, op: one side.
         other_rank, other_op: the other side.
-        site, other_site: where each side called its operation, if that is known.
+        site, other_site: call site of each side's operation, if known.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class AbortedError(BrokenError):
 
     Args:
         rank: the rank that aborted.
-        reason: what it gave as the reason.
+        reason: that rank's reason.
     """
 
     def __init__(self, rank: int, reason: str) -> None:
@@ -258,4 +258,4 @@ class AbortedError(BrokenError):
 
 
 class BackendError(BrokenError):
-    """The transport failed underneath; its own error is the cause."""
+    """The transport failed; its own error is the cause."""

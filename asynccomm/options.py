@@ -1,4 +1,4 @@
-"""What a comm can be told when it is made."""
+"""The options of a comm."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import final
 
-MAX_SECONDS = 1e9  # above, no clock of the system could take it: as good as never
-DEFAULT_TIMEOUT = 600.0  # seconds; what torchcomms allows for set-up and for one operation
+MAX_SECONDS = 1e9  # beyond the range of the system's clocks: counts as infinite
+DEFAULT_TIMEOUT = 600.0  # seconds; torchcomms' limit for set-up and for one operation
 MAX_OPS = 4096  # operations in flight at which ready() begins to hold back
 MAX_BYTES = 1 << 30  # bytes in flight at which ready() begins to hold back
 ORDERINGS = ("program", "agreed")
 HINTS = {
     "control": '"off": no control channel, and with it no news of why others fail, no diagnosis, no shrinking (default '
     '"on")',
-}  # what every backend's comm understands
+}  # hints for the comms of every backend
 
 _log = logging.getLogger("asynccomm")
 
@@ -44,7 +44,7 @@ def duration(name: str, value: float | timedelta) -> float:
 
 
 def check_name(name: object) -> None:
-    """Raise ValueError unless ``name`` can be a comm's. Keys of the store are made of it, as UTF-8."""
+    """Raise ValueError unless ``name`` can name a comm. Keys of the store contain the name, as UTF-8."""
     if not isinstance(name, str) or not name:
         raise ValueError(f"name must be a non-empty str, got {name!r}")
     try:
@@ -54,7 +54,7 @@ def check_name(name: object) -> None:
 
 
 def check_hints(hints: Mapping[str, str] | None, known: Mapping[str, str], backend: str) -> dict[str, str]:
-    """``hints`` as a dict of strings; a key that ``backend`` does not know is logged and left out."""
+    """``hints`` as a dict of strings, without keys unknown to ``backend``, which are logged."""
     if hints is None:
         return {}
     check_strings(hints)
@@ -81,11 +81,11 @@ class CommOptions:
     """The options of one comm, as ``comm.options`` shows them."""
 
     timeout: float = DEFAULT_TIMEOUT  #: seconds for set-up and, by default, for each operation
-    hints: Mapping[str, str] = field(default_factory=dict)  #: what the backend was told, checked
+    hints: Mapping[str, str] = field(default_factory=dict)  #: the backend's hints, checked
     abort_process_on_timeout_or_error: bool = False  #: end the process when the comm breaks, instead of raising
     high_priority_stream: bool = False  #: CUDA only: run on a stream of high priority
     ordering: str = (
-        "program"  #: who puts collectives in order: the program, or (``"agreed"``) the ranks among each other
+        "program"  #: source of the order of collectives: the program, or (``"agreed"``) an agreement among the ranks
     )
     max_ops: int = MAX_OPS  #: operations in flight at which ``await comm.ready()`` waits
     max_bytes: int = MAX_BYTES  #: bytes in flight at which ``await comm.ready()`` waits

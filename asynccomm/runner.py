@@ -1,4 +1,4 @@
-"""Running a program: ``asyncio.run`` on the faster loop where it is installed."""
+"""The program's entry point: ``asyncio.run`` on uvloop, if installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None, use_uvloop: 
     Args:
         main: a coroutine.
         debug: asyncio's debug mode.
-        use_uvloop: whether to use uvloop; None: if it is installed.
+        use_uvloop: whether to use uvloop; None: if installed.
     """
     if asyncio._get_running_loop() is not None:
         raise RuntimeError("run() cannot be called from a running event loop: use `await` there")

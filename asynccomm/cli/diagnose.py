@@ -1,12 +1,13 @@
-"""``asynccomm diagnose``: what the ranks of a running job are at, seen from a shell on their host.
+"""``asynccomm diagnose``: the state of each rank of a running job, from a shell on the job's host.
 
-Each rank listens at a local socket, whose name says of which run it is and which process. Who knocks there is told at
-whose sockets the ranks listen that belong together: those of one ``new_comm``, a family. One of them is asked what all
-are at, and asks the others over the control channel. Whom it cannot reach, because the way there leads over a rank that
-is stopped, is asked at its own socket. Only processes of the same user are talked to.
+Each rank listens at a local socket, named after the run and the process. A connection to the socket returns the sockets
+of all ranks of the same job (the ranks of one ``new_comm``). The command requests the state of all ranks from one rank,
+which requests it from the others over the control channel. If the route to a rank leads over a stopped rank, the
+command sends the request to that rank's own socket. The command connects only to processes of the same user.
 
-A rank is late if it has not issued what others had issued a moment before: in a job that runs, some rank is always an
-operation ahead, so a single look cannot tell. Nothing waits for longer than some seconds for anybody.
+A rank is late if it has not issued operations that other ranks had issued in an earlier snapshot: in a running job some
+rank is always an operation ahead, so a single snapshot is not enough. No wait for a rank lasts longer than
+LOOK_SECONDS.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ not answer or is gone. Works while the job hangs, and disturbs nothing.
 The exit code is 1 if a rank of a comm is behind, silent, gone or broken, 0 if none is, and 2 if there is no such run.
 """
 
-KNOCK_SECONDS: Final = 1.5  # for a rank to open; its control thread has nothing else to do
-LOOK_SECONDS: Final = 5.0  # for a rank to ask the others, which it gives about two
+KNOCK_SECONDS: Final = 1.5  # for a rank to collect the other ranks' answers, for which the rank allows about two
+LOOK_SECONDS: Final = 5.0  # for a rank to ask the other ranks, for which the rank allows about two
 
 _LISTENS: Final = 0x10000  # __SO_ACCEPTCON, of a socket in /proc/net/unix
-_line = re.compile(r"[0-9a-f]+: \S+ \S+ (?P<flags>[0-9A-F]+) \S+ \S+ +\d+ @(?P<name>asynccomm/.*)")  # anybody's
+_line = re.compile(r"[0-9a-f]+: \S+ \S+ (?P<flags>[0-9A-F]+) \S+ \S+ +\d+ @(?P<name>asynccomm/.*)")  # of any user
 _credentials = struct.Struct("=iII")  # process, user, group
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ProcessSocket:
-    """Where one rank listens."""
+    """The local socket of one rank."""
 
     name: str  #: of the abstract socket
     run: str
@@ -60,7 +61,7 @@ class ProcessSocket:
 
     @classmethod
     def of_name(cls, name: str) -> Self | None:
-        """None if it is no rank's."""
+        """The socket with this name; None if the name is not of a rank's socket."""
         parts = name.split("/")
         if len(parts) != 5 or parts[0] != "asynccomm" or not (parts[2].isdecimal() and parts[3].isdecimal()):
             return None
@@ -70,16 +71,16 @@ class ProcessSocket:
 @final
 @dataclass(frozen=True, slots=True)
 class ProcessTree:
-    """Ranks that belong together."""
+    """The ranks of one job."""
 
     doors: tuple[ProcessSocket, ...]  #: on this host, in rank order
-    opened: tuple[ProcessSocket, ...] = ()  #: those of them that answer
+    opened: tuple[ProcessSocket, ...] = ()  #: the sockets among ``doors`` that answer
 
 
 @final
 @dataclass(slots=True)
 class JobSummary:
-    """The families of some processes."""
+    """The process trees that share processes."""
 
     families: list[ProcessTree]
 
@@ -112,14 +113,14 @@ class JobSummary:
 @final
 @dataclass(slots=True)
 class Answer:
-    """What the ranks of a family say, by rank of the job."""
+    """The answers of a job's ranks, by rank in the job."""
 
-    answers: dict[int, Mapping[str, Any]] = field(default_factory=dict)  #: by comm's key
+    answers: dict[int, Mapping[str, Any]] = field(default_factory=dict)  #: each with an entry per comm key
     silent: dict[int, float | None] = field(default_factory=dict)
     gone: dict[int, str] = field(default_factory=dict)
 
     def take(self, message: ControlMessage) -> None:
-        """Raises: ValueError, TypeError, KeyError, AttributeError for what no rank says."""
+        """Add a message. Raises: ValueError, TypeError, KeyError, AttributeError for a malformed message."""
         self.answers |= {int(rank): dict(answer["comms"]) for rank, answer in message.get("said", {}).items()}
         for rank, seconds in message.get("silent", {}).items():
             self.silent[int(rank)] = None if seconds is None else float(seconds)
@@ -129,10 +130,10 @@ class Answer:
 @final
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One comm."""
+    """The state of one comm."""
 
     diagnosis: Diagnosis
-    late: tuple[int, ...]  #: ranks that are behind for longer than a moment, silent, gone or broken
+    late: tuple[int, ...]  #: ranks that stay behind, or are silent, lost or broken
 
     def as_json(self) -> dict[str, Any]:
         found = self.diagnosis
@@ -148,7 +149,7 @@ class Snapshot:
 
 
 def doors_in(text: str) -> list[ProcessSocket]:
-    """The ranks' sockets among those of /proc/net/unix."""
+    """The ranks' sockets among the lines of /proc/net/unix."""
     lines = [_line.fullmatch(line) for line in text.split("\n")]
     doors = [
         ProcessSocket.of_name(line["name"]) for line in lines if line is not None and int(line["flags"], 16) & _LISTENS
@@ -157,20 +158,20 @@ def doors_in(text: str) -> list[ProcessSocket]:
 
 
 def _doors_here() -> list[ProcessSocket]:
-    """Of this user's processes, as far as that can be known without a knock, which others would take for an attack."""
+    """This user's sockets, judged by file owners: other users' ranks would take a connection for an attack."""
     text = Path("/proc/net/unix").read_text(errors="replace")
     return [door for door in doors_in(text) if _owner(door.pid) in (None, os.geteuid())]
 
 
 def _owner(pid: int) -> int | None:
-    """None: not known; what must not be dumped is root's, whoever runs it."""
+    """The process's user; None if unknown, as for a non-dumpable process, whose files belong to root."""
     with contextlib.suppress(OSError):
         return os.stat(f"/proc/{pid}").st_uid or None
     return None
 
 
 def _status(pid: int) -> tuple[str, int]:
-    """A process's state, one letter, and its parent; nothing and 0 if it is not there."""
+    """A process's state, one letter, and its parent; empty and 0 if the process does not exist."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -179,17 +180,17 @@ def _status(pid: int) -> tuple[str, int]:
 
 
 def _descends(pid: int, ancestor: int) -> bool:
-    """Whether it is that process, or one that it has started."""
+    """Whether process ``pid`` is ``ancestor`` or one of its descendants."""
     while pid != ancestor and pid > 0:
         pid = _status(pid)[1]
     return pid == ancestor
 
 
 def jobs_of(knocks: Mapping[ProcessSocket, Iterable[str] | None]) -> list[JobSummary]:
-    """Sort ranks by what belongs together.
+    """Group ranks by job.
 
     Args:
-        knocks: by door, the names of the doors of the whole family; None: nobody has opened.
+        knocks: by socket, the names of the sockets of its whole process tree; None: no answer.
     """
     by_name = {door.name: door for door in knocks}
     families: dict[frozenset[ProcessSocket], list[ProcessSocket]] = {}
@@ -211,7 +212,7 @@ def jobs_of(knocks: Mapping[ProcessSocket, Iterable[str] | None]) -> list[JobSum
 
 
 def _place(closed: ProcessTree, jobs: list[JobSummary]) -> None:
-    """Put a rank that nobody knows where it can belong: its process tells, else its run if there is one such job."""
+    """Add a rank that no other rank named to its job: the job of its process, else the only job of its run."""
     door = closed.doors[0]
     kin = [job for job in jobs if door.pid in job.pids] or [job for job in jobs if door.run and job.run == door.run]
     kin = [job for job in kin if not job.opened] or kin
@@ -225,15 +226,15 @@ def _in_order(doors: Iterable[ProcessSocket]) -> tuple[ProcessSocket, ...]:
     return tuple(sorted(doors, key=lambda door: (door.rank, door.pid, door.name)))
 
 
-# -- asking them ------------------------------------------------------------------------------------------------------
+# -- queries ----------------------------------------------------------------------------------------------------------
 
 
 def _connect(door: ProcessSocket) -> socket.socket:
-    """Raises: OSError; PermissionError if another user listens there."""
+    """A connection to the socket. Raises: OSError; PermissionError if another user listens there."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
-        sock.connect(f"\0{door.name}")  # done at once, or not at all
+        sock.connect(f"\0{door.name}")  # immediate: succeeds or fails
         user = _credentials.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size))[1]
         if user != os.geteuid():
             raise PermissionError(f"who listens there is user {user}'s")
@@ -244,7 +245,7 @@ def _connect(door: ProcessSocket) -> socket.socket:
 
 
 async def _ask(door: ProcessSocket, question: ControlMessage, seconds: float) -> list[ControlMessage]:
-    """All that is said there. Raises: OSError, TimeoutError being one; ValueError for what is no message."""
+    """All messages of the answer. Raises: OSError, TimeoutError being one; ValueError for a malformed message."""
     reader, writer = await asyncio.open_unix_connection(sock=_connect(door))
     messages: list[ControlMessage] = []
     try:
@@ -265,18 +266,18 @@ async def _ask(door: ProcessSocket, question: ControlMessage, seconds: float) ->
 
 
 async def _knock(door: ProcessSocket) -> tuple[bool, list[str] | None]:
-    """Whether it is there, and this user's; the names of the doors of its family, if it opens."""
+    """Whether the socket exists and is this user's; the names of its process tree's sockets, if it answers."""
     try:
         said = await _ask(door, {"ranks": []}, KNOCK_SECONDS)
         return True, [str(name) for name in said[-1]["doors"].values()]
-    except (PermissionError, ConnectionRefusedError):  # or it has closed just now
+    except (PermissionError, ConnectionRefusedError):  # refused: the socket has just closed
         return False, None
     except (OSError, ValueError, AttributeError):
         return True, None
 
 
 async def _find(wanted: str | None) -> list[JobSummary]:
-    """The jobs that ``wanted`` may mean: those of a run of that name, else that of a process."""
+    """The jobs that ``wanted`` may mean: the jobs of a run of that name, else the job of a process."""
     doors = _doors_here()
     pid = 0
     if wanted is not None:
@@ -292,7 +293,7 @@ async def _find(wanted: str | None) -> list[JobSummary]:
 
 
 async def _listen(family: ProcessTree, stacks: bool) -> Answer:
-    """What all ranks of the family are at, as far as any that answers can find out."""
+    """The state of all ranks of the process tree, as far as any answering rank can find out."""
     said = Answer()
 
     async def ask(door: ProcessSocket, **question: Any) -> bool:
@@ -310,17 +311,17 @@ async def _listen(family: ProcessTree, stacks: bool) -> Answer:
     return said
 
 
-# -- what it comes to -------------------------------------------------------------------------------------------------
+# -- results ----------------------------------------------------------------------------------------------------------
 
 
 def _diagnoses(family: ProcessTree, said: Answer) -> dict[str, Diagnosis]:
-    """By the comm's key, the first comm first."""
+    """Diagnoses by the comm's key, the first comm first."""
     keys = dict.fromkeys(key for _, answer in sorted(said.answers.items()) for key, own in answer.items() if own)
     found = {}
     for key in keys:
         answers = {rank: comms[key] for rank, comms in said.answers.items() if comms.get(key)}
         one = next(iter(answers.values()))
-        with contextlib.suppress(TypeError, ValueError, KeyError, AttributeError):  # it cannot say
+        with contextlib.suppress(TypeError, ValueError, KeyError, AttributeError):  # malformed answer
             jobs = one.get("jobs") or range(int(one["size"]))
             states = tuple(_state(rank, job, key, family, said) for rank, job in enumerate(jobs))
             found[key] = Diagnosis(str(one["comm"]), states)
@@ -338,7 +339,7 @@ def _state(rank: int, job: int, key: str, family: ProcessTree, said: Answer) -> 
 
 
 def _late(found: Diagnosis, bar: int) -> tuple[int, ...]:
-    """The ranks that are not as they should be; ``bar``: the collectives that all should have issued."""
+    """The late, silent, lost and broken ranks; ``bar``: the number of collectives that all ranks should have issued."""
     return tuple(s.rank for s in found.ranks if not s.answered or s.state != "open" or s.collectives < bar)
 
 
@@ -346,13 +347,13 @@ async def _examine(family: ProcessTree, stacks: bool) -> list[Snapshot]:
     found = _diagnoses(family, await _listen(family, stacks))
     least = {key: max(state.collectives for state in one.ranks) for key, one in found.items()}
     behind = any(_late(one, least[key]) for key, one in found.items())
-    if behind and not any(_late(one, 0) for one in found.values()):  # nothing worse than that: is it so still?
+    if behind and not any(_late(one, 0) for one in found.values()):  # only behind: take a second snapshot
         found = _diagnoses(family, await _listen(family, stacks))
     return [Snapshot(one, _late(one, least.get(key, 0))) for key, one in found.items()]
 
 
 async def _report(job: JobSummary, stacks: bool) -> tuple[list[Snapshot], list[tuple[ProcessSocket, str]]]:
-    """The comms of a job, and the ranks about which nothing can be found out, with what can be seen from outside."""
+    """The comms of a job, and the ranks that do not answer, each with its state as seen from outside."""
     views = await asyncio.gather(*(_examine(family, stacks) for family in job.families if family.opened))
     closed = [door for family in job.families if not family.opened for door in family.doors]
     comms = sorted((view for each in views for view in each), key=lambda view: view.diagnosis.comm)
@@ -369,7 +370,7 @@ def _outside(door: ProcessSocket) -> str:
 
 
 def add_command(commands: Commands) -> None:
-    """Make ``diagnose`` known to the command line."""
+    """Register ``diagnose`` with the command line."""
     parser = commands.add_parser(
         "diagnose",
         help="show what the ranks of a running job are at",

@@ -1,8 +1,8 @@
-"""``asynccomm doctor``: what this machine offers, and what is wrong with it.
+"""``asynccomm doctor``: a report on this machine and its problems.
 
-A probe looks into one matter and returns a :class:`Section`; it gets everything it looks at from a :class:`SystemInfo`,
-so that a test can give it another. Whatever a probe raises becomes the content of its section. Torch is imported by the
-probes that need it, not by this module: the launcher must start without it.
+A probe examines one subject and returns a :class:`Section`. All its inputs come from a :class:`SystemInfo`, so that a
+test can replace them. An exception in a probe becomes the error of its section. The probes that need torch import it,
+not this module: the launcher must start without torch.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Look at what asynccomm needs here: Python, torch, CUDA, NCCL, devices, shared me
 which backends "auto" takes. Prints a report; the exit code is 1 if something is seriously wrong, else 0.
 """
 
-RESOLVE_SECONDS: Final = 1.0  # a name that takes longer is reported
-SHARED_BYTES: Final = 64 << 20  # of /dev/shm; what Docker gives, and little for NCCL's and DataLoader's segments
+RESOLVE_SECONDS: Final = 1.0  # a slower name lookup is reported
+SHARED_BYTES: Final = 64 << 20  # of /dev/shm: Docker's default, and little for the segments of NCCL and DataLoader
 DESCRIPTORS: Final = 1024  # a rank has a few per peer and comm, next to the program's own
 
 _LOOPBACK: Final = ("127.", "::1")
@@ -41,7 +41,7 @@ _LOOPBACK: Final = ("127.", "::1")
 @final
 @dataclass(frozen=True, slots=True)
 class CheckWarning:
-    """What is not as it should be; ``serious`` if something will not work."""
+    """A problem; ``serious`` if a feature will not work."""
 
     text: str
     serious: bool = False
@@ -50,7 +50,7 @@ class CheckWarning:
 @final
 @dataclass(frozen=True, slots=True)
 class Section:
-    """What a probe found. Names of facts that end in ``_bytes`` are sizes; None is what is not there."""
+    """The result of a probe. Facts with names in ``_bytes`` are sizes; None stands for an absent thing."""
 
     facts: Mapping[str, object]
     warned: Sequence[CheckWarning] = ()
@@ -60,7 +60,7 @@ class Section:
 @final
 @dataclass(frozen=True, slots=True)
 class SystemInfo:
-    """Where probes look."""
+    """The inputs of probes."""
 
     module: Callable[[str], Any] = import_module
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -68,7 +68,7 @@ class SystemInfo:
     resolve: Callable[[], Iterable[str]] = lambda: _addresses(socket.gethostname())
 
     def version(self, package: str) -> str | None:
-        """Of an installed package."""
+        """The version of an installed package; None if it is not installed."""
         metadata = self.module("importlib.metadata")
         try:
             found: str = metadata.version(package)
@@ -77,7 +77,7 @@ class SystemInfo:
         return found
 
     def read(self, path: str) -> str | None:
-        """A file of the system's, if it is there."""
+        """The content of a system file; None if it cannot be read."""
         try:
             return (self.root / path).read_text()
         except OSError:
@@ -133,7 +133,7 @@ def _cuda(system: SystemInfo) -> Section:
 
 
 def _driver_version(system: SystemInfo) -> tuple[int, int]:
-    """Raises: OSError without a driver."""
+    """The CUDA version of the driver. Raises: OSError without a driver."""
     ctypes = system.module("ctypes")
     number = ctypes.c_int()
     status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
@@ -219,18 +219,18 @@ def _compiled_nccl(torch: Any) -> tuple[int, ...] | None:
 
 
 def _loaded_nccl(system: SystemInfo) -> tuple[int, ...] | None:
-    """The one that torch has loaded, found by its name."""
+    """The version of the NCCL that torch has loaded, found by its file name."""
     ctypes = system.module("ctypes")
     number = ctypes.c_int()
     try:
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
-    except OSError:  # torch has it built in, or none
+    except OSError:  # torch is linked with NCCL statically, or not at all
         return None
     return number.value // 10000, number.value // 100 % 100, number.value % 100
 
 
 def _mapped(system: SystemInfo, name: str) -> str | None:
-    """The files that are mapped into this process under that name."""
+    """The files under that name that are mapped into this process."""
     lines = (system.read("proc/self/maps") or "").splitlines()
     return ", ".join(sorted({line[line.index("/") :] for line in lines if f"/{name}" in line})) or None
 
@@ -249,7 +249,7 @@ def _dotted(version: tuple[int, ...] | None) -> str | None:
 
 
 def _shared_memory(system: SystemInfo) -> Section:
-    memfd = hasattr(os, "memfd_create")  # which backend "shm" uses, if it is there
+    memfd = hasattr(os, "memfd_create")  # used by backend "shm" where available
     facts: dict[str, object] = {"dev_shm_bytes": None, "free_bytes": None, "memfd": memfd}
     try:
         found = os.statvfs(system.root / "dev/shm")
@@ -290,7 +290,7 @@ def _cpus(system: SystemInfo) -> Section:
 
 
 def _quota(system: SystemInfo) -> float | None:
-    """How many CPUs' time the tightest of our cgroups has; None: no limit."""
+    """The number of CPUs that the tightest of this process's cgroups allows; None without a limit."""
     groups = [line.split(":", 2) for line in (system.read("proc/self/cgroup") or "").splitlines()]
     found = []
     for number, controllers, name in groups:
@@ -341,7 +341,7 @@ def _addresses(name: str) -> list[str]:
 
 
 def _within(seconds: float, function: Callable[[], Iterable[str]]) -> Iterable[str]:
-    """What ``function`` returns; what it does after a timeout is its own business."""
+    """The result of ``function``; after a timeout the function goes on in its thread, unobserved."""
     results: list[Iterable[str] | Exception] = []
 
     def run() -> None:
@@ -361,7 +361,7 @@ def _within(seconds: float, function: Callable[[], Iterable[str]]) -> Iterable[s
 
 
 def _is_ours(address: str) -> bool:
-    if address.startswith("fe80:"):  # cannot be bound without the interface, which its kind is bound to
+    if address.startswith("fe80:"):  # link-local: cannot be bound without its interface
         return True
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
@@ -382,7 +382,7 @@ def _backends(system: SystemInfo) -> Section:
 
 
 def _chosen(registry: Any, torch: Any, kind: str) -> tuple[str, bool]:
-    """What "auto" tries for a kind of device, in words, and whether one of these can be loaded."""
+    """A description of the backends that "auto" tries for a kind of device, and whether any of them can be loaded."""
     device = torch.device(kind)
     try:
         names = registry.candidates("auto", device)
@@ -430,7 +430,7 @@ class Checkup:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is seriously wrong; a probe that failed is."""
+        """Whether no problem is serious; a failed probe is serious."""
         sections = self.sections.values()
         return not any(section.error or any(found.serious for found in section.warned) for section in sections)
 
@@ -441,7 +441,7 @@ def examine(system: SystemInfo, probes: Mapping[str, Callable[[SystemInfo], Sect
 
 
 def _isolated(probe: Callable[[SystemInfo], Section], system: SystemInfo) -> Section:
-    with warnings.catch_warnings(record=True) as caught:  # torch explains by them why it finds no GPU
+    with warnings.catch_warnings(record=True) as caught:  # torch's warnings explain a missing GPU
         warnings.simplefilter("always")
         try:
             section = probe(system)
@@ -452,7 +452,7 @@ def _isolated(probe: Callable[[SystemInfo], Section], system: SystemInfo) -> Sec
 
 
 def as_text(report: Checkup) -> str:
-    """For people."""
+    """The report as text."""
     lines = [f"asynccomm {report.asynccomm}"]
     for name, section in report.sections.items():
         lines += ["", name.replace("_", " ")]
@@ -489,7 +489,7 @@ def _size(nbytes: int) -> str:
 
 
 def add_command(commands: Commands) -> None:
-    """Make ``doctor`` known to the command line."""
+    """Register ``doctor`` with the command line."""
     parser = commands.add_parser(
         "doctor",
         help="look at what asynccomm needs here",

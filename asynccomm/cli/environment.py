@@ -1,4 +1,4 @@
-"""What a rank is told by its environment: the variables that torchrun sets, and how many threads to use. Pure."""
+"""The environment of a rank: the variables that torchrun sets, and the number of threads. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def rank_environment(
 
     Args:
         base: the launcher's own environment.
-        port: where the store listens, on 127.0.0.1.
-        run_id: tells this run from others that use the same store.
+        port: the store's port on 127.0.0.1.
+        run_id: distinguishes this run from others that use the same store.
         threads: OMP_NUM_THREADS.
     """
     return dict(base) | {
@@ -38,9 +38,9 @@ def rank_environment(
 
 
 def cpu_sets(cpus: Collection[int], size: int, per_rank: int) -> list[frozenset[int]]:
-    """``per_rank`` CPUs for each of ``size`` ranks, none given twice; neighbours in number stay together.
+    """``per_rank`` CPUs for each of ``size`` ranks, without overlap, in order of their numbers.
 
-    Raises: ValueError saying how many CPUs there are, if they are too few.
+    Raises: ValueError with the number of CPUs, if there are too few.
     """
     if size * per_rank > len(cpus):
         raise ValueError(f"{size} ranks need {size * per_rank} CPUs of their own, {len(cpus)} are available")

@@ -1,4 +1,4 @@
-"""What went wrong, in words: which rank failed first, how, and what it said. Pure."""
+"""The failure of a run in words: the rank that failed first, its exit, and its last output. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BLAME = re.compile(rb"(?:AbortedError: aborted by rank|PeerLostError: rank) (\d
 
 
 def how(code: int) -> str:
-    """How a process ended, from its exit code as subprocess gives it."""
+    """The end of a process in words, from its exit code in subprocess's form."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:
@@ -23,14 +23,14 @@ def how(code: int) -> str:
 
 
 def exit_code(code: int) -> int:
-    """The exit code that tells a shell the same."""
+    """The exit code that reports the same end to a shell."""
     return code if code >= 0 else 128 - code
 
 
 def culprit(first: int, failed: Mapping[int, Sequence[bytes]]) -> int:
-    """The rank to blame: ``first``, or the one that its last error names, if that one failed too.
+    """The rank to blame: ``first``, or the rank that its last error names, if that rank failed too.
 
-    A rank that aborts tells the others before it has ended itself, so a victim is often the first to be gone.
+    An aborting rank notifies the other ranks before it exits itself, so a victim is often the first to exit.
 
     Args:
         first: the rank that ended first.
@@ -46,6 +46,6 @@ def culprit(first: int, failed: Mapping[int, Sequence[bytes]]) -> int:
 
 
 def excerpt(tail: Sequence[bytes]) -> Sequence[bytes]:
-    """What to show of the end of a stderr: from its first traceback on, or the last lines."""
+    """The end of a stderr to show: from its first traceback on, or the last lines."""
     start = next((i for i, line in enumerate(tail) if line.startswith(_TRACEBACK)), None)
     return tail[-EXCERPT_LINES:] if start is None else tail[start:]

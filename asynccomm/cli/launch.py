@@ -1,14 +1,15 @@
-"""Start the ranks of a run, pass on what they print, and end them together.
+"""Start the ranks of a run, pass on their output, and end them together.
 
-The run ends when all ranks have ended. It is ended early by
+The run ends when all ranks have ended. It ends early on
 
     a rank that fails      the others have ``grace`` seconds to end by themselves (they usually get an error that names
                            the culprit), then SIGTERM and ``grace`` seconds more, then SIGKILL
-    a signal to us         it is passed on, ranks have ``grace`` seconds, then SIGKILL; a second one: SIGKILL at once
+    a signal               passed on to the ranks, which have ``grace`` seconds, then SIGKILL; on a second signal
+                           SIGKILL at once
     a lost store           as a rank that fails
 
-and nothing of it is left afterwards: each rank's whole process group goes with it. This process has one thread, no use
-for torch, and waits for nothing but its event loop, so a signal is always answered.
+and leaves no process behind: the launcher kills the whole process group of each rank. The launcher has one thread, does
+not import torch, and waits only in its event loop, so every signal is handled promptly.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from asynccomm.cli.exit_status import culprit, excerpt, exit_code, how
 from asynccomm.cli.processes import Child, spawn
 from asynccomm.cli.rank_output import LogFile, RankOutput, Terminal
 
-DRAIN_SECONDS = 0.5  # after a signal: what a slow terminal gets to take the last lines
+DRAIN_SECONDS = 0.5  # after a signal, for a slow terminal to take the last lines
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -38,7 +39,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """What to start, checked already."""
+    """The options of a run, checked."""
 
     size: int  #: number of ranks
     command: tuple[str, ...]  #: of each rank
@@ -47,7 +48,7 @@ class LaunchOptions:
     cpus: tuple[frozenset[int], ...] = ()  #: by rank; empty: ranks are not pinned
     prefix: bool = True
     log_dir: Path | None = None  #: exists
-    tee: bool = False  #: print what is logged as well
+    tee: bool = False  #: also print the logged output
     grace: float = 1.0  #: seconds
 
 
@@ -56,7 +57,7 @@ async def launch(options: LaunchOptions, listening: socket.socket) -> int:
 
     Call on the main thread, and with no other thread running: see ``processes``.
 
-    Raises: OSError when a process or log file cannot be made; nothing is left running then.
+    Raises: OSError when a process or log file cannot be made; no process is left running then.
     """
     return await Launch(options, Terminal()).run(listening)
 
@@ -64,7 +65,7 @@ async def launch(options: LaunchOptions, listening: socket.socket) -> int:
 @final
 @dataclass(slots=True)
 class LaunchedRank:
-    """One rank: its process, what it printed, and its exit code if it failed by itself."""
+    """One rank: its process, its output, and its exit code if it failed by itself."""
 
     number: int
     child: Child
@@ -81,11 +82,11 @@ class Launch:
         self._terminal = terminal
         self._ranks: list[LaunchedRank] = []
         self._store: LaunchedRank | None = None
-        self._first: LaunchedRank | None = None  # to fail
+        self._first: LaunchedRank | None = None  # the first rank to fail
         self._signal: signal.Signals | None = None
-        self._ended_by_us = False  # from now on exit codes are our own doing
+        self._ended_by_us = False  # exit codes from here on are the launcher's doing
         self._ending = asyncio.Event()
-        self._hurry = asyncio.Event()  # no more grace
+        self._hurry = asyncio.Event()  # set: no more grace
 
     async def run(self, listening: socket.socket) -> int:
         with self._handling_signals():
@@ -102,7 +103,7 @@ class Launch:
             finally:
                 self._kill()
             code = self._report()
-            self._ending.set()  # a signal that comes now gives up on the terminal
+            self._ending.set()  # a signal from here on ends the wait for the terminal
             timeout = None if self._signal is None else DRAIN_SECONDS
             await _either(asyncio.create_task(self._terminal.drain()), self._hurry, timeout)
             return code
@@ -119,7 +120,7 @@ class Launch:
             child = spawn(
                 options.command,
                 environment,
-                stdin=None if number == 0 else subprocess.DEVNULL,  # one reader, as with mpirun: nothing is torn
+                stdin=None if number == 0 else subprocess.DEVNULL,  # one reader, as with mpirun: ranks split no line
                 cpus=options.cpus[number] if options.cpus else frozenset(),
             )
             rank = LaunchedRank(number, child, RankOutput(terminal, prefix, log, options.tee or log is None))
@@ -132,7 +133,7 @@ class Launch:
         package = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), package)))
         child = spawn(
-            # -P: a module of the user's in the current directory must not shadow one that the store needs
+            # -P: a user's module in the current directory must not shadow a module that the store needs
             [sys.executable, "-P", "-m", "asynccomm.cli.store_process", str(listening), *groups],
             os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
@@ -175,7 +176,7 @@ class Launch:
     @contextlib.contextmanager
     def _handling_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        # what is ignored stays ignored: nohup, or a shell that runs us in the background
+        # ignored signals stay ignored: nohup, or a shell that runs the launcher in the background
         numbers = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         for number in numbers:
             loop.add_signal_handler(number, self._on_signal, number)
@@ -210,22 +211,22 @@ class Launch:
             await _either(ranks, self._hurry, grace)
         self._ended_by_us = True
         for rank in self._ranks:
-            rank.child.send(signal.SIGKILL, group=False)  # its group follows, after a moment to clean up
+            rank.child.send(signal.SIGKILL, group=False)  # clear_group kills its group after GROUP_SECONDS
 
     def _send(self, number: signal.Signals) -> None:
-        """Pass ``number`` on, in the way the terminal or kill would: SIGTERM is the rank's to hand to its helpers."""
+        """Pass ``number`` on as the terminal or kill would: SIGTERM goes to the rank alone, not to its helpers."""
         self._ended_by_us = True
         for rank in self._ranks:
             rank.child.send(number, group=number is not signal.SIGTERM)
 
     def _kill(self) -> None:
-        """Leave nothing running, whatever happened. Ranks have ended before, unless starting them failed."""
+        """Leave no process running. Ranks have ended before, unless starting them failed."""
         for process in self._processes():
             process.child.kill()
             process.output.close()
 
     def _report(self) -> int:
-        """Say what happened, if it was no success; return the exit code."""
+        """Print the failure, if any; return the exit code."""
         failed = {rank.number: rank.output.tail.lines() for rank in self._ranks if rank.failure}
         if self._first is not None:
             self._report_failure(self._ranks[culprit(self._first.number, failed)], len(failed))
@@ -246,7 +247,7 @@ class Launch:
 
 
 async def _either(future: asyncio.Future[Any], event: asyncio.Event, timeout: float | None = None) -> None:
-    """Wait until ``future`` is done or ``event`` is set, for ``timeout`` seconds at most; looks at neither's result."""
+    """Wait until ``future`` is done or ``event`` is set, for ``timeout`` seconds at most; ignores both results."""
     waiter = asyncio.create_task(event.wait())
     await asyncio.wait({future, waiter}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     waiter.cancel()

@@ -1,7 +1,7 @@
 """The ``asynccomm`` command.
 
-Nothing below this package's ``cli`` is imported here except what needs no torch: a command must start, and refuse bad
-input, at once.
+From outside of ``cli`` this module imports only modules that need no torch: a command must start, and reject bad input,
+at once.
 """
 
 from __future__ import annotations

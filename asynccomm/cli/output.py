@@ -1,11 +1,12 @@
 """From the pipes of many processes to one terminal: whole lines, at once, in bounded memory.
 
-A line ends with a line feed or with a carriage return, so that progress bars move; the ending is passed on as it came.
-Bytes are never decoded. A line longer than ``LINE_BYTES`` is broken, because holding it would need memory without
-limit, and letting its pieces through unbroken would mix them with the lines of others.
+A line ends with a line feed or with a carriage return, so that progress bars work; the ending is passed on unchanged.
+Bytes are never decoded. A line longer than ``LINE_BYTES`` is broken: holding the line would need unbounded memory, and
+passing its pieces on unbroken would mix them with lines of other processes.
 
-Nothing here blocks the event loop: what the terminal does not take yet is queued, and beyond ``QUEUE_BYTES`` the pipes
-are not read until it does. The processes then wait, as they would in front of a slow terminal of their own.
+The event loop never blocks: bytes that the terminal does not take yet are queued, and above ``QUEUE_BYTES`` the pipes
+are not read until the queue is written. The processes then wait, as they would in front of a slow terminal of their
+own.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import IO, final
 
-LINE_BYTES = 1 << 20  # bytes; longer lines are broken. Two of these per rank is the most that is held
-QUEUE_BYTES = 1 << 20  # bytes waiting for one output before the pipes rest
-READ_BYTES = 1 << 16  # bytes per read: what a pipe holds
+LINE_BYTES = 1 << 20  # bytes; longer lines are broken. Up to two of these are held per rank
+QUEUE_BYTES = 1 << 20  # bytes waiting for one output above which its pipes are not read
+READ_BYTES = 1 << 16  # bytes per read: a pipe's capacity
 WRITE_BYTES = 4096  # bytes per write: PIPE_BUF, which a writable pipe takes without blocking
 TAIL_LINES = 200  # lines of stderr kept for the report; chained tracebacks are long
-TAIL_LINE_BYTES = 2048  # bytes kept of each
+TAIL_LINE_BYTES = 2048  # bytes kept of each line
 
 _END = re.compile(rb"\r\n|\r|\n")
 
@@ -49,7 +50,7 @@ class LineSplitter:
         return lines
 
     def finish(self) -> list[bytes]:
-        """What is left without an ending, ended; or nothing."""
+        """The unfinished last line, with an ending; or an empty list."""
         rest = bytes(self._partial)
         self._partial.clear()
         return [rest + b"\n"] if rest else []
@@ -89,10 +90,10 @@ class Tail:
 
 @final
 class OutputSink:
-    """One of the launcher's own outputs: takes everything at once, writes what the other side takes.
+    """One of the launcher's own outputs: accepts all bytes at once, writes as many as the reader takes.
 
-    A reader that has gone away costs its output, not the run. The descriptor's flags stay as they are: they are
-    shared with the shell and everybody else on that terminal.
+    A reader that has closed costs its output, not the run. The descriptor's flags stay unchanged: the shell and all
+    other processes on the terminal share them.
     """
 
     def __init__(self, fd: int) -> None:
@@ -110,7 +111,7 @@ class OutputSink:
         return len(self._queue) > QUEUE_BYTES
 
     def write(self, data: bytes) -> None:
-        """Write ``data`` after what was written before; never blocks, never raises."""
+        """Write ``data`` after all earlier data; never blocks, never raises."""
         if self._open:
             self._queue += data
             if not self._waiting:
@@ -143,12 +144,12 @@ class OutputSink:
 
 @final
 class PipeReader:
-    """Reads one pipe of a process and hands its lines on, until its end or ``close``.
+    """Reads one pipe of a process and passes its lines on, until the pipe ends or ``close``.
 
     Args:
-        pipe: the read end, unbuffered; closed in the end.
+        pipe: the read end, unbuffered; closed at the end.
         on_lines: receives complete lines, at least one.
-        sink: where they end up; while it is full the pipe rests.
+        sink: the lines' output; while it is full the pipe is not read.
     """
 
     def __init__(self, pipe: IO[bytes], on_lines: Callable[[list[bytes]], None], sink: OutputSink) -> None:
@@ -163,9 +164,9 @@ class PipeReader:
         self._loop.add_reader(self._fd, self._readable)
 
     def close(self) -> None:
-        """Hand on what is in the pipe now, also a line without an end. Other holders of it are not waited for."""
+        """Pass on the pipe's content, including an unfinished line. Other holders of the pipe cause no wait."""
         reads = 0
-        while reads < 2 * LINE_BYTES // READ_BYTES and self._read():  # bounded: somebody may still be writing
+        while reads < 2 * LINE_BYTES // READ_BYTES and self._read():  # bounded: another process may still be writing
             reads += 1
         self._end()
 

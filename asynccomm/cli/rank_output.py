@@ -1,4 +1,4 @@
-"""What one rank prints: to the terminal behind its prefix, to its log file, and the end of it for the report."""
+"""The output of one rank: to the terminal behind its prefix, to its log file, and its tail for the report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asynccomm.cli.output import OutputSink, PipeReader, Prefixer, Tail
 
 @final
 class Terminal:
-    """The launcher's stdout and stderr. Where they are one file, they are one queue: no line is cut by the other's."""
+    """The launcher's stdout and stderr. If both are one file, they share one queue, so lines stay whole."""
 
     def __init__(self) -> None:
         self.out = OutputSink(1)
@@ -22,20 +22,20 @@ class Terminal:
         self.err = self.out if same else OutputSink(2)
 
     def say(self, text: str) -> None:
-        """Tell the user something, on stderr."""
+        """Print a message for the user on stderr."""
         self.err.write(f"asynccomm: {text}\n".encode(errors="replace"))
 
     async def drain(self) -> None:
-        """Wait until everything is written. Cancelling is safe."""
+        """Wait until all output is written. Cancelling is safe."""
         await self.out.drain()
         await self.err.drain()
 
 
 @final
 class LogFile:
-    """A rank's own file, written at each line. A full disk costs the log, not the run.
+    """A rank's log file, written at each line. A full disk costs the log, not the run.
 
-    Raises: OSError when it cannot be created.
+    Raises: OSError when the file cannot be created.
     """
 
     def __init__(self, path: Path, terminal: Terminal) -> None:
@@ -63,8 +63,8 @@ class RankOutput:
 
     Args:
         prefix: put before each line on the terminal.
-        log: where lines go as well, if anywhere.
-        shown: whether they go to the terminal.
+        log: a file that also receives the lines, if any.
+        shown: whether lines go to the terminal.
     """
 
     def __init__(self, terminal: Terminal, prefix: bytes, log: LogFile | None = None, shown: bool = True) -> None:
@@ -86,7 +86,7 @@ class RankOutput:
         ]
 
     def close(self) -> None:
-        """Pass on what has arrived, and end; whoever else holds the pipes is not waited for."""
+        """Pass on all received bytes, and end, without waiting for other holders of the pipes."""
         for reader in self._readers:
             reader.close()
         if self._log is not None:

@@ -30,7 +30,7 @@ read nothing.
 
 
 class Commands(Protocol):
-    """What argparse calls subparsers."""
+    """The object that argparse's ``add_subparsers`` returns."""
 
     def add_parser(
         self,
@@ -45,7 +45,7 @@ class Commands(Protocol):
 
 
 def add_command(commands: Commands) -> None:
-    """Make ``run`` known to the command line."""
+    """Register ``run`` with the command line."""
     parser = commands.add_parser(
         "run",
         help="run a script on N ranks of this host",
@@ -87,7 +87,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 
 
 def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> LaunchOptions:
-    """Check what argparse cannot, and make ready what a run needs."""
+    """Check the arguments beyond argparse's own checks, and create the log folder."""
     size, per_rank, log_dir = arguments.ranks, arguments.cpus_per_rank, arguments.log_dir
     if not arguments.module and not os.path.exists(arguments.script):
         parser.error(f"argument SCRIPT: {arguments.script!r} does not exist")
@@ -117,9 +117,9 @@ def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
 
 
 def _listen(port: int) -> socket.socket:
-    """Claim the port before anything runs; ranks that connect before the store takes over wait in the backlog.
+    """Claim the port before any rank starts; ranks that connect before the store takes over wait in the backlog.
 
-    Not ``store.host.listen``, because that module imports torch.
+    Not ``store.server.listen``, because that module imports torch.
     """
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:

@@ -1,11 +1,11 @@
 """The process that hosts the store of a run: ``python -m asynccomm.cli.store_process FD GROUP...``
 
-It is a process of its own so that the launcher needs no torch: ranks start at once, and a Ctrl-C never waits for an
-import. It also is the last to go if the launcher is killed: the kernel kills the ranks then, but not what they had
-started, so this one kills their groups.
+A process of its own lets the launcher run without torch: ranks start at once, and a Ctrl-C never waits for an import.
+The store process also outlives a killed launcher: the kernel then kills the ranks, but not their child processes, so
+the store process kills the ranks' groups.
 
-FD is the listening socket. GROUPs are the ranks' process groups; the launcher writes the ones that are gone to our
-stdin, a line each. The end of stdin is the end of the launcher.
+FD is the listening socket. GROUPs are the ranks' process groups; the launcher writes the numbers of ended groups to
+stdin, one per line. The end of stdin is the end of the launcher.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asynccomm.store.server import serve
 
 
 def main() -> int:
-    """Serve until the launcher is gone."""
+    """Serve until the launcher has ended."""
     listening, *numbers = map(int, sys.argv[1:])
     groups = set(numbers)
     try:

@@ -1,1 +1,1 @@
-"""The kernel that everything with an event loop stands on: works, the mailbox of a loop, deadlines, tasks."""
+"""The kernel below everything with an event loop: works, the loop's mailbox, deadlines, tasks."""

@@ -1,4 +1,4 @@
-"""Where in the user's program a call came from. Taken with every operation, so it costs little until it is shown."""
+"""The call site of an operation in the user's program. Captured for every operation, so formatting is deferred."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from sys import _getframe
 from types import CodeType
 from typing import Final
 
-CallSite = tuple[CodeType, int]  # and the instruction in it
+CallSite = tuple[CodeType, int]  # and the offset of the instruction
 
 
 def call_site(depth: int = 1) -> CallSite | None:
-    """Where this package was called from; ``depth`` frames up, at least."""
+    """The innermost frame outside of this package, at least ``depth`` frames up."""
     try:
         frame = _getframe(depth)
-    except ValueError:  # it was called in another way
+    except ValueError:  # fewer frames than ``depth``
         frame = _getframe(1)
     code = frame.f_code
     while code.co_filename not in _users:
@@ -29,19 +29,19 @@ def call_site(depth: int = 1) -> CallSite | None:
     return code, frame.f_lasti
 
 
-# the interpreter names all files of a package in the same way
+# the interpreter gives all files of a package the same prefix
 _PACKAGE: Final = os.path.dirname(os.path.dirname(call_site.__code__.co_filename)) + os.sep
-_users: set[str] = set()  # files that call this package; no more than a program has
+_users: set[str] = set()  # files that call this package; bounded by the program's files
 
 
 def _is_ours(name: str) -> bool:
     if not name.startswith(_PACKAGE):
         return False
-    return not name.startswith(f"{_PACKAGE}testing{os.sep}")  # which uses the package as its users do
+    return not name.startswith(f"{_PACKAGE}testing{os.sep}")  # testing uses the package as user code does
 
 
 def show(site: CallSite | None) -> str:
-    """``site`` for people; empty if it is not known."""
+    """``site`` as text; empty if unknown."""
     if site is None:
         return ""
     return f"{site[0].co_filename}:{line_number(site)} in {site[0].co_name}"

@@ -1,4 +1,4 @@
-"""When operations count as failed: one heap and at most one timer for a whole comm, however many are in flight."""
+"""Operation deadlines: one heap and at most one timer for a whole comm, at any number of operations in flight."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Deadlines:
 
     Args:
         mailbox: of the loop that owns the timer.
-        expired: told once; the comm is broken after that, so nobody asks for a second.
+        expired: called once; the first expiry breaks the comm.
     """
 
     def __init__(self, mailbox: Mailbox, expired: Callable[[Work[Any]], object]) -> None:
         self._mailbox = mailbox
         self._expired = expired
-        # weakly: a finished Work must not be kept, with its output, until it comes to the top
+        # weak references: a finished Work must not be kept, with its output, until it reaches the top
         self._heap: list[tuple[float, int, weakref.ref[Work[Any]]]] = []
         self._count = 0
         self._rebuild_at = SLACK
         self._timer: TimerHandle | None = None
-        self._armed = math.inf  # when the timer will fire, or is about to be told to
+        self._armed = math.inf  # the timer's time, also while the request to set it is on its way to the loop
         self._closed = False
         self._lock = threading.Lock()
 
@@ -48,7 +48,7 @@ class Deadlines:
                 heapq.heappop(heap)
             self._count += 1
             heapq.heappush(heap, (when, self._count, weakref.ref(work)))
-            if len(heap) > self._rebuild_at:  # something old is stuck at the head while newer ones come and go
+            if len(heap) > self._rebuild_at:  # a pending entry at the top keeps settled ones in the heap
                 heap[:] = [entry for entry in heap if _pending(entry[2])]
                 heapq.heapify(heap)
                 self._rebuild_at = 2 * len(heap) + SLACK
@@ -58,7 +58,7 @@ class Deadlines:
         self._mailbox.post(self._arm)
 
     def close(self) -> None:
-        """Forget everything. On the loop."""
+        """Drop all deadlines. On the loop."""
         with self._lock:
             self._closed = True
             self._heap.clear()
@@ -93,5 +93,5 @@ class Deadlines:
 
 
 def _pending(reference: weakref.ref[Work[Any]]) -> bool:
-    work = reference()  # whoever runs the operation keeps the Work
+    work = reference()  # the backend keeps a pending Work alive
     return work is not None and not work.done()

@@ -1,7 +1,8 @@
 """Handles: objects that stand for something live, such as connections, operations in flight, or other ranks' turns.
 
-A second one would end or repeat what the first one does. So a handle is passed around, and stays one: its copies are
-itself, also within something larger that is copied (a model that holds a comm, say), and it cannot be pickled.
+A second handle would end or repeat the operation of the first. A handle is therefore never duplicated: its copy is the
+handle itself, also inside a larger object that is copied (a model that holds a comm, say), and pickling raises an
+error.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from typing import Any, ClassVar, NoReturn, Self
 
 
 class Handle:
-    """What is never copied."""
+    """Base of objects that are never copied."""
 
     __slots__ = ()
-    _instead: ClassVar[str]  # of pickling: what to do, for the error
+    _instead: ClassVar[str]  # the alternative to pickling, for the error
 
     def __copy__(self) -> Self:
         return self

@@ -1,15 +1,15 @@
-"""The one door from any thread to the event loop.
+"""The single path from any thread to the event loop.
 
-Threads (transports, completion pollers) ``post`` callables; the loop runs them in order. However many are posted
-before the loop gets to them, the loop is woken once. What is posted on the loop's own thread runs at once.
+Threads (transports, completion pollers) ``post`` callables, and the loop runs them in order. Any number of posts before
+the loop runs wakes the loop once. A callable posted on the loop's own thread runs at once.
 
-The order of the two steps on each side makes it lossless without a lock: ``post`` appends first and looks at ``_rung``
-second; ``_drain`` clears ``_rung`` first and empties the deque second. Either ``_drain`` still sees the item or
-``post`` still sees the cleared flag and rings again. (Single attribute and deque operations are atomic in CPython,
-with the GIL and in the free-threaded build.)
+The order of the two steps on each side makes the mailbox lossless without a lock: ``post`` first appends and then
+checks ``_rung``; ``_drain`` first clears ``_rung`` and then empties the deque. Either ``_drain`` still sees the item,
+or ``post`` sees the cleared flag and wakes the loop again. (Single attribute and deque operations are atomic in
+CPython, with the GIL and in the free-threaded build.)
 
-It also keeps the pace: awaiting finished Works never suspends, so a tight loop of fast collectives would starve every
-other task. :meth:`must_yield` says when such a streak has lasted long enough.
+The mailbox also limits streaks: awaiting finished Works never suspends, so a tight loop of fast collectives would
+starve all other tasks. :meth:`should_yield` reports the end of a streak.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from collections import deque
 from collections.abc import Callable
 
 STREAK_AWAITS = 64  # finished Works awaited in a row before one await yields to the loop
-STREAK_SECONDS = 1e-3  # the same as time: large collectives that finish inside the call are slower than that
+STREAK_SECONDS = 1e-3  # the same limit as a time, for large collectives that finish inside the call
 
 _log = logging.getLogger("asynccomm")
 
 
 class Mailbox:
-    """Runs what other threads post on one event loop."""
+    """Runs callables from other threads on one event loop."""
 
     __slots__ = ("_awaits", "_inbox", "_rung", "_since", "loop")
 
@@ -39,9 +39,9 @@ class Mailbox:
         self._since = 0.0
 
     def post(self, call: Callable[[], object]) -> None:
-        """Have ``call`` run on the loop: now if this is the loop's thread, soon otherwise.
+        """Run ``call`` on the loop: at once on the loop's own thread, else in a later loop iteration.
 
-        From any thread. A closed loop has nobody left to tell: dropped.
+        From any thread. The call is dropped if the loop is closed.
         """
         if asyncio._get_running_loop() is self.loop:
             self._run(call)
@@ -61,7 +61,7 @@ class Mailbox:
     def _drain(self) -> None:
         self._rung = False
         inbox = self._inbox
-        for _ in range(len(inbox)):  # what arrives meanwhile has rung again: other callbacks get their turn first
+        for _ in range(len(inbox)):  # newer items have woken the loop again: other callbacks run first
             self._run(inbox.popleft())
 
     def _run(self, call: Callable[[], object]) -> None:
@@ -73,7 +73,7 @@ class Mailbox:
             self.loop.call_exception_handler({"message": "error in a completion callback", "exception": exc})
 
     def should_yield(self) -> bool:
-        """Count one await that did not suspend; True when it is time to let other tasks run."""
+        """Count one await that did not suspend; True when other tasks have to run."""
         now = time.monotonic()
         if self._awaits == 0:
             self._since = now
@@ -84,5 +84,5 @@ class Mailbox:
         return True
 
     def reset_streak(self) -> None:
-        """Note that an await did suspend: a streak, if any, is over."""
+        """End the streak: an await did suspend."""
         self._awaits = 0

@@ -1,4 +1,4 @@
-"""Where a process is: a thread's stack, and for each task of its event loop the chain of awaits down to the Work."""
+"""The stacks of a process: a thread's frames, and for each task of its loop the chain of awaits down to the Work."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 from asynccomm.core.work import Work
 
-DEPTH = 8  # calls shown of a thread; enough to lead back to the test from most libraries
+DEPTH = 8  # frames shown of a thread; enough to lead back to the test from most libraries
 
 
 def format_stacks(thread_id: int, loop: asyncio.AbstractEventLoop | None, caller: str = "") -> str:
-    """The stack of the thread, and of the loop's tasks if it runs there. From any thread.
+    """The stack of the thread, and of the loop's tasks if the loop runs there. From any thread.
 
     Args:
-        caller: a file that runs everything: what it does says nothing.
+        caller: a file whose frames are left out, such as the test runner's.
     """
     parts = []
     frame = sys._current_frames().get(thread_id)
-    if frame is not None and not frame.f_code.co_filename.endswith("selectors.py"):  # else the loop is idle
+    if frame is not None and not frame.f_code.co_filename.endswith("selectors.py"):  # an idle loop is in its selector
         parts.append("main thread:\n" + "".join(_tail(frame, caller)))
     for task in _tasks(loop):
         frames, work = _awaits(task.get_coro(), caller)
@@ -33,7 +33,7 @@ def format_stacks(thread_id: int, loop: asyncio.AbstractEventLoop | None, caller
 
 
 def _tail(frame: FrameType, caller: str) -> list[str]:
-    """The innermost calls, without those that lead to the caller's."""
+    """The innermost frames, without those up to the last frame of ``caller``."""
     summaries = traceback.extract_stack(frame)
     ours = [number for number, summary in enumerate(summaries) if summary.filename == caller]
     start = ours[-1] + 1 if ours else 0
@@ -47,7 +47,7 @@ def _tasks(loop: asyncio.AbstractEventLoop | None) -> list[asyncio.Task[Any]]:
         try:
             tasks = [task for task in asyncio.all_tasks(loop) if not task.get_name().startswith("asynccomm ")]
             return sorted(tasks, key=lambda task: (len(task.get_name()), task.get_name()))  # Task-2 before Task-10
-        except RuntimeError:  # the set changed while another thread iterates over it: look again
+        except RuntimeError:  # the set changed while this thread iterated over it: retry
             continue
     return []
 

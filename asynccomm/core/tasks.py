@@ -1,7 +1,7 @@
-"""Tasks that come to their end though nobody waits for them any more, as with cleaning up after a cancelled call.
+"""Tasks that run to their end after their caller was cancelled, such as the clean-up of a cancelled call.
 
-A task may be cancelled more than once: by whoever awaits it, and by a deadline. The second time hits what the first has
-set off, and would leave it half done.
+A task may be cancelled twice: by its awaiting task, and by a deadline. The second cancellation would interrupt the
+clean-up that the first one started.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ _tasks: set[asyncio.Task[Any]] = set()
 
 
 def detach(task: asyncio.Task[T]) -> asyncio.Task[T]:
-    """Let ``task`` come to its end, whoever has stopped waiting for it."""
+    """Keep ``task`` alive to its end, also without an awaiting task."""
     _tasks.add(task)
     task.add_done_callback(_tasks.discard)
     return task
 
 
 async def shielded(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Await ``coroutine``, which goes on when this is cancelled."""
+    """Await ``coroutine``, which goes on when the caller is cancelled."""
     return await asyncio.shield(detach(asyncio.ensure_future(coroutine)))
 
 
 async def shielded_acquire(coroutine: Coroutine[Any, Any, T], give_back: Callable[[T], object]) -> T:
-    """The same for one that gets something: it is handed to ``give_back`` when this is cancelled."""
+    """Like ``shielded``, for a coroutine that returns a resource: cancelling passes the result to ``give_back``."""
     task = detach(asyncio.ensure_future(coroutine))
 
     def ended(task: asyncio.Task[T]) -> None:

@@ -1,15 +1,15 @@
 """The handle to one operation in flight.
 
-States: pending, then done, with a value or with an error, once and for good. Whoever runs the operation settles it,
-from whichever thread it was seen to finish on.
+A Work is pending, then done, with a value or with an error, permanently. The backend settles a Work from the thread
+that detects the completion.
 
 There is no cancel(). The peers have entered the operation, and one rank backing out would hang them. Cancelling a task
-that awaits a Work abandons that wait and nothing else; ``comm.abort()`` is what stops operations.
+that awaits a Work ends only that wait; ``comm.abort()`` stops operations.
 
-Settling and waiting race without a lock, by the order of two steps on each side. A waiter first leaves word (appends a
-future, a callback, a listener), then looks at ``_done``; the settler first sets ``_done``, then looks for word left.
-One of the two sees the other. Futures and callbacks belong to the loop, so the settler only posts "wake" to the
-mailbox, and only if there is somebody to wake.
+Settling and waiting race without a lock, by the order of two steps on each side. A waiter first registers (appends a
+future, a callback, a listener), then checks ``_done``; the settler first sets ``_done``, then checks for registrations.
+At least one side sees the other. Futures and callbacks belong to the loop, so the settler only posts a wake-up to the
+mailbox, and only if a waiter is registered.
 """
 
 from __future__ import annotations
@@ -35,52 +35,52 @@ from asynccomm.errors import AsyncCommError, WouldBlockError
 from asynccomm.ops import Op
 from asynccomm.options import seconds
 
-UNNUMBERED = -1  # of a Work that was not sent yet
-GRACE = 2.0  # seconds past its deadline that wait() leaves to the loop to say which ranks are missing
+UNNUMBERED = -1  # number of a Work before submission
+GRACE = 2.0  # seconds past the deadline that wait() leaves to the loop to find the missing ranks
 
 T = TypeVar("T")
 _deciding = threading.Lock()  # held for two assignments; one for all Works, because a lock each would cost more
-_finishing = threading.RLock()  # held while a result is decoded, by whoever asks first
+_finishing = threading.RLock()  # held while a result is decoded; any waiting thread may decode
 
 
 class Driver(Protocol):
-    """What can move an operation on when somebody is about to wait for it; a backend."""
+    """A backend's interface for progress on behalf of a waiter."""
 
     def hurry(self, work: Work[Any]) -> None:
-        """A task on the loop is about to suspend: settle ``work`` now if that takes no longer than a wake-up would."""
+        """Settle ``work`` now if this takes no longer than a wake-up would: a task on the loop is about to suspend."""
 
     def relieve(self, work: Work[Any]) -> None:
-        """A thread is about to block, maybe the one that should run the loop: do not rely on the loop for ``work``."""
+        """Stop relying on the loop for ``work``: a thread is about to block, possibly the loop's own."""
 
 
 class StreamOrder(Protocol):
-    """Where in the streams of a GPU an operation stands."""
+    """The position of an operation in the streams of a GPU."""
 
     @property
     def issued(self) -> bool:
-        """Whether a stream can be ordered after it now."""
+        """Whether a stream can be ordered after the operation now."""
 
     @property
     def immediate(self) -> bool:
-        """Whether it is issued without anything that the loop would have to do first."""
+        """Whether the operation is issued without prior work on the loop."""
 
     def listen(self, listener: Callable[[], object]) -> None:
-        """Call ``listener`` once it is issued, from any thread; maybe at once, maybe twice."""
+        """Call ``listener`` once the operation is issued, from any thread; possibly at once, possibly twice."""
 
     def order(self, stream: torch.cuda.Stream | None) -> None:
-        """Order ``stream``, or else the current one, after it, once it is issued."""
+        """Order ``stream``, or else the current stream, after the operation, once the operation is issued."""
 
 
 @final
 class Work(Handle, Generic[T]):
     """One submitted operation; ``await`` it for its output.
 
-    Awaiting returns once the host may read the output. Any number of tasks may await, any number of times; all get
-    the same value or the same error. A finished Work does not suspend, except that after 64 of them in a row, or
-    1 ms, one lets the loop turn. Cancelling an await is always safe and leaves the operation running.
+    Awaiting returns once the host may read the output. Any number of tasks may await, any number of times; all get the
+    same value or the same error. Awaiting a finished Work does not suspend, except that after 64 such awaits in a row,
+    or 1 ms, an await yields to the loop. Cancelling an await is always safe and leaves the operation running.
 
-    A Work may be dropped: the operation runs on, and the comm keeps its tensors alive until it has really finished. An
-    error that nobody looked at is then reported once, to the loop's exception handler.
+    A Work may be dropped: the operation goes on, and the comm keeps its tensors alive until the operation has really
+    finished. An error that was never retrieved is then reported once, to the loop's exception handler.
     """
 
     _instead = "await it here, and send its output there"
@@ -122,37 +122,37 @@ class Work(Handle, Generic[T]):
         on_overdue: Callable[[Work[Any]], object] | None = None,
         driver: Driver | None = None,
     ) -> None:
-        self.op = op  #: what was submitted; holds no tensors
-        #: its number on the comm: collectives count from 0, point-to-point apart; -1 as long as it is held back
+        self.op = op  #: the submitted operation; holds no tensors
+        #: its number on the comm: collectives count from 0, point-to-point apart; -1 while held back
         self.seq = seq
         self.timeout = timeout  #: seconds from the call until the comm counts as broken
-        self.started = time.monotonic()  #: when it was called, on the ``time.monotonic`` clock
-        self.finished: float | None = None  #: when it settled, same clock; None while pending
-        self.source: int | None = None  #: the rank a receive got its message from; None until done and for all else
+        self.started = time.monotonic()  #: time of the call, on the ``time.monotonic`` clock
+        self.finished: float | None = None  #: time of settling, same clock; None while pending
+        self.source: int | None = None  #: the rank that sent a receive's message; None until done and for all others
         self._mailbox = mailbox
         self._value = value
-        self._finish = finish  # makes of the value what awaiting gives; dropped once it has
+        self._finish = finish  # makes the output from the value, at the first read; then dropped
         self._error: AsyncCommError | None = None
         self._traceback: TracebackType | None = None
         self._done = False
-        self.site: CallSite | None = None  #: where it was called, if the comm keeps that; for the comm
-        self.captured = False  #: it is part of a CUDA graph: done whenever that has run
-        self.order: StreamOrder | None = None  #: its place in the streams of a GPU, if it has one; for backends
-        self.driver = driver  #: what moves it on; for whoever runs it. This and the next are dropped once done
+        self.site: CallSite | None = None  #: its call site, if the comm records call sites; for the comm
+        self.captured = False  #: whether the operation is part of a CUDA graph, and done whenever the graph has run
+        self.order: StreamOrder | None = None  #: position in the streams of a GPU, if any; for backends
+        self.driver = driver  #: makes progress for waiters; for backends. Dropped once done, as is ``_on_overdue``
         self._on_overdue = on_overdue
         self._listeners: list[Callable[[], object]] = []
         self._waiters: list[asyncio.Future[None]] = []
         self._callbacks: list[tuple[Callable[[Work[T]], object], contextvars.Context]] = []
         self._on_settled: Callable[[Work[Any]], object] | None = on_settled  # dropped once called: it holds the comm
 
-    # -- looking ------------------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------------
 
     def done(self) -> bool:
-        """Whether the outcome is known, good or bad."""
+        """Whether the operation has ended, with a value or an error."""
         return self._done
 
     def is_completed(self) -> bool:
-        """The same as :meth:`done`, under the name torch uses."""
+        """Torch's name for :meth:`done`."""
         return self._done
 
     def result(self) -> T:
@@ -195,23 +195,23 @@ class Work(Handle, Generic[T]):
             try:
                 yield from waiter
             finally:
-                if not self._done:  # cancelled: nobody will ask this future any more
+                if not self._done:  # cancelled: the future has no waiter any more
                     self._waiters.remove(waiter)
         return self._outcome()
 
     def wait(self, timeout: float | timedelta | None = None) -> T:
         """Wait for the operation as its device does, and return its output.
 
-        On a GPU, the current stream waits, and the host does not: see :meth:`wait_stream`. What is not a stream's
-        business there (objects, dicts, barriers, uneven tensors of sizes unknown) waits as on the CPU.
+        On a GPU, the current stream waits, and the host does not: see :meth:`wait_stream`. Operations outside of the
+        streams (objects, dicts, barriers, uneven tensors of sizes unknown) wait as on the CPU.
 
         On the CPU, block the calling thread until the operation is done. On a thread with a running event loop this
-        raises ``WouldBlockError``, finished or not: use ``await`` there. With agreed ordering the comm's loop must be
-        running in another thread: it brings the agreement about.
+        raises ``WouldBlockError``, whether or not the operation is finished: use ``await`` there. With agreed ordering
+        the comm's loop must be running in another thread, because the ranks agree on the order there.
 
         Args:
-            timeout: seconds to wait at most, None for no limit of its own. Passing it raises the builtin
-                ``TimeoutError`` and abandons only this wait; the operation's own deadline is another matter.
+            timeout: seconds to wait at most, None for no limit of its own. Passing the limit raises the builtin
+                ``TimeoutError`` and ends only this wait; the operation keeps its own deadline.
         """
         limit = math.inf if timeout is None else seconds("timeout", timeout, 0.0)
         self._send()
@@ -223,7 +223,7 @@ class Work(Handle, Generic[T]):
         return self._outcome()
 
     def _block(self, limit: float, issued: StreamOrder | None = None) -> None:
-        """Block until the operation is done, or in a stream if ``issued`` is given."""
+        """Block until the operation is done, or until it is issued in a stream if ``issued`` is given."""
         end = time.monotonic() + limit
         driver = self.driver
         if driver is not None:
@@ -239,13 +239,13 @@ class Work(Handle, Generic[T]):
             now = time.monotonic()
             if now >= end:
                 with _deciding:
-                    if not self._done:  # else the settler may be going through the list
+                    if not self._done:  # else the settler may be iterating over the list
                         self._listeners.remove(event.set)
                         raise TimeoutError(f"{self!r} was not done within {limit:g} s; it goes on")
             elif now >= due:
                 due = math.inf
                 if (overdue := self._on_overdue) is not None:
-                    overdue(self)  # the loop, which keeps the deadlines, does not turn
+                    overdue(self)  # the loop, which checks the deadlines, is not running
             else:
                 left = min(end, due) - now
                 event.wait(None if left > threading.TIMEOUT_MAX else left)
@@ -253,12 +253,14 @@ class Work(Handle, Generic[T]):
     def wait_stream(self, stream: torch.cuda.Stream | None = None) -> None:
         """Order ``stream`` (default: the current one) after the operation, without waiting on the host. GPU only.
 
-        A collective is in its stream when the call has returned, as a rule; NCCL may have to connect for the first of
-        its kind, and then this blocks until it has. A send or receive must first find its other end, and a collective
-        on memory that objects, dicts or uneven tensors under way still use must wait for these. For that this blocks,
-        so on a thread with a running event loop it raises ``WouldBlockError``: use :meth:`ordered` there.
+        A collective is usually in its stream when the call has returned. NCCL may have to connect for the first
+        collective of a kind; ``wait_stream`` then blocks until NCCL has connected. A send or receive must first match
+        its other end, and a collective on memory in use by objects, dicts or uneven tensors in flight must wait for
+        these. Waits of the latter two kinds raise ``WouldBlockError`` on a thread with a running event loop: use
+        :meth:`ordered` there.
 
-        Raises: RuntimeError if the operation has no place in a stream; the operation's error if it has failed already.
+        Raises: RuntimeError if the operation has no position in a stream; the operation's error if it has failed
+        already.
         """
         self._send()
         order = self.order
@@ -269,11 +271,10 @@ class Work(Handle, Generic[T]):
         self._follow(order, stream, math.inf)
 
     async def ordered(self, stream: torch.cuda.Stream | None = None) -> T:
-        """Order ``stream`` (default: the current one) after the operation, and return its output, for code that never
-        leaves the GPU: the host may not read it yet.
+        """Order ``stream`` (default: the current one) after the operation, and return the output for use on the GPU.
 
-        Suspends only until the operation is in its own stream. Where it has none (on the CPU), the same as ``await``.
-        Cancelling is safe.
+        The host may not read the output yet. The call suspends only until the operation is in its own stream. For an
+        operation without a stream (on the CPU), the same as ``await``. Cancelling is safe.
         """
         self._send()
         order = self.order
@@ -295,7 +296,7 @@ class Work(Handle, Generic[T]):
         return self._follow(order, stream, math.inf)
 
     def _send(self) -> None:
-        """Have it sent if a scope holds it back: it has no place in a stream before."""
+        """Submit the operation if a scope holds it back: a held-back operation has no position in a stream."""
         if self.seq == UNNUMBERED and (driver := self.driver) is not None:
             if asyncio._get_running_loop() is None:
                 driver.relieve(self)
@@ -303,7 +304,7 @@ class Work(Handle, Generic[T]):
                 driver.hurry(self)
 
     def _follow(self, order: StreamOrder, stream: torch.cuda.Stream | None, limit: float) -> T:
-        """Order ``stream`` after the operation; the output."""
+        """Order ``stream`` after the operation; returns the output."""
         if not order.issued and not self._done:
             if not order.immediate and asyncio._get_running_loop() is not None:
                 raise WouldBlockError(f"{self!r} must wait for other ranks first: use `await work.ordered()`")
@@ -314,36 +315,37 @@ class Work(Handle, Generic[T]):
         return self._value  # type: ignore[no-any-return]
 
     def add_done_callback(self, fn: Callable[[Work[T]], object], *, context: contextvars.Context | None = None) -> None:
-        """Have the loop call ``fn(work)`` once the operation is done; soon, if it is already. From any thread."""
+        """Have the loop call ``fn(work)`` after the operation is done, or soon if done already. From any thread."""
         self._callbacks.append((fn, contextvars.copy_context() if context is None else context))
         if self._done:
             self._mailbox.post(self._wake)
 
     def listen(self, listener: Callable[[], object]) -> None:
-        """Call ``listener`` once the operation is done, on the thread that finds it so; now, if it is done already.
+        """Call ``listener`` once the operation is done, on the settling thread; for a done operation, at once.
 
-        From any thread; it may be called twice, and must be quick and not raise. ``add_done_callback`` is for the rest.
+        From any thread. The listener may be called twice, and must be quick and not raise; use ``add_done_callback``
+        for other callbacks.
         """
         self._listeners.append(listener)
         if self._done:
             listener()
 
     def remove_done_callback(self, fn: Callable[[Work[T]], object]) -> int:
-        """Forget all callbacks equal to ``fn``; returns how many there were."""
+        """Remove all callbacks equal to ``fn``; returns their number."""
         found = [entry for entry in self._callbacks if entry[0] == fn]
-        for entry in found:  # one by one: another thread may be about to append
+        for entry in found:  # one by one: another thread may be appending
             self._callbacks.remove(entry)
         return len(found)
 
-    # -- for whoever runs the operation -------------------------------------------------------------------------------
+    # -- for backends -------------------------------------------------------------------------------------------------
 
     def settle(self, error: AsyncCommError | None = None) -> bool:
-        """Make the operation done, well or with ``error``; from any thread. For backends.
+        """Complete the operation, with its value or with ``error``; from any thread. For backends.
 
         Returns whether this call decided the outcome: an operation fails early when its comm breaks, and its backend
-        learns of the end later.
+        settles it again later.
         """
-        value = None  # dropped outside of the lock: that may run anything
+        value = None  # dropped outside of the lock: a destructor may run any code
         with _deciding:
             if self._done:
                 return False
@@ -367,12 +369,12 @@ class Work(Handle, Generic[T]):
         return True
 
     def capture(self) -> None:
-        """The operation became part of a CUDA graph: it is done whenever the graph has run. For backends."""
+        """Settle an operation that became part of a CUDA graph: it is done whenever the graph has run. For backends."""
         self.captured = True
         self.settle()
 
     def take_error(self) -> AsyncCommError | None:
-        """Give the error of a settled operation to whoever passes it on; it is not reported from here any more."""
+        """Take the error of a settled operation to pass it on; this Work does not report the error any more."""
         error, self._error = self._error, None
         return error
 
@@ -381,14 +383,14 @@ class Work(Handle, Generic[T]):
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
-        while self._callbacks:  # one list for good: another thread may be about to append to it
+        while self._callbacks:  # always the same list: another thread may be appending
             fn, context = self._callbacks.pop(0)
             self._mailbox.loop.call_soon(fn, self, context=context)
 
     def _outcome(self) -> T:
         if self._error is not None:
             self._error.observed = True
-            # the traceback as it was when the operation failed: each raise would otherwise grow it for all waiters
+            # restore the traceback of the failure: each raise would otherwise grow it for all waiters
             raise self._error.with_traceback(self._traceback)
         if self.captured:
             raise RuntimeError(
@@ -416,16 +418,16 @@ class Work(Handle, Generic[T]):
         error = getattr(self, "_error", None)
         if error is None or error.observed:
             return
-        error.observed = True  # a broken comm fails all its Works with one error: say it once
+        error.observed = True  # a broken comm fails all its Works with one error: report it once
         report = {"message": f"{self!r}: the error was never retrieved", "exception": error}
         loop = self._mailbox.loop
-        with contextlib.suppress(RuntimeError):  # the loop may be closed by now: nobody left to tell
+        with contextlib.suppress(RuntimeError):  # the loop may be closed by now
             loop.call_soon_threadsafe(loop.call_exception_handler, report)
 
 
 def _renew_lock() -> None:
     global _deciding, _finishing
-    _deciding, _finishing = threading.Lock(), threading.RLock()  # others, not in the child, may have held the old ones
+    _deciding, _finishing = threading.Lock(), threading.RLock()  # threads missing in the child may have held these
 
 
 os.register_at_fork(after_in_child=_renew_lock)

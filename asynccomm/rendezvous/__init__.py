@@ -1,1 +1,1 @@
-"""How the processes of a job find each other, compare their settings, and let newcomers in."""
+"""Rendezvous: processes of a job find each other, compare their settings, and admit newcomers."""

@@ -1,18 +1,18 @@
-"""How the ranks of a new comm accept each other, on a store that may hold anything from before.
+"""The handshake of a new comm's ranks, over a store that may hold keys of earlier runs.
 
-A store can outlive its users: the launcher's survives restarts of the workers, and a comm's name may be used again. So
-nothing found there is believed until it has answered something new:
+A store can outlive its users: the launcher's store survives restarts of the workers, and a comm's name may be used
+again. A rank therefore trusts only keys that answer its own fresh nonce:
 
 1. Rank 0 publishes a random epoch under the comm's name.
-2. Each rank reads the epoch and posts a hello with a random nonce there, numbered as they come.
-3. Rank 0 checks all hellos and answers each nonce, with the list of members or with what does not fit.
+2. Each rank reads the epoch and posts a numbered hello with a random nonce under it.
+3. Rank 0 checks all hellos and answers each nonce, with the list of members or with the mismatch.
 
-A rank that read an old epoch is never answered, looks again, and finds the new one. All further keys of the comm lie
-under its epoch.
+A rank that read an old epoch gets no answer, reads the epoch again, and finds the new one. All further keys of the comm
+lie under its epoch.
 
-What is found is checked before it is used. Rank 0 passes over what is no hello, with one warning, and a rank that gets
-no proper answer says what it got instead. A stranger who writes a proper hello is a rank like any other: whoever can
-reach the store must be trusted not to.
+Every value is validated before use. Rank 0 skips malformed hellos, with one warning, and a rank that gets a malformed
+answer raises an error that quotes the answer. A well-formed hello of a foreign process counts as a rank's: every
+process that can reach the store must be trusted.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ from asynccomm.errors import RendezvousError, StoreTimeoutError
 from asynccomm.store.base import Store
 from asynccomm.version import __version__
 
-FIRST_LOOK = 0.05  # seconds until a rank that got no answer looks for a newer epoch; doubles up to LAST_LOOK
+FIRST_LOOK = 0.05  # seconds until a rank without an answer checks for a newer epoch; doubles up to LAST_LOOK
 LAST_LOOK = 1.0
-GRACE = 1.0  # seconds that rank 0, once it knows that the ranks do not fit, gives others to come and be told too
-FAREWELL = 2.0  # seconds that rank 0, which may host the store, gives the others to read that they were rejected
+GRACE = 1.0  # seconds that rank 0, after finding a mismatch, gives further ranks to arrive and receive the error
+FAREWELL = 2.0  # seconds that rank 0, which may host the store, gives the other ranks to read the rejection
 
-WINDOW: Final = 256  # numbers of hellos that are looked at together, at either end of those that were given out
+WINDOW: Final = 256  # hello numbers read in one pass, at either end of the unread range
 HELLO_BYTES: Final = 16 << 10
-ANSWER_BYTES: Final = 64 << 10  # and ANSWER_BYTES_EACH for each rank
+ANSWER_BYTES: Final = 64 << 10  # for the whole answer, plus ANSWER_BYTES_EACH for each rank
 ANSWER_BYTES_EACH: Final = 4 << 10
 TEXT: Final = 1024  # characters of one text in a hello or an answer
-REASON: Final = 40 << 10  # characters of why ranks were rejected, which may quote a hello
-SHOWN: Final = 200  # characters of nonsense that an error shows
-PATIENCE: Final = 0.05  # seconds until another look for hellos, where there is one of a number that nobody was given
+REASON: Final = 40 << 10  # characters of the reason for a rejection, which may quote a hello
+SHOWN: Final = 200  # characters of malformed text that an error shows
+PATIENCE: Final = 0.05  # seconds before the next read of hellos, if one exists beyond the counter
 
 _NAME: Final = re.compile(r"[0-9A-Za-z]{1,64}")  # of a nonce
-_EPOCH: Final = re.compile(r"[ -.0-~]{1,64}")  # anything but a slash
+_EPOCH: Final = re.compile(r"[ -.0-~]{1,64}")  # any printable character but a slash
 
 _log = logging.getLogger("asynccomm")
 
 
 class HandshakeResult(NamedTuple):
-    """What a rank knows of the others, once they have met."""
+    """The result of a handshake: the comm's epoch and members, and their control channel."""
 
     epoch: str
     members: list[RankInfo]  #: in rank order
-    contacts: list[RankAddress]  #: of those that have a control channel
-    tokens: Tokens  #: of that
+    contacts: list[RankAddress]  #: of the members that have a control channel
+    tokens: Tokens  #: of the control channel
 
 
 async def handshake(
@@ -78,14 +78,14 @@ async def handshake(
     contact: RankAddress | None = None,
     spent: float = 0.0,
 ) -> HandshakeResult:
-    """Meet the others of comm ``name``. Cancelling is safe.
+    """Connect with the other ranks of comm ``name``. Cancelling is safe.
 
     Args:
-        contact: where this rank's control channel listens, if it has one.
-        timeout: seconds allowed for becoming a comm.
-        spent: how many of them are gone already.
+        contact: the address of this rank's control channel, if the rank has one.
+        timeout: seconds allowed for the whole set-up of the comm.
+        spent: seconds of ``timeout`` already used.
 
-    Raises: RendezvousError naming who is missing or what differs, on all ranks that have come so far.
+    Raises: RendezvousError naming the missing ranks or the mismatch, on all ranks that have arrived so far.
     """
     hello = {
         "rank": rank,
@@ -113,7 +113,7 @@ async def _welcome(
     await place.set("epoch", epoch)
     tokens = Tokens()
     hellos: dict[int, dict[str, Any]] = {0: mine}
-    others: dict[str, dict[str, Any]] = {}  # by nonce, all who said hello, whether or not they fit
+    others: dict[str, dict[str, Any]] = {}  # all hellos by nonce, matching or not
     door = _HelloReader(room, name, mine["version"])
     problem = ""
     while len(others) < size - 1 and time.monotonic() < deadline:
@@ -137,7 +137,7 @@ async def _welcome(
     }
     text = json.dumps(answer)
     await room.multi_set({f"answer/{nonce}": text for nonce in others})
-    await room.check([])  # a reply: the server has it, so who has lost rank 0 from here on finds out by other ways
+    await room.check([])  # a round trip: the answers are stored; later losses of rank 0 are found by other means
     return _joined(epoch, answer)
 
 
@@ -153,22 +153,22 @@ def _joined(epoch: str, answer: dict[str, Any]) -> HandshakeResult:
 
 @final
 class _HelloReader:
-    """Where rank 0 looks for hellos.
+    """Rank 0's reader of hellos.
 
-    Whatever the counter says, only the numbers at its two ends are looked at: ranks that went away in the middle leave
-    gaps in them, and a stranger may have moved it.
+    The reader tries only the numbers at the two ends of the counter's range: ranks that left early leave gaps, and a
+    foreign process may have moved the counter.
     """
 
     def __init__(self, room: Store, name: str, version: str) -> None:
         self._room = room
         self._name = name
         self._version = version
-        self._low = 1  # all numbers below were seen
-        self._seen: set[int] = set()  # from there on
+        self._low = 1  # all lower numbers were read
+        self._seen: set[int] = set()  # numbers read above _low
         self._complained = False
 
     async def arrivals(self, deadline: float) -> list[dict[str, Any]]:
-        """The next hellos, some or none."""
+        """The next hellos; the list may be empty."""
         room = self._room
         count = await room.add("arrivals", 0)
         fresh = self._fresh(count)
@@ -185,7 +185,7 @@ class _HelloReader:
         return [hello for text in said if text is not None and (hello := self._read(text)) is not None]
 
     def _fresh(self, count: int) -> list[int]:
-        """The numbers to look at, of 1 to ``count``."""
+        """The numbers of 1 to ``count`` to read next."""
         unseen = (number for number in range(self._low, count + 1) if number not in self._seen)
         fresh = list(itertools.islice(unseen, WINDOW))
         last = range(max(fresh[-1] + 1 if fresh else self._low, count + 1 - WINDOW), count + 1)
@@ -194,13 +194,13 @@ class _HelloReader:
     async def _wait(self, key: str, deadline: float) -> None:
         with contextlib.suppress(StoreTimeoutError):
             if await self._room.check([key]):
-                # of a rank that got its number since, or of a stranger that got none
+                # from a rank that got its number after the count was read, or from a foreign process without a number
                 await asyncio.sleep(max(0.0, min(PATIENCE, deadline - time.monotonic())))
             else:
                 await self._room.wait([key], max(0.0, min(LAST_LOOK, deadline - time.monotonic())))
 
     async def _said(self, number: int, deadline: float) -> bytes | None:
-        """None: somebody has taken it away, or the time is over."""
+        """The hello with this number; None if it was deleted or the deadline has passed."""
         try:
             return await self._room.get(f"hello/{number}", max(0.0, min(LAST_LOOK, deadline - time.monotonic())))
         except StoreTimeoutError:
@@ -214,14 +214,14 @@ class _HelloReader:
             return None
 
     def complain(self, what: str) -> None:
-        """Say that something was passed over, once."""
+        """Log the first skipped hello as a warning."""
         if not self._complained:
             self._complained = True
             _log.warning("comm %r: somebody said hello who is no rank of it, and is not answered: %s", self._name, what)
 
 
 class _NonsenseError(ValueError):
-    """What no rank has written."""
+    """A value in the store that no rank has written."""
 
 
 def _parsed(text: bytes, most: int) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def _shown(text: bytes) -> str:
 
 
 def _hello(text: bytes, version: str) -> dict[str, Any]:
-    """A hello; all of it was looked at if it is of this ``version``. Raises: _NonsenseError."""
+    """A parsed hello, fully checked if it is of this ``version``. Raises: _NonsenseError."""
     hello = _parsed(text, HELLO_BYTES)
     rank: Any = hello.get("rank")
     nonce = hello.get("nonce")
@@ -263,7 +263,7 @@ def _is_text(value: object) -> bool:
 
 
 def _is_member(said: Any, rank: int) -> bool:
-    """Whether that is what a rank says, or rank 0 says of it."""
+    """Whether ``said`` describes ``rank``, in a hello or in rank 0's answer."""
     if type(said) is not dict or type(said.get("rank")) is not int or said["rank"] != rank:
         return False
     if not _is_text(said.get("host")) or type(said.get("pid")) is not int:
@@ -279,10 +279,10 @@ def _is_member(said: Any, rank: int) -> bool:
 
 
 def _mismatch(mine: dict[str, Any], theirs: dict[str, Any], hellos: dict[int, dict[str, Any]]) -> str:
-    """Why a rank cannot be taken in; empty if it can."""
+    """The reason for rejecting a rank; empty for none."""
     rank = theirs["rank"]
     for key in ("version", "size", "backend", "ordering"):
-        if theirs.get(key) != mine[key]:  # another version may not say everything
+        if theirs.get(key) != mine[key]:  # another version may lack some keys
             return f"{key} differs: rank 0 has {mine[key]!r}, rank {rank} has {theirs.get(key)!r}"
     if rank in hellos:
         first, second = (f"process {h['pid']} on {h['host']}" for h in (hellos[rank], theirs))
@@ -312,7 +312,7 @@ async def _ask(place: Store, name: str, mine: dict[str, Any], deadline: float, t
         except StoreTimeoutError:
             raise late("rank 0 did not come") from None
         epoch = found.decode(errors="replace") if len(found) <= TEXT else ""
-        if _EPOCH.fullmatch(epoch) is None:  # rank 0 may still come and write its own over it
+        if _EPOCH.fullmatch(epoch) is None:  # rank 0 may still overwrite it with its own epoch
             if left() <= 0:
                 raise late(f"rank 0 did not come: in the place of its epoch is {_shown(found)}")
             await asyncio.sleep(min(look, left()))
@@ -335,13 +335,13 @@ async def _ask(place: Store, name: str, mine: dict[str, Any], deadline: float, t
             raise RendezvousError(f"comm {name!r}: what is there as the answer of rank 0 is none: {exc}") from None
         if "error" in answer:
             await room.set(f"heard/{mine['nonce']}", b"")
-            await room.check([])  # a reply: the server has it before the connection closes
+            await room.check([])  # a round trip: the store has the key before the connection closes
             raise RendezvousError(answer["error"])
         return _joined(epoch, answer)
 
 
 def _answer(text: bytes, mine: dict[str, Any]) -> dict[str, Any]:
-    """What rank 0 has answered. Raises: _NonsenseError."""
+    """The answer of rank 0, checked. Raises: _NonsenseError."""
     size = mine["size"]
     answer = _parsed(text, ANSWER_BYTES + ANSWER_BYTES_EACH * size)
     if "error" in answer:

@@ -1,11 +1,11 @@
-"""What the comms of one process share that were split off one another: the store, the control channel, and names.
+"""A job's comms in one process: the store, the control channel and the names that they share.
 
-A family begins with a comm of ``new_comm``; whatever is split off its members belongs to it. Its comms fail and close
-apart from each other, in any order. The store stays connected until the last of them has closed, and only then does
-this rank say that it needs the store no more.
+A job begins with a comm of ``new_comm`` and includes all comms split off its members. The comms of a job fail and close
+independently, in any order. The store stays connected until the last comm has closed; only then does this rank announce
+that it no longer needs the store.
 
-All keys of a comm lie in its room of the store: those of a child in a room within its parent's, which all members find
-without talking to each other. See :meth:`CommIdentity.room_for`.
+All keys of a comm lie under its prefix in the store. A child's prefix lies within its parent's, and all members compute
+the same prefix without communicating. See :meth:`CommIdentity.child_prefix`.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from asynccomm.ops.validation import CommInfo
 from asynccomm.rendezvous.spec import RendezvousSpec, StoreSession
 from asynccomm.store.base import PrefixStore, Store, within
 
-STORE_HOST_KEY = "host"  # in a family's room: which of its ranks hosts the store, if one does
-WORD_SECONDS = 1.0  # for the store, which may be gone or stuck, to take a rank's word that it leaves
-LEAVE_SECONDS = 10.0  # the rank that hosts the store stays for the others this long after it has closed its comms
+STORE_HOST_KEY = "host"  # key under a job's prefix: the rank that hosts the store, if a rank does
+WORD_SECONDS = 1.0  # seconds for the departure of a rank to reach the store, which may be lost or stuck
+LEAVE_SECONDS = 10.0  # seconds that the rank hosting the store stays for the other ranks after closing its comms
 
-ProcessIdentity = tuple[object, int]  # where the ranks met, and as which of them this process did
+ProcessIdentity = tuple[object, int]  # the rendezvous, and this process's rank there
 
 _log = logging.getLogger("asynccomm")
 _claims: WeakValueDictionary[tuple[ProcessIdentity, str], NameReservation] = WeakValueDictionary()  # names in use
-_claiming = threading.RLock()  # a comm that is collected within it releases its name, too
+_claiming = threading.RLock()  # reentrant: a comm collected while the lock is held also releases its name
 
 
 @final
 class NameReservation:
-    """A comm's name, taken until it is released or dropped. Raises ``ValueError`` if it is taken already."""
+    """A comm's name, reserved until released or dropped. Raises ``ValueError`` if the name is already in use."""
 
     def __init__(self, world: ProcessIdentity, name: str) -> None:
         self.name = name
@@ -54,7 +54,7 @@ class NameReservation:
             _claims[self._key] = self
 
     def release(self) -> None:
-        """Let others take the name. Idempotent; from any thread."""
+        """Make the name available again. Idempotent; from any thread."""
         with _claiming:
             if _claims.get(self._key) is self:
                 del _claims[self._key]
@@ -63,7 +63,7 @@ class NameReservation:
 @final
 @dataclass(frozen=True, slots=True)
 class JobOrigin:
-    """Where comms that follow each other meet, and as which rank of the first of them this process was there."""
+    """The rendezvous of jobs that replace each other, and this process's rank in the first of them."""
 
     place: RendezvousSpec
     rank: int
@@ -75,13 +75,13 @@ class JobOrigin:
 
 @final
 class Job:
-    """The comms of this process that came of one another.
+    """The comms of this process that descend from one ``new_comm``.
 
     Args:
-        world: of the rank.
-        group, room: of the first of them, which all ranks of the family's comms belong to.
-        meeting, channel: closed with the last of them. No channel: there is none.
-        origin: None: nothing can follow this family.
+        world: the rendezvous and rank of this process.
+        group, room: the first comm's group and store prefix; all ranks of the job belong to this comm.
+        meeting, channel: closed with the last comm. No channel: the job runs without a control channel.
+        origin: None: no other job can replace this one.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Job:
         self.world = world
         self.channel = channel
         self.origin = origin
-        self.followed = False  #: comms of another family go on in place of these: the store is theirs now
+        self.followed = False  #: comms of another job replace the comms of this one and own the store
         self.room = room
         self._group = group
         self._meeting = meeting
@@ -105,19 +105,19 @@ class Job:
         self._over = False
 
     def enter(self) -> None:
-        """One more comm. On the loop. Raises: ClosedError when all have ended."""
+        """Count one more comm. On the loop. Raises: ClosedError when all comms of the job have closed."""
         if self._over:
             raise ClosedError(f"comm {self._group.name!r} and all that were split off it are closed")
         self._seats += 1
 
     def abandon(self) -> None:
-        """One comm less, whose loop turns no more: what is on it is lost, and the control channel ends all the same."""
+        """Count one comm less after its loop has ended; the last one ends the control channel without the loop."""
         self._seats -= 1
         if self._seats == 0 and self.channel is not None:
             self.channel.end()
 
     async def leave(self) -> None:
-        """One comm less; with the last, the rank leaves the store."""
+        """Count one comm less; with the last, the rank leaves the store."""
         self._seats -= 1
         if self._seats == 0:
             self._over = True
@@ -131,7 +131,7 @@ class Job:
                     await self._meeting.aclose()
 
     async def _say_goodbye(self) -> None:
-        """Say that this rank is done; the host of the store waits for the others, who may still need it."""
+        """Announce that this rank is done; the rank that hosts the store waits for the other ranks' announcements."""
         name, size = self._group.name, self._group.size
         stays = self._meeting.hosted is not None and not self.followed
         try:
@@ -149,21 +149,21 @@ class Job:
 
     @property
     def _lost(self) -> int:
-        """Ranks that will not say so any more."""
+        """The number of ranks that can no longer announce their departure."""
         return 0 if self.channel is None else sum(map(bool, list(self.channel.gone.values())))
 
 
 @final
 class CommIdentity:
-    """One comm's place in its family.
+    """One comm's membership in its job.
 
     Args:
-        job: which it enters.
-        reservation: to the comm's name.
-        room: keys of this comm alone.
+        job: the job that the comm belongs to.
+        reservation: of the comm's name.
+        room: the comm's own store prefix.
         members: in rank order.
-        parent_ranks: what they are called in the comm that this one was split off.
-        job_ranks: what they are called in the first comm of the family.
+        parent_ranks: the members' ranks in the parent comm.
+        job_ranks: the members' ranks in the first comm of the job.
     """
 
     def __init__(
@@ -180,18 +180,18 @@ class CommIdentity:
         self.members = tuple(members)
         self.parent_ranks = tuple(parent_ranks)
         self.job_ranks = tuple(job_ranks)
-        self.key = _digest(_path(room))  #: of this comm in the control channel
+        self.key = _digest(_path(room))  #: identifies this comm in the control channel
         self._reservation = reservation
         self._splits: Counter[str] = Counter()
-        self._left = True  # or nobody is here yet
+        self._left = True  # nothing to abandon unless enter() succeeds
         job.enter()
         self._left = False
 
     def child_prefix(self, name: str, ranks: Sequence[int]) -> Store:
-        """Where ``ranks`` meet for the next comm of that ``name``.
+        """The store prefix at which ``ranks`` meet for their next comm called ``name``.
 
-        It follows from the name, the ranks, and how often these have split so: what all of them know. A split that
-        failed or was cancelled counts, or the others, who tried it, would be one ahead for ever.
+        The prefix follows from the name, the ranks, and the number of their earlier splits, all of which every member
+        has. Failed and cancelled splits count: otherwise ranks that did try would stay one ahead for ever.
         """
         digest = _digest(json.dumps([name, list(ranks)]))
         number = self._splits[digest]
@@ -199,29 +199,29 @@ class CommIdentity:
         return self.room.prefix(f"split/{name}/{digest}/{number}")
 
     def members_of(self, ranks: Sequence[int]) -> list[RankInfo]:
-        """Those of ``ranks``, numbered anew."""
+        """The members with these ``ranks``, renumbered from 0."""
         return [RankInfo(new, self.members[old].host, self.members[old].pid) for new, old in enumerate(ranks)]
 
     def free_name(self) -> None:
-        """Let another comm take the name. From any thread."""
+        """Make the name available to another comm. From any thread."""
         self._reservation.release()
 
     def reserve_again(self) -> None:
-        """Take it back, unless somebody else has it."""
+        """Reserve the name again, unless another comm has taken it."""
         with contextlib.suppress(ValueError):
             self._reservation = NameReservation(self.job.world, self._reservation.name)
 
     def __del__(self) -> None:
-        if not self._left:  # its loop has ended before the comm could
+        if not self._left:  # the loop ended before the comm was closed
             self._left = True
             self.job.abandon()
 
     def detach_in_child(self) -> None:
-        """This is a forked child: the place is the parent's."""
+        """Disown the membership in a forked child: the parent keeps it."""
         self._left = True
 
     async def leave(self) -> None:
-        """The comm has ended."""
+        """Leave the job after the comm has closed, and release the name."""
         self._left = True
         try:
             await self.job.leave()
@@ -243,7 +243,7 @@ def _path(room: Store) -> str:
 
 def _renew_lock() -> None:
     global _claiming
-    _claiming = threading.RLock()  # a thread that is not in the child may have held the old one
+    _claiming = threading.RLock()  # a thread that is missing in the child may have held the old one
 
 
 os.register_at_fork(after_in_child=_renew_lock)

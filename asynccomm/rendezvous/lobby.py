@@ -1,7 +1,7 @@
-"""Where processes wait to be taken into a comm: the lobby of its name, in the store.
+"""The lobby of a comm's name, in the store, in which processes wait to join the comm.
 
-A newcomer enters with a name of its own, and answers those who ask whether it is still there. The ranks that want it
-leave an invitation under its name, which says where their control channel is; the rest is agreed on there.
+A newcomer enters with a generated name and answers liveness requests. The ranks that admit a newcomer leave an
+invitation under its name, with the addresses of their control channel; the rest of the join runs over that channel.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from asynccomm.control.transport.topology import RankAddress
 from asynccomm.errors import AsyncCommError, StoreTimeoutError
 from asynccomm.store.base import Store
 
-ANSWER_SECONDS: Final = 0.5  # for a newcomer to say that it is still there
-LEAVE_SECONDS: Final = 1.0  # for the store to take that it is not any more
+ANSWER_SECONDS: Final = 0.5  # seconds for a newcomer to answer a liveness request
+LEAVE_SECONDS: Final = 1.0  # seconds for the store to remove a newcomer that leaves
 
 
 @final
 class Invitation(NamedTuple):
-    """What a newcomer must know of a comm."""
+    """A newcomer's description of the comm to join."""
 
-    key: str  #: in the control channel
-    ranks: list[int]  #: as the job calls them
-    contacts: list[RankAddress]  #: of the job
+    key: str  #: of the comm in the control channel
+    ranks: list[int]  #: ranks of the comm's members in the job
+    contacts: list[RankAddress]  #: of the job's ranks
     tokens: Tokens
     backend: str
     ordering: str
@@ -54,7 +54,7 @@ class Lobby:
     """The lobby of one comm's name.
 
     Args:
-        scope: keys of the run.
+        scope: the store prefix of the run.
         name: of the comm.
     """
 
@@ -64,16 +64,16 @@ class Lobby:
     # -- for the comm -------------------------------------------------------------------------------------------------
 
     async def waiting(self) -> list[str]:
-        """The names of those who wait, in the order of their coming. Raises: StoreError."""
+        """The names of waiting newcomers, in order of arrival. Raises: StoreError."""
         count = await self._room.add("count", 0)
         found = await asyncio.gather(*(self._look(number) for number in range(1, count + 1)))
         return [name for name in found if name]
 
     async def _look(self, number: int) -> str:
-        """Who has that number; empty if it does not wait any more."""
+        """The name of the newcomer with that number; empty if the newcomer does not wait any more."""
         room = self._room
         if not await room.check([f"name/{number}"]):
-            return ""  # it has left, or is about to come
+            return ""  # the newcomer has left, or has not yet written its name
         name = (await room.get(f"name/{number}", ANSWER_SECONDS)).decode()
         if await room.check([f"{name}/invitation"]):
             return ""
@@ -86,30 +86,30 @@ class Lobby:
         return ""
 
     async def invite(self, names: Sequence[str], invitation: Invitation) -> None:
-        """Invite newcomers; more than once does no harm. Raises: StoreError."""
+        """Invite newcomers. Repeated invitations are harmless. Raises: StoreError."""
         text = invitation.as_json()
         for name in names:
             await self._room.set(f"{name}/invitation", text)
-        await self._room.check([])  # a reply: the server has it
+        await self._room.check([])  # a round trip: the invitations are in the store
 
     # -- for a newcomer -----------------------------------------------------------------------------------------------
 
     async def enter(self) -> tuple[str, int]:
-        """Come in; returns the name and number here."""
+        """Enter the lobby; returns the newcomer's generated name and its number."""
         name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         number = await self._room.add("count", 1)
         await self._room.set(f"name/{number}", name)
         return name, number
 
     async def invited(self, name: str, number: int) -> Invitation:
-        """Wait to be invited, without a limit. Cancelling is safe: it leaves the lobby."""
+        """Wait without limit for an invitation. Cancelling is safe: the newcomer leaves the lobby."""
         answering = asyncio.ensure_future(self._answer(name))
         waiting = asyncio.ensure_future(self._room.get(f"{name}/invitation", math.inf))
         tasks: set[asyncio.Future[Any]] = {answering, waiting}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if not waiting.done():
-                answering.result()  # raises why it has ended
+                answering.result()  # raises the error that ended it
             return Invitation.of_json(await waiting)
         finally:
             for task in tasks:
@@ -120,7 +120,7 @@ class Lobby:
                     await self._room.delete(f"name/{number}")
 
     async def _answer(self, name: str) -> None:
-        """Say to all who ask that this one is here."""
+        """Answer all liveness requests."""
         asked = 1
         while True:
             await self._room.wait([f"{name}/ask/{asked}"], math.inf)

@@ -1,4 +1,4 @@
-"""Where a rank meets the others: from an URL, the environment, or a store it was given.
+"""The rendezvous of a rank, from a URL, the environment, or a given store.
 
     env://                            RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as launchers set them
     tcp://host:port?rank=0&world_size=2
@@ -28,7 +28,7 @@ from asynccomm.store.client import StoreClient
 from asynccomm.store.server import StoreServer, listen, serve
 from asynccomm.store.torch_store import TorchStore
 
-# A port can be served once per process, however many comms meet there. Not state of any comm: the kernel's.
+# One server per port and process, shared by all comms that meet there. Global, because the kernel's ports are.
 _hosted: WeakValueDictionary[tuple[str, int], StoreServer] = WeakValueDictionary()
 _hosting = threading.Lock()
 
@@ -36,27 +36,27 @@ _hosting = threading.Lock()
 @final
 @dataclass(frozen=True, slots=True)
 class RendezvousSpec:
-    """Where to meet and as whom; nothing is connected yet."""
+    """The rendezvous and this process's rank there; describes, and connects nothing."""
 
     rank: int
     size: int
     scope: str  #: prefix of all keys: the run and its restart
-    store: Store | None = None  #: given by the caller, who closes it
+    store: Store | None = None  #: from the caller, which closes it
     path: str | None = None  #: of a file store
     host: str = ""
     port: int = 0
     hosting: bool = False  #: whether this rank starts the server
-    server: StoreServer | None = field(default=None, compare=False)  #: one that lives as long as this does
+    server: StoreServer | None = field(default=None, compare=False)  #: a server that lives as long as this spec
 
     @property
     def run(self) -> str:
-        """What the launcher calls this run; empty if it does not say."""
+        """The launcher's name of this run; empty without one."""
         name = self.scope.split("/")[1]
         return "" if name == "run" else name
 
     @property
     def world(self) -> object:
-        """What tells this world from another in one process."""
+        """An identity that distinguishes the rendezvous points of one process."""
         if self.store is not None:
             return id(self.store)
         return self.path or (self.host, self.port, self.scope)
@@ -65,7 +65,7 @@ class RendezvousSpec:
 @final
 @dataclass(slots=True)
 class StoreSession:
-    """A connected store. ``close`` what this process opened for it."""
+    """A connected store. Closing the session closes only the resources that this process opened."""
 
     store: Store
     owned: bool
@@ -87,7 +87,7 @@ def resolve_spec(
     size: SupportsIndex | None,
     environ: Mapping[str, str] | None = None,
 ) -> RendezvousSpec:
-    """Decide where to meet. Nothing is opened.
+    """Decide on the rendezvous. Opens nothing.
 
     Raises: ValueError naming the argument or variable and its value; TypeError.
     """
@@ -120,9 +120,9 @@ def resolve_spec(
 
 
 async def connect_store(place: RendezvousSpec, timeout: float) -> StoreSession:
-    """Open the store, hosting it if that is this rank's part. Cancelling is safe.
+    """Open the store, and host the store if this rank has to. Cancelling is safe.
 
-    Raises: RendezvousError when the port is in use or nobody answers within ``timeout`` seconds.
+    Raises: RendezvousError when the port is in use or no server answers within ``timeout`` seconds.
     """
     if place.store is not None:
         return StoreSession(place.store, owned=False)
@@ -141,7 +141,7 @@ async def connect_store(place: RendezvousSpec, timeout: float) -> StoreSession:
 
 def _file_store(path: str, size: int) -> dist.FileStore:
     folder = os.path.dirname(path)
-    if not os.path.isdir(folder):  # torch would keep trying for minutes
+    if not os.path.isdir(folder):  # torch would retry for minutes
         raise RendezvousError(f"cannot use the file {path}: there is no folder {folder}")
     try:
         return dist.FileStore(path, size)
@@ -150,22 +150,22 @@ def _file_store(path: str, size: int) -> dist.FileStore:
 
 
 def _host(place: RendezvousSpec) -> StoreServer:
-    """The server of this process at the place's address; blocks for some milliseconds."""
+    """This process's server at the spec's address; blocks for some milliseconds."""
     address = (place.host, place.port)
-    with _hosting:  # two comms may come at once, also from two loops
+    with _hosting:  # two comms may arrive at once, also from two loops
         hosted = _hosted.get(address)
         if hosted is None or not hosted.acquire():
             local = place.host == "localhost" or place.host.startswith("127.") or place.host == "::1"
-            # the name may mean another interface to other hosts than to this one: listen on all, unless it is loopback
+            # other hosts may resolve the name to another interface than this host: listen on all, unless it is loopback
             hosted = serve(place.host, listen(place.host if local else "", place.port))
             _hosted[address] = hosted
     return hosted
 
 
 def rehost(place: RendezvousSpec, address: str) -> RendezvousSpec:
-    """A place of this process's own at ``address``, in place of one whose store is gone; blocks for milliseconds.
+    """A spec with a new server of this process at ``address``, in place of a lost store; blocks for milliseconds.
 
-    The store lives as long as what this returns, and as long as somebody who has met there has not left.
+    The server lives as long as the returned spec, and until all comms that met there have left.
 
     Raises: RendezvousError.
     """
@@ -190,7 +190,7 @@ def _rank_and_size(
 def _number(
     argument: str, value: SupportsIndex | None, query: Mapping[str, str], key: str, env: Mapping[str, str], name: str
 ) -> tuple[int, str]:
-    """The number and what to call it in errors."""
+    """The number and its name in errors."""
     given = None
     if value is not None:
         if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -239,7 +239,7 @@ def _address(url: SplitResult) -> tuple[str, int]:
 
 def _renew_lock() -> None:
     global _hosting
-    _hosting = threading.Lock()  # a thread that is not in the child may have held the old one
+    _hosting = threading.Lock()  # a thread that is missing in the child may have held the old one
 
 
 os.register_at_fork(after_in_child=_renew_lock)

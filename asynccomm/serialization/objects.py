@@ -1,16 +1,16 @@
-"""Objects as parcels: how they are written, and how they are read without trusting whoever wrote them.
+"""Objects as parcels, readable without trusting the sender.
 
 The sender chooses one of two forms.
 
 - PLAIN: None, bools, numbers, strings, bytes, lists, tuples, dicts and sets, of exactly these types, and dense tensors.
-  A pickle that names no class or function at all, but for complex numbers. Tensors are not in it: they are the
-  parcel's payload, and are received straight into their memory. What is one tensor on the sender is one on the
-  receiver.
-- TORCH: everything else, by ``torch.save``. The receiver reads it with ``torch.load(weights_only=True)`` unless its
+  The body is a pickle that names no class or function except complex. Tensors travel outside of the pickle, as the
+  parcel's payload, and are received straight into their memory. A tensor that occurs several times in the object is one
+  tensor on the receiver, too.
+- TORCH: all other objects, by ``torch.save``. The receiver reads them with ``torch.load(weights_only=True)`` unless its
   caller trusts the sender.
 
-A body of more than INLINE bytes is the first thing in the payload instead of the last in the head: a head is collected
-before the receiver can refuse it. Tensors arrive on the CPU.
+A body of more than INLINE bytes is the first part of the payload instead of the last part of the head, because the
+receiver collects a head before it can refuse the parcel. Tensors arrive on the CPU.
 
 The head of a parcel::
 
@@ -18,9 +18,9 @@ The head of a parcel::
     dtype, dimensions and shape of each tensor
     the body, unless the form says that it is in the payload
 
-Guarantees: memory is asked for only when the head agrees with the length of the payload. With ``weights_only`` nothing
-that a sender writes makes a receiver run code of the sender's choice; it does not guard against one that is out to use
-up the receiver's memory, or its stack by what is nested very deeply. What comes damaged is a PayloadError.
+Guarantees: the receiver allocates memory only if the head agrees with the length of the payload. With ``weights_only``
+no sender can make a receiver run code of the sender's choice; a hostile sender can still exhaust the receiver's memory,
+or its stack by deep nesting. Damaged data raises PayloadError.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from asynccomm.errors import PayloadError
 from asynccomm.ops import Parcel
 from asynccomm.ops.parcels import MAX_HEAD
 
-INLINE: Final = 64 << 10  # bytes of a body that may be in the head
+INLINE: Final = 64 << 10  # largest body, in bytes, that is part of the head
 
-DTYPES: Final = (  # a dtype's code is its place here: add at the end only
+DTYPES: Final = (  # a dtype's code is its index: append only
     torch.bool,
     torch.uint8,
     torch.int8,
@@ -70,14 +70,14 @@ DTYPES: Final = (  # a dtype's code is its place here: add at the end only
 )
 _CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
 
-_PLAIN, _TORCH, _OUT = 1, 2, 0x80  # forms, and the mark of one whose body is in the payload
+_PLAIN, _TORCH, _OUT = 1, 2, 0x80  # forms, and the flag of a body in the payload
 _FORMS: Final = {_PLAIN, _TORCH, _PLAIN | _OUT, _TORCH | _OUT}
 _PREFIX: Final = struct.Struct("<BBIIQ")  # form, kind, CRC-32 of the body, number of tensors, bytes of the body
 _SEAL: Final = struct.Struct("<BBI")  # form, kind, CRC-32 of the rest
 
 
 class PayloadKind(enum.IntEnum):
-    """What a parcel is, so that a receive which waits for something else can say so."""
+    """The content of a parcel, so that a receive can report a parcel of another kind."""
 
     OBJECT = 1
     OBJECT_LIST = 2
@@ -85,11 +85,11 @@ class PayloadKind(enum.IntEnum):
     STATE = 4
     ITEM = 5  #: of a stream
     END = 6  #: of a stream
-    FAILURE = 7  #: end of a stream, before its time
+    FAILURE = 7  #: early end of a stream
 
     @property
     def sender(self) -> str:
-        """The method that sends it to one rank."""
+        """The method that sends this kind to one rank."""
         return _SENDERS[self]
 
 
@@ -112,20 +112,20 @@ class NotPlainError(TypeError):
 
 
 class _FoundTensor(Exception):
-    """There are tensors: write again, looking at every object."""
+    """The object contains tensors: the slower pickler has to write it."""
 
 
 class _Pickler(pickle.Pickler):
-    """Writes what needs no class and no function; all in C, until it meets anything else."""
+    """Pickles objects without classes and functions; runs in C except for unsupported types."""
 
     def reducer_override(self, obj: object) -> Any:
         if type(obj) is complex or obj is complex:
-            return NotImplemented  # written as usual: as a call of the one class that is read
+            return NotImplemented  # default pickling: a call of the one class that the reader accepts
         raise _FoundTensor if _is_plain(obj) else NotPlainError(type(obj).__name__)
 
 
 class _TensorPickler(pickle.Pickler):
-    """The same, with tensors as numbers. Asks about every single object, so it is slow."""
+    """Like `_Pickler`, with tensors as numbers. Slow: a Python call for each object."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, 5)
@@ -154,14 +154,14 @@ def _is_plain(obj: object) -> bool:
         type(obj) is Tensor
         and not obj.requires_grad
         and obj.layout is torch.strided
-        and obj.dtype in _CODES  # quantized ones are not
+        and obj.dtype in _CODES  # quantized dtypes have no code
         and not obj.is_nested
         and obj.device.type != "meta"
     )
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads what `_Pickler` writes, and refuses all other classes and functions, whatever they are called."""
+    """Reads the output of `_Pickler`, and refuses all classes and functions except complex."""
 
     def __init__(self, data: bytes | bytearray, tensors: Sequence[Tensor]) -> None:
         super().__init__(io.BytesIO(data))
@@ -179,7 +179,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def dump_plain(obj: object) -> bytes:
-    """A plain pickle of something without tensors. Raises: NotPlainError."""
+    """A plain pickle of an object without tensors. Raises: NotPlainError."""
     buffer = io.BytesIO()
     try:
         _Pickler(buffer, 5).dump(obj)
@@ -189,13 +189,13 @@ def dump_plain(obj: object) -> bytes:
 
 
 def load_plain(data: bytes | bytearray, tensors: Sequence[Tensor] = ()) -> Any:
-    """The object of a plain pickle. Raises anything: see :func:`reading`."""
+    """The object of a plain pickle. Raises any exception: see :func:`reading`."""
     return _Unpickler(data, tensors).load()
 
 
 @contextmanager
 def reading(source: int) -> Iterator[None]:
-    """Whatever fails in here failed because of what rank ``source`` sent."""
+    """Turn every exception inside into a PayloadError that names rank ``source`` as the sender."""
     try:
         yield
     except PayloadError:
@@ -212,7 +212,7 @@ def _unreadable(source: int, exc: Exception) -> PayloadError:
 
 
 def encode(kind: PayloadKind, obj: object, name: str = "obj") -> Parcel:
-    """``obj`` as a parcel, whose tensors are its own memory where that is on the CPU.
+    """``obj`` as a parcel, which shares the memory of tensors on the CPU.
 
     Raises: TypeError, naming the argument ``name``, if it cannot be pickled; ValueError if it has too many tensors.
     """
@@ -233,7 +233,7 @@ def encode(kind: PayloadKind, obj: object, name: str = "obj") -> Parcel:
             raise _cannot_pickle(name, exc) from exc
     except NotPlainError:
         form, buffer = _TORCH, _torch_saved(obj, name)
-    except Exception as exc:  # too deep, usually
+    except Exception as exc:  # usually too deep
         raise _cannot_pickle(name, exc) from exc
     return _parcel(form, kind, buffer, tensors, name)
 
@@ -245,7 +245,7 @@ def _parcel(form: int, kind: PayloadKind, buffer: io.BytesIO, tensors: Sequence[
     if len(body) > INLINE:
         payload.insert(0, torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8))
         form |= _OUT
-    # in the payload it is large, and the sum would take longer than all the rest
+    # no CRC for a large body: it would take longer than the rest of the encoding
     prefix = _PREFIX.pack(form, kind, 0 if form & _OUT else zlib.crc32(body), len(tensors), len(body))
     head = b"".join((prefix, *metas, b"" if form & _OUT else body))
     if len(head) > MAX_HEAD:
@@ -272,7 +272,7 @@ def _cannot_pickle(name: str, exc: Exception) -> TypeError:
 
 
 def pack_value(kind: PayloadKind, value: object) -> bytes:
-    """A head that is one plain value without tensors. Raises: NotPlainError."""
+    """A head that holds one plain value without tensors. Raises: NotPlainError."""
     body = dump_plain(value)
     return _SEAL.pack(_PLAIN, kind, zlib.crc32(body)) + body
 
@@ -281,13 +281,13 @@ def pack_value(kind: PayloadKind, value: object) -> bytes:
 
 
 def kind_of(source: int, head: bytes) -> PayloadKind:
-    """What the parcel with this head is. Raises: PayloadError."""
+    """The kind of the parcel with this head. Raises: PayloadError."""
     with reading(source):
         return PayloadKind(head[1])
 
 
 def unpack_value(source: int, head: bytes) -> Any:
-    """What :func:`pack_value` was given. Raises: PayloadError."""
+    """The value passed to :func:`pack_value`. Raises: PayloadError."""
     with reading(source):
         form, _, crc = _SEAL.unpack_from(head)
         body = head[_SEAL.size :]
@@ -297,20 +297,20 @@ def unpack_value(source: int, head: bytes) -> Any:
 
 
 def dtype_code(tensor: Tensor) -> int | None:
-    """The code of a tensor's dtype; None: it cannot be sent as bytes."""
+    """The code of a tensor's dtype; None if a parcel cannot hold the dtype."""
     return _CODES.get(tensor.dtype)
 
 
 @final
 class IncomingObject:
-    """One parcel on its way: memory for its payload, and how to read it.
+    """One parcel in flight: memory for its payload, and the decoding.
 
     Args:
         source: the rank that sent it.
         head: the parcel's.
         length: bytes of its payload.
 
-    Raises: PayloadError, before any memory is taken, unless the head is as it should be and fits ``length``.
+    Raises: PayloadError, before any memory is allocated, unless the head is valid and fits ``length``.
     """
 
     __slots__ = ("_body", "_crc", "_form", "_tensors", "places", "source")
@@ -329,9 +329,9 @@ class IncomingObject:
             self._form = form & ~_OUT
             self._tensors: list[Tensor] = []
             if metas:
-                with torch.inference_mode(False):  # ordinary tensors, whatever the mode of the thread this runs on
+                with torch.inference_mode(False):  # ordinary tensors, also on a thread in inference mode
                     self._tensors = [torch.empty(shape, dtype=dtype, device="cpu") for dtype, shape in metas]
-            #: where the payload goes
+            #: buffers for the payload
             self.places: list[Tensor] = self._tensors
             self._body: bytes | bytearray
             if outside:
@@ -365,7 +365,7 @@ class IncomingObject:
 
 
 def _metas(head: bytes, count: int) -> tuple[list[tuple[torch.dtype, tuple[int, ...]]], int]:
-    """Dtypes and shapes of ``count`` tensors, and where in ``head`` they end."""
+    """Dtypes and shapes of ``count`` tensors, and the offset in ``head`` of their end."""
     at = _PREFIX.size
     metas = []
     for _ in range(count):
@@ -377,7 +377,7 @@ def _metas(head: bytes, count: int) -> tuple[list[tuple[torch.dtype, tuple[int, 
 
 
 def _reason(exc: Exception) -> str:
-    """What torch's safe loader does not like, without its page of advice."""
+    """The reason of torch's safe loader for refusing, without its page of advice."""
     text = str(exc)
     found = re.search(r"unsupported .*?(?= was not| whose| is not|$)", text, re.IGNORECASE | re.MULTILINE)
     if found is not None:
@@ -387,7 +387,7 @@ def _reason(exc: Exception) -> str:
 
 
 def clone_out(rank: int, parcel: Parcel) -> IncomingObject:
-    """What a rank keeps of its own: a copy, made as if it had been sent."""
+    """The copy of its own parcel that a sending rank keeps, made as if received."""
     incoming = IncomingObject(rank, parcel.head, parcel.nbytes)
     for place, tensor in zip(incoming.places, parcel.tensors, strict=True):
         place.copy_(tensor)

@@ -1,12 +1,12 @@
 """Dicts of tensors as parcels: a schema, which tends to repeat, and values, which do not.
 
-The schema says what the dict looks like: its keys, its nested dicts, lists and tuples as far as there are tensors in
-them, and dtype and shape of each tensor. All else in it are values, pickled for themselves.
+The schema describes the dict: its keys, its nested dicts, lists and tuples as far as they contain tensors, and dtype
+and shape of each tensor. All other contents are values, pickled separately.
 
-A schema that was sent before is not sent again. Per channel (one receiver and tag, or all receivers of a root) the
-sender numbers up to SLOTS schemas, says "this is the schema in slot k" the first time, and "the schema of slot k" from
-then on. It alone decides what is forgotten for a new one. The receiver keeps what it is told, in the order in which it
-is told, also if it does not want the parcel itself: so the two always agree.
+The sender does not repeat a schema. Per channel (one receiver and tag, or all receivers of a root) the sender numbers
+up to SLOTS schemas, sends a schema with its slot the first time, and only the slot from then on. The sender alone
+decides which schema to replace. The receiver stores each schema in order of arrival, even from parcels that it refuses,
+so sender and receiver always agree.
 
 The head of a parcel::
 
@@ -14,7 +14,7 @@ The head of a parcel::
     the schema
     the head of the values' parcel, if there are values
 
-Its payload is the tensors and then that of the values.
+The payload holds the tensors, followed by the payload of the values' parcel.
 
 Nodes of a schema: None is a value, a number a tensor, ``(keys, nodes)`` a dict, a list a list, ``(nodes,)`` a tuple.
 """
@@ -45,12 +45,12 @@ from asynccomm.serialization.objects import (
     reading,
 )
 
-SLOTS: Final = 16  # schemas that are remembered per channel
-CHANNELS: Final = 64  # channels per peer that remember any; more than that many tags are served without
-LARGEST: Final = 256 << 10  # bytes of a schema that is remembered
-EVERYBODY: Final = -1  # stands for the peer and for the tag in the channel of a broadcast
+SLOTS: Final = 16  # cached schemas per channel
+CHANNELS: Final = 64  # channels per peer with cached schemas; channels of further tags work without a cache
+LARGEST: Final = 256 << 10  # bytes of a cached schema
+EVERYBODY: Final = -1  # peer and tag of the channel of a broadcast
 
-LONG: Final = 100  # items of a container from which on pickling it is the faster way to see that it has no tensors
+LONG: Final = 100  # items of a container above which a trial pickle is the faster check for tensors
 
 _FORM, _NO_SLOT = 1, 255
 _HEAD: Final = struct.Struct("<BBBxII")  # form, kind, slot, CRC-32 of the schema, its bytes
@@ -60,19 +60,19 @@ SchemaKey = tuple[int, int]  # peer and tag
 
 @final
 class Slices(NamedTuple):
-    """Which part of a tensor to send, where the receivers put the parts together."""
+    """The part of each tensor to send when the receivers reassemble the parts."""
 
-    parts: int  #: that a tensor is divided into
-    part: int  #: that is sent
-    chosen: Mapping[Any, bool]  #: whether to, by key; by default all that can be are divided
+    parts: int  #: number of parts that a tensor is divided into
+    part: int  #: index of the part to send
+    chosen: Mapping[Any, bool]  #: whether to divide, by key; by default all tensors that divide evenly
 
 
 @final
 class DictSkeleton(NamedTuple):
-    """A dict of tensors, taken apart."""
+    """A dict of tensors, separated into schema, tensors and values."""
 
     schema: bytes
-    tensors: list[Tensor]  #: to send; with slices a part of some
+    tensors: list[Tensor]  #: to send; with slices, some of them parts
     values: list[object]
 
 
@@ -81,19 +81,19 @@ class TensorMeta(NamedTuple):
     """One tensor of a schema."""
 
     dtype: torch.dtype
-    on_device: bool  #: it lives on the comm's device, and that is not the CPU
+    on_device: bool  #: whether it is on the comm's device, and that is not the CPU
     shape: tuple[int, ...]
-    parts: int  #: 0: it is sent whole
+    parts: int  #: 0: sent whole
     part: int
 
     @property
     def nbytes(self) -> int:
-        """That are sent."""
+        """Bytes to send."""
         return math.prod(self.shape) * self.dtype.itemsize // (self.parts or 1)
 
 
 def describe(tensor_dict: Mapping[Any, object], device: torch.device, slices: Slices | None = None) -> DictSkeleton:
-    """Take a dict apart. Raises: TypeError and ValueError, naming the entry."""
+    """Separate a dict into schema, tensors and values. Raises: TypeError and ValueError, naming the entry."""
     work = _SkeletonBuilder(device, slices)
     chosen = slices.chosen if slices is not None else {}
     nodes = []
@@ -109,7 +109,7 @@ def describe(tensor_dict: Mapping[Any, object], device: torch.device, slices: Sl
 
 
 class _SkeletonBuilder:
-    """One dict that is being taken apart."""
+    """Builds the skeleton of one dict."""
 
     def __init__(self, device: torch.device, slices: Slices | None) -> None:
         self._device = device
@@ -180,10 +180,10 @@ def _is_plain(value: object) -> bool:
 
 @final
 class Schema:
-    """What a dict looks like, as its receiver sees it.
+    """The structure of a dict, as received.
 
     Args:
-        data: as it was sent; anything is raised if it is no schema.
+        data: the received schema; raises any exception if malformed.
     """
 
     __slots__ = ("_root", "_values", "metas", "nbytes")
@@ -191,7 +191,7 @@ class Schema:
     def __init__(self, data: bytes) -> None:
         self._root, metas = load_plain(data)
         self.metas = [_meta(*entry) for entry in metas]
-        self.nbytes = sum([meta.nbytes for meta in self.metas])  #: of the tensors that are sent
+        self.nbytes = sum([meta.nbytes for meta in self.metas])  #: of the sent tensors
         self._values = 0
         if not _is_dict(self._root):
             raise ValueError("it is no dict")
@@ -218,7 +218,7 @@ class Schema:
             self._check(child)
 
     def build(self, tensors: Sequence[Tensor], values: object) -> dict[Any, Any]:
-        """The dict. Raises anything if ``values`` are not what belongs in it."""
+        """The dict. Raises any exception if ``values`` do not fit the schema."""
         if type(values) is not list or len(values) != self._values:
             raise ValueError("its values do not fit its schema")
         built: dict[Any, Any] = _build(self._root, tensors, iter(values))
@@ -252,19 +252,19 @@ def _build(node: Any, tensors: Sequence[Tensor], values: Iterator[object]) -> An
 
 @final
 class SenderSchemaCache:
-    """What the receivers of a comm's dicts have been told. From any thread."""
+    """The schemas that the receivers of a comm's dicts have stored. From any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # held until the parcel is submitted: what defines a slot goes first
+        self._lock = threading.RLock()  # held until the parcel is submitted: the parcel that defines a slot goes first
         self._peers: dict[int, dict[int, OrderedDict[bytes, int]]] = {}  # by tag; slots by schema, the oldest first
 
     @contextmanager
     def heading(self, channel: SchemaKey, schema: bytes, *, now: bool = True) -> Iterator[bytes]:
-        """The beginning of the head of a parcel, which is to be sent before this ends, unless it ends in an error.
+        """The beginning of the head of a parcel, which must be sent inside the ``with`` block unless the block raises.
 
         Args:
-            now: it will be sent then. Otherwise it is told nothing that others rely on: it may be sent out of turn, or
-                never.
+            now: whether the parcel is sent inside the block. Otherwise its head defines no slot, because the parcel may
+                be sent out of order, or never.
         """
         if not now:
             yield _heading(_NO_SLOT, schema)
@@ -297,13 +297,13 @@ def _heading(slot: int, schema: bytes) -> bytes:
 
 @final
 class ReceiverSchemaCache:
-    """What a comm has been told about the dicts it receives."""
+    """The schemas of a comm's received dicts."""
 
     def __init__(self) -> None:
         self._sources: dict[int, dict[int, dict[int, Schema]]] = {}  # by tag, then by slot
 
     def read(self, channel: SchemaKey, head: bytes) -> tuple[Schema, bytes]:
-        """The schema of a parcel that came on ``channel``, and the rest of its head. Raises: PayloadError."""
+        """The schema of a parcel received on ``channel``, and the rest of its head. Raises: PayloadError."""
         source, tag = channel
         with reading(source):
             form, kind, slot, crc, size = _HEAD.unpack_from(head)
@@ -329,7 +329,7 @@ class ReceiverSchemaCache:
         channels.setdefault(tag, {})[slot] = schema
 
     def missed(self, channel: SchemaKey, head: bytes) -> None:
-        """A parcel came on ``channel`` to a receive that does not want it; it may say what those after it rely on."""
+        """Store the schema of a parcel refused by its receive on ``channel``: later parcels may refer to it."""
         with suppress(PayloadError):
             if kind_of(channel[0], head) is PayloadKind.TENSOR_DICT:
                 self.read(channel, head)

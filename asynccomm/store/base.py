@@ -1,10 +1,10 @@
-"""The key-value store that ranks meet on: the interface, and the view of it under a prefix.
+"""The key-value store that ranks meet on: the interface, and the view of a store under a prefix.
 
-Every store here has the semantics of torch's: ``get`` waits until the key exists, ``add`` keeps a decimal number,
-values are bytes. Every method is to be awaited, and safe to cancel; a cancelled request may still have been carried
-out. ``set`` and ``append`` return once the request is on its way, in order with the same client's later requests.
-What answers with one reply is typed as an awaitable, because a client over a connection returns the reply's future
-itself: the request is then sent by the call, and many at once need no task each.
+Every store has the semantics of torch's stores: ``get`` waits until the key exists, ``add`` keeps a decimal number, and
+values are bytes. All methods are awaited and safe to cancel; the server may have carried out a cancelled request.
+``set`` and ``append`` return once the request is on its way, in order with the same client's later requests. Methods
+with a single reply are typed as awaitables, because a client over a connection returns the reply's future itself: the
+call sends the request, so many requests at once need no task each.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Store(Handle, abc.ABC):
 
     @abc.abstractmethod
     async def get(self, key: str, timeout: float | None = None) -> bytes:
-        """The value of ``key``, waiting up to ``timeout`` seconds for it (None: the store's default).
+        """The value of ``key``, waiting up to ``timeout`` seconds for the key to appear (None: the store's default).
 
         Raises: StoreTimeoutError naming the key.
         """
@@ -43,15 +43,15 @@ class Store(Handle, abc.ABC):
     def add(self, key: str, amount: int) -> Awaitable[int]:
         """Add ``amount`` to the number under ``key`` (a missing key counts as 0) and return the sum.
 
-        ``add(key, 0)`` reads, and creates a missing key, as torch's does.
+        ``add(key, 0)`` reads the number and creates a missing key, as in torch.
         """
 
     @abc.abstractmethod
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> Awaitable[bytes]:
         """Store ``desired`` if the value is ``expected`` (empty: or the key is missing); returns the value afterwards.
 
-        As torch has it: a missing key with a non-empty ``expected`` stores nothing and returns ``expected``. Never
-        ``wait`` on a key that is written this way: torch's servers wake such waiters too often, or never.
+        As in torch, a missing key with a non-empty ``expected`` stores nothing and returns ``expected``. Never ``wait``
+        on a key that ``compare_set`` writes: torch's servers wake such waiters too often, or never.
         """
 
     @abc.abstractmethod
@@ -64,7 +64,7 @@ class Store(Handle, abc.ABC):
 
     @abc.abstractmethod
     def delete(self, key: str) -> Awaitable[bool]:
-        """Remove ``key``; returns whether it was there."""
+        """Remove ``key``; returns whether the key existed."""
 
     @abc.abstractmethod
     async def append(self, key: str, value: bytes | str) -> None:
@@ -72,7 +72,7 @@ class Store(Handle, abc.ABC):
 
     @abc.abstractmethod
     def num_keys(self) -> Awaitable[int]:
-        """How many keys the whole store holds, those outside of a prefix included."""
+        """The number of keys in the whole store, including keys outside of a prefix."""
 
     async def multi_get(self, keys: Sequence[str], timeout: float | None = None) -> list[bytes]:
         """The values of ``keys``, waiting for all of them to exist. Not atomic."""
@@ -85,7 +85,7 @@ class Store(Handle, abc.ABC):
             await self.set(key, value)
 
     def local_address(self) -> str | None:
-        """The address of this host on its way to the store, where other hosts reach it; None: there is none."""
+        """The address of this host, for other hosts, on its route to the store; None without a route."""
         return None
 
     async def aclose(self) -> None:
@@ -98,7 +98,7 @@ class Store(Handle, abc.ABC):
 
 @final
 class PrefixStore(Store):
-    """Another store, seen under a prefix. Closing it leaves the other store open."""
+    """A view of another store under a prefix. Closing the view leaves the underlying store open."""
 
     def __init__(self, prefix: str, store: Store) -> None:
         self.name = prefix
@@ -154,21 +154,21 @@ def to_bytes(name: str, value: bytes | str) -> bytes:
 
 
 def to_keys(keys: Sequence[str]) -> list[str]:
-    """``keys`` as a list. Raises ``TypeError`` for a single str, which would pass for its letters."""
+    """``keys`` as a list. Raises ``TypeError`` for a single str, which is a sequence of one-letter keys."""
     if isinstance(keys, str):
         raise TypeError(f"keys must be a list of keys, got the str {keys!r}")
     return list(keys)
 
 
 def to_amount(amount: int) -> int:
-    """``amount`` if a store can add it. Raises: ValueError."""
+    """``amount``, if a store can add that number. Raises: ValueError."""
     if isinstance(amount, bool) or not isinstance(amount, int) or not -(2**63) <= amount < 2**63:
         raise ValueError(f"amount must be a 64-bit integer, got {amount!r}")
     return amount
 
 
 def address_towards(host: str, port: int) -> str | None:
-    """The address of the interface by which ``host`` is reached; None: its name means nothing, or there is no way."""
+    """The address of the interface that reaches ``host``; None if the name does not resolve or no route exists."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as sock:
@@ -179,5 +179,5 @@ def address_towards(host: str, port: int) -> str | None:
 
 
 def within(limit: float) -> asyncio.Timeout:
-    """``asyncio.timeout`` that takes ``math.inf``."""
+    """``asyncio.timeout`` that also accepts ``math.inf``."""
     return asyncio.timeout(None if limit == math.inf else limit)

@@ -1,11 +1,11 @@
 """The asyncio client of torch's TCPStore: a thin shell around the codec.
 
-Two connections or more. On the command line requests are pipelined and those of one loop turn leave in one write. A
-WAIT that has to wait would confuse the replies there, so waits have lines of their own (``wait_pool``): one from the
-start, others when several wait for long.
+A client has two or more connections. The command connection pipelines requests, and the requests of one loop iteration
+leave in one write. A blocked WAIT would disturb the order of replies there, so waits have connections of their own
+(``wait_pool``): one from the start, and more when several waits last long.
 
-A cancelled request leaves its place in the queue, so the replies keep their order. An error or a lost connection fails
-everything pending on it, for good: a lost reply to ADD cannot be asked for again.
+A cancelled request keeps its place in the queue, so the replies keep their order. An error or a lost connection
+permanently fails all requests pending on that connection: a lost reply to ADD cannot be requested again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from asynccomm.store.wait_pool import WaitPool
 
 FIRST_RETRY = 0.02  # seconds before the second attempt to connect; doubles up to LAST_RETRY, with jitter
 LAST_RETRY = 1.0
-_LARGE = 64 << 10  # bytes not yet taken by the kernel above which set() waits
+_LARGE = 64 << 10  # bytes in the write buffer above which set() waits
 
 
 @final
@@ -42,16 +42,16 @@ class _StoreConnection(asyncio.Protocol):
         self._pending: deque[asyncio.Future[Any]] = deque()
         self._transport: asyncio.Transport | None = None
         self._flushing = False
-        self.error: StoreError | ClosedError | None = None  #: why it is of no more use
+        self.error: StoreError | ClosedError | None = None  #: the reason that the connection is unusable
         self._writable = asyncio.Event()
         self._writable.set()
         self.local_address: str | None = None  #: of this end
-        self.lost: asyncio.Future[None] = self._loop.create_future()  #: done when the connection is gone
+        self.lost: asyncio.Future[None] = self._loop.create_future()  #: done when the connection is lost
 
     # -- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one without being a subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
         self._transport.set_write_buffer_limits(high=_LARGE)
         self.local_address = str(self._transport.get_extra_info("sockname")[0])
 
@@ -64,7 +64,7 @@ class _StoreConnection(asyncio.Protocol):
         pending = self._pending
         for reply in replies:
             future = pending.popleft()
-            if not future.done():  # cancelled ones keep their place only
+            if not future.done():  # a cancelled request only keeps its place
                 future.set_result(reply)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -83,15 +83,15 @@ class _StoreConnection(asyncio.Protocol):
 
     @property
     def codec(self) -> Codec:
-        """Where to put requests; raises the line's error once there is one."""
+        """The codec that takes requests; raises the connection's error once the connection has failed."""
         if self.error is not None:
             raise self.error
         return self._codec
 
     def reply(self) -> asyncio.Future[Any]:
-        """Send what was put into the codec; the future of its reply."""
+        """Send the request in the codec; the future of its reply."""
         future: asyncio.Future[Any] = self._loop.create_future()
-        self._send(now=not self._pending)  # nobody to share a write with: do not wait for the end of the turn
+        self._send(now=not self._pending)  # an idle connection has no write to share: send at once
         self._pending.append(future)
         return future
 
@@ -103,7 +103,7 @@ class _StoreConnection(asyncio.Protocol):
             self._loop.call_soon(self.flush)
 
     async def no_reply(self) -> None:
-        """Send what was put into the codec; waits only while much is unsent."""
+        """Send the requests in the codec; waits only while many bytes are unsent."""
         self._send(now=self._codec.unsent > _LARGE)
         if not self._writable.is_set():
             await self._writable.wait()
@@ -126,11 +126,11 @@ class _StoreConnection(asyncio.Protocol):
             future = self._pending.popleft()
             if not future.done():
                 future.set_exception(self.error)
-                future.exception()  # whoever awaits it sees it; whoever went away need not be told
+                future.exception()  # mark it retrieved: the awaiting task may have been cancelled
 
     @property
     def connected(self) -> bool:
-        """Whether there was a connection, if only for a moment."""
+        """Whether the connection was ever made."""
         return self._transport is not None
 
     def abort(self) -> None:
@@ -147,7 +147,7 @@ class _StoreConnection(asyncio.Protocol):
                     future.exception()
         if self._transport is not None:
             self._transport.close()
-            # what was written is flushed first; a server that takes nothing must not hold us up
+            # close() flushes the write buffer first; a server that reads nothing must not delay this by more than 1 s
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await asyncio.shield(self.lost)
@@ -156,7 +156,7 @@ class _StoreConnection(asyncio.Protocol):
 
 @final
 class StoreClient(Store):
-    """A connection to a TCPStore server; make it with :meth:`connect`."""
+    """A client of a TCPStore server, made with :meth:`connect`."""
 
     def __init__(
         self, host: str, port: int, command: _StoreConnection, waits: WaitPool, *, libuv: bool, timeout: float
@@ -173,14 +173,15 @@ class StoreClient(Store):
     async def connect(
         cls, host: str, port: int, *, timeout: float = DEFAULT_TIMEOUT, connect_timeout: float | None = None
     ) -> Self:
-        """Connect, trying again with back-off until the server is up.
+        """Connect, retrying with back-off until the server is up.
 
         Args:
-            host, port: where the server listens.
+            host, port: the server's address.
             timeout: seconds that ``get`` and ``wait`` allow by default.
-            connect_timeout: seconds to try for; None: ``timeout``.
+            connect_timeout: seconds for all attempts together; None: ``timeout``.
 
-        Raises: RendezvousError when nobody answered in time; StoreProtocolError when something else is on that port.
+        Raises: RendezvousError when no server answered in time; StoreProtocolError when another service is on that
+        port.
         """
         limit = timeout if connect_timeout is None else connect_timeout
         deadline = time.monotonic() + limit
@@ -222,14 +223,14 @@ class StoreClient(Store):
         if self._libuv:
             line.codec.get(key)
             value: bytes | None = await line.reply()
-            if value:  # if not, it is no answer: an empty value looks like a missing one
+            if value:  # an empty answer is ambiguous: libuv's server also sends it for a missing key
                 return value
         value = await self._get_if_present(key)
         if value is not None:
             return value
         limit = self._timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
-        while value is None:  # again after the wait: it may have been deleted
+        while value is None:  # again after the wait: the key may have been deleted
             try:
                 await self._waits.wait([key], max(0.0, deadline - time.monotonic()))
             except StoreTimeoutError:
@@ -239,7 +240,7 @@ class StoreClient(Store):
 
     async def _get_if_present(self, key: str) -> bytes | None:
         line = self._line()
-        line.codec.check([key])  # first: a legacy server drops who gets a missing key
+        line.codec.check([key])  # CHECK first: a legacy server drops a client that GETs a missing key
         if not await line.reply():
             return None
         line.codec.get(key)
@@ -298,19 +299,19 @@ class StoreClient(Store):
                 await self.set(key, value)
 
     def list_keys(self) -> asyncio.Future[list[str]]:
-        """All keys on the server. Needs a server of torch 2.10 or newer: an older one drops the connection."""
+        """All keys on the server. Needs a server of torch 2.10 or newer: an older server drops the connection."""
         line = self._line()
         line.codec.list_keys()
         return line.reply()
 
     async def ping(self) -> None:
-        """One round trip: everything this client sent before has been carried out when it returns."""
+        """One round trip: the server has carried out all earlier requests of this client when ``ping`` returns."""
         line = self._line()
         line.codec.ping(secrets.randbits(32))
         await line.reply()
 
     def flush(self) -> None:
-        """Hand pending writes to the transport now instead of at the end of the loop's turn."""
+        """Hand pending writes to the transport now instead of at the end of the loop iteration."""
         self._command.flush()
 
     async def aclose(self) -> None:
@@ -325,7 +326,7 @@ class StoreClient(Store):
 
 
 async def _open(host: str, port: int, deadline: float, limit: float) -> _StoreConnection:
-    """A connected, greeted line. Raises RendezvousError at the deadline."""
+    """A connection after the hello. Raises RendezvousError at the deadline."""
     peer = f"{host}:{port}"
     pause = FIRST_RETRY
     while True:
@@ -341,11 +342,11 @@ async def _open(host: str, port: int, deadline: float, limit: float) -> _StoreCo
                 problem = "the server does not greet back; is it a TCPStore?" if line.connected else "nobody answered"
                 raise RendezvousError(f"no store at {peer} within {limit:g} s: {problem}") from None
             if time.monotonic() + pause >= deadline:
-                # asyncio's text says "Connect call failed" where the system's says why
+                # asyncio's text is only "Connect call failed"; the system's text has the reason
                 known = isinstance(exc, OSError) and (exc.errno or 0) > 0
                 problem = os.strerror(exc.errno) if known else str(exc)  # type: ignore[union-attr,arg-type]
                 raise RendezvousError(f"no store at {peer} within {limit:g} s: {problem}") from exc
-        # ranks start together: spread their attempts
+        # ranks start together: jitter spreads their attempts
         await asyncio.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, LAST_RETRY)
 
@@ -364,7 +365,7 @@ async def _greet(line: _StoreConnection, host: str, port: int) -> None:
 
 
 async def _open_wait(host: str, port: int, deadline: float, limit: float) -> tuple[_StoreConnection, bool]:
-    """The second line, and whether libuv's server is behind it: that one answers a GET for a missing key."""
+    """The first wait connection, and whether the server is libuv's, which answers a GET for a missing key."""
     line = await _open(host, port, deadline, limit)
     try:
         async with within(max(0.0, deadline - time.monotonic())):

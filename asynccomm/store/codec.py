@@ -1,8 +1,8 @@
 """The TCPStore protocol, without I/O: requests to bytes, bytes to replies. No socket, no await, no clock.
 
-One connection carries requests one after another, without ids or framing; replies come in the same order. That holds
-for everything except a WAIT or BARRIER that has to wait: later replies overtake its answer, which is a bare byte. So a
-connection with a WAIT outstanding must carry nothing else but its CANCEL_WAIT; keeping to that is the caller's part.
+A connection carries requests one after another, without ids or framing, and the replies keep this order. A WAIT or
+BARRIER that has to wait is the exception: later replies overtake its answer, which is a bare byte. A connection with an
+outstanding WAIT must therefore carry no request but its CANCEL_WAIT; the caller keeps to this rule.
 
 Protocol (native-endian; one opcode byte first; str and blob are a u64 length and bytes):
 
@@ -15,8 +15,8 @@ Protocol (native-endian; one opcode byte first; str and blob are a u64 length an
     6  WAIT         u64 n, n str         -> u8 0          7 GETNUMKEYS                         -> i64
     8  DELETE_KEY   str                  -> i64 0 | 1     9 APPEND       str, blob             -> nothing
 
-14 to 16 (queues) are not used here. 17 exists since torch 2.10, 18 since 2.12; an older server answers an opcode it
-does not know by closing the connection. The source of all this is torch's TCPStore servers (libuv and legacy).
+Opcodes 14 to 16 (queues) are unused here. 17 exists since torch 2.10, 18 since 2.12; a server answers an unknown opcode
+by closing the connection. The source of this description is torch's TCPStore servers (libuv and legacy).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from asynccomm.store.base import to_amount, to_bytes, to_keys
 
 MAX_KEY = 8191  # bytes; libuv's server takes 8192 with the "/" and drops the connection above
 MAX_VALUE = 8 << 20  # bytes in one request; libuv's server drops the connection above
-MAX_KEYS = 131072  # keys in one request; likewise
-MAX_REPLY = 1 << 30  # bytes; APPEND can grow a value beyond MAX_VALUE, but not to what a corrupt length would ask for
+MAX_KEYS = 131072  # keys in one request; libuv's server drops the connection above
+MAX_REPLY = 1 << 30  # bytes; APPEND can grow a value beyond MAX_VALUE, but a corrupt length must not exhaust memory
 MULTI_SET_BYTES = 256 << 10  # above this libuv's server gets slow (it parses again from the start every 4 KiB)
 
 _MAGIC = 0x3C85F7CE
@@ -46,7 +46,7 @@ NUMBER: Parser = iter(())  # type: ignore[assignment]  # never run: stands for "
 
 
 class Status(enum.IntEnum):
-    """The bytes that answer WAIT, BARRIER, CANCEL_WAIT (and, as READY and NOT_READY, CHECK)."""
+    """The status bytes of WAIT, BARRIER and CANCEL_WAIT (and, as READY and NOT_READY, of CHECK)."""
 
     STOP_WAITING = 0
     WAIT_CANCELED = 1
@@ -55,17 +55,17 @@ class Status(enum.IntEnum):
 class Codec:
     """One connection's protocol: call a request method, send ``data_to_send()``, feed ``receive_data``.
 
-    Each request method returns how many replies it will bring (0 or 1). ``receive_data`` returns the replies that
-    became complete, in request order, as Python values. After it raised, the connection is of no more use.
+    Each request method returns its number of replies (0 or 1). ``receive_data`` returns the completed replies, in
+    request order, as Python values. An exception from ``receive_data`` makes the connection unusable.
 
-    User keys get the leading ``/`` that torch's client puts there, so both see the same keys.
+    User keys get the leading ``/`` of torch's client, so both clients see the same keys.
     """
 
     def __init__(self) -> None:
         self._out: list[bytes] = []
         self.unsent = 0  #: bytes that ``data_to_send`` would return
         self._in = bytearray()
-        self._at = 0  # how far ``_in`` has been consumed
+        self._at = 0  # offset in ``_in`` of the first unparsed byte
         self._expected: deque[Parser] = deque()
         self._current: Parser | None = None
         self._cancelling = False
@@ -91,7 +91,7 @@ class Codec:
         return self._request(b"\x02" + body, self._blob())
 
     def get(self, key: str) -> int:
-        """A missing key answers b"" (libuv) or closes the connection (legacy): CHECK first."""
+        """Read ``key``. For a missing key libuv's server answers b"" and the legacy server disconnects: CHECK first."""
         return self._request(b"\x03" + _key(key), self._blob())
 
     def add(self, key: str, amount: int) -> int:
@@ -101,11 +101,11 @@ class Codec:
         return self._request(b"\x05" + _keys(keys), self._flag())
 
     def wait(self, keys: Sequence[str]) -> int:
-        """Only one may be outstanding on a connection, and nothing else beside it but ``cancel_wait``."""
+        """Wait for ``keys``. A connection carries one WAIT at a time, and beside a WAIT only its ``cancel_wait``."""
         return self._request(b"\x06" + _keys(keys), self._wait_status())
 
     def cancel_wait(self) -> int:
-        """End the outstanding WAIT, whose reply becomes WAIT_CANCELED, or STOP_WAITING if that was on its way."""
+        """End the outstanding WAIT, whose reply becomes WAIT_CANCELED, or stays STOP_WAITING if already on its way."""
         assert self.outstanding, "nothing is waiting on this connection"
         self._cancelling = True
         return self._request(b"\x0c")
@@ -117,7 +117,7 @@ class Codec:
         return self._request(b"\x08" + _key(key), self._deleted())
 
     def multi_get(self, keys: Sequence[str]) -> int:
-        """Without keys there is nothing to answer, and no reply to expect."""
+        """Read ``keys``. An empty request has no reply."""
         return self._request(b"\x0a" + _keys(keys), self._blobs(len(keys)) if keys else None)
 
     def multi_set(self, items: Mapping[str, bytes | str]) -> int:
@@ -130,7 +130,7 @@ class Codec:
         return self._request(b"\x11", self._key_list())
 
     def barrier(self, key: str, world_size: int) -> int:
-        """Like WAIT: nothing else may be under way on the connection. A key serves once."""
+        """Wait for ``world_size`` clients. Like WAIT, a BARRIER needs the connection to itself. A key serves once."""
         return self._request(b"\x12" + _key(key) + _I64.pack(world_size), self._status())
 
     def _request(self, data: bytes, reply: Parser | None = None) -> int:
@@ -142,7 +142,7 @@ class Codec:
         return 1
 
     def data_to_send(self) -> bytes:
-        """Everything requested since the last call, in one piece."""
+        """All requests since the last call, in one piece."""
         data = b"".join(self._out)
         self._out.clear()
         self.unsent = 0
@@ -152,13 +152,13 @@ class Codec:
 
     @property
     def outstanding(self) -> int:
-        """Replies still to come."""
+        """The number of replies still to come."""
         return len(self._expected) + (self._current is not None)
 
     def receive_data(self, data: bytes) -> list[Any]:
-        """Take bytes as they come, in any pieces; returns the replies completed by them.
+        """Take received bytes, in pieces of any size; returns the replies that the bytes complete.
 
-        Raises: StoreProtocolError, from then on always.
+        Raises: StoreProtocolError, on this and all later calls.
         """
         if self._failed:
             raise StoreProtocolError("the connection failed before")
@@ -168,7 +168,7 @@ class Codec:
             while self._current is not None or self._expected:
                 parser = self._current or self._expected.popleft()
                 self._current = parser
-                if parser is NUMBER:  # counters by the thousand: a generator each would be a third of their cost
+                if parser is NUMBER:  # a generator for each of thousands of counters would be a third of their cost
                     if len(self._in) - self._at < 8:
                         break
                     replies.append(_I64.unpack_from(self._in, self._at)[0])
@@ -181,7 +181,7 @@ class Codec:
                     self._current = None
                     replies.append(stop.value)
                 else:
-                    break  # it wants more bytes
+                    break  # incomplete
             if self._current is None and self._at < len(self._in):
                 raise StoreProtocolError(f"{len(self._in) - self._at} bytes arrived that answer no request")
         except StoreProtocolError:
@@ -231,7 +231,7 @@ class Codec:
         status = yield from self._status()
         if self._cancelling:
             self._cancelling = False
-            # the server answers a CANCEL_WAIT in any case: alone, or behind the answer to the WAIT
+            # the server always answers a CANCEL_WAIT: alone, or after the answer to the WAIT
             if status is Status.STOP_WAITING and (yield from self._byte()) != Status.WAIT_CANCELED:
                 raise StoreProtocolError("a CANCEL_WAIT was answered by another STOP_WAITING")
         elif status is not Status.STOP_WAITING:

@@ -1,4 +1,4 @@
-"""A store in this process's memory: for loopback worlds and tests. One event loop only."""
+"""A store in this process's memory, for loopback comms and tests. One event loop only."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class MemoryStore(Store):
         limit = self._timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
         try:
-            while key not in self._values:  # it may have been deleted again before its waiter ran
+            while key not in self._values:  # the key may have been deleted again before its waiter ran
                 await self.wait([key], max(0.0, deadline - time.monotonic()))
         except StoreTimeoutError:
             raise StoreTimeoutError(f"keys {[key]} did not appear within {limit:g} s") from None

@@ -1,4 +1,4 @@
-"""Hosting a store: torch's own TCPStore server, which every torch process can talk to as well."""
+"""Hosting a store: torch's own TCPStore server, which other torch processes can use as well."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asynccomm.errors import RendezvousError
 
 @final
 class StoreServer:
-    """A server in this process, for as many users as have acquired it; it ends with the last, or with the process."""
+    """A server in this process with a count of its users; the server ends with the last user, or with the process."""
 
     def __init__(self, server: dist.TCPStore, host: str) -> None:
         self._server: dist.TCPStore | None = server
@@ -24,7 +24,7 @@ class StoreServer:
         self.port: int = server.port
 
     def acquire(self) -> bool:
-        """Become one more user; False if the server has ended."""
+        """Add a user; False if the server has ended."""
         with self._lock:
             if self._server is None:
                 return False
@@ -32,7 +32,7 @@ class StoreServer:
             return True
 
     def release(self) -> None:
-        """Use it no longer."""
+        """Remove a user; the last one ends the server."""
         with self._lock:
             self._users -= 1
             if self._users == 0:
@@ -42,7 +42,7 @@ class StoreServer:
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket at ``host:port`` (0: any free port; host "": all interfaces), for :func:`serve`.
 
-    Clients may connect before the server takes over; they are answered then.
+    Clients may connect before :func:`serve`; the server answers them once it runs.
 
     Raises: RendezvousError naming the address.
     """
@@ -66,15 +66,15 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def serve(host: str, listening: socket.socket) -> StoreServer:
-    """Start a server on ``listening`` (see :func:`listen`), which it takes over; blocks for some milliseconds.
+    """Start a server that takes over the socket ``listening`` (see :func:`listen`); blocks for some milliseconds.
 
     Args:
-        host: the name under which the others reach the server.
+        host: the name under which other processes reach the server.
 
     Raises: RendezvousError.
     """
     address, port = listening.getsockname()[:2]
-    # torch connects to its own server once, and blocks for long if it cannot: not by a name that may be wrong
+    # torch connects to its own server once, and a failed attempt blocks for long: avoid a host name that may be wrong
     here = "127.0.0.1" if address in ("::", "0.0.0.0") else address
     try:
         server = dist.TCPStore(

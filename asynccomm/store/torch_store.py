@@ -1,4 +1,4 @@
-"""Between our stores and torch's: a torch Store seen as ours, and ours seen as a torch Store."""
+"""Adapters between asynccomm's stores and torch's: a torch Store as a :class:`Store`, and the reverse."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from asynccomm.errors import StoreError, StoreTimeoutError
 from asynccomm.store.base import DEFAULT_TIMEOUT, Store, address_towards, to_amount, to_bytes, to_keys, within
 
 T = TypeVar("T")
-FIRST_POLL = 1e-3  # seconds; waits look again after this, and back off from there
+FIRST_POLL = 1e-3  # seconds before the first repeated check of a wait; doubles up to LAST_POLL
 LAST_POLL = 50e-3
-LOOK_SECONDS = 0.2  # between looks whether there still is a loop to wait for
-THREADS = 4  # of its own, so that nobody who waits for the store can take the last one
+LOOK_SECONDS = 0.2  # seconds between checks that the event loop is still open
+THREADS = 4  # of the store's own limiter, so that no other user of anyio's threads can take the last one
 
 
 @final
 class TorchStore(Store):
     """Any ``torch.distributed.Store``, used from threads so that the loop never blocks.
 
-    torch's clients hold a lock while they wait, which would keep everybody else from the store. So a wait here asks
-    ``check`` again and again, at most 20 times a second.
+    torch's clients hold a lock while they wait, which would block all other users of the store. A wait therefore
+    repeats ``check``, at most 20 times a second.
 
     Args:
         store: TCPStore, FileStore, HashStore, PrefixStore, ...
@@ -42,7 +42,7 @@ class TorchStore(Store):
     async def _call(self, call: Callable[[], T]) -> T:
         try:
             return await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._limiter)
-        except (RuntimeError, ValueError) as exc:  # torch's DistError family; adding to what is no number
+        except (RuntimeError, ValueError) as exc:  # torch's DistError family; ADD to a value that is no number
             raise StoreError(f"{type(self._store).__name__}: {exc}") from exc
 
     async def set(self, key: str, value: bytes | str) -> None:
@@ -68,7 +68,7 @@ class TorchStore(Store):
     async def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
         limit = self._timeout if timeout is None else timeout
         pause = FIRST_POLL
-        if await self.check(keys):  # whatever the timeout: what is there is found
+        if await self.check(keys):  # before the timeout: existing keys are found even with a timeout of 0
             return
         try:
             async with within(limit):
@@ -99,14 +99,15 @@ class TorchStore(Store):
 
 @final
 class TorchStoreView(dist.Store):
-    """One of our stores, for torch code that runs in another thread while the loop is alive.
+    """A torch view of an asynccomm store, for torch code in another thread while the loop is alive.
 
-    Once the loop has closed, and after ``end``, every call raises StoreError, also one that waits already.
+    After the loop has closed, and after ``end``, every call raises StoreError, including calls that are already
+    waiting.
 
     Args:
-        store: whose keys to use.
+        store: the store behind the view.
         loop: the running loop that the store belongs to.
-        timeout: seconds that ``get`` and ``wait`` allow at least; torch often passes a limit that is meant for more.
+        timeout: seconds that ``get`` and ``wait`` allow at least; torch often passes a shorter limit.
     """
 
     def __init__(self, store: Store, loop: asyncio.AbstractEventLoop, timeout: float) -> None:
@@ -117,7 +118,7 @@ class TorchStoreView(dist.Store):
         self._ended = False
 
     def end(self) -> None:
-        """Be of no more use, so that threads which wait here leave within ``LOOK_SECONDS``. From any thread."""
+        """Fail all calls from now on; waiting threads return within ``LOOK_SECONDS``. From any thread."""
         self._ended = True
 
     def _run(self, method: Callable[..., Awaitable[T]], *arguments: Any) -> T:
@@ -133,12 +134,12 @@ class TorchStoreView(dist.Store):
         except RuntimeError as exc:
             coroutine.close()
             raise over from exc
-        while not futures.wait([future], LOOK_SECONDS).done:  # a loop that closes leaves it as it is
+        while not futures.wait([future], LOOK_SECONDS).done:  # closing the loop leaves the future pending
             if self._loop.is_closed():
                 raise over
             if self._ended:
                 future.cancel()
-        if future.cancelled():  # here, or by a loop about to close
+        if future.cancelled():  # by the loop above, or by an event loop about to close
             raise over
         return future.result()
 

@@ -1,14 +1,16 @@
-"""Waiting for keys, however many tasks do so, over a few connections with at most one WAIT outstanding on each.
+"""Waits for keys by any number of tasks, over a few connections with at most one outstanding WAIT on each.
 
-The server can tell one connection about one set of keys at a time. So the newest waiter of a line owns its WAIT and is
-woken by the server; while there are others, ``present`` is asked for them, less and less often. When the owner is done
-or goes away, CANCEL_WAIT frees the line for the next. One waiter alone on a line costs nothing while it waits.
+The server can watch one set of keys per connection. The newest waiter of a connection owns its WAIT, and the server
+wakes this owner; the other waiters are polled through ``present``, at growing intervals. When the owner is done or
+cancelled, CANCEL_WAIT frees the connection for the next owner. A single waiter on a connection costs nothing while it
+waits.
 
-Whoever finds all lines busy shares one. If that lasts, another line is opened and a waiter moves there, so that idle
-ranks cost nothing; only beyond ``MOST_LINES`` do waiters share for good. Lines are kept until the end. One that loses
-its connection fails its waiters and is used no more; when the last is lost, nobody can wait any more.
+A new waiter shares a connection if all are busy. If the sharing lasts, the pool opens another connection and moves a
+waiter to the new connection, so that idle ranks cost nothing; only beyond ``MOST_LINES`` do waiters share permanently.
+Connections stay open until ``aclose``. A lost connection fails its waiters and is not used again; once all connections
+are lost, every wait fails.
 
-An answer is believed only after a CHECK: libuv's server also wakes waiters when a COMPARE_SET stored nothing.
+The pool verifies each answer with a CHECK: libuv's server also wakes waiters when a COMPARE_SET stored nothing.
 """
 
 from __future__ import annotations
@@ -23,21 +25,21 @@ from asynccomm.errors import ClosedError, StoreError, StoreTimeoutError
 from asynccomm.store.base import within
 from asynccomm.store.codec import Codec, Status
 
-FIRST_POLL = 2e-3  # seconds between CHECKs for those who do not own the WAIT; grows to LAST_POLL
+FIRST_POLL = 2e-3  # seconds between CHECKs for waiters that do not own the WAIT; grows to LAST_POLL
 LAST_POLL = 50e-3
-MOST_LINES = 8  # per client, those that were lost included: a server has them from every rank
-OPEN_AFTER = 0.1  # seconds that waiters share before one gets a line of its own: most waits are over by then
+MOST_LINES = 8  # connections per client, lost ones included: a server has this many from every rank
+OPEN_AFTER = 0.1  # seconds of sharing before the pool opens a connection: most waits are over by then
 
 
 class ConnectionLike(Protocol):
-    """The connection that is needed."""
+    """The connection interface that the pool needs."""
 
     @property
     def codec(self) -> Codec: ...
 
     @property
     def error(self) -> StoreError | ClosedError | None:
-        """Why it is of no more use."""
+        """The reason that the connection is unusable; None while the connection works."""
 
     def reply(self) -> asyncio.Future[Any]: ...
 
@@ -50,7 +52,7 @@ class ConnectionLike(Protocol):
 class _Waiter:
     def __init__(self, keys: Sequence[str], line: WaitConnection) -> None:
         self.keys = list(keys)
-        self.line = line  # that serves it; may change
+        self.line = line  # the connection that serves this waiter; may change
         self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
@@ -59,8 +61,8 @@ class WaitConnection:
     """Waits for keys over one connection.
 
     Args:
-        line: a connection for nothing but this.
-        present: asks elsewhere whether keys exist; the future of the answer.
+        line: a connection used only for waits.
+        present: checks over another connection whether keys exist; returns the future of the answer.
     """
 
     def __init__(self, line: ConnectionLike, present: Callable[[Sequence[str]], asyncio.Future[bool]]) -> None:
@@ -71,7 +73,7 @@ class WaitConnection:
         self._task: asyncio.Task[None] | None = None
         self._closed: ClosedError | None = None
         self._pause = FIRST_POLL
-        self._poll_at = 0.0  # outlives the owners: newcomers must not keep putting off the poll of the others
+        self._poll_at = 0.0  # outlives the owners: a new waiter must not postpone the poll of the older ones
 
     async def wait(self, keys: Sequence[str], timeout: float) -> None:
         """Return once all ``keys`` exist. Cancelling is safe. Raises: StoreTimeoutError, StoreError."""
@@ -89,16 +91,16 @@ class WaitConnection:
 
     @property
     def waiting(self) -> int:
-        """How many wait here."""
+        """The number of waiters on this connection."""
         return len(self._waiters)
 
     @property
     def lost(self) -> bool:
-        """Whether the connection is of no more use."""
+        """Whether the connection is unusable."""
         return self._line.error is not None
 
     def hand_over(self, other: WaitConnection) -> None:
-        """Let ``other`` serve who has waited here for longest."""
+        """Move the longest-waiting waiter of this connection to ``other``."""
         waiter = self._waiters[0]
         self._remove(waiter)
         waiter.line = other
@@ -141,7 +143,7 @@ class WaitConnection:
             self._fail(exc)
 
     async def _serve_newest(self) -> None:
-        """Let the newest waiter own the WAIT until it is answered or the set of waiters changes."""
+        """Let the newest waiter own the WAIT until the server answers or the set of waiters changes."""
         self._changed.clear()
         owner = self._waiters[-1]
         self._line.codec.wait(owner.keys)
@@ -165,7 +167,7 @@ class WaitConnection:
             await self._settle_present([owner])
 
     async def _settle_present(self, waiters: list[_Waiter]) -> None:
-        answers = [self._present(waiter.keys) for waiter in waiters]  # all asked before the first is awaited
+        answers = [self._present(waiter.keys) for waiter in waiters]  # all sent before the first await
         for waiter, answer in zip(waiters, answers, strict=True):
             if await answer and not waiter.future.done():
                 waiter.future.set_result(None)
@@ -175,12 +177,12 @@ class WaitConnection:
 
 @final
 class WaitPool:
-    """Waits for keys over as many connections as it takes, up to ``MOST_LINES``.
+    """Waits for keys over as many connections as needed, up to ``MOST_LINES``.
 
     Args:
-        first: a connection for nothing but this.
-        connect: makes another one, in a single attempt.
-        present: asks elsewhere whether keys exist; the future of the answer.
+        first: a connection used only for waits.
+        connect: makes another such connection, in a single attempt.
+        present: checks over another connection whether keys exist; returns the future of the answer.
     """
 
     def __init__(
@@ -199,7 +201,7 @@ class WaitPool:
         """Return once all ``keys`` exist. Cancelling is safe. Raises: StoreTimeoutError, StoreError."""
         if self._closed is not None:
             raise self._closed
-        line = min(self._usable() or self._lines, key=lambda line: line.waiting)  # a lost one says why it is
+        line = min(self._usable() or self._lines, key=lambda line: line.waiting)  # a lost connection raises its error
         if line.waiting and len(self._lines) < MOST_LINES and (self._opening is None or self._opening.done()):
             self._opening = asyncio.create_task(self._open_more(), name="asynccomm store lines")
         try:
@@ -219,7 +221,7 @@ class WaitPool:
         return [line for line in self._lines if not line.lost]
 
     async def _open_more(self) -> None:
-        """Open lines, one after another, for as long as waiters have to share."""
+        """Open connections, one after another, for as long as waiters share."""
         pause = OPEN_AFTER
         while len(self._lines) < MOST_LINES:
             await asyncio.sleep(pause)
@@ -227,14 +229,14 @@ class WaitPool:
                 break
             try:
                 line = await self._connect()
-            except (StoreError, OSError):  # they go on sharing
+            except (StoreError, OSError):  # waiters go on sharing
                 pause *= 2
             else:
                 self._lines.append(WaitConnection(line, self._present))
                 self._spread()
 
     def _spread(self) -> None:
-        """Let nobody share a line while another is free."""
+        """Move waiters from shared connections to free ones."""
         lines = self._usable() if self._closed is None else []
         for free in [line for line in lines if not line.waiting]:
             fullest = max(lines, key=lambda line: line.waiting)
