@@ -168,7 +168,7 @@ def _overlapping(writes: Sequence[tuple[int, int, Any]]) -> bool:
     return False
 
 
-# -- in place: input i lies where the operation puts this rank's own share of it -------------------------------------
+# -- in place: input i lies where the operation puts this rank's own share of it --------------------------------------
 
 
 def _nowhere(i: int, inputs: Tensors, outputs: Tensors, rank: int) -> bool:
