@@ -13,13 +13,13 @@ None.
 Guarantees:
 
 - All ranks receive the same operations in the same order and the same batches.
-- An operation is decided as soon as all ranks have announced it, whatever other operations are incomplete.
+- An operation is decided as soon as all ranks have announced it, regardless of incomplete ones.
 - Two operations that do not fit each other are detected when the second is announced, and every rank gets the error.
 - An operation that was decided before is announced and decided by its id, usually in one byte.
 - Work is proportional to the number of new operations, memory to the number of undecided ones, plus :data:`CAPACITY`
   operations with ids.
-- A rank may have at most :data:`UNDECIDED` undecided operations: the OrderCoordinator rejects a message that exceeds
-  this limit as a whole. An operation takes some hundred bytes there, at worst 6 KiB and 8 bytes per rank.
+- A rank may have at most :data:`UNDECIDED` undecided operations: the OrderCoordinator rejects as a whole any
+  message that exceeds this limit. An operation takes some hundred bytes there, at worst 6 KiB and 8 bytes per rank.
 
 Why an announced id is always known: the OrderCoordinator evicts an id once it has assigned ``capacity`` later ones. It
 assigns an id only with a decision, and decides only operations that this rank, too, has announced. While ``n``
@@ -99,9 +99,7 @@ class Announcer(Generic[T]):
             return None
         writer = MessageWriter()
         ids = self._book.ids
-        oldest = self._book.oldest(
-            self._unheard
-        )  # the OrderCoordinator reads a whole message before it decides on it
+        oldest = self._book.oldest(self._unheard)  # the OrderCoordinator reads a whole message before it decides on it
         for op in self._news:
             number = ids.get(op.said)
             if number is None or number < oldest:
