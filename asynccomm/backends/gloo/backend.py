@@ -78,9 +78,8 @@ class GlooBackend(Backend):
         self._lanes = OrderedExecutor(name, int(context.hints.get("p2p_threads", P2P_THREADS)))
         self._internal_lanes = OrderedExecutor(f"{name}-internal", 2 * group.size)
         self._p2p = PointToPoint(group.rank, self._lanes, self._internal_lanes, self._complete, context.on_error)
-        self._parcel_lane = OrderedExecutor(
-            f"{name}-parcels", 1
-        )  # separate from point-to-point messages, which must not delay a collective
+        # separate from point-to-point messages, which must not delay a collective
+        self._parcel_lane = OrderedExecutor(f"{name}-parcels", 1)
         exchange = PayloadExchange(group.rank, group.size, self._parcel_lane, self._complete)
         self._collectives = Collectives(gloos, name, group.rank, group.size, exchange, self._failed, self._not_started)
         self._ending = threading.Lock()

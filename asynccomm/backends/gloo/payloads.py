@@ -33,7 +33,7 @@ from asynccomm.ops.parcels import MAX_HEAD
 
 SHORT: Final = 4096  # bytes that travel in the header's message, which saves a round trip
 SEGMENT: Final = 16 << 20  # maximum bytes of a message; an unwanted payload is received into a buffer of this size
-SMALL: Final = 256 << 10  # bytes: smaller tensors are copied together
+SMALL: Final = 256 << 10  # bytes: tensors up to this size are copied together
 PACK: Final = 4 << 20  # maximum bytes of a pack of such tensors
 MOST_SEGMENTS: Final = MAX_HEAD // 8  # their lengths take no more than a head may; enough for a terabyte at least
 WINDOW: Final = 64 << 20  # bytes in flight at the same time

@@ -20,9 +20,8 @@ from asynccomm.ops.dtypes import in_reals
 
 Finish = Callable[[], object]
 
-AS_IT_IS: Final = frozenset(
-    {torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
-)  # dtypes that gloo supports
+# dtypes that gloo supports
+AS_IT_IS: Final = frozenset({torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64})
 
 
 def movable(tensor: Tensor) -> Tensor:
