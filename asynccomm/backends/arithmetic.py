@@ -1,9 +1,10 @@
 """Reductions in plain torch, the same for every backend that computes on the host.
 
-Three moves: ``widen`` what a rank brings into a flat tensor of the accumulator's dtype (this applies PREMUL_SUM's
-factor), ``combine`` the ranks' rows in rank order, ``narrow`` the result into the caller's tensor (this divides for
-AVG). Half types and float8 accumulate in fp32, complex numbers as pairs of reals, small integers wide enough that AVG
-cannot wrap; bools as 0 and 1. Everything works on detached tensors: autograd sees nothing of it.
+A reduction has three steps: ``widen`` turns a rank's tensor into a flat tensor of the accumulator's dtype (and applies
+PREMUL_SUM's factor), ``combine`` reduces the ranks' rows in rank order, and ``narrow`` writes the result into the
+caller's tensor (and divides for AVG). Half types and float8 accumulate in fp32, complex numbers as pairs of reals,
+small integers in a type wide enough that AVG cannot wrap, bools as 0 and 1. All functions work on detached tensors:
+autograd records nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _ACCUMULATOR: Final = {
     torch.float8_e4m3fn: torch.float32,
     torch.float8_e5m2: torch.float32,
     torch.bool: torch.uint8,
-    # wrapping around is the same modulo 2**16 or 2**32 in the wider type
+    # wrapping around gives the same result modulo 2**16 or 2**32 in the wider type
     torch.int16: torch.int32,
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
@@ -41,33 +42,33 @@ def accumulator(dtype: torch.dtype, kind: RedOpType) -> torch.dtype:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor's memory is just its elements in row-major order."""
+    """Whether the tensor's memory is exactly its elements in row-major order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """``tensor`` without autograd, in memory that is just its elements in row-major order; a copy if it was not so."""
+    """``tensor`` without autograd, in memory that is exactly its elements in row-major order; a copy if necessary."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     return tensor if is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def resolved(tensor: Tensor) -> Tensor:
-    """``tensor`` as a flat plain tensor without autograd; a view if it is plain already, itself if it is flat too."""
+    """``tensor`` as a flat plain tensor without autograd: the tensor itself, a view, or a copy if it is not plain."""
     tensor = plain(tensor)
     return tensor if tensor.stride() == (1,) else flat(tensor)
 
 
 def landing(output: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
-    """A plain tensor to fill in place of ``output`` (itself if it is plain), and what then copies it there."""
+    """A plain tensor to fill in place of ``output``, and the function that then copies it to ``output``, if needed."""
     if is_plain(output):
         return output, None
-    place = torch.empty(output.shape, dtype=output.dtype, device=output.device)  # whatever the caller's default is
+    place = torch.empty(output.shape, dtype=output.dtype, device=output.device)  # not the default device
     return place, lambda: write(output, place)
 
 
 def write(output: Tensor, values: Tensor) -> None:
-    """Copy ``values`` to ``output``, also if that was made in inference mode; autograd sees nothing of it."""
+    """Copy ``values`` to ``output``, even an inference-mode tensor, without recording the copy for autograd."""
     with torch.inference_mode(output.is_inference()):
         output.detach().copy_(values)
 
@@ -78,7 +79,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def widen(tensor: Tensor, reduction: ReduceOp) -> Tensor:
-    """What this rank brings: flat, real, in the accumulator's dtype. Shares memory with ``tensor`` when it can."""
+    """This rank's contribution: flat, real, in the accumulator's dtype. Shares the memory of ``tensor`` if possible."""
     target = accumulator(tensor.dtype, reduction.type)
     values = resolved(tensor)
     factor = reduction.factor
@@ -111,7 +112,7 @@ def combine(rows: Tensor | Sequence[Tensor], reduction: ReduceOp, *, bools: bool
     result = rows[0].clone()
     for row in rows[1:]:
         if kind in (RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM):
-            result += row  # not sum(): its order of additions depends on where an element stands
+            result += row  # not sum(): its order of additions depends on an element's position
         elif kind is RedOpType.PRODUCT:
             result *= row
         elif kind is RedOpType.BAND:
@@ -126,7 +127,7 @@ def combine(rows: Tensor | Sequence[Tensor], reduction: ReduceOp, *, bools: bool
 def narrow(accumulated: Tensor, output: Tensor, reduction: ReduceOp, size: int) -> None:
     """Write the combined values into ``output``, whatever its strides; AVG divides by the number of ranks here.
 
-    ``accumulated`` may be ``output``'s own memory, and is clobbered otherwise.
+    ``accumulated`` may be the memory of ``output``, and is clobbered otherwise.
     """
     if reduction.type is RedOpType.AVG:
         if accumulated.is_floating_point():

@@ -1,26 +1,28 @@
-"""What a backend must promise.
+"""The contract between a comm and its backend.
 
-A backend moves tensors for one comm. The comm has checked every argument, numbered the operation and made its Work; the
-backend runs it and settles it.
+A backend moves tensors for one comm. The comm checks every argument, numbers each operation and makes its Work; the
+backend runs the operation and settles the Work.
 
 A backend promises:
 
-- ``submit`` returns without waiting for peers. It is called under the comm's lock, so in sequence order, from any
-  thread. An exception out of it means that nothing of the batch was handed on.
-- Collectives take effect in the order of submission on every rank. Point-to-point operations are ordered per pair and
-  tag, and never hold up a collective, nor each other across pairs or tags.
-- A batch is the same on all ranks as far as its collectives go, and no two of its operations touch memory that one of
-  them writes: so they may run in any order, or all at once.
-- Each submission is settled exactly once when the operation is over, from any thread, and references to its tensors
-  are kept until then, also when the Work failed early because the comm broke.
-- A transport error goes to ``context.on_error``; the comm decides what it means and fails what is pending.
-- Parcels (``ops.Parcels``, ``ops.SendParcel``, ``ops.RecvParcel``) go to where ``Submission.place`` says; an error out
-  of that settles the Work with it, and the comm goes on. See ``backends/delivery.py``.
-- An operation gives the result that it would give if no two of its tensors shared memory, and its ``copies`` are made
-  when it takes effect: see ``backends/hazards.py``.
-- all_reduce is bitwise the same on all ranks; half types accumulate in fp32; inputs are untouched unless they are
-  outputs too; a world of one rank works and still applies AVG and PREMUL_SUM.
-- ``abort`` waits for nobody, ends everything in flight here and makes the peers' operations fail, if it can.
+- ``submit`` returns without waiting for peers. The comm calls it under its lock, hence in sequence order, from any
+  thread. If ``submit`` raises, no operation of the batch was started.
+- Collectives take effect in the order of submission on every rank. Point-to-point operations are ordered per pair of
+  ranks and tag; they never delay a collective, nor point-to-point operations of another pair or tag.
+- All ranks submit the same collectives in the same batch, and no two operations of a batch share memory that one of
+  them writes. The backend may therefore run the operations of a batch in any order, or all at once.
+- Each submission is settled exactly once, from any thread, when its operation is over. The backend keeps references to
+  the tensors of the submission until then, even if the Work failed earlier because the comm broke.
+- A transport error goes to ``context.on_error``. The comm interprets the error and fails all pending operations.
+- Payloads of parcels (``ops.Parcels``, ``ops.SendParcel``, ``ops.RecvParcel``) are received into the tensors that
+  ``Submission.place`` returns. If ``place`` raises, the Work fails with that error and the comm stays usable.
+  ``backends/delivery.py`` implements this part.
+- The result of an operation does not depend on whether its tensors share memory, and the backend makes the submission's
+  ``copies`` when the operation takes effect. ``backends/hazards.py`` implements both.
+- The result of all_reduce is bitwise the same on all ranks. Half types accumulate in fp32. Inputs are never written,
+  unless they are also outputs. A comm of one rank works, and still applies AVG and PREMUL_SUM.
+- ``abort`` waits for no peer. It ends all operations in flight on this rank and, if the transport can, makes the
+  operations of the peers fail.
 """
 
 from __future__ import annotations
@@ -47,49 +49,49 @@ __all__ = ["Backend", "BackendContext", "RankInfo", "Submission", "UnsuitableErr
 
 
 class UnsuitableError(BackendError):
-    """The backend cannot serve these ranks, where another may; no rank has connected.
+    """The backend cannot serve these ranks, where another backend may; no rank has connected.
 
-    A backend raises it from ``connect`` on all ranks or on none, so that all go on to the same next one.
+    A backend raises this error from ``connect`` on all ranks or on none, so that all ranks try the same backend next.
     """
 
 
 @final
 class Submission:
-    """One operation in the hands of a backend: what to do, with which tensors, and whom to tell.
+    """One operation as the backend receives it: its description, its tensors, and the Work to settle.
 
-    It owns the tensors until the backend lets go of it, with the memory that they had when it was made: they are
-    detached, so ``tensor.data = ...`` frees nothing under an operation, and autograd sees nothing of it. Where an
-    operation works in place, ``inputs`` is ``outputs``.
+    A submission keeps its tensors alive until the backend drops it. The tensors are detached when the submission is
+    made: ``tensor.data = ...`` cannot free memory under an operation, and autograd does not record the operation. For
+    an operation that works in place, ``inputs is outputs``.
 
     Args:
-        detached: its tensors are so already.
+        detached: the tensors of ``call`` are detached already.
     """
 
-    # most have these: what is not assigned takes no time
+    # class-level defaults: unset fields cost nothing per submission
     parcels: tuple[Parcel, ...] = ()
     place: PayloadAllocator | None = None
     begin: Begin | None = None
-    copies: tuple[tuple[Tensor, Tensor], ...] = ()  #: to be made by ``hazards.load``; none once they are
-    #: what ``Backend.origin`` said at the call, if that was some time ago; of collectives of tensors that were merged
-    #: into one, a tuple of what it said at each
+    copies: tuple[tuple[Tensor, Tensor], ...] = ()  #: (memory, source) pairs that ``hazards.load`` copies, then clears
+    #: the result of ``Backend.origin`` at the call, if the call came before the submission; for a fused operation a
+    #: tuple of the results at its members' calls
     origin: Any = None
-    members: tuple[Op, ...] = ()  #: what it was merged from, for errors
-    numbers: tuple[int, ...] = ()  #: and how they are numbered
-    error: AsyncCommError | None = None  #: what the Work is to fail with, while the comm goes on
-    whole: Any = None  #: for the comm: what it is a part of
-    batch: Any = None  #: for the backend: what it was submitted with
+    members: tuple[Op, ...] = ()  #: operations fused into this one, for errors
+    numbers: tuple[int, ...] = ()  #: sequence numbers of ``members``
+    error: AsyncCommError | None = None  #: the error that fails the Work while the comm stays usable
+    whole: Any = None  #: for the comm: the CompositeWork that this operation is part of
+    batch: Any = None  #: for the backend: the batch of the submission
 
     def __init__(self, call: Call, work: Work[Any], *, detached: bool = False) -> None:
         self.op: Op = call.op
         inputs, outputs = call.inputs, call.outputs
         if detached:
             self.inputs, self.outputs = inputs, outputs
-        elif outputs is inputs and len(inputs) == 1:  # the usual case, and this is on the way of every small operation
+        elif outputs is inputs and len(inputs) == 1:  # the usual case, on the path of every small operation
             self.inputs = self.outputs = (inputs[0].detach(),)
         else:
             self.inputs = held = tuple([tensor.detach() for tensor in inputs])
             self.outputs = held if outputs is inputs else tuple([tensor.detach() for tensor in outputs])
-        self.nbytes = _nbytes(self.inputs)  #: of the larger side, as far as that is known
+        self.nbytes = _nbytes(self.inputs)  #: bytes of the larger side, as far as the sizes are known
         if outputs is not inputs:
             self.nbytes = max(self.nbytes, _nbytes(self.outputs))
         self.work = work
@@ -113,7 +115,7 @@ def _nbytes(tensors: tuple[Tensor, ...]) -> int:
 @final
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """What a rank told the others when it joined."""
+    """The identity that a rank sends to the others when it joins."""
 
     rank: int
     host: str
@@ -123,22 +125,22 @@ class RankInfo:
 @final
 @dataclass(frozen=True, slots=True)
 class BackendContext:
-    """What a backend gets to build itself from."""
+    """Everything that a backend needs to connect and to report to its comm."""
 
     group: CommInfo
     members: Sequence[RankInfo]  #: in rank order
-    store: Store  #: keys here are this comm's and this backend's alone
+    store: Store  #: a store prefix that only this backend of this comm uses
     mailbox: Mailbox
     timeout: float  #: seconds allowed for connecting
-    on_error: Callable[[BrokenError], object]  #: tell it that the transport failed; from any thread
-    hints: Mapping[str, str] = field(default_factory=dict)  #: checked; only keys of ``Backend.hints``
-    high_priority_stream: bool = False  #: for GPUs
+    on_error: Callable[[BrokenError], object]  #: reports a failure of the transport; callable from any thread
+    hints: Mapping[str, str] = field(default_factory=dict)  #: already checked; only keys of ``Backend.hints``
+    high_priority_stream: bool = False  #: for GPU backends
 
     async def all_connected(self) -> None:
-        """Wait until all ranks have called this: a comm that is closed at once would break connections being made.
+        """Wait until all ranks have called this: closing a comm earlier would break connections still being made.
 
-        The ranks count themselves in the store. A collective of the transport would fail with an error of the transport
-        if a rank died meanwhile.
+        The ranks count themselves in the store. A collective of the transport could do the same, but would raise a
+        transport error if a rank died in the meantime.
         """
         if await self.store.add("connected", 1) == self.group.size:
             await self.store.set("all connected", b"1")
@@ -146,91 +148,93 @@ class BackendContext:
 
 
 class Backend(Handle, abc.ABC):
-    """Moves tensors for one comm; see the module's docstring for what it promises."""
+    """The transport of one comm; the module's docstring states the contract."""
 
     _instead = "make a comm there, by asynccomm.new_comm()"
 
     name: ClassVar[str]
-    devices: ClassVar[frozenset[str]]  #: device types whose tensors it takes
-    hints: ClassVar[Mapping[str, str]] = {}  #: hints it understands, with what they mean
+    devices: ClassVar[frozenset[str]]  #: device types of the tensors that the backend moves
+    hints: ClassVar[Mapping[str, str]] = {}  #: hints that the backend accepts, with their descriptions
     any_source: ClassVar[bool] = True  #: whether a receive may leave its source open
-    compares: ClassVar[bool] = False  #: whether it sees itself when ranks issue different collectives
-    uid: int = -1  #: tells its connection from others, the same on all ranks; -1: it has no such number
-    merged_bytes: ClassVar[int] = 1 << 20  #: of one operation up to which it gains by being merged with others
+    compares: ClassVar[bool] = False  #: whether the backend itself detects that ranks issued different collectives
+    uid: int = -1  #: identifies the connection, equal on all ranks; -1: no such number
+    merged_bytes: ClassVar[int] = 1 << 20  #: size of the largest operation that gains from being fused with others
 
     @classmethod
     @abc.abstractmethod
     async def connect(cls, context: BackendContext) -> Self:
-        """Meet the other ranks. Collective; cancelling it cleans up.
+        """Connect to the other ranks. Collective; a cancelled call cleans up.
 
-        What it returns may be closed at once, and the others connect all the same.
+        A rank may close its backend as soon as ``connect`` returns; the other ranks still connect.
 
         Raises: ValueError for a hint's value, UnsuitableError on all ranks alike, BackendError.
         """
 
     @classmethod
     def check_hints(cls, hints: Mapping[str, str]) -> None:
-        """Raise ``ValueError`` naming the hint whose value is no good. Called before anybody is met."""
+        """Raise ``ValueError`` naming a hint whose value is invalid. Called before any connection is made."""
 
     @abc.abstractmethod
     def submit(self, batch: Sequence[Submission]) -> None:
-        """Start the operations of ``batch``, which belong together, in order."""
+        """Start the operations of ``batch`` in order; they belong together."""
 
     def origin(self) -> Any:
-        """Where the calling thread's tensors come from at this moment, for what is called now and submitted later.
+        """The calling thread's context, such as its CUDA stream, for an operation called now and submitted later.
 
-        It goes into ``Submission.origin``. None: the backend does not care. From any thread, with or without the lock.
+        The comm stores the result in ``Submission.origin``. None: the backend needs no such context. The comm calls
+        this method from any thread, with or without its lock.
         """
         return None
 
     def estimate(self, batch: Sequence[Submission]) -> Future[float]:
-        """How many seconds the collectives of ``batch`` will probably take; none of them runs, or is settled.
+        """The estimated seconds that the collectives of ``batch`` will take; none of them runs, or is settled.
 
-        A collective itself, called like ``submit``: under the comm's lock and by all ranks in the same place, since the
-        backend may have to connect for it. It cannot be cancelled, and may be done by any thread.
+        The estimate is itself a collective, called like ``submit``: under the comm's lock and by all ranks at the same
+        place in the sequence, since the backend may have to connect for it. Any thread may complete the future, which
+        cannot be cancelled.
 
-        Raises: ValueError for what is no collective of tensors, RuntimeError in a capture, NotImplementedError.
+        Raises: ValueError for anything but a collective of tensors, RuntimeError in a capture, NotImplementedError.
         """
         raise NotImplementedError(f"backend {self.name!r} cannot estimate how long operations take")
 
     def hurry(self, work: Work[Any]) -> None:
-        """A task on the loop is about to suspend: settle ``work`` now if that takes no longer than a wake-up would."""
+        """Settle ``work`` now if that takes no longer than a wake-up: a task on the event loop is about to await it."""
 
     def relieve(self, work: Work[Any]) -> None:
-        """A thread is about to block, maybe the one that should run the loop: do not rely on the loop for ``work``."""
+        """Complete ``work`` without the event loop: a thread is about to block on it, maybe the loop's own."""
 
     def catch_up(self) -> None:
-        """Another rank has failed, and what is pending is about to: settle first what needs nobody else any more.
+        """Settle the operations that need no more data from peers: another rank failed, so the rest will fail.
 
-        From any thread; takes no longer than a moment.
+        Called from any thread; returns within tens of milliseconds.
         """
 
     @abc.abstractmethod
     async def aclose(self) -> None:
-        """Free everything. Nothing is in flight any more."""
+        """Free all resources. The comm calls this method when no operation is in flight."""
 
     @abc.abstractmethod
     def abort(self) -> None:
-        """End everything in flight at once; from any thread, more than once."""
+        """End all operations in flight at once. Callable from any thread, more than once."""
 
     def abandon(self) -> None:
-        """The process is ending with this open: leave nothing running that could not take it. May block a little."""
+        """Stop all threads before the interpreter ends: the process exits with this backend open. May block briefly."""
         self.abort()
 
 
 def own_hints(backend: type[Backend], hints: Mapping[str, str]) -> dict[str, str]:
-    """Those of ``hints`` that are for ``backend``, where others may be chosen in its place."""
+    """The ``hints`` that ``backend`` accepts, for callers that may choose another backend instead."""
     return {key: value for key, value in hints.items() if key in backend.hints}
 
 
 def device_of(value: str | torch.device) -> torch.device:
-    """``value`` as a device; "cuda" is the current one. Raises ``ValueError`` naming it."""
+    """``value`` as a device; "cuda" means the current one. Raises ``ValueError`` naming the value."""
     try:
         device = torch.device(value)
     except (RuntimeError, TypeError) as exc:
         raise ValueError(f"device must name a torch device such as 'cpu' or 'cuda:0', got {value!r}") from exc
     if device.type == "cpu":
-        return torch.device("cpu")  # tensors are on "cpu", never on "cpu:0"
+        return torch.device("cpu")  # tensors report "cpu", never "cpu:0"
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return device

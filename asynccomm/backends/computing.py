@@ -1,7 +1,7 @@
-"""Collectives of tensors as a computation: what each rank contributes, and what the outputs become of that.
+"""Collectives of tensors as a computation from each rank's contribution to the outputs.
 
 For backends that have the contributions of all ranks in one place. Reductions go in rank order, so the result is
-bitwise the same wherever it is computed. A contribution is flat bytes: the inputs one after the other, or where a
+bitwise the same wherever it is computed. A contribution is flat bytes: the inputs one after the other, or, if a
 reduction has a factor, the products, which are not rounded.
 """
 
@@ -48,7 +48,7 @@ def contributed_bytes(op: Op, inputs: Sequence[Tensor]) -> int:
 
 
 def contribution(op: Op, inputs: Sequence[Tensor]) -> Tensor:
-    """What a rank with these inputs contributes; the memory of an input, if that will do."""
+    """The contribution of a rank with these inputs; in the memory of an input if possible."""
     reduction: ReduceOp | None = getattr(op, "reduction", None)
     if reduction is not None and reduction.factor is not None:
         inputs = [arithmetic.widen(tensor, reduction) for tensor in inputs]
@@ -61,9 +61,9 @@ def perform(ops: Sequence[Op], given: Sequence[Tensor], outputs: Mapping[int, Se
     """Fill the outputs of a collective.
 
     Args:
-        ops: of each rank; they fit.
+        ops: the operation of each rank; all fit each other.
         given: the contribution of each rank, in memory that no output shares.
-        outputs: of those ranks that have some here.
+        outputs: the outputs of each rank that has some here.
     """
     op: Any = ops[0]
     size = len(given)
@@ -109,7 +109,7 @@ def _gather(op: Op, size: int, outputs: Sequence[Tensor], data: Tensor) -> None:
 
 
 def fill(outputs: Sequence[Tensor], data: Tensor) -> None:
-    """Bring bytes to where they belong, one output after the other."""
+    """Copy ``data`` into the outputs, one after the other."""
     if not outputs:
         return
     for output, part in zip(outputs, data.split_with_sizes([output.nbytes for output in outputs]), strict=True):
@@ -127,7 +127,7 @@ def _combined(op: Any, given: Sequence[Tensor]) -> Tensor:
 
 
 def _narrow(total: Tensor, outputs: Sequence[Tensor], reduction: ReduceOp, size: int) -> None:
-    """Bring ``total`` to ``outputs``, and clobber it."""
+    """Write ``total`` into ``outputs``, and clobber it."""
     if len(outputs) == 1:
         arithmetic.narrow(total, outputs[0], reduction, size)
     if len(outputs) < 2:
@@ -139,6 +139,6 @@ def _narrow(total: Tensor, outputs: Sequence[Tensor], reduction: ReduceOp, size:
 
 
 def _share(op: Any, given: Tensor, rank: int) -> Tensor:
-    """What the rank of ``op`` sends to ``rank``."""
+    """The bytes that the rank of ``op`` sends to ``rank``."""
     start = sum(op.sends[:rank]) * op.dtype.itemsize
     return given[start : start + op.sends[rank] * op.dtype.itemsize]

@@ -1,4 +1,4 @@
-"""An operation with parcels on the side that takes them."""
+"""The receiving side of an operation with parcels."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from asynccomm.errors import AsyncCommError, PayloadError
 
 @final
 class Delivery:
-    """The parcels that come for one submission: finds memory for them, and keeps what goes wrong with it.
+    """The parcels that one submission receives: allocates memory for their payloads and records the first error.
 
-    A backend makes it when the operation takes effect, before it reads ``submission.parcels``: those that share memory
-    with the outputs are copied here.
+    A backend makes the delivery when the operation takes effect, before it reads ``submission.parcels``: parcels that
+    share memory with the outputs are copied here.
     """
 
     def __init__(self, submission: Submission) -> None:
         self._submission = submission
         self._copies: list[Callable[[], object]] = []
         self._lands: Sequence[Callable[[], object]] = ()
-        self.error: AsyncCommError | None = None  #: why a payload was refused, if one was
+        self.error: AsyncCommError | None = None  #: the reason why a payload was refused, if any
         outputs = submission.outputs
         if outputs:
             submission.parcels, outputs, self._lands = apart(submission.parcels, outputs)
-        #: made for the result when the operation took effect
+        #: tensors allocated for the result when the operation took effect
         self.made: Sequence[Tensor] = ()
         if submission.begin is not None:
             self.made = submission.begin(submission.parcels, outputs)
 
     def accept(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor] | None:
-        """Plain tensors for the payload, one after the other; None: it is not wanted, and is to be thrown away.
+        """Plain tensors for the payload, one after the other; None: the payload is refused and must be discarded.
 
-        To be called once for each parcel, whatever its length.
+        The backend calls this method once for each parcel, whatever its length.
         """
         place = self._submission.place
         assert place is not None
@@ -65,7 +65,7 @@ class Delivery:
         return landings
 
     def finish(self) -> None:
-        """All payloads have come: bring them to where they belong. Then the Work is to be settled with ``error``."""
+        """Copy the complete payloads to their places. The backend then settles the Work with ``error``."""
         if self.error is None:
             for copy in (*self._copies, *self._lands):
                 copy()

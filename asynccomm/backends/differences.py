@@ -1,4 +1,4 @@
-"""How ranks differ in what they have issued at one place: the error that names it, the same on every rank."""
+"""The error for ranks that issued different collectives at one place; it is the same on every rank."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from asynccomm.ops.signature import Signature, signature
 class Called(NamedTuple):
     """A collective as it was called."""
 
-    number: int  #: on the comm
+    number: int  #: its sequence number on the comm
     text: str
     words: Signature
 
 
 class Issued(NamedTuple):
-    """The collectives that a rank has submitted at once."""
+    """The collectives that a rank has submitted in one batch."""
 
-    called: Sequence[Called]  #: in the order of their numbers, before any were merged
+    called: Sequence[Called]  #: in the order of their numbers, before any were fused
     submitted: Sequence[str]  #: as they were submitted
 
 
@@ -37,7 +37,7 @@ def issued(batch: Sequence[Submission]) -> Issued:
 
 
 def difference(rank: int, mine: Issued, other: int, theirs: Issued) -> CollectiveMismatchError:
-    """What ``rank`` and ``other`` have, which is not the same: an operation as it was called, if one differs."""
+    """The error for two ranks that differ; it names the first operation that differs as it was called, if any."""
     for ours, another in zip(mine.called, theirs.called, strict=False):
         if ours.words != another.words:
             text = another.text if another.text != ours.text else f"{another.text}, divided otherwise"
@@ -52,7 +52,7 @@ def difference(rank: int, mine: Issued, other: int, theirs: Issued) -> Collectiv
 
 
 def misfit(sends: Sequence[Sequence[int]], receives: Sequence[Sequence[int]]) -> tuple[int, int] | None:
-    """A rank of an uneven all_to_all, and one that receives another number of elements from it than it sends."""
+    """The first sender and receiver of an uneven all_to_all whose numbers of elements differ."""
     for source, sent in enumerate(sends):
         for rank, received in enumerate(receives):
             if sent[rank] != received[source]:

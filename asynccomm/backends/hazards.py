@@ -1,15 +1,15 @@
-"""Inputs and outputs of one operation that share memory: what has to be copied so that the result is right.
+"""Inputs and outputs of one operation that share memory: the copies that keep the result right.
 
-The meaning of an operation does not depend on where its tensors lie: it reads all inputs as they are when it takes
-effect, and writes its outputs as if one after the other, so that of two that overlap the later one stays. A backend
-that moves data piece by piece can promise that only for tensors which are apart. So each backend asks here when it
-starts an operation:
+The meaning of an operation does not depend on where its tensors lie: the operation reads all inputs as they are when it
+takes effect, and writes its outputs as if one after the other, so that of two overlapping outputs the later one stays.
+A backend that moves data piece by piece can promise this only for tensors that share no memory. Each backend therefore
+calls this module when it starts an operation:
 
-- An input that overlaps an output is copied first, unless it lies *in place*: exactly where the operation puts this
-  rank's own share, which a step reads before it writes.
-- A tensor of which an input is no view is copied to the memory of that input (``Submission.copies``).
-- Outputs that overlap each other are received in memory of their own, and copied to their places at the end, in order.
-  A list of tensors counts as if its tensors were gathered one after the other.
+- An input that overlaps an output is copied first, unless the input lies *in place*: exactly where the operation puts
+  this rank's own share, which a step reads before it writes.
+- A tensor that some input could not be a view of is copied to the memory of that input (``Submission.copies``).
+- Outputs that overlap each other are received in separate memory and copied to their places at the end, in order. A
+  list of tensors counts as if its tensors were gathered one after the other.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ Kinds = frozenset[type[Op]]
 
 
 class Hazards(NamedTuple):
-    """What has to be done before an operation may run piece by piece."""
+    """The preparations that an operation needs before it may run piece by piece."""
 
-    copied: frozenset[int] = frozenset()  #: numbers of the inputs to be copied before
-    staged: bool = False  #: whether the outputs are to be received elsewhere
+    copied: frozenset[int] = frozenset()  #: indices of the inputs to be copied first
+    staged: bool = False  #: whether the outputs must be received in separate memory
 
 
 class Buffers(NamedTuple):
-    """Tensors that a backend may read and write in any order, but for inputs that lie in place."""
+    """Tensors that a backend may read and write in any order, except for inputs that lie in place."""
 
     inputs: Tensors
     outputs: Tensors
-    lands: Sequence[Callable[[], object]] = ()  #: brings the outputs to their places; to be called last, in order
+    lands: Sequence[Callable[[], object]] = ()  #: copy the outputs back; called last, in order
 
 
 NONE: Final = Hazards()
 
 
 def accesses(submission: Submission) -> tuple[list[Region], list[Region]]:
-    """The memory that an operation only reads, and the memory that it writes; that of parcels to come is not known."""
+    """The memory that an operation only reads, and the memory that it writes, without payloads still to come."""
     inputs, outputs = submission.inputs, submission.outputs
     reads = [] if inputs is outputs else regions(inputs)
     reads += regions([tensor for _, tensor in submission.copies])
@@ -73,10 +73,10 @@ def accesses(submission: Submission) -> tuple[list[Region], list[Region]]:
 
 
 def separated(submission: Submission, rank: int, out_of_place: Kinds = frozenset()) -> Buffers:
-    """The tensors of ``submission`` of ``rank``, copied or staged as far as needed. To be called when it starts.
+    """The tensors of ``submission`` on ``rank``, copied or staged where necessary. Called when the operation starts.
 
     Args:
-        out_of_place: operations that the transport cannot do in place.
+        out_of_place: operations that the transport cannot run in place.
     """
     load(submission)
     inputs, outputs = submission.inputs, submission.outputs
@@ -90,19 +90,19 @@ def separated(submission: Submission, rank: int, out_of_place: Kinds = frozenset
 
 
 def load(submission: Submission) -> None:
-    """Make the copies of which ``submission`` has its inputs. To be called when it takes effect, before they are read.
+    """Make the submission's ``copies``. Called when the operation takes effect, before its inputs are read.
 
     A second call does nothing.
     """
     for memory, tensor in submission.copies:
         arithmetic.write(memory, tensor)
-    submission.copies = ()  # only now: until then the tensors count as read
+    submission.copies = ()  # only now: until the copies are made, the source tensors count as read
 
 
 def apart(
     parcels: Sequence[Parcel], outputs: Tensors
 ) -> tuple[tuple[Parcel, ...], Tensors, Sequence[Callable[[], object]]]:
-    """Parcels and outputs to be read and filled in any order, and what then brings the outputs to their places."""
+    """Parcels and outputs that may be read and filled in any order, and functions that copy the outputs back."""
     writes = regions(outputs)
     written = RegionSet()
     written.add(writes)
@@ -116,14 +116,14 @@ def apart(
 
 
 def _staged(outputs: Tensors) -> tuple[Tensors, Sequence[Callable[[], object]]]:
-    """Memory of their own for ``outputs``, and what copies it to their places, in order."""
+    """Separate memory for ``outputs``, and the functions that copy it to their places, in order."""
     with torch.inference_mode(False):  # any thread may write it
         places = tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in outputs])
     return places, [partial(arithmetic.write, *pair) for pair in zip(outputs, places, strict=True)]
 
 
 def in_order(op: Op, count: int, lands: Sequence[T]) -> list[T]:
-    """``lands``, one for each output of ``op``, in the order in which the outputs are written; of ``count`` inputs.
+    """``lands``, one for each output of ``op`` with ``count`` inputs, in the order in which the outputs are written.
 
     Several tensors are gathered as if one after the other.
     """
@@ -133,10 +133,10 @@ def in_order(op: Op, count: int, lands: Sequence[T]) -> list[T]:
 
 
 def find(op: Op, inputs: Tensors, outputs: Tensors, rank: int, out_of_place: Kinds = frozenset()) -> Hazards:
-    """What stands in the way of running ``op`` of ``rank`` on these tensors piece by piece."""
+    """The hazards of running ``op`` on ``rank`` piece by piece with these tensors."""
     if not outputs or (len(outputs) == 1 and (inputs is outputs or not inputs)):
         return NONE
-    if len(outputs) == 1 and len(inputs) == 1:  # the usual case, in short
+    if len(outputs) == 1 and len(inputs) == 1:  # the usual case, inlined
         one, other = inputs[0], outputs[0]
         if not one.numel() or not other.numel() or not overlap(region(one), region(other)):
             return NONE
@@ -168,7 +168,7 @@ def _overlapping(writes: Sequence[tuple[int, int, Any]]) -> bool:
     return False
 
 
-# -- in place: input number i lies where the operation puts this rank's own share of it -------------------------------
+# -- in place: input i lies where the operation puts this rank's own share of it --------------------------------------
 
 
 def _nowhere(i: int, inputs: Tensors, outputs: Tensors, rank: int) -> bool:

@@ -1,4 +1,4 @@
-"""The last of several events, which may come from any thread."""
+"""Detection of the last of several events, which may come from any thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asynccomm.errors import AsyncCommError
 
 @final
 class Latch:
-    """Calls ``end`` with the first error, if any, when it has been called ``count`` times. From any thread."""
+    """Calls ``end`` with the first error, if any, at its own ``count``-th call. Callable from any thread."""
 
     def __init__(self, count: int, end: Callable[..., object]) -> None:
         self._left = count

@@ -1,15 +1,15 @@
-"""All ranks in one process and one event loop: for tests of programs, and of everything above the backends.
+"""All ranks in one process and one event loop: for tests of programs, and of all layers above the backends.
 
-The ranks meet in a :class:`Hub`, one per comm, which is found through the ``MemoryStore`` they share::
+The ranks share a :class:`Hub`, one per comm, which they find through their common ``MemoryStore``::
 
     store = MemoryStore()
     comms = await asyncio.gather(*(new_comm("loopback", name="t", store=store, rank=r, size=3) for r in range(3)))
 
-An operation runs when its last rank arrives, in that call. For tests a hub can be told to hold operations back,
-to release them, and to fail.
+An operation runs when its last rank arrives, inside that rank's call. A test can make a hub hold operations back,
+release them, and fail.
 
-Collectives that one rank submits in one batch all ranks do, the same ones in the same order: a batch runs when all of
-it has arrived everywhere. One collective by itself is no batch, whatever messages are submitted with it.
+All ranks submit the same batches of collectives, in the same order: a batch runs when all ranks have submitted it. A
+single collective counts as a batch of one, whatever messages are submitted with it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _hubs: WeakKeyDictionary[MemoryStore, dict[str, Hub]] = WeakKeyDictionary()
 
 @final
 class Hub(Handle):
-    """Where the ranks of one comm meet."""
+    """The shared state of the ranks of one comm."""
 
     _instead = "all ranks of a loopback comm are in one process"
 
@@ -56,8 +56,8 @@ class Hub(Handle):
         self._size = size
         self._lock = threading.RLock()
         self._contexts: dict[int, BackendContext] = {}
-        self._next = [0] * size  # collectives submitted so far, by rank
-        # by the number of the first of them: what each rank has submitted at once
+        self._next = [0] * size  # number of collectives submitted so far, by rank
+        # by the number of a batch's first collective: the batch of each rank
         self._arrived: defaultdict[int, dict[int, Sequence[Submission]]] = defaultdict(dict)
         self._messages: list[MatchQueues[Submission, Submission]] = [
             MatchQueues(size) for _ in range(size)
@@ -68,17 +68,17 @@ class Hub(Handle):
         self._contexts[context.group.rank] = context
 
     def leave(self, rank: int) -> None:
-        """``rank`` could not connect."""
+        """Remove ``rank``, which could not connect."""
         self._contexts.pop(rank, None)
 
     def hold(self) -> None:
-        """Keep back what becomes complete from now on."""
+        """Hold back all operations that become complete from now on."""
         with self._lock:
             if self._held is None:
                 self._held = deque()
 
     def release(self, count: int | None = None) -> None:
-        """Run ``count`` of the operations that were held, oldest first; None: all, and hold no longer."""
+        """Run ``count`` of the held operations, oldest first; None: run all, and stop holding."""
         with self._lock:
             held = self._held if self._held is not None else deque()
             for _ in range(len(held) if count is None else min(count, len(held))):
@@ -107,7 +107,7 @@ class Hub(Handle):
     def _gather(self, rank: int, batch: Sequence[Submission]) -> None:
         number = self._next[rank]
         self._next[rank] += len(batch)
-        arrived = self._arrived[number]  # the same number everywhere: up to here all batches were alike
+        arrived = self._arrived[number]  # the same number on all ranks: all earlier batches were alike
         arrived[rank] = batch
         if len(arrived) < self._size:
             return
@@ -122,7 +122,7 @@ class Hub(Handle):
             self._run_or_hold(everybody, partial(self._collective, ranks))
 
     def drop(self, rank: int) -> None:
-        """Let go of everything that ``rank`` has submitted."""
+        """Drop all submissions of ``rank``."""
         with self._lock:
             for arrived in self._arrived.values():
                 arrived.pop(rank, None)
@@ -169,10 +169,10 @@ class Hub(Handle):
     def _collective(self, ranks: Sequence[Submission]) -> None:
         op = ranks[0].op
         if isinstance(op, Parcels):
-            deliveries = [Delivery(submission) for submission in ranks]  # before anything is written
+            deliveries = [Delivery(submission) for submission in ranks]  # before any output is written
             for rank, delivery in enumerate(deliveries):
                 self._deliver(delivery, ranks[rank], _parcels_for(rank, op, ranks))
-            for delivery, submission in zip(deliveries, ranks, strict=True):  # now nobody reads the givers' tensors
+            for delivery, submission in zip(deliveries, ranks, strict=True):  # all deliveries have read their parcels
                 self._settle(delivery, submission)
             return
         _perform(ranks)
@@ -180,7 +180,7 @@ class Hub(Handle):
             submission.work.settle()
 
     def _deliver(self, delivery: Delivery, submission: Submission, parcels: dict[int, Parcel]) -> None:
-        """Bring ``parcels`` to a submission."""
+        """Deliver ``parcels`` to a submission."""
         lengths = {source: parcel.nbytes for source, parcel in parcels.items()}
         for source, parcel in parcels.items():
             tensors = delivery.accept(source, parcel.head, lengths)
@@ -207,7 +207,7 @@ def _perform(ranks: Sequence[Submission]) -> None:
 
 
 def _mismatch(batches: Sequence[Sequence[Submission]]) -> CollectiveMismatchError | None:
-    """What is wrong with what the ranks have submitted at one place, if anything."""
+    """The first difference between the batches that the ranks submitted at one place, if any."""
     mine = batches[0]
     for rank, theirs in enumerate(batches):
         if len(mine) != len(theirs) or not all(a.op.fits(b.op) for a, b in zip(mine, theirs, strict=True)):
@@ -237,7 +237,7 @@ def _key(op: Op) -> int:
 
 @final
 class LoopbackBackend(Backend):
-    """One rank of a loopback comm; ``hub`` is what it shares with the others."""
+    """One rank of a loopback comm; all its ranks share ``hub``."""
 
     name = "loopback"
     devices = frozenset({"cpu"})

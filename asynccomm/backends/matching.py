@@ -1,7 +1,7 @@
-"""Which receive gets which message: by source and tag, both sides in order.
+"""Matching of messages and receives, by source and tag, both sides in order.
 
-A message goes to the receive that was posted first of those that name its source or no source at all. A receive gets
-the message that came first of those it names. So messages of one source and tag are taken in order, and tags and
+A message goes to the oldest receive that names its source or no source at all. A receive gets the oldest message with
+its tag from a source that it accepts. Messages of one source and tag are therefore received in order, and tags and
 sources never wait for each other.
 """
 
@@ -16,22 +16,22 @@ M = TypeVar("M")
 
 @final
 class MatchQueues(Generic[R, M]):
-    """What one rank waits for, and what came before it was waited for.
+    """The posted receives and the unexpected messages of one rank.
 
     Args:
-        size: ranks; sources are ``range(size)``.
+        size: number of ranks; sources are ``range(size)``.
     """
 
     __slots__ = ("_arrived", "_posted", "_stamp")
 
     def __init__(self, size: int) -> None:
-        # by source and tag, with a stamp that says how old it is; an empty queue is removed: tags may be many
+        # by source and tag, with a stamp of the age; an empty queue is removed, because tags may be many
         self._arrived: list[dict[int, deque[tuple[int, M]]]] = [{} for _ in range(size)]
         self._posted: list[dict[int, deque[tuple[int, R]]]] = [{} for _ in range(size + 1)]  # the last: any source
         self._stamp = 0
 
     def post(self, receive: R, source: int | None, tag: int) -> tuple[int, M] | None:
-        """Match a receive with a message that has arrived: its source and itself. None: the receive is kept."""
+        """Match a receive with an unexpected message, returned with its source. None: the receive stays posted."""
         if source is None:
             source = self._first_source(tag)
             if source is None:
@@ -43,7 +43,7 @@ class MatchQueues(Generic[R, M]):
         return source, _pop(self._arrived[source], tag)
 
     def claim(self, source: int, tag: int) -> R | None:
-        """The receive that a message which now arrives goes to, posted no longer. None: ``keep`` the message."""
+        """Remove and return the receive for an arriving message. None: the caller must ``keep`` the message."""
         named = self._posted[source].get(tag)
         anybody = self._posted[-1].get(tag)
         if named is None and anybody is None:
@@ -53,22 +53,22 @@ class MatchQueues(Generic[R, M]):
         return _pop(self._posted[-1], tag)
 
     def keep(self, message: M, source: int, tag: int) -> None:
-        """Keep a message that nobody waits for yet."""
+        """Queue a message that matches no posted receive."""
         _append(self._arrived[source], tag, self._stamped(), message)
 
     def withdraw(self, source: int | None) -> list[R]:
-        """Take back the receives that name this source; with None those that name none."""
+        """Remove and return the receives that name ``source``; with None those that accept any source."""
         posted = self._posted[-1 if source is None else source]
         receives = [receive for queue in posted.values() for _, receive in queue]
         posted.clear()
         return receives
 
     def forget(self, source: int) -> None:
-        """Let go of the messages from this source."""
+        """Drop the messages from this source."""
         self._arrived[source].clear()
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Drop all receives and messages."""
         for arrived in self._arrived:
             arrived.clear()
         for posted in self._posted:

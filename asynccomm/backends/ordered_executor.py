@@ -1,7 +1,7 @@
-"""Threads for jobs that block: in order within a lane, side by side across lanes.
+"""Threads for jobs that block: in order within a lane, in parallel across lanes.
 
-What finishes in order shares a lane: one per direction, peer and tag, say, since a receive that waits for its sender
-must not hold up anything else. A lane has a thread only while it has jobs.
+Jobs that finish in order share a lane: for example one lane per direction, peer and tag, since a receive that waits for
+its sender must not delay any other job. A lane has a thread only while it has jobs.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import final
 
 _log = logging.getLogger("asynccomm")
 
-IDLE_SECONDS = 10.0  # a thread without a job ends after this
+IDLE_SECONDS = 10.0  # a thread without a job ends after this time
 
 
 @final
 class _DaemonPool:
-    """Daemon threads that run functions, kept a while for the next one."""
+    """Daemon threads that run functions and stay for ``IDLE_SECONDS`` after the last."""
 
     def __init__(self, name: str, limit: int) -> None:
         self._name = name
@@ -29,19 +29,19 @@ class _DaemonPool:
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._alive = 0
         self._ending = False
-        self._spoken_for = 0  # functions handed over and not finished
+        self._spoken_for = 0  # functions submitted and not finished
 
     def run(self, function: Callable[[], None]) -> None:
         with self._lock:
             self._spoken_for += 1
             start = self._spoken_for > self._alive and self._alive < self._limit
             self._alive += start
-            self._jobs.put(function)  # under the lock: a thread about to end looks once more for jobs under it
+            self._jobs.put(function)  # under the lock: a thread about to end checks the queue once more under the lock
         if start:
             threading.Thread(target=self._main, name=self._name, daemon=True).start()
 
     def end(self) -> None:
-        """Let the threads go, as soon as they have nothing to do."""
+        """End the threads as soon as the queue is empty."""
         with self._lock:
             self._ending = True
             for _ in range(self._alive):
@@ -57,7 +57,7 @@ class _DaemonPool:
                         self._alive -= 1
                         return
                 continue
-            if function is _nothing:  # there is one for each thread, behind all jobs
+            if function is _nothing:  # one for each thread, behind all jobs
                 with self._lock:
                     self._alive -= 1
                 return
@@ -68,16 +68,16 @@ class _DaemonPool:
 
 
 def _nothing() -> None:
-    """What wakes a thread."""
+    """Sentinel that wakes a thread."""
 
 
 @final
 class OrderedExecutor:
-    """Runs jobs: in order within a lane, side by side across lanes.
+    """Runs jobs: in order within a lane, in parallel across lanes.
 
     Args:
-        name: of the threads.
-        limit: threads at most; with more busy lanes than that the newest wait for a thread.
+        name: the name of the threads.
+        limit: maximum number of threads; further busy lanes wait for a thread.
     """
 
     def __init__(self, name: str, limit: int) -> None:
@@ -90,7 +90,7 @@ class OrderedExecutor:
         self._idle = threading.Condition(self._lock)
 
     def put(self, lane: Hashable, job: Callable[[], None]) -> None:
-        """Queue ``job``, which must not raise. From any thread; does not block."""
+        """Queue ``job``, which must not raise. Callable from any thread; does not block."""
         with self._lock:
             jobs = self._lanes.get(lane)
             if jobs is not None:
@@ -114,7 +114,7 @@ class OrderedExecutor:
                     return
 
     def end(self) -> None:
-        """There will be no more jobs: let the threads end."""
+        """End the threads: no more jobs will come."""
         self._threads.end()
 
     def join(self, timeout: float) -> bool:

@@ -1,9 +1,9 @@
-"""The memory of tensors, on any device: as bytes, and which tensors share some of it.
+"""The memory of tensors on any device: as bytes, and the overlaps between tensors.
 
-There is one answer to "do these share memory?" (:func:`overlap`), one structure that finds overlaps among many regions
-(:class:`RegionSet`), and one rule for operations (:class:`AccessSet`): two operations conflict if one of them writes
-what the other reads or writes. What follows from a conflict is the caller's: a batch ends there, an operation waits, or
-a tensor is staged.
+:func:`overlap` decides whether two regions share memory, :class:`RegionSet` finds overlaps among many regions, and
+:class:`AccessSet` holds the rule for operations: two operations conflict if one of them writes memory that the other
+reads or writes. The caller decides what follows from a conflict: a batch ends, an operation waits, or a tensor is
+staged.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from torch import Tensor
 from asynccomm.backends import arithmetic
 
 Dims = tuple[tuple[int, int], ...]
-#: The first address, the one behind the last, and what lies in between: ``()`` stands for all bytes, else the strides
-#: in bytes and the extents of the dimensions, the innermost of which are the bytes of one element.
+#: The first address, the address behind the last byte, and the bytes in between: ``()`` stands for all of them, else
+#: the strides in bytes and the extents of the dimensions, the innermost of which are the bytes of one element.
 Region = tuple[int, int, Dims]
 
-MOST_TRIES: Final = 2000  # of one comparison of two strided regions, a few milliseconds; then they count as overlapping
+MOST_TRIES: Final = 2000  # per comparison of strided regions, a few ms; beyond, they count as overlapping
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The elements of ``tensor`` as flat bytes; its own memory if that is plain."""
+    """The elements of ``tensor`` as flat bytes; in the tensor's own memory if the tensor is plain."""
     return arithmetic.resolved(tensor).view(torch.uint8)
 
 
 def adjoining(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The bytes of ``tensors``, at least one, in one, if they are plain and lie in memory one behind the other."""
+    """The bytes of ``tensors``, at least one, as one tensor; None unless all are plain and adjoin in memory."""
     there = [tensor for tensor in tensors if tensor.numel()]
     if not there:
         return torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
@@ -48,33 +48,33 @@ def adjoining(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def region(tensor: Tensor) -> Region:
-    """The memory of the elements of ``tensor``, which has some."""
+    """The memory of a ``tensor`` that has elements."""
     start = tensor.data_ptr()
     if tensor.is_contiguous():
         return start, start + tensor.nbytes, ()
     item = tensor.itemsize
     dims = [(stride * item, n) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n > 1 and stride]
     end = start + sum([(n - 1) * stride for stride, n in dims]) + item
-    if tensor.nbytes == end - start:  # as of a transposed matrix
+    if tensor.nbytes == end - start:  # as with a transposed matrix
         return start, end, ()
     return start, end, (*dims, (1, item))
 
 
 def regions(tensors: Iterable[Tensor]) -> list[Region]:
-    """The memory of those ``tensors`` that have elements."""
+    """The memory of each of ``tensors`` that has elements."""
     found: list[Region] = []
     for tensor in tensors:
         if not tensor.is_contiguous():
             if tensor.numel():
                 found.append(region(tensor))
-        elif nbytes := tensor.nbytes:  # the usual case, without a call for each: there may be hundreds
+        elif nbytes := tensor.nbytes:  # the usual case, inlined: a call for each of hundreds of tensors would be slow
             start = tensor.data_ptr()
             found.append((start, start + nbytes, ()))
     return found
 
 
 def overlap(one: Region, other: Region) -> bool:
-    """Whether two regions share a byte. Two strided ones may count as overlapping when that is too hard to tell."""
+    """Whether two regions share a byte. Two strided regions may count as overlapping when the search is too long."""
     start, end, dims = one
     begin, stop, others = other
     if end <= begin or stop <= start:
@@ -87,8 +87,9 @@ def overlap(one: Region, other: Region) -> bool:
 def _reach(distance: int, dims: Dims, others: Dims) -> bool:
     """Whether indices exist with ``sum(i * stride) - sum(j * other stride) == distance``.
 
-    The problem is a bounded linear Diophantine equation. The search takes the largest stride first and drops what the
-    smaller ones cannot make up for, which leaves few candidates for the layouts that views of one tensor have.
+    The problem is a bounded linear Diophantine equation. The search takes the largest stride first and drops all
+    factors that the smaller strides cannot make up for. Few candidates remain for the layouts that views of one tensor
+    have.
     """
     spans: dict[int, tuple[int, int]] = {}  # by stride: the least and the largest factor
     for stride, n in dims:
@@ -120,9 +121,9 @@ def _reach(distance: int, dims: Dims, others: Dims) -> bool:
 
 
 def disjoint(reads: Sequence[Region], writes: Sequence[Region]) -> bool:
-    """Whether no written region touches another one: almost always so, and quickly seen.
+    """Whether no written region touches another region: a quick test, which is almost always true.
 
-    Strided regions count with the gaps in them, so False means that a closer look is needed.
+    Strided regions count with their gaps, so False means that a closer comparison is needed.
     """
     written = sorted(writes)
     if any(one[1] > other[0] for one, other in pairwise(written)):
@@ -130,7 +131,7 @@ def disjoint(reads: Sequence[Region], writes: Sequence[Region]) -> bool:
     if not reads:
         return True
     spans = sorted([(start, end, False) for start, end, _ in reads] + [(start, end, True) for start, end, _ in written])
-    end = last = 0  # of all so far, and of what is written
+    end = last = 0  # of all regions so far, and of the written ones
     for start, stop, writes_it in spans:
         if start < last or (writes_it and start < end):
             return False
@@ -143,11 +144,11 @@ def disjoint(reads: Sequence[Region], writes: Sequence[Region]) -> bool:
 
 @final
 class RegionSet:
-    """Regions that come and go; one may be there several times."""
+    """A changing set of regions; a region may be in it several times."""
 
     def __init__(self) -> None:
-        # each in order and without two whose spans overlap, so one look finds the neighbours of an address; there is
-        # more than one layer only while spans lie over each other
+        # Each layer is sorted, and no two of its spans overlap, so one bisection finds the neighbours of an address.
+        # There is more than one layer only while spans overlap.
         self._layers: list[list[Region]] = []
 
     def add(self, added: Iterable[Region]) -> None:
@@ -162,7 +163,7 @@ class RegionSet:
                 self._layers.append([there])
 
     def remove(self, removed: Iterable[Region]) -> None:
-        """Take out what was added, once each."""
+        """Remove regions added before, once each."""
         for there in removed:
             for layer in self._layers:
                 at = bisect_left(layer, there)
@@ -175,11 +176,11 @@ class RegionSet:
                 raise KeyError(there)
 
     def overlaps(self, others: Iterable[Region]) -> bool:
-        """Whether one of ``others`` shares memory with one that is there."""
+        """Whether one of ``others`` shares memory with a region of the set."""
         for other in others:
             start, end, _ = other
             for layer in self._layers:
-                at = bisect_left(layer, (end,))  # so many start before its end
+                at = bisect_left(layer, (end,))  # the number of regions that start before the end of ``other``
                 while at and layer[at - 1][1] > start:
                     at -= 1
                     if overlap(layer[at], other):
@@ -189,7 +190,7 @@ class RegionSet:
 
 @final
 class AccessSet:
-    """The memory that some operations read and write."""
+    """The memory that a set of operations reads and writes."""
 
     def __init__(self) -> None:
         self._read = RegionSet()
@@ -200,11 +201,11 @@ class AccessSet:
         self._written.add(writes)
 
     def remove(self, reads: Iterable[Region], writes: Iterable[Region]) -> None:
-        """Take out what was added, once each."""
+        """Remove regions added before, once each."""
         self._read.remove(reads)
         self._written.remove(writes)
 
     def conflicts(self, reads: Sequence[Region], writes: Sequence[Region]) -> bool:
-        """Whether an operation writes what they read or write, or reads what they write."""
+        """Whether an operation writes memory that the set reads or writes, or reads memory that the set writes."""
         written = self._written
         return written.overlaps(writes) or written.overlaps(reads) or self._read.overlaps(writes)

@@ -1,6 +1,6 @@
-"""Backends by name, imported on first use: ``import asynccomm`` touches no transport.
+"""Backends by name, imported on first use: ``import asynccomm`` loads no transport.
 
-A package of yours adds one with an entry point::
+Another package adds a backend with an entry point::
 
     [project.entry-points."asynccomm.backends"]
     mine = "my_package.backend:MyBackend"
@@ -25,16 +25,16 @@ _BUILTIN = {
 _AUTO = {
     "cpu": ("shm", "gloo"),
     "cuda": ("nccl",),
-}  # by type of device: the fastest first, the one that suits always last
+}  # by type of device: the fastest backend first, the backend that serves any ranks last
 
 
 def backend_names() -> list[str]:
-    """All names that ``load_backend`` takes: the built-in ones and those of installed packages."""
+    """All names that ``load_backend`` accepts: the built-in backends and those of installed packages."""
     return sorted({*_BUILTIN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 
 
 def candidates(name: str, device: torch.device) -> tuple[str, ...]:
-    """The backends to try, in this order, for ``"auto"`` on ``device``; any other name means itself."""
+    """The backends that ``"auto"`` tries on ``device``, in this order; any other name stands for itself."""
     if not isinstance(name, str):
         raise TypeError(f"backend must be a name, got {name!r}")
     if name != "auto":
@@ -45,7 +45,7 @@ def candidates(name: str, device: torch.device) -> tuple[str, ...]:
 
 
 def load_backend(name: str, device: torch.device) -> type[Backend]:
-    """The class behind ``name``. Raises ``ValueError`` when there is none or it does not take ``device``."""
+    """The class of backend ``name``. Raises ``ValueError`` if it is unknown or does not support ``device``."""
     if name in _BUILTIN:
         module, attribute = _BUILTIN[name]
         backend = getattr(import_module(module), attribute)

@@ -1,1 +1,1 @@
-"""Many operations for the price of one: how operations that wait become batches, and agree on an order."""
+"""Batching of waiting operations, and agreement among the ranks on one order of operations."""

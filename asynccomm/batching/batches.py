@@ -1,4 +1,4 @@
-"""Batches as they are handed to a backend, made of what was held: planned, and with what is of one sort merged."""
+"""Batches for a backend, made of held operations: planned, with operations of one kind fused."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from asynccomm.core.work import UNNUMBERED, Driver, Work
 
 
 class FusedOp(NamedTuple):
-    """What a backend gets as one operation."""
+    """One operation for the backend."""
 
     submission: Submission
-    members: Sequence[Submission]  #: what it does; itself if that is one
-    fused_work: FusedWork | None = None  #: settles the members, if they are several
+    members: Sequence[Submission]  #: the operations that it performs; the submission itself if only one
+    fused_work: FusedWork | None = None  #: settles the members, if there are several
 
     def prepare(self, driver: Driver) -> None:
-        """The members are numbered and go to ``driver`` now, which is to move on what is waited for."""
+        """Number the fused operation after its members, and make ``driver`` the driver of their Works."""
         if self.fused_work is None:
             self.submission.work.driver = driver
             return
@@ -31,27 +31,27 @@ class FusedOp(NamedTuple):
             member.work.driver = self.fused_work
 
     def sent(self) -> None:
-        """It was handed on."""
+        """Record that the operation was submitted."""
         if self.fused_work is not None:
             self.fused_work.sent()
 
     @property
     def most_urgent(self) -> Work[Any]:
-        """The member that is due first."""
+        """The Work of the member with the earliest deadline."""
         return min([member.work for member in self.members], key=due) if self.fused_work else self.submission.work
 
 
 class Batch(NamedTuple):
-    """What a backend gets at once."""
+    """The operations that a backend gets in one call."""
 
     items: Sequence[Submission]  #: in the order of the calls
     fused_ops: Sequence[FusedOp]
 
 
 def batches_of(held: Sequence[Submission], size: int, backend: Backend, mailbox: Mailbox) -> list[Batch]:
-    """The batches of what a rank of ``size`` has held, none of it numbered or sent yet.
+    """The batches of ``held``, the operations of a rank of ``size``, none of them numbered or submitted yet.
 
-    Raises: ValueError if it cannot be sent together.
+    Raises: ValueError if the operations cannot be submitted together.
     """
     batches = []
     for fused_ops in plan([planned(s) for s in held], merged_bytes=backend.merged_bytes):
@@ -66,7 +66,7 @@ def batches_of(held: Sequence[Submission], size: int, backend: Backend, mailbox:
 
 
 def planned(submission: Submission) -> Item:
-    """An operation as it is planned."""
+    """The planner's view of an operation."""
     if not submission.parcels and not submission.copies:
         return item_of(submission.op, submission.inputs, submission.outputs)
     given = [tensor for parcel in submission.parcels for tensor in parcel.tensors]
@@ -97,11 +97,11 @@ def _fused(members: list[Submission], size: int, backend: Backend, mailbox: Mail
 
 
 def due(work: Work[Any]) -> float:
-    """When it counts as failed, on the clock of ``Work.started``."""
+    """The deadline of a Work, on the clock of ``Work.started``."""
     return work.started + work.timeout
 
 
 def _origins(members: Sequence[Submission]) -> Any:
-    """Where the members were called, each place once."""
+    """The distinct call contexts of the members."""
     places = [member.origin for member in members]
     return places[0] if len(set(places)) == 1 else tuple(dict.fromkeys(places))

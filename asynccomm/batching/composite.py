@@ -1,4 +1,4 @@
-"""Where operations and Works are not one to one: several operations with one Work, several Works with one operation."""
+"""Works and operations that are not one to one: one Work for several operations, or one operation for several Works."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from asynccomm.errors import AsyncCommError
 
 @final
 class CompositeWork:
-    """Several operations, and the Work that is done when all of them are. It carries the number of the first.
+    """Several operations with one Work, which is done when all of them are. It carries the number of the first.
 
     Attributes:
-        work: that Work; to be set before any is handed on.
+        work: that Work; set before any operation is submitted.
         parts: the Works of the operations.
     """
 
     def __init__(self) -> None:
         self.work: Work[Any]
         self.parts: Sequence[Work[Any]] = ()
-        self._left: list[int] = []  # several threads may take one each: whoever gets 0 is the last
+        self._left: list[int] = []  # several threads may pop one entry each; the thread that pops 0 is the last
 
     def expect(self, parts: Sequence[Work[Any]]) -> None:
-        """Name the parts, before any is handed on."""
+        """Set the parts, before any is submitted."""
         self.parts = parts
         self._left = list(range(len(parts)))
 
     def settled(self, part: Work[Any]) -> None:
-        """One part is done. From any thread."""
+        """Count a part that is done. From any thread."""
         if self._left.pop() == 0:
             self._all_settled()
 
@@ -43,13 +43,13 @@ class CompositeWork:
             self.work.settle(next((error for error in errors if error is not None), None))
 
     def sent(self) -> None:
-        """Parts were numbered and handed on."""
+        """Take over number and stream order from the parts, which are numbered and submitted."""
         self.work.seq = self.parts[0].seq
         orders = [part.order for part in self.parts]
         if all(orders):
             self.work.order = _CompositeOrder([order for order in orders if order is not None])
 
-    # -- it drives its Work -------------------------------------------------------------------------------------------
+    # -- as the driver of its Work ------------------------------------------------------------------------------------
 
     def hurry(self, work: Work[Any]) -> None:
         for part in self.parts:
@@ -64,20 +64,20 @@ class CompositeWork:
 
 @final
 class FusedWork:
-    """One operation made of several, which settles the Works of all of them.
+    """One operation made of several; settles the Works of all of them.
 
     Args:
-        parts: their Works.
-        driver: what moves the operation on.
+        parts: the Works of the members.
+        driver: the driver of the fused operation.
     """
 
     def __init__(self, parts: Sequence[Work[Any]], driver: Driver) -> None:
-        self.work: Work[Any]  #: the operation's; to be set before it is handed on
+        self.work: Work[Any]  #: the Work of the fused operation; set before it is submitted
         self._parts = parts
         self._driver = driver
 
     def settled(self, work: Work[Any]) -> None:
-        """The operation is done. From any thread."""
+        """Settle all parts, now that the operation is done. From any thread."""
         error: AsyncCommError | None = work.take_error()
         if work.captured:
             for part in self._parts:
@@ -87,12 +87,12 @@ class FusedWork:
                 part.settle(error)
 
     def sent(self) -> None:
-        """The operation was handed on."""
+        """Pass the operation's stream order on to the parts, once it is submitted."""
         if (order := self.work.order) is not None:
             for part in self._parts:
                 part.order = order
 
-    # -- it drives the parts' Works -----------------------------------------------------------------------------------
+    # -- as the driver of the parts' Works ----------------------------------------------------------------------------
 
     def hurry(self, work: Work[Any]) -> None:
         self._driver.hurry(self.work)
@@ -103,7 +103,7 @@ class FusedWork:
 
 @final
 class _CompositeOrder:
-    """The place of several operations in the streams of a GPU."""
+    """The position of several operations in the streams of a GPU."""
 
     def __init__(self, orders: Sequence[StreamOrder]) -> None:
         self._orders = orders

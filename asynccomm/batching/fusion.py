@@ -1,4 +1,4 @@
-"""One submission out of several of one sort, on vectors: what the backends take for a list of tensors anyway."""
+"""Fusion of several operations of one kind into one on lists of tensors, which every backend supports."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Tensors = tuple[Tensor, ...]
 
 
 def fuse(size: int, parts: Sequence[Submission]) -> Call:
-    """The call that does what ``parts``, at least two of one ``plan.sort_of``, do one by one on ``size`` ranks.
+    """One call that does the same on ``size`` ranks as ``parts``, at least two of one ``plan.fusion_key``.
 
-    Raises: what ``check_fusible`` raises.
+    Raises: the error of ``check_fusible``.
     """
     for part in parts:
         if isinstance(part.op, (AllGatherSingle, ReduceScatterSingle)):
@@ -84,13 +84,13 @@ def _outputs(parts: Sequence[Submission]) -> Tensors:
 
 
 def can_fuse(size: int, part: Call | Submission) -> bool:
-    """Whether this rank's tensors of ``part`` can be divided where they are; others' may lie otherwise."""
+    """Whether this rank's tensors of ``part`` can be divided without a copy; other ranks' tensors may lie otherwise."""
     whole = _whole(part)
     return whole is None or is_divisible(whole, size)
 
 
 def check_fusible(size: int, part: Call | Submission) -> None:
-    """Raise ValueError if they cannot."""
+    """Raise ValueError unless ``can_fuse``."""
     whole = _whole(part)
     if whole is not None and not is_divisible(whole, size):
         raise ValueError(
@@ -100,7 +100,7 @@ def check_fusible(size: int, part: Call | Submission) -> None:
 
 
 def _whole(part: Call | Submission) -> Tensor | None:
-    """The tensor that has a share for each rank, if it is a single one."""
+    """The tensor that has a share for each rank, if the operation has such a single tensor."""
     if isinstance(part.op, AllGatherSingle):
         return part.outputs[0]
     return part.inputs[0] if isinstance(part.op, ReduceScatterSingle) else None
@@ -112,7 +112,7 @@ def is_divisible(whole: Tensor, size: int) -> bool:
 
 
 def _shares(tensors: Tensors, size: int, op: Op) -> Sequence[Sequence[Tensor]]:
-    """What belongs to each rank of an operation's lists, or of its single tensor: views, so that nothing is copied."""
+    """The share of each rank in an operation's lists, or in its single tensor: views, so that no data is copied."""
     if size == 1:
         return [tensors]
     if not isinstance(op, (AllGatherSingle, ReduceScatterSingle)):
@@ -136,7 +136,7 @@ def _numel(parts: Sequence[Submission]) -> int:
 
 
 def _layout(parts: Sequence[Submission]) -> int:
-    """Tells apart what was merged: how much each had, in what layout, under which label."""
+    """The layout of a fused operation: from each part's size, layout, dtype and label."""
     numbers: list[int] = []
     for part in parts:
         op: Any = part.op

@@ -1,4 +1,4 @@
-"""The memory of operations that this rank has issued and that the ranks have not agreed on yet."""
+"""The memory of operations that this rank has issued and the ranks have not yet agreed on."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from asynccomm.batching.plan import on_all_ranks
 
 @final
 class PendingHazards:
-    """Finds out which operations must not be decided in one batch, since one of them writes what the other uses.
+    """Detects operations that must not be in one batch, since one of them writes memory that another uses.
 
-    Other ranks cannot know that: their tensors may lie otherwise.
+    Other ranks cannot detect it: their tensors may lie otherwise.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class PendingHazards:
         self._there: dict[Submission, tuple[Sequence[Region], Sequence[Region]]] = {}
 
     def enter(self, submissions: Sequence[Submission]) -> bool:
-        """Put ``submissions``, of one call, in; returns whether they conflict with what is there, or one another."""
+        """Add ``submissions`` of one call; returns whether they conflict with pending operations or with each other."""
         found = False
         for submission in submissions:
             _, reads, writes = on_all_ranks(planned(submission))
@@ -33,6 +33,6 @@ class PendingHazards:
         return found
 
     def leave(self, submissions: Sequence[Submission]) -> None:
-        """They are decided."""
+        """Remove submissions that are decided."""
         for submission in submissions:
             self._accesses.remove(*self._there.pop(submission))

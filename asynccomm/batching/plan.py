@@ -1,20 +1,21 @@
-"""From the operations that a scope has held to batches: pure, and the same on all ranks.
+"""The plan that turns held operations into batches: pure functions, with the same result on all ranks.
 
-A batch takes effect all at once, so what is in it must not depend on one another: it ends before an operation that
-touches memory which an earlier one of the batch writes, or writes what an earlier one reads. Within a batch there is
-no order among collectives, so those of one sort become one *lot*, which moves as one vector.
+A batch takes effect all at once, so its operations must not depend on one another: a batch ends before an operation
+that touches memory which an earlier operation of the batch writes, or that writes memory which an earlier one reads.
+Collectives within a batch have no order, so collectives of one kind are fused and move as one vector.
 
-Every rank has to come to the same batches. All that is looked at here is therefore either the same everywhere (the
-operations), or is so in any program whose ranks do the same: which operations share memory. Where ranks have different
-parts in an operation, the rule is wider than this rank's own memory would need:
+Every rank has to arrive at the same batches. The planner therefore uses only facts that are the same on all ranks (the
+operations), or that are so in any program whose ranks do the same (which operations share memory). Where ranks have
+different parts in an operation, the rule is stricter than this rank's own memory would require:
 
-- ``broadcast`` counts as writing its tensor on every rank; but two of one root may write the same memory, as on the
-  root they only read it;
-- ``reduce``, ``gather`` and ``scatter``, which on the root may use memory that the others do not know, uneven
-  operations, of which a rank may have an empty share, and parcels, whose memory is not known yet, are batches by
-  themselves.
+- ``broadcast`` counts as writing its tensor on every rank. Two broadcasts from one root may write the same memory,
+  though, since the root only reads it.
+- ``reduce``, ``gather`` and ``scatter`` are batches by themselves, since on the root they may use memory unknown to the
+  other ranks. So are uneven operations, where a rank may have an empty share, and parcels, whose memory is not known
+  yet.
 
-Messages are each rank's own business. They go with the batch under way, in their order, and neither end it nor count.
+Point-to-point operations differ from rank to rank. They are part of the current batch, in their order; they neither end
+the batch nor count towards its limits.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from asynccomm.ops import (
     Scatter,
 )
 
-MERGED_BYTES: Final = 1 << 20  # of one operation that is merged, unless the backend says otherwise
+MERGED_BYTES: Final = 1 << 20  # the largest operation that is fused, unless the backend defines another limit
 
-Batch = list[list[int]]  # lots: the numbers of operations that move as one
+Batch = list[list[int]]  # fused operations: the indices of operations that move as one
 
 
 # an operation, and the memory that it reads and writes on this rank
@@ -50,12 +51,12 @@ Item = tuple[Op, Sequence[Region], Sequence[Region]]
 
 
 def item_of(op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor], given: Sequence[Tensor] = ()) -> Item:
-    """Of an operation on these tensors, inputs and outputs being the same object where it works in place.
+    """The planner's view of an operation; inputs and outputs are the same object if it works in place.
 
     Args:
-        given: what it reads besides: the tensors of its parcels, and those that its inputs are copies of.
+        given: other tensors that it reads: those of its parcels, and those that its inputs are copies of.
     """
-    if inputs is outputs and len(inputs) == 1 and (tensor := inputs[0]).is_contiguous():  # the usual case, in short
+    if inputs is outputs and len(inputs) == 1 and (tensor := inputs[0]).is_contiguous():  # the usual case, inlined
         start, nbytes = tensor.data_ptr(), tensor.nbytes
         return op, (), ((start, start + nbytes, ()),) if nbytes else ()
     writes = regions(outputs)
@@ -66,28 +67,28 @@ def item_of(op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor], given: 
 
 @final
 class BatchLimiter:
-    """How full the batch under way is, counted in operations and bytes that are the same on all ranks.
+    """The fill level of the current batch, in operations and bytes, which are the same on all ranks.
 
     Args:
-        max_ops, max_bytes: of a batch; None: no limit. One operation may be larger, and is a batch then.
+        max_ops, max_bytes: limits of a batch; None: no limit. A single operation may be larger, and is then a batch.
     """
 
     def __init__(self, max_ops: int | None = None, max_bytes: int | None = None) -> None:
-        self.limited = max_ops is not None or max_bytes is not None  #: else everything has room
+        self.limited = max_ops is not None or max_bytes is not None  #: if False, every operation fits
         self._max_ops = float("inf") if max_ops is None else max_ops
         self._max_bytes = float("inf") if max_bytes is None else max_bytes
         self.clear()
 
     def clear(self) -> None:
-        """Begin with the next batch."""
+        """Start the next batch."""
         self._ops = self._bytes = 0
 
     def admits(self, op: Op) -> bool:
-        """Whether ``op`` has room in the batch under way."""
+        """Whether ``op`` fits into the current batch."""
         return op.p2p or not self._ops or (self._ops < self._max_ops and self._bytes + op.nbytes <= self._max_bytes)
 
     def count(self, op: Op) -> bool:
-        """Put ``op`` in; returns whether the batch is full now."""
+        """Count ``op``; returns whether the batch is now full."""
         if op.p2p:
             return False
         self._ops += 1
@@ -98,13 +99,13 @@ class BatchLimiter:
 def plan(
     items: Sequence[Item], *, max_ops: int | None = None, max_bytes: int | None = None, merged_bytes: int = MERGED_BYTES
 ) -> list[Batch]:
-    """Batches of ``items``, as numbers; each number once. Lots stand in the order of their first operation.
+    """Batches of ``items``, as indices, each index once. Fused operations stand at the place of their first member.
 
     Args:
-        max_ops, max_bytes: of a batch.
-        merged_bytes: of an operation that may share a lot; a larger one gains nothing by that.
+        max_ops, max_bytes: limits of a batch.
+        merged_bytes: size of the largest operation that is fused; a larger operation gains nothing from fusion.
 
-    Raises: ValueError if a message shares memory with anything else that is sent with it: no order is promised there.
+    Raises: ValueError if a message shares memory with another operation sent with it: their order is undefined.
     """
     if _disjoint(items):
         cuts = _cuts_by_kind(items)
@@ -115,7 +116,7 @@ def plan(
     fused_ops: dict[object, list[int]] = {}
     meter = BatchLimiter(max_ops, max_bytes)
     limited = meter.limited
-    sorts: dict[int, object] = {}  # of operations that are shared by many calls
+    sorts: dict[int, object] = {}  # by operation, since equal calls share one
     for i, (op, _, _) in enumerate(items):
         if i in cuts or (limited and not meter.admits(op)):
             batches.append(list(fused_ops.values()))
@@ -138,7 +139,7 @@ def plan(
 
 
 def fusion_key(op: Op, merged_bytes: int = MERGED_BYTES) -> object:
-    """What must be equal for operations to move as one; None: this one goes by itself."""
+    """The key that operations must share to be fused; None: the operation is not fused."""
     if op.nbytes > merged_bytes:
         return None
     match op:
@@ -160,7 +161,7 @@ def fusion_key(op: Op, merged_bytes: int = MERGED_BYTES) -> object:
 
 
 def _disjoint(items: Sequence[Item]) -> bool:
-    """Whether nothing that is written is touched by anything else, as far as is quickly seen."""
+    """Whether no written memory is touched by another operation, as far as a quick test shows."""
     read: list[Region] = []
     written: list[Region] = []
     for op, reads, writes in items:
@@ -171,7 +172,7 @@ def _disjoint(items: Sequence[Item]) -> bool:
 
 
 def _cuts_by_kind(items: Sequence[Item]) -> set[int]:
-    """Where a batch must end because ranks have different parts in what follows or has come."""
+    """The places where a batch must end because ranks have different parts in the operation before or after it."""
     if not _ONE_SIDED & {type(op) for op, _, _ in items}:
         return set()
     cuts = set()
@@ -201,7 +202,7 @@ def _cuts_by_memory(items: Sequence[Item]) -> set[int]:
 
 
 def check_messages(items: Sequence[Item]) -> None:
-    """Raise ValueError if a message shares memory with anything else: no order is promised there."""
+    """Raise ValueError if a message shares memory with any other operation: their order is undefined."""
     if not any(op.p2p for op, _, _ in items) or _disjoint(items):
         return
     messages, others = AccessSet(), AccessSet()
@@ -215,7 +216,7 @@ def check_messages(items: Sequence[Item]) -> None:
 
 
 def check_apart(items: Sequence[Item]) -> None:
-    """Raise ValueError if any of ``items``, which one call has sent together, share memory that is written."""
+    """Raise ValueError if any of ``items``, the operations of one call, share memory that is written."""
     if _disjoint(items):
         return
     before = AccessSet()
@@ -233,28 +234,28 @@ def _shared(item: Item, other: Item) -> ValueError:
 
 
 def conflict(one: Item, other: Item) -> bool:
-    """Whether one of them writes what the other reads or writes."""
+    """Whether one operation writes memory that the other reads or writes."""
     accesses = AccessSet()
     accesses.add(*one[1:])
     return accesses.conflicts(*other[1:])
 
 
 def on_all_ranks(item: Item) -> Item:
-    """As it counts on all ranks."""
+    """The item as it counts on all ranks."""
     op, reads, writes = item
     return (op, (), [*reads, *writes]) if isinstance(op, Broadcast) else item
 
 
 @final
 class _Memory:
-    """What the operations of the batch under way read and write."""
+    """The memory that the operations of the current batch read and write."""
 
     def __init__(self) -> None:
         self._accesses = AccessSet()
-        self._broadcast: dict[int, RegionSet] = {}  # by root: written by broadcasts, and by nothing else
+        self._broadcast: dict[int, RegionSet] = {}  # by root: memory written only by broadcasts
 
     def conflicts(self, item: Item) -> bool:
-        """Whether ``item`` must come after what is there."""
+        """Whether ``item`` must run after the operations of the batch."""
         op, reads, writes = on_all_ranks(item)
         if self._accesses.conflicts(reads, writes):
             return True
@@ -270,7 +271,7 @@ class _Memory:
             self._accesses.add(reads, writes)
 
 
-# those with which a rank may touch memory that others know nothing of; of the last two, if the shares are uneven
+# operations that may touch memory on one rank which the others do not know; the last two, if the shares are uneven
 _ONE_SIDED: Final[frozenset[type[Op]]] = frozenset(
     {Gather, Scatter, Reduce, AllToAll, Parcels, AllGather, ReduceScatter}
 )

@@ -1,4 +1,4 @@
-"""What one task has called on one comm and what has not been sent yet."""
+"""The operations that one task has called on one comm and that are not submitted yet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asynccomm.core.work import Work
 
 
 def current_owner() -> object:
-    """Who is calling: the task that runs, or the thread where none does."""
+    """The identity of the caller: the running task, or the thread if no task runs."""
     loop = asyncio._get_running_loop()
     task = None if loop is None else asyncio.current_task(loop)
     return threading.get_ident() if task is None else task
@@ -22,34 +22,35 @@ def current_owner() -> object:
 
 @final
 class DeferredQueue:
-    """Operations that wait to be sent together. Used under the comm's lock, but for ``hurry`` and ``relieve``.
+    """Operations waiting to be submitted together. Used under the comm's lock, except for ``hurry`` and ``relieve``.
 
-    It drives their Works: somebody who waits for one cannot wait for the end of the scope.
+    The queue is the driver of its Works: a task that awaits one of them inside the scope must not wait for the scope's
+    end.
 
     Args:
-        owner: whose it is, as ``current_owner`` gives it.
-        meter: when it is full.
-        send: called with this hold, has to ``take`` what is there and send it.
+        owner: the queue's owner, from ``current_owner``.
+        meter: the limits of a batch.
+        send: called with this queue; has to ``take`` the operations and submit them.
     """
 
     def __init__(self, owner: object, meter: BatchLimiter, send: Callable[[DeferredQueue], object]) -> None:
         self.owner = owner
-        self.works: list[Work[Any]] = []  #: what the callers got, of all that was ever held
+        self.works: list[Work[Any]] = []  #: the Works returned to callers, of all operations ever added
         self.items: list[Submission] = []
-        self.depth = 1  #: scopes that are open
-        self.due = math.inf  #: the earliest deadline that is watched
-        self._before = 0  # how many there were before ``items``
+        self.depth = 1  #: number of open scopes
+        self.due = math.inf  #: the earliest deadline of the waiting operations
+        self._before = 0  # number of operations taken so far
         self._meter = meter
         self._limited = meter.limited
         self._send = send
 
     @property
     def count(self) -> int:
-        """How many it has held, ever."""
+        """The number of operations ever added."""
         return self._before + len(self.items)
 
     def add(self, item: Submission) -> None:
-        """Hold one more; what was there leaves first if this has no room beside it, and everything once it is full."""
+        """Add an operation; submit the waiting ones first if it exceeds the limits, and all once the queue is full."""
         if not self._limited:
             self.items.append(item)
             return
@@ -60,7 +61,7 @@ class DeferredQueue:
             self._send(self)
 
     def take(self, since: int = 0) -> list[Submission]:
-        """Give up what is held, or what of it came as number ``since`` and later."""
+        """Remove and return the waiting operations, or those added as number ``since`` and later."""
         keep = max(0, since - self._before)
         taken = self.items[keep:]
         del self.items[keep:]
@@ -73,7 +74,7 @@ class DeferredQueue:
         return taken
 
     def send(self) -> None:
-        """Send what is held, or say that this is not to be."""
+        """Submit the waiting operations, or raise if that is impossible."""
         self._send(self)
 
     def hurry(self, work: Work[Any]) -> None:

@@ -1,19 +1,19 @@
 """Every operation as a frozen value, with all its argument checks.
 
-``AllReduce.of(group, tensor, op)`` looks at the arguments of one call, raises ``TypeError`` or ``ValueError`` naming
-the argument and the value, and returns a :class:`Call`: the description (an :class:`Op`), the tensors that are read,
-those that are written, and what ``await`` will return. A backend never has to check an argument again.
+``AllReduce.of(group, tensor, op)`` checks the arguments of one call, raises ``TypeError`` or ``ValueError`` naming the
+argument and the value, and returns a :class:`Call`: the description (an :class:`Op`), the tensors to read, the tensors
+to write, and the result of ``await``. A backend never has to check an argument again.
 
-What is common to all of them:
+Rules common to all operations:
 
-- tensors are dense and live on the comm's device; any shape, strides and zero sizes are fine, only a written tensor
-  must not overlap itself (``expand``);
-- all tensors of one call have one dtype, except that a complex one and one of its real type go together: a complex
-  number counts as two elements then;
-- what is only moved is described in reals, so ranks may differ in which of the two they have;
-- where one tensor stands for all ranks ("single" forms) only the number of elements counts and the flat, row-major
-  order: ``(size * n, ...)`` (concatenated) and ``(size, n, ...)`` (stacked) are the same;
-- a rank is anything with ``__index__`` except a bool.
+- Tensors are dense and live on the comm's device. Any shape, strides and zero sizes are fine, except that a written
+  tensor must not overlap itself (``expand``).
+- All tensors of one call have one dtype, except that a complex tensor and a tensor of the corresponding real type go
+  together: a complex number then counts as two elements.
+- Data that is only moved is described in reals, so some ranks may pass complex tensors and others real ones.
+- Where one tensor stands for all ranks ("single" forms), only the number of elements and the flat, row-major order
+  count: ``(size * n, ...)`` (concatenated) and ``(size, n, ...)`` (stacked) are the same.
+- A rank is anything with ``__index__`` except a bool.
 """
 
 from asynccomm.ops.base import Begin as Begin

@@ -1,7 +1,7 @@
-"""What every operation is: a frozen description, and the call that it came from.
+"""The parts of every operation: a frozen description, and the checked call that it came from.
 
-An :class:`Op` holds no tensors, so it can be compared, printed, pickled and kept. The tensors stand beside it in the
-:class:`Call`, with what awaiting is to give.
+An :class:`Op` holds no tensors, so it can be compared, printed, pickled and kept. The :class:`Call` holds the tensors
+beside it, and the result of awaiting it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from asynccomm.ops.validation import check_label
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """What one rank asked for. Equal on all ranks unless a field is marked as the rank's own.
+    """The description of an operation. Equal on all ranks unless a field is marked as the rank's own.
 
-    ``label`` is what the call of a collective gave as its ``tag``; empty: nothing. Point-to-point operations have none:
-    their tags are numbers, and mean something else.
+    ``label`` is the ``tag`` argument of a collective; empty if the call gave none. Point-to-point operations have no
+    label: their tags are numbers with another meaning.
     """
 
     kind: ClassVar[str]
-    p2p: ClassVar[bool] = False  # point-to-point operations stand outside the sequence of collectives
+    p2p: ClassVar[bool] = False  # point-to-point operations are not part of the sequence of collectives
     label: str = field(default="", kw_only=True)
 
     @property
@@ -41,7 +41,7 @@ class Op:
         return self == other
 
     def shown(self, name: str, *arguments: object) -> str:
-        """The text of a collective: as a call, with the tag if it has one."""
+        """The text of a collective, written as a call, with the tag if it has one."""
         parts = [str(argument) for argument in arguments]
         if self.label:
             parts.append(f"tag={self.label!r}")
@@ -52,10 +52,10 @@ class Op:
 class TensorOp(Op):
     """An operation on tensors of one dtype.
 
-    ``numel`` are the elements of one rank's share: its input, or with reduce_scatter and scatter its output. A share
-    may be several tensors, which count as one vector; ``layout`` then tells apart how it is divided, and where ranks
-    have shares of their own size, these (0: one tensor, and all alike): see :func:`layout_of`. What is only moved is
-    described in reals: see :func:`moved`.
+    ``numel`` is the number of elements of one rank's share: of its input, or with reduce_scatter and scatter of its
+    output. A share may be several tensors, which count as one vector; ``layout`` then encodes the sizes of these
+    tensors, and the sizes of the ranks' shares if they differ (0: one tensor, and all shares equal): see
+    :func:`layout_of`. Data that is only moved is described in reals: see :func:`moved`.
     """
 
     dtype: torch.dtype
@@ -70,7 +70,7 @@ class TensorOp(Op):
 @final
 @dataclass(frozen=True, slots=True)
 class GroupedOp(Op):
-    """Several operations that were handed on as one batch, and are done when all of them are."""
+    """Several operations submitted as one batch; the group is done when all of them are done."""
 
     kind = "together"
     ops: tuple[Op, ...]
@@ -81,10 +81,10 @@ class GroupedOp(Op):
 
 
 class Parcel(NamedTuple):
-    """What a rank sends where the receiver does not know what will come: a head that says so, and the payload."""
+    """A message of a size that the receiver does not know: a head that describes the payload, and the payload."""
 
     head: bytes
-    tensors: tuple[Tensor, ...]  #: of any dtype and shape; travel as bytes, one after the other
+    tensors: tuple[Tensor, ...]  #: of any dtype and shape; sent as bytes, one after the other
 
     @property
     def nbytes(self) -> int:
@@ -93,18 +93,18 @@ class Parcel(NamedTuple):
 
 
 class PayloadAllocator(Protocol):
-    """Where the payload of a parcel goes."""
+    """Allocates the memory for the payload of a parcel."""
 
     def __call__(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
-        """Tensors for the payload of the parcel from rank ``source``: together as many bytes as it has.
+        """Tensors for the payload of the parcel from rank ``source``: together as many bytes as the payload.
 
-        A backend calls this once for each parcel that comes, in order for each source, from any thread, never two at
-        a time for one operation. It must not block. What it raises fails this rank's Work, and the payload is thrown
-        away; nothing else suffers, unless it is a BrokenError.
+        A backend calls the allocator once for each arriving parcel, in order for each source, from any thread, never
+        twice at the same time for one operation. The allocator must not block. An exception fails this rank's Work and
+        discards the payload; nothing else is affected, unless the exception is a BrokenError.
 
         Args:
-            head: the parcel's.
-            lengths: bytes of payload that each giving rank but this one sends here in this operation.
+            head: the head of the parcel.
+            lengths: payload bytes that each sending rank, except this rank, sends to this rank in this operation.
         """
 
 
@@ -117,48 +117,49 @@ class Call(NamedTuple):
     op: Op
     inputs: tuple[Tensor, ...]  #: read; never written unless also in ``outputs``
     outputs: tuple[Tensor, ...]  #: written
-    result: Any  #: what awaiting gives: a tensor, a list of tensors, or None
-    finish: Callable[[Any], Any] | None = None  #: makes of ``result`` what awaiting gives, when it is first asked for
-    parcels: tuple[Parcel, ...] = ()  #: what this rank gives: one for everybody, or one for each rank
-    place: PayloadAllocator | None = None  #: for the parcels that come
-    expected: int = 0  #: bytes that will probably come in parcels, if that is known
-    #: is called when an operation with parcels takes effect, before any comes, with the parcels that this rank gives
-    #: and the outputs to be filled: those of the call, or stand-ins for ones that share memory; returns the new
-    #: tensors of the device that it has made for the result
+    result: Any  #: the result of awaiting: a tensor, a list of tensors, or None
+    finish: Callable[[Any], Any] | None = None  #: makes the awaited value of ``result``, at the first await
+    parcels: tuple[Parcel, ...] = ()  #: the parcels to send: one for all ranks, or one for each rank
+    place: PayloadAllocator | None = None  #: allocates the payloads of arriving parcels
+    expected: int = 0  #: estimated bytes of arriving parcels, if known
+    #: called when an operation with parcels takes effect, before any parcel arrives, with this rank's own parcels and
+    #: the outputs to be filled: those of the call, or stand-ins for outputs that share memory; returns the new device
+    #: tensors that it allocated for the result
     begin: Begin | None = None
-    #: pairs of memory of the call's own, in which some of ``inputs`` lie, and a tensor of the caller's: the second is
-    #: copied to the first when the operation takes effect, for an earlier one may still write it at the call
+    #: pairs of the call's own memory, in which some of ``inputs`` lie, and a tensor of the caller: the tensor is copied
+    #: to that memory when the operation takes effect, because an earlier operation may still be writing the tensor at
+    #: the call
     copies: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def labelled(self, tag: object) -> Call:
         """This call, with ``tag`` as its operation's label. Raises: TypeError, ValueError naming ``tag``."""
         op = self.op
         assert not op.p2p, f"{op} cannot have a label"
-        return self._replace(op=replace(op, label=check_label(tag)))  # calls that are alike may share one operation
+        return self._replace(op=replace(op, label=check_label(tag)))  # equal calls may share one operation
 
 
 def layout_of(numbers: Sequence[int]) -> int:
-    """A number of 24 bits, never 0, that other lists of numbers hardly share."""
+    """A 24-bit number, never 0, that differs for almost all other lists of numbers."""
     return zlib.crc32(array("Q", numbers).tobytes()) % 0xFFFFFF + 1
 
 
 def layout_of_shares(counts: Sequence[int], dim: int = 0) -> int:
-    """The layout of shares along ``dim``, so that ranks which mean different dimensions see it.
+    """The layout of shares along ``dim``; ranks that use different dimensions get different layouts.
 
-    Along dim 0 it is that of a list. ``counts`` are empty if all shares are equal.
+    Along dim 0 it equals the layout of a list. ``counts`` is empty if all shares are equal.
     """
     numbers = [dim, *counts] if dim else counts
     return layout_of(numbers) if numbers else 0
 
 
 def moved(dtype: torch.dtype, numel: int) -> tuple[torch.dtype, int]:
-    """How elements that are only moved are described: complex ones as reals, which other ranks may have instead."""
+    """The description of elements that are only moved: complex elements as reals, since other ranks may pass reals."""
     real = REAL.get(dtype)
     return (dtype, numel) if real is None else (real, 2 * numel)
 
 
 def described(op: TensorOp, counts: Sequence[int] = ()) -> str:
-    """Dtype and number of elements, or that of each rank."""
+    """Dtype and number of elements, or the numbers of elements of all ranks."""
     dtype = str(op.dtype).removeprefix("torch.")
     if counts:
         return f"{dtype}[{', '.join(map(str, counts))}]"

@@ -1,7 +1,7 @@
-"""The single-tensor forms along any dimension, and with ranks that have extents of their own there.
+"""The single-tensor forms along any dimension, and with a different extent for each rank.
 
-They are list forms in disguise: each rank's part is a view of the one tensor, made here. Along dim 0 with equal parts
-the parts lie one after the other, and the plain single form will do.
+These operations become list forms: each rank's part is a view of the one tensor, made here. Along dim 0 with equal
+parts, the parts lie one after the other, and the plain single form is used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def all_gather_single(group: CommInfo, output: Tensor | None, input: Tensor, dim
 
 
 def all_gather_v(group: CommInfo, output: Tensor | None, input: Tensor, sizes: object, dim: SupportsIndex) -> Call:
-    """The same where rank r's input has the extent ``sizes[r]`` along ``dim``."""
+    """As ``all_gather_single``, where rank r's input has the extent ``sizes[r]`` along ``dim``."""
     check_tensor(group, "input", input)
     along = check_dim(dim, input, "input")
     extents = check_sizes("sizes", sizes, group.size)
@@ -78,7 +78,7 @@ def reduce_scatter_single(
 def reduce_scatter_v(
     group: CommInfo, output: Tensor | None, input: Tensor, sizes: object, op: object, dim: SupportsIndex
 ) -> Call:
-    """The same where rank r gets the extent ``sizes[r]`` along ``dim``; None: equal ones."""
+    """As ``reduce_scatter_single``, where rank r gets the extent ``sizes[r]`` along ``dim``; None: equal extents."""
     if sizes is None:
         return reduce_scatter_single(group, output, input, op, dim)
     check_tensor(group, "input", input)
@@ -121,14 +121,14 @@ def gather_single(
 def scatter_single(
     group: CommInfo, output: Tensor | None, input: Tensor | None, root: SupportsIndex, dim: SupportsIndex
 ) -> Call:
-    """``output`` becomes part ``rank`` along ``dim`` of the root's input. May be None on the root only."""
+    """``output`` becomes part ``rank`` along ``dim`` of the root's input. ``output`` may be None on the root only."""
     rank = check_rank(group, "root", root)
     if rank != group.rank:
         if input is not None:
             raise ValueError(_not_here("input", group, rank, input))
         if output is None:
             raise ValueError(f"output must be given off the root (rank {rank}), which alone knows its shape; got None")
-        if as_index(dim) is None:  # the shape that it is for is known to the root alone
+        if as_index(dim) is None:  # only the root can check ``dim`` against the input
             raise TypeError(f"dim must be an integer, got {dim!r}")
         return Scatter.of(group, output, None, rank)
     if input is None:
@@ -148,7 +148,7 @@ def scatter_single(
 def all_to_all_v_single(
     group: CommInfo, output: Tensor | None, input: Tensor, output_split_sizes: object, input_split_sizes: object
 ) -> Call:
-    """Rows of dim 0: the first ``input_split_sizes[0]`` of ``input`` go to rank 0, and so on. Both sizes are given."""
+    """Rows of dim 0: the first ``input_split_sizes[0]`` rows go to rank 0, and so on. Both sizes are given."""
     sends = rows_to_send(group, input, input_split_sizes)
     receives = check_sizes("output_split_sizes", output_split_sizes, group.size)
     if sends[group.rank] != receives[group.rank]:
@@ -163,7 +163,7 @@ def all_to_all_v_single(
 
 
 def rows_to_send(group: CommInfo, input: Tensor, sizes: object) -> list[int]:
-    """How many rows of ``input`` go to each rank; None: equally many."""
+    """The number of rows of ``input`` for each rank; None: equal numbers."""
     check_tensor(group, "input", input)
     if not input.dim():
         raise ValueError("input must have rows (a dim 0) to be split, got a scalar")
@@ -182,7 +182,7 @@ def rows_to_send(group: CommInfo, input: Tensor, sizes: object) -> list[int]:
 
 
 def room_for_rows(group: CommInfo, output: Tensor | None, input: Tensor, rows: int) -> Tensor:
-    """``output``, which may have more rows than needed, or a new one."""
+    """``output``, which may have more rows than needed, or a new tensor."""
     if output is None:
         return empty(input, [rows, *input.shape[1:]])
     check_tensor(group, "output", output, written=True)
@@ -196,7 +196,7 @@ def room_for_rows(group: CommInfo, output: Tensor | None, input: Tensor, rows: i
 
 
 def parts_along(tensor: Tensor, dim: int, extents: Sequence[int]) -> tuple[Tensor, ...]:
-    """Views of ``tensor`` of these extents along ``dim``, one after the other; what is left over is in none."""
+    """Adjacent views of ``tensor`` with these extents along ``dim``; the remainder of ``tensor`` is in no view."""
     total = sum(extents)
     if total != tensor.shape[dim]:
         tensor = tensor.narrow(dim, 0, total)
@@ -206,7 +206,7 @@ def parts_along(tensor: Tensor, dim: int, extents: Sequence[int]) -> tuple[Tenso
 def whole_of(
     group: CommInfo, name: str, tensor: Tensor | None, like_name: str, like: Tensor, shape: Sequence[int]
 ) -> Tensor:
-    """``tensor``, checked to be written and of this shape, or a new one; of the dtype of ``like``."""
+    """``tensor``, checked to be writable and of this shape and the dtype of ``like``, or a new tensor."""
     if tensor is None:
         return empty(like, shape)
     check_tensor(group, name, tensor, written=True)
@@ -218,7 +218,7 @@ def whole_of(
 
 
 def _shape(tensor: Tensor, dim: SupportsIndex) -> tuple[Sequence[int], int]:
-    """The shape and the dimension, from 0; a scalar counts as a vector of one."""
+    """The shape and the dimension, counted from 0; a scalar counts as a vector of one element."""
     if not tensor.dim() and as_index(dim) in (0, -1):
         return [1], 0
     return tensor.shape, check_dim(dim, tensor, "input")

@@ -1,4 +1,4 @@
-"""What is known of torch's dtypes: names, numbers equal in every process, and what complex ones are made of."""
+"""Facts about torch's dtypes: names, codes that are equal in every process, and the real types of complex ones."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 BY_NAME: Final = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-CODES: Final = {dtype: zlib.crc32(name.encode()) for name, dtype in BY_NAME.items()}  #: numbers of 32 bits
+CODES: Final = {dtype: zlib.crc32(name.encode()) for name, dtype in BY_NAME.items()}  #: 32-bit codes
 BY_CODE: Final = {code: dtype for dtype, code in CODES.items()}
 REAL: Final = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 COMPLEX: Final = {real: pair for pair, real in REAL.items()}
 
 
 def in_reals(tensor: Tensor) -> Tensor:
-    """A complex tensor as pairs, along one more dimension, without autograd and in the same memory; others as they are.
+    """A complex tensor as pairs along one more dimension, without autograd, in the same memory; others unchanged.
 
-    One that is lazily conjugated has no such pairs in its memory, and is to be resolved first.
+    A lazily conjugated tensor has no such pairs in memory; the caller resolves it first.
     """
     return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor

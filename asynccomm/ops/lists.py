@@ -1,4 +1,4 @@
-"""Lists of tensors as one operation: of all that has one dtype if it is reduced, of everything if it is moved."""
+"""Lists of tensors as one operation: one per dtype for reductions, a single one for moves."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def reduce_scatter(
 def all_gather_v(
     group: CommInfo, outputs: Sequence[Tensor] | None, inputs: Sequence[Tensor], sizes: object, dim: SupportsIndex
 ) -> Call:
-    """Each input of rank r has the extent ``sizes[r]`` along ``dim``."""
+    """Gather inputs that have the extent ``sizes[r]`` along ``dim`` on rank r."""
     items = check_several(group, "inputs", inputs)
     dims = [check_dim(dim, tensor, f"inputs[{i}]") for i, tensor in enumerate(items)]
     extents = check_sizes("sizes", sizes, group.size)
@@ -110,7 +110,7 @@ def reduce_scatter_v(
     op: object,
     dim: SupportsIndex,
 ) -> tuple[list[Call], Sequence[Tensor]]:
-    """Rank r gets the extent ``sizes[r]`` along ``dim`` of each; one call for each dtype, and all outputs."""
+    """Rank r gets the extent ``sizes[r]`` of each input along ``dim``. One call for each dtype, and all outputs."""
     items = check_several(group, "inputs", inputs)
     dims = [check_dim(dim, tensor, f"inputs[{i}]") for i, tensor in enumerate(items)]
     total = one_extent(items, dims)
@@ -139,7 +139,7 @@ def reduce_scatter_v(
 
 
 def one_extent(tensors: Sequence[Tensor], dims: Sequence[int]) -> int:
-    """The extent along the dimension, which must be that of all inputs."""
+    """The extent along the dimension, which must be equal for all inputs."""
     extent = tensors[0].shape[dims[0]]
     for i, (tensor, dim) in enumerate(zip(tensors, dims, strict=True)):
         if tensor.shape[dim] != extent:
@@ -161,7 +161,7 @@ def _divisible(tensor: Tensor, size: int) -> Tensor:
         return tensor
     try:
         tensor.view(size, tensor.numel() // size)
-    except RuntimeError:  # its elements lie at several distances from one another
+    except RuntimeError:  # no single stride fits each part
         with torch.inference_mode(False):  # any thread may write it
             return empty_like(tensor)
     return tensor
@@ -175,7 +175,7 @@ def _chunks(tensor: Tensor, size: int) -> Sequence[Tensor]:
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """The numbers of those that have the same dtype."""
+    """The indices of the tensors, grouped by dtype."""
     found: dict[torch.dtype, list[int]] = {}
     for i, tensor in enumerate(tensors):
         found.setdefault(tensor.dtype, []).append(i)
@@ -183,7 +183,7 @@ def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def _check_alike(name: str, tensors: Sequence[Tensor], like_name: str, likes: Sequence[Tensor], times: int) -> None:
-    """As many tensors, of the same dtypes, with ``times`` as many elements."""
+    """Check for as many tensors, of the same dtypes, with ``times`` as many elements."""
     as_many(name, tensors, like_name, likes)
     for i, (tensor, like) in enumerate(zip(tensors, likes, strict=True)):
         if tensor.dtype != like.dtype:

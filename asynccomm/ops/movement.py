@@ -1,4 +1,4 @@
-"""What moves tensors between all ranks: broadcast, gather, scatter, all_gather, all_to_all, barrier."""
+"""The operations that move tensors between all ranks: broadcast, gather, scatter, all_gather, all_to_all, barrier."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from asynccomm.ops.validation import (
 @final
 @dataclass(frozen=True, slots=True)
 class Broadcast(TensorOp):
-    """Read on the root, written elsewhere. Several tensors of any dtypes count as their bytes."""
+    """Read on the root, written on the other ranks. Several tensors of any dtypes count as their bytes."""
 
     kind = "broadcast"
     root: int
@@ -44,7 +44,7 @@ class Broadcast(TensorOp):
 
     @classmethod
     def of_several(cls, group: CommInfo, tensors: Sequence[Tensor], root: SupportsIndex) -> Call:
-        """As one operation."""
+        """Broadcast all ``tensors`` in one operation."""
         rank = check_rank(group, "root", root)
         mine = rank == group.rank
         items = tuple(check_several(group, "tensors", tensors, written=not mine))
@@ -61,9 +61,9 @@ class Broadcast(TensorOp):
 class AllGather(TensorOp):
     """The outputs of rank r become rank r's inputs.
 
-    There are k inputs and ``size * k`` outputs, those of rank r from ``r * k`` on. ``numel`` is the largest of
-    ``counts``, the elements of each rank's inputs, which are empty if all are equal. Several inputs of any dtypes
-    count as their bytes.
+    There are k inputs and ``size * k`` outputs; those of rank r start at ``r * k``. ``counts`` holds the number of
+    elements of each rank's inputs, and is empty if all are equal; ``numel`` is the largest of them. Several inputs of
+    any dtypes count as their bytes.
     """
 
     kind = "all_gather"
@@ -83,14 +83,14 @@ class AllGather(TensorOp):
 
     @classmethod
     def of_counts(cls, dtype: torch.dtype, numels: Sequence[int], dim: int = 0) -> AllGather:
-        """``numels[r]`` elements from each rank r, which go along ``dim``."""
+        """``numels[r]`` elements from each rank r, gathered along ``dim``."""
         real, each = moved(dtype, 1)
         numel, counts = counts_of([each * n for n in numels])
         return cls(real, numel, layout=layout_of_shares(counts, dim), counts=counts)
 
     @classmethod
     def of_several(cls, group: CommInfo, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> Call:
-        """``output_lists[r]`` for each rank r, as many tensors as inputs; as one operation."""
+        """Gather rank r's inputs into ``output_lists[r]``, each list as long as ``inputs``, in one operation."""
         sizes = [tensor.nbytes for tensor in inputs]
         op = cls(torch.uint8, sum(sizes), layout=layout_of(sizes))
         outputs = tuple([tensor for share in output_lists for tensor in share])
@@ -216,8 +216,8 @@ class AllToAllSingle(TensorOp):
 class AllToAll(Op):
     """``inputs[r]`` goes to rank r; ``outputs[s]`` came from rank s. ``sends`` and ``receives`` are the rank's own.
 
-    What a rank sends to another must be as many elements as that one receives. A backend that notices otherwise raises
-    CollectiveMismatchError.
+    A rank must send as many elements to another rank as that rank receives from it. A backend that detects a difference
+    raises CollectiveMismatchError.
     """
 
     kind = "all_to_all"
@@ -244,7 +244,7 @@ class AllToAll(Op):
 
     @classmethod
     def of_counts(cls, dtype: torch.dtype, sends: Sequence[int], receives: Sequence[int]) -> AllToAll:
-        """So many elements of ``dtype`` for each rank, and from each."""
+        """The operation for ``sends[r]`` elements of ``dtype`` to each rank r, and ``receives[r]`` from it."""
         real, each = moved(dtype, 1)
         return cls(real, tuple([each * n for n in sends]), tuple([each * n for n in receives]))
 

@@ -1,4 +1,4 @@
-"""Point to point: tensors from one rank to another."""
+"""Point-to-point operations: tensors from one rank to another."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asynccomm.ops.validation import CommInfo, check_rank, check_tag, check_tens
 @final
 @dataclass(frozen=True, slots=True)
 class Send(TensorOp):
-    """To ``peer`` under ``tag``."""
+    """A tensor to ``peer`` under ``tag``."""
 
     kind = "send"
     p2p = True
@@ -34,7 +34,7 @@ class Send(TensorOp):
 @final
 @dataclass(frozen=True, slots=True)
 class Recv(TensorOp):
-    """From ``peer``, or from any rank if that is None, under ``tag``."""
+    """A tensor from ``peer`` under ``tag``; ``peer`` None: from any rank."""
 
     kind = "recv"
     p2p = True
@@ -48,7 +48,7 @@ class Recv(TensorOp):
         return Call(cls(*moved(tensor.dtype, tensor.numel()), rank, check_tag(tag)), (), (tensor,), tensor)
 
     def takes(self, send: Send) -> bool:
-        """Whether a message sent so fits into this receive."""
+        """Whether the message of ``send`` fits into this receive."""
         return self.dtype == send.dtype and self.numel == send.numel
 
     def __str__(self) -> str:

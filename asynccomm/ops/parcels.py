@@ -1,7 +1,6 @@
-"""What moves parcels: payloads of which only the sender knows the size.
+"""The operations that move parcels: payloads of a size that only the sender knows.
 
-All that is not tensors of sizes known everywhere is built of these: objects, dicts of tensors, gathering of uneven
-tensors.
+All data other than tensors of known sizes travels in parcels: objects, dicts of tensors, and tensors of unknown sizes.
 """
 
 from __future__ import annotations
@@ -13,19 +12,19 @@ from typing import Final, final
 from asynccomm.ops.base import Op
 from asynccomm.ops.validation import MAX_TAG
 
-MAX_HEAD: Final = 64 << 20  # bytes of a parcel's head; a receiver has to take it before it can say no
+MAX_HEAD: Final = 64 << 20  # bytes; a receiver must receive a head before it can refuse the parcel
 
 
 class MessageSpace(enum.IntEnum):
-    """Messages of different channels never meet, whatever their tags."""
+    """Separate spaces of tags: messages of different spaces never match, whatever their tags."""
 
     TENSORS = 0
     OBJECTS = 1
     STREAMS = 2
-    INTERNAL = 3  #: for backends, between themselves
+    INTERNAL = 3  #: for messages between backends
 
     def key(self, tag: int) -> int:
-        """The tag under which a transport sends a message of this channel; in 30 bits."""
+        """The tag, in 30 bits, under which a transport sends a message of this space."""
         return self << 28 | tag
 
 
@@ -35,13 +34,13 @@ assert MAX_TAG < 1 << 28
 @final
 @dataclass(frozen=True, slots=True)
 class Parcels(Op):
-    """A collective with parcels.
+    """A collective with parcels. No rank sends a parcel to itself.
 
     Fields:
-        what: the method, the same on all ranks.
-        shared: the parcel of a rank is for everybody who takes, and there is one; else it gives one to each rank.
-        giver: the only rank that gives; None: all do.
-        taker: the only rank that takes; None: all do. Nobody is sent its own parcel.
+        what: the name of the method, the same on all ranks.
+        shared: True: a rank sends one parcel, to all receiving ranks; False: it sends a parcel to each rank.
+        giver: the only sending rank; None: all ranks send.
+        taker: the only receiving rank; None: all ranks receive.
     """
 
     kind = "parcels"
@@ -51,11 +50,11 @@ class Parcels(Op):
     taker: int | None = None
 
     def gives(self, rank: int) -> bool:
-        """Whether ``rank`` gives."""
+        """Whether ``rank`` sends."""
         return self.giver is None or self.giver == rank
 
     def takes(self, rank: int) -> bool:
-        """Whether ``rank`` takes."""
+        """Whether ``rank`` receives."""
         return self.taker is None or self.taker == rank
 
     def __str__(self) -> str:
@@ -66,7 +65,7 @@ class Parcels(Op):
 @final
 @dataclass(frozen=True, slots=True)
 class SendParcel(Op):
-    """To ``peer``, under ``tag`` of ``channel``."""
+    """A parcel to ``peer``, under ``tag`` of ``channel``."""
 
     kind = "send_parcel"
     p2p = True
@@ -82,7 +81,7 @@ class SendParcel(Op):
 @final
 @dataclass(frozen=True, slots=True)
 class RecvParcel(Op):
-    """From ``peer``, or from any rank if that is None, under ``tag`` of ``channel``."""
+    """A parcel from ``peer``, under ``tag`` of ``channel``; ``peer`` None: from any rank."""
 
     kind = "recv_parcel"
     p2p = True

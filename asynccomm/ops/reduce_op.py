@@ -1,6 +1,6 @@
-"""How tensors are combined: eight plain reductions and PREMUL_SUM(factor).
+"""The ways to combine tensors: eight plain reductions and PREMUL_SUM(factor).
 
-Which dtype may be reduced how is decided here and nowhere else:
+This module alone decides which reductions are legal for which dtypes:
 
 | dtype        | SUM AVG | PRODUCT MIN MAX | BAND BOR BXOR | PREMUL_SUM |
 |--------------|---------|-----------------|---------------|------------|
@@ -11,9 +11,9 @@ Which dtype may be reduced how is decided here and nowhere else:
 | complex      | yes     | no              | no            | yes        |
 | float8       | yes     | yes             | no            | yes        |
 
-AVG of integers truncates towards zero. SUM of bools is a logical or, as ``torch.add`` has it. Complex numbers have no
-order, and a product of their real views would be garbage. Of the float8 types, e4m3fn and e5m2 can be reduced: those
-that NCCL knows; the others only travel (broadcast, gather, ...).
+AVG of integers truncates towards zero. SUM of bools is a logical or, as with ``torch.add``. Complex numbers have no
+order, and a product of their real views would be garbage. Of the float8 types, only those that NCCL supports can be
+reduced, e4m3fn and e5m2; the others can only be moved (broadcast, gather, ...).
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _LINEAR: Final = frozenset({RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM})
 
 @final
 class ReduceOp:
-    """One way to combine the ranks' tensors; immutable. Use the class attributes or :meth:`PREMUL_SUM`.
+    """A way to combine the ranks' tensors; immutable. Use the class attributes or :meth:`PREMUL_SUM`.
 
     Args:
-        type: which reduction. ``RedOpType.PREMUL_SUM`` needs a factor and is made by ``ReduceOp.PREMUL_SUM``.
+        type: the kind of reduction. ``RedOpType.PREMUL_SUM`` needs a factor; use ``ReduceOp.PREMUL_SUM`` for it.
     """
 
     __slots__ = ("_factor", "_type")
@@ -89,25 +89,25 @@ class ReduceOp:
 
     @classmethod
     def of(cls, op: object) -> ReduceOp:
-        """``op`` itself, or the same reduction if it is torch's: a member or an instance of its ReduceOp."""
+        """``op`` itself, or the same reduction if ``op`` is torch's: a member or an instance of its ReduceOp."""
         if type(op) is cls:
             return op
         if type(op).__module__.startswith("torch"):
             name = getattr(op, "name", None)
-            if name is None:  # an instance of torch's ReduceOp has its member there
+            if name is None:  # an instance of torch's ReduceOp holds its member in ``op``
                 name = getattr(getattr(op, "op", None), "name", None)
                 if name == "PREMUL_SUM":
                     return cls.PREMUL_SUM(_factor_of(op))
             if name in _PLAIN:
                 return _PLAIN[name]
             if name == "PREMUL_SUM":
-                return cls(RedOpType.PREMUL_SUM)  # which says that a factor is missing
-        names = ", ".join(f"ReduceOp.{t.name}" for t in RedOpType) + "(factor)"  # which is the last
+                return cls(RedOpType.PREMUL_SUM)  # raises: a factor is missing
+        names = ", ".join(f"ReduceOp.{t.name}" for t in RedOpType) + "(factor)"  # PREMUL_SUM is the last
         raise TypeError(f"op must be one of {names}; got {op!r}")
 
     @property
     def type(self) -> RedOpType:
-        """Which reduction this is."""
+        """The kind of the reduction."""
         return self._type
 
     @property
@@ -116,7 +116,7 @@ class ReduceOp:
         return self._factor
 
     def snapshot(self) -> ReduceOp:
-        """The same with a factor of its own, if that is a tensor: nobody can change it after the call."""
+        """The same reduction with a copy of a factor that is a tensor: the caller cannot change it after the call."""
         factor = self._factor
         return ReduceOp.PREMUL_SUM(factor.detach().clone()) if isinstance(factor, Tensor) else self
 
@@ -129,7 +129,7 @@ class ReduceOp:
             legal = kind not in _BITWISE and (dtype.itemsize > 1 or dtype in _FLOAT8)
         elif dtype == torch.bool:
             legal = kind not in (RedOpType.AVG, RedOpType.PREMUL_SUM)
-        elif dtype == torch.uint64:  # reduced as int64: what depends on the sign would be wrong
+        elif dtype == torch.uint64:  # reduced as int64, which gives wrong results where the sign matters
             legal = kind not in (RedOpType.AVG, RedOpType.MIN, RedOpType.MAX)
         else:
             legal = True
@@ -163,7 +163,7 @@ class ReduceOp:
 
 
 def _factor_of(op: Any) -> Any:
-    """The factor of torch's PREMUL_SUM: an attribute since torch 2.15, in the pickled state alone before."""
+    """The factor of torch's PREMUL_SUM: an attribute since torch 2.15, only in the pickled state before."""
     try:
         return op.factor
     except AttributeError:

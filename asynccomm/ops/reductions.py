@@ -1,4 +1,4 @@
-"""What combines the ranks' tensors: all_reduce, reduce, reduce_scatter."""
+"""The operations that combine the ranks' tensors: all_reduce, reduce, reduce_scatter."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from asynccomm.ops.validation import (
     empty_like,
 )
 
-MOST_KNOWN = 1024  # forms of all_reduce that are kept
+MOST_KNOWN = 1024  # cached all_reduce operations
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class AllReduce(TensorOp):
-    """``outputs[i]`` becomes the reduction of all ranks' ``inputs[i]``, bitwise the same everywhere.
+    """``outputs[i]`` becomes the reduction of all ranks' ``inputs[i]``, bitwise the same on all ranks.
 
     The outputs are the inputs, or other tensors with as many elements.
     """
@@ -52,7 +52,7 @@ class AllReduce(TensorOp):
 
     @classmethod
     def of_several(cls, group: CommInfo, tensors: Sequence[Tensor], op: object) -> Call:
-        """All of one dtype, as one operation."""
+        """Reduce ``tensors``, all of one dtype, in one operation."""
         items = tuple(tensors)
         dtype = items[0].dtype
         numels = [tensor.numel() for tensor in items]
@@ -69,7 +69,7 @@ class AllReduce(TensorOp):
 @final
 @dataclass(frozen=True, slots=True)
 class Reduce(TensorOp):
-    """On the root the output becomes the reduction; the other ranks' tensors stay as they were."""
+    """On the root the output becomes the reduction; the other ranks' tensors stay unchanged."""
 
     kind = "reduce"
     root: int
@@ -99,10 +99,10 @@ class Reduce(TensorOp):
 @final
 @dataclass(frozen=True, slots=True)
 class ReduceScatter(TensorOp):
-    """The outputs become the reduction over all ranks of the inputs that are this rank's.
+    """The outputs become the reduction over all ranks of the inputs for this rank.
 
-    There are k outputs and ``size * k`` inputs, those of rank r from ``r * k`` on. ``numel`` is the largest of
-    ``counts``, the elements of each rank's outputs, which are empty if all are equal.
+    There are k outputs and ``size * k`` inputs; those for rank r start at ``r * k``. ``counts`` holds the number of
+    elements of each rank's outputs, and is empty if all are equal; ``numel`` is the largest of them.
     """
 
     kind = "reduce_scatter"
@@ -133,7 +133,7 @@ class ReduceScatter(TensorOp):
     def of_several(
         cls, group: CommInfo, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], op: object
     ) -> Call:
-        """``inputs[r]`` for each rank r, as many as outputs, all of one dtype; as one operation."""
+        """Reduce ``inputs[r]`` for each rank r, as many as outputs and all of one dtype, in one operation."""
         dtype = outputs[0].dtype
         numels = [tensor.numel() for tensor in outputs]
         value = cls(dtype, sum(numels), check_reduction(op, dtype), layout=layout_of(numels))
@@ -179,7 +179,7 @@ _known: dict[tuple[torch.dtype, int, RedOpType], AllReduce] = {}
 
 
 def _all_reduce(dtype: torch.dtype, numel: int, op: object) -> AllReduce:
-    """The operation, checked; one for all calls that are alike, for programs repeat themselves."""
+    """The checked operation; cached, because programs repeat equal calls."""
     if type(op) is not ReduceOp or op.factor is not None:
         return AllReduce(dtype, numel, check_reduction(op, dtype))
     key = dtype, numel, op.type

@@ -1,18 +1,19 @@
-"""A collective in two words of 64 bits, so that ranks can see cheaply whether they are in the same one.
+"""A collective in two 64-bit words, so that ranks can compare their collectives cheaply.
 
-The words say what must agree (kind, dtype, reduction, root, layout; number of elements; tag) and can be turned into a
-description again, for the error when they do not. From the lowest bit on, the first word is::
+The words hold all parts that must agree (kind, dtype, reduction, root, layout; number of elements; tag), and can be
+turned back into a description, for the error if they differ. From the lowest bit on, the first word is::
 
     kind 7   tagged 1   dtype 8   reduction 4   root 20   layout 24
 
-with ranks and reductions counted from 1, and 0 for none. The second is the number of elements. A collective with
-parcels has no dtype or reduction, but whether they are shared; its root is the giver, and the taker stands for the
+Ranks and reductions count from 1; 0 means none. The second word is the number of elements. A collective with parcels
+has a bit for ``shared`` in place of dtype and reduction; its root is the giver, and its taker takes the place of the
 layout. Its second word is a hash of the method's name.
 
-A hash of the tag is laid over the 24 highest bits of the second word, by exclusive or. What stands there otherwise is
-0 below 2**40 elements, so both can be read; beyond, an error may state them wrongly, but all that could be told apart
-without a tag still can: two operations with the same tag differ if their numbers do, and so do one with and one without
-a tag. What may go unseen is one difference of tags in 2**24, as with layouts.
+A hash of the tag is XORed into the 24 highest bits of the second word. These bits are 0 for less than 2**40 elements,
+so both parts can be read back. With more elements an error may state both wrongly, but every difference that is
+detected without a tag is still detected: operations with the same tag differ if their numbers of elements do, and so do
+an operation with a tag and one without. Two different tags go undetected with a probability of 2**-24, as do two
+different layouts.
 """
 
 from __future__ import annotations
@@ -72,17 +73,17 @@ _SHARED: Final = 1 << _DTYPE
 _TAGGED: Final = 1 << 7
 _KIND: Final = _TAGGED - 1  # the bits of the kind
 _TAG: Final = 40  # the lowest bit of the tag's hash in the second word
-REMEMBERED: Final = 4096  # tags, for errors: a program may have ever new ones
-# each grows to as many as a program has forms of calls
+REMEMBERED: Final = 4096  # cached tags, for errors: a program may use any number of tags
+# the caches below grow with the number of different calls in a program
 _codes: dict[tuple[type[Op], torch.dtype, RedOpType | None, int], int] = {}
 _hashes: dict[str, int] = {}
-_names: dict[int, str] = {}  # what those hashes are of
+_names: dict[int, str] = {}  # the names that were hashed
 _tag_hashes: dict[str, int] = {}
-_tags: dict[int, str] = {}  # what those hashes are of
+_tags: dict[int, str] = {}  # the tags that were hashed
 
 
 def signature(op: Op) -> Signature:
-    """The two words of ``op``; equal on two ranks if ``op.fits`` the other's, as far as a rank can know."""
+    """The two words of ``op``; equal on two ranks if ``op.fits`` the other's, as far as one rank can decide."""
     if isinstance(op, TensorOp):
         reduction = getattr(op, "reduction", None)
         key = (type(op), op.dtype, None if reduction is None else reduction.type, getattr(op, "root", -1))
@@ -104,7 +105,7 @@ def signature(op: Op) -> Signature:
 
 
 def signature_of(ops: Sequence[Op]) -> Signature:
-    """Of several operations that belong together; of one, its own."""
+    """The two words of several operations that belong together; of a single operation, its own words."""
     if len(ops) == 1:
         return signature(ops[0])
     words = array("Q", [word for op in ops for word in signature(op)]).tobytes()
@@ -125,7 +126,7 @@ def _hash_of_tag(tag: str) -> int:
         if len(_tag_hashes) >= REMEMBERED:
             _tag_hashes.clear()
             _tags.clear()
-        # no checksum: those of two tags that differ in a digit would be related
+        # not a checksum: the checksums of two tags that differ in one digit would be related
         hashed = _tag_hashes[tag] = int.from_bytes(hashlib.blake2b(tag.encode(), digest_size=3).digest())
         _tags[hashed] = tag
     return hashed
@@ -147,14 +148,14 @@ def _of_parcels(op: Parcels) -> Signature:
 
 
 def differing_layout(one: Signature, other: Signature) -> bool:
-    """Whether two operations on tensors differ, but only in how the shares are divided."""
+    """Whether two operations on tensors differ only in the layout of their shares."""
     low = (1 << _LAYOUT) - 1
     same = one[1] == other[1] and one[0] & low == other[0] & low
     return same and one != other and one[0] & _KIND != _KINDS.index(Parcels)
 
 
 def describe(words: Signature) -> str:
-    """What the words say, as the operation itself would as far as it can be known; for an error."""
+    """The text of the operation behind the words, as far as they determine it; for an error."""
     code, second = words
     if not code & _TAGGED:
         return _describe(code, second)
@@ -165,7 +166,7 @@ def describe(words: Signature) -> str:
 
 
 def _describe(code: int, second: int) -> str:
-    """The same without a tag."""
+    """As ``describe``, for words without a tag."""
     try:
         kind = _KINDS[code & _KIND]
         if kind is Barrier:
@@ -189,6 +190,6 @@ def _describe(code: int, second: int) -> str:
 
 
 def _describe_parcels(code: int, hashed: int) -> str:
-    name = _names.get(hashed, "another method for objects or uneven tensors")  # none that was called here
+    name = _names.get(hashed, "another method for objects or uneven tensors")  # this rank has not called the method
     giver, taker = (code >> _ROOT & 0xFFFFF) - 1, (code >> _LAYOUT) - 1
     return str(Parcels(name, bool(code & _SHARED), giver if giver >= 0 else None, taker if taker >= 0 else None))

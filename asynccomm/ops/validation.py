@@ -1,6 +1,6 @@
-"""What one rank needs to know to check an argument, and the checks that all collectives share.
+"""The facts that argument checks need about a comm, and the checks that all collectives share.
 
-Each raises ``TypeError`` or ``ValueError`` naming the argument and the value.
+Each check raises ``TypeError`` or ``ValueError`` naming the argument and the value.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 from asynccomm.ops.dtypes import COMPLEX, REAL, in_reals
 from asynccomm.ops.reduce_op import ReduceOp
 
-MAX_LABEL = 1024  # bytes of a collective's tag, which may have to travel with every operation
-MAX_TAG = 2**28 - 2  # gloo has 31 bits: one is its own, two are for channels, and one tag for ending a group
+MAX_LABEL = 1024  # bytes of a collective's tag, which may have to be sent with every operation
+MAX_TAG = 2**28 - 2  # gloo has 31 bits: gloo uses one, two select the MessageSpace, and one tag ends a group
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class CommInfo:
-    """Who takes part, seen from one rank: what argument checks need to know."""
+    """The ranks of a comm, seen from one rank: all that argument checks need."""
 
     name: str
     rank: int
@@ -35,7 +35,7 @@ class CommInfo:
 def check_tensor(
     group: CommInfo, name: str, tensor: object, *, written: bool = False, key: int | str | None = None
 ) -> None:
-    """One tensor: ``name``, or with ``key`` what ``name`` has under that."""
+    """Check one tensor: ``name``, or with ``key`` the tensor that ``name`` has under ``key``."""
     if not isinstance(tensor, Tensor):
         name = _named(name, key)
         raise TypeError(f"{name} must be a torch.Tensor, got {tensor!r} ({type(tensor).__name__})")
@@ -57,7 +57,7 @@ def _named(name: str, key: int | str | None) -> str:
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two indices share memory, as far as can be told from strides alone (as_strided tricks included)."""
+    """Whether two indices share memory, as far as strides alone determine it (as_strided tricks included)."""
     extent = 1  # one more than the largest offset reached by the dimensions seen so far
     for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
         if stride < extent:
@@ -80,7 +80,7 @@ def check_length(name: str, items: Sequence[Any], size: int, what: str = "tensor
 def check_several(
     group: CommInfo, name: str, tensors: object, *, length: int | None = None, written: bool = False
 ) -> Sequence[Tensor]:
-    """Some tensors of any dtypes, at least one; with ``length`` one for each rank."""
+    """Check tensors of any dtypes, at least one; ``length``: one for each rank."""
     items = as_list(name, tensors)
     if length is not None:
         check_length(name, items, length)
@@ -94,7 +94,7 @@ def check_several(
 def check_list(
     group: CommInfo, name: str, tensors: object, like: Tensor, like_name: str, *, written: bool = False
 ) -> tuple[Sequence[Tensor], Tensor, list[int]]:
-    """One tensor for each rank, ``like``, all as one dtype; and how many elements each of the former has."""
+    """One tensor for each rank and ``like``, all as one dtype; and the number of elements of each rank's tensor."""
     items = check_several(group, name, tensors, length=group.size, written=written)
     dtype = like.dtype
     for tensor in items:
@@ -105,20 +105,20 @@ def check_list(
 
 
 def counts_of(numels: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-    """The largest of the ranks' numbers of elements, and all of them unless they are equal."""
+    """The largest of the ranks' numbers of elements, and all of these numbers unless they are equal."""
     most = max(numels)
     return most, () if min(numels) == most else tuple(numels)
 
 
 def check_dtype(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
-    """The same dtype, or one is complex and the other what it is made of."""
+    """Check for the same dtype, or a complex dtype and the corresponding real one."""
     if tensor.dtype == like.dtype or REAL.get(tensor.dtype) == like.dtype or REAL.get(like.dtype) == tensor.dtype:
         return
     raise ValueError(f"{name} has dtype {tensor.dtype}, but {like_name} has {like.dtype}")
 
 
 def one_dtype(names: Sequence[str], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Complex ``tensors`` among real ones as pairs of reals, which share their memory; others as they are."""
+    """Complex ``tensors`` as pairs of reals, which share their memory; real ``tensors`` unchanged."""
     for name, tensor in zip(names[1:], tensors[1:], strict=True):
         check_dtype(name, tensor, names[0], tensors[0])
     reals = []
@@ -130,7 +130,7 @@ def one_dtype(names: Sequence[str], tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def check_pair(group: CommInfo, output: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
-    """An output that was given, and its input: both as one dtype."""
+    """The caller's output and its input, both as one dtype."""
     check_tensor(group, "output", output, written=True)
     if output.dtype == input.dtype:
         return output, input
@@ -180,7 +180,7 @@ def check_dim(dim: object, tensor: Tensor, name: str) -> int:
 
 
 def check_sizes(name: str, sizes: object, size: int) -> list[int]:
-    """One number for each rank, none negative."""
+    """Check for one number for each rank, none negative."""
     if not isinstance(sizes, Sequence) or isinstance(sizes, (str, bytes)):
         raise TypeError(f"{name} must be a list or tuple of integers, got {sizes!r}")
     checked = []
@@ -214,7 +214,7 @@ def check_label(tag: object) -> str:
     if not isinstance(tag, str):
         raise TypeError(f"tag must be a str, got {tag!r} ({type(tag).__name__})")
     if type(tag) is not str:
-        tag = str.__str__(tag)  # what others compare and hash must not depend on a class of the caller's
+        tag = str.__str__(tag)  # a subclass must not change how ranks compare and hash the tag
     try:
         length = len(tag.encode())
     except UnicodeEncodeError:
@@ -226,7 +226,7 @@ def check_label(tag: object) -> str:
 
 
 def check_reduction(op: object, dtype: torch.dtype, *, paired: bool = False) -> ReduceOp:
-    """``paired``: some of the tensors are complex, and it must be legal for these, too."""
+    """The reduction, checked for ``dtype``; ``paired``: checked for the corresponding complex dtype, too."""
     reduction = ReduceOp.of(op)
     reduction.check(dtype)
     if paired:
@@ -243,7 +243,7 @@ def empty(like: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def times(shape: Sequence[int], size: int) -> list[int]:
-    """The concatenated form: dim 0 times ``size``; a scalar becomes a vector."""
+    """The concatenated shape: dim 0 times ``size``; a scalar becomes a vector."""
     return [shape[0] * size, *shape[1:]] if shape else [size]
 
 

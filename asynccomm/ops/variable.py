@@ -1,6 +1,6 @@
-"""Collectives on tensors of which only their owner knows the size; the others make room when it has come.
+"""Collectives on tensors of a size that only their owner knows; the other ranks allocate memory when the data arrives.
 
-All are parcels whose head says what the payload is. So the ranks need not agree on anything but the call.
+All of them are parcels whose head describes the payload, so the ranks need to agree only on the call.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ROWS: Final = struct.Struct("=QI")  # extent along the dimension, checksum of d
 
 
 def all_gather_v(group: CommInfo, output: Tensor | None, input: Tensor, dim: SupportsIndex) -> Call:
-    """Concatenate the ranks' inputs along ``dim``; they have the same dtype and other dimensions."""
+    """Concatenate the ranks' inputs along ``dim``; they have the same dtype and the same other dimensions."""
     check_tensor(group, "input", input)
     along = check_dim(dim, input, "input")
     if output is not None:
@@ -48,7 +48,7 @@ def all_gather_v(group: CommInfo, output: Tensor | None, input: Tensor, dim: Sup
 def all_gather_v_coalesced(
     group: CommInfo, outputs: Sequence[Tensor] | None, inputs: Sequence[Tensor], dim: SupportsIndex
 ) -> Call:
-    """The same for several tensors of one extent along ``dim``."""
+    """As ``all_gather_v``, for several tensors of one extent along ``dim``."""
     items = check_several(group, "inputs", inputs)
     dims = [check_dim(dim, tensor, f"inputs[{i}]") for i, tensor in enumerate(items)]
     one_extent(items, dims)
@@ -61,7 +61,7 @@ def all_gather_v_coalesced(
 
 
 def all_to_all_v_single(group: CommInfo, output: Tensor | None, input: Tensor, input_split_sizes: object) -> Call:
-    """Rows of dim 0 as with the sizes of the output given, but nobody knows those."""
+    """Send rows of dim 0 to each rank; no rank knows in advance how many rows it receives."""
     sends = rows_to_send(group, input, input_split_sizes)
     if output is not None:
         room_for_rows(group, output, input, sends[group.rank])
@@ -71,7 +71,7 @@ def all_to_all_v_single(group: CommInfo, output: Tensor | None, input: Tensor, i
 
 
 def _check_output(group: CommInfo, name: str, output: Tensor, like_name: str, like: Tensor, dim: int) -> None:
-    """As far as can be told before anything has come."""
+    """Check the output as far as possible before any data has arrived."""
     check_tensor(group, name, output, written=True)
     if output.dtype != like.dtype:
         raise ValueError(f"{name} has dtype {output.dtype}, but {like_name} has {like.dtype}")
@@ -96,14 +96,14 @@ def _list(joined: _Concatenated) -> Sequence[Tensor]:
 
 
 def all_to_all(group: CommInfo, input_list: Sequence[Tensor]) -> Call:
-    """Tensors of any shapes and dtypes; new ones come."""
+    """Send tensors of any shapes and dtypes; the received tensors are new."""
     inputs = check_several(group, "input_list", input_list, length=group.size)
     shaped = _WithShapes(group, None, range(group.size))
     return shaped.call(Parcels("all_to_all", shared=False), inputs, own=group.rank)
 
 
 def gather_v(group: CommInfo, output_list: Sequence[Tensor] | None, input: Tensor, root: SupportsIndex) -> Call:
-    """Tensors of any shapes to the root."""
+    """Gather tensors of any shapes on the root."""
     rank = check_rank(group, "root", root)
     check_tensor(group, "input", input)
     op = Parcels("gather_v", taker=rank)
@@ -121,7 +121,7 @@ def gather_v(group: CommInfo, output_list: Sequence[Tensor] | None, input: Tenso
 
 
 def scatter_v(group: CommInfo, output: Tensor | None, input_list: Sequence[Tensor] | None, root: SupportsIndex) -> Call:
-    """Tensors of any shapes from the root."""
+    """Scatter tensors of any shapes from the root."""
     rank = check_rank(group, "root", root)
     if output is not None:
         check_tensor(group, "output", output, written=True)
@@ -151,12 +151,12 @@ def _check_own(name: str, tensors: Sequence[Tensor], like: Tensor, rank: int, li
 
 @final
 class _Concatenated:
-    """Parts that come along one dimension, into one tensor; or into several, with one extent for all.
+    """Received parts, concatenated along one dimension into one tensor, or into several tensors of one extent.
 
     Args:
-        outputs: where they go; None: new tensors.
+        outputs: the tensors to fill; None: new tensors.
         own: this rank's parts.
-        dims: the dimension of each, from 0.
+        dims: the dimension of each part, counted from 0.
         spare: the outputs may be larger than all parts together.
     """
 
@@ -172,7 +172,7 @@ class _Concatenated:
         self._rank = group.rank
         self._alone = group.size == 1
         self._given = outputs
-        self._outputs = outputs  # or what stands in for them
+        self._outputs = outputs  # or their stand-ins
         self._like = [empty(tensor, (0,)) for tensor in own]
         self._shapes = [list(tensor.shape) for tensor in own]
         self._own: Sequence[Tensor] = ()
@@ -192,7 +192,7 @@ class _Concatenated:
     def call(
         self, op: Parcels, shares: Sequence[Sequence[Tensor]], value: Callable[[_Concatenated], Any], expected: int = 0
     ) -> Call:
-        """The call that gives ``shares``: one for all ranks, or one for each."""
+        """The call that sends ``shares``: one for all ranks, or one for each rank."""
         parcels = tuple([self._parcel(share) for share in shares])
         begin = partial(self.begin, 0 if op.shared else self._rank)
         return Call(op, (), tuple(self._given or ()), self, value, parcels, self.place, expected, begin)
@@ -202,7 +202,7 @@ class _Concatenated:
         return Parcel(_ROWS.pack(extent, self._sum), tuple([part.detach() for part in parts]))
 
     def begin(self, own: int, parcels: Sequence[Parcel], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The operation takes effect; this rank's part is in parcel number ``own``."""
+        """Take this rank's part from parcel number ``own``, when the operation takes effect."""
         self._own = parcels[own].tensors
         if outputs:
             self._outputs = outputs
@@ -224,14 +224,14 @@ class _Concatenated:
         if extent * self._unit != lengths[source]:
             raise PayloadError(f"rank {source} sent {lengths[source]} bytes for an extent of {extent}")
         self._extents[source] = extent
-        if not self._unit:  # nothing but numbers comes, and the outputs can be made when all are here
+        if not self._unit:  # empty payloads: the outputs are made when all heads are here
             return ()
         if not self._parts:
             self._make_parts({source: n // self._unit for source, n in lengths.items()})
         return self._parts[source]
 
     def _make_parts(self, others: Mapping[int, int]) -> None:
-        """All extents are known: make room, and put this rank's own parts there."""
+        """Allocate the outputs, now that all extents are known, and copy this rank's own parts into them."""
         extents = {**others, self._rank: self._extents[self._rank]}
         ranks = sorted(extents)
         self._make_room(sum(extents.values()))
@@ -262,15 +262,15 @@ class _Concatenated:
                 raise PayloadError(f"output must have{at_least} shape {tuple(shape)} for what came, got {tuple(found)}")
 
     def outputs(self) -> Sequence[Tensor]:
-        """The whole tensors, when everything has come."""
-        if not self._parts:  # nothing but numbers came
+        """The complete tensors, when all parts have arrived."""
+        if not self._parts:  # all payloads were empty
             self._make_room(sum(self._extents.values()))
         assert self._given is not None
         return self._given
 
 
 def put(target: Tensor, source: Tensor) -> None:
-    """Copy ``source`` to ``target``, which has as many elements and is apart from it."""
+    """Copy ``source`` to ``target``, which has as many elements and shares no memory with it."""
     with torch.inference_mode(target.is_inference()):
         target.detach().copy_(source.detach().reshape(target.shape))
 
@@ -281,12 +281,12 @@ def _shaped_parcel(tensor: Tensor) -> Parcel:
 
 @final
 class _WithShapes:
-    """Tensors that come, each with its dtype and shape.
+    """Received tensors, each with its dtype and shape.
 
     Args:
-        outputs: where they go, in the order of ``sources``; None: new tensors.
-        sources: the ranks that they come from.
-        single: whether the only tensor is the result, and not a list of it.
+        outputs: the tensors to fill, in the order of ``sources``; None: new tensors.
+        sources: the sending ranks.
+        single: whether the result is the only tensor instead of a list of it.
     """
 
     def __init__(
@@ -300,13 +300,13 @@ class _WithShapes:
         self._tensors: dict[int, Tensor] = {}  # by source
 
     def call(self, op: Parcels, inputs: Sequence[Tensor], *, own: int | None = None, expected: int = 0) -> Call:
-        """The call that gives ``inputs``, of which number ``own`` is for this rank itself."""
+        """The call that sends ``inputs``; number ``own`` is for this rank itself."""
         parcels = tuple([_shaped_parcel(tensor) for tensor in inputs])
         begin = partial(self.begin, own)
         return Call(op, (), tuple(self._given or ()), self, _WithShapes.result, parcels, self.place, expected, begin)
 
     def begin(self, own: int | None, parcels: Sequence[Parcel], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The operation takes effect."""
+        """Copy this rank's own tensor, when the operation takes effect."""
         if outputs:
             self._outputs = dict(zip(self._sources, outputs, strict=True))
         if own is None:
@@ -339,6 +339,6 @@ class _WithShapes:
         return (tensor,)
 
     def result(self) -> Any:
-        """What was given to be filled, or the new tensors in rank order."""
+        """The caller's outputs, or the new tensors in rank order."""
         tensors = [self._tensors[source] for source in self._sources] if self._given is None else self._given
         return tensors[0] if self._single else tensors

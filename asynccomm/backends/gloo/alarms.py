@@ -1,7 +1,7 @@
-"""Messages that tell all ranks that one of them did not call the predicted collective.
+"""Messages that inform all ranks that one of them did not call the predicted collective.
 
-The ranks form a ring, and each passes an alarm on to the next one, once. So a rank has one message to wait for,
-whatever the number of ranks: a thread does that, from the first prediction on.
+The ranks form a ring, and each rank forwards an alarm to the next rank, once. Every rank therefore has a single message
+to wait for, whatever the number of ranks: a thread waits for it, from the first prediction on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from asynccomm.backends.gloo.torch_gloo import ALARM_TAG, GlooGroup
 from asynccomm.backends.ordered_executor import OrderedExecutor
 
-REMEMBERED: Final = 1024  # places whose alarm this rank has passed on
+REMEMBERED: Final = 1024  # places whose alarm this rank has forwarded
 
 
 @final
@@ -24,10 +24,10 @@ class Alarms:
     """The alarms of one rank.
 
     Args:
-        gloo: a group whose ``ALARM_TAG`` nothing else uses.
-        name: of the threads.
+        gloo: a group on which no other message uses ``ALARM_TAG``.
+        name: prefix of the threads' names.
         size: at least 2.
-        raised: takes the place of a collective, on a thread.
+        raised: called with the place of a collective, on a thread.
     """
 
     def __init__(self, gloo: GlooGroup, name: str, rank: int, size: int, raised: Callable[[int], object]) -> None:
@@ -42,7 +42,7 @@ class Alarms:
         self._listener: threading.Thread | None = None
 
     def listen(self) -> None:
-        """Take alarms from now on. A second call does nothing."""
+        """Receive alarms from now on. A second call does nothing."""
         with self._lock:
             gloo = self._gloo
             if self._listener is None and gloo is not None:
@@ -52,7 +52,7 @@ class Alarms:
                 self._listener.start()
 
     def tell(self, place: int) -> None:
-        """Raise an alarm, or pass it on. Raises: RuntimeError if the group is broken."""
+        """Raise an alarm, or forward it. Raises: RuntimeError if the group is broken."""
         with self._lock:
             if place in self._passed_on or self._gloo is None:
                 return
@@ -69,7 +69,7 @@ class Alarms:
         self._sending.put("alarms", wait)
 
     def close(self, timeout: float) -> None:
-        """End the threads, in at most ``timeout`` seconds each; breaks the group if it was listened to."""
+        """End the threads, in at most ``timeout`` seconds each; breaks the group if ``listen`` was called."""
         with self._lock:
             gloo, self._gloo = self._gloo, None
         if self._listener is not None and gloo is not None:

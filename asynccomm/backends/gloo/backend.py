@@ -1,13 +1,13 @@
 """CPU collectives by torch's gloo, over TCP between any machines.
 
-The thread that calls a collective hands its frame or its data to gloo (``collectives.py``), which only queues them. All
-else comes back through gloo's futures, on gloo's threads, which also do what is left: divide, convert, copy back. An
-operation may be several of gloo's (``packing.py``): it is settled when all are done. Those that share memory wait for
-each other (``hazard_tracker.py``). Point-to-point works have no future: a thread waits for each of their lanes
-(``ordered_executor.py``). Collectives of parcels are made of such messages (``payload_collectives.py``).
+The calling thread hands the frame or the data of a collective to gloo (``collectives.py``), which only queues it. The
+rest runs in callbacks of gloo's futures, on gloo's threads: they also divide, convert and copy back. An operation may
+become several gloo operations (``packing.py``): it is settled when all are done. Operations that share memory wait for
+each other (``hazard_tracker.py``). Point-to-point works have no future: each of their lanes has a thread that waits
+(``ordered_executor.py``). Collectives of parcels consist of point-to-point messages (``payload_collectives.py``).
 
-There are three gloo groups. Frames have one of their own. With one thread, a group is up to twice as fast for small
-collectives; from 16 MiB on, one with torch's default of two is faster by a tenth.
+There are three gloo groups. Frames have a group of their own. With one thread, a group is up to twice as fast for small
+collectives; from 16 MiB on, a group with torch's default of two threads is faster by a tenth.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ T = TypeVar("T", bound=BaseException)
 
 _log = logging.getLogger("asynccomm")
 
-GLOO_THREADS = 2  # that run large collectives: torch's default
-CONNECT_SECONDS = 30.0  # for connections once all ranks are there; a process that gives up may not end before
+GLOO_THREADS = 2  # threads for large collectives: torch's default
+CONNECT_SECONDS = 30.0  # limit for connecting once all ranks are there; a process that gives up may not end before
 P2P_THREADS = 64  # point-to-point lanes that can wait at the same time
-GOODBYE_SECONDS = 0.2  # for the other ranks to close, too
-LINGER_SECONDS = 1.0  # for lanes to get to the end of what is over
-CLOSE_SECONDS = 5.0  # for lanes to see the end of an aborted group; they are daemons, so a miss costs a thread
-CATCH_UP_SECONDS = 0.02  # for what a rank sent before it failed to come out of gloo
-END_SECONDS = 1.0  # for gloo's own threads, likewise
+GOODBYE_SECONDS = 0.2  # time for the other ranks to close, too
+LINGER_SECONDS = 1.0  # time for lanes to finish operations that are over
+CLOSE_SECONDS = 5.0  # time for lanes to see the end of an aborted group; they are daemons, so a miss costs a thread
+CATCH_UP_SECONDS = 0.02  # time for gloo to deliver data that a rank sent before it failed
+END_SECONDS = 1.0  # time for gloo's own threads to end
 
 _HINTS: Mapping[str, str] = {
     "hostname": "address of the network interface to use (default: loopback if all ranks are on one host, else the "
@@ -60,7 +60,7 @@ _HINTS: Mapping[str, str] = {
 
 @final
 class GlooBackend(Backend):
-    """One rank of a gloo group."""
+    """One rank of a gloo comm."""
 
     name = "gloo"
     devices = frozenset({"cpu"})
@@ -78,14 +78,13 @@ class GlooBackend(Backend):
         self._lanes = OrderedExecutor(name, int(context.hints.get("p2p_threads", P2P_THREADS)))
         self._internal_lanes = OrderedExecutor(f"{name}-internal", 2 * group.size)
         self._p2p = PointToPoint(group.rank, self._lanes, self._internal_lanes, self._complete, context.on_error)
-        self._parcel_lane = OrderedExecutor(
-            f"{name}-parcels", 1
-        )  # apart from messages, which must not hold up a collective
+        # separate from point-to-point messages, which must not delay a collective
+        self._parcel_lane = OrderedExecutor(f"{name}-parcels", 1)
         exchange = PayloadExchange(group.rank, group.size, self._parcel_lane, self._complete)
         self._collectives = Collectives(gloos, name, group.rank, group.size, exchange, self._failed, self._not_started)
         self._ending = threading.Lock()
         self._poisoned = False
-        self._out_of_step = False  # a lane has not taken all that is meant for it, and the comm is about to break
+        self._out_of_step = False  # a lane has not received all its data, and the comm is about to break
 
     @classmethod
     def check_hints(cls, hints: Mapping[str, str]) -> None:
@@ -102,7 +101,7 @@ class GlooBackend(Backend):
         hostname = hints.get("hostname")
         if hostname is None and "interface" not in hints:
             hostname = _address(context)
-        # whoever calls this sees to the time limit
+        # the caller enforces the timeout
         store = TorchStoreView(context.store.prefix("gloo"), asyncio.get_running_loop(), math.inf)
         threads = {"frames": 1, "small": 1, "large": int(hints.get("gloo_threads", GLOO_THREADS))}
 
@@ -121,7 +120,7 @@ class GlooBackend(Backend):
                 error = f"gloo could not connect rank {group.rank} of comm {group.name!r}: {exc}"
                 raise BackendError(error) from _bare(exc)
 
-        # threads of their own: they wait for requests to the store, which may need threads themselves
+        # a separate thread limiter: these threads wait for store requests, which may need threads themselves
         limiter = anyio.CapacityLimiter(len(threads))
         making = [
             anyio.to_thread.run_sync(make, name, count, abandon_on_cancel=True, limiter=limiter)
@@ -141,27 +140,27 @@ class GlooBackend(Backend):
 
     def submit(self, batch: Sequence[Submission]) -> None:
         assert self._gloos is not None, "submitted to a closed backend"
-        for submission in batch:  # before anything is sent
+        for submission in batch:  # before any operation is started
             if isinstance(submission.op, (Recv, RecvParcel)) and submission.op.peer is None:
                 raise ValueError("backend 'gloo' cannot receive from any source; name one: src=")
         for submission in batch:
             if submission.op.p2p:
                 try:
                     self._p2p.submit(self._gloos.small, submission)
-                except RuntimeError as exc:  # the group died, and this call is the first to see it
+                except RuntimeError as exc:  # the group is broken, and this call is the first to detect it
                     self._not_started(submission, exc)
         self._collectives.submit([submission for submission in batch if not submission.op.p2p])
 
     def _complete(
         self, submission: Submission, steps: Sequence[Callable[[], object]], over: Callable[[], object] | None = None
     ) -> None:
-        """Take the last steps of messages, which raise if they failed, and settle what they are for. On a lane.
+        """Run the last steps of messages, which raise if they failed, and settle their submission. On a lane.
 
         Args:
-            over: settles it; None: nothing else is to know.
+            over: settles the submission; None: only its Work is settled.
         """
         if self._out_of_step:
-            return  # it would take what an earlier one has left for its own
+            return  # it would receive data left by an earlier message
         try:
             for step in steps:
                 step()
@@ -178,7 +177,7 @@ class GlooBackend(Backend):
         error = BackendError(f"gloo could not start {submission.op}: {str(exc).strip()}")
         error.__cause__ = _bare(exc)
         self._collectives.end()
-        self._on_error(error)  # which fails the Work with the reason behind this, if there is one
+        self._on_error(error)  # fails the Work with the underlying cause, if there is one
 
     def _failed(self, submission: Submission, exc: Exception) -> None:
         self._collectives.end()
@@ -199,7 +198,7 @@ class GlooBackend(Backend):
             say_goodbye(self._gloos.frames, self._rank, self._size, GOODBYE_SECONDS)
         self._collectives.end()
         messages = (self._lanes, self._internal_lanes)
-        if not all(lanes.join(LINGER_SECONDS) for lanes in messages):  # receives given up: nothing else ends them
+        if not all(lanes.join(LINGER_SECONDS) for lanes in messages):  # abandoned receives: only an abort ends them
             self.abort()
             for lanes in messages:
                 lanes.join(CLOSE_SECONDS)
@@ -211,7 +210,8 @@ class GlooBackend(Backend):
         self._collectives.close(CLOSE_SECONDS)
         gloos, self._gloos = [self._gloos], None
         _let_go(*gloos)
-        # the last reference ends gloo's threads; one in fifty aborted groups has one that nothing can wake
+        # dropping the last reference ends gloo's threads; one in fifty aborted groups has a thread that nothing can
+        # wake
         ending = threading.Thread(target=gloos.clear, name="asynccomm-gloo-end", daemon=True)
         ending.start()
         ending.join(END_SECONDS)
@@ -233,10 +233,10 @@ class GlooBackend(Backend):
 
 
 def _address(context: BackendContext) -> str | None:
-    """Of the interface to use, where the caller has not said it; None: the one that the host's name resolves to.
+    """The address of the interface to use if no hint names it; None: the address that the host's name resolves to.
 
-    That name often means loopback, or nothing, where no name service knows the host. The way to the store is one that
-    the other hosts have, too, unless that way is loopback: this host has the store, and calls it so.
+    That name often resolves to loopback, or not at all, where no name service knows the host. The local address of the
+    connection to the store is reachable by the other hosts, unless it is loopback: this host then runs the store.
     """
     if len({member.host for member in context.members}) == 1:
         return "127.0.0.1"
@@ -250,6 +250,6 @@ def _let_go(gloos: GlooGroups | None) -> None:
 
 
 def _bare(exc: T) -> T:
-    """``exc`` without the frames that it came through: they hold the groups, which would end with whoever drops it."""
+    """``exc`` without its frames: they hold the groups, which would end on the thread that drops the exception."""
     exc.__traceback__ = None
     return exc

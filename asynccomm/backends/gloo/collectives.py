@@ -1,25 +1,25 @@
-"""Collectives from their submission to their end: order, frame, and what follows it.
+"""The life of a collective from submission to its end: order, frame, data.
 
-gloo trusts that all ranks have called the same. So nothing that depends on sizes is handed to gloo before it is certain
-that all ranks mean the same, or that the others hand over nothing at that place.
+gloo assumes that all ranks call the same collective. Nothing that depends on sizes is therefore handed to gloo before
+it is certain that all ranks issued the same collective, or that the other ranks hand over nothing at that place.
 
-- A collective that nothing under way conflicts with (``hazard_tracker.py``) sends a **frame** (``frames.py``), in the
-  order of issue. Frames go through a gloo group of their own, with one thread, so they come back in that order, one at
-  a time. In that order the collectives themselves are started on the other groups: gloo tells the operations of a group
-  apart by their order, which would be another on each rank if frames and data shared a group.
-- What fits in the frames is complete with them. Other collectives of tensors become operations of gloo's
-  (``lowering.py``, ``packing.py``), those of parcels messages (``payload_collectives.py``).
-- A collective that was **predicted** (``predictions.py``) is started at once, once all calls before it are known to be
-  the same on all ranks: predictions follow from the calls before, so at that place the ranks hand over the same or
-  nothing. It is over when its frames are here, too.
+- A collective without conflicts in flight (``hazard_tracker.py``) sends a **frame** (``frames.py``), in the order of
+  issue. Frames use a gloo group of their own, with one thread, so they complete in that order, one at a time. The
+  collectives themselves are started on the other groups in that order, too: gloo identifies the operations of a group
+  by their order, which would differ between ranks if frames and data shared a group.
+- A collective whose data fits into the frames completes with them. Other collectives of tensors become gloo operations
+  (``lowering.py``, ``packing.py``), collectives of parcels become messages (``payload_collectives.py``).
+- A collective that was **predicted** (``predictions.py``) is started at once, when all earlier calls are known to be
+  the same on all ranks: a prediction follows from the earlier calls, so at that place all ranks hand over the same
+  collective or nothing. It is done when its frames have arrived, too.
 - A predicted collective that needs data from every rank has **no frame**: its end shows that all ranks have called it.
-  A rank that calls something else where one was predicted sends a frame and raises an alarm (``alarms.py``). The others
-  then send a frame of that place, too: those that have started what was predicted, late; those that have not called
-  yet, when they do. A rank that has gone on, and sent the frame of a later place, need not: the frames differ as well.
-- Where frames differ nothing follows them but the descriptions (``disputes.py``).
+  A rank that calls a different collective instead sends a frame and raises an alarm (``alarms.py``). The other ranks
+  then send a frame for that place, too: late, if they have started the predicted collective, otherwise when they call a
+  collective there. A rank that has sent the frame of a later place need not: the frames differ anyway.
+- If frames differ, the ranks exchange only descriptions of their calls afterwards (``disputes.py``).
 
-A group that ends on a thread of its own ends the process. So what runs there holds none, but looks it up, under a lock
-that closing takes before it lets go of the groups.
+A group that is destroyed on one of its own threads ends the process. Code that runs there therefore holds no group; it
+reads the groups under a lock that ``close`` acquires before it drops them.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class _Started:
     """A collective in the order of issue.
 
     Attributes:
-        place: how many collectives of the group were before it.
-        over: settles it.
+        place: number of earlier collectives of the group.
+        over: settles the collective.
         announced: whether it has a frame.
-        latch: waits for its frames and its data, if these were handed to gloo ahead of the frames.
+        latch: waits for its frames and its data, if the data was handed to gloo ahead of the frames.
     """
 
     __slots__ = ("announced", "heading", "latch", "over", "place", "submission")
@@ -78,13 +78,13 @@ class _Started:
 
 @final
 class Collectives:
-    """Those of one rank.
+    """The collectives of one rank.
 
     Args:
-        name: of the comm's threads.
+        name: prefix of the threads' names.
         exchange: moves parcels that are too long for a frame.
-        failed: takes what ends the comm: an error of ours, or whatever has gone wrong in an operation.
-        not_started: takes what has gone wrong before gloo had the operation.
+        failed: called with an error that breaks the comm, or with any exception from an operation.
+        not_started: called with an exception from an operation that gloo has not accepted.
     """
 
     def __init__(
@@ -105,18 +105,19 @@ class Collectives:
         self._failed = failed
         self._not_started = not_started
         self._in_flight = HazardTracker(self._start, not_started)
-        self._using = threading.RLock()  # held while a thread of gloo's uses the groups
+        self._using = threading.RLock()  # held while a thread of gloo uses the groups
         self._ended = False
         self._disputed = False
-        self._frames: list[Frame] = []  # that nothing uses
+        self._frames: list[Frame] = []  # unused frames
         self._predictor = Predictor()
         self._alarms = Alarms(gloos.frames, name, rank, size, self._alarmed)
-        self._order = threading.Lock()  # for what follows, and held while a frame is handed to gloo
-        self._places = 0  # collectives so far
-        self._queue: deque[_Started] = deque()  # with frames under way, and behind them those without
-        self._without_frame: dict[int, Submission] = {}  # under way, by place
+        self._order = threading.Lock()  # guards the fields below, and is held while a frame is handed to gloo
+        self._places = 0  # number of collectives so far
+        # collectives with a frame in flight, and behind them collectives without a frame
+        self._queue: deque[_Started] = deque()
+        self._without_frame: dict[int, Submission] = {}  # in flight, by place
         self._last_frame = -1  # the highest place with a frame
-        self._alarms_ahead: set[int] = set()  # places still to come where another rank has left the prediction
+        self._alarms_ahead: set[int] = set()  # future places with an alarm from another rank
 
     def submit(self, batch: Sequence[Submission]) -> None:
         """Start the collectives of a batch. Under the comm's lock."""
@@ -126,11 +127,11 @@ class Collectives:
                 submission.batch = batch, at
             try:
                 self._in_flight.submit(submission)
-            except RuntimeError as exc:  # the group died, and this call is the first to see it
+            except RuntimeError as exc:  # the group is broken, and this call is the first to detect it
                 self._not_started(submission, exc)
 
     def catch_up(self, timeout: float) -> None:
-        """Wait for what may be done with what the ranks have sent, at most ``timeout`` seconds."""
+        """Wait for collectives that have all their data, at most ``timeout`` seconds."""
         self._in_flight.catch_up(timeout)
 
     @property
@@ -139,13 +140,13 @@ class Collectives:
         return self._ended
 
     def end(self) -> None:
-        """The comm is broken: start nothing any more. From any thread, more than once."""
+        """Start no more collectives: the comm is broken. From any thread, more than once."""
         self._ended = True
         self._in_flight.end()
 
     def close(self, timeout: float) -> None:
-        """After ``end``: let go of the groups once nothing is being started, in at most ``timeout`` seconds."""
-        self._in_flight.join(timeout)  # the threads that may be starting something are gloo's own
+        """After ``end``: drop the groups once no collective is being started, in at most ``timeout`` seconds."""
+        self._in_flight.join(timeout)  # the threads that may be starting collectives are gloo's own
         self._alarms.close(timeout)
         held = self._using.acquire(timeout=timeout)
         self._gloos = None
@@ -153,7 +154,7 @@ class Collectives:
             self._using.release()
 
     def _start(self, submission: Submission, over: Over) -> None:
-        """Take a collective, in order, one at a time. Raises: RuntimeError if a group is broken."""
+        """Start a collective; called in order, one at a time. Raises: RuntimeError if a group is broken."""
         gloos = self._gloos
         assert gloos is not None, "started on a closed backend"
         heading = heading_of(submission)
@@ -178,7 +179,7 @@ class Collectives:
         if not started.announced:
             self._transfer(submission, partial(self._over_without_frame, started))
             return
-        even = not isinstance(submission.op, (AllToAll, Parcels))  # the heading tells all sizes
+        even = not isinstance(submission.op, (AllToAll, Parcels))  # the heading contains all sizes
         if as_predicted and not alarming and even and first and self._predictor.is_long(heading):
             started.latch = Latch(2, lambda _: over())
             self._transfer(submission, started.latch)
@@ -197,7 +198,7 @@ class Collectives:
         work.get_future().add_done_callback(partial(self._announced, started, frame))
 
     def _alarmed(self, place: int) -> None:
-        """Another rank has called something else than was predicted at ``place``. On a thread."""
+        """Send a frame for ``place``, where another rank has called an unpredicted collective. On a thread."""
         with self._order:
             gloos = self._gloos
             if gloos is None or self._ended:
@@ -215,7 +216,7 @@ class Collectives:
         work.get_future().add_done_callback(partial(self._announced_late, submission, frame))
 
     def _announced(self, started: _Started, frame: Frame, future: torch.futures.Future[object]) -> None:
-        """All frames are here. In order, one at a time: on the thread of their group, or on that which starts them."""
+        """Handle the frames of all ranks. In order, one at a time; on their group's thread or the starting thread."""
         submission = started.submission
         try:
             future.value()
@@ -226,7 +227,7 @@ class Collectives:
             if difference is not None or not balanced:
                 self._dispute(submission, difference)
                 return
-            submission.batch = None  # which refers to this, and to the tensors of others
+            submission.batch = None  # it refers to this submission, and to all tensors of the batch
             if given is not None:
                 self._complete(submission, frame, given)
             else:
@@ -244,7 +245,7 @@ class Collectives:
             started.over()
 
     def _announced_late(self, submission: Submission, frame: Frame, future: torch.futures.Future[object]) -> None:
-        """All frames are here after an alarm, to tell of the difference."""
+        """Handle the frames that all ranks sent after an alarm: report the difference."""
         try:
             future.value()
             if self._ended:
@@ -257,7 +258,7 @@ class Collectives:
             self._failed(submission, exc)
 
     def _leave_queue(self) -> None:
-        """The head of the queue is started: so start what follows it without a frame."""
+        """Remove the head of the queue, which is started, and start the collectives without a frame that follow."""
         while True:
             with self._order:
                 self._queue.popleft()
@@ -273,7 +274,7 @@ class Collectives:
         started.over()
 
     def _go_on(self, submission: Submission, over: Over) -> None:
-        """Start what the ranks have agreed on."""
+        """Start a collective that all ranks have called."""
         error: Exception | None = None
         with self._using:
             try:
@@ -284,7 +285,7 @@ class Collectives:
             self._not_started(submission, error)
 
     def _dispute(self, submission: Submission, difference: tuple[int, tuple[int, int]] | None) -> None:
-        """Find out what the ranks called that differ; None: the sizes of an uneven all_to_all."""
+        """Find out how the calls of the ranks differ; ``difference`` None: in the sizes of an uneven all_to_all."""
         sides: tuple[int, int] | None = None
         if difference is not None:
             place, sides = difference
@@ -301,11 +302,11 @@ class Collectives:
             Dispute(gloos.frames, self._rank, self._size, submission, sides, failed).begin(f"{self._name}-dispute")
 
     def _transfer_failed(self, submission: Submission, exc: Exception) -> None:
-        if not self._disputed:  # or the error that says why is being made
+        if not self._disputed:  # else the dispute reports the reason
             self._failed(submission, exc)
 
     def _complete(self, submission: Submission, frame: Frame, given: Sequence[torch.Tensor]) -> None:
-        """Do what the frames were enough for."""
+        """Complete a collective with the data from the frames."""
         op = submission.op
         if not isinstance(op, Parcels):
             complete(submission, self._rank, given)
@@ -344,7 +345,7 @@ class Collectives:
 
 
 def _transferred(steps: Sequence[Callable[[], object]], over: Over, fail: Callable[[Exception], object]) -> None:
-    """gloo is done: take the last steps, of which the first raises if gloo has failed."""
+    """Run the steps after gloo's operation; the first of them raises if gloo has failed."""
     try:
         for step in steps:
             step()

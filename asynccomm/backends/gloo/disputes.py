@@ -1,7 +1,8 @@
-"""What the ranks tell each other once their frames have shown that they called different collectives.
+"""The exchange of descriptions after the ranks' frames have shown that they called different collectives.
 
-Every rank sees that in the same frame, and each then sends all others a description of its own call, on the group that
-the frames use. So all come to the same error, with both descriptions as they would be printed where they were called.
+Every rank detects the difference in the same frame, and sends all other ranks a description of its own call, on the
+group of the frames. All ranks therefore raise the same error, with both descriptions as they would be printed on the
+calling ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from asynccomm.backends.gloo.torch_gloo import GlooGroup
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import AllToAll, MessageSpace, Parcel
 
-MOST: Final = 1 << 24  # bytes of a rank's text
-LISTED: Final = 1 << 14  # operations of a batch that are described, and texts of merged ones
+MOST: Final = 1 << 24  # bytes of a rank's description
+LISTED: Final = 1 << 14  # limit for the described operations of a batch, and for the texts of fused ones
 _KEY: Final = MessageSpace.INTERNAL.key(0)
 
 
@@ -28,10 +29,10 @@ class Dispute:
     """One difference; see the module.
 
     Args:
-        gloo: the group for frames, on which nothing else sends messages of this kind.
-        submission: what this rank called at the place where ranks differ.
-        sides: two ranks that differ; None: an uneven all_to_all, of which any two may.
-        end: takes the error, on a thread.
+        gloo: the group of the frames, on which no other message uses the same tag.
+        submission: this rank's collective at the place where ranks differ.
+        sides: two ranks that differ; None: an uneven all_to_all, in which any two ranks may differ.
+        end: called with the error, on a thread.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Dispute:
         self._end = end
 
     def begin(self, name: str) -> None:
-        """Start, on a thread of that name."""
+        """Start a thread named ``name`` that runs the exchange."""
         threading.Thread(target=self._settle, name=name, daemon=True).start()
 
     def _settle(self) -> None:
@@ -79,7 +80,7 @@ class Dispute:
 
 class _Said(NamedTuple):
     issued: Issued
-    text: str  # of the operation that differs
+    text: str  # the operation that differs
     sends: Sequence[int]  # of an uneven all_to_all
     receives: Sequence[int]
 

@@ -1,18 +1,20 @@
-"""The frame that each rank sends ahead of a collective, of one length for all: what it is, and what it gives if short.
+"""The frame that each rank sends ahead of a collective, of a fixed length: a description of the call, and short data.
 
-gloo trusts that all ranks have called the same: sizes that differ end the process of the rank that gets more than it
-expects, everything else that differs gives garbage. A frame begins with a heading that must be equal on all ranks; then
-comes what is a rank's own::
+gloo assumes that all ranks call the same collective: different sizes crash the process of the rank that receives more
+than it expects, any other difference produces garbage. A frame begins with a part that must be equal on all ranks, and
+ends with the rank's own part::
 
     place, number, signature (2 words), digest, length of the batch, place in it;
     balance, bytes of the contribution, whole
 
-The place counts the collectives of the group, the number those of the comm as they were called. What follows, up to the
-semicolon, is the heading, which describes the call.
-The digest covers what the signature says in few bits or not at all: the sizes of the pieces that an operation is
-divided in, and the numbers of the operations that were merged into one. The balances of all ranks add up to zero if
-each rank of an uneven all_to_all receives what the others send it. A contribution that fits stands behind that, and
-``whole`` says so: if all do, the frames were the collective.
+The place counts the collectives of the group, the number counts those of the comm as they were called. The fields from
+the signature to the semicolon are the heading, which describes the call.
+
+The digest covers properties that the signature encodes in few bits or not at all: the sizes of the pieces that an
+operation is divided into, and the numbers of the operations that were fused into one. The balances of all ranks add up
+to zero if each rank of an uneven all_to_all receives exactly the elements that the others send it. A contribution that
+fits follows these fields, and ``whole`` is set: if it is set on all ranks, the frames have already carried the
+collective.
 """
 
 from __future__ import annotations
@@ -34,15 +36,15 @@ from asynccomm.errors import BackendError
 from asynccomm.ops import AllGather, AllReduce, AllToAll, Broadcast, Op, Parcels, ReduceScatter
 from asynccomm.ops.signature import signature
 
-ROOM: Final = 1024  # bytes of a contribution: up to here it costs as much to send them as not to
+ROOM: Final = 1024  # bytes of a contribution: up to this size, sending it costs no more than omitting it
 
 _NUMBERS: Final = struct.Struct("<qq")
 _HEADING: Final = struct.Struct("<QQQII")
 _EQUAL: Final = _NUMBERS.size + _HEADING.size  # bytes that are equal on all ranks
 _OWN: Final = struct.Struct("<QII")
-_HEADER: Final = 64  # where the contribution begins: aligned for every dtype
+_HEADER: Final = 64  # offset of the contribution: aligned for every dtype
 _FRAME: Final = _HEADER + ROOM
-_HEAD: Final = struct.Struct("<I")  # bytes of a parcel's head
+_HEAD: Final = struct.Struct("<I")  # length of a parcel's head
 _MASK: Final = (1 << 64) - 1
 
 assert _EQUAL + _OWN.size <= _HEADER
@@ -50,14 +52,14 @@ assert _EQUAL + _OWN.size <= _HEADER
 
 @final
 class Frame:
-    """The memory of a frame and of those of all ranks, to be used again and again.
+    """The memory of a frame and of the frames of all ranks, for repeated use.
 
-    All ranks send theirs to all at once: an all_to_all of copies is one step, which takes half as long as gloo's
-    all_gather between two ranks, and less than that between many.
+    All ranks send their frame to all ranks at once: an all_to_all of copies is a single step, which takes half as long
+    as gloo's all_gather between two ranks, and less than that between many.
 
     Attributes:
         mine: the frame of this rank, as a tensor.
-        copies: one for each rank, for gloo to send.
+        copies: one copy for each rank, for gloo to send.
         all: the frames of all ranks, for gloo to receive.
     """
 
@@ -66,17 +68,17 @@ class Frame:
         self._size = size
         self._sent = bytearray(_FRAME)
         self._received = bytearray(size * _FRAME)
-        with torch.inference_mode(False):  # threads of gloo's write it
+        with torch.inference_mode(False):  # gloo's threads write it
             self.mine = torch.frombuffer(self._sent, dtype=torch.uint8)
             self.all = torch.frombuffer(self._received, dtype=torch.uint8)
             self.copies = torch.empty(size * _FRAME, dtype=torch.uint8, device="cpu")
             self._rows = self.copies.view(size, _FRAME)
 
     def fill(self, submission: Submission, place: int, heading: bytes, *, contribute: bool = True) -> None:
-        """Write what this rank has to say of ``submission``, and read its inputs if they are short.
+        """Write this rank's description of ``submission``, and its inputs if they are short.
 
         Args:
-            contribute: False: the frame only says what was called.
+            contribute: False: the frame only describes the call.
         """
         op = submission.op
         _NUMBERS.pack_into(self._sent, 0, place, submission.work.seq)
@@ -89,7 +91,7 @@ class Frame:
         self._rows.copy_(self.mine)
 
     def _give(self, op: Op, submission: Submission) -> int:
-        """Returns how many bytes it took; -1 if there are too many."""
+        """Returns the number of bytes contributed; -1 if there are too many."""
         inputs = submission.inputs
         start = 8 * self._size if isinstance(op, AllToAll) else 0
         nbytes = start + contributed_bytes(op, inputs)
@@ -103,7 +105,7 @@ class Frame:
         return nbytes
 
     def _give_parcel(self, op: Parcels, submission: Submission) -> int:
-        if not op.gives(self._rank) or not submission.parcels:  # nobody but itself would take one
+        if not op.gives(self._rank) or not submission.parcels:  # no other rank receives a parcel from this rank
             return 0
         parcel = submission.parcels[0]
         head, tensors = parcel
@@ -118,10 +120,10 @@ class Frame:
         return nbytes
 
     def differing(self) -> tuple[int, tuple[int, int]] | None:
-        """The first place where ranks differ, and two that do; the same on all ranks. None: all called the same.
+        """The first place where ranks differ, and two ranks that differ; the same on all ranks. None: no difference.
 
-        A rank that sent the frame of a later place called what was predicted at this one; the ranks that did not are
-        among those that sent this place's frame.
+        A rank that sent the frame of a later place called the predicted collective at this place; the ranks that did
+        not are among the senders of this place's frame.
         """
         received = self._received
         heads = [bytes(received[rank * _FRAME : rank * _FRAME + _EQUAL]) for rank in range(self._size)]
@@ -136,9 +138,9 @@ class Frame:
         return first, (min(here[0], other), max(here[0], other))
 
     def given(self) -> tuple[Sequence[Tensor] | None, bool]:
-        """The contributions of all ranks, if all are here; and whether the sizes of an uneven all_to_all fit.
+        """The contributions of all ranks, if all are whole; and whether the sizes of an uneven all_to_all fit.
 
-        Raises: BackendError for what no rank says.
+        Raises: BackendError for fields that no rank writes.
         """
         total, complete = 0, True
         contributions = []
@@ -153,7 +155,7 @@ class Frame:
         return contributions if complete else None, total & _MASK == 0
 
     def parcel(self, rank: int, contribution: Tensor) -> tuple[bytes, Tensor]:
-        """Head and payload of a parcel that ``rank`` has given. Raises: BackendError for what is none."""
+        """Head and payload of the parcel of ``rank``. Raises: BackendError for an invalid contribution."""
         at, nbytes = rank * _FRAME + _HEADER, len(contribution)
         length = _HEAD.unpack_from(self._received, at)[0]
         start = _HEAD.size + length
@@ -163,7 +165,7 @@ class Frame:
 
 
 def extent(submission: Submission) -> tuple[int, int]:
-    """How many operations were submitted at once, as they were called, and how many of them before this one."""
+    """The number of operations in the batch, as they were called, and the number of them before this submission."""
     if submission.batch is None:
         return len(submission.members) or 1, 0
     batch, at = submission.batch
@@ -172,7 +174,7 @@ def extent(submission: Submission) -> tuple[int, int]:
 
 
 def complete(submission: Submission, rank: int, given: Sequence[Tensor]) -> None:
-    """Fill the outputs of a collective of tensors with what the contributions make."""
+    """Compute the outputs of a collective of tensors from the contributions."""
     op, ops = submission.op, [submission.op] * len(given)
     if isinstance(op, AllToAll):
         n = 8 * len(given)
@@ -183,12 +185,12 @@ def complete(submission: Submission, rank: int, given: Sequence[Tensor]) -> None
 
 
 def heading_of(submission: Submission) -> bytes:
-    """What a call of a collective is, without its number: equal for equal calls."""
+    """The description of a collective call without its number: equal for equal calls."""
     return _HEADING.pack(*signature(submission.op), digest(submission), *extent(submission))
 
 
 def digest(submission: Submission) -> int:
-    """What tells apart operations whose signatures may be equal."""
+    """A hash that distinguishes operations whose signatures may be equal."""
     op = submission.op
     pieces: Sequence[Tensor] = ()
     match op:
@@ -200,13 +202,13 @@ def digest(submission: Submission) -> int:
             pieces = submission.inputs
     if not pieces and not submission.numbers:
         return 0
-    first = submission.work.seq  # numbers count from here: so what a loop calls has one digest
+    first = submission.work.seq  # relative numbers, so equal calls in a loop have one digest
     numbers = array("q", [*[number - first for number in submission.numbers], *[tensor.nbytes for tensor in pieces]])
     return int.from_bytes(hashlib.blake2b(numbers.tobytes(), digest_size=8).digest())
 
 
 def balance(op: AllToAll, rank: int) -> int:
-    """What ``rank`` sends and does not receive, in hashes: of all ranks they add up to zero, modulo 2**64."""
+    """Hashes of the sizes that ``rank`` sends, minus those that it receives; all ranks' sum is 0 modulo 2**64."""
     sent = sum([_hash(rank, peer, count) for peer, count in enumerate(op.sends)])
     received = sum([_hash(peer, rank, count) for peer, count in enumerate(op.receives)])
     return (sent - received) & _MASK

@@ -1,7 +1,7 @@
-"""What the ranks tell each other when they close.
+"""The messages that the ranks exchange when they close.
 
-gloo fails an operation whose connection is closed, even if all of its data have arrived, where its thread had no time
-to look. So a rank that is done does not close its connections before the others are done as well.
+gloo fails an operation whose connection is closed, even if all its data has arrived, unless its thread has processed
+the data. A rank that is done therefore keeps its connections open until the other ranks are done as well.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from asynccomm.backends.gloo.torch_gloo import GOODBYE_TAG, GlooGroup
 def say_goodbye(
     gloo: GlooGroup, rank: int, size: int, seconds: float, *, clock: Callable[[], float] = time.monotonic
 ) -> None:
-    """Tell all ranks that this one is done, and block until all have said so, at most ``seconds``.
+    """Send a goodbye to all ranks, and block until all goodbyes have arrived, at most ``seconds``.
 
-    Ranks that closed earlier, or died, are not waited for. A rank that takes longer finds the group broken, as it
-    would without the wait.
+    Ranks that closed earlier, or died, are not waited for. A rank that closes later than that finds the group broken,
+    as it would without the wait.
 
     Args:
-        gloo: a group whose ``GOODBYE_TAG`` nothing else uses; broken by a rank that takes too long.
+        gloo: a group on which no other message uses ``GOODBYE_TAG``; broken if a rank takes too long.
     """
     end = clock() + seconds
     requests = []

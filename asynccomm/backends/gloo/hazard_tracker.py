@@ -1,20 +1,22 @@
-"""Collectives under way, and those that wait for their memory.
+"""Collectives in flight, and collectives that wait for their memory.
 
-gloo runs operations side by side, and what is staged is read when it is started: so an operation whose memory
-conflicts with one under way (it reads what that writes, or writes what that reads or writes) is started when that one
-is over. What comes later waits behind it, as gloo's groups tell operations apart by their order.
+gloo runs operations in parallel, and staging reads an operation's memory when it is started. An operation that
+conflicts with an operation in flight (it reads memory that the other writes, or writes memory that the other reads or
+writes) is therefore started when that operation is over. Later operations wait behind it, because gloo identifies a
+group's operations by their order.
 
-A barrier waits for everything under way: once it is over, so are all collectives before it, on all ranks.
+A barrier waits for all operations in flight: when it is over, so are all earlier collectives, on all ranks.
 
-Ranks may wait for different ones, because their tensors lie differently: each waits only for earlier operations, and
-the first that is not over anywhere waits for none.
+Ranks may wait for different operations, because their tensors lie differently. No deadlock follows: each operation
+waits only for earlier ones, so the first unfinished operation of all ranks waits for none.
 
-Operations are started one at a time: gloo's count of them is not made for several threads. They are put in under the
-comm's lock, which serves until something waits; from then on one thread starts what waits, that of an operation which
-is over, and all that is put in waits, too.
+Operations are started one at a time, because gloo's operation counter is not thread-safe. ``submit`` is called under
+the comm's lock, which is enough until an operation waits. From then on a single thread, that of an operation which is
+over, starts the waiting operations, and every submitted operation joins them.
 
-Collectives of parcels read the tensors of their parcels, and write those outputs that the caller has given. Messages
-stay outside: they are in no order with collectives, whatever memory they share with what is under way.
+Collectives of parcels read the tensors of their parcels, and write the outputs that the caller has given.
+Point-to-point messages are not tracked: they have no order with collectives, whatever memory they share with operations
+in flight.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ from asynccomm.ops import Barrier
 
 @final
 class HazardTracker:
-    """Starts collectives in order, each as soon as nothing under way conflicts with it.
+    """Starts collectives in order, each as soon as it conflicts with no collective in flight.
 
     Args:
-        start: hands a collective to gloo; calls its second argument when that is over, from any thread, unless it
-            failed.
-        fail: takes what goes wrong in starting one that has waited.
+        start: hands a collective to gloo; calls its second argument when the collective is over, from any thread,
+            unless it failed.
+        fail: called with an exception from starting a collective that has waited.
     """
 
     def __init__(
@@ -48,18 +50,19 @@ class HazardTracker:
     ) -> None:
         self._start = start
         self._fail = fail
-        self._lock = threading.Lock()  # held for moments only: nothing is started or settled under it
+        self._lock = threading.Lock()  # held only briefly: no operation is started or settled under it
         self._resting = threading.Condition(self._lock)
         self._waiting: deque[_TrackedOp] = deque()
-        self._starting = False  # a thread starts what waits
+        self._starting = False  # a thread is starting waiting operations
         self._ended = False
-        self._count = 0  # under way
-        self._unsettled = 0  # put in, and not settled yet
-        self._alone: _TrackedOp | None = None  # under way when nothing else was: its memory is looked at once there is
-        self._accesses = AccessSet()  # of those under way
+        self._count = 0  # number in flight
+        self._unsettled = 0  # number submitted and not settled
+        # the only operation in flight; its memory is computed when a second operation is submitted
+        self._alone: _TrackedOp | None = None
+        self._accesses = AccessSet()  # the memory of the operations in flight
 
     def submit(self, submission: Submission) -> None:
-        """Start ``submission``, or keep it. Under the comm's lock. Raises: what ``start`` raises."""
+        """Start ``submission``, or queue it. Under the comm's lock. Raises: the error of ``start``."""
         flight = _TrackedOp(submission)
         with self._lock:
             if self._ended:
@@ -77,7 +80,7 @@ class HazardTracker:
             raise
 
     def end(self) -> None:
-        """The comm is broken, which fails what waits: start nothing any more. From any thread, more than once."""
+        """Start no more operations: the broken comm fails the waiting ones. From any thread, more than once."""
         with self._lock:
             self._ended = True
             self._resting.notify_all()
@@ -85,12 +88,12 @@ class HazardTracker:
             self._alone = None
 
     def catch_up(self, timeout: float) -> bool:
-        """Block until all that was put in is settled; False if that took longer than ``timeout`` seconds."""
+        """Block until all submitted operations are settled; False if that took longer than ``timeout`` seconds."""
         with self._lock:
             return self._resting.wait_for(lambda: self._ended or not self._unsettled, timeout)
 
     def join(self, timeout: float) -> bool:
-        """After ``end``: block until nothing is being started; False if that took longer than ``timeout`` seconds."""
+        """After ``end``: block until no operation is being started; False after more than ``timeout`` seconds."""
         with self._lock:
             return self._resting.wait_for(lambda: not self._starting, timeout)
 
@@ -99,8 +102,8 @@ class HazardTracker:
             self._leave(flight)
             go_on = bool(self._waiting) and not self._starting
             self._starting |= go_on
-        # free before it is settled, or who goes on at once would wait; and settled before others are started, which
-        # may take long
+        # The memory is released before the Work is settled, so that a caller that continues at once need not wait; the
+        # Work is settled before waiting operations are started, which may take long.
         try:
             flight.submission.work.settle(flight.submission.error)
         finally:
@@ -118,7 +121,7 @@ class HazardTracker:
                 self._fail(flight.submission, exc)
 
     def _next(self) -> _TrackedOp | None:
-        """The first that waits, if it need not any longer."""
+        """Remove and return the first waiting operation, if it conflicts with no operation in flight."""
         with self._lock:
             if self._waiting and self._enter(self._waiting[0]):
                 return self._waiting.popleft()
@@ -127,7 +130,7 @@ class HazardTracker:
             return None
 
     def _enter(self, flight: _TrackedOp) -> bool:
-        """Count ``flight`` as under way, unless it conflicts with what is."""
+        """Count ``flight`` as in flight, unless it conflicts with an operation in flight."""
         if not self._count:
             self._alone = flight
         else:
@@ -160,18 +163,18 @@ class HazardTracker:
 
 @final
 class _TrackedOp:
-    """A collective, and its memory once that was looked at."""
+    """A collective, and its memory once computed."""
 
     __slots__ = ("_looked", "reads", "submission", "writes")
 
     def __init__(self, submission: Submission) -> None:
         self.submission = submission
-        self.reads: list[Region] = []  #: what it reads and does not write
+        self.reads: list[Region] = []  #: memory that it reads and does not write
         self.writes: list[Region] = []
         self._looked = False
 
     def look(self) -> None:
-        """Find out its memory."""
+        """Compute its memory."""
         if self._looked:
             return
         self._looked = True

@@ -1,8 +1,8 @@
-"""From our operations to gloo's: which call, on which memory, and what is left to do when it has finished.
+"""The mapping of operations to gloo's: which call, on which memory, and the steps after it.
 
-gloo knows some dtypes, in plain memory. So what is only moved travels as bytes if need be, and what is reduced is
-widened first. Memory that gloo cannot use as it is (strides, other dtypes, tensors that must not be clobbered) is
-staged: copied before the call or after it.
+gloo supports some dtypes, in plain memory. Data that is only moved travels as bytes if necessary, and data that is
+reduced is widened first. Memory that gloo cannot use directly (strides, other dtypes, tensors that must not be
+clobbered) is staged: copied before the call or after it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from asynccomm.ops import (
 )
 from asynccomm.ops.reduce_op import ReduceOp
 
-#: gloo writes a chunk of them without regard to whether it was sent
+#: gloo may overwrite a chunk of their memory before it has sent the chunk
 OUT_OF_PLACE: Final = frozenset({AllToAll, AllToAllSingle})
 
 
 def start(gloo: GlooGroup, op: Op, buffers: Buffers, size: int) -> tuple[Any, Finish | None]:
-    """Start a collective of one tensor, or one for each rank; returns gloo's work and what to do after it, if anything.
+    """Start a collective of one tensor, or of one for each rank; returns gloo's work and the step after it, if any.
 
-    What is divided otherwise is in ``packing.py``.
+    ``packing.py`` starts operations that are divided otherwise.
     """
     inputs, outputs = buffers.inputs, buffers.outputs
     match op:
@@ -51,7 +51,7 @@ def start(gloo: GlooGroup, op: Op, buffers: Buffers, size: int) -> tuple[Any, Fi
             return _all_reduce(gloo, inputs[0], outputs[0], reduction, size)
         case Reduce(reduction=reduction, root=root, dtype=dtype):
             output = outputs[0] if outputs else None
-            wide = in_order(brought(inputs[0], output, reduction), reduction)  # gloo uses it as scratch off the root
+            wide = in_order(brought(inputs[0], output, reduction), reduction)  # gloo's scratch memory off the root
             work = gloo.reduce(wide, root, reduction, bools=dtype == torch.bool)
             return work, None if output is None else partial(narrow_all, wide, outputs, reduction, size)
         case ReduceScatter(reduction=reduction) | ReduceScatterSingle(reduction=reduction):
@@ -99,7 +99,7 @@ def _all_reduce(
     gloo: GlooGroup, tensor: Tensor, output: Tensor, reduction: ReduceOp, size: int
 ) -> tuple[Any, Finish | None]:
     if tensor is output and is_native(tensor.dtype, reduction) and arithmetic.is_plain(tensor):
-        # the usual case, with as little Python as can be: after a large operation none of it is in the caches
+        # the usual case, with as little Python as possible: after a large operation none of it is in the caches
         return gloo.all_reduce(tensor, reduction), None
     wide = in_order(brought(tensor, output, reduction), reduction)
     work = gloo.all_reduce(wide, reduction, bools=tensor.dtype == torch.bool)

@@ -1,12 +1,12 @@
 """Send and receive over gloo.
 
-gloo matches messages by peer and tag, in order, but trusts both sides to know the size: a shorter message fills half
-of the tensor in silence, a longer one ends the process. So each message has a header that says how many elements of
-which dtype it brings. A short payload comes with it; a long one follows under a tag of its own, and is received only if
-it fits. What does not fit fails with both descriptions. Parcels say themselves what they bring (``payloads.py``); they
-have tags of their own.
+gloo matches messages by peer and tag, in order, but trusts both sides on the size: a shorter message silently fills a
+part of the tensor, a longer one ends the process. Each message therefore has a header with its number of elements and
+its dtype. A short payload follows in the same message; a long one follows under a second tag, and is received only if
+it fits. A payload that does not fit raises an error with both descriptions. Parcels describe themselves
+(``payloads.py``); they have separate tags.
 
-Messages to oneself never reach gloo, which has no connection to itself.
+Messages from a rank to itself never reach gloo, which has no such connection.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import MessageSpace, Recv, RecvParcel, Send, SendParcel
 from asynccomm.ops.dtypes import BY_CODE, CODES
 
-HEADER = 16  # bytes: how many elements, of which dtype
+HEADER = 16  # bytes: number of elements, and dtype
 SHORT = 4096  # bytes of payload that travel in the header's message, which saves a round trip
 
 
 def _message(op: Send, data: Tensor) -> Tensor:
-    """The header, and behind it the payload if that is short."""
+    """The header, followed by the payload if it is short."""
     header = torch.tensor([op.numel, CODES[op.dtype]], device="cpu").view(torch.uint8)
     return torch.cat([header, data]) if data.numel() <= SHORT else header
 
@@ -47,9 +47,9 @@ class PointToPoint:
 
     Args:
         lanes: for messages of users.
-        internal: for those between the ranks themselves, which users' messages must not hold up, nor the other way.
-        complete: runs the steps that end an operation, settles it, and reports what goes wrong; called on a lane.
-        on_error: where a mismatch goes.
+        internal: for messages between the ranks themselves; neither kind of message may delay the other.
+        complete: runs the steps that end an operation, settles it, and reports exceptions; called on a lane.
+        on_error: called with a mismatch.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class PointToPoint:
             self._recv_parcel(gloo, op.peer, key, submission)
 
     def drop(self) -> None:
-        """Let go of what this rank has sent itself."""
+        """Drop the messages from this rank to itself."""
         self._own.clear()
 
     def _send(self, gloo: GlooGroup, op: Send, submission: Submission) -> None:
@@ -103,7 +103,7 @@ class PointToPoint:
         self._lanes.put(("send", op.peer, op.tag), job)
 
     def _recv(self, gloo: GlooGroup, op: Recv, peer: int, submission: Submission) -> None:
-        # zeros: one that is too short leaves the rest as it is, and nothing is to be made of what was there before
+        # zeros: a message that is too short leaves the rest unchanged, and old memory must not be parsed
         message = torch.zeros(HEADER + SHORT, dtype=torch.uint8, device="cpu")
         arrival = gloo.recv(message, peer, 2 * op.tag)
 
@@ -175,7 +175,7 @@ class PointToPoint:
                 sides = self._rank, str(send.op), self._rank, str(recv.op)
                 self._on_error(CollectiveMismatchError(send.work.seq, *sides))
                 return
-            unpack(bytes_of(send.inputs[0]), recv.outputs)  # one may be complex, the other real
+            unpack(bytes_of(send.inputs[0]), recv.outputs)  # one side may be complex, the other real
             recv.work.source = self._rank
             recv.work.settle()
         send.work.settle()
@@ -191,7 +191,7 @@ class PointToPoint:
 
 
 def conclude(delivery: Delivery, submission: Submission) -> None:
-    """All has come: bring it home. Raises what breaks the comm; an error of the operation alone stays with it."""
+    """Finish a complete delivery. Raises an error that breaks the comm; ``submission`` keeps any other error."""
     delivery.finish()
     if isinstance(delivery.error, BrokenError):
         raise delivery.error

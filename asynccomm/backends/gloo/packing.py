@@ -1,8 +1,8 @@
-"""Operations that become several of gloo's: of several tensors for each rank, or of another size on each rank.
+"""Operations that become several gloo operations: several tensors per rank, or a different size on each rank.
 
-Each of gloo's operations costs as much as copying a megabyte. So small tensors go in packs, which are copied together
-and apart again on gloo's thread, in one piece of memory (``transfers.py``); a large one goes by itself, out of and into
-its own memory. What travels together depends only on sizes, which are the same on all ranks.
+Each gloo operation costs as much as copying a megabyte. Small tensors therefore travel in packs, which are packed and
+unpacked on gloo's thread, in one piece of staging memory (``transfers.py``); a large tensor travels by itself, from and
+to its own memory. The packs depend only on sizes, which are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from asynccomm.backends.hazards import Buffers
 from asynccomm.backends.regions import adjoining
 from asynccomm.ops import AllGather, AllReduce, Broadcast, Op, ReduceScatter
 
-SMALL = 1 << 20  # bytes: up to here copying costs less than an operation of its own (2 ranks on 2 cores)
-PACK = 4 << 20  # bytes of a pack at most
+SMALL = 1 << 20  # bytes: up to this size, copying costs less than another operation (2 ranks on 2 cores)
+PACK = 4 << 20  # maximum bytes of a pack
 
 Lines = list[list[Transfer]]
 
 
 def groups_of(sizes: Sequence[int]) -> list[list[int]]:
-    """Which tensors, of these sizes in bytes, travel together; smaller groups first."""
+    """The groups of tensors, of these sizes in bytes, that travel together; smaller groups first."""
     groups: list[list[int]] = []
     pack: list[int] = []
     left = PACK
@@ -59,7 +59,7 @@ def groups_of(sizes: Sequence[int]) -> list[list[int]]:
 
 
 def is_divided(submission: Submission) -> bool:
-    """Whether an operation has several tensors, or shares of their own size."""
+    """Whether an operation has several tensors, or shares of different sizes."""
     op = submission.op
     match op:
         case AllReduce() | Broadcast():
@@ -73,7 +73,7 @@ def is_divided(submission: Submission) -> bool:
 
 
 def chains_of(gloos: GlooGroups, op: Op, buffers: Buffers, rank: int, size: int) -> Lines:
-    """The transfers of an operation that has a ``layout``, each line for a gloo group of one thread."""
+    """The transfers of an operation that has a ``layout``, in chains, each run by one gloo group."""
     inputs, outputs = buffers.inputs, buffers.outputs
     match op:
         case AllReduce():
@@ -90,11 +90,11 @@ def chains_of(gloos: GlooGroups, op: Op, buffers: Buffers, rank: int, size: int)
 
 @final
 class _TransferChains:
-    """Puts transfers in lines: one for all that go through the group of one thread, one for each other.
+    """Puts transfers in chains: one chain for all on the group with one thread, and one for each other transfer.
 
     Args:
         lengths: bytes that each transfer moves for one rank.
-        late: whether it may be filled late, so that it has to stand in the line whatever its size.
+        late: whether the transfer may be filled right before it starts, and so must be in that chain whatever its size.
     """
 
     def __init__(self, gloos: GlooGroups, lengths: Sequence[int], late: Sequence[bool]) -> None:
@@ -109,7 +109,7 @@ class _TransferChains:
         self._alone: Lines = []
 
     def memory(self, i: int, name: str, times: int = 1) -> Tensor:
-        """Staging memory for transfer ``i``: those in the line share what has one name."""
+        """Staging memory for transfer ``i``: transfers in the common chain share memory of the same name."""
         if self.gloos[i] is not self._small:
             return room(times * self._lengths[i])
         if name not in self._shared:
@@ -137,7 +137,7 @@ def _all_reduce(
     for i, group in enumerate(groups):
         sources, targets = [inputs[j] for j in group], [outputs[j] for j in group]
         fill: Finish | None = None
-        if direct and len(group) == 1 and _same(sources[0], targets[0]):  # gloo reduces where the input lies
+        if direct and len(group) == 1 and _same(sources[0], targets[0]):  # gloo reduces in the input's own memory
             values = arithmetic.resolved(sources[0])
             finish: Finish = partial(narrow_all, values, targets, reduction, size)
         else:
@@ -198,7 +198,7 @@ def _gather_at_once(
     lengths: Sequence[int],
     rank: int,
 ) -> None:
-    """All ranks send as much as the one that has most."""
+    """Gather with every rank sending as much as the rank that has most."""
     most = max(lengths)
     source = adjoining(sources) if lengths[rank] == most else None
     target = adjoining([tensor for share in targets for tensor in share]) if min(lengths) == most else None
@@ -225,7 +225,7 @@ def _gather_one_by_one(
     lengths: Sequence[int],
     rank: int,
 ) -> None:
-    """Each rank that has something broadcasts it: where padding would be most of the traffic."""
+    """Broadcast from each rank that has data: used where padding would be most of the traffic."""
     for root, (share, length) in enumerate(zip(targets, lengths, strict=True)):
         if not length:
             continue
@@ -251,7 +251,7 @@ def _reduce_scatter(
     numels = [[tensor.numel() for tensor in inputs[r * k : r * k + k]] for r in range(size)]
     groups = groups_of([max(column) * dtype.itemsize for column in zip(*numels, strict=True)])
     lengths = [[row_bytes(dtype, reduction, sum([row[j] for j in group])) for row in numels] for group in groups]
-    # what is alone would be filled at once in any case
+    # a single group is filled at once in any case
     lines = _TransferChains(gloos, [max(ranks) for ranks in lengths], [len(groups) > 1] * len(groups))
     for i, group in enumerate(groups):
         sources = [inputs[r * k + j] for r in range(size) for j in group]

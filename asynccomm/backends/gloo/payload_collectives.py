@@ -1,9 +1,9 @@
 """Collectives of parcels, made of messages between the ranks.
 
-Every giver starts to send in the call, and every taker posts in the call what the headers come into. So gloo's order of
-messages between two ranks keeps the collectives in order, and nobody has to be ready for another to go on. One lane
-does the rest, collective by collective: it first waits for all heads, as each taker is to know all lengths, then for
-the payloads, and last for what this rank has sent itself: receiving waits for nothing but the others' calls.
+In the call, every sending rank starts its sends, and every receiving rank posts the receives of the headers. gloo's
+order of messages between two ranks thus keeps the collectives in order, and no rank waits for another in the call. One
+lane does the rest, collective by collective: it waits for all heads first, as each receiving rank needs all lengths,
+then for the payloads, and last for this rank's own sends: receiving depends only on the others' calls.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _KEY = MessageSpace.INTERNAL.key(0)
 
 @final
 class PayloadExchange:
-    """Collectives of parcels of one rank.
+    """The collectives of parcels of one rank.
 
     Args:
         lane: runs one job at a time.
-        complete: runs the steps that end an operation, then what settles it, and reports what goes wrong; called on
-            the lane.
+        complete: runs the steps that end an operation, then the function that settles it, and reports exceptions;
+            called on the lane.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class PayloadExchange:
         complete: Callable[[Submission, Sequence[Callable[[], object]], Callable[[], object]], None],
     ) -> None:
         self._rank = rank
-        # the next rank first: so at any time each rank sends to another one
+        # the next rank first, so that at any time each rank sends to a different one
         self._others = [(rank + i) % size for i in range(1, size)]
         self._lane = lane
         self._complete = complete
 
     def submit(self, gloo: GlooGroup, op: Parcels, submission: Submission, over: Callable[[], object]) -> None:
-        """Start, in the same order on all ranks; ``over`` settles the submission."""
+        """Start a collective, in the same order on all ranks; ``over`` settles the submission."""
         givers = [rank for rank in self._others if op.takes(self._rank) and op.gives(rank)]
         takers = [rank for rank in reversed(self._others) if op.gives(self._rank) and op.takes(rank)]
         coming = {giver: InboundParcel(gloo, giver, _KEY) for giver in givers}
@@ -81,7 +81,7 @@ class PayloadExchange:
 
 @final
 class _Receive:
-    """The parcels that come to this rank in one collective."""
+    """The parcels that this rank receives in one collective."""
 
     def __init__(
         self, op: Parcels, rank: int, coming: dict[int, InboundParcel], submission: Submission, delivery: Delivery
@@ -93,7 +93,7 @@ class _Receive:
         self._delivery = delivery
 
     def receive(self) -> None:
-        """Take all parcels."""
+        """Receive all parcels."""
         coming, delivery = self._coming, self._delivery
         for giver, parcel in coming.items():
             parcel.read(partial(self._check, giver))

@@ -1,15 +1,16 @@
-"""Parcels as gloo's messages.
+"""Parcels as gloo messages.
 
-The first message, under the first tag, has a length that both sides know: a header, and behind it what is short enough
-to come along. The rest follows under the second tag, in messages whose lengths the header has told: the ``front`` (the
-lengths of the segments, then the head), then the segments of the payload. So nothing is received that does not fit,
-which would end the process.
+The first message, under the first tag, has a fixed length: a header, followed by short data. The rest follows under the
+second tag, in messages whose lengths are in the header: the ``front`` (the lengths of the segments, then the head),
+then the segments of the payload. No message is therefore received into memory too small for it, which would end the
+process.
 
-A segment is a large tensor or a part of one, which is sent out of its own memory; or a few small ones copied together.
-The receiver's tensors may be cut differently: what does not lie in one of them goes through memory of its own.
+A segment is a large tensor or a part of it, sent from its own memory, or several small tensors copied together. The
+receiver's tensors may be divided differently: a segment that does not lie within one of them is received in staging
+memory.
 
-What a header or a table says must be what an :class:`OutboundParcel` would say, or it is a BackendError. So no number
-in them makes a receiver take more memory than a head of the largest size, twice.
+A header or a table of lengths must be one that an :class:`OutboundParcel` could have written, otherwise the receiver
+raises BackendError. No number in them makes a receiver allocate more than twice the largest head.
 """
 
 from __future__ import annotations
@@ -31,28 +32,28 @@ from asynccomm.ops import Parcel
 from asynccomm.ops.parcels import MAX_HEAD
 
 SHORT: Final = 4096  # bytes that travel in the header's message, which saves a round trip
-SEGMENT: Final = 16 << 20  # bytes of a message at most; what is not wanted is received into as much
-SMALL: Final = 256 << 10  # bytes of a tensor that is copied together with others
-PACK: Final = 4 << 20  # bytes of such a pack at most
-MOST_SEGMENTS: Final = MAX_HEAD // 8  # their lengths take no more than a head may; that is for a terabyte at least
-WINDOW: Final = 64 << 20  # bytes that are on their way at the same time
+SEGMENT: Final = 16 << 20  # maximum bytes of a message; an unwanted payload is received into a buffer of this size
+SMALL: Final = 256 << 10  # bytes: tensors up to this size are copied together
+PACK: Final = 4 << 20  # maximum bytes of a pack of such tensors
+MOST_SEGMENTS: Final = MAX_HEAD // 8  # their lengths take no more than a head may; enough for a terabyte at least
+WINDOW: Final = 64 << 20  # bytes in flight at the same time
 
-_HEADER: Final = struct.Struct("<qqqI60s")  # bytes of the head, of the payload; segments; code and text
+_HEADER: Final = struct.Struct("<qqqI60s")  # bytes of the head, bytes of the payload, number of segments; code and text
 
 
 class _ParcelHeader(NamedTuple):
-    """What the header says."""
+    """The fields of a header."""
 
     head: int
     payload: int
-    segments: int  # messages of payload; 0: it came along
+    segments: int  # messages of payload; 0: the payload is in the front
     code: int
     text: bytes
 
     @property
     def possible(self) -> bool:
-        """Whether a sender can have said this; whatever there is of the head is for others to judge."""
-        if self.segments:  # those that are copied together are packs between large tensors, or full
+        """Whether a sender can have written this header; the maximum length of a head is checked elsewhere."""
+        if self.segments:  # packs lie between large tensors, or are full
             most = min(2 * (self.payload // SMALL) + 1, MOST_SEGMENTS)
             return 0 < self.segments <= most and self.head >= 0 and self.head + self.payload > SHORT
         return self.head >= 0 <= self.payload and (not self.payload or self.front <= SHORT)
@@ -63,7 +64,7 @@ class _ParcelHeader(NamedTuple):
 
 
 def segments_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The bytes of ``tensors`` as they are sent."""
+    """The bytes of ``tensors``, divided into the messages to send."""
     segments: list[Tensor] = []
     pack: list[Tensor] = []
     left = PACK
@@ -82,10 +83,10 @@ def segments_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @final
 class OutboundParcel:
-    """A parcel made ready to be sent, to one rank or to several.
+    """A parcel prepared for sending, to one rank or to several.
 
     Args:
-        code, text: for the receiver to see what the parcel belongs to.
+        code, text: identify the parcel's operation to the receiver.
     """
 
     def __init__(self, parcel: Parcel, code: int = 0, text: str = "") -> None:
@@ -103,14 +104,14 @@ class OutboundParcel:
         self._rest = segments if along else [front, *segments]
 
     def send(self, gloo: GlooGroup, peer: int, key: int) -> list[Callable[[], object]]:
-        """Start; returns what waits for the end. The parcel is to be kept until then."""
+        """Start to send; returns functions that wait for the end. The caller keeps the parcel until then."""
         first = gloo.send(self._first, peer, 2 * key)
         return [first.wait, *[gloo.send(message, peer, 2 * key + 1).wait for message in self._rest]]
 
 
 @final
 class InboundParcel:
-    """A parcel that comes from ``peer``. The methods block, and are to be called in order: read, take."""
+    """A parcel from ``peer``. The methods block; call ``read`` first, then ``take``."""
 
     def __init__(self, gloo: GlooGroup, peer: int, key: int) -> None:
         self._gloo = gloo
@@ -118,15 +119,15 @@ class InboundParcel:
         self._key = key
         self._memory = bytearray(_HEADER.size + SHORT)
         self._arrival = gloo.recv(torch.frombuffer(self._memory, dtype=torch.uint8), peer, 2 * key)
-        self._lengths: Sequence[int] = ()  # of the segments
+        self._lengths: Sequence[int] = ()  # lengths of the segments
         self._along: Tensor | None = None  # a short payload
         self.head = b""
-        self.nbytes = 0  #: of the payload
+        self.nbytes = 0  #: bytes of the payload
 
     def read(self, check: Callable[[int, str], object] | None = None) -> None:
-        """Wait for the head. ``check`` looks at code and text before anything else is taken.
+        """Wait for the head. ``check`` gets code and text before any further data is received.
 
-        Raises: BackendError for a head that is too long, and for what no sender says.
+        Raises: BackendError for a head that is too long, and for a header that no sender writes.
         """
         self._arrival.wait()
         note = _ParcelHeader(*_HEADER.unpack_from(self._memory))
@@ -156,7 +157,7 @@ class InboundParcel:
             self._along = torch.frombuffer(front[note.head : note.front], dtype=torch.uint8)
 
     def take(self, tensors: Sequence[Tensor] | None) -> None:
-        """Receive the payload into plain ``tensors``; None: throw it away."""
+        """Receive the payload into plain ``tensors``; None: discard it."""
         if self._along is not None:
             if tensors is not None:
                 unpack(self._along, tensors)
@@ -193,14 +194,14 @@ class InboundParcel:
 
 @final
 class _ByteCursor:
-    """Goes through the bytes of plain tensors."""
+    """Iterates over the bytes of plain tensors."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._parts: Iterator[Tensor] = iter([bytes_of(tensor) for tensor in tensors if tensor.numel()])
         self._part = room(0)
 
     def next(self, length: int) -> tuple[Tensor, Callable[[], object] | None]:
-        """Memory for the next bytes, and what then brings them to where they belong, if that is elsewhere."""
+        """Memory for the next bytes, and, if that is staging memory, a function that copies them to their places."""
         if not len(self._part):
             self._part = next(self._parts)
         if length <= len(self._part):

@@ -1,7 +1,7 @@
-"""Which collective comes next: programs repeat their calls.
+"""Prediction of the next collective: programs repeat their calls.
 
-A prediction depends on nothing but the calls before it. As long as the ranks make the same calls, they make the same
-predictions; and where the calls begin to differ, at most one group of ranks still follows the prediction.
+A prediction depends only on the earlier calls. As long as the ranks make the same calls, they make the same
+predictions; where the calls begin to differ, at most one group of ranks still follows the prediction.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asynccomm.ops import (
     ReduceScatterSingle,
 )
 
-REMEMBERED: Final = 4096  # pairs of calls whose successors are known: more than a training step has
+REMEMBERED: Final = 4096  # pairs of calls with a known successor: more than a training step has
 
 
 class Predicted(NamedTuple):
@@ -27,15 +27,15 @@ class Predicted(NamedTuple):
 
     heading: bytes
     needs_every_rank: bool
-    confirmed: bool  #: came a second time in this place
+    confirmed: bool  #: followed the same two calls twice in a row
 
 
 @final
 class Predictor:
     """The calls of one rank so far, by their headings.
 
-    A heading describes a call completely, but for its number. The prediction is the successor that the last two calls
-    had twice in a row.
+    A heading describes a call completely, except for its number. The prediction is the call that followed the last two
+    calls twice in a row.
     """
 
     def __init__(self) -> None:
@@ -44,12 +44,12 @@ class Predictor:
         self._long: set[bytes] = set()
 
     def predict(self) -> Predicted | None:
-        """The next call, if it can be told."""
+        """The next call, if there is a confirmed prediction."""
         successor = self._successors.get(self._last)
         return successor if successor is not None and successor.confirmed else None
 
     def record(self, heading: bytes, needs_every_rank: bool) -> None:
-        """Count a call, in the order of calls."""
+        """Record a call, in the order of calls."""
         last = self._last
         known = self._successors.get(last)
         again = known is not None and known.heading == heading
@@ -60,11 +60,11 @@ class Predictor:
         self._last = last[1], heading
 
     def is_long(self, heading: bytes) -> bool:
-        """Whether the contributions to such a call did not fit in frames before."""
+        """Whether the contributions to such a call did not fit into frames before."""
         return heading in self._long
 
     def note_long(self, heading: bytes) -> None:
-        """The contributions to such a call do not fit in frames."""
+        """Record that the contributions to such a call do not fit into frames."""
         if len(self._long) >= REMEMBERED:
             self._long.clear()
         self._long.add(heading)

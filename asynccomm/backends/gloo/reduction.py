@@ -1,11 +1,12 @@
-"""What goes before and after gloo's reductions, and the reduction that is our own.
+"""The steps before and after gloo's reductions, and asynccomm's own reduction.
 
-gloo reduces in place, and knows some dtypes. What it does not know is widened first (``backends/arithmetic.py``), and
-what must not be clobbered is copied. Its smallest and largest of floats lose NaN, or not, depending on where that
-stands: so floats become integers in the same order, with NaN at the end that wins, and come back afterwards.
+gloo reduces in place, and supports some dtypes. Other dtypes are widened first (``backends/arithmetic.py``), and
+tensors that must not be clobbered are copied. gloo's MIN and MAX of floats lose a NaN or keep it, depending on its
+position: floats are therefore mapped to integers of the same order, with NaN at the winning end, and mapped back
+afterwards.
 
-reduce_scatter is an all_to_all and a sum of our own: half the traffic of gloo's, which reduces everything everywhere,
-in rank order, with fp32 accumulation.
+reduce_scatter is an all_to_all and a sum here: half the traffic of gloo's reduce_scatter, which reduces everything on
+all ranks; in rank order, with fp32 accumulation.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from asynccomm.backends.gloo.staging import AS_IT_IS, pack, room
 from asynccomm.backends.regions import adjoining
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 
-_UNCHANGED: Final = frozenset(RedOpType) - {RedOpType.AVG, RedOpType.PREMUL_SUM}  # nothing to do before or after
+_UNCHANGED: Final = frozenset(RedOpType) - {RedOpType.AVG, RedOpType.PREMUL_SUM}  # no step before or after is needed
 _ORDER: Final = frozenset({RedOpType.MIN, RedOpType.MAX})
 _BITS: Final = {torch.float32: torch.int32, torch.float64: torch.int64}
-_CHUNK: Final = 1 << 17  # bytes that several passes leave in the cache
+_CHUNK: Final = 1 << 17  # bytes that stay in the cache over several passes
 
 
 def is_native(dtype: torch.dtype, reduction: ReduceOp) -> bool:
-    """Whether gloo can reduce plain tensors of ``dtype`` without anything before or after."""
+    """Whether gloo can reduce plain tensors of ``dtype`` without a step before or after."""
     return dtype in AS_IT_IS and reduction.type in _UNCHANGED and not _as_bits(dtype, reduction)
 
 
@@ -37,7 +38,7 @@ def _as_bits(dtype: torch.dtype, reduction: ReduceOp) -> bool:
 
 
 def in_order(wide: Tensor, reduction: ReduceOp) -> Tensor:
-    """Widened ``wide`` as what gloo can reduce, in the same memory, which it changes."""
+    """``wide`` mapped to values that gloo can reduce, in the same memory, which it changes."""
     if not _as_bits(wide.dtype, reduction):
         return wide
     limits = torch.iinfo(_BITS[wide.dtype])
@@ -50,25 +51,25 @@ def in_order(wide: Tensor, reduction: ReduceOp) -> Tensor:
 
 
 def _swap(bits: Tensor) -> Tensor:
-    """From the bits of floats to integers in their order, and back, in place."""
+    """Map the bits of floats to integers in the same order, or back, in place."""
     mask = bits >> (8 * bits.itemsize - 1)  # all ones where the float is negative
     return bits.bitwise_xor_(mask.bitwise_and_(torch.iinfo(bits.dtype).max))
 
 
 def brought(source: Tensor, output: Tensor | None, reduction: ReduceOp) -> Tensor:
-    """What this rank brings, flat and widened, in memory that gloo may reduce in: the output's own, if that will do."""
+    """This rank's contribution, flat and widened, in memory that gloo may change: that of ``output``, if possible."""
     wide = arithmetic.widen(source, reduction)
     if output is source or wide.data_ptr() != source.data_ptr():
         return wide
     if output is not None and arithmetic.is_plain(output) and output.data_ptr() != source.data_ptr():
-        # gloo takes the source as it is, so also the output
+        # gloo can use the source directly, so it can use the output, too
         arithmetic.write(output, source.view(output.shape))
         return arithmetic.widen(output, reduction)
     return wide.clone()
 
 
 def wide_dtype(dtype: torch.dtype, reduction: ReduceOp) -> torch.dtype:
-    """The dtype of widened tensors, as gloo sees them."""
+    """The dtype of widened tensors as gloo gets them."""
     wide = arithmetic.accumulator(dtype, reduction.type)
     return _BITS[wide] if _as_bits(wide, reduction) else wide
 
@@ -84,7 +85,7 @@ def widen_all(memory: Tensor, tensors: Sequence[Tensor], reduction: ReduceOp) ->
 
 
 def narrow_all(total: Tensor, outputs: Sequence[Tensor], reduction: ReduceOp, size: int) -> None:
-    """Bring the combined values to ``outputs``, one after the other."""
+    """Write the combined values into ``outputs``, one after the other."""
     with torch.inference_mode(total.is_inference()):  # it is clobbered, here on gloo's thread
         floats = arithmetic.accumulator(outputs[0].dtype, reduction.type)
         if total.dtype is not floats:
@@ -101,7 +102,7 @@ def narrow_all(total: Tensor, outputs: Sequence[Tensor], reduction: ReduceOp, si
 
 
 def rows_of(tensors: Sequence[Tensor], reduction: ReduceOp) -> Tensor:
-    """What reduce_scatter sends, as bytes: the tensors as they are, or where they have a factor, unrounded products."""
+    """The bytes that reduce_scatter sends: the tensors unchanged, or with a factor their unrounded products."""
     found = adjoining(tensors) if reduction.factor is None else None
     if found is not None:
         return found
@@ -111,12 +112,12 @@ def rows_of(tensors: Sequence[Tensor], reduction: ReduceOp) -> Tensor:
 
 
 def row_bytes(dtype: torch.dtype, reduction: ReduceOp, numel: int) -> int:
-    """How many bytes so many elements are there."""
+    """The size of ``numel`` elements in those rows, in bytes."""
     return numel * dtype.itemsize if reduction.factor is None else widened_bytes(dtype, reduction, numel)
 
 
 def gather_rows(rows: Tensor, tensors: Sequence[Tensor], reduction: ReduceOp) -> None:
-    """Bring ``tensors`` there."""
+    """Write ``tensors`` into ``rows``."""
     if reduction.factor is None:
         pack(rows, tensors)
     else:
@@ -124,7 +125,7 @@ def gather_rows(rows: Tensor, tensors: Sequence[Tensor], reduction: ReduceOp) ->
 
 
 def reduce_rows(received: Tensor, outputs: Sequence[Tensor], reduction: ReduceOp, size: int) -> None:
-    """Combine what has come from all ranks, as bytes of ``rows_of``, into ``outputs``."""
+    """Combine the ``rows_of`` all ranks, received as bytes, into ``outputs``."""
     dtype = outputs[0].dtype
     if reduction.factor is None:
         wide = arithmetic.widen(received.view(dtype), reduction)

@@ -1,8 +1,8 @@
-"""Memory that gloo can use, in place of memory that it cannot.
+"""Staging memory that gloo can use, in place of memory that it cannot.
 
-gloo moves plain memory of some dtypes. So tensors travel as bytes if need be; what is strided, or should go together
-with others, is copied into plain memory before the transfer (``pack``) or out of it afterwards (``unpack``). What lies
-side by side already (``adjoining``) is used as it is.
+gloo moves plain memory of some dtypes. Tensors travel as bytes if necessary; strided tensors, and tensors that travel
+together, are copied into plain memory before the transfer (``pack``) or out of it afterwards (``unpack``). Tensors that
+adjoin in memory (``adjoining``) are used directly.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from asynccomm.ops.dtypes import in_reals
 
 Finish = Callable[[], object]
 
-AS_IT_IS: Final = frozenset(
-    {torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
-)  # by gloo
+# dtypes that gloo supports
+AS_IT_IS: Final = frozenset({torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64})
 
 
 def movable(tensor: Tensor) -> Tensor:
@@ -32,8 +31,8 @@ def movable(tensor: Tensor) -> Tensor:
 
 
 def place(output: Tensor) -> tuple[Tensor, Finish | None]:
-    """Where gloo may put what ``output`` is to hold, and what then brings it there, if that is not its own memory."""
-    if output.is_inference():  # torch's own thread, which writes some of them, may not
+    """The memory in which gloo may receive ``output``, and a function that then copies it to ``output``, if needed."""
+    if output.is_inference():  # torch's own thread writes some outputs, and must not write these
         memory = room(output.nbytes).view(output.dtype).view(output.shape)
         return movable(memory), partial(arithmetic.write, output, memory)
     memory, copy_back = arithmetic.landing(output)
@@ -41,7 +40,7 @@ def place(output: Tensor) -> tuple[Tensor, Finish | None]:
 
 
 def room(nbytes: int) -> Tensor:
-    """New memory, which also gloo's threads may write when the caller is in inference mode."""
+    """New memory, which gloo's threads may write even if the caller is in inference mode."""
     with torch.inference_mode(False):
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
@@ -59,7 +58,7 @@ def unpack(memory: Tensor, tensors: Sequence[Tensor]) -> None:
         if arithmetic.is_plain(tensor):
             targets.append(bytes_of(tensor))
             sources.append(part)
-        else:  # a copy, because a part may begin at any byte, and a dtype wants to be aligned
+        else:  # a copy, because a part may begin at any byte, and a dtype requires alignment
             arithmetic.write(tensor, part.clone().view(tensor.dtype).view(tensor.shape))
     if targets:
         with torch.inference_mode(any(target.is_inference() for target in targets)):
@@ -73,7 +72,7 @@ def collected(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def spread(tensors: Sequence[Tensor]) -> tuple[Tensor, Finish | None]:
-    """Where gloo may put the bytes of ``tensors``, one after the other, and what then brings them there, if needed."""
+    """Memory in which gloo may receive the bytes of ``tensors``, and a function that then copies them, if needed."""
     found = adjoining(tensors)
     if found is not None:
         return found, None

@@ -1,17 +1,19 @@
-"""torch's ProcessGroupGloo: the one place that knows its private names and how versions differ.
+"""torch's ProcessGroupGloo: the only module that uses its private names and handles differences between versions.
 
 - torch 2.13 renamed ``_allgather_base`` to ``all_gather_single`` and ``alltoall_base`` to ``all_to_all_single``; both
   names are tried, the new one first.
-- ``ProcessGroupGloo.abort()`` does not wake an operation that waits. What does is a receive that times out: it makes
-  gloo close every connection of the group ("Application timeout caused pair closure"), here and so on the peers.
-- A group with one thread runs one collective after the other, in order, and the callbacks of one's future before it
-  starts the next.
-- A point-to-point work's ``is_completed`` turns true only inside ``wait()``, so there is no polling it.
-- A message that is let go of while it is under way brings those behind it out of step: gloo goes on with the next one
-  of its tag, and ends the process where that one is shorter. So all are held until they are done, or the group ends.
-- The constructor first waits for the addresses of all ranks, in the store, then connects, which nothing but its own
-  time-out ends; a connection may take five of them. Afterwards the time-out can be changed for collectives, but
-  point-to-point works go on to use it, unless their ``wait()`` is given another.
+- ``ProcessGroupGloo.abort()`` does not wake a waiting operation. A receive that times out does: it makes gloo close
+  every connection of the group ("Application timeout caused pair closure"), on this rank and, as a result, on the
+  peers.
+- A group with one thread runs one collective after the other, in order, and runs the callbacks of a collective's future
+  before it starts the next collective.
+- The ``is_completed`` of a point-to-point work turns true only inside ``wait()``, so polling is impossible.
+- If a message in flight is dropped, the messages behind it get out of step: gloo continues with the next message of its
+  tag, and ends the process if that message is shorter. All messages are therefore kept until they are done, or the
+  group ends.
+- The constructor first waits in the store for the addresses of all ranks, then connects, which only its own timeout
+  ends; a connection may take five timeouts. Afterwards the timeout can be changed for collectives, but point-to-point
+  works keep it, unless their ``wait()`` gets another.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from torch import distributed as dist
 
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 
-FOREVER = timedelta(days=30)  # gloo's own time-outs must never fire: the comm has deadlines
-POISON_TAG = 2**31 - 1  # above MAX_TAG, so nobody sends under it
-ALARM_TAG = 2**31 - 2  # likewise, but for alarms
-GOODBYE_TAG = 2**31 - 3  # and for what the ranks say when they close
+FOREVER = timedelta(days=30)  # gloo's own timeouts must never fire: the comm has deadlines
+POISON_TAG = 2**31 - 1  # above MAX_TAG, so no message uses it
+ALARM_TAG = 2**31 - 2  # above MAX_TAG, for alarms
+GOODBYE_TAG = 2**31 - 3  # above MAX_TAG, for the messages of closing ranks
 
-LARGE: Final = 4 << 20  # bytes: where two gloo threads catch up with one (bench/collectives.py, 2 ranks on 2 cores)
+LARGE: Final = 4 << 20  # bytes: two gloo threads are as fast as one (bench/collectives.py, 2 ranks on 2 cores)
 
 _OPS = {
     RedOpType.SUM: dist.ReduceOp.SUM,
@@ -55,7 +57,7 @@ _BOOL_OPS = {
 
 @final
 class GlooRequest:
-    """A send or a receive under way; ``held`` holds it until it is done."""
+    """A send or a receive in flight; ``held`` keeps it until it is done."""
 
     __slots__ = ("_held", "_tensor", "_work")
 
@@ -72,11 +74,11 @@ class GlooRequest:
 
 
 class GlooGroup:
-    """One gloo group, used directly: nothing in torch.distributed knows of it. Works come back unwaited.
+    """One gloo group, used directly: it is not registered with torch.distributed. Its methods return works unwaited.
 
     Args:
-        store: where the ranks exchange addresses; blocks the calling thread until all have connected.
-        hostname: address of the interface to use; None: the one that the host's name resolves to.
+        store: the ranks exchange their addresses here; blocks the calling thread until all have connected.
+        hostname: address of the interface to use; None: the address that the host's name resolves to.
         interface: name of the interface to use instead.
         threads: gloo threads that run collectives.
         timeout: seconds that a connection may take, once all addresses are there.
@@ -146,7 +148,7 @@ class GlooGroup:
     def all_to_all_single(
         self, output: Tensor, input: Tensor, receives: Sequence[int] = (), sends: Sequence[int] = ()
     ) -> Any:
-        """With numbers of elements from and for each rank, if they are not all equal."""
+        """Exchange chunks; ``receives`` and ``sends`` are elements from and to each rank, if they are not all equal."""
         return self._all_to_all_single(output, input, list(receives), list(sends))
 
     def barrier(self) -> Any:
@@ -159,10 +161,10 @@ class GlooGroup:
         return GlooRequest(self._pg.recv([tensor], src, tag), tensor, self._messages)
 
     def poison(self) -> None:
-        """Make everything under way fail, here and on the peers. Takes some milliseconds.
+        """Make all operations in flight fail, on this rank and on the peers. Takes some milliseconds.
 
-        A receive that times out closes all connections of the group; one on a connection that is closed already fails
-        at once and closes nothing. So each is tried.
+        A receive that times out closes all connections of the group; a receive on a closed connection fails at once and
+        closes nothing. All peers are therefore tried.
         """
         never_sent = torch.empty(1, dtype=torch.uint8, device="cpu")
         for peer in range(self._size):
@@ -172,17 +174,17 @@ class GlooGroup:
                     raise AssertionError("a message arrived under the tag that nobody uses")
 
     def let_go(self) -> None:
-        """The group is not used any more, and poisoned if a message is under way."""
+        """Drop the messages in flight. The group must be unused, and poisoned if a message is in flight."""
         self._messages.clear()
 
 
 class GlooGroups(NamedTuple):
-    """The groups of one comm: for frames and for small transfers, with one thread each, and for large ones."""
+    """The groups of one comm: for frames and for small transfers, with one thread each, and for large transfers."""
 
     frames: GlooGroup
     small: GlooGroup
     large: GlooGroup
 
     def by_size(self, nbytes: int) -> GlooGroup:
-        """The one for a transfer of ``nbytes``, a number that all ranks know: or they would not meet."""
+        """The group for a transfer of ``nbytes``, which must be equal on all ranks, so that all use the same group."""
         return self.large if nbytes >= LARGE else self.small

@@ -1,8 +1,8 @@
-"""One operation as several of gloo's.
+"""One operation as several gloo operations.
 
-The transfers of one line are run by a gloo group with a single thread: it takes them in order, and calls back between
-one and the next. So a line can do with one piece of staging memory: each transfer empties it when it is done, and then
-fills it for the next. Nothing of that happens in the call, but for the first.
+A gloo group with a single thread runs the transfers of a chain: it runs them in order, and calls back between two of
+them. One piece of staging memory is therefore enough for a chain: each transfer empties it when it is done, and then
+fills it for the next. Only the first transfer is filled in the call.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from asynccomm.backends.gloo.staging import Finish
 
 
 class Transfer(NamedTuple):
-    """One operation of gloo's."""
+    """One gloo operation."""
 
     start: Callable[[], Any]  #: hands it to gloo; returns gloo's work
-    finish: Finish | None = None  #: what is to be done when it is over
-    fill: Finish | None = None  #: what is to be done just before; only for those that gloo runs one after the other
+    finish: Finish | None = None  #: the step after the operation
+    fill: Finish | None = None  #: the step right before; only for transfers that gloo runs one after the other
 
 
 def run(lines: Sequence[Sequence[Transfer]], settle: Callable[[], object], fail: Callable[[Exception], object]) -> None:
@@ -31,7 +31,7 @@ def run(lines: Sequence[Sequence[Transfer]], settle: Callable[[], object], fail:
             line[0].fill()
         for i, transfer in enumerate(line):
             fill = line[i + 1].fill if i + 1 < len(line) else None
-            # if it is done already the rest is done here, and so before the next is started, too
+            # if the transfer is done already, the callback runs here, and so still before the next transfer starts
             transfer.start().get_future().add_done_callback(partial(countdown.done, transfer.finish, fill))
 
 
@@ -45,7 +45,7 @@ class _Latch:
         self._lock = threading.Lock()
 
     def done(self, finish: Finish | None, fill: Finish | None, future: Any) -> None:
-        """A transfer is over; ``fill`` is the next one's. On gloo's thread."""
+        """Finish a transfer that is over, and fill the next with ``fill``. On gloo's thread."""
         try:
             future.value()
             if finish is not None:
@@ -61,5 +61,5 @@ class _Latch:
         with self._lock:
             self._left -= 1
             last = not self._left
-        if last:  # never, if one has failed
+        if last:  # never, if a transfer has failed
             self._settle()

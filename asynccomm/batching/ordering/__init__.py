@@ -1,1 +1,1 @@
-"""Ranks that agree on one order of operations: codec, protocol, and the messages that carry it."""
+"""Agreement of all ranks on one order of operations: codec, protocol, and transport."""

@@ -1,15 +1,15 @@
-"""What ranks and coordinator tell each other about agreed ordering, as bytes.
+"""The messages of agreed ordering between ranks and coordinator, as bytes.
 
-Both directions are a sequence of tokens, each a varint::
+Messages in both directions are a sequence of tokens, each a varint::
 
-    0      an operation in full: announced with all that is known of it, decided by its tag
+    0      an operation in full: announced with all its fields, decided by its tag
     1 n    the n ids that follow the last one
-    2      a batch ends here
+    2      end of a batch
     3      a mismatch, and nothing else
     4 + z  an operation by its id, as the zigzag difference to the id before (0 at the beginning of a message)
 
-So operations that are known cost a byte each, or less where their ids follow each other. How they become known is in
-:class:`ResponseCache`. Nothing that arrives is believed: a message can be read, or it is a :class:`GarbledError`.
+Operations with an id cost one byte each, or less if their ids are consecutive. :class:`ResponseCache` assigns the ids.
+A received message is fully checked: the reader decodes it, or raises :class:`GarbledError`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import struct
 from collections.abc import Iterator
 from typing import Final, final
 
-CAPACITY: Final = 4096  # operations that are known by an id: more than a model has gradients
+CAPACITY: Final = 4096  # operations with an id: more than a model has gradients
 MAX_TAG: Final = 1024  # bytes of UTF-8
-MAX_TEXT: Final = 1024  # characters of a description; the rest is cut off
-MAX_RUN: Final = 64  # ids in one token: limits what a small message can make its reader do
+MAX_TEXT: Final = 1024  # characters of a description; longer ones are truncated
+MAX_RUN: Final = 64  # ids in one token: limits the work that a small message can cause
 
-FULL, BATCH_END, MISMATCH = -1, -2, -3  # what a Reader gives instead of an id
+FULL, BATCH_END, MISMATCH = -1, -2, -3  # yielded by a MessageReader in place of an id
 
 _FULL, _RUN, _CUT, _MISMATCH, _IDS = range(5)
 _STEP = _IDS + 2  # the id after the last one
@@ -36,16 +36,16 @@ OpRequest = tuple[str, tuple[int, int], str, int]
 
 
 class GarbledError(ValueError):
-    """A message that nobody in this agreement can have written."""
+    """A message that no rank of this agreement can have written."""
 
 
 class Mismatch(Exception):
-    """Two ranks issued operations under one tag that do not fit together.
+    """Two ranks issued operations under one tag that do not fit each other.
 
     Args:
-        tag: theirs.
-        rank, text: who came first, with what.
-        other_rank, other_text: who came with something else.
+        tag: the tag of both.
+        rank, text: the rank that announced first, and its operation.
+        other_rank, other_text: the other rank, and its operation.
     """
 
     def __init__(self, tag: str, rank: int, text: str, other_rank: int, other_text: str) -> None:
@@ -60,7 +60,7 @@ class Mismatch(Exception):
 
 
 def op_request(tag: str, what: tuple[int, int], text: str, nbytes: int) -> OpRequest:
-    """A notice that can be written. Raises: ValueError."""
+    """A request that can be encoded. Raises: ValueError."""
     if len(tag.encode()) > MAX_TAG:
         raise ValueError(f"tag must have at most {MAX_TAG} bytes in UTF-8, got {len(tag.encode())}")
     if len(text) > MAX_TEXT:
@@ -70,10 +70,10 @@ def op_request(tag: str, what: tuple[int, int], text: str, nbytes: int) -> OpReq
 
 @final
 class ResponseCache:
-    """The operations that have ids: the last ``capacity`` that were given one, counted from 0, never twice.
+    """The operations that have an id: the last ``capacity`` that got one. Ids count from 0 and are never reused.
 
-    An operation gets its id by being decided in full. Decisions are the same on all ranks and come in the same order,
-    so every rank has the same ids, and loses the same ones, without a word about it.
+    An operation gets its id when it is decided in full. Decisions are the same on all ranks and arrive in the same
+    order, so every rank assigns and evicts the same ids, without further messages.
     """
 
     __slots__ = ("_capacity", "end", "ids", "notices")
@@ -85,22 +85,22 @@ class ResponseCache:
         self.end = 0  #: the next id
 
     def add(self, notice: OpRequest) -> None:
-        """Give the next id, and forget the oldest."""
+        """Assign the next id, and evict the oldest."""
         self.notices[self.end] = notice
         self.ids[notice] = self.end
         oldest = self.end - self._capacity
         if oldest >= 0:
             gone = self.notices.pop(oldest)
-            if self.ids[gone] == oldest:  # it may have been given another one since
+            if self.ids[gone] == oldest:  # it may have a newer id
                 del self.ids[gone]
         self.end += 1
 
     def oldest(self, unheard: int) -> int:
-        """The oldest id that a book with up to ``unheard`` more entries than this one has, too."""
+        """The oldest id still in a cache that has up to ``unheard`` more entries than this one."""
         return self.end + unheard - self._capacity
 
     def known(self, number: int) -> OpRequest:
-        """What has this id. Raises: GarbledError."""
+        """The operation with this id. Raises: GarbledError."""
         try:
             return self.notices[number]
         except KeyError:
@@ -109,17 +109,17 @@ class ResponseCache:
 
 @final
 class MessageWriter:
-    """Puts a message together."""
+    """Encodes a message."""
 
     __slots__ = ("_last", "_out", "_run")
 
     def __init__(self) -> None:
         self._out = bytearray()
         self._last = 0
-        self._run = 0  # ids that follow the last one written
+        self._run = 0  # consecutive ids not written yet
 
     def known(self, number: int) -> None:
-        """An operation by its id."""
+        """Write an operation by its id."""
         step = number - self._last
         self._last = number
         if step != 1 or self._run == MAX_RUN:
@@ -130,7 +130,7 @@ class MessageWriter:
             self._number(_IDS + (step << 1 if step >= 0 else ~(step << 1)))
 
     def announced(self, notice: OpRequest) -> None:
-        """An operation in full, for the coordinator."""
+        """Write an operation in full, for the coordinator."""
         tag, what, text, nbytes = notice
         self._token(_FULL)
         self._text(tag)
@@ -139,12 +139,12 @@ class MessageWriter:
         self._text(text)
 
     def decided(self, tag: str) -> None:
-        """The oldest operation under ``tag``, which gets the next id."""
+        """Write a decision on the oldest operation under ``tag``, which gets the next id."""
         self._token(_FULL)
         self._text(tag)
 
     def cut(self) -> None:
-        """End a batch; the message ends the last one."""
+        """End a batch; the end of the message ends the last one."""
         self._token(_CUT)
 
     def mismatch(self, found: Mismatch) -> None:
@@ -155,7 +155,7 @@ class MessageWriter:
             self._text(text)
 
     def written(self) -> bytes:
-        """The message."""
+        """The encoded message."""
         self._end_run()
         return bytes(self._out)
 
@@ -184,9 +184,11 @@ class MessageWriter:
 
 @final
 class MessageReader:
-    """Takes a message apart: iterating gives ids, and FULL, CUT and MISMATCH, to be followed by their own method.
+    """Decodes a message: iteration yields ids, and FULL, BATCH_END and MISMATCH.
 
-    Raises: GarbledError, from anything.
+    After FULL the caller calls ``announced`` or ``tag``, after MISMATCH ``mismatch``.
+
+    Raises: GarbledError, from any method.
     """
 
     __slots__ = ("_at", "_data")
@@ -215,7 +217,7 @@ class MessageReader:
                 yield _CODES[token]
 
     def announced(self) -> OpRequest:
-        """The operation that was announced in full."""
+        """The operation announced in full."""
         tag = self.tag()
         first, second = _WHAT.unpack(self._take(_WHAT.size))
         nbytes = self._number()

@@ -1,31 +1,33 @@
-"""Agreed ordering: tasks on different ranks issue operations in any order, and all ranks run them in one.
+"""Agreed ordering: tasks on different ranks issue operations in any order, and all ranks run them in one order.
 
-Each rank has an :class:`Announcer`, rank 0 also the :class:`OrderCoordinator`. An Announcer *announces* what its rank
-has issued. The OrderCoordinator pairs the announcements of all ranks by tag, under one tag in the order in which each
-rank issued them. Once every rank has announced an operation it is *ready*, and the OrderCoordinator *decides* it: the
-decisions, in the order in which the operations became ready, cut into batches, are one message for all ranks.
+Each rank has an :class:`Announcer`; rank 0 also has the :class:`OrderCoordinator`. An Announcer *announces* the
+operations that its rank has issued. The OrderCoordinator pairs the announcements of all ranks by tag, and under one tag
+in the order in which each rank issued them. An operation is *ready* once every rank has announced it, and the
+OrderCoordinator then *decides* it: the decisions, in the order in which the operations became ready, cut into batches,
+are one message for all ranks.
 
-Whoever carries the messages keeps the order of those from one to another; they may take any time, and no other order
-is needed. There is no timer: ask for a ``message()`` after there was news, and send it unless it is None.
+The transport keeps the order of messages from one rank to another; messages may take any time, and no other order is
+needed. The protocol has no timer: the transport calls ``message()`` after new input, and sends the result unless it is
+None.
 
 Guarantees:
 
-- all ranks hear the same operations in the same order and the same batches;
-- an operation is decided as soon as all ranks have announced it, whatever else is missing elsewhere;
-- two operations that do not fit together are found when the second is announced, and every rank hears of it;
-- an operation that was decided before is announced and decided by its id, usually in one byte;
-- work is proportional to what is new, memory to what is undecided, plus :data:`CAPACITY` known operations;
-- a rank of whose operations more than :data:`UNDECIDED` are undecided is not listened to: the OrderCoordinator refuses
-  the message, before it takes any of it. An operation takes some hundred bytes there, at worst 6 KiB and 8 bytes per
-  rank.
+- All ranks receive the same operations in the same order and the same batches.
+- An operation is decided as soon as all ranks have announced it, regardless of incomplete ones.
+- Two operations that do not fit each other are detected when the second is announced, and every rank gets the error.
+- An operation that was decided before is announced and decided by its id, usually in one byte.
+- Work is proportional to the number of new operations, memory to the number of undecided ones, plus :data:`CAPACITY`
+  operations with ids.
+- A rank may have at most :data:`UNDECIDED` undecided operations: the OrderCoordinator rejects as a whole any
+  message that exceeds this limit. An operation takes some hundred bytes there, at worst 6 KiB and 8 bytes per rank.
 
-How an id is never announced in vain. The OrderCoordinator has forgotten an id once it has given out ``capacity`` later
-ones. It gives one out only with a decision, and decides only what this rank, too, has announced. So while ``n``
-operations of this rank are announced and their decisions not heard, the OrderCoordinator is at most ``n`` ids ahead of
-it, and this rank announces in full whatever those ``n`` could have made it forget. (An id that the OrderCoordinator
-still has decides it anyway.)
+Why an announced id is always known: the OrderCoordinator evicts an id once it has assigned ``capacity`` later ones. It
+assigns an id only with a decision, and decides only operations that this rank, too, has announced. While ``n``
+operations of this rank are announced and their decisions not received, the OrderCoordinator is therefore at most ``n``
+ids ahead of this rank, and this rank announces in full every operation whose id those ``n`` decisions could evict. (If
+the OrderCoordinator still has an id for the operation, the decision uses that id.)
 
-Nothing here knows of loops, clocks, threads or transports.
+This module uses no event loop, clock, thread or transport.
 """
 
 from __future__ import annotations
@@ -48,41 +50,41 @@ from asynccomm.batching.ordering.codec import (
     op_request,
 )
 
-UNDECIDED: Final = 1 << 17  # operations of one rank; whoever waits for what it issued has some thousands
+UNDECIDED: Final = 1 << 17  # operations of one rank; a rank that awaits its operations has some thousands
 
 T = TypeVar("T")
 
 
 @final
 class Announcer(Generic[T]):
-    """One rank's side: takes what the rank issues and gives it back in the agreed order.
+    """One rank's side: accepts the rank's operations and returns them in the agreed order.
 
     Args:
-        capacity: operations that are known by an id; the same on all ranks.
+        capacity: number of operations with an id; the same on all ranks.
     """
 
     __slots__ = ("_book", "_lines", "_news", "_unheard")
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._book = ResponseCache(capacity)
-        self._lines: dict[str, deque[_PendingItem[T]]] = {}  # what is undecided, by tag
+        self._lines: dict[str, deque[_PendingItem[T]]] = {}  # undecided operations, by tag
         self._news: list[_PendingItem[T]] = []
-        self._unheard = 0  # announced, but no decision was heard
+        self._unheard = 0  # operations announced whose decisions were not received
 
     def issue(self, tag: str, what: tuple[int, int], text: str, nbytes: int, item: T) -> None:
-        """Take an operation.
+        """Add an operation.
 
         Args:
-            tag: whose turn it takes: the operations under one tag are paired in the order of each rank's issues.
-            what: two words of 64 bits that are equal where operations fit together.
-            text: the operation for people who read of a mismatch.
-            nbytes: that it counts in a batch, where the rank that has most of it counts.
-            item: what :meth:`hear` gives back.
+            tag: operations under one tag are paired in the order in which each rank issues them.
+            what: two 64-bit words that are equal if operations fit each other.
+            text: the description of the operation in a mismatch.
+            nbytes: the size that counts in a batch; the largest of all ranks' sizes is used.
+            item: the object that :meth:`hear` returns for the operation.
 
         Raises: ValueError: the tag is too long.
         """
         said = (tag, what, text, nbytes)
-        if said not in self._book.ids:  # those were looked at before
+        if said not in self._book.ids:  # a cached operation was validated before
             said = op_request(*said)
         op = _PendingItem(said, item)
         line = self._lines.get(tag)
@@ -92,14 +94,12 @@ class Announcer(Generic[T]):
         self._news.append(op)
 
     def message(self) -> bytes | None:
-        """Announce what was issued since the last call."""
+        """An announcement of the operations issued since the last call."""
         if not self._news:
             return None
         writer = MessageWriter()
         ids = self._book.ids
-        oldest = self._book.oldest(
-            self._unheard
-        )  # the OrderCoordinator reads a message as a whole, before it decides on it
+        oldest = self._book.oldest(self._unheard)  # the OrderCoordinator reads a whole message before it decides on it
         for op in self._news:
             number = ids.get(op.said)
             if number is None or number < oldest:
@@ -112,11 +112,11 @@ class Announcer(Generic[T]):
         return writer.written()
 
     def hear(self, message: bytes) -> list[list[T]]:
-        """The items that were decided, in order, by batches.
+        """The decided items, in order, by batches.
 
         Raises:
-            Mismatch: it is what the OrderCoordinator has found, and the last that is heard of it.
-            GarbledError: no OrderCoordinator of this agreement said this. The Announcer is of no more use.
+            Mismatch: the OrderCoordinator's last message: operations do not fit each other.
+            GarbledError: no OrderCoordinator of this agreement wrote the message. The Announcer is unusable afterwards.
         """
         batches: list[list[T]] = []
         batch: list[T] = []
@@ -141,12 +141,12 @@ class Announcer(Generic[T]):
         return batches
 
     def outstanding(self, tag: str) -> int:
-        """How many operations under ``tag`` this rank has issued whose decision it has not heard."""
+        """The number of operations under ``tag`` that this rank has issued and that are not decided here."""
         return len(self._lines.get(tag, ()))
 
     @property
     def undecided(self) -> str | None:
-        """The text of an operation that this rank has issued and whose decision it has not heard, if there is one."""
+        """The text of an operation that this rank has issued and that is not decided here, if there is one."""
         return next((line[0].said[2] for line in self._lines.values()), None)
 
     def _decided(self, tag: str) -> _PendingItem[T]:
@@ -174,12 +174,12 @@ class _PendingItem(Generic[T]):
 
 @final
 class OrderCoordinator:
-    """The coordinator's side: hears all ranks, its own too, and decides.
+    """The coordinator's side: receives the announcements of all ranks, its own too, and decides.
 
     Args:
         size: number of ranks.
-        max_ops, max_bytes: of a batch; an operation that is larger goes alone. None: no limit.
-        capacity: as that of the Announcers.
+        max_ops, max_bytes: limits of a batch; a larger operation is a batch by itself. None: no limit.
+        capacity: the same as that of the Announcers.
     """
 
     __slots__ = (
@@ -202,18 +202,18 @@ class OrderCoordinator:
         self._max_ops = math.inf if max_ops is None else max_ops
         self._max_bytes = math.inf if max_bytes is None else max_bytes
         self._book = ResponseCache(capacity)
-        self._lines: dict[str, _TagQueue] = {}  # what is not ready, by tag
-        self._heard = [0] * size  # operations that each rank has announced and that were not told as decided
-        self._complete = 0  # of these, how many all ranks have announced
+        self._lines: dict[str, _TagQueue] = {}  # operations that are not ready, by tag
+        self._heard = [0] * size  # number of operations that each rank has announced and whose decisions were not sent
+        self._complete = 0  # the number of these operations that all ranks have announced
         self._ready: list[OpRequest] = []
         self._mismatch: Mismatch | None = None
         self._told = False
 
     def hear(self, rank: int, message: bytes) -> None:
-        """Take an Announcer's announcements; after a mismatch, not any more.
+        """Add an Announcer's announcements; ignored after a mismatch.
 
-        Raises: GarbledError: no Announcer of this agreement said this, or too much is undecided. Nothing of it was
-            taken.
+        Raises: GarbledError: no Announcer of this agreement wrote the message, or the rank has too many undecided
+        operations. No part of the message was used.
         """
         assert 0 <= rank < self._size, f"there is no rank {rank}"
         if self._mismatch is not None:
@@ -240,12 +240,12 @@ class OrderCoordinator:
             if not op.missing:
                 del line.waiting[turn]
                 self._complete += 1
-                if not line.waiting:  # so all ranks have taken the same number of turns
+                if not line.waiting:  # all ranks have announced equally many
                     del self._lines[tag]
                 self._ready.append(op.said)
 
     def message(self) -> bytes | None:
-        """What was decided since the last call, for all ranks. A mismatch takes the place of what was not told yet."""
+        """The decisions since the last call, for all ranks. A mismatch replaces all decisions not sent yet."""
         writer = MessageWriter()
         if self._mismatch is not None and not self._told:
             self._told = True
@@ -258,7 +258,7 @@ class OrderCoordinator:
 
     @property
     def undecided(self) -> str | None:
-        """The text of an operation that some ranks have announced and others have not, if there is one."""
+        """The text of an operation that only some ranks have announced, if there is one."""
         for line in self._lines.values():
             for op in line.waiting.values():
                 return op.said[2]
@@ -299,22 +299,22 @@ class OrderCoordinator:
 
 @final
 class _TagQueue:
-    """The operations under one tag that some ranks have not announced."""
+    """The operations under one tag that only some ranks have announced."""
 
     __slots__ = ("turns", "waiting")
 
     def __init__(self, size: int) -> None:
-        self.turns = [0] * size  # operations that each rank has announced
-        self.waiting: dict[int, _Unready] = {}  # by turn
+        self.turns = [0] * size  # number of operations that each rank has announced
+        self.waiting: dict[int, _Unready] = {}  # by position under the tag
 
 
 @final
 class _Unready:
-    """An operation that some ranks have not announced."""
+    """An operation that only some ranks have announced."""
 
     __slots__ = ("missing", "rank", "said")
 
     def __init__(self, said: OpRequest, rank: int, missing: int) -> None:
         self.said = said
-        self.rank = rank  # the first to announce it
-        self.missing = missing  # ranks
+        self.rank = rank  # the first rank that announced it
+        self.missing = missing  # number of ranks that have not announced it

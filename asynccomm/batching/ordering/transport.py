@@ -1,11 +1,13 @@
-"""Agreed ordering over a backend: carries the messages of ``protocol`` between the ranks, and runs what was decided.
+"""Agreed ordering over a backend: sends the messages of ``protocol``, and runs the decided operations.
 
-Every rank announces to rank 0, which answers all ranks with decisions. Both travel as parcels on a channel of their
-own, so they disturb nothing else. What is issued in one turn of the loop is announced in one message, at the end of
-that turn; while a message is still being sent, news wait for it. Nothing happens when there is no news.
+Every rank sends its announcements to rank 0, which replies to all ranks with decisions. Both are parcels in a tag space
+of their own, so they match no other message. The operations issued in one iteration of the event loop are announced in
+one message, at the end of that iteration; further announcements wait while a message is being sent. Without new
+operations no message is sent.
 
-A rank that closes says goodbye and waits a little for the answer: so no receive is left open that nobody will ever
-fill. Who was busy for so long that nobody waits any more does not answer, as there may be nobody left to answer to.
+A closing rank sends a goodbye and waits at most ``GOODBYE_SECONDS`` for the reply, so that no receive stays posted
+without a matching send. A rank that reads a goodbye later than ``ANSWER_SECONDS`` does not reply, as its peer may have
+exited.
 """
 
 from __future__ import annotations
@@ -32,28 +34,28 @@ from asynccomm.ops import Call, MessageSpace, Parcel, RecvParcel, SendParcel
 from asynccomm.ops.signature import Signature
 from asynccomm.ops.validation import CommInfo
 
-BATCH_OPS: Final = 1024  # that are decided together; what is ready at once is rarely more
+BATCH_OPS: Final = 1024  # operations decided together; rarely more are ready at once
 BATCH_BYTES: Final = 128 << 20
-SELF: Final = BATCH_BYTES + 1  # what an operation counts that must share a batch with no other
-GOODBYE_SECONDS: Final = 1.0  # to wait for the answer; who does not give it has other troubles
-ANSWER_SECONDS: Final = 0.5  # after which a goodbye is not answered; on other hosts, clocks may differ a little
+SELF: Final = BATCH_BYTES + 1  # the size of an operation that must be alone in its batch
+GOODBYE_SECONDS: Final = 1.0  # wait for the reply; a rank that does not reply has failed or is busy
+ANSWER_SECONDS: Final = 0.5  # a goodbye older than this gets no reply; the clocks of hosts may differ
 _COORDINATOR: Final = 0
-_TAG: Final = 2  # on the internal channel; backends have others
+_TAG: Final = 2  # on the internal channel; backends use other tags
 _NEWS, _GOODBYE = b"\0", b"\1"
-_WHEN: Final = struct.Struct("<d")  # seconds of the clock on the wall: when it was said
+_WHEN: Final = struct.Struct("<d")  # wall-clock time of sending, in seconds
 
-Item = Sequence[Submission]  # of one call
+Item = Sequence[Submission]  # the submissions of one call
 
 
 @final
 class OrderingSession:
-    """One rank's part. On the loop, but for ``issue`` and ``outstanding``.
+    """One rank's part. Used on the event loop, except for ``issue`` and ``outstanding``.
 
     Args:
         backend: carries the messages.
-        lock: the comm's, under which everything is submitted.
-        run: called with the items of one batch, to number them and hand them on.
-        fail: called with what ends the comm.
+        lock: the comm's lock, which guards every submission.
+        run: called with the items of one batch; numbers and submits them.
+        fail: called with an error that breaks the comm.
     """
 
     def __init__(
@@ -75,10 +77,10 @@ class OrderingSession:
         coordinates = group.rank == _COORDINATOR
         self._coordinator = OrderCoordinator(group.size, BATCH_OPS, BATCH_BYTES) if coordinates else None
         self._peers = [rank for rank in range(group.size) if rank != group.rank] if coordinates else [_COORDINATOR]
-        self._listening = set(self._peers)  # who has not said goodbye
-        self._greeted: set[int] = set()  # to whom this rank has
-        self._quiet = asyncio.Event()  # everybody has, and all is sent; or it has ended
-        self._due = self._deciding = False  # there is news to tell, or to decide on, and the loop will come to it
+        self._listening = set(self._peers)  # peers that have not sent a goodbye
+        self._greeted: set[int] = set()  # peers that this rank has sent a goodbye
+        self._quiet = asyncio.Event()  # set when all goodbyes have arrived and all messages are sent, or at the end
+        self._due = self._deciding = False  # an announcement, or a decision, is scheduled on the event loop
         self._sending: set[Work[Any]] = set()
         self._ended = False
         if group.size == 1:
@@ -87,23 +89,23 @@ class OrderingSession:
         for peer in self._peers:
             self._listen(peer)
 
-    # -- what is issued -----------------------------------------------------------------------------------------------
+    # -- issued operations --------------------------------------------------------------------------------------------
 
     def issue(self, tag: str, what: Signature, text: str, nbytes: int, item: Item) -> None:
-        """Take the submissions of one call. From any thread, under the comm's lock."""
+        """Add the submissions of one call. From any thread, under the comm's lock."""
         self._announcer.issue(tag, what, text, nbytes, item)
         if not self._due:
             self._due = True
             self._mailbox.post(lambda: self._mailbox.loop.call_soon(self._speak))
 
     def outstanding(self, tag: str) -> int:
-        """How many operations under ``tag`` this rank has issued that are not decided."""
+        """The number of operations under ``tag`` that this rank has issued and that are not decided."""
         return self._announcer.outstanding(tag)
 
     def _speak(self) -> None:
         self._due = False
         if self._ended or (self._sending and self._coordinator is None):
-            return  # it is called again when that is sent
+            return  # ``_sent`` calls this method again
         with self._lock:
             message = self._announcer.message()
         if message is None:
@@ -111,17 +113,17 @@ class OrderingSession:
         if self._coordinator is not None:
             try:
                 self._consider(_COORDINATOR, message)
-            except GarbledError as exc:  # it has issued too much
+            except GarbledError as exc:  # this rank has issued too much
                 self._garbled(_COORDINATOR, exc)
         elif _COORDINATOR in self._listening:
             self._send(_COORDINATOR, _NEWS + message)
         else:
             self._look_around()
 
-    # -- what is decided ----------------------------------------------------------------------------------------------
+    # -- decisions ----------------------------------------------------------------------------------------------------
 
     def _consider(self, rank: int, message: bytes) -> None:
-        """On the coordinator: take a rank's announcements."""
+        """Add a rank's announcements. On the coordinator."""
         assert self._coordinator is not None
         self._coordinator.hear(rank, message)
         if not self._deciding:
@@ -151,7 +153,7 @@ class OrderingSession:
         for batch in batches:
             try:
                 self._run(batch)
-            except Exception as exc:  # nobody called for it here, and the others have begun with it
+            except Exception as exc:  # no caller can get the error, and the other ranks have started the batch
                 error = BackendError(f"what was agreed on cannot be submitted: {type(exc).__name__}: {exc}")
                 error.__cause__ = exc
                 self._fail(error)
@@ -191,7 +193,7 @@ class OrderingSession:
         def done(work: Work[Any]) -> None:
             error = work.take_error()
             if self._ended or isinstance(error, BrokenError):
-                return  # the comm has it from the backend
+                return  # the backend reported it to the comm
             if error is None:
                 self._heard(peer, heads.popleft())
             else:
@@ -229,7 +231,7 @@ class OrderingSession:
             self._send(peer, _GOODBYE + _WHEN.pack(time.time()))
 
     def _part(self, peer: int, when: bytes) -> None:
-        """``peer`` has said goodbye."""
+        """Handle the goodbye of ``peer``."""
         if len(when) != _WHEN.size:
             raise GarbledError("a goodbye does not say when")
         self._listening.discard(peer)
@@ -238,7 +240,7 @@ class OrderingSession:
         self._look_around()
 
     def _look_around(self) -> None:
-        """Somebody may have left: fail what nobody will decide on any more."""
+        """Fail operations that can no longer be decided because a rank has left."""
         if self._ended or len(self._listening) == len(self._peers):
             return
         if not self._listening and not self._sending:
@@ -251,7 +253,7 @@ class OrderingSession:
             self._fail(BackendError(f"rank {gone} has closed the comm and takes no part in {text}"))
 
     async def aclose(self) -> None:
-        """Part from the others. Nothing is undecided here any more."""
+        """Exchange goodbyes with the peers. Called when no operation is undecided here."""
         if self._ended or not self._peers:
             return
         for peer in self._peers:
@@ -264,7 +266,7 @@ class OrderingSession:
         self.end()
 
     def end(self) -> None:
-        """Hear and say nothing more. From any thread."""
+        """Send and receive no more messages. From any thread."""
         self._ended = True
         self._mailbox.post(self._quiet.set)
 
