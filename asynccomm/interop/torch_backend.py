@@ -28,9 +28,8 @@ from torch._C import _distributed_c10d as c10d
 from asynccomm.comm.comm import Comm
 from asynccomm.interop.group_comms import GroupComms
 from asynccomm.interop.loop_thread import detached
-from asynccomm.interop.no_compile import uncompiled
 from asynccomm.interop.torch_collectives import NAME, TorchCollectives
-from asynccomm.interop.torch_version import PYTHON_BACKENDS, as_backend, group_arguments
+from asynccomm.interop.torch_version import PYTHON_BACKENDS, as_backend, group_arguments, uncompiled
 from asynccomm.interop.torch_words import check_split
 
 DEVICES: Final = ("cpu", "cuda")

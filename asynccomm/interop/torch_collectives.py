@@ -23,9 +23,8 @@ from asynccomm.core.work import Work
 from asynccomm.errors import MonitoredBarrierError
 from asynccomm.interop.group_comms import GroupComms
 from asynccomm.interop.loop_thread import detached
-from asynccomm.interop.no_compile import uncompiled
 from asynccomm.interop.profiling import is_profiling, recorded
-from asynccomm.interop.torch_version import checked_limit, time_limit
+from asynccomm.interop.torch_version import checked_limit, time_limit, uncompiled
 from asynccomm.interop.torch_words import monitored_barrier_failed
 from asynccomm.interop.torch_work import TorchWork
 from asynccomm.ops.reduce_op import ReduceOp

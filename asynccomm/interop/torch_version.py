@@ -12,11 +12,14 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import FunctionType
 from typing import Any, Final, TypeVar
 
 from torch._C import _distributed_c10d as c10d
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 T = TypeVar("T")
+SKIP: Final = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # for a method, and for its callees
 
 
 def _takes_backends() -> bool:
@@ -57,6 +60,22 @@ def _unsupported(name: str, member: Any) -> Any:
         raise RuntimeError(f"Backend {self.name()} does not support {name}")
 
     return property(refuse) if isinstance(member, property) else refuse
+
+
+def uncompiled(cls: type[T]) -> type[T]:
+    """A decorator: make torch.compile leave alone the methods that ``cls`` itself defines.
+
+    torch.compile ends its graph before a call of such a method, and starts a new one after it. It cannot trace methods
+    that connect, block or wait for other threads, and it reads attributes only of the classes of torch that it has
+    rules for: without this decorator, a compiled function that calls one of our collectives fails. The decorator sets
+    the marks that ``torch.compiler.disable`` leaves, without a wrapper around each call, and without importing the
+    compiler, which takes seconds.
+    """
+    for method in vars(cls).values():
+        if isinstance(method, FunctionType):
+            method._torchdynamo_disable = True  # type: ignore[attr-defined]
+            set_code_exec_strategy(method.__code__, SKIP)
+    return cls
 
 
 def group_arguments(store: Any, rank: int, size: int) -> tuple[Any, ...]:

@@ -31,7 +31,7 @@ from torch import distributed as dist
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError
 from asynccomm.interop.loop_thread import detached, on_a_thread
-from asynccomm.interop.no_compile import uncompiled
+from asynccomm.interop.torch_version import uncompiled
 
 KEPT: Final = 1024  # Works whose Python halves are kept
 SMALL: Final = 4096  # bytes of tensors that are kept with one

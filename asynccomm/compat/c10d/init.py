@@ -15,8 +15,7 @@ from torch._C._distributed_c10d import _set_global_rank
 
 from asynccomm.compat.c10d.backends import Backend, accelerator, get_default_backend_for_device
 from asynccomm.compat.c10d.create import BackendPlan, check_device, drop_groups, make_group
-from asynccomm.compat.c10d.excepthook import RankHook
-from asynccomm.compat.c10d.logs import logged_coroutine, timed
+from asynccomm.compat.c10d.logs import RankHook, logged_coroutine, timed
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.rendezvous_handlers import LeaveOnExit, as_store, rendezvous, store_based_barrier
 from asynccomm.compat.c10d.types import check_valid_timeout, default_timeout

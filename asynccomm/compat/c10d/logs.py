@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import io
 import logging
+import sys
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, ParamSpec, TypeVar
+from types import TracebackType
+from typing import Any, Final, ParamSpec, TypeVar, final
 
 from torch.monitor import _WaitCounter
 
@@ -14,7 +18,7 @@ from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.work import ResultWork, operation_of
 from asynccomm.compat.c10d.world import world
 
-__all__ = ["logged", "logged_coroutine", "timed"]
+__all__ = ["RankHook", "logged", "logged_coroutine", "timed"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -100,3 +104,37 @@ def _about(function: Callable[..., Any], args: Any, kwargs: Any) -> str:
         )
     except Exception:
         return ""
+
+
+@final
+class RankHook:
+    """In place of ``sys.excepthook``: what that prints, each line after the rank.
+
+    Args:
+        rank: the global one.
+        before: the hook that prints.
+    """
+
+    def __init__(self, rank: int, before: Callable[..., Any]) -> None:
+        self._prefix = f"[rank{rank}]: "
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None, /) -> None:
+        text = io.StringIO()
+        with contextlib.redirect_stderr(text):
+            self._before(kind, error, traceback)
+        lines = text.getvalue().splitlines(keepends=True)
+        sys.stderr.write("".join(self._prefix + line if line.strip() else line for line in lines))
+
+    @classmethod
+    def install(cls, rank: int) -> RankHook:
+        """Put one up, in place of one that is there already."""
+        there = sys.excepthook
+        hook = cls(rank, there._before if isinstance(there, cls) else there)
+        sys.excepthook = hook
+        return hook
+
+    def remove(self) -> None:
+        """Put back what was there before, unless somebody has put up another one since."""
+        if sys.excepthook is self:
+            sys.excepthook = self._before
