@@ -1,4 +1,4 @@
-"""The async face of ``torch.distributed``: its names and arguments, to be awaited.
+"""Async version of ``torch.distributed``: the same names and arguments, with results to await.
 
 ::
 
@@ -11,10 +11,10 @@
     await work
     await dist.destroy_process_group()
 
-A call sends at once, as everywhere in asynccomm, and what it returns is awaited: that gives the output where torch has
-None. ``async_op=True`` gives a handle with the methods of torch's Work. The rules are torch's: one default group;
-global ranks, unless ``group_dst`` or ``group_src`` say otherwise; a warning and None where this rank is not in the
-group. The transports are asynccomm's, and so is how they fail.
+A call submits its operation at once, as everywhere in asynccomm. ``await`` on the returned object gives the output,
+where torch gives None. ``async_op=True`` returns a handle with the methods of torch's Work. The rules are torch's: one
+default group; global ranks, unless ``group_dst`` or ``group_src`` is given; a warning and None if this rank is not in
+the group. Transports and errors are asynccomm's.
 """
 
 from asynccomm.compat.c10d import coalescing as _coalescing_module
@@ -199,7 +199,7 @@ __all__ = [  # the names that torch exports
     "shrink_group",
 ]
 
-# what programs use of torch's that is not exported there
+# private names of torch's module that programs use
 _abort_process_group = _ending_module.abort_process_group
 _add_ephemeral_timeout_for_all_pgs = _ending_module.add_ephemeral_timeout
 _all_gather_base = _moves_module.all_gather_base

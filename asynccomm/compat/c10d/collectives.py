@@ -50,7 +50,7 @@ def broadcast(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Any:
-    """Copy one rank's ``tensor`` into everybody's, in place. See ``Comm.broadcast``."""
+    """Copy one rank's ``tensor`` into the ``tensor`` of all ranks. See ``Comm.broadcast``."""
     pg = member_of(group, "broadcast")
     if pg is None:
         return None if async_op else NOTHING
@@ -62,7 +62,7 @@ def broadcast(
 
 @logged
 def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Group = None, async_op: bool = False) -> Any:
-    """Collect every rank's ``tensor`` in ``tensor_list``, also of different sizes. See ``Comm.all_gather``."""
+    """Collect every rank's ``tensor`` in ``tensor_list``; sizes may differ. See ``Comm.all_gather``."""
     if has_torch_function_variadic(tensor_list, tensor):
         return handle_torch_function(
             all_gather, (tensor_list, tensor), tensor_list, tensor, group=group, async_op=async_op
@@ -81,7 +81,7 @@ def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Group = None, a
 def all_gather_into_tensor(
     output_tensor: Tensor, input_tensor: Tensor, group: Group = None, async_op: bool = False
 ) -> Any:
-    """Collect every rank's ``input_tensor`` in one, concatenated or stacked. See ``Comm.all_gather_single``."""
+    """Concatenate or stack every rank's ``input_tensor`` in ``output_tensor``. See ``Comm.all_gather_single``."""
     if has_torch_function_variadic(output_tensor, input_tensor):
         return handle_torch_function(
             all_gather_into_tensor,
@@ -108,7 +108,7 @@ def all_gather_into_tensor(
 
 @deprecated("_all_gather_base is deprecated: use all_gather_into_tensor", category=FutureWarning)
 def all_gather_base(output_tensor: Tensor, input_tensor: Tensor, group: Group = None, async_op: bool = False) -> Any:
-    """:func:`all_gather_into_tensor`, by its old name."""
+    """Old name of :func:`all_gather_into_tensor`."""
     return all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
@@ -121,9 +121,9 @@ def all_gather_coalesced(
     group: Group = None,
     async_op: bool = False,
 ) -> Any:
-    """Collect each of the ranks' tensors: ``output_tensor_lists[r][i]`` is the i-th of rank r's.
+    """All-gather several tensors: ``output_tensor_lists[r][i]`` receives tensor i of rank r.
 
-    ``async_op=True`` gives a future.
+    ``async_op=True`` returns a future.
     """
     pg = member_of(group, "all_gather_coalesced", 6)
     if pg is None:
@@ -149,10 +149,10 @@ def gather(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Any:
-    """Collect every rank's ``tensor``, of one size, on one rank: without a choice, on global rank 0.
+    """Collect every rank's ``tensor``, all of one size, on one rank; by default on global rank 0.
 
     Args:
-        gather_list: there, and only there, one for each rank.
+        gather_list: on the root, one output tensor for each rank; None or empty on other ranks.
     """
     pg = member_of(group, "gather")
     if pg is None:
@@ -176,10 +176,10 @@ def scatter(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Any:
-    """Give each rank one of one rank's tensors, of one size: without a choice, of global rank 0.
+    """Send each rank one tensor of one rank's list, all of one size; by default from global rank 0.
 
     Args:
-        scatter_list: there, and only there, one for each rank.
+        scatter_list: on the root, one input tensor for each rank; None or empty on other ranks.
     """
     pg = member_of(group, "scatter")
     if pg is None:
@@ -206,8 +206,8 @@ def all_to_all_single(
     """Send each rank its rows of ``input``, and receive rows of ``output``.
 
     Args:
-        output_split_sizes, input_split_sizes: rows (of dim 0) by rank; None or empty: equally many. Ranks that give
-            neither do not go with those that give one: where some have to, the others give equal ones.
+        output_split_sizes, input_split_sizes: numbers of rows (of dim 0) by rank; None or empty: equal numbers. If one
+            rank gives split sizes, all ranks must give at least one of the two; equal sizes are allowed.
     """
     if has_torch_function_variadic(output, input):
         return handle_torch_function(
@@ -237,7 +237,7 @@ def all_to_all_single(
 
 
 def _even(name: str, tensor: Tensor, size: int) -> list[int]:
-    """As many rows for each rank. Raises: ValueError."""
+    """Split sizes with equally many rows for each rank. Raises: ValueError."""
     rows = len(tensor) if tensor.dim() else 1
     if rows % size:
         raise ValueError(f"dim 0 of {name} is {rows}, which the {size} ranks do not divide: give split sizes")
@@ -251,7 +251,7 @@ def all_to_all(
     group: Group = None,
     async_op: bool = False,
 ) -> Any:
-    """Send each rank one tensor, and receive one from each; of any sizes. See ``Comm.all_to_all``."""
+    """Send one tensor to each rank, and receive one from each, of any sizes. See ``Comm.all_to_all``."""
     pg = member_of(group, "all_to_all")
     if pg is None:
         return None if async_op else NOTHING
@@ -266,10 +266,11 @@ def all_to_all(
 
 @logged
 def barrier(group: Group = None, async_op: bool = False, device_ids: list[int] | None = None) -> Any:
-    """Done when every rank of the group has called it.
+    """Wait until every rank of the group has called ``barrier``.
 
     Args:
-        device_ids: the index of this rank's accelerator, the first of them; where the group has one for several.
+        device_ids: a list whose first item is the index of this rank's accelerator. None or empty: the bound device,
+            else the CPU if the group serves it, else the current accelerator.
     """
     pg = member_of(group, "barrier")
     if pg is None:
@@ -281,7 +282,7 @@ def barrier(group: Group = None, async_op: bool = False, device_ids: list[int] |
 
 
 def _barrier_device(pg: ProcessGroup, device_ids: list[int] | None) -> torch.device:
-    """Where a barrier is: on the device that is named, or bound, or on the CPU if that will do."""
+    """Device of a barrier: the given device, or the bound one, or the CPU if the group serves it."""
     kind = accelerator()
     if device_ids:
         return torch.device(kind, device_ids[0])
@@ -300,13 +301,13 @@ def _barrier_device(pg: ProcessGroup, device_ids: list[int] | None) -> torch.dev
 def monitored_barrier(
     group: Group = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> Awaitable[None]:
-    """A barrier that says who is missing; ``await`` it. See ``Comm.monitored_barrier``: it runs over the store.
+    """Barrier over the store whose error names the missing ranks; ``await`` it. See ``Comm.monitored_barrier``.
 
     Args:
-        timeout: None: the group's. A number counts as seconds, with a warning.
-        wait_all_ranks: name all ranks that are missing, instead of the first.
+        timeout: None: the group's timeout. A number counts as seconds, with a warning.
+        wait_all_ranks: name all missing ranks, instead of the first.
 
-    Raises: ValueError for a group of accelerators alone, and for a fake one; TypeError.
+    Raises: ValueError if the group does not serve the CPU or is fake; TypeError.
     """
     pg = member_of(group, "monitored_barrier", 3)
     if pg is None:

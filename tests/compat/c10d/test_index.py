@@ -213,7 +213,7 @@ SHOWN: Final = {
     "H75 groups of one": "reductions::test_a_group_of_one_still_applies_factors",
     "H76 ranks and lists that are none": "validation::test_roots_that_there_are_not",
     "H77 deprecated names": "reductions::test_all_reduce_coalesced",
-    "H78 excepthook by lines": "excepthook::test_it_does_not_nest",
+    "H78 excepthook by lines": "logs::test_hooks_do_not_nest",
     "H79 counts, ranks and unknown names": "world::test_what_is_destroyed_is_forgotten",
 }
 
