@@ -32,7 +32,7 @@ async def destroy_process_group(group: Group = None) -> None:
     """Destroy a group after its operations in flight; None: the default group and all others. Not collective.
 
     Destroying the default group also resets the names of groups, leaves the store and restores ``sys.excepthook``. The
-    rank that hosts the store waits up to ``LEAVE_SECONDS`` for the other ranks. NON_GROUP_MEMBER: the call does nothing.
+    rank that hosts the store waits up to ``LEAVE_SECONDS`` for the other ranks. With NON_GROUP_MEMBER nothing happens.
 
     Raises: AssertionError before ``init_process_group``; ValueError for a group that was destroyed.
 
@@ -99,7 +99,7 @@ def set_pg_timeout(timeout: timedelta, group: Group = None) -> None:
 
 
 def add_ephemeral_timeout(timeout: timedelta) -> None:
-    """Extend, on this rank, the timeout of each group's later operations until the first of the operations completes."""
+    """Extend the timeout of each group's later operations on this rank, until the first operation of these is done."""
     check_valid_timeout(timeout)
     for pg in world().pg_map:
         for comm in pg.comms:

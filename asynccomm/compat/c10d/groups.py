@@ -133,7 +133,7 @@ async def new_group_with_tag(
         try:
             await store_based_barrier(me, room, group_name, count, limit)
         except BaseException:
-            if isinstance(pg, ProcessGroup) and pg.group_name == group_name:  # made by this call, and not returned to the caller
+            if isinstance(pg, ProcessGroup) and pg.group_name == group_name:  # made by this call
                 await shielded(drop_groups([pg]))
             raise
     return pg
@@ -269,7 +269,7 @@ async def split_group(
     """Split groups off ``parent_pg``. All ranks of the parent call this, with the same lists.
 
     Args:
-        split_ranks: disjoint lists of ranks in the parent, which need not contain all ranks. Each group has its ranks in
+        split_ranks: disjoint lists of ranks in the parent, which need not contain all ranks. Ranks of a group are in
             ascending order.
         timeout: None: the backend's default.
         pg_options: ``asynccomm.CommOptions``, of which only the hints are used; None: the parent's.

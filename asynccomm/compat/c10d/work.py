@@ -39,7 +39,10 @@ class Work(Handle):
         return self._work.__await__()
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
-        """Wait as ``asynccomm.Work.wait``: on a GPU in the current stream; on the CPU by blocking a thread without a loop."""
+        """Wait as ``asynccomm.Work.wait`` does.
+
+        On a GPU the current stream waits. On the CPU the call blocks the thread, which must not have a running loop.
+        """
         self._work.wait(timeout)
         return True
 
