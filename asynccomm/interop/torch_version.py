@@ -1,12 +1,12 @@
-"""What differs between the versions of torch.distributed, 2.11 to 2.15; found out by trying, here and nowhere else.
+"""Differences between the versions of torch.distributed, 2.11 to 2.15; only this module tests for them.
 
-- torch 2.14 takes backends that are written in Python: a group of torch's own calls them through its dispatcher, so
-  that hooks, dispatch modes and the profiler see what is called. Before, a Python group must be a ``ProcessGroup``
-  itself, which nothing stands in front of.
-- A ``ProcessGroup`` of a Python class can be made with its store where backends can, and only without before.
-- The properties of a Python backend that say whether it supports something call themselves until the stack is full,
-  unless the Python class has attributes of their names. Which there are differs, and a Python group that is its own
-  backend has none of them.
+- torch 2.14 accepts backends written in Python: a torch group calls them through torch's dispatcher, so hooks, dispatch
+  modes and the profiler see the calls. Before, a Python group must itself be a ``ProcessGroup``, without a dispatcher.
+- A Python ``ProcessGroup`` is created with its store where Python backends are accepted, and without a store before.
+- The ``supports_*`` properties of a Python backend recurse until the stack overflows, unless the Python class has
+  attributes of the same names. The set of properties differs by version, and a Python group that is its own backend has
+  none of them.
+- torch.compile must leave alone the methods that it cannot trace: see :func:`uncompiled`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def _takes_backends() -> bool:
     return True
 
 
-PYTHON_BACKENDS: Final = _takes_backends()  #: whether a Python class can be a backend of a group of torch's
+PYTHON_BACKENDS: Final = _takes_backends()  #: whether a Python class can be a backend of a torch group
 
 
 def as_backend(cls: type[T]) -> type[T]:
-    """A decorator: have ``cls`` answer all that torch asks a backend, also where it defines nothing itself.
+    """A decorator: complete ``cls`` with all attributes of a backend that torch uses and ``cls`` does not define.
 
-    It supports nothing that it does not define: questions for that are answered by False, and calls that torch itself
-    does not answer raise RuntimeError.
+    Added ``supports_*`` attributes are False. Added methods and properties without an implementation in torch raise
+    RuntimeError.
     """
     ours = [base for base in cls.__mro__ if base not in (c10d.Backend, c10d.ProcessGroup)]
     for name, member in vars(c10d.Backend).items():
@@ -79,16 +79,16 @@ def uncompiled(cls: type[T]) -> type[T]:
 
 
 def group_arguments(store: Any, rank: int, size: int) -> tuple[Any, ...]:
-    """What a Python ``ProcessGroup`` is made from."""
+    """Arguments for the constructor of a Python ``ProcessGroup``."""
     return (store, rank, size) if PYTHON_BACKENDS and store is not None else (rank, size)
 
 
 def time_limit(options: Any) -> timedelta | None:
-    """The time limit that options of one call carry; None: none, which torch writes as a negative one."""
+    """The timeout in the options of one call; None for no timeout, which torch writes as a negative one."""
     timeout: timedelta | None = getattr(options, "timeout", None)
     return None if timeout is None else checked_limit(timeout)
 
 
 def checked_limit(timeout: timedelta) -> timedelta | None:
-    """The same for one that is given by itself. Zero, which is as good as over, is as short as one can be."""
+    """Convert torch's timeout: negative becomes None, and zero the shortest possible timeout."""
     return max(timeout, timedelta(microseconds=1)) if timeout >= timedelta(0) else None

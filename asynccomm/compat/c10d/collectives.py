@@ -269,7 +269,7 @@ def barrier(group: Group = None, async_op: bool = False, device_ids: list[int] |
     """Wait until every rank of the group has called ``barrier``.
 
     Args:
-        device_ids: a list whose first item is the index of this rank's accelerator. None or empty: the bound device,
+        device_ids: a list; the first item is the index of this rank's accelerator. None or empty: the bound device,
             else the CPU if the group serves it, else the current accelerator.
     """
     pg = member_of(group, "barrier")
@@ -301,7 +301,7 @@ def _barrier_device(pg: ProcessGroup, device_ids: list[int] | None) -> torch.dev
 def monitored_barrier(
     group: Group = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> Awaitable[None]:
-    """Barrier over the store whose error names the missing ranks; ``await`` it. See ``Comm.monitored_barrier``.
+    """Barrier over the store with errors that name the missing ranks; ``await`` it. See ``Comm.monitored_barrier``.
 
     Args:
         timeout: None: the group's timeout. A number counts as seconds, with a warning.

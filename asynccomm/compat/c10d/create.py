@@ -212,7 +212,7 @@ def options_of(backend: str, options: object, timeout: timedelta) -> Mapping[str
 
 
 async def give_up(comm: Comm) -> None:
-    """Abort and close one backend's comm, of a group whose creation failed."""
+    """Abort and close one backend's comm, after the creation of its group failed."""
     comm.abort("another backend of the group could not connect")
     await comm.aclose()
 

@@ -39,7 +39,7 @@ def irecv(
 ) -> Work | None:
     """Receive from global rank ``src``, or from ``group_src`` in the group; without both, from any rank.
 
-    Returns: a handle, whose ``source_rank()`` is the sender's rank in the group; None if this rank is not in the group.
+    Returns: a handle; its ``source_rank()`` is the sender's rank in the group. None if this rank is not in the group.
     """
     pg = member_of(group, "irecv", 3)
     if pg is None:
