@@ -5,9 +5,9 @@ A TorchWork stands for one or several Works, and is done when all its Works are.
 A separate thread completes the TorchWork's future, through a callback that raises if a Work failed. Only so does
 torch's C++ get the error: it never calls ``wait`` for the gradients of a DistributedDataParallel, and reads the value
 of the future as the result. On a GPU the future completes when the operation is in its stream, and waiting for the
-future makes the current stream wait. As in all backends on the CPU, calls made in a future's callback have no defined order relative
-to calls of other threads: hooks of DistributedDataParallel with calls in callbacks (PowerSGD's) therefore need all
-gradients in one bucket.
+future makes the current stream wait. As in all backends on the CPU, calls made in a future's callback have no defined
+order relative to calls of other threads: hooks of DistributedDataParallel with calls in callbacks (PowerSGD's)
+therefore need all gradients in one bucket.
 
 torch's C++ may keep a Work after its Python object was collected: ``wait`` then never returns, and the future has no
 value. So this module holds the last ``KEPT`` collected Python objects, with their tensors if these are small. The Works
@@ -48,7 +48,7 @@ class TorchWork(dist.Work):
     Args:
         parts: our Works of the call.
         result: the future's value: torch's list of output tensors, or list of lists.
-        finish: function that assembles the result; called once, after the parts and before the TorchWork are done.
+        finish: function that assembles the result; called once, after all parts and before the TorchWork is done.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class TorchWork(dist.Work):
     # -- waiting ------------------------------------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait as ``Work.wait``: on a GPU in the current stream; on the CPU by blocking the thread, even with a loop."""
+        """Wait: on a GPU in the current stream, else by blocking the thread, also one with a running loop."""
         if timeout is not None and timeout <= timedelta(0):
             timeout = None  # in torch, no timeout
         if asyncio._get_running_loop() is None:

@@ -167,7 +167,7 @@ class _Awaited:
             self._settle(work.tensors())
 
     def _take_future(self, *, wait: bool) -> None:
-        """Settle from the completed future; for GPU tensors only if the Work is done, else with ``wait`` on a thread."""
+        """Settle from the completed future. For GPU tensors the Work must be done; else a thread waits, if ``wait``."""
         assert self._future is not None
         try:
             outputs = _flat(self._future.value())
