@@ -30,7 +30,7 @@ EXIT_SECONDS: Final = 5.0  # for operations in flight, when the process ends wit
 
 @final
 class GroupComms:
-    """Connects the comms, selects the comm for a tensor, and closes the comms.
+    """Comms of one group by type of device, connected on first use and closed together.
 
     Args:
         name: equal on all ranks.
@@ -82,7 +82,7 @@ class GroupComms:
         return await new_comm(
             "nccl" if gpu else "auto",
             device,
-            hints={} if gpu else {"yield_us": "0"},  # without an event loop of the program that needs the core
+            hints={} if gpu else {"yield_us": "0"},  # no event loop of the program needs the core
             name=f"{self.name}/{device.type}",
             timeout=self.timeout,
             store=dist.PrefixStore(device.type, self.store),

@@ -1,4 +1,4 @@
-"""Differences between the versions of torch.distributed, 2.11 to 2.15; only this module tests for them.
+"""Differences between the versions of torch.distributed, 2.11 to 2.15, detected by trial, in this module only.
 
 - torch 2.14 accepts backends written in Python: a torch group calls them through torch's dispatcher, so hooks, dispatch
   modes and the profiler see the calls. Before, a Python group must itself be a ``ProcessGroup``, without a dispatcher.

@@ -234,8 +234,8 @@ def coalescing_manager(
                 all_reduce(tensor)
 
     Args:
-        device: None: the block may only call ``all_reduce``, only ``all_gather_into_tensor``, or only
-            ``reduce_scatter_tensor``, with one reduction; given: any operations on this device.
+        device: None: only record calls of ``all_reduce``, ``all_gather_into_tensor`` and ``reduce_scatter_tensor``; all
+            recorded calls must be of one of these, with one reduction. Given: defer any operations on this device.
         async_ops: the end of the block does not wait; ``await manager.wait()`` does. Plain ``with`` then works, too.
 
     If the body raises, the recorded calls are dropped.
