@@ -134,7 +134,7 @@ class Backend(str):
             func: returns a ``Comm`` or a ``ProcessGroup``, or an awaitable of either. Groups call
                 ``func(store, rank, size, timeout)``, or with ``extended_api`` ``func(options, pg_options)``, where
                 options has ``store, group_rank, group_size, timeout, group_id, global_ranks_in_group``.
-            devices: the types of device that the backend serves; it becomes the default backend of those without one.
+            devices: the types of device that the backend serves; types without a default backend get this one.
         """
         served = [devices] if isinstance(devices, str) else None if devices is None else list(devices)
         known, upper = name.lower(), name.upper()
