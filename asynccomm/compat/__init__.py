@@ -1,1 +1,1 @@
-"""Other systems' ways to call collectives, to be awaited."""
+"""Async versions of the interfaces of other communication libraries."""

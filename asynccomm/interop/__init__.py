@@ -1,1 +1,1 @@
-"""Where asynccomm and other libraries meet."""
+"""Adapters between asynccomm and other libraries."""

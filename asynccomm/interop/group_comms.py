@@ -1,8 +1,8 @@
-"""The comms of one torch group: one on the CPU, and one on a GPU once that is needed.
+"""The comms of one torch group: a CPU comm, and a GPU comm once an operation needs it.
 
-The CPU's is connected when the group is made. A GPU's is connected by the first operation on it, as other backends of
-torch do, for only then is it known which GPU this rank means; all ranks of the group must take part in that one. A
-group that is bound to a device connects at once.
+The CPU comm is connected when the group is made. The GPU comm is connected by the first operation on a GPU, as in other
+backends of torch, because only this operation selects this rank's GPU; all ranks of the group must take part in the
+operation. A group bound to a device connects its GPU comm at once.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from asynccomm.comm.new_comm import new_comm
 from asynccomm.errors import ClosedError
 from asynccomm.interop.loop_thread import at_exit, loops, on_a_thread
 
-EXIT_SECONDS: Final = 5.0  # for what is in flight, when the process ends with the group open
+EXIT_SECONDS: Final = 5.0  # for operations in flight, when the process ends with the group open
 
 
 @final
 class GroupComms:
-    """Makes the comms, finds the one for a tensor, and ends them.
+    """Comms of one group by type of device, connected on first use and closed together.
 
     Args:
-        name: the same on all ranks.
-        store: where the ranks meet; its keys are this group's. None: all comms are in ``given``.
-        rank, size: who this is.
-        timeout: of operations, and for connecting.
-        given: comms that are there already; who made them closes them.
+        name: equal on all ranks.
+        store: for the rendezvous; this group owns all its keys. None: all comms are in ``given``.
+        rank, size: this rank, and the number of ranks.
+        timeout: of operations, and of connecting.
+        given: existing comms; their creator closes them.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class GroupComms:
         at_exit(self)
 
     def connect(self, device: torch.device) -> Comm:
-        """The comm of a device; blocks until all ranks have connected, if it is not there yet.
+        """The comm of a device; a first call for a type of device blocks until all ranks have connected.
 
-        Raises: what ``new_comm`` raises; ClosedError.
+        Raises: the errors of ``new_comm``; ClosedError.
         """
         with self._connecting:
             comm = self._comms.get(device.type)
@@ -82,7 +82,7 @@ class GroupComms:
         return await new_comm(
             "nccl" if gpu else "auto",
             device,
-            hints={} if gpu else {"yield_us": "0"},  # no loop of the program's waits for a core
+            hints={} if gpu else {"yield_us": "0"},  # no event loop of the program needs the core
             name=f"{self.name}/{device.type}",
             timeout=self.timeout,
             store=dist.PrefixStore(device.type, self.store),
@@ -91,22 +91,22 @@ class GroupComms:
         )
 
     def of(self, tensor: Tensor) -> Comm:
-        """The one for ``tensor``."""
+        """The comm for ``tensor``."""
         comm = self._comms.get(tensor.device.type)
         return self.connect(tensor.device) if comm is None else comm
 
     def any(self) -> Comm:
-        """One of them, for what moves no tensor."""
+        """Any of the comms, for operations without tensors."""
         for comm in self._comms.values():
             return comm
         return self.connect(torch.device("cpu"))
 
     def all(self) -> list[Comm]:
-        """Those that are connected."""
+        """The connected comms."""
         return list(self._comms.values())
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Of what is called from now on."""
+        """Set the timeout of later operations."""
         self.timeout = timeout
         for comm in self.all():
             comm.set_timeout(timeout)
@@ -118,17 +118,17 @@ class GroupComms:
     # -- ending -------------------------------------------------------------------------------------------------------
 
     def abort(self, reason: str) -> None:
-        """Stop everything, here and on the other ranks; waits for nobody."""
+        """Abort all operations on all ranks, without waiting for other ranks."""
         for comm in self.all():
             comm.abort(reason)
         on_a_thread(self.close)
 
     def close(self) -> None:
-        """Wait for what is in flight, and free everything; of what was given, nothing. Idempotent."""
+        """Wait for operations in flight, and close all comms but the given ones. Idempotent."""
         self._close(None)
 
     def end_of_process(self) -> None:
-        """The same, within some seconds."""
+        """Close within ``EXIT_SECONDS``."""
         self._close(EXIT_SECONDS)
 
     def _close(self, limit: float | None) -> None:
@@ -137,7 +137,7 @@ class GroupComms:
                 return
             self._closed = True
             portal, self._portal = self._portal, None
-        if portal is None or self._process != os.getpid():  # the loop's thread is not in a forked child
+        if portal is None or self._process != os.getpid():  # a forked child lacks the loop's thread
             return
         try:
             portal.call(self._closing, limit)
@@ -147,6 +147,6 @@ class GroupComms:
     async def _closing(self, limit: float | None) -> None:
         for comm in self.all():
             if comm not in self._given:
-                with contextlib.suppress(TimeoutError):  # that aborts it
+                with contextlib.suppress(TimeoutError):  # the cancelled aclose() aborts the comm
                     async with asyncio.timeout(limit):
                         await comm.aclose()

@@ -1,14 +1,13 @@
-"""The threads behind the groups of torch, whose programs have no event loop.
+"""The threads behind torch's groups, for programs without an event loop.
 
-One thread runs the loop that the comms of all groups live on: they connect there, and it keeps their deadlines. It is
-there as long as a group is. What a program calls does not go through it: calls and waits are made on the caller's
-thread.
+One thread runs the loop of all groups' comms, which connects the comms and keeps their deadlines. The thread exists as
+long as a group does. Calls and waits of the program run on the caller's thread, not on the loop's thread.
 
-What torch's users hang on a future may block, and may wait for other futures there. So futures are completed on
-threads that do nothing else, as many as it takes.
+A callback that a program adds to a future may block, and may wait for other futures. So separate threads complete the
+futures, and their number grows as needed.
 
-When the process ends with groups open, they are closed before the interpreter waits for threads: some of those that a
-loop has end only with it.
+When the process ends with open groups, the groups are closed before the interpreter joins threads: some threads of a
+loop end only with the loop.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from typing import Final, Protocol
 
 from anyio.from_thread import BlockingPortalProvider
 
-MOST_THREADS: Final = 4096  # that complete futures at once; one is only started when all others are busy
+MOST_THREADS: Final = 4096  # completing futures; the pool starts a thread only if all others are busy
 
 
 class ExitHandler(Protocol):
-    """Who has something to end before the process does."""
+    """Object to close before the process ends."""
 
     def end_of_process(self) -> None: ...
 
@@ -46,12 +45,12 @@ _open: weakref.WeakSet[ExitHandler] = weakref.WeakSet()
 
 
 def loops() -> BlockingPortalProvider:
-    """Enter it for a portal to the loop; the loop ends when as many have left as have entered."""
+    """Context manager that gives a portal to the loop; the loop ends when all users have left the context."""
     return _loops
 
 
 def on_a_thread(call: Callable[[], object]) -> None:
-    """Run ``call`` on a thread that may block."""
+    """Run ``call`` on a thread of the pool, where it may block."""
     global _completing
     with _making:
         if _completing is None:
@@ -59,13 +58,13 @@ def on_a_thread(call: Callable[[], object]) -> None:
         pool = _completing
     try:
         pool.submit(call)
-    except RuntimeError:  # the process is about to end
+    except RuntimeError:  # the process is ending
         call()
 
 
 @contextlib.contextmanager
 def detached() -> Iterator[None]:
-    """Be on a thread without a running loop: what torch calls blocks, whoever calls it."""
+    """Hide this thread's running loop: torch's calls block, also in a coroutine."""
     loop = asyncio._get_running_loop()
     asyncio._set_running_loop(None)
     try:
@@ -75,7 +74,7 @@ def detached() -> Iterator[None]:
 
 
 def at_exit(who: ExitHandler) -> None:
-    """Have ``who.end_of_process()`` called, if it is still there when the process ends."""
+    """Call ``who.end_of_process()`` when the process ends, if the object still exists."""
     _open.add(who)
 
 
@@ -86,11 +85,11 @@ def _end_all() -> None:
 
 def _renew_in_child() -> None:
     global _loops, _making, _completing
-    _left_behind.append(_loops)  # it would wait for its thread, which is not here, if it were collected
+    _left_behind.append(_loops)  # its collection would wait for a thread that the child lacks
     _loops, _making, _completing = _new_loops(), threading.Lock(), None
     _open.clear()
 
 
 os.register_at_fork(after_in_child=_renew_in_child)
-# what atexit calls comes after all threads but the daemons were waited for; this is where concurrent.futures is called
+# atexit runs after all non-daemon threads were joined; this hook runs before, as that of concurrent.futures
 threading._register_atexit(_end_all)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""DeviceMesh over comms: DTensor, ``fully_shard`` and functional collectives run on them.
+"""DeviceMesh over comms, for DTensor, ``fully_shard`` and functional collectives.
 
 ::
 
@@ -6,9 +6,9 @@
         async with world.split(row, "tp") as tp, world.split(column, "dp") as dp:
             mesh = init_device_mesh((dp, tp), ("dp", "tp"), _global_comm=world)
 
-Ranks of the mesh count row by row: the last dimension's vary fastest. Each dimension's comm becomes a group of torch's
-named after it, and the comm of all ranks becomes the default group, as DeviceMesh asks that for ranks, unless there is
-one already. The groups are torch's until ``destroy_process_group``, the comms stay the caller's.
+Ranks of the mesh count row by row: the last dimension varies fastest. Each dimension's comm becomes a torch group named
+after the dimension. The comm of all ranks becomes the default group, unless there is one already, as DeviceMesh asks
+the default group for ranks. torch owns the groups until ``destroy_process_group``; the caller owns the comms.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from asynccomm.comm.comm import Comm
 from asynccomm.interop import torch_registry
 from asynccomm.interop.torch_backend import TorchGroup, group_over
 
-_comms: weakref.WeakKeyDictionary[TorchGroup, Comm] = weakref.WeakKeyDictionary()  # of the groups made here
+_comms: weakref.WeakKeyDictionary[TorchGroup, Comm] = weakref.WeakKeyDictionary()  # of groups made here
 
 
 def init_device_mesh(
     mesh_dim_comms: Sequence[Comm], mesh_dim_names: Sequence[str], _global_comm: Comm | None = None
 ) -> DeviceMesh:
-    """Make a DeviceMesh whose dimensions communicate over ``mesh_dim_comms``. All ranks do so; nothing is sent.
+    """Create a DeviceMesh that communicates over ``mesh_dim_comms``. All ranks call this; the call sends nothing.
 
     Args:
-        mesh_dim_comms: by dimension, this rank's comm; its size is that of the dimension, and its rank this rank's
-            place. Rank 5 of a mesh of sizes (2, 4) is rank 1 in the first and also in the second.
-        mesh_dim_names: by dimension, the name for ``mesh[...]`` and ``mesh.get_group(...)``. The group is called so,
-            too, or by the name and the comm's if another mesh has taken that.
-        _global_comm: of all ranks of the mesh. None: the only dimension's comm, or the one whose size is that of the
-            mesh, or what the default group is.
+        mesh_dim_comms: by dimension, this rank's comm; the comm's size is the size of the dimension, and its rank is
+            this rank's index. Rank 5 of a mesh of sizes (2, 4) is rank 1 in the first and also in the second.
+        mesh_dim_names: by dimension, the name for ``mesh[...]`` and ``mesh.get_group(...)``. The group has the same
+            name, or the dimension's and the comm's name if another mesh has taken the former.
+        _global_comm: the comm of all ranks of the mesh. None: the only dimension's comm, or a dimension's comm of the
+            mesh's size, or the default group.
 
-    If there is no default group, that of all ranks becomes it: ``dist.get_rank()`` is its rank from then on, and
-    functions of ``torch.distributed`` that get no group use it. One that is there stays, and must have the same ranks;
-    one that an earlier mesh has left, whose comm is closed by now, is replaced.
+    If there is no default group, the group of all ranks becomes the default: ``dist.get_rank()`` then returns its rank,
+    and functions of ``torch.distributed`` use it if called without a group. An existing default group stays, and must
+    have the same ranks; but a default group that an earlier mesh has left with a closed comm is replaced.
 
     torch waits for collectives by blocking the thread. In a coroutine, use the mesh in another thread
-    (``asyncio.to_thread``), or accept that the loop stands still meanwhile.
+    (``asyncio.to_thread``), or accept that the loop is blocked meanwhile.
 
     Raises:
-        TypeError, ValueError: naming what does not fit: names, devices, ranks or sizes, or the order of the dimensions.
-        RuntimeError: of several dimensions, and it is not known what all ranks are.
+        TypeError, ValueError: naming the mismatch: names, devices, ranks or sizes, or the order of the dimensions.
+        RuntimeError: the mesh has several dimensions, and no comm or default group of all ranks is known.
     """
     comms, names = _checked(mesh_dim_comms, mesh_dim_names)
     shape = tuple(comm.size for comm in comms)
@@ -82,12 +82,12 @@ def _checked(comms: Sequence[Comm], names: Sequence[str]) -> tuple[tuple[Comm, .
     if len({comm.device.type for comm in comms}) > 1:
         raise ValueError(f"mesh_dim_comms must be on one type of device, got {[str(comm.device) for comm in comms]}")
     for comm in comms:
-        comm.unsafe_get_backend()  # raises ClosedError, or what it broke of
+        comm.unsafe_get_backend()  # raises ClosedError, or the error that broke the comm
     return tuple(comms), tuple(names)
 
 
 def _check_global(whole: Comm, comms: Sequence[Comm], names: Sequence[str], rank: int, mesh: torch.Tensor) -> None:
-    """Raises: ValueError if it is not the comm of the mesh's ranks, or not in their order."""
+    """Check the comm of all ranks. Raises: ValueError unless it has the mesh's ranks in their order; TypeError."""
     if not isinstance(whole, Comm):
         raise TypeError(f"_global_comm must be a Comm, got {whole!r}")
     whole.unsafe_get_backend()
@@ -116,7 +116,7 @@ def _same_processes(comm: Comm, whole: Comm, row: Sequence[int]) -> bool:
 
 
 def _row(mesh: torch.Tensor, dim: int, rank: int) -> list[int]:
-    """The ranks along one dimension that ``rank`` is among."""
+    """The ranks of ``rank``'s row along one dimension."""
     rows = mesh.movedim(dim, -1).reshape(-1, mesh.shape[dim])
     row: list[int] = rows[(rows == rank).any(1)][0].tolist()
     return row
@@ -129,7 +129,7 @@ def _shape(comms: Sequence[Comm], names: Sequence[str]) -> str:
 def _take_default(
     whole: Comm | None, comms: Sequence[Comm], names: Sequence[str], rank: int, mesh: torch.Tensor
 ) -> None:
-    """Have a default group of the mesh's ranks."""
+    """Check the default group against the mesh, or create it."""
     there: Any = torch_registry.default()
     if there is not None:
         if (there.size(), there.rank()) != (mesh.numel(), rank):
@@ -145,7 +145,7 @@ def _take_default(
 
 
 def _group_for(comm: Comm, name: str, ranks: Sequence[int]) -> TorchGroup:
-    """The group of ``comm`` that is called ``name``, or by something else if another one is."""
+    """Find or create the group of ``comm`` named ``name``; the name is extended if another group has it."""
     for label in itertools.chain(
         (name, f"{name}/{comm.name}"), (f"{name}/{comm.name}/{n}" for n in itertools.count(1))
     ):
@@ -161,7 +161,7 @@ def _group_for(comm: Comm, name: str, ranks: Sequence[int]) -> TorchGroup:
 
 
 def _drop_closed() -> None:
-    """Take what earlier meshes have left, whose comms are closed."""
+    """Remove groups of earlier meshes with closed comms."""
     for group, comm in list(_comms.items()):
         if comm._session.closed:
             if group is torch_registry.default():

@@ -1,7 +1,7 @@
-"""Events of torch's profiler, as all backends of torch have them: ``asynccomm:all_reduce``, with shapes of tensors.
+"""Events for torch's profiler, as from all backends of torch: ``asynccomm:all_reduce``, with the tensors' shapes.
 
-An event spans the call, which starts the operation. Without them a profile shows a group in Python as nothing at all on
-torch before 2.14, whose dispatcher records calls (``c10d::allreduce_``) only for groups of its own.
+An event spans the call, which starts the operation. Without these events, a profile on torch before 2.14 does not show
+a Python group at all: torch's dispatcher then records calls (``c10d::allreduce_``) only for torch's own groups.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ T = TypeVar("T")
 
 
 def is_profiling() -> bool:
-    """Whether a profiler of torch is running in this process."""
+    """Whether torch's profiler is running in this process."""
     return profiler._is_profiler_enabled
 
 
 def recorded(name: str, values: Iterable[Any], call: Callable[P, T]) -> Callable[P, T]:
-    """``call``, with an event called ``name`` around it that has the shapes of the tensors among ``values``."""
+    """Wrap ``call`` in an event named ``name``, with the shapes of the tensors among ``values``."""
 
     def call_recorded(*arguments: P.args, **options: P.kwargs) -> T:
         with _RecordFunctionFast(name, list(_tensors(values))):

@@ -1,19 +1,18 @@
-"""The backend "asynccomm" of torch.distributed, for programs that know nothing of event loops.
+"""The backend "asynccomm" of torch.distributed, for programs without event loops.
 
 ::
 
-    import asynccomm.interop.torch_backend  # which torch 2.15 does itself
+    import asynccomm.interop.torch_backend  # torch 2.15 imports it itself
 
     dist.init_process_group("asynccomm")
 
-Importing it registers the backend, for the CPU and for GPUs. Everything of torch that calls collectives runs on it:
+The import registers the backend, for the CPU and for GPUs. All of torch's users of collectives run on it:
 DistributedDataParallel, ``fully_shard``, DTensor, checkpoints, pipelines.
 
-Where torch takes backends in Python, a TorchGroup is a group of torch's own in front of a TorchBackend. Its methods go
-through torch's dispatcher, as those of any group, but they give the Works that the backend made, and not what torch
-wraps them in, which cannot be asked whether it is done. A group that shares its devices with other backends
-("cpu:asynccomm,cuda:nccl") is torch's, and its Works can only be waited for. Where torch takes none, a TorchGroup does
-it all.
+Where torch accepts Python backends, a TorchGroup is a torch group in front of a TorchBackend. Its methods go through
+torch's dispatcher, as those of any group, but return the backend's own Works instead of torch's wrappers, which cannot
+report completion. A group with several backends ("cpu:asynccomm,cuda:nccl") is torch's, and its Works support only
+waiting. Where torch does not accept Python backends, a TorchGroup implements the whole group.
 """
 
 from __future__ import annotations
@@ -28,13 +27,12 @@ from torch._C import _distributed_c10d as c10d
 from asynccomm.comm.comm import Comm
 from asynccomm.interop.group_comms import GroupComms
 from asynccomm.interop.loop_thread import detached
-from asynccomm.interop.no_compile import uncompiled
 from asynccomm.interop.torch_collectives import NAME, TorchCollectives
-from asynccomm.interop.torch_version import PYTHON_BACKENDS, as_backend, group_arguments
+from asynccomm.interop.torch_version import PYTHON_BACKENDS, as_backend, group_arguments, uncompiled
 from asynccomm.interop.torch_words import check_split
 
 DEVICES: Final = ("cpu", "cuda")
-LONG: Final = timedelta(days=365)  # in place of no limit, which a timedelta cannot be
+LONG: Final = timedelta(days=365)  # stands for no timeout, as a timedelta cannot be infinite
 CUSTOM: Final = c10d.ProcessGroup.BackendType.CUSTOM
 
 if PYTHON_BACKENDS:
@@ -42,7 +40,7 @@ if PYTHON_BACKENDS:
     @uncompiled
     @as_backend
     class TorchBackend(TorchCollectives, c10d.Backend):
-        """What torch's own group calls."""
+        """Backend called by torch's own group."""
 
         supports_splitting = True
         supports_coalescing = True
@@ -58,9 +56,9 @@ if PYTHON_BACKENDS:
             return self._own_options
 
         def split(self, store: Any, ranks: list[int], opts: Any) -> Any:
-            """The backend of a part of a group of torch's own, which calls this on all ranks.
+            """The backend of a split of torch's own group, which calls this on all ranks.
 
-            torch ends the process where it is given None, its way to say that a rank is not in the part.
+            torch expects None on ranks outside the split, but ends the process if a Python backend returns None.
             """
             _store_of(self.comms)
             check_split(ranks, self.comms.size)
@@ -74,9 +72,9 @@ if PYTHON_BACKENDS:
 
     @uncompiled
     class TorchGroup(c10d.ProcessGroup):
-        """A group of torch's own in front of a TorchBackend."""
+        """A torch group in front of a TorchBackend."""
 
-        splits = 0  # that were made of it and not described
+        splits = 0  # number of splits without a description
 
         def __init__(self, comms: GroupComms) -> None:
             super().__init__(*group_arguments(comms.store, comms.rank, comms.size))
@@ -88,11 +86,11 @@ if PYTHON_BACKENDS:
             self._set_default_backend(CUSTOM)
 
         def _ours(self, work: Any) -> Any:
-            """The Work that the backend made of the call that torch has passed on; ``work`` if it made none."""
+            """The backend's Work of the call just dispatched; ``work`` if the backend made none."""
             ours = self._backend.taken()
             return work if ours is None else ours
 
-        # what torch's C++ looks for are methods of these names, which are in the frame that calls ``super()``
+        # torch's C++ compares the name of the frame that calls ``super()``, so each method is written out
 
         def allreduce(self, *args: Any, **options: Any) -> Any:
             return self._ours(super().allreduce(*args, **options))
@@ -182,12 +180,12 @@ else:
     @uncompiled
     @as_backend
     class TorchGroup(TorchCollectives, c10d.ProcessGroup):  # type: ignore[no-redef, misc]  # torch's are overloaded
-        """A group all in Python. What torch keeps for a group with backends of its own is kept here."""
+        """A group written in Python, with the attributes that torch otherwise keeps for a group's backends."""
 
         supports_splitting = True
-        supports_coalescing = False  # of this, batch_isend_irecv would ask a backend
+        supports_coalescing = False  # batch_isend_irecv reads this of a backend
         use_pg_for_symm_mem_rendezvous = False
-        splits = 0  # that were made of it and not described
+        splits = 0  # number of splits without a description
 
         def __init__(self, comms: GroupComms) -> None:
             c10d.ProcessGroup.__init__(self, *group_arguments(comms.store, comms.rank, comms.size))
@@ -255,16 +253,17 @@ else:
 
 
 def group_over(comm: Comm, *more: Comm, name: str | None = None) -> TorchGroup:
-    """A torch group of the ranks of comms that are there: one, or one for each type of device.
+    """Create a torch group over existing comms: one comm, or one for each type of device.
 
-    It can be handed to whatever takes a group. Who made the comms closes them; ``shutdown`` of the group does not.
+    All functions that take a torch group accept the result. The creator of the comms closes them; ``shutdown`` of the
+    group does not.
 
     Args:
         name: of the group; None: the first comm's.
 
     Raises:
-        ValueError: the comms are not of the same ranks, or two are on the same type of device.
-        TypeError: what is given are not comms.
+        ValueError: the comms have different ranks or sizes, or two are on one type of device.
+        TypeError: an argument is not a comm.
     """
     comms = [comm, *more]
     if not all(isinstance(each, Comm) for each in comms):
@@ -279,7 +278,7 @@ def group_over(comm: Comm, *more: Comm, name: str | None = None) -> TorchGroup:
 def _split(
     group: Any, ranks: list[int], timeout: timedelta | None, opts: Any, name: str | None, description: str | None
 ) -> Any:
-    """The group of some ranks of ``group``, on those; None on others. Names and errors are as in torch's groups."""
+    """Split ``ranks`` off ``group``; None on other ranks. Names and errors are as in torch's groups."""
     comms: GroupComms = group.comms
     _store_of(comms)
     check_split(ranks, comms.size)
@@ -301,26 +300,26 @@ def _part_name(name: str, ranks: list[int]) -> str:
 
 
 def _part(comms: GroupComms, ranks: list[int], timeout: timedelta | None, name: str) -> GroupComms:
-    """Those of some ranks, which meet where the ranks of ``comms`` have met."""
+    """The comms of some ranks, connected over the store of ``comms``."""
     limit = comms.timeout if timeout is None else timeout
     return _connected(name, dist.PrefixStore(f"{name}/", _store_of(comms)), ranks.index(comms.rank), len(ranks), limit)
 
 
 def _store_of(comms: GroupComms) -> dist.Store:
-    """Where the ranks of ``comms`` have met. Raises: RuntimeError."""
+    """The store of ``comms``. Raises: RuntimeError if there is none."""
     if comms.store is None:
         raise RuntimeError(f"group {comms.name!r} was made over comms, and cannot be split: split these")
     return comms.store
 
 
 def _named(group: TorchGroup, name: str, description: str) -> TorchGroup:
-    group._set_group_name(name)  # type: ignore[arg-type]  # a str of another name
+    group._set_group_name(name)  # type: ignore[arg-type]  # torch declares a NewType of str
     group._set_group_desc(description)
     return group
 
 
 def _connected(name: str, store: Any, rank: int, size: int, timeout: timedelta) -> GroupComms:
-    """With a comm on the CPU."""
+    """Create comms, with the CPU comm connected."""
     comms = GroupComms(name, store, rank, size, timeout)
     try:
         with detached():
@@ -332,7 +331,7 @@ def _connected(name: str, store: Any, rank: int, size: int, timeout: timedelta) 
 
 
 def _create(opts: Any, backend_options: Any) -> Any:
-    """What torch calls to make a group, or a backend of one."""
+    """Constructor that torch calls for a group, or for a backend of a group."""
     if backend_options is not None and not isinstance(backend_options, c10d.Backend.Options):
         raise TypeError(f"pg_options must be Backend.Options, got {backend_options!r}")
     comms = _connected(opts.group_id, opts.store, opts.group_rank, opts.group_size, opts.timeout)
@@ -340,7 +339,7 @@ def _create(opts: Any, backend_options: Any) -> Any:
     if torchs is None:
         return TorchGroup(comms)
     if PYTHON_BACKENDS and (torchs._device_types or torchs.name() != "custom"):
-        return TorchBackend(comms)  # others serve other devices
+        return TorchBackend(comms)  # one of several backends of the group
     group = TorchGroup(comms)
     if torchs.bound_device_id is not None:
         group.bound_device_id = torchs.bound_device_id
@@ -348,7 +347,7 @@ def _create(opts: Any, backend_options: Any) -> Any:
 
 
 def register() -> None:
-    """Make "asynccomm" known to torch; once is enough."""
+    """Register "asynccomm" as a backend of torch. Idempotent."""
     if not dist.is_available() or NAME.upper() in dist.Backend._plugins:
         return
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=list(DEVICES))

@@ -1,8 +1,8 @@
-"""The operations of a torch group, under all names that versions of torch call them by.
+"""The operations of a torch group, under the names of all versions of torch.
 
-Each makes one call of a comm, or several, and gives a TorchWork. Lists of tensors have one entry where torch allows for
-several GPUs of one process, which no backend does any more. Options may be left out, and tensors may come bare, as
-torch's own groups take them.
+Each operation makes one or several calls of a comm, and returns a TorchWork. A list of tensors must have one entry
+where torch's interface allows several GPUs of one process, which no backend supports any more. As in torch's own
+groups, options may be omitted, and a tensor may be passed without a list.
 """
 
 from __future__ import annotations
@@ -23,36 +23,35 @@ from asynccomm.core.work import Work
 from asynccomm.errors import MonitoredBarrierError
 from asynccomm.interop.group_comms import GroupComms
 from asynccomm.interop.loop_thread import detached
-from asynccomm.interop.no_compile import uncompiled
 from asynccomm.interop.profiling import is_profiling, recorded
-from asynccomm.interop.torch_version import checked_limit, time_limit
+from asynccomm.interop.torch_version import checked_limit, time_limit, uncompiled
 from asynccomm.interop.torch_words import monitored_barrier_failed
 from asynccomm.interop.torch_work import TorchWork
 from asynccomm.ops.reduce_op import ReduceOp
 
-NAME: Final = "asynccomm"  #: of the backend, as torch knows it
+NAME: Final = "asynccomm"  #: of the backend, in torch
 
 
 @final
 class _LastWork(threading.local):
-    """What the thread has called last, as long as somebody holds it."""
+    """The Work of this thread's last call, as long as another reference holds it."""
 
     work: weakref.ref[TorchWork] | None = None
 
 
 @uncompiled
 class TorchCollectives:
-    """To be mixed with what torch calls: its ``Backend`` or its ``ProcessGroup``. ``set_up`` comes first."""
+    """Mixin for torch's ``Backend`` or ``ProcessGroup``. Call ``set_up`` before all other methods."""
 
     def set_up(self, comms: GroupComms) -> None:
         """Not for users."""
         self.comms = comms
-        self._called = 0  # collectives
+        self._called = 0  # number of collectives
         self._last = _LastWork()
         self._scopes: dict[int, tuple[Batch, list[TorchWork]]] = {}  # by thread
 
     def taken(self) -> TorchWork | None:
-        """The Work of this thread's last call, once; None if there was none, or torch has dropped it."""
+        """Take the Work of this thread's last call; None if there was no call since, or torch has dropped the Work."""
         last, self._last.work = self._last.work, None
         return None if last is None else last()
 
@@ -108,7 +107,7 @@ class TorchCollectives:
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
         return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
 
-    # -- moves --------------------------------------------------------------------------------------------------------
+    # -- data movement ------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: Any = None) -> TorchWork:
         tensor = _one(tensors)
@@ -211,7 +210,7 @@ class TorchCollectives:
         return self._start([], comm.barrier, timeout=_limit(opts, timeout))
 
     def monitored_barrier(self, opts: Any = None, wait_all_ranks: bool = False) -> None:
-        """Block until all ranks have come. Raises: RuntimeError that says who has not, in torch's words."""
+        """Block until all ranks have arrived. Raises: torch's RuntimeError, which names the missing ranks."""
         limit = checked_limit(opts) if isinstance(opts, timedelta) else _limit(opts)
         with detached():
             work = self.comms.any().monitored_barrier(limit, wait_all_ranks)
@@ -221,7 +220,7 @@ class TorchCollectives:
                 waited = self.comms.timeout if limit is None else limit
                 raise monitored_barrier_failed(exc, self.comms.rank, waited, wait_all_ranks) from exc
 
-    # -- messages -----------------------------------------------------------------------------------------------------
+    # -- point to point -----------------------------------------------------------------------------------------------
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> TorchWork:
         tensor = _one(tensors)
@@ -238,11 +237,11 @@ class TorchCollectives:
     # -- coalescing ---------------------------------------------------------------------------------------------------
 
     def start_coalescing(self) -> None:
-        """Hold back what this thread calls until ``end_coalescing``."""
+        """Defer this thread's operations until ``end_coalescing``."""
         thread = threading.get_ident()
         left = self._scopes.pop(thread, None)
         with detached():
-            if left is not None:  # by an exception, which torch does not tell of
+            if left is not None:  # by an exception, which torch does not report
                 error = RuntimeError("it was left by an exception")
                 left[0].__exit__(RuntimeError, error, None)
             scope = coalesce(*self.comms.all()) if self.comms.all() else coalesce(self.comms.any())
@@ -250,7 +249,7 @@ class TorchCollectives:
         self._scopes[thread] = scope, []
 
     def end_coalescing(self) -> TorchWork:
-        """Send it; one Work for all. Raises: RuntimeError if this thread holds nothing back."""
+        """Submit the deferred operations as one Work. Raises: RuntimeError without ``start_coalescing`` before."""
         if threading.get_ident() not in self._scopes:
             raise RuntimeError(f"_end_coalescing() of a group of backend {NAME} without _start_coalescing() before it")
         scope, works = self._scopes.pop(threading.get_ident())
@@ -261,7 +260,7 @@ class TorchCollectives:
         result = [tensor for work in works for tensor in work.tensors()]
         return self._handed(TorchWork(parts, result, (lambda: [call() for call in finishes]) if finishes else None))
 
-    # -- what a group is ----------------------------------------------------------------------------------------------
+    # -- the group ----------------------------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
         return NAME
@@ -270,11 +269,11 @@ class TorchCollectives:
         return NAME
 
     def _get_sequence_number_for_group(self) -> int:
-        """How many collectives were called."""
+        """The number of collectives so far."""
         return self._called
 
     def _set_sequence_number_for_group(self) -> None:
-        """They count from 0 on all ranks."""
+        """Do nothing: numbers start at 0 on all ranks."""
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.comms.set_timeout(timeout)
@@ -286,24 +285,24 @@ class TorchCollectives:
         self.comms.extend_timeout(timeout)
 
     def _enable_collectives_timing(self) -> None:
-        """Works always know how long they took."""
+        """Do nothing: Works always measure their duration."""
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
         if device is not None:
             self.comms.connect(device)
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Ranks outside of a new group have no part in it."""
+        """Do nothing: ranks outside a new group take no part in its creation."""
 
     def abort(self) -> None:
         self.comms.abort("abort() was called on the torch group")
 
     def shutdown(self) -> None:
-        """Wait for what is in flight, and free everything."""
+        """Wait for operations in flight, and close the comms."""
         with detached():
             self.comms.close()
 
-    # -- how it is called ---------------------------------------------------------------------------------------------
+    # -- submission ---------------------------------------------------------------------------------------------------
 
     def _start(
         self,
@@ -344,12 +343,12 @@ class TorchCollectives:
         return work
 
     def _sparse(self, tensors: list[Tensor], op: Any, timeout: timedelta | None) -> TorchWork:
-        """All ranks' entries are gathered, whose numbers differ, and added up by each rank."""
+        """All-reduce sparse tensors: gather all ranks' entries, which differ in number, and add them on each rank."""
         tensor = _one(tensors)
         if op.type.name not in ("SUM", "AVG"):
             raise ValueError(f"op must be SUM or AVG for sparse tensors, got {op}")
         own = tensor.detach().coalesce()
-        indices, values = own.indices().t(), own.values()  # views: others may be writing them
+        indices, values = own.indices().t(), own.values()  # views of the tensor, which other operations may be writing
         comm = self.comms.of(values)
         works: list[Work[Any]] = []
 
@@ -384,7 +383,7 @@ def _one(tensors: Any) -> Any:
 
 
 def _op(opts: Any, op: Any = None) -> Any:
-    """The reduction: in options, in their place, or given by itself."""
+    """The reduction, given in ``opts``, in place of ``opts``, or as ``op``."""
     if op is None:
         op = getattr(opts, "reduceOp", opts)
     return ReduceOp.SUM if op is None else ReduceOp.of(op)

@@ -1,7 +1,7 @@
-"""What torch knows of its groups beside the groups themselves: their stores, names and ranks, and which is the default.
+"""torch's registry of groups: their stores, names and ranks, and the default group.
 
-torch looks all this up by group in maps of its own, and offers no other way to hand it a group that somebody else has
-made. They are read and written here and nowhere else.
+torch keeps these in private maps by group, and has no public way to register a group that other code has created. Only
+this module reads and writes the maps.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ CONFIG: Final = f"cpu:{NAME},cuda:{NAME}"
 
 @final
 class NoStore(dist.Store):
-    """In place of the store of a group that was made over comms, of which torch could make more groups.
+    """Placeholder for the store of a group made over comms, so that torch cannot create more groups over it.
 
-    Raises: RuntimeError, whatever is called.
+    Raises: RuntimeError, from all methods.
     """
 
     def __init__(self, name: str) -> None:
@@ -46,17 +46,17 @@ class NoStore(dist.Store):
 
 
 def default() -> Any:
-    """The default group, WORLD; None if there is none."""
+    """The default group, WORLD, or None."""
     return dist.group.WORLD
 
 
 def make_default(group: Any) -> None:
-    """``dist.get_rank()``, and all functions of torch that get no group, mean ``group`` from now on."""
+    """Set the default group, which ``dist.get_rank()`` and all functions called without a group use."""
     distributed_c10d._update_default_pg(group)
 
 
 def group_called(name: str) -> Any:
-    """The group of that name; None if there is none."""
+    """The group of the given name, or None."""
     for group, known in distributed_c10d._world.pg_names.items():
         if known == name:
             return group
@@ -64,10 +64,10 @@ def group_called(name: str) -> Any:
 
 
 def store_of(group: Any) -> dist.Store | None:
-    """Where the ranks of ``group`` have met; None if that is not known."""
+    """The store that ``group`` was created with; None if unknown."""
     try:
         store = group.get_group_store()
-    except (AttributeError, RuntimeError):  # it has none, as all Python groups of torch 2.11
+    except (AttributeError, RuntimeError):  # no store, as in all Python groups of torch 2.11
         store = None
     if store is None:
         _, store = distributed_c10d._world.pg_map.get(group, (None, None))
@@ -75,7 +75,7 @@ def store_of(group: Any) -> dist.Store | None:
 
 
 def add(group: Any, name: Any, ranks: Sequence[int]) -> None:
-    """Have torch find ``group`` by its name, and translate ranks: ``ranks`` are those of the default group."""
+    """Register ``group`` under ``name``; ``ranks`` are its global ranks, by rank in the group."""
     world: Any = distributed_c10d._world
     world.pg_map[group] = (NAME, NoStore(name))
     world.pg_names[group] = name
@@ -89,5 +89,5 @@ def add(group: Any, name: Any, ranks: Sequence[int]) -> None:
 
 
 def drop(group: Any) -> None:
-    """Undo ``add``."""
+    """Remove a group registered by :func:`add`."""
     dist.destroy_process_group(group)

@@ -1,4 +1,4 @@
-"""Errors in the words of torch's own backends, which programs and torch's tests look for."""
+"""Errors with the texts of torch's own backends, which programs and torch's tests match."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Final
 
 from asynccomm.errors import MonitoredBarrierError
 
-INSTANT: Final = timedelta(milliseconds=1)  # a monitored barrier with no more is over for rank 0 before it begins
+INSTANT: Final = timedelta(milliseconds=1)  # with at most this timeout, rank 0's monitored barrier fails at once
 
 
 def monitored_barrier_failed(
     error: MonitoredBarrierError, rank: int, limit: timedelta, wait_all_ranks: bool
 ) -> RuntimeError:
-    """What gloo raises on ``rank`` in place of ``error``.
+    """gloo's error on ``rank`` that corresponds to ``error``.
 
-    Only rank 0 is told of other ranks: of the first that did not come, or with ``wait_all_ranks`` of all of them, which
-    gloo calls "Ranks" also if it is one. ``limit`` is the barrier's.
+    Only rank 0's error names other ranks: the first missing rank, or with ``wait_all_ranks`` all missing ranks, which
+    gloo calls "Ranks" also for a single one. ``limit`` is the barrier's timeout.
     """
     if rank != 0:
         return RuntimeError(
@@ -26,7 +26,7 @@ def monitored_barrier_failed(
         )
     milliseconds = limit // timedelta(milliseconds=1)
     timed_out = f"Rank 0 timed out in monitoredBarrier after {milliseconds} ms."
-    if error.missing == (0,):  # by the verdict of a rank that gave up waiting for it
+    if error.missing == (0,):  # another rank timed out waiting for rank 0
         return RuntimeError(f"{timed_out}\n Original exception: \n{error}")
     if wait_all_ranks:
         names = ", ".join(map(str, error.missing))
@@ -39,7 +39,7 @@ def monitored_barrier_failed(
 
 
 def check_split(ranks: Sequence[int], size: int) -> None:
-    """Raise the RuntimeError of torch, on all ranks at once, unless ``ranks`` can be a part of a group of ``size``."""
+    """Raise torch's RuntimeError, on all ranks, unless ``ranks`` are distinct ranks of a group of ``size``."""
     if not ranks:
         raise RuntimeError("Split ranks cannot be empty. Please provide a non-empty list of ranks to split the group.")
     if len(set(ranks)) != len(ranks):

@@ -1,17 +1,17 @@
-"""Our Works, as torch's.
+"""Adapter from our Works to torch's Work.
 
-A TorchWork stands for one or several Works, and is done when all of them are. It need not be waited for.
+A TorchWork stands for one or several Works, and is done when all its Works are. Programs need not wait for a TorchWork.
 
-Its future is completed on a thread of its own, by a callback that raises if the Work failed: this is the only way for
-an error to be one for torch's C++, too, which never calls ``wait`` on the gradients of a DistributedDataParallel and
-reads the value of the future as the result. On a GPU the future is complete when the operation is in its stream, and
-whoever waits for it has their stream wait. What a callback of a future calls comes in no order with what other threads
-call meanwhile, as with every backend that works on the CPU: hooks of DistributedDataParallel that make calls in
-callbacks (PowerSGD's) need all gradients in one bucket there.
+A separate thread completes the TorchWork's future, through a callback that raises if a Work failed. Only so does
+torch's C++ get the error: it never calls ``wait`` for the gradients of a DistributedDataParallel, and reads the value
+of the future as the result. On a GPU the future completes when the operation is in its stream, and waiting for the
+future makes the current stream wait. As in all backends on the CPU, calls made in a future's callback have no defined
+order relative to calls of other threads: hooks of DistributedDataParallel with calls in callbacks (PowerSGD's)
+therefore need all gradients in one bucket.
 
-torch's C++ may keep a Work whose Python half is gone: its ``wait`` then never returns, and its future has no value. So
-the Python half of each is kept until many others have come after it; with its tensors if these are small, as are those
-that torch so treats (the counts of ranks that still train, in DistributedDataParallel.join).
+torch's C++ may keep a Work after its Python object was collected: ``wait`` then never returns, and the future has no
+value. So this module holds the last ``KEPT`` collected Python objects, with their tensors if these are small. The Works
+that torch keeps in this way have small tensors (the counts of active ranks in DistributedDataParallel.join).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from torch import distributed as dist
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError
 from asynccomm.interop.loop_thread import detached, on_a_thread
-from asynccomm.interop.no_compile import uncompiled
+from asynccomm.interop.torch_version import uncompiled
 
-KEPT: Final = 1024  # Works whose Python halves are kept
-SMALL: Final = 4096  # bytes of tensors that are kept with one
+KEPT: Final = 1024  # number of Works whose Python objects are held
+SMALL: Final = 4096  # limit on bytes of tensors held with a Work
 
 _making = threading.RLock()
 _kept: deque[TorchWork] = deque(maxlen=KEPT)
@@ -43,12 +43,12 @@ _kept: deque[TorchWork] = deque(maxlen=KEPT)
 @final
 @uncompiled
 class TorchWork(dist.Work):
-    """What torch gets for a call.
+    """torch's Work for one call.
 
     Args:
-        parts: what it stands for.
-        result: what the future gives: the output tensors as torch has them in a list, or in a list of lists.
-        finish: run once, when all parts are done and before anybody sees that; for what is put together from them.
+        parts: our Works of the call.
+        result: the future's value: torch's list of output tensors, or list of lists.
+        finish: function that assembles the result; called once, after all parts and before the TorchWork is done.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class TorchWork(dist.Work):
         self._result = result
         self.finish = finish
         self._future: torch.futures.Future[Any] | None = None
-        if finish is not None:  # nobody need ask for it
+        if finish is not None:  # so finish also runs if no thread waits
             for part in parts:
                 part.listen(lambda: on_a_thread(self.is_completed) if _done(parts) else None)
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """As ``Work.wait``: on the CPU block this thread, also if it runs a loop; on a GPU have the stream wait."""
+        """Wait: on a GPU in the current stream, else by blocking the thread, also one with a running loop."""
         if timeout is not None and timeout <= timedelta(0):
-            timeout = None  # torch's way to say so
+            timeout = None  # in torch, no timeout
         if asyncio._get_running_loop() is None:
             self._wait(timeout)
         else:
@@ -88,7 +88,7 @@ class TorchWork(dist.Work):
                 except TimeoutError as exc:
                     if isinstance(exc, AsyncCommError):
                         raise
-                    raise RuntimeError(f"Timed out: {exc}") from None  # torch's users expect no other
+                    raise RuntimeError(f"Timed out: {exc}") from None  # the error that programs expect of torch
         if self.finish is not None:
             self._put_together()
 
@@ -104,7 +104,7 @@ class TorchWork(dist.Work):
     def block_current_stream(self) -> None:
         self.wait()
 
-    # -- looking ------------------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------------
 
     def is_completed(self) -> bool:
         if not _done(self.parts):
@@ -117,23 +117,23 @@ class TorchWork(dist.Work):
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """The error, if it has failed; None also as long as it is not done."""
+        """The error, if a part has failed; else None."""
         for part in self.parts:
             if part.done() and (error := part.exception()) is not None:
                 return error
         return None
 
     def result(self) -> list[Tensor]:
-        """The output tensors in one list, once it is done."""
+        """Wait, and return the output tensors in one list."""
         self.wait()
         return self.tensors()
 
     def tensors(self) -> list[Tensor]:
-        """The same, done or not."""
+        """The output tensors in one list, without waiting."""
         return [tensor for item in self._result for tensor in ([item] if isinstance(item, Tensor) else item)]
 
     def source_rank(self) -> int:
-        """Of a receive from any rank: whose message came."""
+        """The sender's rank, of a completed receive from any rank."""
         source = self.parts[0].source
         if source is None:
             raise RuntimeError("only a receive that is done has a source")
@@ -143,7 +143,7 @@ class TorchWork(dist.Work):
         return self.source_rank()
 
     def _get_duration(self) -> float:
-        """Milliseconds."""
+        """Duration in milliseconds."""
         return 1000 * max([part.duration or 0.0 for part in self.parts], default=0.0)
 
     def _get_sequence_number(self) -> int:
@@ -174,7 +174,7 @@ class TorchWork(dist.Work):
                 else:
                     on_a_thread(lambda: gate.set_result(None))
 
-        look(here=True)  # nobody has hung anything on it yet
+        look(here=True)  # on this thread, as the future has no callbacks yet
         if not opened.locked():
             for part in self.parts:
                 part.listen(look)
@@ -197,7 +197,7 @@ class TorchWork(dist.Work):
             part.listen(self._shed)
 
     def _shed(self) -> None:
-        """Let go of what is done, and so of tensors; errors have none."""
+        """Release completed parts, and so their tensors; failed parts hold none and stay, for their errors."""
         if self.finish is None and _done(parts := self.parts):
             self.parts = [part for part in parts if part.exception() is not None]
 
@@ -207,5 +207,5 @@ def _done(parts: Sequence[Work[Any]]) -> bool:
 
 
 def _ready(part: Work[Any]) -> bool:
-    """Whether waiting for it blocks no thread."""
+    """Whether a wait would not block the thread."""
     return part.done() or (part.order is not None and part.order.issued)

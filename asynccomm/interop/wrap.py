@@ -1,7 +1,7 @@
-"""What torch.distributed has already, awaited: ``asynccomm.wrap`` of a process group, and of a Work.
+"""``asynccomm.wrap``, which makes torch.distributed's process groups and Works awaitable.
 
-The ranks of a group meet for a comm over the store that the group itself was made with. Where it has none, rank 0 hosts
-one, and says where by a broadcast of the group. That happens once for a group, whose further comms meet there, too.
+A comm over a group uses the store that the group was created with. If the group has no store, rank 0 hosts one, and
+sends its address by a broadcast of the group. This happens once for a group; later comms use the same store.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from asynccomm.interop.torch_registry import store_of
 from asynccomm.interop.wrapped_work import WrappedWork
 from asynccomm.store.server import StoreServer, listen, serve
 
-ADDRESS_BYTES: Final = 1024  # of what is broadcast; the rest is zeros
+ADDRESS_BYTES: Final = 1024  # size of the broadcast address, padded with zeros
 
 
 class CommArguments(TypedDict, total=False):
-    """What ``new_comm`` takes, too."""
+    """Keyword arguments that ``wrap`` passes to ``new_comm``."""
 
     device: str | torch.device
     name: str
@@ -56,7 +56,7 @@ def wrap(what: dist.Work | distributed_c10d._CoalescingManager) -> WrappedWork: 
 
 
 def wrap(what: Any, backend: str = "auto", **arguments: Unpack[CommArguments]) -> PendingComm[Comm] | WrappedWork:
-    """Await what ``torch.distributed`` has: a Work, or the operations of a process group.
+    """Make a Work of ``torch.distributed``, or the operations of a process group, awaitable.
 
     ::
 
@@ -65,18 +65,18 @@ def wrap(what: Any, backend: str = "auto", **arguments: Unpack[CommArguments]) -
         async with asynccomm.wrap(dist.group.WORLD) as comm:
             await comm.all_reduce(tensor)
 
-    Of a Work, or of what ``_coalescing_manager(async_ops=True)`` gives: ``await`` returns the output tensors in a list
-    as soon as the host may read them, and raises the Work's error. See ``WrappedWork``.
+    Of a Work, or of the manager of ``_coalescing_manager(async_ops=True)``: ``await`` returns the output tensors in a
+    list as soon as the host may read them, and raises the Work's error. See ``WrappedWork``.
 
-    Of a group: a new comm of its ranks; ``await`` it, or better ``async with`` it. Collective: all ranks of the group
-    do so, and as often as each other; also one that fails counts. The group itself stays as it is, and may be used at
-    the same time: the comm has its own connections, and may outlive it.
+    Of a group: a new comm of the group's ranks; ``await`` it, or better ``async with`` it. Collective: all ranks of the
+    group call ``wrap`` equally often, including failed calls. The group stays unchanged, and can be used at the same
+    time: the comm has its own connections, and may outlive the group.
 
     Args:
-        backend, name, timeout, hints, ...: of the comm, see ``new_comm``. ``name``: None given, the group's name and a
+        backend, name, timeout, hints, ...: of the comm, see ``new_comm``. ``name``: by default the group's name and a
             number.
-        device: where the comm's tensors live; none given: the GPU that the group is bound to, or the current one if the
-            group serves GPUs only; else the CPU.
+        device: of the comm's tensors; by default the GPU that the group is bound to, or the current GPU if the group
+            serves GPUs only, else the CPU.
 
     Raises:
         ValueError, TypeError: at the call; also if this rank is not in the group.
@@ -117,7 +117,7 @@ def _comm_over(group: Any, backend: str, arguments: CommArguments) -> PendingCom
     store = store_of(group)
     if store is not None:
         return comm(store)
-    comm(dist.HashStore())  # raises what is wrong with the arguments, and connects nothing
+    comm(dist.HashStore())  # checks the arguments, and connects nothing
 
     async def connect() -> Comm:
         return await comm(await anyio.to_thread.run_sync(place.meet, group, abandon_on_cancel=True))
@@ -137,25 +137,25 @@ def _device_of(group: Any) -> torch.device:
 def _name_of(group: Any) -> str:
     try:
         return str(group.group_name) or "group"
-    except (AttributeError, RuntimeError):  # a group in Python that was never given one
+    except (AttributeError, RuntimeError):  # a Python group without a name
         return "group"
 
 
 @final
 class _TorchRendezvous:
-    """Where the ranks of a group meet, if it has no store; and how often they have been asked to."""
+    """The store for comms over a group without its own store, and the number of comms over the group so far."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._hosted: StoreServer | None = None  # as long as the group is there
+        self._hosted: StoreServer | None = None  # held as long as the group exists
         self._store: dist.Store | None = None
 
     def next_number(self) -> int:
         return next(self._numbers)
 
     def meet(self, group: Any) -> dist.Store:
-        """The store of all ranks of ``group``, which all ask for it; blocks. Raises: RendezvousError."""
+        """The store of ``group``; blocks. Collective over the group's ranks. Raises: RendezvousError."""
         with self._lock:
             if self._store is None:
                 self._store = self._met(group)
@@ -190,7 +190,7 @@ def _place_of(group: Any) -> _TorchRendezvous:
 
 
 def _own_address() -> str:
-    """Where other hosts reach this one; empty if only its name may tell."""
+    """This host's address for other hosts; empty if the host's name resolves to no such address."""
     try:
         address = socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -199,7 +199,7 @@ def _own_address() -> str:
 
 
 def _broadcast(group: Any, data: bytes) -> bytes:
-    """What rank 0 has in ``data``, which has no zero bytes."""
+    """Broadcast rank 0's ``data``, which must not contain zero bytes."""
     room = bytearray(data.ljust(ADDRESS_BYTES, b"\0"))
     tensor = torch.frombuffer(room, dtype=torch.uint8).to(_device_of(group))
     options = dist.BroadcastOptions()
@@ -210,7 +210,7 @@ def _broadcast(group: Any, data: bytes) -> bytes:
 
 def _renew_locks() -> None:
     global _placing, _places
-    _placing, _places = threading.Lock(), WeakKeyDictionary()  # others, not in the child, may have held the old one
+    _placing, _places = threading.Lock(), WeakKeyDictionary()  # a thread of the parent may have held the old lock
 
 
 os.register_at_fork(after_in_child=_renew_locks)

@@ -1,15 +1,15 @@
-"""Awaiting the Works of torch, whichever backend they are of, without blocking the event loop.
+"""Awaiting the Works of any torch backend without blocking the event loop.
 
-There are three ways to learn that a Work is done, and the first that it offers is taken:
+There are three ways to detect that a Work is done; the first available one is used:
 
-- A TorchWork stands for Works of ours, which call back.
-- Most Works have a future, which calls back on a thread of their backend. On a GPU it is complete as soon as the
-  operation is in its stream; a thread then waits for that.
-- Some have none: all sends and receives of gloo, and its reduce_scatter_tensor. These are done when somebody waits for
-  them and not before, so a thread does: one for each, as two that wait for one receive would wait for two messages.
-  It is a daemon, as nothing can end such a wait but the other rank.
+- A TorchWork stands for our Works, which run callbacks.
+- Most Works have a future, which runs callbacks on a thread of the backend. On a GPU the future completes as soon as
+  the operation is in its stream; a thread then waits for the stream.
+- Some Works have no future: all sends and receives of gloo, and its reduce_scatter_tensor. These complete only in
+  ``wait``, so a thread calls it: one thread for each Work, as two waits for one receive would wait for two messages.
+  The thread is a daemon, as only the other rank can end such a wait.
 
-All who await one Work share what was found out about it. Nothing waits for a Work as long as nobody awaits it.
+All tasks that await one Work share its outcome. No thread waits for a Work before a task awaits it.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from asynccomm.core.handles import Handle
 from asynccomm.interop.loop_thread import on_a_thread
 from asynccomm.interop.torch_work import TorchWork
 
-MOST_AWAITS: Final = 64  # of finished Works in a row, before one lets the loop turn
+MOST_AWAITS: Final = 64  # consecutive awaits of finished Works before one yields to the loop
 
 _sharing = threading.Lock()
-_shared: WeakValueDictionary[int, _Awaited] = WeakValueDictionary()  # by the id of a Work, which they keep alive
+_shared: WeakValueDictionary[int, _Awaited] = WeakValueDictionary()  # by id of the Work; the value holds the Work
 
 
 @final
 class _Streak(threading.local):
-    """How many finished Works this thread's loop has awaited in a row. It must not go on like that for ever."""
+    """Count of consecutive awaits of finished Works on this thread, without a suspension."""
 
     awaits = 0
 
@@ -49,13 +49,13 @@ _streak = _Streak()
 
 @final
 class WrappedWork(Handle):
-    """One Work of torch, or several; ``await`` it for the output tensors; from :func:`asynccomm.wrap`.
+    """One or several Works of torch, returned by :func:`asynccomm.wrap`; ``await`` it for the output tensors.
 
-    Any number of tasks may await it, on any loops, any number of times. Cancelling an await is safe and leaves the
-    operation running. The tensors come in one list, whatever lists torch has them in. It is empty for Works that do not
-    say what their outputs are: gloo's sends, receives, and reduce_scatter_tensor.
+    Any number of tasks may await a WrappedWork, on any loops, any number of times. Cancelling an await is safe and
+    leaves the operation running. The tensors are in one flat list. The list is empty for Works that do not give their
+    outputs: gloo's sends, receives, and reduce_scatter_tensor.
 
-    Do not call ``wait`` of such a Work while it is awaited: one message would be waited for twice.
+    Do not call ``wait`` of a gloo Work without outputs while a task awaits it: two waits would wait for two messages.
     """
 
     _instead = "await it here, and send its output there"
@@ -65,7 +65,7 @@ class WrappedWork(Handle):
         self._parts = [_awaited(work) for work in works]
 
     def done(self) -> bool:
-        """Whether awaiting would not suspend. Sends and receives of gloo are not done before they are awaited."""
+        """Whether ``await`` would not suspend. Sends and receives of gloo are done only after an await."""
         return all(part.look() for part in self._parts)
 
     def __await__(self) -> Generator[Any, None, list[Tensor]]:
@@ -85,7 +85,7 @@ def _awaited(work: dist.Work) -> _Awaited:
 
 @final
 class _Awaited:
-    """What is known of one Work, and who waits for it."""
+    """Outcome of one Work, and the futures of the tasks that await it."""
 
     def __init__(self, work: dist.Work) -> None:
         self._work: Any = work
@@ -100,7 +100,7 @@ class _Awaited:
         self._waiters: list[asyncio.Future[None]] = []
 
     def look(self) -> bool:
-        """Whether it is done."""
+        """Poll the Work; return whether it is done."""
         if self._done:
             return True
         if isinstance(self._work, TorchWork):
@@ -113,7 +113,7 @@ class _Awaited:
         return self._done
 
     def outcome(self) -> Generator[Any, None, list[Tensor]]:
-        """Suspend until it is done; its outputs."""
+        """Suspend until the Work is done, and return its outputs."""
         if self.look():
             _streak.awaits = (_streak.awaits + 1) % MOST_AWAITS
             if _streak.awaits == 0:
@@ -134,19 +134,19 @@ class _Awaited:
                     if waiter in self._waiters:
                         self._waiters.remove(waiter)
         if self._error is not None:
-            # as it was when the Work failed: each raise would otherwise grow it for all who await
+            # with the original traceback, as each raise would otherwise lengthen the shared one
             raise self._error.with_traceback(self._traceback)
         return list(self._outputs)
 
     def _start(self) -> None:
-        """Have somebody tell, once."""
+        """Arrange for a callback or a thread to report the outcome, once."""
         with self._lock:
             if self._started:
                 return
             self._started = True
         if isinstance(self._work, TorchWork):
             work = self._work
-            # a listener must be quick; what is to be put together may not be
+            # a listener must be quick, but finish may be slow
             listener = self.look if work.finish is None else (lambda: on_a_thread(self.look))
             for part in work.parts:
                 part.listen(listener)
@@ -167,7 +167,7 @@ class _Awaited:
             self._settle(work.tensors())
 
     def _take_future(self, *, wait: bool) -> None:
-        """The future is done: take what it has; if it is for the GPU, then only if that is done, or else ``wait``."""
+        """Settle from the completed future. For GPU tensors the Work must be done; else a thread waits, if ``wait``."""
         assert self._future is not None
         try:
             outputs = _flat(self._future.value())
@@ -186,10 +186,10 @@ class _Awaited:
         threading.Thread(target=self._wait, args=(outputs, gpus), name="asynccomm wait", daemon=True).start()
 
     def _wait(self, outputs: list[Tensor], gpus: Sequence[torch.device]) -> None:
-        """Block until the host may read."""
+        """Block until the host may read the outputs."""
         try:
             with contextlib.ExitStack() as streams:
-                for gpu in gpus:  # of its own, so as not to wait for what the program has in its streams
+                for gpu in gpus:  # a new stream, so as not to wait for the program's streams
                     streams.enter_context(torch.cuda.stream(torch.cuda.Stream(gpu)))  # type: ignore[no-untyped-call]
                 self._work.wait()
                 for gpu in gpus:
@@ -200,7 +200,7 @@ class _Awaited:
         self._settle(outputs, error)
 
     def _settle(self, outputs: list[Tensor], error: BaseException | None = None) -> None:
-        """From any thread; the first to say so decides."""
+        """Store the outcome, and wake the waiters. From any thread; only the first call counts."""
         with self._lock:
             if self._done:
                 return
@@ -212,7 +212,7 @@ class _Awaited:
             self._done = True
             waiters, self._waiters = self._waiters, []
         for waiter in waiters:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody left to tell
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and its tasks are gone
                 waiter.get_loop().call_soon_threadsafe(_wake, waiter)
 
 
@@ -226,16 +226,16 @@ def _future_of(work: Any) -> torch._C.Future[Any] | None:
         future = work.get_future()
     except (RuntimeError, NotImplementedError):
         return None
-    return future if isinstance(future, torch._C.Future) else None  # not torch.futures.Future, if it is of C++
+    return future if isinstance(future, torch._C.Future) else None  # a C++ future is no torch.futures.Future
 
 
 def _failure(work: Any) -> BaseException | None:
-    """The error of a Work that is done and has not been heard of otherwise. torch calls these methods deprecated."""
+    """The error of a completed Work that was not raised elsewhere. In torch these methods are deprecated."""
     try:
         if work.is_success():
             return None
         error = work.exception()
-    except (AttributeError, RuntimeError, TypeError):  # torch 2.11 cannot say which one
+    except (AttributeError, RuntimeError, TypeError):  # torch 2.11 does not give the error
         error = None
     return error if isinstance(error, BaseException) else RuntimeError(f"{work!r} has failed")
 
@@ -254,7 +254,7 @@ def _flat(value: Any) -> list[Tensor]:
 
 def _renew_lock() -> None:
     global _sharing
-    _sharing = threading.Lock()  # a thread that is not in the child may have held the old one
+    _sharing = threading.Lock()  # a thread of the parent may have held the old lock
 
 
 os.register_at_fork(after_in_child=_renew_lock)

@@ -1,4 +1,4 @@
-"""The async face of ``torch.distributed``: its names and arguments, to be awaited.
+"""Async version of ``torch.distributed``: the same names and arguments, with results to await.
 
 ::
 
@@ -11,10 +11,10 @@
     await work
     await dist.destroy_process_group()
 
-A call sends at once, as everywhere in asynccomm, and what it returns is awaited: that gives the output where torch has
-None. ``async_op=True`` gives a handle with the methods of torch's Work. The rules are torch's: one default group;
-global ranks, unless ``group_dst`` or ``group_src`` say otherwise; a warning and None where this rank is not in the
-group. The transports are asynccomm's, and so is how they fail.
+A call submits its operation at once, as everywhere in asynccomm. ``await`` on the returned object gives the output,
+where torch gives None. ``async_op=True`` returns a handle with the methods of torch's Work. The rules are torch's: one
+default group; global ranks, unless ``group_dst`` or ``group_src`` is given; a warning and None if this rank is not in
+the group. Transports and errors are asynccomm's.
 """
 
 from asynccomm.compat.c10d import coalescing as _coalescing_module
@@ -29,7 +29,6 @@ from asynccomm.compat.c10d import private as _internals_module
 from asynccomm.compat.c10d import ranks as _ranks_module
 from asynccomm.compat.c10d import reductions as _reductions_module
 from asynccomm.compat.c10d import rendezvous_handlers as _meeting_module
-from asynccomm.compat.c10d import splitting as _splitting_module
 from asynccomm.compat.c10d import types as _types_module
 from asynccomm.compat.c10d import validation as _checks_module
 from asynccomm.compat.c10d import world as _world_module
@@ -42,20 +41,21 @@ from asynccomm.compat.c10d.backends import is_mpi_available as is_mpi_available
 from asynccomm.compat.c10d.backends import is_nccl_available as is_nccl_available
 from asynccomm.compat.c10d.backends import is_ucc_available as is_ucc_available
 from asynccomm.compat.c10d.backends import is_xccl_available as is_xccl_available
-from asynccomm.compat.c10d.barriers import barrier as barrier
-from asynccomm.compat.c10d.barriers import monitored_barrier as monitored_barrier
 from asynccomm.compat.c10d.collectives import all_gather as all_gather
 from asynccomm.compat.c10d.collectives import all_gather_coalesced as all_gather_coalesced
 from asynccomm.compat.c10d.collectives import all_gather_into_tensor as all_gather_into_tensor
 from asynccomm.compat.c10d.collectives import all_to_all as all_to_all
 from asynccomm.compat.c10d.collectives import all_to_all_single as all_to_all_single
+from asynccomm.compat.c10d.collectives import barrier as barrier
 from asynccomm.compat.c10d.collectives import broadcast as broadcast
 from asynccomm.compat.c10d.collectives import gather as gather
+from asynccomm.compat.c10d.collectives import monitored_barrier as monitored_barrier
 from asynccomm.compat.c10d.collectives import scatter as scatter
 from asynccomm.compat.c10d.destroy import destroy_process_group as destroy_process_group
 from asynccomm.compat.c10d.groups import new_group as new_group
 from asynccomm.compat.c10d.groups import new_subgroups as new_subgroups
 from asynccomm.compat.c10d.groups import new_subgroups_by_enumeration as new_subgroups_by_enumeration
+from asynccomm.compat.c10d.groups import split_group as split_group
 from asynccomm.compat.c10d.init import init_process_group as init_process_group
 from asynccomm.compat.c10d.objects import all_gather_object as all_gather_object
 from asynccomm.compat.c10d.objects import broadcast_object_list as broadcast_object_list
@@ -88,7 +88,6 @@ from asynccomm.compat.c10d.reductions import reduce_scatter_tensor as reduce_sca
 from asynccomm.compat.c10d.rendezvous_handlers import register_rendezvous_handler as register_rendezvous_handler
 from asynccomm.compat.c10d.rendezvous_handlers import rendezvous as rendezvous
 from asynccomm.compat.c10d.shrinking import shrink_group as shrink_group
-from asynccomm.compat.c10d.splitting import split_group as split_group
 from asynccomm.compat.c10d.types import PG_WRAPPER_STORE_PREFIX as PG_WRAPPER_STORE_PREFIX
 from asynccomm.compat.c10d.types import SHRINK_ABORT as SHRINK_ABORT
 from asynccomm.compat.c10d.types import SHRINK_DEFAULT as SHRINK_DEFAULT
@@ -200,7 +199,7 @@ __all__ = [  # the names that torch exports
     "shrink_group",
 ]
 
-# what programs use of torch's that is not exported there
+# private names of torch's module that programs use
 _abort_process_group = _ending_module.abort_process_group
 _add_ephemeral_timeout_for_all_pgs = _ending_module.add_ephemeral_timeout
 _all_gather_base = _moves_module.all_gather_base
@@ -241,10 +240,10 @@ _group_or_default_group = _world_module.group_or_default
 _hash_ranks_to_str = _internals_module.hash_ranks
 _IllegalWork = _coalescing_module.IllegalWork
 _is_barrier_after_init = _init_module.barrier_after_init
-_is_safe_to_split = _splitting_module.is_safe_to_split
+_is_safe_to_split = _groups_module.is_safe_to_split
 _new_group_with_tag = _groups_module.new_group_with_tag
 _object_to_tensor = _objects_module.object_to_tensor
-_process_group_color = _splitting_module.process_group_color
+_process_group_color = _groups_module.process_group_color
 _process_group_name = _internals_module.process_group_name
 _rank_not_in_group = _internals_module.is_not_in_group
 _reduce_scatter_base = _reductions_module.reduce_scatter_base

@@ -1,8 +1,8 @@
-"""Names of backends, which devices they serve, and which of them this installation has.
+"""Names of backends, the devices they serve, and their availability in this installation.
 
-A name is torch's (``gloo``, ``nccl``) or one of ours: ``shm`` (the ranks of one machine), ``auto`` (the fastest that
-suits on the CPU), ``loopback`` (tests), or what an entry point adds. All of them run on asynccomm's transports, but for
-``fake``, which moves nothing: see ``fake``.
+A name is torch's (``gloo``, ``nccl``) or one of ours: ``shm`` (the ranks of one machine), ``auto`` (the fastest
+available backend for the CPU), ``loopback`` (tests), or a backend added by an entry point. All backends run on
+asynccomm's transports, except ``fake``, which moves no data: see the module ``fake``.
 """
 
 from __future__ import annotations
@@ -33,47 +33,47 @@ _log: Final = logging.getLogger("asynccomm")
 
 _GLOO_AVAILABLE: Final = dist.is_gloo_available()
 _NCCL_AVAILABLE: Final = dist.is_nccl_available() and find_spec("nccl") is not None
-_MPI_AVAILABLE: Final = False  # no transport of ours, whatever torch was built with
+_MPI_AVAILABLE: Final = False  # no transport of ours uses it, also if torch was built with it
 _UCC_AVAILABLE: Final = False
 _XCCL_AVAILABLE: Final = False
 
 
 def is_mpi_available() -> bool:
-    """Whether MPI can be used: never; no transport here runs on it."""
+    """Whether MPI can be used: never, as no transport of ours uses it."""
     return _MPI_AVAILABLE
 
 
 def is_nccl_available() -> bool:
-    """Whether torch has NCCL, and our binding to it is installed."""
+    """Whether torch was built with NCCL and our NCCL binding is installed."""
     return _NCCL_AVAILABLE
 
 
 def is_gloo_available() -> bool:
-    """Whether torch has gloo."""
+    """Whether torch was built with gloo."""
     return _GLOO_AVAILABLE
 
 
 def is_ucc_available() -> bool:
-    """Whether UCC can be used: never; no transport here runs on it."""
+    """Whether UCC can be used: never, as no transport of ours uses it."""
     return _UCC_AVAILABLE
 
 
 def is_xccl_available() -> bool:
-    """Whether XCCL can be used: never; no transport here runs on it."""
+    """Whether XCCL can be used: never, as no transport of ours uses it."""
     return _XCCL_AVAILABLE
 
 
 class Plugin(NamedTuple):
-    """What ``Backend.register_backend`` was given."""
+    """Arguments of one ``Backend.register_backend`` call."""
 
     creator_fn: Callable[..., Any]
     extended_api: bool
 
 
 class Backend(str):
-    """The backends by name: ``Backend.GLOO`` is ``"gloo"``, and so is ``Backend("GLOO")``.
+    """Names of backends: ``Backend.GLOO`` and ``Backend("GLOO")`` are both ``"gloo"``.
 
-    A name that nobody knows is taken as it is, in lower case; making a group with it is what fails.
+    ``Backend`` accepts an unknown name, and returns it in lower case; creating a group with it fails.
     """
 
     __slots__ = ()
@@ -114,7 +114,7 @@ class Backend(str):
     }
 
     def __new__(cls, name: str) -> Backend:
-        """The name in lower case, a plain str. Raises ``ValueError`` if it is no str."""
+        """Return the name in lower case, as a plain str. Raises ``ValueError`` if it is not a str."""
         if not isinstance(name, str):
             raise ValueError(f"a backend is named by a str, got {name!r}")
         found: str = getattr(Backend, name.upper(), Backend.UNDEFINED)
@@ -128,13 +128,13 @@ class Backend(str):
         extended_api: bool = False,
         devices: str | Sequence[str] | None = None,
     ) -> None:
-        """Have groups of backend ``name`` made by ``func``.
+        """Register ``func`` as the constructor of groups of backend ``name``.
 
         Args:
-            func: gives a ``Comm`` or a ``ProcessGroup``, or what can be awaited for one. It is called as
-                ``func(store, rank, size, timeout)``, or with ``extended_api`` as ``func(options, pg_options)``, where
+            func: returns a ``Comm`` or a ``ProcessGroup``, or an awaitable of either. Groups call
+                ``func(store, rank, size, timeout)``, or with ``extended_api`` ``func(options, pg_options)``, where
                 options has ``store, group_rank, group_size, timeout, group_id, global_ranks_in_group``.
-            devices: the types of device it serves; it becomes the default of those that have none.
+            devices: the types of device that the backend serves; types without a default backend get this one.
         """
         served = [devices] if isinstance(devices, str) else None if devices is None else list(devices)
         known, upper = name.lower(), name.upper()
@@ -159,7 +159,7 @@ class Backend(str):
 
 @final
 class BackendConfig:
-    """Which backend serves which type of device.
+    """Backends of one group by type of device.
 
     Args:
         backend: a name; ``"undefined"``, for the accelerator of this machine or else the CPU; or pairs such as
@@ -187,7 +187,7 @@ class BackendConfig:
         return ",".join(f"{device}:{backend}" for device, backend in self.device_backend_map.items())
 
     def get_device_backend_map(self) -> dict[str, Backend]:
-        """The backends by type of device."""
+        """Return the backends by type of device."""
         return self.device_backend_map
 
 
@@ -214,7 +214,7 @@ def _pairs(name: str) -> dict[str, Backend]:
 
 
 def accelerator() -> str:
-    """The type of this machine's accelerator; ``"cpu"`` if it has none."""
+    """Return the type of this machine's accelerator; ``"cpu"`` if the machine has none."""
     if not torch.accelerator.is_available():
         return "cpu"
     device = torch.accelerator.current_accelerator()
@@ -222,7 +222,7 @@ def accelerator() -> str:
 
 
 def backend_of(name: str, config: BackendConfig) -> str:
-    """The backend that stands for a group of several: NCCL before registered ones, and those before gloo."""
+    """The name to report for a group with several backends: NCCL, else a registered backend, else gloo."""
     if name != Backend.UNDEFINED and ":" not in name and "," not in name:
         return str(name)
     used = config.device_backend_map.values()
@@ -236,7 +236,7 @@ def backend_of(name: str, config: BackendConfig) -> str:
 
 
 def is_backend_available(backend: str) -> bool:
-    """Whether groups can be made with ``backend``; of pairs such as ``"cpu:gloo,cuda:nccl"`` with each of them."""
+    """Whether groups can use ``backend``; for pairs such as ``"cpu:gloo,cuda:nccl"``, whether they can use all."""
     if ":" in backend.lower():
         return all(_is_available(one) for one in _pairs(backend).values())
     return _is_available(backend)
@@ -255,7 +255,7 @@ def _is_available(backend: str) -> bool:
 
 
 def get_default_backend_for_device(device: str | torch.device) -> str:
-    """The backend that is used for a type of device. Raises: ValueError if there is none."""
+    """Return the default backend of a type of device. Raises: ValueError if the type has none."""
     kind = device.type if isinstance(device, torch.device) else torch.device(device).type
     if kind not in Backend.default_device_backend_map:
         raise ValueError(f"no default backend is registered for device {device}")

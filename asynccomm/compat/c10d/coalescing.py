@@ -1,10 +1,10 @@
-"""Collectives that leave together, and what they would cost.
+"""Coalescing managers, which submit several collectives in one batch, and time estimators.
 
-Between entering and leaving a manager without a device, ``all_reduce``, ``all_gather_into_tensor`` and
-``reduce_scatter_tensor`` on its group are only recorded; leaving sends them in one batch. What else is called goes at
-once. With a device everything is held back on that device's comm, as by ``comm.coalesce()``.
+Inside a manager without a device, calls of ``all_reduce``, ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` on
+its group are only recorded; the end of the block submits them in one batch. All other calls are submitted at once. A
+manager with a device defers all operations on that device's comm, as ``comm.coalesce()`` does.
 
-What is recorded belongs to the task: others that use the group meanwhile are not touched.
+Recorded calls belong to the calling task: other tasks that use the group meanwhile are unaffected.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 @final
 class CollOp:
-    """One collective that was called."""
+    """One recorded call of a collective."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class CollOp:
 
 @final
 class IllegalWork(Work):
-    """What a recorded collective gives with ``async_op=True``: there is nothing to wait for yet."""
+    """Handle of a recorded collective with ``async_op=True``; all methods raise, as no operation was submitted yet."""
 
     __slots__ = ()
 
@@ -79,10 +79,10 @@ class IllegalWork(Work):
 
 @final
 class RecordedCalls:
-    """The collectives that one task has recorded on a group.
+    """Collectives that one task has recorded on a group.
 
     Args:
-        recording: false: they are sent as ever, into the scope that is open.
+        recording: False: calls are not recorded, but submitted into the open coalescing scope.
     """
 
     def __init__(self, recording: bool) -> None:
@@ -91,9 +91,9 @@ class RecordedCalls:
         self._sends: list[tuple[Comm, Callable[[], _ours.Work[Any]]]] = []
 
     def record(self, op: CollOp, comm: Comm, send: Callable[[], _ours.Work[Any]], async_op: bool) -> Any:
-        """Keep ``op``, which ``send`` sends on ``comm``.
+        """Record ``op``, which ``send`` submits on ``comm``.
 
-        Raises: ValueError for another collective than those before, or another reduction: they are one in torch.
+        Raises: ValueError unless all recorded calls are of one collective and one reduction, as torch merges them.
         """
         if self.ops:
             first = self.ops[0]
@@ -106,7 +106,7 @@ class RecordedCalls:
         return IllegalWork() if async_op else NOTHING
 
     def send(self) -> list[_ours.Work[Any]]:
-        """Send what was recorded, in one batch for each comm."""
+        """Submit the recorded calls, in one batch for each comm."""
         if not self._sends:
             return []
         comms = list({id(comm): comm for comm, _ in self._sends}.values())
@@ -117,7 +117,7 @@ class RecordedCalls:
 
 
 def recording(pg: ProcessGroup) -> RecordedCalls | None:
-    """What this task records on the group now, if it does."""
+    """The recorded calls of this task on the group; None if the task is not recording."""
     state = world().pg_coalesce_state
     if not state:
         return None
@@ -135,7 +135,7 @@ def _owner() -> object:
 
 @final
 class CoalescingManager(Handle):
-    """What a manager has sent."""
+    """Handles of the operations that one coalescing block has submitted."""
 
     _instead = "make one there"
 
@@ -148,14 +148,14 @@ class CoalescingManager(Handle):
             self.works.append(work)
 
     async def wait(self) -> None:
-        """Wait for all of them."""
+        """Wait for all operations."""
         for work in self.works:
             await work
 
 
 @final
 class CoalescingScope(Handle):
-    """Made by :func:`coalescing_manager`."""
+    """Context manager returned by :func:`coalescing_manager`."""
 
     _instead = "make one there"
 
@@ -225,7 +225,7 @@ class CoalescingScope(Handle):
 def coalescing_manager(
     group: Group = None, device: torch.device | None = None, async_ops: bool = False
 ) -> CoalescingScope:
-    """Have what is called inside leave together, at the end.
+    """Defer the collectives called inside, and submit them together at the end of the block.
 
     ::
 
@@ -234,22 +234,23 @@ def coalescing_manager(
                 all_reduce(tensor)
 
     Args:
-        device: None: only all-reduces, or only all-gathers into tensors, or only reduce-scatters of tensors, with one
-            reduction; given: anything on this device.
-        async_ops: ``await manager.wait()`` does the waiting, not the end of the block; ``with`` does then, too.
+        device: None: only record calls of ``all_reduce``, ``all_gather_into_tensor`` and ``reduce_scatter_tensor``; all
+            recorded calls must be of one of these, with one reduction. Given: defer any operations on this device.
+        async_ops: the end of the block does not wait; ``await manager.wait()`` does. Plain ``with`` then works, too.
 
-    Raises: ValueError on entering within another one of this task for the group. If the body raises, what is recorded
-        is not sent.
+    If the body raises, the recorded calls are dropped.
+
+    Raises: ValueError on entering inside another manager of this task for the group.
     """
     return CoalescingScope(member_of(group, "_coalescing_manager", 3), device, async_ops)
 
 
 @final
 class TimeEstimator(Handle):
-    """Made by :func:`time_estimator`.
+    """Context manager returned by :func:`time_estimator`.
 
     Attributes:
-        estimated_time: what the collectives inside would take, in microseconds, as torch has it; None before the end.
+        estimated_time: duration of the collectives inside, in microseconds, as in torch; None before the block ends.
     """
 
     _instead = "send its estimated_time"
@@ -271,8 +272,8 @@ class TimeEstimator(Handle):
 
 
 def time_estimator(group: Group = None, device: torch.device | None = None) -> TimeEstimator:
-    """Estimate what is called inside, which is not done. See ``comm.time_estimator()``.
+    """Estimate the time of the collectives called inside, which are not run. See ``comm.time_estimator()``.
 
-    Raises: NotImplementedError for other backends than NCCL.
+    Raises: NotImplementedError for all backends except NCCL.
     """
     return TimeEstimator(group_or_default(group).comm(device).time_estimator())

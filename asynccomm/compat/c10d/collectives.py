@@ -1,16 +1,21 @@
-"""Collectives that move tensors as they are."""
+"""Collectives that move tensors unchanged, and barriers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Awaitable, Sequence
+from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 from typing_extensions import deprecated
 
+from asynccomm.compat.c10d.backends import Backend, accelerator
 from asynccomm.compat.c10d.coalescing import CollOp, recording
 from asynccomm.compat.c10d.logs import logged
+from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.ranks import canonical_rank, root_rank
 from asynccomm.compat.c10d.validation import (
     check_root_list,
@@ -29,8 +34,10 @@ __all__ = [
     "all_gather_into_tensor",
     "all_to_all",
     "all_to_all_single",
+    "barrier",
     "broadcast",
     "gather",
+    "monitored_barrier",
     "scatter",
 ]
 
@@ -43,7 +50,7 @@ def broadcast(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Any:
-    """Copy one rank's ``tensor`` into everybody's, in place. See ``Comm.broadcast``."""
+    """Copy one rank's ``tensor`` into the ``tensor`` of all ranks. See ``Comm.broadcast``."""
     pg = member_of(group, "broadcast")
     if pg is None:
         return None if async_op else NOTHING
@@ -55,7 +62,7 @@ def broadcast(
 
 @logged
 def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Group = None, async_op: bool = False) -> Any:
-    """Collect every rank's ``tensor`` in ``tensor_list``, also of different sizes. See ``Comm.all_gather``."""
+    """Collect every rank's ``tensor`` in ``tensor_list``; sizes may differ. See ``Comm.all_gather``."""
     if has_torch_function_variadic(tensor_list, tensor):
         return handle_torch_function(
             all_gather, (tensor_list, tensor), tensor_list, tensor, group=group, async_op=async_op
@@ -74,7 +81,7 @@ def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Group = None, a
 def all_gather_into_tensor(
     output_tensor: Tensor, input_tensor: Tensor, group: Group = None, async_op: bool = False
 ) -> Any:
-    """Collect every rank's ``input_tensor`` in one, concatenated or stacked. See ``Comm.all_gather_single``."""
+    """Concatenate or stack every rank's ``input_tensor`` in ``output_tensor``. See ``Comm.all_gather_single``."""
     if has_torch_function_variadic(output_tensor, input_tensor):
         return handle_torch_function(
             all_gather_into_tensor,
@@ -101,7 +108,7 @@ def all_gather_into_tensor(
 
 @deprecated("_all_gather_base is deprecated: use all_gather_into_tensor", category=FutureWarning)
 def all_gather_base(output_tensor: Tensor, input_tensor: Tensor, group: Group = None, async_op: bool = False) -> Any:
-    """:func:`all_gather_into_tensor`, by its old name."""
+    """Old name of :func:`all_gather_into_tensor`."""
     return all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
@@ -114,9 +121,9 @@ def all_gather_coalesced(
     group: Group = None,
     async_op: bool = False,
 ) -> Any:
-    """Collect each of the ranks' tensors: ``output_tensor_lists[r][i]`` is the i-th of rank r's.
+    """All-gather several tensors: ``output_tensor_lists[r][i]`` receives tensor i of rank r.
 
-    ``async_op=True`` gives a future.
+    ``async_op=True`` returns a future.
     """
     pg = member_of(group, "all_gather_coalesced", 6)
     if pg is None:
@@ -142,10 +149,10 @@ def gather(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Any:
-    """Collect every rank's ``tensor``, of one size, on one rank: without a choice, on global rank 0.
+    """Collect every rank's ``tensor``, all of one size, on one rank; by default on global rank 0.
 
     Args:
-        gather_list: there, and only there, one for each rank.
+        gather_list: on the root, one output tensor for each rank; None or empty on other ranks.
     """
     pg = member_of(group, "gather")
     if pg is None:
@@ -169,10 +176,10 @@ def scatter(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Any:
-    """Give each rank one of one rank's tensors, of one size: without a choice, of global rank 0.
+    """Send each rank one tensor of one rank's list, all of one size; by default from global rank 0.
 
     Args:
-        scatter_list: there, and only there, one for each rank.
+        scatter_list: on the root, one input tensor for each rank; None or empty on other ranks.
     """
     pg = member_of(group, "scatter")
     if pg is None:
@@ -199,8 +206,8 @@ def all_to_all_single(
     """Send each rank its rows of ``input``, and receive rows of ``output``.
 
     Args:
-        output_split_sizes, input_split_sizes: rows (of dim 0) by rank; None or empty: equally many. Ranks that give
-            neither do not go with those that give one: where some have to, the others give equal ones.
+        output_split_sizes, input_split_sizes: numbers of rows (of dim 0) by rank; None or empty: equal numbers. If one
+            rank gives split sizes, all ranks must give at least one of the two; equal sizes are allowed.
     """
     if has_torch_function_variadic(output, input):
         return handle_torch_function(
@@ -230,7 +237,7 @@ def all_to_all_single(
 
 
 def _even(name: str, tensor: Tensor, size: int) -> list[int]:
-    """As many rows for each rank. Raises: ValueError."""
+    """Split sizes with equally many rows for each rank. Raises: ValueError."""
     rows = len(tensor) if tensor.dim() else 1
     if rows % size:
         raise ValueError(f"dim 0 of {name} is {rows}, which the {size} ranks do not divide: give split sizes")
@@ -244,7 +251,7 @@ def all_to_all(
     group: Group = None,
     async_op: bool = False,
 ) -> Any:
-    """Send each rank one tensor, and receive one from each; of any sizes. See ``Comm.all_to_all``."""
+    """Send one tensor to each rank, and receive one from each, of any sizes. See ``Comm.all_to_all``."""
     pg = member_of(group, "all_to_all")
     if pg is None:
         return None if async_op else NOTHING
@@ -255,3 +262,61 @@ def all_to_all(
         output_tensor_list, input_tensor_list
     )
     return Work(work) if async_op else work
+
+
+@logged
+def barrier(group: Group = None, async_op: bool = False, device_ids: list[int] | None = None) -> Any:
+    """Wait until every rank of the group has called ``barrier``.
+
+    Args:
+        device_ids: a list; the first item is the index of this rank's accelerator. None or empty: the bound device,
+            else the CPU if the group serves it, else the current accelerator.
+    """
+    pg = member_of(group, "barrier")
+    if pg is None:
+        return None if async_op else NOTHING
+    if device_ids is not None and not isinstance(device_ids, list):
+        raise TypeError(f"device_ids must be a list of indices, got {device_ids!r}")
+    work = pg.comm(_barrier_device(pg, device_ids)).barrier()
+    return Work(work) if async_op else work
+
+
+def _barrier_device(pg: ProcessGroup, device_ids: list[int] | None) -> torch.device:
+    """Device of a barrier: the given device, or the bound one, or the CPU if the group serves it."""
+    kind = accelerator()
+    if device_ids:
+        return torch.device(kind, device_ids[0])
+    if pg.bound_device_id is not None:
+        return pg.bound_device_id
+    if kind == "cpu" or pg.object_device == "cpu":
+        return torch.device("cpu")
+    if pg.rank() == 0:
+        warnings.warn(
+            f"barrier() of {pg!r} uses the current device: pass device_ids=, or device_id= to init_process_group",
+            stacklevel=4,
+        )
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
+def monitored_barrier(
+    group: Group = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+) -> Awaitable[None]:
+    """Barrier over the store with errors that name the missing ranks; ``await`` it. See ``Comm.monitored_barrier``.
+
+    Args:
+        timeout: None: the group's timeout. A number counts as seconds, with a warning.
+        wait_all_ranks: name all missing ranks, instead of the first.
+
+    Raises: ValueError if the group does not serve the CPU or is fake; TypeError.
+    """
+    pg = member_of(group, "monitored_barrier", 3)
+    if pg is None:
+        return NOTHING
+    if "cpu" not in pg.device_types or pg.backend == Backend.FAKE:
+        raise ValueError(f"monitored_barrier needs a group with a backend for the CPU, not {pg!r}")
+    if isinstance(timeout, float):
+        warnings.warn(f"timeout should be a timedelta; {timeout} counts as seconds", stacklevel=2)
+        timeout = timedelta(seconds=timeout)
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout must be a timedelta, got {timeout!r} ({type(timeout).__name__})")
+    return pg.comm("cpu").monitored_barrier(pg.timeout if timeout is None else timeout, wait_all_ranks)

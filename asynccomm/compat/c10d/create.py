@@ -1,4 +1,4 @@
-"""Making one group: its stores, its comms by type of device, and its place in the world."""
+"""Creation and end of one group: its stores, its comms by type of device, its registration."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _log: Final = logging.getLogger("asynccomm")
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendOptions:
-    """What the maker of a registered backend is told."""
+    """Options passed to the constructor of a registered backend with the extended API."""
 
     store: Store
     group_rank: int
@@ -46,13 +46,13 @@ class BackendOptions:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendPlan:
-    """A group to be made."""
+    """Parameters of a group to create."""
 
     name: str
-    ranks: Sequence[int]  #: global ones, by rank in the group
-    rank: int  #: this process's, in the group
+    ranks: Sequence[int]  #: global ranks, by rank in the group
+    rank: int  #: this process's rank in the group
     backend: str
-    store: Store  #: the world's
+    store: Store  #: of the world
     timeout: timedelta
     options: object = None
     tag: str | None = None
@@ -62,15 +62,15 @@ class BackendPlan:
 
     @property
     def own_store(self) -> PrefixStore:
-        """Keys of this group alone, where torch has them: with two slashes after the name."""
+        """Store of this group alone, with torch's prefix: two slashes follow the name."""
         return PrefixStore(f"{self.name}/", self.store)
 
 
 async def make_group(plan: BackendPlan) -> ProcessGroup:
-    """Connect a group and register it. All its ranks do so. Cancelling is safe.
+    """Connect a group and register it. Collective over its ranks. Cancelling is safe.
 
-    Raises: ValueError for a name in use, and for a device that cannot be bound; RuntimeError and AssertionError for a
-        backend that is not there; and what ``new_comm`` raises.
+    Raises: ValueError for a name in use, and for a device that cannot be bound; RuntimeError and AssertionError for an
+        unavailable backend; and the errors of ``new_comm``.
     """
     known = world()
     if plan.name in known.pg_names.values():
@@ -83,14 +83,14 @@ async def make_group(plan: BackendPlan) -> ProcessGroup:
     async with AsyncExitStack() as unless_made:
         comms: dict[str, Comm] = {}
         backends = set(config.device_backend_map.values())
-        alone = len(backends) == 1 and Backend.FAKE not in backends  # which costs nothing, and is for the device given
+        alone = len(backends) == 1 and Backend.FAKE not in backends  # each device gets its own fake comm
         for device, backend in config.device_backend_map.items():
             made = await _connect(plan, device, backend)
             if isinstance(made, ProcessGroup):
                 made.group_name = plan.name
                 known.add(made, plan.own_store, plan.tag)
                 unless_made.pop_all()
-                async with AsyncExitStack() as unused:  # what is connected for other devices already
+                async with AsyncExitStack() as unused:  # comms already connected for other devices
                     for comm in comms.values():
                         unused.push_async_callback(comm.aclose)
                 return made
@@ -109,7 +109,7 @@ async def make_group(plan: BackendPlan) -> ProcessGroup:
 
 
 def check_device(device: torch.device | None) -> None:
-    """Raise ValueError if ``device`` cannot be bound to a group: only one accelerator can."""
+    """Raise ValueError unless ``device`` is None or an accelerator with an index: others cannot be bound to a group."""
     if device is not None and (device.index is None or device.type == "cpu"):
         raise ValueError(f"device_id must be an accelerator with an index, got {device}")
 
@@ -173,9 +173,9 @@ async def _connect(plan: BackendPlan, device: str, backend: str) -> Comm | Proce
 
 
 def _splittable(plan: BackendPlan, device: str, backend: str) -> Comm | None:
-    """The default group's comm, if that is bound to a device, and the new group is to have one like it.
+    """The default group's comm, if bound to a device and of the new group's device type and backend; else None.
 
-    On GPUs that costs less than to connect anew. Only ranks of the new group take part.
+    On GPUs a split costs less than a new connection. Only ranks of the new group take part.
     """
     parent = plan.parent
     if parent is None or parent.bound_device_id is None or plan.options is not None:
@@ -186,9 +186,9 @@ def _splittable(plan: BackendPlan, device: str, backend: str) -> Comm | None:
 
 
 def options_of(backend: str, options: object, timeout: timedelta) -> Mapping[str, Any]:
-    """The arguments for ``new_comm`` that ``pg_options`` says: our ``CommOptions``, or torch's for NCCL.
+    """Arguments for ``new_comm`` from ``pg_options``: our ``CommOptions``, or torch's options of NCCL.
 
-    Raises: AssertionError for what NCCL cannot be told; TypeError for what nobody can.
+    Raises: AssertionError for options of another type with NCCL; TypeError with another backend.
     """
     if options is None:
         return {}
@@ -212,13 +212,13 @@ def options_of(backend: str, options: object, timeout: timedelta) -> Mapping[str
 
 
 async def give_up(comm: Comm) -> None:
-    """End the comm of one backend, of a group that has not come about."""
+    """Abort and close one backend's comm, after the creation of its group failed."""
     comm.abort("another backend of the group could not connect")
     await comm.aclose()
 
 
 async def end_groups(groups: Sequence[ProcessGroup], abort: bool) -> None:
-    """Close the comms of ``groups`` in this order; ``abort``: all of them are aborted first. Raises the first error."""
+    """Close the comms of ``groups`` in this order; with ``abort``, abort all first. Raises the first error."""
     if abort:
         for pg in groups:
             for comm in pg.comms:
@@ -236,7 +236,7 @@ async def end_groups(groups: Sequence[ProcessGroup], abort: bool) -> None:
 
 
 async def drop_groups(groups: Sequence[ProcessGroup]) -> None:
-    """Abort groups and forget them: of a call that fails, or of ranks that mean nothing any more. Raises nothing."""
+    """Abort and unregister groups, after a failed call or when their global ranks became invalid. Raises nothing."""
     for pg in groups:
         world().remove(pg)
     try:

@@ -1,10 +1,10 @@
-"""How groups end, and how long their operations may take.
+"""Destruction of groups, and timeouts of their operations.
 
-An operation whose time is over ends its group: whoever waits for it is told, by ``await`` or ``wait()``, and what is
-called later raises at once, so that nobody goes on with broken data. No process ends, unless the group was made with
-``pg_options=CommOptions(abort_process_on_timeout_or_error=True)``. That is so on all backends, and aborting works at
-any time: the variables by which torch chooses for NCCL (TORCH_NCCL_ASYNC_ERROR_HANDLING, TORCH_NCCL_BLOCKING_WAIT) are
-not looked at.
+An operation that exceeds its timeout breaks its group: ``await`` and ``wait()`` of the operation raise, and later calls
+raise at once, so no task continues with broken data. No process ends, unless the group was made with
+``pg_options=CommOptions(abort_process_on_timeout_or_error=True)``. All backends behave so, and a group can be aborted
+at any time: the variables by which torch selects NCCL's behaviour (TORCH_NCCL_ASYNC_ERROR_HANDLING,
+TORCH_NCCL_BLOCKING_WAIT) are ignored.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ __all__ = [
 
 
 async def destroy_process_group(group: Group = None) -> None:
-    """End a group once what is in flight is done; the default one (None) with all others. Not collective.
+    """Destroy a group after its operations in flight; None: the default group and all others. Not collective.
 
-    With the default group names begin anew, the store is left, and so is ``sys.excepthook``. A rank that hosts the
-    store stays some seconds for the others. NON_GROUP_MEMBER: nothing is done.
+    Destroying the default group also resets the names of groups, leaves the store and restores ``sys.excepthook``. The
+    rank that hosts the store waits up to ``LEAVE_SECONDS`` for the other ranks. With NON_GROUP_MEMBER nothing happens.
 
     Raises: AssertionError before ``init_process_group``; ValueError for a group that was destroyed.
 
-    What is cancelled goes on in the background.
+    After a cancellation the destruction continues in the background.
     """
     await _end(group, abort=False)
 
 
 async def abort_process_group(group: Group = None) -> None:
-    """End a group at once, whatever is in flight: that fails. The same otherwise."""
+    """Destroy a group at once: operations in flight fail. Otherwise like :func:`destroy_process_group`."""
     await _end(group, abort=True)
 
 
@@ -61,11 +61,11 @@ async def _end(group: Group, abort: bool) -> None:
         known.remove(pg)
         await shielded(end_groups([pg], abort))
         return
-    groups = list(reversed(known.pg_map))  # made last, ended first
+    groups = list(reversed(known.pg_map))  # the newest group ends first
     endings = known.endings
     known.clear()
     update_default_pg(None)
-    # of a group that is broken some may never leave
+    # ranks of a broken group may never leave
     waits_for = 1 if abort or any(_is_broken(each) for each in groups) else pg.size()
 
     async def end() -> None:
@@ -83,9 +83,9 @@ def _is_broken(pg: ProcessGroup) -> bool:
 
 
 def set_pg_timeout(timeout: timedelta, group: Group = None) -> None:
-    """Change what a group allows for operations that are called from now on, on this rank.
+    """Change the timeout of a group's later operations, on this rank.
 
-    Raises: ValueError if this rank is not in the group; TypeError; AssertionError for what is no group.
+    Raises: ValueError if this rank is not in the group; TypeError; AssertionError if ``group`` is not a group.
     """
     check_valid_timeout(timeout)
     if group is not None and not isinstance(group, ProcessGroup) and group != NON_GROUP_MEMBER:
@@ -99,7 +99,7 @@ def set_pg_timeout(timeout: timedelta, group: Group = None) -> None:
 
 
 def add_ephemeral_timeout(timeout: timedelta) -> None:
-    """Give what is called from now on, in any group, more time, until the first of it in a group is done; here only."""
+    """Extend the timeout of each group's later operations on this rank, until the first operation of these is done."""
     check_valid_timeout(timeout)
     for pg in world().pg_map:
         for comm in pg.comms:

@@ -1,6 +1,6 @@
-"""Groups of any size in one process, whose collectives check their arguments and do nothing: for dry runs.
+"""Fake groups of any size in one process, for dry runs: collectives check their arguments and do nothing else.
 
-Outputs stay as they are. What can come only from another rank, as objects do, fails with PayloadError.
+Outputs stay unchanged. Operations that receive payloads from other ranks, such as objects, fail with PayloadError.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = ["FakeBackend", "fake_comm"]
 
 @final
 class FakeBackend(Backend):
-    """One rank of a group whose other ranks are nowhere."""
+    """Backend of one rank of a group without other processes."""
 
     name = "fake"
     devices = frozenset({"cpu", "cuda"})
-    any_source = False  # nobody sends
+    any_source = False  # no rank sends
 
     @classmethod
     async def connect(cls, context: BackendContext) -> Self:
@@ -55,7 +55,7 @@ class FakeBackend(Backend):
 
 
 async def fake_comm(name: str, rank: int, size: int, device: torch.device, timeout: timedelta) -> Comm:
-    """A comm that meets nobody."""
+    """Create a comm without a rendezvous and without other ranks."""
     group = CommInfo(name, rank, size, device_of(device))
     room = MemoryStore()
     world = (room, rank)

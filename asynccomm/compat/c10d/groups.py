@@ -1,31 +1,42 @@
-"""Groups of some of the world's ranks."""
+"""Groups of some ranks: new groups, and splits over the connections of another group."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from datetime import timedelta
+from hashlib import sha1
+from typing import Final
 
 import torch
 
+from asynccomm.comm.comm import Comm
 from asynccomm.compat.c10d.backends import Backend
-from asynccomm.compat.c10d.create import BackendPlan, drop_groups, make_group
+from asynccomm.compat.c10d.create import BackendPlan, drop_groups, give_up, make_group, options_of
 from asynccomm.compat.c10d.init import barrier_after_init
 from asynccomm.compat.c10d.logs import timed
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.ranks import get_process_group_ranks, get_rank, get_world_size
 from asynccomm.compat.c10d.rendezvous_handlers import store_based_barrier
 from asynccomm.compat.c10d.types import NON_GROUP_MEMBER, check_valid_timeout, default_timeout
-from asynccomm.compat.c10d.world import Group, Member, default_group, world
+from asynccomm.compat.c10d.validation import member_of
+from asynccomm.compat.c10d.world import Group, Member, default_group, registered, world
 from asynccomm.core.tasks import shielded
 from asynccomm.ops.validation import as_index
+from asynccomm.store.base import PrefixStore
 
 __all__ = [
     "find_or_create_group",
+    "is_safe_to_split",
     "new_group",
     "new_group_with_tag",
     "new_subgroups",
     "new_subgroups_by_enumeration",
+    "process_group_color",
+    "split_group",
 ]
+
+COLOR_BITS: Final = 31  # a colour is a non-negative C int
 
 
 async def new_group(
@@ -37,22 +48,22 @@ async def new_group(
     group_desc: str | None = None,
     device_id: torch.device | None = None,
 ) -> Member:
-    """Make a group of some ranks. All ranks of the world do so, in the same order, whether they are in it or not.
+    """Create a group of some ranks. All ranks of the world call this, members or not, and in the same order.
 
     Args:
-        ranks: global ones; their order in the group is ascending. None: all.
-        timeout: None: that of the backend, whatever the default group has.
+        ranks: global ranks, which the group has in ascending order. None: all ranks.
+        timeout: None: the backend's default, also if the default group has another timeout.
         backend: None: the default group's.
         pg_options: see ``init_process_group``.
-        use_local_synchronization: only the ranks of the group call this. Where groups overlap, those that are in
-            several make them in one order.
-        group_desc: what it is for.
+        use_local_synchronization: only the ranks of the group call this. Ranks of several overlapping groups must
+            create them in one order.
+        group_desc: a description of the group's purpose.
         device_id: this rank's accelerator; None: the default group's.
 
-    Returns: the group; NON_GROUP_MEMBER on ranks that are not in it.
+    Returns: the group; NON_GROUP_MEMBER on ranks outside the group.
 
-    Raises: ValueError before ``init_process_group``, and for ranks that are no group; AssertionError for a device other
-        than the default group's; and what ``init_process_group`` raises.
+    Raises: ValueError before ``init_process_group``, and for invalid ranks; AssertionError for a device other than the
+        default group's; and the errors of ``init_process_group``.
 
     Cancelling is safe.
     """
@@ -79,7 +90,7 @@ async def new_group_with_tag(
     group_desc: str | None = None,
     device_id: torch.device | None = None,
 ) -> Member:
-    """:func:`new_group` under a tag: the same tag and ranks give the same group."""
+    """Create a group as :func:`new_group`, under a tag; equal tags and ranks give the same group."""
     known, default = world(), default_group()
     if device_id is None:
         device_id = default.bound_device_id
@@ -122,14 +133,14 @@ async def new_group_with_tag(
         try:
             await store_based_barrier(me, room, group_name, count, limit)
         except BaseException:
-            if isinstance(pg, ProcessGroup) and pg.group_name == group_name:  # made here, and known to nobody
+            if isinstance(pg, ProcessGroup) and pg.group_name == group_name:  # made by this call
                 await shielded(drop_groups([pg]))
             raise
     return pg
 
 
 def _checked(ranks: Sequence[int], size: int) -> list[int]:
-    """Sorted. Raises: ValueError."""
+    """Sorted ranks. Raises: ValueError."""
     if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Sequence) or not ranks:
         raise ValueError(f"ranks must be a list of at least one rank, got {ranks!r}")
     found: list[int] = []
@@ -151,12 +162,12 @@ async def new_subgroups(
     pg_options: object | None = None,
     group_desc: str | None = None,
 ) -> tuple[Member, list[Member]]:
-    """Make groups of ``group_size`` consecutive ranks each of ``group``. All ranks of the world do so.
+    """Create groups of ``group_size`` consecutive ranks of ``group`` each. All ranks of the world call this.
 
     Args:
-        group_size: a divisor of the group's size; None: the number of CUDA devices here.
+        group_size: a divisor of the group's size; None: the number of CUDA devices of this process.
 
-    Returns: the group that this rank is in, and all of them; see :func:`new_subgroups_by_enumeration`.
+    Returns: this rank's group, and a list of all groups; see :func:`new_subgroups_by_enumeration`.
     """
     if group_size is None:
         if not torch.cuda.is_available():
@@ -181,14 +192,15 @@ async def new_subgroups_by_enumeration(
     pg_options: object | None = None,
     group_desc: str | None = None,
 ) -> tuple[Member, list[Member]]:
-    """Make a group of each list of global ranks. All ranks of the world do so.
+    """Create a group of each list of global ranks. All ranks of the world call this.
 
     Args:
-        ranks_per_subgroup_list: lists without a rank in common; ranks may be left out.
+        ranks_per_subgroup_list: disjoint lists, which need not contain all ranks.
 
-    Returns: the group that this rank is in, and all of them, in order; NON_GROUP_MEMBER for what it is not in.
+    Returns: this rank's group, and a list of all groups in order; NON_GROUP_MEMBER in place of a group without this
+        rank.
 
-    Raises: ValueError, before any group is made; and what :func:`new_group` raises.
+    Raises: ValueError, before any group is made; and the errors of :func:`new_group`.
     """
     if not ranks_per_subgroup_list:
         raise ValueError("ranks_per_subgroup_list must have at least one list of ranks")
@@ -210,12 +222,12 @@ async def new_subgroups_by_enumeration(
 
 
 async def find_or_create_group(tag: str, ranks: Sequence[int], stride: int) -> ProcessGroup:
-    """The group under ``tag`` of those ``stride`` consecutive items of ``ranks`` that have this rank.
+    """Find or create the group under ``tag`` of the chunk of ``ranks`` with this rank; chunks have ``stride`` ranks.
 
-    Only they need to call this. What is made has a hashed name.
+    Only the ranks of the chunk need to call this. A new group has a hashed name.
 
-    Raises: ValueError if ``stride`` does not divide their number, or there is none and no tag to make one under;
-        AssertionError if they do not have this rank.
+    Raises: ValueError if ``stride`` does not divide the number of ranks, or if there is no such group and ``tag`` is
+        empty; AssertionError if ``ranks`` lacks this rank.
     """
     if stride <= 0 or len(ranks) % stride:
         raise ValueError(f"stride must divide the {len(ranks)} ranks, got {stride}")
@@ -229,7 +241,106 @@ async def find_or_create_group(tag: str, ranks: Sequence[int], stride: int) -> P
         return found
     if not tag:
         raise ValueError(f"there is no group of ranks {sorted(mine)}, and none can be made without a tag")
-    # the ranks of the other chunks do the same for theirs: a number for a name would be that of all of them
+    # the ranks of other chunks create their own groups at the same time: a numbered name would be the same for all
     made = await new_group_with_tag(sorted(mine), pg_tag=tag, use_local_synchronization=True)
     assert isinstance(made, ProcessGroup), "this rank is in it"
     return made
+
+
+def process_group_color(ranks: Sequence[int]) -> int:
+    """A hash of ``ranks`` that fits into a C int, and is equal in all processes and Python versions."""
+    digest = sha1("_".join(map(str, ranks)).encode(), usedforsecurity=False).digest()
+    return int.from_bytes(digest[:8], "big") % (1 << COLOR_BITS)
+
+
+def is_safe_to_split() -> bool:
+    """Whether the default group has a bound device, as a split on an accelerator requires."""
+    return default_group().bound_device_id is not None
+
+
+@timed
+async def split_group(
+    parent_pg: Group = None,
+    split_ranks: Sequence[Sequence[int]] | None = None,
+    timeout: timedelta | None = None,
+    pg_options: object | None = None,
+    group_desc: str | None = None,
+) -> Member:
+    """Split groups off ``parent_pg``. All ranks of the parent call this, with the same lists.
+
+    Args:
+        split_ranks: disjoint lists of ranks in the parent, which need not contain all ranks. Ranks of a group are in
+            ascending order.
+        timeout: None: the backend's default.
+        pg_options: ``asynccomm.CommOptions``, of which only the hints are used; None: the parent's.
+        group_desc: a description; None: the parent's, ``":split:"`` and a number.
+
+    Returns: this rank's group; NON_GROUP_MEMBER if no list has this rank.
+
+    Raises: ValueError for invalid lists, and for a parent that is not registered; RuntimeError if the parent is on an
+        accelerator and the default group has no bound device; and the errors of ``Comm.split``.
+
+    Cancelling is safe.
+    """
+    if not split_ranks:
+        raise ValueError("split_ranks must have at least one list of ranks")
+    default = default_group()
+    if member_of(parent_pg, "split_group", 5) is None:
+        raise ValueError("this rank is not in parent_pg")
+    parent = registered(parent_pg)
+    real = parent.backend != Backend.FAKE
+    if real and not is_safe_to_split() and any(comm.device.type != "cpu" for comm in parent.comms):
+        raise RuntimeError("no device is bound to the default group: pass device_id= to init_process_group")
+    limit = default_timeout(parent.backend) if timeout is None else timeout
+    check_valid_timeout(limit)
+    lists = _checked_splits(split_ranks, parent.size())
+    desc = f"{parent.group_desc}:split:{parent.splits}" if group_desc is None else group_desc
+    hints = options_of(parent.name(), pg_options, limit).get("hints")
+    parent.splits += 1
+    mine = next((ranks for ranks in lists if parent.rank() in ranks), None)
+    if mine is None:
+        return NON_GROUP_MEMBER
+    known = world()
+    ranks = [parent.global_ranks[rank] for rank in mine]
+    name = known.hashed_name(ranks, parent.group_name)
+    made: dict[int, Comm] = {}
+    async with AsyncExitStack() as unless_made:
+        for comm in parent.comms:
+            split = await comm.split(mine, name, hints=hints, timeout=limit)
+            assert split is not None, "this rank is in it"
+            made[id(comm)] = split
+            unless_made.push_async_callback(give_up, split)
+        unless_made.pop_all()
+    pg = ProcessGroup(
+        name,
+        desc,
+        ranks,
+        mine.index(parent.rank()),
+        parent.backend,
+        parent.config,
+        {device: made[id(parent.comm(device))] for device in parent.device_types},
+        limit,
+        default.bound_device_id,
+    )
+    known.add(pg, PrefixStore(f"{name}/", known.pg_map[parent][1]), None, listed=False)
+    return pg
+
+
+def _checked_splits(split_ranks: Sequence[Sequence[int]], size: int) -> list[list[int]]:
+    """The lists, each sorted. Raises: ValueError."""
+    seen: set[int] = set()
+    lists: list[list[int]] = []
+    for ranks in split_ranks:
+        if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Sequence) or not ranks:
+            raise ValueError(f"each of split_ranks must be a list of at least one rank, got {ranks!r}")
+        if len(ranks) > size:
+            raise ValueError(f"a split has at most the {size} ranks of its parent, got {list(ranks)}")
+        numbers = [as_index(rank) for rank in ranks]
+        for number, rank in zip(numbers, ranks, strict=True):
+            if number is None or not 0 <= number < size:
+                raise ValueError(f"split_ranks must be ranks of the parent, in [0, {size}), got {rank!r} in {ranks!r}")
+            if number in seen:
+                raise ValueError(f"split_ranks must have no rank twice, got {number} in {ranks!r}")
+            seen.add(number)
+        lists.append(sorted(number for number in numbers if number is not None))
+    return lists

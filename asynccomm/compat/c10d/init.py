@@ -1,4 +1,4 @@
-"""Making the default group."""
+"""Creation of the default group."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from torch._C._distributed_c10d import _set_global_rank
 
 from asynccomm.compat.c10d.backends import Backend, accelerator, get_default_backend_for_device
 from asynccomm.compat.c10d.create import BackendPlan, check_device, drop_groups, make_group
-from asynccomm.compat.c10d.excepthook import RankHook
-from asynccomm.compat.c10d.logs import logged_coroutine, timed
+from asynccomm.compat.c10d.logs import RankHook, logged_coroutine, timed
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.rendezvous_handlers import LeaveOnExit, as_store, rendezvous, store_based_barrier
 from asynccomm.compat.c10d.types import check_valid_timeout, default_timeout
@@ -42,23 +41,23 @@ async def init_process_group(
     device_id: torch.device | int | None = None,
     _ranks: Sequence[int] | None = None,
 ) -> None:
-    """Make the default group, of all ranks. All do so, and end it by ``destroy_process_group``.
+    """Create the default group, of all ranks. All ranks call this, and end the group by ``destroy_process_group``.
 
     Args:
-        backend: a name, or pairs such as ``"cpu:gloo,cuda:nccl"``; see ``Backend``. None: what serves ``device_id``, or
-            this machine's accelerator, or else the CPU.
-        init_method: where to meet: ``env://`` (the default), ``tcp://host:port``, ``file:///path``, or an URL of a
-            scheme that ``register_rendezvous_handler`` was given.
-        timeout: for operations, and for connecting; None: 30 minutes, 10 for ``"nccl"``.
-        world_size, rank: if a store is given, or the URL does not say.
-        store: where to meet, in place of ``init_method``: one of ours or of torch's. Keys of groups begin with the
-            group's name there; at what an URL names they have ``default_pg`` before them. So torch has it.
+        backend: a name, or pairs such as ``"cpu:gloo,cuda:nccl"``; see ``Backend``. None: the default backend of
+            ``device_id``, or of this machine's accelerator, or else of the CPU.
+        init_method: URL of the rendezvous: ``env://`` (the default), ``tcp://host:port``, ``file:///path``, or a URL of
+            a scheme registered by ``register_rendezvous_handler``.
+        timeout: of operations, and of connecting; None: 30 minutes, 10 for ``"nccl"``.
+        world_size, rank: required with a store, and if the URL lacks them.
+        store: for the rendezvous, in place of ``init_method``: our store or torch's. As in torch, a group's keys begin
+            with the group's name; in the store of a URL the prefix ``default_pg`` precedes the name.
         group_name: has no effect, as in torch.
-        pg_options: ``asynccomm.CommOptions`` (its timeout has no effect), or for NCCL torch's own.
+        pg_options: ``asynccomm.CommOptions``, whose timeout has no effect; or torch's own options of NCCL.
         device_id: this rank's accelerator, which is then bound to the group.
 
-    Raises: ValueError if there is a default group already, and for what a device or URL lacks; AssertionError for
-        arguments that do not go together; TypeError; and what ``asynccomm.new_comm`` raises.
+    Raises: ValueError if there is a default group already, and for an incomplete device or URL; AssertionError for
+        arguments that exclude each other; TypeError; and the errors of ``asynccomm.new_comm``.
 
     Cancelling is safe.
     """
@@ -108,9 +107,9 @@ async def _make_default(
     device: torch.device | None,
     ranks: Sequence[int],
 ) -> None:
-    """Meet, connect, and make the group the default one."""
+    """Run the rendezvous, connect, and register the group as the default group."""
     if given is None and backend == Backend.FAKE:
-        root: Store = PrefixStore("default_pg", MemoryStore())  # nobody is to be met there
+        root: Store = PrefixStore("default_pg", MemoryStore())  # without a rendezvous
     elif given is None:
         known.init_method = "env://" if init_method is None else init_method
         meeting = rendezvous(known.init_method, rank, size, timeout=timeout)
@@ -118,7 +117,7 @@ async def _make_default(
         met, rank, size = await anext(meeting)
         root = PrefixStore("default_pg", as_store(met))
     else:
-        root = as_store(given)  # as it is: only what ranks meet at may be others', too
+        root = as_store(given)  # without a prefix: only the store of a rendezvous may be shared with other programs
     name = known.hashed_name(ranks) if ranks else known.next_name()
     plan = BackendPlan(
         name=name,
@@ -155,25 +154,25 @@ async def _leave(meeting: AsyncGenerator[Any], waits_for: int) -> None:
 
 
 async def run_endings(endings: Sequence[Ending], waits_for: int) -> None:
-    """Await all of ``endings``, last first, whatever some of them raise."""
+    """Await all of ``endings``, last first, also if some raise."""
     async with contextlib.AsyncExitStack() as stack:
         for ending in endings:
             stack.push_async_callback(ending, waits_for)
 
 
 def update_default_pg(pg: ProcessGroup | None) -> None:
-    """Make ``pg`` the default group, and tell torch what rank this is, for what it logs."""
+    """Set the default group, and set the rank in torch's log messages."""
     world().default_pg = pg
     _set_global_rank(-1 if pg is None else pg.rank())
 
 
 def barrier_after_init() -> bool:
-    """Whether all ranks are to wait for each other once a group is made: TORCH_DIST_INIT_BARRIER is 1."""
+    """Whether creating a group ends with a barrier of all ranks: TORCH_DIST_INIT_BARRIER is 1."""
     return int(os.environ.get("TORCH_DIST_INIT_BARRIER", "0")) == 1
 
 
 def _device(device: torch.device | int | None) -> torch.device | None:
-    """Raises: ValueError if this machine does not have it."""
+    """The device with its type and index. Raises: ValueError if this machine lacks the device."""
     if device is None:
         return None
     kind = accelerator()

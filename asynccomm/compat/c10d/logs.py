@@ -1,12 +1,16 @@
-"""What the functions leave in the log and in torch's counters: errors that they raise, and how long they wait."""
+"""Log records of errors, torch's wait counters, and the rank on the lines of an uncaught exception."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import io
 import logging
+import sys
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, ParamSpec, TypeVar
+from types import TracebackType
+from typing import Any, Final, ParamSpec, TypeVar, final
 
 from torch.monitor import _WaitCounter
 
@@ -14,7 +18,7 @@ from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.work import ResultWork, operation_of
 from asynccomm.compat.c10d.world import world
 
-__all__ = ["logged", "logged_coroutine", "timed"]
+__all__ = ["RankHook", "logged", "logged_coroutine", "timed"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -23,9 +27,9 @@ _log: Final = logging.getLogger("asynccomm")
 
 
 def logged(function: Callable[P, T]) -> Callable[P, T]:
-    """``function``; what it raises is logged for debugging, with the group it was about.
+    """Decorator: log errors of ``function`` at level DEBUG, with the group.
 
-    That is at the call, or when what it returns has failed, whoever awaits it.
+    It logs an error of the call, and an error of the returned operation, whether or not a task awaits the operation.
     """
 
     @functools.wraps(function)
@@ -35,7 +39,7 @@ def logged(function: Callable[P, T]) -> Callable[P, T]:
         except Exception as exc:
             _report(function, _about(function, args, kwargs), exc)
             raise
-        if _log.isEnabledFor(logging.DEBUG):  # now: what is in flight is not to be kept for a log that nobody reads
+        if _log.isEnabledFor(logging.DEBUG):  # else the callback would hold operations in flight for an unread log
             _watch(awaited, function, args, kwargs)
         return awaited
 
@@ -43,18 +47,18 @@ def logged(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _watch(awaited: object, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    report = functools.partial(_report, function, _about(function, args, kwargs))  # the world may end before
+    report = functools.partial(_report, function, _about(function, args, kwargs))  # as the world may end first
     if isinstance(awaited, ResultWork):
         awaited.failed = report
         return
     work = operation_of(awaited)
     if work is not None:
-        # asking by exception() would pass for somebody who has seen the error
+        # exception() would mark the error as retrieved
         work.add_done_callback(lambda work: None if work._error is None else report(work._error))
 
 
 def logged_coroutine(function: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-    """The same for a coroutine function, and what awaiting it raises."""
+    """Decorator: log errors of awaiting a coroutine function, as :func:`logged`."""
 
     @functools.wraps(function)
     async def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -68,7 +72,7 @@ def logged_coroutine(function: Callable[P, Awaitable[T]]) -> Callable[P, Awaitab
 
 
 def timed(function: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-    """A coroutine function; how long it takes is added to torch's wait counter of its name."""
+    """Decorator: add the duration of a coroutine function to torch's wait counter of the function's name."""
     name = f"pytorch.wait_counter.c10d.{function.__name__}"
 
     @functools.wraps(function)
@@ -84,7 +88,7 @@ def _report(function: Callable[..., Any], about: str, error: BaseException) -> N
 
 
 def _about(function: Callable[..., Any], args: Any, kwargs: Any) -> str:
-    """Which group a call is about; empty if nobody listens. Never raises: what is to be logged matters more."""
+    """Description of a call's group; empty if DEBUG is off. Never raises, as that would hide the error to log."""
     if not _log.isEnabledFor(logging.DEBUG):
         return ""
     try:
@@ -100,3 +104,37 @@ def _about(function: Callable[..., Any], args: Any, kwargs: Any) -> str:
         )
     except Exception:
         return ""
+
+
+@final
+class RankHook:
+    """A ``sys.excepthook`` that prefixes each printed line with the rank.
+
+    Args:
+        rank: the global rank.
+        before: the replaced hook, which prints.
+    """
+
+    def __init__(self, rank: int, before: Callable[..., Any]) -> None:
+        self._prefix = f"[rank{rank}]: "
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None, /) -> None:
+        text = io.StringIO()
+        with contextlib.redirect_stderr(text):
+            self._before(kind, error, traceback)
+        lines = text.getvalue().splitlines(keepends=True)
+        sys.stderr.write("".join(self._prefix + line if line.strip() else line for line in lines))
+
+    @classmethod
+    def install(cls, rank: int) -> RankHook:
+        """Install a hook; it replaces an installed RankHook."""
+        there = sys.excepthook
+        hook = cls(rank, there._before if isinstance(there, cls) else there)
+        sys.excepthook = hook
+        return hook
+
+    def remove(self) -> None:
+        """Restore the replaced hook, unless another hook was installed since."""
+        if sys.excepthook is self:
+            sys.excepthook = self._before

@@ -1,7 +1,7 @@
-"""Collectives on Python objects, as torch has them: what comes is unpickled, whatever it is.
+"""Collectives on Python objects, as in torch: received objects are unpickled without restriction.
 
-Whoever may send here may thus run any code here. The methods of our comms are safe unless they are told otherwise.
-Tensors in objects arrive on the CPU, and from one rank come at most 4 GiB at once.
+Any rank of the group can thus run arbitrary code in this process. Our comms' own methods unpickle safely by default.
+Tensors in objects arrive on the CPU. One rank can send at most 4 GiB in one call.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ __all__ = [
 
 
 def object_device(group: Group = None) -> str:
-    """The type of device that carries the group's objects: its only one, or the CPU if it has that among others.
+    """Type of device that carries the group's objects: the group's only type, or the CPU if the group serves several.
 
-    Raises: TypeError for what is no group.
+    Raises: TypeError if ``group`` is not a group.
     """
     return group_or_default(group).object_device
 
 
 def device_capability(group: Group = None) -> list[str]:
-    """The types of device that the group serves."""
+    """Types of device that the group serves."""
     return group_or_default(group).device_types
 
 
 def object_to_tensor(obj: object, device: torch.device | str = "cpu", group: Group = None) -> tuple[Tensor, Tensor]:
-    """``obj`` pickled, as a tensor of bytes, and how many there are."""
+    """Pickle ``obj``; return a tensor of the bytes, and a tensor of their number."""
     data = io.BytesIO()
     pickle.Pickler(data).dump(obj)
     content = torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8).to(device)
@@ -59,14 +59,14 @@ def object_to_tensor(obj: object, device: torch.device | str = "cpu", group: Gro
 
 
 def tensor_to_object(tensor: Tensor, tensor_size: Tensor | int, group: Group = None) -> Any:
-    """What :func:`object_to_tensor` has made a tensor of; what comes after its size is not looked at."""
+    """Unpickle the first ``tensor_size`` bytes of a tensor from :func:`object_to_tensor`; later bytes are ignored."""
     data = tensor.cpu()[: int(tensor_size)].numpy().tobytes()
     return pickle.Unpickler(io.BytesIO(data)).load()
 
 
 @logged
 def all_gather_object(object_list: list[Any], obj: object, group: Group = None) -> Awaitable[None]:
-    """Collect every rank's ``obj`` in ``object_list`` on all ranks; it is filled by awaiting."""
+    """Collect every rank's ``obj`` in ``object_list`` on all ranks; ``await`` fills the list."""
     pg = member_of(group, "all_gather_object")
     if pg is None:
         return NOTHING
@@ -82,10 +82,11 @@ def gather_object(
     group: Group = None,
     group_dst: int | None = None,
 ) -> Awaitable[None]:
-    """Collect every rank's ``obj`` on one rank: without a choice, on global rank 0.
+    """Collect every rank's ``obj`` on one rank; by default on global rank 0.
 
     Args:
-        object_gather_list: there, and only there, with a place for each rank; it is filled by awaiting.
+        object_gather_list: on the root, a list with an item for each rank, which ``await`` fills; None or empty on
+            other ranks.
     """
     pg = member_of(group, "gather_object")
     if pg is None:
@@ -107,11 +108,11 @@ def broadcast_object_list(
     device: torch.device | None = None,
     group_src: int | None = None,
 ) -> Awaitable[Any]:
-    """Replace the items of everybody's ``object_list`` by one rank's: without a choice, by those of global rank 0.
+    """Replace the items of all ranks' ``object_list`` by one rank's items; by default by global rank 0's.
 
     Args:
-        object_list: as long on all ranks; it is filled by awaiting.
-        device: which comm carries them, if the group has several.
+        object_list: of equal length on all ranks; ``await`` fills the list.
+        device: selects the comm that carries the objects, if the group has several.
     """
     pg = member_of(group, "broadcast_object_list")
     if pg is None:
@@ -128,11 +129,11 @@ def scatter_object_list(
     group: Group = None,
     group_src: int | None = None,
 ) -> Awaitable[None]:
-    """Give each rank one of one rank's objects: without a choice, of global rank 0.
+    """Send each rank one object of one rank's list; by default from global rank 0.
 
     Args:
-        scatter_object_output_list: a list of at least one item; the first is replaced by awaiting.
-        scatter_object_input_list: there, one for each rank; elsewhere it is not looked at.
+        scatter_object_output_list: a list of at least one item; ``await`` replaces the first.
+        scatter_object_input_list: on the root, one object for each rank; ignored on other ranks.
     """
     pg = member_of(group, "scatter_object_list")
     if pg is None:
@@ -156,11 +157,11 @@ def send_object_list(
     group_dst: int | None = None,
     use_batch: bool = False,
 ) -> Awaitable[Any]:
-    """Send objects to global rank ``dst``, or ``group_dst`` of the group; not to oneself.
+    """Send objects to global rank ``dst``, or to ``group_dst`` in the group; not to this rank itself.
 
     Args:
-        device: which comm carries them, if the group has several.
-        use_batch: makes no difference: no two ranks need a communicator of their own.
+        device: selects the comm that carries the objects, if the group has several.
+        use_batch: has no effect: no pair of ranks needs a communicator of its own.
     """
     pg = member_of(group, "send_object_list")
     if pg is None:
@@ -179,12 +180,12 @@ def recv_object_list(
     group_src: int | None = None,
     use_batch: bool = False,
 ) -> Awaitable[int]:
-    """Receive objects from global rank ``src``, or ``group_src`` of the group; from any rank if none is given.
+    """Receive objects from global rank ``src``, or from ``group_src`` in the group; without both, from any rank.
 
     ``await`` it for the sender's global rank; -1 if this rank is not in the group.
 
     Args:
-        object_list: as long as the sender's; it is filled by awaiting.
+        object_list: as long as the sender's; ``await`` fills the list.
         device, use_batch: see :func:`send_object_list`.
     """
     pg = member_of(group, "recv_object_list")
@@ -208,7 +209,7 @@ def _fill(room: list[Any], items: Sequence[Any]) -> None:
 
 
 def pg_default_device(group: Group = None) -> torch.device:
-    """The type of device that carries the group's objects, as a device.
+    """Device of the group's objects, without an index.
 
     Raises: RuntimeError if the group has no backend.
     """

@@ -1,4 +1,4 @@
-"""Point to point."""
+"""Point-to-point sends and receives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send", "send
 def isend(
     tensor: Tensor, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
 ) -> Work | None:
-    """Send to global rank ``dst``, or ``group_dst`` of the group; to oneself, too. See ``Comm.send``.
+    """Send to global rank ``dst``, or to ``group_dst`` in the group; this rank itself is allowed. See ``Comm.send``.
 
     Returns: a handle; None if this rank is not in the group.
     """
@@ -37,9 +37,9 @@ def isend(
 def irecv(
     tensor: Tensor, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
 ) -> Work | None:
-    """Receive from global rank ``src``, or ``group_src`` of the group; from any rank if none is given.
+    """Receive from global rank ``src``, or from ``group_src`` in the group; without both, from any rank.
 
-    Returns: a handle, whose ``source_rank()`` is the sender in the group; None if this rank is not in the group.
+    Returns: a handle; its ``source_rank()`` is the sender's rank in the group. None if this rank is not in the group.
     """
     pg = member_of(group, "irecv", 3)
     if pg is None:
@@ -52,7 +52,7 @@ def irecv(
 def send(
     tensor: Tensor, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
 ) -> Awaitable[Any]:
-    """As :func:`isend`, but not to oneself; ``await`` it."""
+    """Send as by :func:`isend`, but not to this rank itself; ``await`` it."""
     pg = member_of(group, "send")
     if pg is None:
         return NOTHING
@@ -66,7 +66,10 @@ def send(
 def recv(
     tensor: Tensor, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
 ) -> Awaitable[int]:
-    """As :func:`irecv`, but not from oneself; ``await`` it for the sender's global rank, -1 if not in the group."""
+    """Receive as by :func:`irecv`, but not from this rank itself.
+
+    ``await`` it for the sender's global rank; -1 if this rank is not in the group.
+    """
     pg = member_of(group, "recv")
     if pg is None:
         return NoopWork(-1)
@@ -78,7 +81,7 @@ def recv(
 
 
 def sender_of(work: _ours.Work[Any], source: int | None) -> int:
-    """The rank in the group that sent what a receive from ``source`` has got."""
+    """The sender's rank in the group, of a completed receive from ``source``."""
     sender = source if work.source is None else work.source
     assert sender is not None, "a receive that is done knows its sender"
     return sender
@@ -94,8 +97,8 @@ class P2POp:
 
     Args:
         op: ``isend`` or ``irecv``.
-        peer: the other one's global rank; ``group_peer``: its rank in the group.
-        tag: as for the messages.
+        peer: the other rank's global rank; ``group_peer``: its rank in the group.
+        tag: of the message.
     """
 
     def __init__(
@@ -124,7 +127,7 @@ class P2POp:
 
     def __repr__(self) -> str:
         name, rank = "none of this rank", -1
-        if isinstance(self.group, ProcessGroup):  # which may have ended
+        if isinstance(self.group, ProcessGroup):  # the group may have ended
             name, rank = self.group.group_name, self.group.rank()
         ends = rank, self.group_peer
         src, dst = ends if self.op is isend else ends[::-1]
@@ -135,13 +138,13 @@ class P2POp:
 
 
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
-    """Start sends and receives of one group at the same time: no order among them can deadlock.
+    """Start sends and receives of one group together: no order of the operations can deadlock.
 
-    Any ranks may take part, also the first time. ``await`` each of what comes back.
+    Any subset of ranks may take part, also in the first batch. ``await`` each returned handle.
 
-    Returns: one handle for all of them, in a list; an empty list if this rank is not in the group.
+    Returns: a list with one handle for all operations; an empty list if this rank is not in the group.
 
-    Raises: ValueError for what is no list of P2POp, is empty, or is of several groups.
+    Raises: ValueError unless the argument is a non-empty list of P2POp of one group.
     """
     check_p2p_ops(p2p_op_list)
     first = p2p_op_list[0]
@@ -159,7 +162,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
 
 
 def check_p2p_ops(ops: object) -> None:
-    """Raise ValueError unless ``ops`` is a list of operations of one group, at least one."""
+    """Raise ValueError unless ``ops`` is a non-empty list of P2POp of one group."""
     if not isinstance(ops, list) or not all(isinstance(op, P2POp) for op in ops):
         raise ValueError(f"p2p_op_list must be a list of P2POp, got {ops!r}")
     if not ops:

@@ -1,6 +1,6 @@
-"""What programs use of torch's that has no public name: state by group, and checks, by torch's arguments.
+"""Functions that torch has under private names and programs use: state of groups, and argument checks.
 
-The package shows them with the underscore that they have there.
+The package exports these functions under torch's names, with the underscore.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def group_store(pg: ProcessGroup) -> Store:
 
 
 def name_of(pg: object) -> str:
-    """The group's name; "None" for what is no group of this world."""
+    """The group's name; "None" unless ``pg`` is a group of this world."""
     return world().pg_names.get(pg, "None")  # type: ignore[call-overload,no-any-return]
 
 
 def group_uid(pg: ProcessGroup) -> int:
-    """A number of the group's NCCL communicator, the same on all its ranks; -1 for other backends, and at its end."""
+    """Number of the group's NCCL communicator, equal on all ranks; -1 for other backends, and after the group's end."""
     try:
         return max((comm.unsafe_get_backend().uid for comm in pg.comms), default=-1)
     except AsyncCommError:
@@ -75,17 +75,17 @@ def group_uid(pg: ProcessGroup) -> int:
 
 
 def group_tag(pg: ProcessGroup) -> str:
-    """The tag that the group was made with; one that was made without has ``"ptd:"`` and its name."""
+    """The group's tag; ``"ptd:"`` and the name for a group created without a tag."""
     return world().pg_to_tag[pg].removeprefix("user:")
 
 
 def group_size(group: Group) -> int:
-    """As ``get_world_size``, but only for groups that this rank is in."""
+    """The number of ranks, as ``get_world_size``, but only for groups with this rank."""
     return registered(group).size()
 
 
 def group_size_by_name(name: str) -> int:
-    """How many ranks the group of this name has. Raises: ValueError if there is none."""
+    """The number of ranks of the group with this name. Raises: ValueError if there is none."""
     for pg, known in world().pg_names.items():
         if known == name:
             return pg.size()
@@ -93,7 +93,7 @@ def group_size_by_name(name: str) -> int:
 
 
 def pg_config(group: Group = None) -> dict[str, Any]:
-    """What there is to say of one group."""
+    """Description of one group."""
     pg = registered(group)
     return {
         "pg_name": name_of(pg),
@@ -105,22 +105,22 @@ def pg_config(group: Group = None) -> dict[str, Any]:
 
 
 def all_pg_configs() -> list[dict[str, Any]]:
-    """:func:`pg_config` of all groups."""
+    """Descriptions of all groups; see :func:`pg_config`."""
     return [pg_config(pg) for pg in world().pg_map]
 
 
 def backend_from_str(backend: str | None = None) -> str:
-    """The name of a backend in lower case; None or empty: the default group's."""
+    """A backend's name in lower case; for None or "", the default group's backend."""
     return Backend(backend) if backend else get_backend(default_group())
 
 
 def find_group(tag: str, ranks: Sequence[int]) -> ProcessGroup | None:
-    """The group of these global ranks, in any order, under ``tag``; None if there is none."""
+    """The group of these global ranks (in any order) under ``tag``; None if there is none."""
     return world().find(tag, ranks)
 
 
 def resolve_name(ranks: Sequence[int], tag: str) -> str:
-    """The name of that group. Raises: ValueError if there is none."""
+    """The name of the group of these global ranks under ``tag``. Raises: ValueError if there is none."""
     pg = find_group(tag, ranks)
     if pg is None:
         raise ValueError(f"there is no group of ranks {list(ranks)} under the tag {tag!r}")
@@ -128,27 +128,27 @@ def resolve_name(ranks: Sequence[int], tag: str) -> str:
 
 
 def process_group_name(ranks: Sequence[int], use_hashed_name: bool) -> str:
-    """The name of the next group: a number, or a hash of the ranks that they find without the others."""
+    """Name for the next group: a number, or a hash of the ranks, which needs no agreement with other ranks."""
     return world().hashed_name(ranks) if use_hashed_name else world().next_name()
 
 
 def hash_ranks(ranks: Sequence[int]) -> str:
-    """A hashed name; the next call for the same ranks gives another one."""
+    """A hashed name for a group of ``ranks``; each call returns a new name."""
     return world().hashed_name(ranks)
 
 
 def is_not_in_group(group: object) -> bool:
-    """Whether ``group`` is what ranks have that are not in it; None is the default group."""
+    """Whether ``group`` is NON_GROUP_MEMBER, the value on ranks outside a group."""
     return not isinstance(group, ProcessGroup) and group == NON_GROUP_MEMBER
 
 
 def warn_not_in_group(op_name: str) -> None:
-    """Warn that ``op_name`` does nothing here."""
+    """Warn that ``op_name`` does nothing on this rank."""
     validation.member_of(NON_GROUP_MEMBER, op_name, 3)
 
 
 def check_not_self_rank(group: Group, rank: int, rank_type: str) -> None:
-    """Raise ValueError if ``rank`` of the group is this process."""
+    """Raise ValueError if ``rank`` in the group is this process's rank."""
     validation.check_not_self(registered(group), rank, rank_type)
 
 
@@ -169,18 +169,18 @@ def check_op(op: object) -> None:
 
 
 def as_iterable(obj: Any) -> Iterable[Any]:
-    """``obj`` if it is a list, else a tuple of it."""
+    """Return a list unchanged, and another object in a tuple."""
     return obj if isinstance(obj, list) else (obj,)
 
 
 def validate_output_list(my_rank: int, dst: int, gather_list: object) -> None:
-    """Raise ValueError unless a list is given on rank ``dst``, and only there."""
+    """Raise ValueError unless a list is given on rank ``dst`` and on no other rank."""
     if (my_rank == dst) != bool(gather_list):
         raise ValueError(f"gather_list must be given on rank {dst}, and only there; rank {my_rank} has {gather_list!r}")
 
 
 def deprecated_global_rank(group: Group, rank: int) -> int:
-    """``get_global_rank``, by its old name."""
+    """Old name of ``get_global_rank``."""
     warnings.warn("_get_global_rank is deprecated: use get_global_rank", FutureWarning, stacklevel=2)
     return get_global_rank(group, rank)
 
@@ -188,12 +188,12 @@ def deprecated_global_rank(group: Group, rank: int) -> int:
 def dump_fr_trace(
     includeCollectives: bool | None = None, includeStackTraces: bool | None = None, onlyActive: bool | None = None
 ) -> bytes:
-    """What the flight recorder has, pickled: see ``recorder``. From any thread; the world is the calling task's.
+    """Pickled dump of the calling task's flight recorder: see ``recorder``. Callable from any thread.
 
     Args:
-        includeCollectives: with the operations; None: True.
-        includeStackTraces: with where they were called; None: True.
-        onlyActive: without those that are done; None: False.
+        includeCollectives: include the operations; None: True.
+        includeStackTraces: include the call sites of operations; None: True.
+        onlyActive: include only operations in flight; None: False.
     """
     recorder = world().recorder
     return pickle.dumps(
@@ -206,7 +206,7 @@ def dump_fr_trace(
 
 
 def dump_fr_trace_json(includeCollectives: bool | None = None, onlyActive: bool | None = None) -> bytes:
-    """The same as JSON, without where the operations were called."""
+    """Dump of the flight recorder as JSON, without call sites."""
     dump = world().recorder.dump(
         collectives=includeCollectives is not False, frames=False, only_active=bool(onlyActive)
     )
@@ -214,5 +214,5 @@ def dump_fr_trace_json(includeCollectives: bool | None = None, onlyActive: bool 
 
 
 def reset_fr_trace() -> None:
-    """Have the flight recorder forget what was called so far."""
+    """Delete the flight recorder's records."""
     world().recorder.reset()

@@ -1,4 +1,4 @@
-"""A group of ranks, as the face has it: comms by type of device, under one name."""
+"""A group of ranks: comms by type of device, under one name."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["ProcessGroup"]
 
 
 class ProcessGroup(Handle):
-    """A group of ranks; made by ``init_process_group``, ``new_group`` and their like.
+    """A group of ranks, created by functions such as ``init_process_group`` and ``new_group``.
 
-    Its comms are ours, and may be used beside the face's functions: ``group.comm().all_reduce(tensor)``.
+    A program may also use the group's comms directly: ``group.comm().all_reduce(tensor)``.
 
     Args:
-        name, desc: as ``group_name`` and ``group_desc`` show them.
+        name, desc: the attributes ``group_name`` and ``group_desc``.
         ranks: global ranks, by rank in the group.
-        rank: this process's, in the group.
-        backend: the name it was asked for by.
-        config: what that means.
-        comms: by type of device; types that one backend serves share one.
-        timeout: for operations.
-        bound_device: the device of this rank, if that was said.
+        rank: this process's rank in the group.
+        backend: the backend's name, as given by the program.
+        config: the backends that ``backend`` stands for.
+        comms: by type of device; types served by one backend share a comm.
+        timeout: of operations.
+        bound_device: this rank's device, if the program has given one.
     """
 
     _instead = "make a group there, by init_process_group() or new_group()"
@@ -53,8 +53,8 @@ class ProcessGroup(Handle):
         self.config = config
         self.global_ranks = tuple(ranks)
         self.timeout = timeout
-        self.splits = 0  #: how often it was split
-        self.former_ranks: tuple[int, ...] | None = None  #: of a group that was shrunk: what its ranks were before
+        self.splits = 0  #: number of splits so far
+        self.former_ranks: tuple[int, ...] | None = None  #: ranks before the shrink, of a shrunk group
         self._rank = rank
         self._comms = dict(comms)
         distinct = set(map(id, self._comms.values()))
@@ -65,29 +65,29 @@ class ProcessGroup(Handle):
         return self._rank
 
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self.global_ranks)
 
     def name(self) -> str:
-        """The backend that stands for the group."""
+        """Name of the group's backend; of one, if the group has several (see ``backend_of``)."""
         return backend_of(self.backend, self.config)
 
     @property
     def device_types(self) -> list[str]:
-        """The types of device it serves."""
+        """Types of device that the group serves."""
         return list(self._comms)
 
     @property
     def comms(self) -> list[Comm]:
-        """Its comms, each once."""
+        """The group's comms, each once."""
         return list({id(comm): comm for comm in self._comms.values()}.values())
 
     def comm(self, device: str | torch.device | None = None) -> Comm:
-        """The comm for tensors on ``device``; None: the one for objects and barriers.
+        """The comm for tensors on ``device``; for None, the comm for objects and barriers.
 
-        Raises: RuntimeError if there is none.
+        Raises: RuntimeError if the group has no such comm.
         """
-        if self._only is not None:  # it says itself if the device is not its own
+        if self._only is not None:  # this comm itself rejects tensors of other devices
             return self._only
         if device is None:
             kind = self.object_device
@@ -100,21 +100,21 @@ class ProcessGroup(Handle):
             )
         return comm
 
-    # -- what its backends can ----------------------------------------------------------------------------------------
+    # -- features of the backends -------------------------------------------------------------------------------------
 
     @property
     def supports_splitting(self) -> bool:
-        """Whether groups can be split off it: if it has a comm at all."""
+        """Whether groups can be split off this group: True unless the group has no comm."""
         return bool(self._comms)
 
     @property
     def supports_coalescing(self) -> bool:
-        """Whether operations can leave together: if it has a comm at all."""
+        """Whether operations can be coalesced: True unless the group has no comm."""
         return bool(self._comms)
 
     @property
     def supports_time_estimate(self) -> bool:
-        """Whether the comm for objects and barriers can say how long operations would take, as only NCCL's can."""
+        """Whether the comm for objects and barriers can estimate times of operations, as only NCCL's can."""
         try:
             return bool(self._comms) and bool(self.comm().time_estimator())
         except (AsyncCommError, NotImplementedError):
@@ -122,12 +122,12 @@ class ProcessGroup(Handle):
 
     @property
     def supports_shrinking(self) -> bool:
-        """Whether it can go on without some ranks: if all of them have a control channel."""
+        """Whether the group can be shrunk: True if all comms have a control channel."""
         return bool(self._comms) and not any(comm._why_fixed() for comm in self.comms)
 
     @property
     def object_device(self) -> str:
-        """The type of device for objects: that of the only backend, else the CPU, where objects are, if it can be."""
+        """Type of device for objects: the type of the only comm, else the CPU if served, else the first served type."""
         types = self.device_types
         if self._only is not None:
             return self._only.device.type

@@ -1,4 +1,4 @@
-"""Who this is: ranks in groups and in the world, and what the launcher says."""
+"""Ranks and sizes of groups, names of their backends, and the launcher's variables."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ __all__ = [
 
 
 def get_rank(group: Group = None) -> int:
-    """This process's rank in the group; -1 if it is not in it. Raises: ValueError before ``init_process_group``."""
+    """This process's rank in the group; -1 outside the group. Raises: ValueError before ``init_process_group``."""
     default_group()
     return -1 if _is_outside(group) else registered(group).rank()
 
 
 def get_world_size(group: Group = None) -> int:
-    """How many ranks the group has; -1 if this one is not in it. Raises: ValueError before ``init_process_group``."""
+    """The number of ranks of the group; -1 outside the group. Raises: ValueError before ``init_process_group``."""
     default_group()
     return -1 if _is_outside(group) else registered(group).size()
 
 
 def get_group_rank(group: Group, global_rank: int) -> int:
-    """What ``global_rank`` is called in the group. Raises: ValueError if it is not in it."""
+    """The rank in the group of ``global_rank``. Raises: ValueError if the group lacks the rank."""
     pg = group_or_default(group)
     if pg is world().default_pg:
         return global_rank
@@ -51,7 +51,7 @@ def get_group_rank(group: Group, global_rank: int) -> int:
 
 
 def get_global_rank(group: Group, group_rank: int) -> int:
-    """The global rank of ``group_rank`` in the group. Raises: ValueError if there is none."""
+    """The global rank of ``group_rank`` in the group. Raises: ValueError if the group lacks the rank."""
     pg = group_or_default(group)
     if pg is world().default_pg:
         return group_rank
@@ -74,12 +74,12 @@ def canonical_rank(
     *,
     name: str = "rank",
 ) -> int:
-    """One rank, given either way, as a rank in the group; or with ``return_global`` as a global one.
+    """Convert a global rank or a rank in the group to the latter, or with ``return_global`` to the former.
 
     Args:
-        name: of the argument for the global rank, for errors.
+        name: of the argument for the global rank, in error messages.
 
-    Raises: ValueError if both or none are given, or the rank is not in the group.
+    Raises: ValueError if both or none are given, or if the group lacks the rank.
     """
     if group_rank is not None:
         if global_rank is not None:
@@ -91,14 +91,14 @@ def canonical_rank(
 
 
 def root_rank(pg: ProcessGroup, global_rank: int | None, group_rank: int | None, name: str) -> int:
-    """The same where none means global rank 0. Raises: ValueError if that is not in the group."""
+    """The root's rank in the group; by default of global rank 0. Raises: ValueError if the group lacks the rank."""
     if global_rank is None and group_rank is None:
         global_rank = 0
     return canonical_rank(pg, global_rank, group_rank, name=name)
 
 
 def get_backend(group: Group = None) -> str:
-    """The name by which the backend was asked for. Raises: ValueError if this rank is not in the group."""
+    """The backend's name, as given by the program. Raises: ValueError if this rank is not in the group."""
     return world().pg_map[registered(group)][0]
 
 
@@ -108,12 +108,12 @@ def get_backend_config(group: Group = None) -> str:
 
 
 def get_pg_count() -> int:
-    """How many groups were given a number for a name since ``init_process_group``; destroyed ones count."""
+    """The number of groups with numbered names since ``init_process_group``, including destroyed groups."""
     return world().group_count
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """LOCAL_RANK, as launchers set it, or else ``fallback_rank``. Raises: RuntimeError without either."""
+    """The variable LOCAL_RANK, which launchers set, or else ``fallback_rank``. Raises: RuntimeError without both."""
     text = os.environ.get("LOCAL_RANK")
     if text is not None:
         return int(text)
@@ -123,7 +123,7 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 
 
 def is_torchelastic_launched() -> bool:
-    """Whether torchrun started this process: it sets TORCHELASTIC_RUN_ID."""
+    """Whether torchrun started this process; torchrun sets TORCHELASTIC_RUN_ID."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 

@@ -1,12 +1,13 @@
-"""The flight recorder: what the groups of this process did last, for when one of them hangs or breaks.
+"""The flight recorder: the last operations of this process's groups, for the diagnosis of hangs and failures.
 
-Every operation leaves a small record in a ring: what and where it was, and how far it came. Nothing is formatted and no
-tensor is held; a dump does the former, in torch's format, which ``torchfrtrace`` reads. When a group breaks, other than
-by this rank's abort, what it was at goes to the log, and the dump to a file if a variable says where:
+Every operation leaves a small record in a ring: the operation, its call site and its progress. Recording formats no
+text and holds no tensor of a completed operation; a dump is formatted in torch's format, which ``torchfrtrace`` reads.
+When a group breaks, except by this rank's abort, its operations in flight are logged, and the dump is written to a file
+if a variable names one:
 
-- ``TORCH_FR_BUFFER_SIZE`` (``TORCH_NCCL_TRACE_BUFFER_SIZE``): how many records there are, 2000; 0: none.
-- ``TORCH_FR_DUMP_TEMP_FILE`` (``TORCH_NCCL_DEBUG_INFO_TEMP_FILE``): the file, before the global rank.
-- ``TORCH_FR_DUMP_ON_TIMEOUT`` (``TORCH_NCCL_DUMP_ON_TIMEOUT``): 0: no file.
+- ``TORCH_FR_BUFFER_SIZE`` (``TORCH_NCCL_TRACE_BUFFER_SIZE``): the number of records, 2000 by default; 0: no recording.
+- ``TORCH_FR_DUMP_TEMP_FILE`` (``TORCH_NCCL_DEBUG_INFO_TEMP_FILE``): path of the file; the global rank is appended.
+- ``TORCH_FR_DUMP_ON_TIMEOUT`` (``TORCH_NCCL_DUMP_ON_TIMEOUT``): 0: no file is written.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ __all__ = ["FlightRecorder"]
 
 VERSION: Final = "2.10"  # of torch's format
 RECORDS: Final = 2000
-SHOWN: Final = 4  # operations in flight, in the log
-_NAMES: Final[dict[type[Op], str]] = {  # as torch's backends call them
+SHOWN: Final = 4  # operations in flight that the log names
+_NAMES: Final[dict[type[Op], str]] = {  # names in torch's backends
     AllReduce: "all_reduce",
     Broadcast: "broadcast",
     Reduce: "reduce",
@@ -72,12 +73,12 @@ _NAMES: Final[dict[type[Op], str]] = {  # as torch's backends call them
 
 _log: Final = logging.getLogger("asynccomm")
 
-Side = tuple[Sequence[int], Sequence[torch.dtype]]  # sizes and dtypes of what is read, or of what is written
+Side = tuple[Sequence[int], Sequence[torch.dtype]]  # sizes and dtypes of the inputs, or of the outputs
 
 
 @final
 class Record:
-    """One operation. What its Work knows is taken from there, until that is done and let go."""
+    """Record of one operation; while the operation is pending, its Work supplies number and state."""
 
     __slots__ = ("error", "finished", "inputs", "number", "op", "outputs", "seq", "site", "started", "timeout", "work")
 
@@ -91,27 +92,27 @@ class Record:
         self.started = work.started
         self.finished: float | None = None
         self.timeout = work.timeout
-        self.error: str | None = None  # only its kind: a traceback would keep what is on the stack
-        self.work: Work[Any] | None = work  # which holds tensors
+        self.error: str | None = None  # only the type's name: a traceback would hold the objects on the stack
+        self.work: Work[Any] | None = work  # None once done, as a Work holds tensors
 
     def settled(self) -> None:
-        """The operation is done. From any thread, maybe twice."""
+        """Store the outcome, and release the Work. Called from any thread, possibly twice."""
         work = self.work
         if work is not None:
-            # asking by exception() would pass for somebody who has seen the error
+            # exception() would mark the error as retrieved
             self.error = None if work._error is None else type(work._error).__name__
             self.seq, self.finished = work.seq, work.finished
-            self.work = None  # at last: others may be looking
+            self.work = None  # last: other threads may be reading the record
 
     @property
     def number_on_comm(self) -> int:
-        """Its number among the comm's collectives, or among its messages; -1 as long as it is held back."""
+        """The operation's number among the comm's collectives or messages; -1 while the operation is deferred."""
         work = self.work
         return self.seq if work is None else work.seq
 
 
 def _side(tensors: Sequence[torch.Tensor]) -> Side | None:
-    """Of several tensors, as of one vector."""
+    """Sizes and dtypes of tensors; several tensors count as one vector."""
     if not tensors:
         return None
     if len(tensors) == 1:
@@ -121,7 +122,10 @@ def _side(tensors: Sequence[torch.Tensor]) -> Side | None:
 
 @final
 class GroupRecorder:
-    """What one group leaves in the ring; or each of its comms, if it has several, as these count by themselves."""
+    """Observer of one comm of a group, which adds the comm's operations to the ring.
+
+    Each comm has its own numbers of operations, so a group with several comms has several observers.
+    """
 
     def __init__(self, recorder: FlightRecorder, number: int, pg: ProcessGroup, comm: Comm) -> None:
         self.number = number
@@ -130,7 +134,7 @@ class GroupRecorder:
         self.backend = comm.backend
         self.ranks = pg.global_ranks
         self.rank = pg.rank()
-        self.error = ""  #: what it broke of
+        self.error = ""  #: the error that broke the comm
         self._recorder = recorder
 
     def called(self, call: Call, work: Work[Any]) -> None:
@@ -138,7 +142,7 @@ class GroupRecorder:
         work.listen(record.settled)
 
     def broke(self, error: BrokenError) -> None:
-        # an abort of ours is no news; that of another rank may be due to an error
+        # this rank's own abort is no failure; another rank's abort may follow from an error
         if not (isinstance(error, AbortedError) and error.rank == self.rank):
             self.error = f"{type(error).__name__}: {error}"
             self._recorder.report(self, type(error).__name__)
@@ -146,15 +150,15 @@ class GroupRecorder:
 
 @final
 class FlightRecorder:
-    """The ring of one world."""
+    """Ring of records of one world."""
 
     def __init__(self) -> None:
-        self._ring: deque[tuple[GroupRecorder, Record]] | None = None  # None before the first group, and if it is off
-        self._groups: dict[ProcessGroup, list[GroupRecorder]] = {}  # those there are; the ring may have others, too
+        self._ring: deque[tuple[GroupRecorder, Record]] | None = None  # None: no group yet, or no recording
+        self._groups: dict[ProcessGroup, list[GroupRecorder]] = {}  # without destroyed groups
         self._numbers, self._group_numbers = itertools.count(), itertools.count()
 
     def attach(self, pg: ProcessGroup) -> None:
-        """Record what is called on ``pg`` from now on."""
+        """Record later operations of ``pg``."""
         if self._ring is None:
             size = _size()
             if size <= 0:
@@ -166,30 +170,30 @@ class FlightRecorder:
             groups.append(group)
 
     def forget(self, pg: ProcessGroup) -> None:
-        """The group is over. What it did is still there."""
+        """Drop a destroyed group. Its records stay in the ring."""
         self._groups.pop(pg, None)
 
     def add(self, group: GroupRecorder, call: Call, work: Work[Any]) -> Record:
-        """A record of a new operation."""
+        """Add the record of a new operation."""
         assert self._ring is not None
         record = Record(next(self._numbers), call, work)
         self._ring.append((group, record))
         return record
 
     def reset(self) -> None:
-        """Forget what was recorded."""
+        """Delete all records."""
         if self._ring is not None:
             self._ring.clear()
 
-    # -- looking ------------------------------------------------------------------------------------------------------
+    # -- dumps --------------------------------------------------------------------------------------------------------
 
     def dump(self, *, collectives: bool = True, frames: bool = True, only_active: bool = False) -> dict[str, Any]:
-        """All there is, in torch's format. From any thread.
+        """All records and groups, in torch's format. Callable from any thread.
 
         Args:
-            collectives: with the operations.
-            frames: and where they were called.
-            only_active: only those that are not done.
+            collectives: include the operations.
+            frames: include the operations' call sites.
+            only_active: include only operations in flight.
         """
         records = self._records()
         there = [group for groups in list(self._groups.values()) for group in groups]
@@ -204,7 +208,7 @@ class FlightRecorder:
             "pg_status": {str(group.number): _status(group, records) for group in groups},
         }
         if collectives:
-            since = time.time_ns() - time.monotonic_ns()  # when that clock began
+            since = time.time_ns() - time.monotonic_ns()  # start of the monotonic clock
             dump["entries"] = [
                 _entry(group, record, since, frames)
                 for group, record in records
@@ -213,10 +217,10 @@ class FlightRecorder:
         return dump
 
     def _records(self) -> list[tuple[GroupRecorder, Record]]:
-        return [] if self._ring is None else list(self._ring.copy())  # others may be adding to it
+        return [] if self._ring is None else list(self._ring.copy())  # a copy, as other threads may append
 
     def report(self, group: GroupRecorder, error: str) -> None:
-        """A group has broken, by this kind of error: leave word of what it was at."""
+        """Log the operations in flight of a broken group, and write the dump. ``error`` is the error's type name."""
         records = self._records()
         status = _status(group, records)
         cut = [record for each, record in records if each is group and record.error == error]
@@ -236,7 +240,7 @@ class FlightRecorder:
         )
 
     def _write(self, group: GroupRecorder) -> str:
-        """Dump to the file that is asked for; what to say of that."""
+        """Write the dump to the file named by the variable; return a text for the log."""
         prefix = _setting("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
         wanted = _setting("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT").lower()
         if not prefix or wanted in ("0", "n", "no", "f", "false"):
@@ -245,13 +249,13 @@ class FlightRecorder:
         try:
             with open(path, "wb") as file:
                 pickle.dump(self.dump(), file)
-        except Exception as exc:  # what has happened matters more
+        except Exception as exc:  # the report of the failure must not fail
             return f"; the flight recorder could not be written: {exc}"
         return f"; the flight recorder is in {path}"
 
 
 def _setting(*names: str) -> str:
-    """The variable of the first of ``names`` that is set; empty if none is."""
+    """Value of the first set variable of ``names``; empty if none is set."""
     return next((value for name in names if (value := os.environ.get(name))), "")
 
 
@@ -265,7 +269,7 @@ def _size() -> int:
 
 
 def _status(group: GroupRecorder, records: Sequence[tuple[GroupRecorder, Record]]) -> dict[str, str]:
-    """How far the collectives of a group are; -1: none is."""
+    """Numbers of a group's last submitted and last completed collective; -1 for none."""
     mine = [record for each, record in records if each is group and not record.op.p2p]
     called = max([record.number_on_comm for record in mine], default=UNNUMBERED)
     done = [record.number_on_comm for record in mine if record.finished is not None and record.error is None]
@@ -322,11 +326,11 @@ def _named(dtype: torch.dtype) -> str:
 
 
 def _as_torch(record: Record, rank: int) -> tuple[str, list[Side], list[Side]]:
-    """The name, and what is read and written, as torch's backends record them."""
+    """Name, inputs and outputs of an operation, as recorded by torch's backends."""
     op = record.op
     inputs = [] if record.inputs is None else [record.inputs]
     outputs = [] if record.outputs is None else [record.outputs]
-    unknown: list[Side] = [((0,), (torch.uint8,))]  # of parcels, whose sizes differ
+    unknown: list[Side] = [((0,), (torch.uint8,))]  # of parcels, whose sizes differ by rank
     match op:
         case Broadcast() | Reduce():  # in place everywhere
             return _NAMES[type(op)], inputs or outputs, inputs or outputs
@@ -344,7 +348,7 @@ def _as_torch(record: Record, rank: int) -> tuple[str, list[Side], list[Side]]:
 
 
 def _form(op: Parcels) -> str:
-    """The collective on tensors that one with parcels is like."""
+    """Name of the tensor collective that corresponds to a collective with parcels."""
     if op.giver is not None:
         return "broadcast" if op.shared else "scatter"
     if op.taker is not None:

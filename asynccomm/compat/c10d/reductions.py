@@ -1,4 +1,4 @@
-"""Collectives that combine tensors."""
+"""Collectives that reduce tensors."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ __all__ = [
 
 @logged
 def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Any:
-    """Combine all ranks' ``tensor`` in place, on all ranks; bitwise the same everywhere. See ``Comm.all_reduce``.
+    """Reduce all ranks' ``tensor`` in place, on all ranks, with bitwise equal results. See ``Comm.all_reduce``.
 
-    Complex numbers go as pairs of reals, so other ranks may have these instead; but not if they are lazily conjugated,
-    or with PREMUL_SUM.
+    Complex numbers are sent as pairs of reals, so other ranks may pass real tensors; not so for lazily conjugated
+    tensors, and not with PREMUL_SUM.
 
-    Raises: ValueError for complex tensors and an op that has no meaning for them.
+    Raises: ValueError for complex tensors and an op that is undefined for them.
     """
     if has_torch_function_unary(tensor):
         return handle_torch_function(all_reduce, (tensor,), tensor, op=op, group=group, async_op=async_op)
@@ -65,9 +65,11 @@ def _all_reduce(comm: Comm, tensor: Tensor, op: Any) -> _ours.Work[Any]:
 
 
 def _go_in_parts(tensors: Sequence[Tensor], op: _OurOp) -> bool:
-    """Whether some are complex and all can be reduced as the reals in their memory. Raises: ValueError for the op.
+    """Whether some tensors are complex and all can be reduced as the reals in their memory.
 
-    A factor is complex on some ranks, maybe, and the pairs of what is lazily conjugated are others than its memory's.
+    The factor of PREMUL_SUM may be complex on some ranks. A lazily conjugated tensor has other values than its memory.
+
+    Raises: ValueError if the op is undefined for complex numbers.
     """
     numbers = [tensor for tensor in tensors if tensor.is_complex()]
     if not numbers:
@@ -83,7 +85,7 @@ def _go_in_parts(tensors: Sequence[Tensor], op: _OurOp) -> bool:
 def all_reduce_coalesced(
     tensors: list[Tensor] | Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Any:
-    """:func:`all_reduce` each of ``tensors``, of one dtype; ``async_op=True`` gives a future."""
+    """All-reduce each of ``tensors``, all of one dtype; ``async_op=True`` returns a future."""
     pg = member_of(group, "all_reduce_coalesced", 6)
     if pg is None:
         return None if async_op else NOTHING
@@ -109,7 +111,7 @@ def reduce(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Any:
-    """Combine all ranks' ``tensor`` in place on one rank; the others' stay as they are. See ``Comm.reduce``."""
+    """Reduce all ranks' ``tensor`` in place on one rank; other ranks' tensors stay unchanged. See ``Comm.reduce``."""
     pg = member_of(group, "reduce")
     if pg is None:
         return None if async_op else NOTHING
@@ -123,7 +125,7 @@ def reduce(
 def reduce_scatter(
     output: Tensor, input_list: list[Tensor], op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Any:
-    """Combine the ranks' ``input_list[r]``, and leave this rank's in ``output``. See ``Comm.reduce_scatter``."""
+    """Reduce all ranks' ``input_list[r]`` into ``output`` of each rank r. See ``Comm.reduce_scatter``."""
     pg = member_of(group, "reduce_scatter")
     if pg is None:
         return None if async_op else NOTHING
@@ -138,7 +140,7 @@ def reduce_scatter(
 def reduce_scatter_tensor(
     output: Tensor, input: Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Any:
-    """Combine the ranks' ``input``, concatenated or stacked, and leave this rank's part in ``output``."""
+    """Reduce all ranks' ``input``, and leave this rank's part (concatenated or stacked) in ``output``."""
     if has_torch_function_variadic(output, input):
         return handle_torch_function(
             reduce_scatter_tensor, (output, input), output, input, op=op, group=group, async_op=async_op
@@ -161,5 +163,5 @@ def reduce_scatter_tensor(
 def reduce_scatter_base(
     output: Tensor, input: Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Any:
-    """:func:`reduce_scatter_tensor`, by its old name."""
+    """Old name of :func:`reduce_scatter_tensor`."""
     return reduce_scatter_tensor(output, input, op, group, async_op)

@@ -1,7 +1,7 @@
-"""Where the ranks of the world meet: handlers by an URL's scheme, and the barrier over the store that they can pass.
+"""Rendezvous of the world's ranks: handlers by URL scheme, and a barrier over the store.
 
-``env``, ``tcp`` and ``file`` are as in ``asynccomm.new_comm``. A handler of a program's own gives ``(store, rank,
-world_size)`` as torch's do, from a generator, or from one to be awaited.
+``env``, ``tcp`` and ``file`` work as in ``asynccomm.new_comm``. A program's own handler yields ``(store, rank,
+world_size)``, as torch's handlers do, from a generator or an async generator.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ __all__ = ["LeaveOnExit", "as_store", "register_rendezvous_handler", "rendezvous
 
 Handler: TypeAlias = "Callable[..., Iterable[Any] | AsyncIterator[Any]]"
 
-LEAST_SLICE: Final = 10.0  # seconds between words in the log that a barrier still waits
+LEAST_SLICE: Final = 10.0  # seconds between log records of a waiting barrier
 SLICE_PER_RANK: Final = 1e-3
-LEAVE_SECONDS: Final = 10.0  # the rank that hosts the store stays for the others this long
-WORD_SECONDS: Final = 1.0  # for the store to take the word of another rank that it leaves
+LEAVE_SECONDS: Final = 10.0  # the rank that hosts the store waits for other ranks this long
+WORD_SECONDS: Final = 1.0  # for another rank to report to the store that it leaves
 GONE_KEY: Final = "asynccomm/c10d/gone"
 
 _log: Final = logging.getLogger("asynccomm")
 
 
 def as_store(store: Store | dist.Store) -> Store:
-    """One of our stores, or torch's seen as one."""
+    """Return our store unchanged, and wrap torch's store."""
     if isinstance(store, Store):
         return store
     if isinstance(store, dist.Store):
@@ -48,18 +48,18 @@ def as_store(store: Store | dist.Store) -> Store:
 def rendezvous(
     url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = timedelta(minutes=30), **options: Any
 ) -> AsyncGenerator[Any]:
-    """Meet at ``url``: gives the store, this rank and the number of ranks, once.
+    """Connect to the store at ``url``: an async generator that yields the store, this rank and the world size once.
 
-    The store is open until the generator is closed. If this process hosts it, closing waits for the others to close
-    theirs, for some seconds; :class:`LeaveOnExit` is thrown in to wait for fewer of them.
+    The store is open until the generator is closed. If this process hosts the store, closing waits up to
+    ``LEAVE_SECONDS`` for the other ranks to close theirs; throw in :class:`LeaveOnExit` to wait for fewer ranks.
 
     Args:
-        rank, world_size: if the URL and the environment do not say; -1: they do.
-        timeout: for the store to be there.
+        rank, world_size: required if the URL and the environment lack them; -1: not given.
+        timeout: of connecting to the store.
         options: for the handler of the URL's scheme.
 
-    Raises: RuntimeError for a scheme that nobody handles, and at the second item; AssertionError if the URL says rank
-        or world_size, too; ValueError naming what is missing; RendezvousError if nobody is there.
+    Raises: RuntimeError for a scheme without a handler, and at the second item; AssertionError if the URL has a rank or
+        world_size as well; ValueError naming a missing value; RendezvousError if no store answers.
     """
     if not isinstance(url, str):
         raise RuntimeError(f"an URL to meet at must be a str, got {url!r}")
@@ -81,10 +81,10 @@ async def _each(found: Iterable[Any] | AsyncIterator[Any]) -> AsyncGenerator[Any
 
 @final
 class LeaveOnExit(Exception):
-    """Thrown into a meeting to end it.
+    """Thrown into a rendezvous generator to close the store.
 
     Args:
-        waits_for: how many ranks the host of the store waits for, this one included.
+        waits_for: the number of ranks that the host of the store waits for, including this rank.
     """
 
     def __init__(self, waits_for: int) -> None:
@@ -93,7 +93,7 @@ class LeaveOnExit(Exception):
 
 
 def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
-    """Have URLs of ``scheme`` handled by ``handler(url, timeout=...)``. Raises: RuntimeError if they are already."""
+    """Register ``handler(url, timeout=...)`` for URLs of ``scheme``. Raises: RuntimeError if it has a handler."""
     if scheme in _handlers:
         raise RuntimeError(f"the scheme {scheme!r} is handled already")
     _handlers[scheme] = handler
@@ -116,12 +116,12 @@ async def _at_url(url: str, timeout: timedelta) -> AsyncGenerator[tuple[Store, i
 
 
 async def _say_goodbye(meeting: StoreSession, size: int, waits_for: int) -> None:
-    """Say that this rank is done; the host of the store waits for others, who may still need it."""
+    """Report that this rank leaves; the host of the store waits for other ranks, which may still need the store."""
     stays = meeting.hosted is not None and waits_for > 1
     try:
         async with within(LEAVE_SECONDS if stays else WORD_SECONDS):
             gone = await meeting.store.add(GONE_KEY, 1)
-            everybody = (gone - 1) // size * size + waits_for  # the store may have had ranks that met here before
+            everybody = (gone - 1) // size * size + waits_for  # the store may also count ranks of earlier rendezvous
             while stays and gone < everybody:
                 await asyncio.sleep(0.01)
                 gone = await meeting.store.add(GONE_KEY, 0)
@@ -136,7 +136,7 @@ _handlers: Final[dict[str, Handler]] = {"env": _at_url, "tcp": _at_url, "file": 
 
 
 def _with_query(url: str, rank: int, world_size: int) -> str:
-    """The URL with rank and world_size in its query, where they are given."""
+    """The URL with the given rank and world_size in its query."""
     parts = urlsplit(url)
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
     for name, value in (("rank", rank), ("world_size", world_size)):
@@ -156,11 +156,11 @@ async def store_based_barrier(
     timeout: timedelta,
     logging_interval: timedelta = timedelta(seconds=10),
 ) -> None:
-    """Done when ``rendezvous_count`` ranks have come, of torch's or ours: they leave the same words in the store.
+    """Wait until ``rendezvous_count`` ranks have called this barrier or torch's, which uses the same keys of the store.
 
-    May be passed again, with the same number of ranks: those after the first have keys of their own.
+    The barrier can be repeated with the same number of ranks: each later round has keys of its own.
 
-    Raises: DistStoreError if that takes longer than ``timeout``.
+    Raises: DistStoreError after ``timeout``.
     """
     store = as_store(store)
     key = f"{STORE_BASED_BARRIER_PREFIX}:{group_name}"

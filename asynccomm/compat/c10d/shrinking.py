@@ -1,4 +1,4 @@
-"""Groups that go on without some of their ranks."""
+"""Shrinking of groups to a subset of their ranks."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ async def shrink_group(
     shrink_flags: int = SHRINK_DEFAULT,
     pg_options: object | None = None,
 ) -> ProcessGroup:
-    """Go on without some ranks, which may be dead. Only those that are left call this; the old group ends.
+    """Replace a group by one without some ranks, which may be dead. Only the surviving ranks call this.
 
-    What the default group becomes is the default group; its ranks are numbered anew, and ``former_ranks`` says what
-    they were. All other groups are aborted then: their global ranks mean nothing any more.
+    The old group ends. If it is the default group, the new group becomes the default group, with new rank numbers;
+    ``former_ranks`` has the old numbers. All other groups are aborted in this case, as their global ranks are invalid.
 
     Args:
-        ranks_to_exclude: of the group, not global.
-        shrink_flags: SHRINK_ABORT: what is in flight fails; else it is waited for, unless the group is broken.
-        pg_options: no backend looks at them.
+        ranks_to_exclude: ranks in the group, not global ranks.
+        shrink_flags: SHRINK_ABORT: operations in flight fail; else the call waits for them, unless the group is broken.
+        pg_options: ignored by all backends.
 
     Raises: TypeError and ValueError naming the argument; RuntimeError if this rank is excluded, or has no control
-        channel; and what ``Comm.shrink`` raises.
+        channel; and the errors of ``Comm.shrink``.
     """
     _check_input(ranks_to_exclude, shrink_flags)
     known = world()
@@ -59,7 +59,7 @@ async def shrink_group(
             unless_made.push_async_callback(give_up, left)
         unless_made.pop_all()
     first = next(iter(made.values()))
-    survivors = list(first.parent_ranks)  # some may be lost that nobody has excluded
+    survivors = list(first.parent_ranks)  # ranks that no rank has excluded may be lost, too
     store = _store_of(known.pg_map[pg][1], first)
     known.remove(pg)
     ranks = [pg.global_ranks[rank] for rank in survivors]
@@ -93,7 +93,7 @@ def _check_input(ranks: object, flags: object) -> None:
 
 
 def _excluded(ranks: Sequence[object], pg: ProcessGroup) -> list[int]:
-    """Sorted. Raises: TypeError, ValueError; RuntimeError if this rank is among them."""
+    """Sorted ranks. Raises: TypeError, ValueError; RuntimeError if this rank is excluded."""
     size = pg.size()
     if size <= 1:
         raise ValueError(f"a group must have at least 2 ranks to be shrunk, {pg!r} has {size}")
@@ -115,7 +115,7 @@ def _excluded(ranks: Sequence[object], pg: ProcessGroup) -> list[int]:
 
 
 def _store_of(before: Store, comm: Comm) -> Store:
-    """Where a shrunk group's keys lie: where they did, unless the ranks had to meet at another store."""
+    """Store of a shrunk group: the old group's store, unless the ranks had to connect to another one."""
     now = comm._session.identity.job.store
     return before if _root(now) is _root(before) else PrefixStore("default_pg", now)
 

@@ -1,7 +1,7 @@
-"""What ``torch.distributed`` has as types and constants: its own where code may compare or pass them on.
+"""Types and constants of ``torch.distributed``: torch's own where programs may compare them or pass them to torch.
 
 ``ReduceOp``, ``Store``, ``PrefixStore``, ``DebugLevel`` and the option structs are torch's. ``ProcessGroup`` and
-``Work`` are ours, since what they do here is to be awaited: see ``process_group`` and ``work``.
+``Work`` are ours, since their operations are awaitable: see ``process_group`` and ``work``.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ ScatterOptions = _torch.ScatterOptions
 
 GroupName = NewType("GroupName", str)
 
-NON_GROUP_MEMBER: Final = -100  # in place of a group, for ranks that are not in it
+NON_GROUP_MEMBER: Final = -100  # in place of a group, on ranks outside the group
 PG_WRAPPER_STORE_PREFIX: Final = "pg_wrapper"
 STORE_BASED_BARRIER_PREFIX: Final = "store_based_barrier_key"
 SHRINK_DEFAULT: Final = 0x00
@@ -73,12 +73,12 @@ _SUM: Final = ReduceOp.SUM
 
 
 def reduction(op: object) -> _ours.ReduceOp:
-    """``op``, torch's or ours, as ours. Raises: TypeError."""
-    return _ours.ReduceOp.SUM if op is _SUM else _ours.ReduceOp.of(op)  # nearly always, and faster so
+    """Convert ``op``, torch's or ours, to our ReduceOp. Raises: TypeError."""
+    return _ours.ReduceOp.SUM if op is _SUM else _ours.ReduceOp.of(op)  # a fast path for the most frequent op
 
 
 def supports_complex(reduceOp: object) -> bool:
-    """Whether complex tensors can be reduced so: they have no order, and no bits to combine."""
+    """Whether complex tensors can be reduced by the op; orders and bitwise ops are undefined for complex numbers."""
     kind = reduceOp.op if type(reduceOp) is ReduceOp else reduceOp
     if isinstance(kind, _ours.ReduceOp):
         kind = kind.type
@@ -87,7 +87,7 @@ def supports_complex(reduceOp: object) -> bool:
 
 @final
 class _Deprecated:
-    """The members of ``ReduceOp``, by their old place."""
+    """The members of ``ReduceOp``, under the deprecated name ``reduce_op``."""
 
     def __init__(self) -> None:
         members = ReduceOp.RedOpType.__members__
@@ -104,8 +104,8 @@ reduce_op: Final = _Deprecated()
 
 
 def default_timeout(backend: str) -> timedelta:
-    """What a group of ``backend`` allows for an operation, if nothing else was said."""
-    if backend != "nccl":  # "cpu:gloo,cuda:nccl" is another name
+    """Default timeout of a group of ``backend``."""
+    if backend != "nccl":  # also "cpu:gloo,cuda:nccl" gets the other default
         return default_pg_timeout
     if not isinstance(default_pg_nccl_timeout, timedelta):
         warnings.warn("torch was built without NCCL: its default timeout is that of other backends", stacklevel=3)

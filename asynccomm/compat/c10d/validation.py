@@ -1,7 +1,6 @@
-"""What the functions check before they call a comm, and what a rank gets that is not in the group.
+"""Argument checks of the functions, and the check whether this rank is in the group.
 
-Everywhere membership comes first, so that nothing is said about the ranks or tensors of a group that this one is not
-in.
+Each function checks membership first, so a rank outside the group gets no error about the group's ranks or tensors.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ __all__ = [
 
 
 def member_of(group: Group, what: str, depth: int = 4) -> ProcessGroup | None:
-    """The group; None, with a warning that names ``what``, if this rank is not in it.
+    """The group; None, with a warning that names the function ``what``, if this rank is not in the group.
 
     Args:
-        depth: how far up the caller of ``what`` is, which the warning is shown for.
+        depth: the ``stacklevel`` of the warning, which points to the caller of ``what``.
     """
     if group is None:
         return default_group()
@@ -47,19 +46,19 @@ def member_of(group: Group, what: str, depth: int = 4) -> ProcessGroup | None:
 
 
 def check_tensor(name: str, tensor: object) -> None:
-    """Raise TypeError unless ``tensor`` is one."""
+    """Raise TypeError unless ``tensor`` is a tensor."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {tensor!r} ({type(tensor).__name__})")
 
 
 def check_tensor_list(name: str, tensors: object) -> None:
-    """Raise TypeError unless ``tensors`` is a list of tensors; a tuple is refused, as torch does."""
+    """Raise TypeError unless ``tensors`` is a list of tensors; a tuple is rejected, as in torch."""
     if not isinstance(tensors, list) or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise TypeError(f"{name} must be a list of torch.Tensor, got {tensors!r} ({type(tensors).__name__})")
 
 
 def check_same_dtype(*tensors: Any) -> None:
-    """Raise ValueError unless the tensors, and those in lists, have one dtype; complex ones go with their parts."""
+    """Raise ValueError unless all tensors, also in lists, have one dtype; a complex dtype matches its real dtype."""
     first: torch.dtype | None = None
     for tensor in _flat(tensors):
         dtype = REAL.get(tensor.dtype, tensor.dtype)
@@ -78,13 +77,13 @@ def _flat(tensors: Iterable[Any]) -> Iterable[Tensor]:
 
 
 def check_not_self(pg: ProcessGroup, group_rank: int | None, name: str) -> None:
-    """Raise ValueError if ``group_rank`` is this process."""
+    """Raise ValueError if ``group_rank`` is this process's rank."""
     if group_rank is not None and group_rank == pg.rank():
         raise ValueError(f"{name} should not be the same as the rank of the current process, {group_rank}")
 
 
 def check_root_list(pg: ProcessGroup, root: int, name: str, items: object) -> None:
-    """Raise ValueError unless ``items`` is given on the root, and only there."""
+    """Raise ValueError unless ``items`` is given on the root and on no other rank."""
     if root == pg.rank():
         if not items:
             raise ValueError(f"{name} must be given on the rank that the operation is rooted at")

@@ -1,7 +1,7 @@
-"""What the functions of the face return: handles, and what else can be awaited.
+"""Return values of the functions: handles and other awaitables.
 
-A plain call gives the Work of our comm itself, which costs nothing more. ``async_op=True`` gives a :class:`Work` with
-the methods that torch's has. A call on a group that this rank is not in gives :data:`NOTHING`, or None for a handle.
+A plain call returns our comm's own Work, at no extra cost. ``async_op=True`` returns a :class:`Work` with the methods
+of torch's Work. A call on a group without this rank returns :data:`NOTHING`, or None in place of a handle.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 
 class Work(Handle):
-    """One submitted operation; ``await`` it for its output. As our own Work, under the names that torch has.
+    """Handle of one submitted operation, with torch's method names; ``await`` it for the output.
 
     Args:
-        work: the comm's.
+        work: the comm's Work.
     """
 
     _instead = "await it here, and send its output there"
@@ -39,38 +39,41 @@ class Work(Handle):
         return self._work.__await__()
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
-        """As ``asynccomm.Work.wait``: on a GPU, the current stream waits; on the CPU, the thread, if it has no loop."""
+        """Wait as ``asynccomm.Work.wait`` does.
+
+        On a GPU the current stream waits. On the CPU the call blocks the thread, which must not have a running loop.
+        """
         self._work.wait(timeout)
         return True
 
     def synchronize(self) -> None:
-        """The same as :meth:`wait`."""
+        """Wait as :meth:`wait`, without a timeout."""
         self._work.wait()
 
     def is_completed(self) -> bool:
-        """Whether the outcome is known, good or bad."""
+        """Whether the operation has succeeded or failed."""
         return self._work.done()
 
     def is_success(self) -> bool:
-        """Whether it is done, and without an error."""
+        """Whether the operation has succeeded."""
         return self._work.done() and self._work.exception() is None
 
     def exception(self) -> BaseException | None:
-        """The error, if it is done and has failed; else None."""
+        """The error, if the operation has failed; else None."""
         return self._work.exception() if self._work.done() else None
 
     def result(self) -> Any:
-        """The output. Raises the error, or ``asyncio.InvalidStateError`` while it is pending."""
+        """The output. Raises the error, or ``asyncio.InvalidStateError`` while the operation is pending."""
         return self._work.result()
 
     def source_rank(self) -> int:
-        """The rank in the group that a receive got its message from; -1 until it has, and for what is no receive."""
+        """The sender's rank in the group, of a completed receive; -1 for pending receives and other operations."""
         return -1 if self._work.source is None else self._work.source
 
     _source_rank = source_rank
 
     def get_future(self) -> asyncio.Future[Any]:
-        """A future of the output, on the comm's loop. Cancelling it changes nothing for the operation."""
+        """A future of the output, on the comm's loop. Cancelling the future does not affect the operation."""
         return asyncio.ensure_future(_result(self._work))
 
     def __repr__(self) -> str:
@@ -78,14 +81,14 @@ class Work(Handle):
 
 
 def operation_of(awaited: object) -> _ours.Work[Any] | None:
-    """The comm's Work that a function has returned, or a handle of one."""
+    """The comm's Work behind a function's return value: the value itself, or a handle's Work; else None."""
     if isinstance(awaited, _ours.Work):
         return awaited
     return awaited._work if type(awaited) is Work else None
 
 
 def with_future(function: Callable[P, Any]) -> Callable[P, Any]:
-    """``function``, with the future of a handle in place of the handle."""
+    """Decorator: return a handle's future in place of the handle."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Any:
@@ -101,13 +104,13 @@ async def _result(work: Awaitable[T]) -> T:
 
 @final
 class ResultWork(Handle, Generic[T]):
-    """Something to await, and what is to be done with its output, once, to get the result."""
+    """An awaitable with a function that turns its output into the result; the function runs once."""
 
     _instead = "await it here, and send its output there"
     __slots__ = ("_done", "_finish", "_result", "_work", "failed")
 
     def __init__(self, work: Awaitable[Any], finish: Callable[[Any], T]) -> None:
-        self.failed: Callable[[Exception], object] | None = None  #: is told what awaiting raises
+        self.failed: Callable[[Exception], object] | None = None  #: called with the error that awaiting raises
         self._work = work
         self._finish = finish
         self._done = False
@@ -128,7 +131,7 @@ class ResultWork(Handle, Generic[T]):
 
 @final
 class NoopWork:
-    """To be awaited, for ``value``, at once: what a rank gets that is not in the group."""
+    """Awaitable that gives ``value`` at once; returned to ranks outside the group."""
 
     __slots__ = ("_value",)
 

@@ -1,7 +1,7 @@
-"""The groups of this process: the default one, those made of it, their names, tags and ranks.
+"""The groups of this process: the default group and others, with their names, tags and ranks.
 
-There is one world, as in torch, unless a program asks for another with :func:`use_world`. It holds for the task that
-does, and for tasks that this starts: several ranks can live in one process so, each in a task.
+A process has one world, as in torch, unless a program selects another with :func:`use_world`. The selection holds for
+the calling task and the tasks started by it. So several ranks can run in one process, each in its own task.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ __all__ = [
     "world",
 ]
 
-Group: TypeAlias = "ProcessGroup | int | None"  # what functions take: an int is NON_GROUP_MEMBER, None the default
-Member: TypeAlias = "ProcessGroup | int"  # what functions give: an int is NON_GROUP_MEMBER
+Group: TypeAlias = "ProcessGroup | int | None"  # argument type: an int is NON_GROUP_MEMBER, None the default group
+Member: TypeAlias = "ProcessGroup | int"  # return type: an int is NON_GROUP_MEMBER
 
 Ending: TypeAlias = "Callable[[int], Awaitable[None]]"
 
 
 @final
 class World(Handle):
-    """What this process knows of its groups.
+    """Registry of the groups of this process.
 
     Attributes:
         default_pg: the group of all ranks; None before ``init_process_group``.
-        pg_map: the name of the backend, and the store, by group.
-        pg_names: by group.
+        pg_map: the backend's name and the store, by group.
+        pg_names: names by group.
         pg_group_ranks: the ranks in the group by global rank, by group.
         pg_backend_config: "device:backend,..." by group.
-        group_count: how many groups were given a number for a name.
-        tags_to_pg, pg_to_tag: which groups have which tag.
-        pg_coalesce_state: what tasks have recorded and not sent yet, by group: see ``coalescing``.
-        backend, init_method: what ``init_process_group`` was told.
-        starting: it is under way.
-        recorder: what the groups did last.
-        endings: to be awaited when the default group has ended, last first, with how many ranks this one waits for,
-            itself included.
+        group_count: the number of groups with numbered names so far.
+        tags_to_pg, pg_to_tag: groups by tag, and tags by group.
+        pg_coalesce_state: recorded calls of tasks, not submitted yet, by group: see ``coalescing``.
+        backend, init_method: arguments of ``init_process_group``.
+        starting: whether ``init_process_group`` is running.
+        recorder: the flight recorder of the groups.
+        endings: async functions to call after the end of the default group, last first, with the number of ranks to
+            wait for, including this rank.
     """
 
     _instead = "call init_process_group() there"
@@ -77,11 +77,11 @@ class World(Handle):
         self.starting = False
         self.recorder = FlightRecorder()
         self.endings: list[Ending] = []
-        self._hashed: Counter[str] = Counter()  # how often ranks have got a hashed name
+        self._hashed: Counter[str] = Counter()  # number of hashed names by ranks
 
     @property
     def pg_config_info(self) -> list[dict[str, Any]]:
-        """What there is to say of each group; ``ranks`` is empty for one of all ranks."""
+        """Descriptions of all groups; ``ranks`` is empty for a group of all ranks."""
         everybody = 0 if self.default_pg is None else self.default_pg.size()
         return [
             {
@@ -98,30 +98,30 @@ class World(Handle):
     # -- names --------------------------------------------------------------------------------------------------------
 
     def next_name(self) -> str:
-        """A number, which is the same on all ranks as all ranks make all groups."""
+        """A numbered name, which is equal on all ranks because all ranks create all groups."""
         name = str(self.group_count)
         self.group_count += 1
         return name
 
     def hashed_name(self, ranks: Sequence[int], parent: str = "") -> str:
-        """A name that ``ranks`` can find without the others: how often these have made a group counts.
+        """A name that ``ranks`` can compute without other ranks: a hash of the ranks and their count of earlier groups.
 
         Args:
-            parent: the group they come from, so that groups of other groups have other names.
+            parent: name of the group that the new group comes from, so that groups of different parents differ.
         """
-        key = "_".join(map(str, ranks)) + (f"/{parent}" if parent else "")  # which may be a number, as ranks are
+        key = "_".join(map(str, ranks)) + (f"/{parent}" if parent else "")  # a slash, as names may be numbers
         number = self._hashed[key]
         self._hashed[key] += 1
         return sha1(f"{key}_{number}".encode(), usedforsecurity=False).hexdigest()
 
     def renumbered(self) -> None:
-        """The ranks have new numbers: how often the old ones made groups, which differs, counts no more."""
+        """Reset the counts of hashed names after the ranks got new numbers; the counts may differ between ranks."""
         self._hashed.clear()
 
-    # -- what there is ------------------------------------------------------------------------------------------------
+    # -- groups -------------------------------------------------------------------------------------------------------
 
     def add(self, pg: ProcessGroup, store: Store, tag: str | None, *, listed: bool = True) -> None:
-        """Register a group. ``listed``: without a tag, it can be found by its ranks alone."""
+        """Register a group. ``listed``: :meth:`find` finds a group without a tag by its ranks alone."""
         self.pg_map[pg] = pg.backend, store
         self.pg_names[pg] = pg.group_name
         self.pg_group_ranks[pg] = {rank: i for i, rank in enumerate(pg.global_ranks)}
@@ -137,7 +137,7 @@ class World(Handle):
         self.recorder.attach(pg)
 
     def remove(self, pg: ProcessGroup) -> None:
-        """Forget a group."""
+        """Unregister a group."""
         for known in (self.pg_map, self.pg_names, self.pg_group_ranks, self.pg_backend_config, self.pg_to_tag):
             known.pop(pg, None)
         self.pg_coalesce_state.pop(pg, None)
@@ -151,11 +151,11 @@ class World(Handle):
             self.default_pg = None
 
     def clear(self) -> None:
-        """Forget everything, so that names begin anew."""
+        """Reset the world, including the counts for names."""
         vars(self).update(vars(World()))
 
     def find(self, tag: str, ranks: Sequence[int]) -> ProcessGroup | None:
-        """The group of these ranks, in any order, under ``tag``."""
+        """The group of these ranks (in any order) under ``tag``; None if there is none."""
         if tag and not tag.startswith(("ptd:", "user:")):
             tag = f"user:{tag}"
         wanted = set(ranks)
@@ -176,7 +176,7 @@ def world() -> World:
 
 @contextlib.contextmanager
 def use_world(other: World) -> Iterator[World]:
-    """Have this task, and those that it starts inside, use ``other`` in place of the process's world."""
+    """Select ``other`` as the world of this task, and of the tasks it starts inside the block."""
     token = _world.set(other)
     try:
         yield other
@@ -190,7 +190,7 @@ def is_initialized() -> bool:
 
 
 def default_group() -> ProcessGroup:
-    """Raises: ValueError if ``init_process_group`` was not called."""
+    """The default group. Raises: ValueError if ``init_process_group`` was not called."""
     pg = _world.get().default_pg
     if pg is None:
         raise ValueError("there is no default process group: await init_process_group() first")
@@ -198,7 +198,7 @@ def default_group() -> ProcessGroup:
 
 
 def group_or_default(group: Group) -> ProcessGroup:
-    """``group``, or the default one for None. Raises: ValueError for NON_GROUP_MEMBER; TypeError."""
+    """``group``, or the default group for None. Raises: ValueError for NON_GROUP_MEMBER; TypeError."""
     if group is None:
         return default_group()
     if isinstance(group, ProcessGroup):
@@ -209,7 +209,7 @@ def group_or_default(group: Group) -> ProcessGroup:
 
 
 def registered(group: Group) -> ProcessGroup:
-    """The same for groups that were not destroyed. Raises also: ValueError."""
+    """The group, as :func:`group_or_default`. Raises: also ValueError for a destroyed group."""
     pg = group_or_default(group)
     if pg not in _world.get().pg_map:
         raise ValueError(f"{pg!r} is not registered: it was destroyed, or is of another world")
@@ -217,7 +217,7 @@ def registered(group: Group) -> ProcessGroup:
 
 
 class _WorldMeta(type):
-    """Gives the classes the property ``WORLD``, which is always current."""
+    """Metaclass with the property ``WORLD``, the current default group."""
 
     @property
     def WORLD(cls) -> ProcessGroup | None:
@@ -229,10 +229,10 @@ class _WorldMeta(type):
 
 
 class group(metaclass=_WorldMeta):
-    """``group.WORLD`` is the default group, None if there is none."""
+    """Namespace: ``group.WORLD`` is the default group, or None."""
 
 
 class GroupMember(metaclass=_WorldMeta):
-    """``GroupMember.WORLD`` is the default group, None if there is none."""
+    """Namespace: ``GroupMember.WORLD`` is the default group, or None."""
 
     NON_GROUP_MEMBER: Final = NON_GROUP_MEMBER

@@ -77,7 +77,7 @@ SHOWN: Final = {
     "C52 MPI, fake": "fake::test_collectives_do_nothing",
     "C53 rendezvous and prefix": "init::test_over_tcp",
     "C54 what init records": "init::test_what_the_default_group_is",
-    "C55 excepthook": "excepthook::test_each_line_says_the_rank",
+    "C55 excepthook": "logs::test_each_line_of_an_uncaught_exception_says_the_rank",
     "C56 TORCH_DIST_INIT_BARRIER": "init::test_a_barrier_that_fails_leaves_no_comm",
     "C57 _store_based_barrier": "rendezvous_handlers::test_ranks_of_torch_and_ours_pass_one_barrier",
     "C58 rendezvous": "rendezvous_handlers::test_missing_variables_are_named",
@@ -87,7 +87,7 @@ SHOWN: Final = {
     "C62 missing backends": "create::test_backends_that_are_not_available",
     "C63 options": "create::test_options_of_torch_for_nccl",
     "C64 splitting where a device is bound": "create::test_where_a_device_is_bound_groups_are_split_off",
-    "C65 _process_group_color": "splitting::test_a_colour_is_a_c_int",
+    "C65 _process_group_color": "groups::test_a_colour_is_a_c_int",
     "C66 a backend that makes the group": "create::test_a_backend_may_make_the_group",
     "C67 ranks that disagree": "collectives::test_ranks_that_disagree_are_told",
     "C68 eager connection": "init::test_a_bound_device",
@@ -95,7 +95,7 @@ SHOWN: Final = {
     "C69 what backends can": (
         "process_group::test_what_it_supports on_nccl::test_what_a_group_supports_and_its_number "
         "destroy::test_timeouts_of_what_comes_later destroy::test_more_time_for_a_while "
-        "destroy::test_all_are_aborted_before_one_is_closed splitting::test_groups_of_the_parent_s_ranks "
+        "destroy::test_all_are_aborted_before_one_is_closed groups::test_groups_of_the_parent_s_ranks "
         "create::test_options_of_torch_for_nccl shrinking::test_a_group_of_some "
         "collectives::test_ranks_that_disagree_are_told"
     ),
@@ -107,8 +107,8 @@ SHOWN: Final = {
     "C75 _new_group_with_tag": "world::test_tags",
     "C76 new_subgroups": "groups::test_sizes_of_subgroups",
     "C77 new_subgroups_by_enumeration": "groups::test_subgroups_by_enumeration",
-    "C78 split_group": "splitting::test_groups_of_the_parent_s_ranks",
-    "C79 _is_safe_to_split": "splitting::test_on_an_accelerator_a_device_is_to_be_bound",
+    "C78 split_group": "groups::test_groups_of_the_parent_s_ranks",
+    "C79 _is_safe_to_split": "groups::test_on_an_accelerator_a_device_is_to_be_bound",
     "C80 shrink_group": "shrinking::test_what_cannot_be_left_out",
     "C81 SHRINK_ABORT, the default group": "shrinking::test_the_default_group",
     "C82 what a shrunk group inherits": "shrinking::test_a_group_of_some",
@@ -149,8 +149,8 @@ SHOWN: Final = {
     "C111 reduce_scatter_tensor": "reductions::test_reduce_scatter_tensor_concatenated_or_stacked",
     "C112 all_to_all_single": "collectives::test_all_to_all_single_by_rows",
     "C113 all_to_all": "collectives::test_all_to_all",
-    "C114 barrier": "barriers::test_devices_of_a_barrier",
-    "C115 monitored_barrier": "barriers::test_a_monitored_barrier_names_who_is_missing",
+    "C114 barrier": "collectives::test_devices_of_a_barrier",
+    "C115 monitored_barrier": "collectives::test_a_monitored_barrier_names_who_is_missing",
     "C116 devices of objects": "objects::test_devices_of_objects",
     "C117 objects as tensors": "objects::test_objects_as_tensors",
     "C118 all_gather_object": "objects::test_all_gather_object",
@@ -177,12 +177,12 @@ SHOWN: Final = {
     "H37 a store that is given": "init::test_torch_s_world_and_ours_on_one_store",
     "H38 errors of env://": "rendezvous_handlers::test_rank_and_size_are_given_once",
     "H39 names without the others": "world::test_hashed_names_do_not_count_other_groups",
-    "H40 names by parent": "splitting::test_names_differ_by_parent",
+    "H40 names by parent": "groups::test_names_differ_by_parent",
     "H41 global ranks everywhere": "p2p::test_global_ranks_and_ranks_of_the_group",
     "H42 global rank 0 is not rank 0 of the group": "collectives::test_defaults_are_global_rank_0",
     "H43 None is the default group": "validation::test_none_is_the_default_group",
     "H44 ranks of new_group": "groups::test_ranks_that_are_no_group",
-    "H45 splits that leave ranks out": "splitting::test_groups_of_the_parent_s_ranks",
+    "H45 splits that leave ranks out": "groups::test_groups_of_the_parent_s_ranks",
     "H46 eager connection": "init::test_a_bound_device",
     "H47 shrinking with dead ranks": "shrinking::test_after_a_loss_in_processes",
     "H48 order of ending": "destroy::test_all_groups_end_the_last_first",
@@ -190,7 +190,7 @@ SHOWN: Final = {
     "H50 tags": "world::test_tags",
     "H51 several backends": "process_group::test_a_device_picks_its_backend",
     "H52 register_backend": "create::test_a_backend_of_ones_own_that_is_told_more",
-    "H53 monitored_barrier": "barriers::test_a_monitored_barrier_names_who_is_missing",
+    "H53 monitored_barrier": "collectives::test_a_monitored_barrier_names_who_is_missing",
     "H54 checks that allow what may differ": "collectives::test_all_to_all_single_by_rows",
     "H55 timeouts": "destroy::test_timeouts_of_what_comes_later",
     "H72 init_device_mesh": (
@@ -213,7 +213,7 @@ SHOWN: Final = {
     "H75 groups of one": "reductions::test_a_group_of_one_still_applies_factors",
     "H76 ranks and lists that are none": "validation::test_roots_that_there_are_not",
     "H77 deprecated names": "reductions::test_all_reduce_coalesced",
-    "H78 excepthook by lines": "excepthook::test_it_does_not_nest",
+    "H78 excepthook by lines": "logs::test_hooks_do_not_nest",
     "H79 counts, ranks and unknown names": "world::test_what_is_destroyed_is_forgotten",
 }
 

@@ -1,10 +1,11 @@
-"""What is left in the log and in torch's counters."""
+"""Log records, torch's wait counters, and uncaught exceptions."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import sys
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import asynccomm.compat.c10d as dist
 from asynccomm import BrokenError, PayloadError
 from asynccomm.compat.c10d import logs
+from asynccomm.compat.c10d.logs import RankHook
 from tests.compat.c10d.worlds import alone, run_ranks
 
 ONE = torch.ones(1)
@@ -214,3 +216,38 @@ async def test_nothing_is_watched_where_nobody_listens(monkeypatch: pytest.Monke
     monkeypatch.setattr(logs, "_watch", lambda *_: pytest.fail("it was watched"))
     async with alone():
         await dist.all_reduce(ONE.clone())
+
+
+@pytest.fixture
+def printing(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A hook that prints three lines, one of them empty."""
+
+    def hook(kind: Any, error: Any, traceback: Any) -> None:
+        print(f"oh\n\n{error}", file=sys.stderr)
+
+    monkeypatch.setattr(sys, "excepthook", hook)
+    return hook
+
+
+def test_each_line_of_an_uncaught_exception_says_the_rank(printing: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    hook = RankHook.install(3)
+    sys.excepthook(ValueError, ValueError("no"), None)
+    assert capsys.readouterr().err == "[rank3]: oh\n\n[rank3]: no\n"
+    hook.remove()
+    assert sys.excepthook is printing
+
+
+def test_hooks_do_not_nest(printing: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    RankHook.install(3)
+    hook = RankHook.install(4)
+    sys.excepthook(ValueError, ValueError("no"), None)
+    assert capsys.readouterr().err == "[rank4]: oh\n\n[rank4]: no\n"
+    hook.remove()
+    assert sys.excepthook is printing
+
+
+def test_a_hook_that_came_later_stays(printing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hook = RankHook.install(3)
+    monkeypatch.setattr(sys, "excepthook", print)
+    hook.remove()
+    assert sys.excepthook is print
