@@ -12,10 +12,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests import sampling
+
 # The same examples each time, and none of them fails because the machine is busy. For other ones, another time:
 # pytest --hypothesis-profile=search
-settings.register_profile("usual", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("search", settings.get_profile("usual"), derandomize=False)
+settings.register_profile(
+    "usual", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], max_examples=sampling.LEAST
+)
+settings.register_profile("exhaustive", settings.get_profile("usual"), max_examples=100)
+settings.register_profile("search", settings.get_profile("exhaustive"), derandomize=False)
 settings.load_profile("usual")
 
 # A shell's background jobs ignore Ctrl-C, and so would the processes that tests start to interrupt them.
@@ -24,6 +29,26 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 # The tensors of tests are small, and a second thread of torch's would take turns with rank processes, waiting busily.
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="try all cases, where tests usually try some")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--exhaustive"):
+        sampling.be_exhaustive()
+        if not config.getoption("--hypothesis-profile"):
+            settings.load_profile("exhaustive")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests that are marked ``exhaustive``, without the option."""
+    if not sampling.exhaustive():
+        left_out = [item for item in items if item.get_closest_marker("exhaustive") is not None]
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if item.get_closest_marker("exhaustive") is None]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

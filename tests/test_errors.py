@@ -30,6 +30,7 @@ from asynccomm.errors import (
 )
 from asynccomm.ops import AllReduce
 from asynccomm.ops.reduce_op import ReduceOp
+from tests.cases import cases
 
 OP = AllReduce(torch.float32, 7, ReduceOp.PREMUL_SUM(0.5))
 TAGGED = AllReduce(torch.float32, 7, ReduceOp.SUM, label="x")
@@ -104,7 +105,7 @@ def test_args_are_the_constructors(error: AsyncCommError, words: list[str]) -> N
 
 
 @examples
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@cases("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_survives_pickle(error: AsyncCommError, words: list[str], protocol: int) -> None:
     again = pickle.loads(pickle.dumps(error, protocol))
     assert type(again) is type(error)

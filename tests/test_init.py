@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import asynccomm
+from tests.cases import cases
 
 
 def declared() -> dict[str, str]:
@@ -39,14 +40,14 @@ def test_all_is_what_type_checkers_see() -> None:
     assert len(asynccomm.__all__) == len(set(asynccomm.__all__))
 
 
-@pytest.mark.parametrize("name", asynccomm.__all__)
+@cases("name", asynccomm.__all__)
 def test_every_name_resolves(name: str) -> None:
     home = import_module(declared()[name])
     assert getattr(asynccomm, name) is getattr(home, name)
     assert name in dir(asynccomm)
 
 
-@pytest.mark.parametrize("name", asynccomm.__all__)
+@cases("name", asynccomm.__all__)
 def test_homes_export_them(name: str) -> None:
     home = import_module(declared()[name])
     if name != "__version__":

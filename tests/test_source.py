@@ -1,14 +1,8 @@
-"""The source itself: lint, types, the order of packages, and one test file per module."""
+"""The source itself: the order of packages, and one test file per module."""
 
 import ast
-import subprocess
-import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
-
-import pytest
-
-from asynccomm.interop.torch_version import PYTHON_BACKENDS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "asynccomm"
@@ -77,12 +71,3 @@ def test_every_module_has_its_tests() -> None:
         *folders, last = name.split(".")
         path = ROOT / "tests" / Path(*folders) / f"test_{last}.py"
         assert path.exists(), f"{name} has no {path.relative_to(ROOT)}"
-
-
-@pytest.mark.timeout(600)  # mypy reads all of torch's types, without a cache of them
-@pytest.mark.parametrize("command", [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]], ids=" ".join)
-def test_clean(command: list[str]) -> None:
-    if command == ["mypy"] and not PYTHON_BACKENDS:
-        pytest.skip("names and types of torch differ; those of the newest are checked")
-    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from asynccomm.backends.arithmetic import accumulator, combine, flat, is_plain, narrow, resolved, widen
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 from asynccomm.testing.conformance.data import DTYPES, combinations, layouts
+from tests.cases import cases
+from tests.sampling import examples
 
 CASES = list(combinations())
 SIGNED = {torch.int8: 8, torch.int16: 16, torch.int32: 32, torch.int64: 64}
@@ -24,7 +26,7 @@ WHOLE = {**SIGNED, **UNSIGNED}
 REAL = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
 KINDS = RedOpType
-quick = settings(max_examples=150)
+quick = examples(150)
 
 
 def run(rows: Sequence[Tensor], op: ReduceOp, output: Tensor | None = None) -> Tensor:
@@ -189,7 +191,7 @@ def test_complex_numbers(data: st.DataObject) -> None:
     torch.testing.assert_close(out.to(torch.complex128), expected, rtol=tolerance, atol=0)
 
 
-@pytest.mark.parametrize(("dtype", "op"), CASES, ids=lambda x: str(x))
+@cases("dtype, op", CASES, ids=lambda x: str(x))
 def test_every_layout_in_and_out(dtype: torch.dtype, op: ReduceOp) -> None:
     for shape in ((), (1,), (0,), (2, 3), (2, 0, 3)):
         values = torch.arange(math.prod(shape)).add(1).view(shape)

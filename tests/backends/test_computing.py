@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from asynccomm.ops import (
 )
 from asynccomm.ops.validation import CommInfo
 from asynccomm.testing.conformance.data import combinations, expect_equal, reduced, sample, sentinel, strided
+from tests.cases import cases
 
 SIZE = 3
 
@@ -49,7 +49,7 @@ def of_all(make: Any, *arguments: Any) -> list[Call]:
     return [make(group(rank), *[argument(rank) for argument in arguments]) for rank in range(SIZE)]
 
 
-@pytest.mark.parametrize(("dtype", "op"), list(combinations()))
+@cases("dtype, op", list(combinations()))
 def test_reductions(dtype: torch.dtype, op: ReduceOp) -> None:
     shape = (SIZE, 4)
     tensors = [strided(sample(rank, shape, dtype)) for rank in range(SIZE)]

@@ -16,12 +16,13 @@ from asynccomm.errors import BrokenError
 from asynccomm.ops import AllReduce, AllToAll, Barrier, Call, Recv, Send
 from asynccomm.ops.validation import CommInfo
 from asynccomm.testing import check_backend, loopback_world
+from tests.sampling import some
 from tests.waiting import until
 
 from .conformance import MANY_RANKS
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("size", some([1, 2, 3, 4, 5], 2))
 async def test_conformance(size: int) -> None:
     store = MemoryStore()
 

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asynccomm.control import router as module
 from asynccomm.control.router import ALL, ROOT
 from asynccomm.control.transport.framing import ControlMessage
+from tests.sampling import examples
 
 from .simulated_tree import End, Place, Tree
 
@@ -146,7 +147,7 @@ def meet_fates(tree: Tree, data: st.DataObject, stay: Callable[[int], object]) -
     return fates
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(HOSTS, st.integers(0, 10_000), st.data())
 def test_all_at_once(hosts: str, seed: int, data: st.DataObject) -> None:
     tree = Tree(hosts, seed)
@@ -160,7 +161,7 @@ def test_all_at_once(hosts: str, seed: int, data: st.DataObject) -> None:
     assert {place.rank for place in tree.running} == {rank for rank, fate in enumerate(fates) if fate == "stays"}
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(ONE_HOST, st.integers(0, 10_000), st.data())
 def test_who_leaves_is_never_taken_for_lost_whoever_leaves_with_it(hosts: str, seed: int, data: st.DataObject) -> None:
     tree = Tree(hosts, seed)
@@ -197,7 +198,7 @@ def test_who_has_not_come_to_a_new_root_is_silent() -> None:
     assert 2 not in heir.gone
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(HOSTS, st.integers(0, 10_000), st.data())
 def test_news_of_those_who_stay_reach_all_who_stay(hosts: str, seed: int, data: st.DataObject) -> None:
     tree = Tree(hosts, seed)

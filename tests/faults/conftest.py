@@ -11,11 +11,11 @@ from typing import Any, Final, final
 import pytest
 
 from .jobs import Nursery
-from .plans import ISSUING, Case, plan
+from .plans import COMBINATIONS, ISSUING, Case, plan
 from .reports import Outcome
 from .verdicts import delays, judge
 
-USUAL: Final = 310
+USUAL: Final = len(COMBINATIONS)
 SEED: Final = 11
 WAITING: Final = {"stop", "block", "late"}  # cases that mostly wait for a deadline
 BUSY_SLOTS: Final = 2  # cases at a time

@@ -10,6 +10,7 @@ import torch
 
 from asynccomm import ReduceOp
 from asynccomm.backends import arithmetic
+from tests.cases import cases
 
 from .program import Arena, torch_dtype
 from .reference import BOUNDED, EXACT, FREE, legal, reduced
@@ -44,8 +45,8 @@ def by_arithmetic(rows: list[torch.Tensor], kind: str, size: int) -> torch.Tenso
     return output
 
 
-@pytest.mark.parametrize("fill", ["position", "small", "special", "random"])
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if legal(dtype)])
+@cases("fill", ["position", "small", "special", "random"])
+@cases("dtype", [dtype for dtype in DTYPES if legal(dtype)])
 def test_it_agrees_with_the_arithmetic_that_backends_share(dtype: str, fill: str) -> None:
     for size in (1, 2, 3, 4):
         rows = [content(Arena(dtype, 40, fill, 3), rank) for rank in range(size)]

@@ -2,12 +2,11 @@
 
 Some of them run here. To run all, on both backends, takes a quarter of an hour::
 
-    TORCH_SUITE=all pytest tests/interop/test_torch_suite.py
+    pytest --exhaustive tests/interop/test_torch_suite.py
 """
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 
 import pytest
@@ -51,7 +50,7 @@ def test_some_of_them_pass() -> None:
 
 @needs_expecttest
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif(os.environ.get("TORCH_SUITE") != "all", reason="takes a quarter of an hour: TORCH_SUITE=all")
+@pytest.mark.exhaustive
 def test_at_least_as_many_pass_as_on_gloo() -> None:
     ours, gloos = run("asynccomm"), run("gloo")
     failed = {name for name, outcome in ours.items() if not outcome.startswith(("passed", "skipped"))}

@@ -37,6 +37,7 @@ from asynccomm.ops import (
 )
 from asynccomm.ops.base import described, layout_of, layout_of_shares, moved
 from asynccomm.ops.reduce_op import ReduceOp
+from tests.cases import cases
 
 F = torch.float32
 SUM, PREMUL = ReduceOp.SUM, ReduceOp.PREMUL_SUM
@@ -72,7 +73,7 @@ OPS: list[tuple[Op, str]] = [
     (GroupedOp((Barrier(),) * 4), "together(barrier(), barrier(), barrier(), barrier())"),
     (GroupedOp((Barrier(),) * 7), "together(barrier(), barrier(), barrier(), barrier() and 3 more)"),
 ]
-values = pytest.mark.parametrize(("op", "text"), OPS, ids=[text for _, text in OPS])
+values = cases("op, text", OPS, ids=[text for _, text in OPS])
 
 OTHER: dict[str, Any] = {
     "label": "layer3.bias",

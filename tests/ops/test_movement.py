@@ -22,6 +22,7 @@ from asynccomm.ops import (
 )
 from asynccomm.ops.base import layout_of
 from asynccomm.ops.dtypes import REAL
+from tests.cases import cases
 from tests.comm.methods.argument_matrix import GROUP, RANK, SIZE, around, fails, several, t
 
 F, D, C = torch.float32, torch.float64, torch.complex64
@@ -145,8 +146,8 @@ EITHER: list[tuple[str, Callable[[torch.dtype, int], Call]]] = [  # of some dtyp
 ]
 
 
-@pytest.mark.parametrize("use", [use for _, use in EITHER], ids=[name for name, _ in EITHER])
-@pytest.mark.parametrize("pair", REAL)
+@cases("use", [use for _, use in EITHER], ids=[name for name, _ in EITHER])
+@cases("pair", REAL)
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_ranks_may_differ_in_complex_and_real(use: Callable[[torch.dtype, int], Call], pair: torch.dtype) -> None:
     mine, other = use(pair, 1).op, use(REAL[pair], 2).op

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asynccomm import ops
@@ -14,6 +14,8 @@ from asynccomm.ops.base import layout_of, layout_of_shares
 from asynccomm.ops.dtypes import BY_NAME
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 from asynccomm.ops.signature import REMEMBERED, describe, differing_layout, signature
+from tests.cases import cases
+from tests.sampling import examples
 
 F, I = torch.float32, torch.int64  # noqa: E741
 ALL: list[Op] = [
@@ -47,7 +49,7 @@ def test_differing_operations_have_differing_words() -> None:
         assert signature(one) != signature(other), f"{one}, {other}"
 
 
-@pytest.mark.parametrize("op", ALL + [op for op in TAGGED if getattr(op, "numel", 0) < 1 << 40], ids=str)
+@cases("op", ALL + [op for op in TAGGED if getattr(op, "numel", 0) < 1 << 40], ids=str)
 def test_words_describe_the_operation(op: Op) -> None:
     words = signature(op)
     assert all(0 <= word < 1 << 64 for word in words)
@@ -200,7 +202,7 @@ def pairs(draw: st.DrawFn) -> tuple[Op, Op]:
     return consistent(one), consistent(other)
 
 
-@settings(max_examples=2000)
+@examples(2000)
 @given(pairs())
 def test_words_are_equal_where_operations_fit(pair: tuple[Op, Op]) -> None:
     one, other = pair
@@ -214,7 +216,7 @@ def test_any_operations_are_of_every_kind() -> None:
     assert set(KINDS) == collectives - {Op, ops.TensorOp, ops.GroupedOp}
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(pairs())
 def test_any_operation_can_be_described(pair: tuple[Op, Op]) -> None:
     text = describe(signature(pair[0]))

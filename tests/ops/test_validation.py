@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from asynccomm.ops import Recv, Send
@@ -56,6 +56,7 @@ from tests.comm.methods.argument_matrix import (
     t,
     wrong,
 )
+from tests.sampling import examples
 
 comm: Any = Recorder()
 reductions = pytest.mark.parametrize("use", list(REDUCTIONS.values()), ids=list(REDUCTIONS))
@@ -481,7 +482,7 @@ def brute_force(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return len(set(offsets)) < len(offsets)
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 12)), max_size=4))
 def test_no_overlap_is_missed(dimensions: list[tuple[int, int]]) -> None:
     shape, strides = [n for n, _ in dimensions], [s for _, s in dimensions]
@@ -491,7 +492,7 @@ def test_no_overlap_is_missed(dimensions: list[tuple[int, int]]) -> None:
         assert not tensor.is_contiguous()
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(st.data())
 def test_views_do_not_overlap(data: st.DataObject) -> None:
     tensor = torch.empty(data.draw(st.lists(st.integers(1, 5), max_size=4)))

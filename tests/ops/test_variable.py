@@ -21,6 +21,7 @@ from asynccomm.ops.variable import (
     gather_v,
     scatter_v,
 )
+from tests.cases import cases
 from tests.comm.methods.argument_matrix import GROUP, RANK, SIZE, around, fails, several, t
 
 F, D = torch.float32, torch.float64
@@ -335,7 +336,7 @@ def test_descriptions_that_make_no_sense(head: bytes) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # some are experimental, some are on their way out
-@pytest.mark.parametrize("dtype", BY_NAME.values(), ids=str)
+@cases("dtype", BY_NAME.values(), ids=str)
 def test_every_dtype_has_a_name(dtype: torch.dtype) -> None:
     mine = scatter_v(GROUP, None, None, 0)
     assert mine.place is not None

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asynccomm.errors import PayloadError
@@ -32,6 +32,7 @@ from asynccomm.serialization.objects import (
     pack_value,
     unpack_value,
 )
+from tests.sampling import examples
 
 
 def through(obj: object, *, weights_only: bool = True) -> Any:
@@ -330,7 +331,7 @@ def take(head: bytes, parcel: Parcel) -> None:
         pass
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(st.sampled_from(PARCELS), st.data())
 def test_mutated_heads_are_payload_errors(parcel: Parcel, data: st.DataObject) -> None:
     head = bytearray(parcel.head)
@@ -342,7 +343,7 @@ def test_mutated_heads_are_payload_errors(parcel: Parcel, data: st.DataObject) -
     take(bytes(head), parcel)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.binary(max_size=80))
 def test_garbage_heads_are_payload_errors(head: bytes) -> None:
     for start in (b"", b"\1\1", b"\2\1", b"\x81\1"):
@@ -352,7 +353,7 @@ def test_garbage_heads_are_payload_errors(head: bytes) -> None:
             unpack_value(0, start + head)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.binary(max_size=40))
 def test_garbage_bodies_are_payload_errors(body: bytes) -> None:
     if not any(code in body for code in b"rp"):  # PUT with a large number makes CPython take gigabytes
@@ -370,7 +371,7 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(plain)
 def test_any_plain_data(obj: object) -> None:
     assert form_of(obj) == 1

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asynccomm.errors import PayloadError
@@ -22,6 +22,7 @@ from asynccomm.serialization.tensor_dicts import (
     Slices,
     describe,
 )
+from tests.sampling import examples
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda:0")
@@ -239,7 +240,7 @@ HEADS = [
 ]
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(st.sampled_from(HEADS), st.data())
 def test_mutated_heads_are_payload_errors(head: bytes, data: st.DataObject) -> None:
     mutated = bytearray(head)

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asynccomm.errors import StoreError, StoreProtocolError
 from asynccomm.store.codec import MAX_KEY, MAX_KEYS, MAX_VALUE, Codec, Status
+from tests.sampling import examples
 
 Exchange = tuple[Callable[[Codec], int], bytes, list[Any]]  # request, the server's answer, the values expected
 
@@ -56,7 +57,7 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
     return [data[a:b] for a, b in itertools.pairwise(bounds)]
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.lists(exchanges, max_size=8), st.lists(st.integers(0, 10_000), max_size=12))
 def test_any_split_of_the_stream_gives_the_same_replies(script: list[Exchange], places: list[int]) -> None:
     codec = Codec()
@@ -72,7 +73,7 @@ def test_any_split_of_the_stream_gives_the_same_replies(script: list[Exchange], 
     assert codec.outstanding == 0
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.lists(exchanges, max_size=6), st.lists(st.binary(min_size=1, max_size=60), min_size=1, max_size=6))
 def test_garbage_is_refused_for_good_or_understood(script: list[Exchange], pieces: list[bytes]) -> None:
     codec = Codec()

@@ -19,16 +19,18 @@ from asynccomm.backends.gloo.torch_gloo import GlooGroup
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.ops.validation import CommInfo
 from asynccomm.testing import check_backend
+from tests.sampling import some
 from tests.waiting import until
 
 from ..conformance import MANY_RANKS  # noqa: TID252
 
 
-@pytest.mark.ranks([1, 2, 3], backend="gloo", timeout=240)
+@pytest.mark.ranks(some([3, 1, 2], 1), backend="gloo", timeout=240)
 async def test_conformance() -> None:
     await check_backend(lambda name: new_comm("gloo", name=name, timeout=50))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(5, backend="gloo", timeout=240)
 async def test_conformance_on_more_ranks() -> None:
     await check_backend(lambda name: new_comm("gloo", name=name, timeout=50), only=MANY_RANKS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from asynccomm import AbortedError, CollectiveMismatchError, Comm, ReduceOp, Work, new_comm
 from asynccomm.backends.gloo.torch_gloo import LARGE
+from tests.sampling import some
 from tests.waiting import until
 
 Calls = Callable[[Comm, int], Work[Any]]
@@ -118,9 +120,7 @@ def said(error: BaseException | None) -> list[Any]:
     return list(error.args[:5])
 
 
-@pytest.mark.parametrize("control", ["on", "off"])
-@pytest.mark.parametrize("n", [8, 3000])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "n", "control"), some(list(itertools.product(CASES, [8, 3000], ["on", "off"])), 32))
 @pytest.mark.ranks(2, backend="gloo", timeout=60)
 async def test_a_difference_is_told_to_all_though_all_close_at_once(
     comm: Comm, case: str, n: int, control: str
@@ -137,7 +137,7 @@ async def test_a_difference_is_told_to_all_though_all_close_at_once(
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.ranks([3, 4], backend="gloo", timeout=60)
+@pytest.mark.ranks(some([3, 4], 1), backend="gloo", timeout=60)
 async def test_a_difference_is_told_to_many(comm: Comm, case: str) -> None:
     first, last = CASES[case]
     async with new_comm("gloo", name="other", timeout=30) as other:
@@ -153,7 +153,6 @@ async def test_a_difference_is_told_to_many(comm: Comm, case: str) -> None:
 @pytest.mark.ranks(3, backend="gloo", timeout=60)
 async def test_a_difference_is_told_where_the_ranks_agree_on_the_order(comm: Comm) -> None:
     async with new_comm("gloo", name="agreed", timeout=30, ordering="agreed") as other:
-        await other.barrier()  # all ranks have connected
         work = other.all_reduce(ones(3000 if other.rank == 1 else 4000), tag="x")
     assert isinstance(work.exception(), CollectiveMismatchError)
 

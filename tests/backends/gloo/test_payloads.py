@@ -14,6 +14,7 @@ from asynccomm.backends.gloo import payloads
 from asynccomm.backends.gloo.payloads import InboundParcel, OutboundParcel, segments_of
 from asynccomm.backends.regions import bytes_of
 from asynccomm.ops import Parcel
+from tests.cases import cases
 
 from .parcels import data, joined
 
@@ -59,9 +60,9 @@ def test_small_tensors_share_segments_and_large_ones_are_cut() -> None:
     assert lengths([]) == lengths([torch.zeros(0)]) == []
 
 
-@pytest.mark.parametrize("cut", [[1], [3, 2], [50, 1, 0, 7], [1000] * 4])
-@pytest.mark.parametrize("nbytes", [0, 1, 4096, 4097, 3 * SMALL, SEGMENT + 3])
-@pytest.mark.parametrize("head", [0, 10, 4096, 100_000])
+@cases("cut", [[1], [3, 2], [50, 1, 0, 7], [1000] * 4])
+@cases("nbytes", [0, 1, 4096, 4097, 3 * SMALL, SEGMENT + 3])
+@cases("head", [0, 10, 4096, 100_000])
 def test_any_cut_into_any_other(nbytes: int, head: int, cut: list[int]) -> None:
     def pieces(weights: list[int]) -> list[Tensor]:
         parts = [nbytes * weight // sum(weights) for weight in weights]

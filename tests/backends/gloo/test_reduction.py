@@ -22,6 +22,8 @@ from asynccomm.backends.gloo.reduction import (
 from asynccomm.backends.gloo.staging import room
 from asynccomm.backends.regions import bytes_of
 from asynccomm.testing.conformance.data import DTYPES, sample, sentinel, strided
+from tests.cases import cases
+from tests.sampling import some
 
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 PREMUL = ReduceOp.PREMUL_SUM(3)
@@ -52,8 +54,8 @@ def test_brought_into_what_was_made_in_inference_mode() -> None:
     assert brought(torch.ones(3), output, ReduceOp.SUM).tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("kind", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX, PREMUL], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@cases("kind", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX, PREMUL], ids=str)
+@cases("dtype", DTYPES, ids=str)
 def test_there_and_back(dtype: torch.dtype, kind: ReduceOp) -> None:
     try:
         kind.check(dtype)
@@ -145,7 +147,7 @@ def test_in_inference_mode_and_back_without() -> None:
     assert values[1].isnan()
 
 
-@pytest.mark.ranks([2, 3], backend="gloo")
+@pytest.mark.ranks(some([3, 2], 1), backend="gloo")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, *FLOAT8])
 @pytest.mark.parametrize("n", [9, 1000, 1_500_000])
 async def test_nan_in_lists_of_tensors(comm: Comm, dtype: torch.dtype, n: int) -> None:

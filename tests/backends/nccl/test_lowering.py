@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -51,6 +51,8 @@ from asynccomm.testing.conformance.data import (
     sentinel,
     strided,
 )
+from tests.cases import cases
+from tests.sampling import examples
 
 REDUCIBLE = frozenset(dtype for dtype in api.DTYPES if dtype.itemsize > 1 or not dtype.is_floating_point)
 OWN = frozenset({"all_to_all", "gather", "scatter"})  # calls that only newer libraries have
@@ -249,8 +251,8 @@ def total(calls: Sequence[NcclCall], rows: list[Tensor]) -> Tensor:
 BYTE = torch.uint8
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rank", [0, 1])
+@cases("dtype", DTYPES)
+@cases("rank", [0, 1])
 def test_broadcast_moves_the_bytes_of_any_dtype(dtype: torch.dtype, rank: int) -> None:
     tensor = sample(rank, (3,), dtype)
     plan = plan_of(Broadcast.of(group(rank), tensor, 1), rank=rank)
@@ -517,8 +519,8 @@ def test_a_receive_from_anybody_has_no_peer() -> None:
 # -- reductions -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("dtype", "op"),
+@cases(
+    "dtype, op",
     [
         (dtype, op)
         for dtype, op in combinations(sorted(REDUCIBLE, key=str))
@@ -1094,7 +1096,7 @@ def scenes(draw: st.DrawFn) -> tuple[Any, ...]:
     )
 
 
-@settings(max_examples=1500)
+@examples(1500)
 @given(scenes())
 @example(("all_gather_single", torch.float16, 3, (2,), ("plain",), ReduceOp.SUM, OWN, 0, False))
 @example(("reduce_scatter_single", torch.float16, 3, (2,), ("plain",), ReduceOp.SUM, OWN, 0, False))

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asynccomm.backends.nccl import poller as module
@@ -36,6 +36,7 @@ from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError, ClosedError
 from asynccomm.ops import AllReduce
 from asynccomm.ops.reduce_op import ReduceOp
+from tests.sampling import examples
 
 NAME = "asynccomm-poller"
 
@@ -795,7 +796,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(STEPS, st.booleans())
 def test_each_event_is_told_once_in_order_and_not_before_it_passed(steps: list[tuple[str, int]], ends: bool) -> None:
     poller = Poller(Flags())
@@ -885,7 +886,7 @@ def test_the_pool_is_bounded() -> None:
     assert again[3:] == made.made[5:], "no more than three were kept"
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.lists(st.sampled_from(["watch", "pass", "hurry"]), max_size=60))
 def test_an_event_that_is_watched_is_not_handed_out(steps: list[str]) -> None:
     poller = Poller(Flags())

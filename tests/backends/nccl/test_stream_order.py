@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asynccomm.backends.nccl.stream_order import StreamPosition
 from asynccomm.errors import BackendError
+from tests.sampling import examples
 
 from .conftest import World
 from .simulation import SimulatedBackend
@@ -240,7 +241,7 @@ def test_any_order(gpu: Gpu, steps: tuple[str, ...], captured: bool) -> None:
         assert event.releases == (not captured)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.lists(st.sampled_from([*STEPS, "inside"]), max_size=20), st.booleans())
 def test_given_back_exactly_once_and_as_soon_as_can_be(steps: list[str], captured: bool) -> None:
     gpu = Gpu()

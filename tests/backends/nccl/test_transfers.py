@@ -140,14 +140,12 @@ async def ends(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ends]:
     made: list[End] = []
 
     async def make(size: int, sides: Sequence[Any] | None = None) -> list[End]:
-        store, mailbox = MemoryStore(), Mailbox(asyncio.get_running_loop())
-        for rank in range(size):
-            group = CommInfo("test", rank, size, torch.device("cpu"))
-            if sides is None:
-                context = BackendContext(group, [], store, mailbox, PATIENCE, lambda error: None)
-                made.append(End(rank, size, await SideChannel.connect(context, "loopback")))
-            else:
-                made.append(End(rank, size, sides[rank]))
+        if sides is None:
+            store, mailbox = MemoryStore(), Mailbox(asyncio.get_running_loop())
+            groups = [CommInfo("test", rank, size, torch.device("cpu")) for rank in range(size)]
+            contexts = [BackendContext(group, [], store, mailbox, PATIENCE, lambda error: None) for group in groups]
+            sides = await asyncio.gather(*(SideChannel.connect(context, "loopback") for context in contexts))
+        made.extend(End(rank, size, side) for rank, side in enumerate(sides))
         return made
 
     before = set(threading.enumerate())

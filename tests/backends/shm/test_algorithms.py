@@ -17,6 +17,7 @@ from asynccomm.backends.shm.algorithms import (
 )
 from asynccomm.backends.shm.reduction import Reduction
 from asynccomm.ops.reduce_op import ReduceOp
+from tests.cases import cases
 
 from .world import boards
 
@@ -93,9 +94,9 @@ def test_exchange(n: int) -> None:
             assert torch.equal(got[me][rank], sent[rank][me])
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
-@pytest.mark.parametrize("n", [0, 1, 7, 64, 1000])
-@pytest.mark.parametrize("parts", [False, True])
+@cases("size", [1, 2, 3, 8])
+@cases("n", [0, 1, 7, 64, 1000])
+@cases("parts", [False, True])
 def test_reduce(size: int, n: int, parts: bool) -> None:
     world = boards(size, chunk=4096 if not parts else 1024)
     tensors = [torch.arange(n) * (rank + 1.0) for rank in range(size)]

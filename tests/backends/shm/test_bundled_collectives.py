@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from asynccomm.errors import CollectiveMismatchError
 from asynccomm.ops import Call, Op
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.validation import CommInfo
+from tests.sampling import examples
 
 from .calls import DTYPES, KINDS, copied, legal, make, values
 from .world import boards, interleave, submission
@@ -65,7 +66,7 @@ BATCHES = st.lists(st.lists(st.sampled_from(KINDS), min_size=1, max_size=8), min
     kinds=BATCHES,
     whole=st.sampled_from([0, 64, 1024]),
 )
-@settings(max_examples=200)
+@examples(200)
 def test_any_batches_are_what_one_by_one_is(seed: int, size: int, kinds: list[list[str]], whole: int) -> None:
     choose = random.Random(seed)
     world = boards(size, CHUNK)
@@ -236,7 +237,7 @@ def described(group: CommInfo, batches: list[list[Asked]]) -> list[list[Op]]:
 
 
 @given(seed=st.integers(0, 1 << 30), size=st.sampled_from([2, 3]), kinds=BATCHES)
-@settings(max_examples=300)
+@examples(300)
 def test_batches_that_differ_are_seen_before_anything_is_taken(seed: int, size: int, kinds: list[list[str]]) -> None:
     """Whatever the mistake: other operations, or other boundaries. Nobody gets past the end."""
     choose = random.Random(seed)

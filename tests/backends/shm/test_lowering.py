@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,6 +20,8 @@ from asynccomm.errors import CollectiveMismatchError
 from asynccomm.ops import Call, Parcel
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.validation import CommInfo
+from tests.cases import cases
+from tests.sampling import examples
 
 from .calls import DTYPES, KINDS, copied, legal, make, values
 from .world import boards, interleave, submission
@@ -44,7 +46,7 @@ def run_both(calls: list[list[Call]], size: int, *, chunk: int, whole: int, choo
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=6),
     whole=st.sampled_from([0, 64, 1024]),
 )
-@settings(max_examples=150)
+@examples(150)
 def test_any_sequence_in_any_interleaving(seed: int, size: int, kinds: list[str], whole: int) -> None:
     choose = random.Random(seed)
     calls = []
@@ -71,11 +73,11 @@ def test_any_sequence_in_any_interleaving(seed: int, size: int, kinds: list[str]
     run_both(calls, size, chunk=1024, whole=whole, choose=choose)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.uint8, torch.int16, torch.uint16, torch.uint64, torch.int32])
-@pytest.mark.parametrize(
+@cases("dtype", [torch.float16, torch.uint8, torch.int16, torch.uint16, torch.uint64, torch.int32])
+@cases(
     "kind", ["all_reduce", "reduce_scatter_single", "all_reduce_several", "reduce_scatter_several", "all_reduce_out"]
 )
-@pytest.mark.parametrize("whole", [0, 1024])
+@cases("whole", [0, 1024])
 def test_every_reduction_of(dtype: torch.dtype, kind: str, whole: int) -> None:
     choose = random.Random(1)
     reductions = [getattr(ReduceOp, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from asynccomm.backends.shm.layout import LINE
 from asynccomm.errors import BackendError, CollectiveMismatchError
 from asynccomm.ops.validation import MAX_TAG
 from asynccomm.testing.conformance.data import DTYPES, SHAPES, expect_equal, layouts, sample, sentinel
+from tests.sampling import examples
 
 from .ring_world import World, pattern
 
@@ -30,7 +31,7 @@ class Receive:
     tensor: Tensor
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.data())
 def test_random_messages(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 4), label="ranks")
@@ -75,7 +76,7 @@ def test_random_messages(data: st.DataObject) -> None:
     assert sum(world.pending) == sum(sent.values()) + sum(map(len, posted.values())) - len(done)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.data())
 def test_random_sizes_both_ways(data: st.DataObject) -> None:
     world = World(3)
@@ -287,7 +288,7 @@ def test_a_dtype_that_is_unknown_here() -> None:
     assert "a dtype unknown here (code 0xdead)" in str(error)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.lists(st.tuples(st.integers(0, 1151), st.integers(0, 255)), min_size=1, max_size=20), st.booleans())
 def test_scribbles_end_in_an_error_or_in_nothing(scribbles: list[tuple[int, int]], long: bool) -> None:
     world = World()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from asynccomm.ops import Call, Parcel, Parcels
 from asynccomm.ops.parcels import MAX_HEAD
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.validation import CommInfo
+from tests.sampling import examples
 
 from .test_algorithms import finish
 from .world import boards, interleave, submission
@@ -109,7 +110,7 @@ def check(op: Parcels, parcels: Sequence[Sequence[Parcel]], places: Sequence[Pla
     forms=st.lists(st.sampled_from(sorted(FORMS)), min_size=1, max_size=5),
     chunk=st.sampled_from([64, 256, 1024]),
 )
-@settings(max_examples=120)
+@examples(120)
 def test_any_sequence_in_any_interleaving(seed: int, size: int, forms: list[str], chunk: int) -> None:
     choose = random.Random(seed)
     programs: list[list[Submission]] = [[] for _ in range(size)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -23,6 +23,8 @@ from asynccomm.ops import MessageSpace
 from asynccomm.ops.parcels import MAX_HEAD
 from asynccomm.ops.validation import MAX_TAG
 from asynccomm.testing.conformance.data import DTYPES, layouts, sample
+from tests.cases import cases
+from tests.sampling import examples
 
 from .ring_world import Box, World, as_bytes, pattern, text
 
@@ -30,10 +32,10 @@ from .ring_world import Box, World, as_bytes, pattern, text
 SIZES = [0, 1, 112, 223, 224, 225, 448, 1025, 5000]
 
 
-@pytest.mark.parametrize("source", [0, 1], ids=["from a peer", "from itself"])
-@pytest.mark.parametrize("early", [False, True], ids=["posted", "early"])
-@pytest.mark.parametrize("payload", SIZES)
-@pytest.mark.parametrize("head", SIZES)
+@cases("source", [0, 1], ids=["from a peer", "from itself"])
+@cases("early", [False, True], ids=["posted", "early"])
+@cases("payload", SIZES)
+@cases("head", SIZES)
 def test_every_size(head: int, payload: int, early: bool, source: int) -> None:
     world = World()
     box = Box()
@@ -445,7 +447,7 @@ def test_a_payload_that_cannot_be_is_refused() -> None:
     assert receive not in world.done, "the rest is awaited"
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.lists(st.tuples(st.integers(0, 1151), st.integers(0, 255)), min_size=1, max_size=20), st.booleans())
 def test_scribbles_end_in_an_error_or_in_nothing(scribbles: list[tuple[int, int]], long: bool) -> None:
     world = World()
@@ -498,7 +500,7 @@ class Taker:
         return self.room
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.data())
 def test_random_parcels_and_tensors(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 4), label="ranks")

@@ -15,6 +15,7 @@ from asynccomm.backends.shm.schedule import part_of
 from asynccomm.ops import AllToAll
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.validation import CommInfo
+from tests.cases import cases
 
 from .calls import DTYPES, KINDS, legal, make, values
 from .world import boards, submission
@@ -22,8 +23,8 @@ from .world import boards, submission
 REDUCTIONS = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX, ReduceOp.PREMUL_SUM(2)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [1, 3])
+@cases("kind", KINDS)
+@cases("size", [1, 3])
 def test_a_part_keeps_to_its_place(kind: str, size: int) -> None:
     """What it fills is what ``extent`` says of the operation, whatever this rank's own tensors."""
     choose = random.Random(1)

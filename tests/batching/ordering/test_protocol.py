@@ -13,11 +13,12 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asynccomm.batching.ordering.codec import MAX_TAG, MAX_TEXT, GarbledError, MessageWriter, Mismatch
 from asynccomm.batching.ordering.protocol import Announcer, OrderCoordinator
+from tests.sampling import examples
 
 Item = tuple[str, int]  # tag, and the how-manieth under it
 
@@ -108,7 +109,7 @@ def interleaved(tasks: list[Task], rnd: random.Random) -> Task:
     return order
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     programs(),
     st.integers(1, 6),
@@ -492,7 +493,7 @@ def test_a_council_takes_nothing_of_an_announcement_that_it_cannot_read(message:
     assert world.coordinator.message() is None
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.data(), st.lists(steps, max_size=40))
 def test_damaged_messages_are_refused_or_understood(data: st.DataObject, schedule: list[int]) -> None:
     world = World(2, capacity=4)

@@ -45,6 +45,7 @@ from asynccomm.batching.ordering import transport as module
 from asynccomm.batching.ordering.codec import MessageWriter
 from asynccomm.ops import Call, MessageSpace, Op, Parcel, Recv, RecvParcel, SendParcel
 from tests.backends.nccl import simulation
+from tests.sampling import some
 from tests.waiting import until
 
 BACKENDS = ["shm", "gloo"]
@@ -364,7 +365,7 @@ async def test_any_order_gives_the_right_results_in_one_order(size: int, seed: i
         assert len(orders) == size, "the ranks did have orders of their own"
 
 
-@pytest.mark.ranks([1, 2, 3, 4], backend=BACKENDS)
+@pytest.mark.ranks(some([3, 1, 2, 4], 1), backend=BACKENDS)
 async def test_any_order_between_processes(comm: Comm) -> None:
     async with new_comm(comm.backend, name="agreed", ordering="agreed", timeout=30) as shared:
         for seed in range(3):

@@ -22,6 +22,7 @@ from asynccomm.comm.methods.p2p import P2P
 from asynccomm.comm.methods.variable import VariableCollectives
 from asynccomm.ops import Call
 from asynccomm.ops.validation import CommInfo
+from tests.cases import cases
 
 SIZE = 3
 RANK = 1
@@ -88,8 +89,8 @@ class Argument(NamedTuple):
         return f"{self.what}: {self.name}"
 
 
-def each(arguments: Sequence[Argument]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("argument", arguments, ids=str)
+def each(arguments: Sequence[Argument]) -> Any:
+    return cases("argument", arguments, ids=str)
 
 
 def _tensor(what: str, name: str, use: Use, shape: tuple[int, ...] = (4,), *, written: bool = False) -> Argument:
@@ -428,9 +429,7 @@ WRONG: list[tuple[str, type[Exception], str, Callable[[Any], Any]]] = [
         for what, use in REDUCTIONS.items()
     ],
 ]
-wrong = pytest.mark.parametrize(
-    ("error", "name", "call"), [entry[1:] for entry in WRONG], ids=[entry[0] for entry in WRONG]
-)
+wrong = cases("error, name, call", [entry[1:] for entry in WRONG], ids=[entry[0] for entry in WRONG])
 
 # Each method once, with nothing wrong about it.
 GOOD: dict[str, Callable[..., Any]] = {

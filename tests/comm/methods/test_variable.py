@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from asynccomm import CollectiveMismatchError, Comm, PayloadError, ReduceOp
 from asynccomm.testing.conformance.data import everyones, reduced, sample, sentinel
 from asynccomm.testing.local import loopback_world
 from tests.comm.methods.argument_matrix import on_all
+from tests.sampling import examples
 
 MOVED = [
     torch.bool,
@@ -35,7 +36,7 @@ SUM = ReduceOp.SUM
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 LARGEST = 4  # comm
-LARGE_ENOUGH = settings(max_examples=120)
+LARGE_ENOUGH = examples(120)
 
 
 class World:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asynccomm.control.membership.coordinator import COMING, PATIENCE, TRIES, Coordinator
@@ -30,6 +30,7 @@ from asynccomm.control.membership.messages import (
     report_message,
 )
 from tests.control.simulated_job import Job
+from tests.sampling import examples
 
 
 class Chair:
@@ -505,7 +506,7 @@ REPORTS = st.none() | st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(
     st.booleans(),
     st.lists(
@@ -615,7 +616,7 @@ def by_seed(seed: int, calm: bool) -> Counter[str]:
     return chaos.job.seen
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.data(), st.booleans(), STEPS)
 def test_any_order(data: st.DataObject, calm: bool, steps: list[int]) -> None:
     Chaos(lambda options: data.draw(st.sampled_from(options)), calm).run(steps)

@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asynccomm.control.membership.messages import (
@@ -37,6 +37,7 @@ from asynccomm.control.membership.messages import (
     plain,
     report_message,
 )
+from tests.sampling import examples
 
 RANKS = range(4)
 K = View("k", 0, 2, (3, "n", 0), {"host": "a", "ports": [1, 2]})
@@ -154,7 +155,7 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.sampled_from([*WANTS, *K._fields, "say"]), ANYTHING, st.sampled_from([WANTS, HOLDS]))
 def test_whatever_comes_is_read_or_garbled(name: str, value: Any, message: dict[str, object]) -> None:
     for said in (value, {**message, name: value}):

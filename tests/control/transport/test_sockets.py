@@ -20,7 +20,7 @@ def test_doors_that_nobody_takes_are_closed() -> None:
     assert name.startswith("@asynccomm/some-run")
     assert len(name) < 108
     doors.close()
-    assert descriptors() == held
+    assert descriptors() <= held
 
 
 def test_what_is_taken_is_not_closed() -> None:
@@ -46,7 +46,7 @@ def test_a_name_that_is_taken() -> None:
     assert sock is not None
     with sock, pytest.raises(OSError, match="in use"):
         local_socket(f"asynccomm/test/{os.getpid()}")
-    assert descriptors() == held
+    assert descriptors() <= held
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
@@ -61,4 +61,4 @@ def test_an_address_that_is_not_ours() -> None:
     held = descriptors()
     with pytest.raises(OSError, match="assign"):
         tcp_socket("192.0.2.1")
-    assert descriptors() == held
+    assert descriptors() <= held

@@ -27,7 +27,7 @@ def test_one_thread_for_all_until_the_last_has_gone() -> None:
     two.release()
     one.join()
     assert not one._thread.is_alive()
-    assert descriptors() == held
+    assert descriptors() <= held
     assert not one.call(lambda: None)
     again = control_thread()
     assert again is not one

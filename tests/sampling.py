@@ -1,0 +1,44 @@
+"""How much the tests try: samples by default, and everything with ``pytest --exhaustive``.
+
+A test that tries many cases of one kind says how many it tries at most. In the default run it tries a fixed share of
+them, which is the same in each run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final, TypeVar
+
+from hypothesis import settings
+
+C = TypeVar("C")
+
+SHARE: Final = 0.2  # of the examples of a property, without --exhaustive
+LEAST: Final = 20  # examples of a property
+
+
+class _Mode:
+    exhaustive = False
+
+
+def be_exhaustive() -> None:
+    """From now on, tests try everything. Before they are collected."""
+    _Mode.exhaustive = True
+
+
+def exhaustive() -> bool:
+    """Whether all cases are to be tried."""
+    return _Mode.exhaustive
+
+
+def examples(count: int) -> settings:
+    """``count`` examples of a property with ``--exhaustive``, and a share of them without."""
+    return settings(max_examples=count if exhaustive() else max(min(LEAST, count), math.ceil(count * SHARE)))
+
+
+def some(cases: Sequence[C], count: int) -> Sequence[C]:
+    """``count`` of ``cases``, evenly spread, without ``--exhaustive``; all with it."""
+    if exhaustive() or len(cases) <= count:
+        return cases
+    return [cases[round(i * (len(cases) - 1) / max(count - 1, 1))] for i in range(count)]
