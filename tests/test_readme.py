@@ -25,6 +25,7 @@ from asynccomm.testing import loopback_world
 from asynccomm.testing.conformance import data  # importing it silences torch's warning about complex32
 
 from .cases import cases
+from .test_source import ORDER
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(
@@ -119,8 +120,8 @@ class Block(NamedTuple):
     """A block of Python in a document. A comment in the line before the block says how to run it.
 
     ``<!-- fragment -->``: it only has to compile. ``<!-- program: N ranks -->``: it is a file for ``asynccomm run``.
-    ``<!-- 4 ranks -->`` and without a comment (2 ranks): it is a part of a coroutine with a ``comm``; tests that it defines
-    are run, too.
+    ``<!-- 4 ranks -->`` and without a comment (2 ranks): it is a part of a coroutine with a ``comm``. Tests that it
+    defines are run, too.
     """
 
     document: str
@@ -258,7 +259,12 @@ def test_time_limits_are_those_of_the_code() -> None:
         assert value == float(seconds), name
 
 
-# -- one all_reduce ---------------------------------------------------------------------------------------------------
+# -- the map of the code ----------------------------------------------------------------------------------------------
+
+
+def test_packages_stand_in_their_order() -> None:
+    named = [name for first in ("`ops`", "`interop`") for name in table("asynccomm/README.md", first)[1]]
+    assert re.findall(r"\w+", " ".join(named)) == ORDER
 
 
 def stops() -> list[str]:
