@@ -1,1 +1,1 @@
-"""What the ranks tell each other while a collective may be stuck: who is alive, who gave up and why, who is where."""
+"""The control channel: exchanges liveness, failures and the states of ranks even while collectives are stuck."""

@@ -1,11 +1,11 @@
 """The control channel of a job's rank: one connection up the tree, shared by all comms that were split off one another.
 
-Each comm enrols with the key that its ranks share and a member (``subscribers``), which hears its news, is asked what
-it is at, and hears who is gone. All of that happens on the control thread, whatever the comm's own loop is doing.
+Each comm subscribes with the key that its ranks share and a member (``subscribers``), which handles news and the ends
+of ranks, and answers requests. All of these calls run on the control thread, independently of the comm's own loop.
 
-The channel holds together what does the work, and passes on what comes: ``router`` knows the ways and who is gone,
-``listener`` lets others in, ``uplink`` connects to the rank above, ``subscribers`` are the comms, ``requests`` and
-``mismatch`` are what ranks ask and compare, ``service`` how they agree who goes on.
+The channel joins the parts and dispatches messages: ``router`` holds the routes and the ranks that are gone,
+``listener`` accepts connections, ``uplink`` connects to the rank above, ``subscribers`` are the comms, ``requests`` and
+``mismatch`` query and compare ranks, and ``service`` runs the agreement on new members.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from asynccomm.control.mismatch import MismatchDetector
 from asynccomm.control.requests import Requests
 from asynccomm.control.router import ALL, HERE, Router
 from asynccomm.control.subscribers import Subscriber, Subscribers
+from asynccomm.control.timing import LINGER_SECONDS
 from asynccomm.control.transport.connection import Connection, Tokens
 from asynccomm.control.transport.framing import ControlMessage
 from asynccomm.control.transport.listener import Listener
@@ -33,9 +34,8 @@ from asynccomm.control.transport.topology import RankAddress, Topology
 from asynccomm.control.uplink import Uplink
 
 ATTACH_SECONDS: Final = 10.0  # for the first connection; without it, there is no control channel
-GOODBYE_SECONDS: Final = 0.5  # for the others to hear that this rank leaves
+GOODBYE_SECONDS: Final = 0.5  # for the connected ranks to acknowledge this rank's leave
 PULSE_SECONDS: Final = 1.0  # between heartbeats
-LINGER_SECONDS: Final = 30.0  # for the others to learn what was agreed on with this rank
 
 NOT_THE_ROOT: Final = "newcomers talk to the root"
 
@@ -45,11 +45,11 @@ _log = logging.getLogger("asynccomm")
 
 @final
 class ControlChannel:
-    """One rank's end.
+    """One rank's end of the control channel.
 
     Args:
         rank: in the job.
-        contacts: of all ranks that have a channel, this one included.
+        contacts: the addresses of all ranks that have a channel, this rank included.
         tokens: of the job.
     """
 
@@ -58,9 +58,9 @@ class ControlChannel:
         self.topology = Topology(contacts)
         self.tokens = tokens
         self._thread: ControlThread = control_thread()
-        self._router = router = Router(rank, self.topology, self._deliver, self._lose)
-        self.gone = router.gone  #: ranks of the job that are, and how; to be read from any thread
-        self._listener = Listener(tokens, self._refusal, self._welcome, self._look)
+        self._router = router = Router(rank, self.topology, self._deliver, self._on_gone)
+        self.gone = router.gone  #: the reason for each rank of the job that is gone; readable from any thread
+        self._listener = Listener(tokens, self._refusal, self._accept, self._on_look)
         self._members = Subscribers(router.gone)
         self._requests = Requests(router, self._members)
         self._fingerprints = MismatchDetector(self._thread, router, self._members, self._requests, self._begin)
@@ -69,10 +69,10 @@ class ControlChannel:
         self._uplink = Uplink(router, tokens, self._begin, self._received, self._ended, self.service.attached)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._pulse: asyncio.TimerHandle | None = None
-        self._leaving: asyncio.Future[None] | None = None  # done once the others know
+        self._leaving: asyncio.Future[None] | None = None  # done once the leave is acknowledged
         self._closed = False
         self._handlers: dict[str, Callable[[ControlMessage], object]] = {
-            "news": self._hear_news,
+            "news": self._on_news,
             "ask": self._requests.hear_question,
             "reply": self._requests.hear_reply,
             "prints": self._fingerprints.hear,
@@ -93,14 +93,14 @@ class ControlChannel:
         doors: ListeningSockets,
         timeout: float = ATTACH_SECONDS,
     ) -> ControlChannel | None:
-        """Listen, and connect to the rank above; None, with a warning, if that cannot be reached in ``timeout`` s."""
+        """Listen, and connect to the rank above; None, with a warning, if connecting takes over ``timeout`` seconds."""
         channel = cls(rank, contacts, tokens)
         socks = doors.take()
         try:
             started = channel._thread.run(channel._start(socks, min(timeout, ATTACH_SECONDS)))
             problem = await asyncio.wrap_future(started)
         except BaseException:
-            channel._thread.call(lambda: channel._cut_short(socks))
+            channel._thread.call(lambda: channel._abort_start(socks))
             raise
         if problem:
             _log.warning("rank %d has no control channel: %s", rank, problem)
@@ -109,11 +109,11 @@ class ControlChannel:
         return channel
 
     def subscribe(self, key: str, member: Subscriber) -> None:
-        """From now on, ``member`` hears what concerns the comm of that key. From any thread."""
+        """Deliver the news of comm ``key`` to ``member`` from now on. Thread-safe."""
         self._thread.call(lambda: self._members.subscribe(key, member))
 
     def unsubscribe(self, key: str, item: ControlMessage | None = None) -> None:
-        """It does not any more; tells the others ``item`` first. From any thread."""
+        """End the subscription of comm ``key``, after sending ``item`` to all ranks. Thread-safe."""
 
         def leave() -> None:
             if item is not None and not self._closed:
@@ -123,7 +123,7 @@ class ControlChannel:
         self._thread.call(leave)
 
     def tell(self, key: str, item: ControlMessage, then: Callable[[], object] | None = None) -> None:
-        """Tell all ranks of a comm; call ``then`` on the control thread once that has left. From any thread."""
+        """Send ``item`` to all ranks of comm ``key``, then call ``then`` on the control thread. Thread-safe."""
 
         def send() -> None:
             try:
@@ -139,15 +139,15 @@ class ControlChannel:
     def ask(
         self, key: str, ranks: Sequence[int], question: ControlMessage, timeout: float
     ) -> Future[dict[int, ControlMessage]]:
-        """What ``ranks`` of the job answer within ``timeout`` seconds, by rank. From any other thread."""
+        """The answers of ``ranks`` of the job within ``timeout`` seconds, by rank. From any other thread."""
         return self._thread.run(self._requests.gather(key, ranks, question, timeout))
 
     def issued(self) -> None:
-        """Something was issued whose fingerprints are to be compared. From any thread; costs next to nothing."""
+        """Signal that a collective was issued and has a fingerprint. Thread-safe; costs the check of a flag."""
         self._fingerprints.issued()
 
     def later(self, seconds: float, call: Callable[[], object]) -> None:
-        """Have the control thread make ``call`` after so many seconds, or when the channel ends. From any thread."""
+        """Make ``call`` on the control thread after ``seconds``, or when the channel ends. Thread-safe."""
 
         def begin() -> None:
             self._begin(asyncio.sleep(seconds)).add_done_callback(lambda _: call())
@@ -156,37 +156,37 @@ class ControlChannel:
             call()
 
     def start(self, coroutine: Coroutine[Any, Any, object]) -> None:
-        """Run ``coroutine`` on the control thread. From any thread."""
+        """Run ``coroutine`` on the control thread. Thread-safe."""
         self._thread.call(lambda: self._begin(coroutine))
 
     def call(self, call: Callable[[], object]) -> None:
-        """Make ``call`` on the control thread. From any thread."""
+        """Make ``call`` on the control thread. Thread-safe."""
         self._thread.call(call)
 
     def silence(self, rank: int) -> float | None:
-        """For how many seconds ``rank`` of the job was not heard, as far as is known here. From any thread."""
+        """Seconds since the last message of ``rank`` of the job, as far as this rank can tell. Thread-safe."""
         return self._router.silence(rank)
 
     async def aclose(self) -> None:
-        """Say goodbye, and end. On any loop."""
+        """Leave in good order, and close the channel. Works on any loop."""
         if self._closed:
             return
-        with contextlib.suppress(RuntimeError):  # cancelled, it goes on there: what listens must not stay
+        with contextlib.suppress(RuntimeError):  # closing continues after a cancellation: no listener may stay open
             await asyncio.shield(asyncio.wrap_future(self._thread.run(self._close())))
 
     def end(self) -> None:
-        """The same, and wait for nothing. From any thread."""
+        """Leave and close the channel without waiting. Thread-safe."""
         self._thread.call(lambda: self._begin(self._close()))
 
     # -- on the control thread: starting and ending -------------------------------------------------------------------
 
     async def _start(self, socks: Sequence[socket.socket], timeout: float) -> str:
-        """Returns why there is no channel; empty if there is."""
+        """Listen and connect. Returns why there is no channel; empty: there is one."""
         if self._closed:
             return ""
         for sock in socks:
             self._listener.listen(sock)
-        self._beat()
+        self._send_heartbeats()
         return "" if await self._uplink.reach(timeout) else f"rank {self._router.above} cannot be reached"
 
     async def _close(self) -> None:
@@ -199,18 +199,18 @@ class ControlChannel:
         if self._leaving is None:
             self._leaving = self._thread.loop.create_future()
             self._router.depart()
-            self._look_whether_departed()
+            self._check_departed()
         await asyncio.wait([self._leaving], timeout=GOODBYE_SECONDS)
         self._begin_closing()
 
-    def _look_whether_departed(self) -> None:
+    def _check_departed(self) -> None:
         if self._leaving is not None and not self._leaving.done() and self._router.departed:
             self._leaving.set_result(None)
 
-    def _cut_short(self, socks: Sequence[socket.socket]) -> None:
-        """End it, wherever starting has got to."""
+    def _abort_start(self, socks: Sequence[socket.socket]) -> None:
+        """Close the channel at any stage of its start."""
         self._begin_closing()
-        for sock in socks:  # it may not have come to listening
+        for sock in socks:  # the listener may not own the sockets yet
             sock.close()
 
     def _begin_closing(self) -> None:
@@ -235,15 +235,15 @@ class ControlChannel:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         self._router.pulse()
         for joiner in self._joiners.values():
             joiner.send({"kind": "pulse"})
         self._uplink.search()
         self.service.look_around()
-        self._pulse = self._thread.loop.call_later(PULSE_SECONDS, self._beat)
+        self._pulse = self._thread.loop.call_later(PULSE_SECONDS, self._send_heartbeats)
 
-    # -- on the control thread: what comes ----------------------------------------------------------------------------
+    # -- on the control thread: connections and messages --------------------------------------------------------------
 
     def _refusal(self, who: Any) -> str:
         if type(who) is int:
@@ -254,30 +254,30 @@ class ControlChannel:
             return NOT_THE_ROOT
         return "there is one of that name already" if who in self._joiners else ""
 
-    def _welcome(self, who: Any, connection: Connection) -> None:
+    def _accept(self, who: Any, connection: Connection) -> None:
         if isinstance(who, str):
             self._joiners[who] = connection
-            connection.received, connection.ended = partial(self._hear_guest, who), partial(self._lose_guest, who)
+            connection.received, connection.ended = partial(self._on_report, who), partial(self._on_joiner_end, who)
             return
         connection.received, connection.ended = self._received, self._ended
         self._router.welcome(who, connection)
 
     def _received(self, connection: Connection, message: ControlMessage) -> None:
         self._router.received(connection, message)
-        self._look_whether_departed()
+        self._check_departed()
 
     def _ended(self, connection: Connection, how: str) -> None:
         if not self._closed:
             self._router.ended(connection, how)
             self._uplink.climb()
-            self._look_whether_departed()
+            self._check_departed()
 
     def _deliver(self, message: ControlMessage) -> None:
         handler = self._handlers.get(message["kind"])
         if handler is not None:
             handler(message)
 
-    def _lose(self, rank: int, how: str) -> None:
+    def _on_gone(self, rank: int, how: str) -> None:
         self._members.lose(rank, how)
         self._requests.gone(rank)
         self.service.gone(rank, how)
@@ -287,11 +287,11 @@ class ControlChannel:
         if not self._closed:
             self._thread.loop.call_soon(self._uplink.climb)
             self._uplink.search()
-            self._thread.loop.call_soon(self._look_whether_departed)
-            if self._router.is_root:  # maybe only now
+            self._thread.loop.call_soon(self._check_departed)
+            if self._router.is_root:  # this rank may be the new root
                 self._thread.loop.call_soon(self.service.attached)
 
-    def _hear_news(self, message: ControlMessage) -> None:
+    def _on_news(self, message: ControlMessage) -> None:
         key, item, rank = message.get("comm"), message.get("item"), message["from"]
         if not isinstance(key, str) or not isinstance(item, dict):
             raise ValueError("news of no comm")
@@ -304,27 +304,27 @@ class ControlChannel:
         if rank != self.rank:
             self._members.hear(key, rank, item)
 
-    def _look(self, onlooker: Connection, message: ControlMessage) -> None:
+    def _on_look(self, onlooker: Connection, message: ControlMessage) -> None:
         asked = message.get("ranks")
         ranks = [rank for rank in self.topology.contacts if not isinstance(asked, list) or rank in asked]
         showing = self._begin(self._requests.show(onlooker, ranks, bool(message.get("stacks"))))
-        showing.add_done_callback(lambda _: onlooker.close())  # also if the channel ends before it has begun
+        showing.add_done_callback(lambda _: onlooker.close())  # also if the channel ends before the task starts
 
-    # -- guests -------------------------------------------------------------------------------------------------------
+    # -- newcomers ----------------------------------------------------------------------------------------------------
 
     def send(self, name: str, message: ControlMessage) -> None:
-        """Tell a newcomer, if it is here."""
+        """Send ``message`` to the newcomer ``name``, if it is connected."""
         joiner = self._joiners.get(name)
         if joiner is not None:
             joiner.send(message)
 
-    def _hear_guest(self, name: str, connection: Connection, message: ControlMessage) -> None:
+    def _on_report(self, name: str, connection: Connection, message: ControlMessage) -> None:
         key, ranks = message.get("comm"), message.get("ranks")
         if not isinstance(key, str) or not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
             raise ValueError("a report of no comm")
         self.service.take_report(key, ranks, name, message.get("report"))
 
-    def _lose_guest(self, name: str, connection: Connection, how: str) -> None:
+    def _on_joiner_end(self, name: str, connection: Connection, how: str) -> None:
         if self._joiners.get(name) is connection:
             del self._joiners[name]
             self.service.gone(name, how)

@@ -1,4 +1,4 @@
-"""What the ranks of a comm are at: as data, and as text for people."""
+"""The states of the ranks of a comm: as data, and as readable text."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Self, final
 @final
 @dataclass(frozen=True, slots=True)
 class PendingOp:
-    """An operation that is not done, or the last one that was called."""
+    """An operation in flight, or the last operation called."""
 
     op: str
-    seq: int  #: its number on the comm; -1 if it was not sent yet
+    seq: int  #: number on the comm; -1: not sent yet
     age: float  #: seconds since the call
-    site: str  #: where it was called; empty if that is not known
+    site: str  #: place of the call; empty: unknown
 
     @classmethod
     def of_json(cls, data: Any) -> Self:
@@ -29,30 +29,30 @@ class PendingOp:
 @final
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """One rank."""
+    """The state of one rank."""
 
     rank: int
-    answered: bool  #: if not, nothing is known but ``silent``, ``gone`` and ``reachable``
-    silent: float | None = None  #: seconds since it was last heard, if it did not answer; None: never, or not known
-    gone: str | None = None  #: how it went, if it did; empty: in good order
-    reachable: bool = True  #: whether it has a control channel
-    state: str = ""  #: "open", "closed", or "broken: " and why
+    answered: bool  #: if False, only ``silent``, ``gone`` and ``reachable`` are known
+    silent: float | None = None  #: seconds since the last message of a rank that did not answer; None: unknown
+    gone: str | None = None  #: reason of the loss; empty: an orderly leave; None: not gone
+    reachable: bool = True  #: whether the rank has a control channel
+    state: str = ""  #: "open", "closed", or "broken: " with the reason
     host: str = ""
     pid: int = 0
-    collectives: int = 0  #: issued so far
-    finished: int = 0  #: of those, as many are done
+    collectives: int = 0  #: collectives issued so far
+    finished: int = 0  #: number of them that are done
     messages: int = 0  #: point-to-point operations issued so far
-    last: PendingOp | None = None  #: what it called last
-    pending: tuple[PendingOp, ...] = ()  #: the oldest that are not done
-    in_flight: int = 0  #: how many those are
-    blocked: bool = False  #: whether its event loop did not turn when it was asked to
-    issued: int = 0  #: operations that are not agreed on yet, under the tag that was asked for
-    stacks: str = ""  #: of its threads and tasks, if they were asked for
-    problem: str = ""  #: why it could not say what it is at
+    last: PendingOp | None = None  #: the operation called last
+    pending: tuple[PendingOp, ...] = ()  #: the oldest operations in flight
+    in_flight: int = 0  #: number of all operations in flight
+    blocked: bool = False  #: whether the event loop failed to run a callback in time
+    issued: int = 0  #: operations without an agreed order yet, under the requested tag
+    stacks: str = ""  #: stacks of threads and tasks, if requested
+    problem: str = ""  #: why the rank could not answer with its state
 
     @classmethod
     def of_answer(cls, rank: int, answer: Mapping[str, Any]) -> Self:
-        """From what the rank says. An empty answer: it has no such comm (any more)."""
+        """The state in a rank's answer. An empty answer means that the rank has no such comm (any more)."""
         if not answer:
             return cls(rank, True, state="closed")
         if "problem" in answer:
@@ -77,7 +77,7 @@ class RankState:
 
     @property
     def doing(self) -> str:
-        """In a line: what it did last, and whether it can do anything."""
+        """The rank's last operation, and whether the rank can make progress, in one line."""
         if self.gone is not None:
             return f"is gone: {self.gone}" if self.gone else "has left in good order"
         if not self.reachable:
@@ -112,14 +112,14 @@ class RankState:
 @final
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What all ranks of a comm are at; ``str()`` tells it to people."""
+    """The states of all ranks of a comm; ``str()`` gives a readable text."""
 
     comm: str
     ranks: tuple[RankState, ...]  #: in rank order
 
     @property
     def behind(self) -> tuple[int, ...]:
-        """The ranks that have issued fewer collectives than others, or do not say."""
+        """The ranks that have issued fewer collectives than others, are gone, or did not answer."""
         most = max((state.collectives for state in self.ranks), default=0)
         return tuple(s.rank for s in self.ranks if not s.answered or s.gone is not None or s.collectives < most)
 

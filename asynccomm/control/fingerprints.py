@@ -1,7 +1,7 @@
-"""Whether all ranks of a comm issue the same collectives: the fingerprints of each, compared as they come in. Pure.
+"""Compares the fingerprints of all ranks of a comm, to find ranks that issue different collectives. Pure.
 
-A fingerprint is the number of a collective, the two words of its signature (``ops.signature``), and how many were sent
-together with it if it is the first of a batch. They are kept only until all ranks have sent theirs.
+A fingerprint is the number of a collective, the two words of its signature (``ops.signature``), and the length of its
+batch if it is the first of one. A table keeps a fingerprint only until all ranks have sent theirs.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any, Final, NamedTuple, final
 
-OPEN: Final = 1 << 16  # collectives of a comm that one rank may be ahead of another; beyond, the oldest go unchecked
-COMMS: Final = 1024
+OPEN: Final = 1 << 16  # collectives by which a rank may be ahead of another; beyond, the oldest are not checked
+COMMS: Final = 1024  # tables that are kept
 
 Fingerprint = tuple[int, int, int, int]  # number, two words, length of the batch
 
 
 class Mismatch(NamedTuple):
-    """Two ranks have something else under one number."""
+    """Two ranks with different collectives under one number."""
 
     seq: int
     rank: int
@@ -35,7 +35,7 @@ class FingerprintTable:
         self._differs = False
 
     def take(self, rank: int, fingerprints: list[Fingerprint]) -> Mismatch | None:
-        """What ``rank`` has issued. Returns the first difference there ever is."""
+        """Compare the fingerprints of ``rank``. Returns the first mismatch of the comm, once."""
         for one in fingerprints:
             if self._differs:
                 return None
@@ -60,13 +60,13 @@ class FingerprintTable:
 
 @final
 class FingerprintTables:
-    """Those of all comms of a job, at its root."""
+    """The fingerprint tables of all comms of a job, at its root."""
 
     def __init__(self) -> None:
         self._comms: OrderedDict[str, FingerprintTable] = OrderedDict()
 
     def take(self, key: Any, rank: int, size: Any, fingerprints: Any) -> Mismatch | None:
-        """As :meth:`FingerprintTable.take`. Raises: ValueError for what are no fingerprints."""
+        """As :meth:`FingerprintTable.take`. Raises: ValueError: the arguments are no fingerprints of a comm."""
         if not isinstance(key, str) or type(size) is not int or not isinstance(fingerprints, list):
             raise ValueError("no fingerprints")
         checked: list[Fingerprint] = []
@@ -82,5 +82,5 @@ class FingerprintTables:
         return table.take(rank, checked)
 
     def forget(self, key: str) -> None:
-        """The comm has ended somewhere."""
+        """Drop the table of comm ``key``, which some rank has closed."""
         self._comms.pop(key, None)

@@ -1,7 +1,7 @@
-"""The fingerprints of what is issued, on their way to the root; and what the root does about a difference.
+"""Sends the fingerprints of issued collectives to the root, and reports the mismatches that the root finds.
 
-A rank looks at what its comms have issued now and then, as long as there is something, and not at all while there is
-nothing: to issue a collective costs no more than a look at a flag.
+A rank polls its comms every ``PRINT_SECONDS`` while they issue collectives, and not at all otherwise: issuing a
+collective costs only the check of a flag.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from asynccomm.control.subscribers import Subscribers
 from asynccomm.control.transport.framing import ControlMessage
 from asynccomm.control.transport.thread import ControlThread
 
-PRINT_SECONDS: Final = 0.05  # between looks at what was issued, while something is
-PRINTS: Final = 4096  # in one message
-QUIET_LOOKS: Final = 4  # looks without anything new, after which they end
+PRINT_SECONDS: Final = 0.05  # between two polls
+PRINTS: Final = 4096  # fingerprints in one message
+QUIET_LOOKS: Final = 4  # polls without new fingerprints, after which polling stops
 
 
 @final
 class MismatchDetector:
-    """Those of one rank. On the control thread, except for :meth:`issued`.
+    """The mismatch detection of one rank. Runs on the control thread, except for :meth:`issued`.
 
     Args:
-        router: carries them.
-        members: have issued what they are of.
-        requests: ask two ranks that differ.
-        begin: starts a task, which is cancelled when the channel ends.
+        router: carries the fingerprints.
+        members: the comms that issue collectives.
+        requests: asks two ranks with a mismatch for their operations.
+        begin: starts a task, which the channel cancels when it ends.
     """
 
     def __init__(
@@ -47,30 +47,30 @@ class MismatchDetector:
         self._begin = begin
         self._tables = FingerprintTables()
         self._looking = False
-        self._quiet = 0  # looks
+        self._quiet = 0  # polls in a row without new fingerprints
         self._closed = False
 
     def issued(self) -> None:
-        """Something was. From any thread; costs next to nothing."""
+        """Start polling for new fingerprints. Thread-safe; costs the check of a flag."""
         if not self._looking:
             self._looking = True
-            self._thread.call(self._look)
+            self._thread.call(self._poll)
 
-    def _look(self) -> None:
-        """Send what was issued to the root, and look again soon as long as there is something."""
+    def _poll(self) -> None:
+        """Send new fingerprints to the root; poll again after ``PRINT_SECONDS`` while there are any."""
         if self._closed:
             return
         self._quiet = 0 if self._send() else self._quiet + 1
         if self._quiet < QUIET_LOOKS:
-            self._thread.loop.call_later(PRINT_SECONDS, self._look)
+            self._thread.loop.call_later(PRINT_SECONDS, self._poll)
             return
         self._quiet = 0
         self._looking = False
-        if self._send():  # came before the flag was down, so nobody has called
+        if self._send():  # issued while the flag was still set: their issued() did nothing
             self.issued()
 
     def _send(self) -> bool:
-        """Returns whether there were any."""
+        """Send new fingerprints. Returns whether there were any."""
         found = False
         for key, size, fingerprints in self._members.fingerprints():
             for first in range(0, len(fingerprints), PRINTS):
@@ -79,7 +79,7 @@ class MismatchDetector:
         return found
 
     def hear(self, message: ControlMessage) -> None:
-        """At the root: a rank has sent its own. Raises: ValueError for what are none."""
+        """At the root: compare the fingerprints of a rank. Raises: ValueError: the message has none."""
         key = message.get("comm")
         found = self._tables.take(key, message["from"], message.get("size"), message.get("prints"))
         if found is not None:
@@ -87,7 +87,7 @@ class MismatchDetector:
             self._begin(self._report(key, found))
 
     async def _report(self, key: str, found: Mismatch) -> None:
-        """Ask the two ranks what they have issued, and tell all."""
+        """Ask the two ranks for their operations, and send the mismatch to all ranks."""
         sides = [found.rank, found.other]
         said = await self._requests.gather(key, sides, {"what": "explain", "seq": found.seq}, ANSWER_SECONDS)
         item = {"kind": "differs", "seq": found.seq, "jobs": sides, "sides": [said.get(side, {}) for side in sides]}
@@ -95,9 +95,9 @@ class MismatchDetector:
         self._members.tell(key, self._router.rank, item)
 
     def forget(self, key: str) -> None:
-        """The comm has ended somewhere."""
+        """Drop the fingerprints of comm ``key``, which some rank has closed."""
         self._tables.forget(key)
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop polling."""
         self._closed = True

@@ -1,4 +1,4 @@
-"""What ranks ask one another over the control channel, and what somebody who looks on from outside is shown."""
+"""Requests between ranks over the control channel, and the report to a diagnosing process outside the job."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Final, NamedTuple, final
 
 from asynccomm.control.router import Router, Transport
 from asynccomm.control.subscribers import EVERY, Subscribers
+from asynccomm.control.timing import PING_SECONDS
 from asynccomm.control.transport.framing import MESSAGE_BYTES, ControlMessage
 
-ANSWER_SECONDS: Final = 1.0  # for ranks to say what they have issued, or are at
-PING_SECONDS: Final = 0.1  # for the loops to turn, before they count as blocked
-ANSWER_BYTES: Final = MESSAGE_BYTES - 4096  # the rest is for the message that carries it
+ANSWER_SECONDS: Final = 1.0  # for ranks to answer with an issued operation, or with their state
+ANSWER_BYTES: Final = MESSAGE_BYTES - 4096  # the rest is for the enclosing message
 
 
 class _PendingRequest(NamedTuple):
-    """A question that is not answered by all."""
+    """A request that some ranks have not answered yet."""
 
     due: set[int]
     answers: dict[int, ControlMessage]
@@ -36,31 +36,31 @@ class _PendingRequest(NamedTuple):
 
 @final
 class Requests:
-    """Those of one rank, either way. On the control thread.
+    """The requests of one rank, and its replies to the requests of other ranks. Runs on the control thread.
 
     Args:
-        router: carries them.
-        members: answer what others ask.
+        router: carries requests and replies.
+        members: the comms that answer the requests of other ranks.
     """
 
     def __init__(self, router: Router, members: Subscribers) -> None:
         self._router = router
         self._members = members
-        self._asked: dict[int, _PendingRequest] = {}
+        self._pending: dict[int, _PendingRequest] = {}
         self._number = 0
         self._closed = False
 
     async def gather(
         self, key: str, ranks: Sequence[int], question: ControlMessage, timeout: float
     ) -> dict[int, ControlMessage]:
-        """What ``ranks`` answer, as far as they do within ``timeout`` seconds."""
+        """The answers of ``ranks`` that arrive within ``timeout`` seconds, by rank."""
         if self._closed:
             return {}
         due = {rank for rank in ranks if rank not in self._router.gone and rank in self._router.topology.contacts}
         asked = _PendingRequest(due, {}, asyncio.get_running_loop().create_future())
         number = self._number
         self._number += 1
-        self._asked[number] = asked
+        self._pending[number] = asked
         try:
             for rank in list(due):
                 self._router.send(rank, "ask", comm=key, question=question, number=number)
@@ -70,47 +70,47 @@ class Requests:
                         await asked.enough
             return asked.answers
         finally:
-            del self._asked[number]
+            del self._pending[number]
 
     def hear_question(self, message: ControlMessage) -> None:
-        """A rank asks. Raises: ValueError for what is no question."""
+        """Reply to the request of another rank. Raises: ValueError: the message is no request."""
         key, question = message.get("comm"), message.get("question")
         if not isinstance(key, str) or not isinstance(question, dict):
             raise ValueError("a question of no comm")
         self._router.send(message["from"], "reply", number=message.get("number"), answer=self._fitting(key, question))
 
     def _fitting(self, key: str, question: ControlMessage) -> ControlMessage:
-        """The answer; without stacks if it would be too long with them, as with ten thousand tasks."""
+        """The answer; without stacks if it would exceed a message with them, as with ten thousand tasks."""
         answer = self._members.answer(key, question)
         if question.get("stacks") and len(json.dumps(answer)) > ANSWER_BYTES:
             return self._members.answer(key, {**question, "stacks": False})
         return answer
 
     def hear_reply(self, message: ControlMessage) -> None:
-        """A rank answers. Raises: ValueError for what is no answer."""
+        """Record the answer of a rank. Raises: ValueError: the message is no reply."""
         number, answer = message.get("number"), message.get("answer")
         if type(number) is not int or not isinstance(answer, dict):
             raise ValueError("no reply")
-        asked, rank = self._asked.get(number), message["from"]
+        asked, rank = self._pending.get(number), message["from"]
         if asked is not None and rank in asked.due:
             asked.due.discard(rank)
             asked.answers[rank] = answer
             asked.end_if_all_have_answered()
 
     def gone(self, rank: int) -> None:
-        """``rank`` will not answer any more."""
-        for asked in self._asked.values():
+        """Stop waiting for ``rank``."""
+        for asked in self._pending.values():
             asked.due.discard(rank)
             asked.end_if_all_have_answered()
 
     def close(self) -> None:
-        """Nobody is waited for any more."""
+        """Stop waiting for all ranks."""
         self._closed = True
-        for asked in self._asked.values():
+        for asked in self._pending.values():
             asked.end()
 
     async def show(self, onlooker: Transport, ranks: Sequence[int], stacks: bool) -> None:
-        """Tell somebody who looks on what ``ranks`` are at; each in a message of its own, or many would be too long."""
+        """Send the states of ``ranks`` to a diagnosing process, one per message: all in one could be too long."""
         router = self._router
         said: dict[int, ControlMessage] = {}
         if ranks:

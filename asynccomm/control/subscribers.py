@@ -1,6 +1,6 @@
-"""The comms of one rank, seen by the control channel: what is said to them, and what is kept for those still to come.
+"""The comms of one rank, as subscribers of the control channel, and the news kept for comms not subscribed yet.
 
-Others may be quicker to make a comm, and give up before this rank has enrolled it: what concerns it is kept.
+Other ranks may create a comm earlier, and fail before this rank has subscribed to it. The news of such a comm are kept.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from typing import Final, Protocol, final
 from asynccomm.control.fingerprints import Fingerprint
 from asynccomm.control.transport.framing import ControlMessage
 
-EVERY: Final = "*"  # in place of a comm's key
-KEPT_COMMS: Final = 256  # comms that are not enrolled yet, for which news are kept
-KEPT_NEWS: Final = 64  # of each
+EVERY: Final = "*"  # all comms, in place of a comm's key
+KEPT_COMMS: Final = 256  # comms not subscribed yet, for which news are kept
+KEPT_NEWS: Final = 64  # news kept for each such comm
 
 _log = logging.getLogger("asynccomm")
 
 
 class Subscriber(Protocol):
-    """A comm on one rank, seen by the control channel. All methods are called on the control thread; none may wait."""
+    """A comm on one rank, as the control channel sees it. All methods run on the control thread, and must not block."""
 
     def hear(self, rank: int, item: ControlMessage) -> None:
-        """``rank`` of the job has news."""
+        """Handle news from ``rank`` of the job."""
 
     def lose(self, rank: int, how: str) -> None:
-        """``rank`` of the job is gone; ``how`` is empty if it left in good order."""
+        """Handle the end of ``rank`` of the job; ``how`` is empty after an orderly leave."""
 
     def answer(self, question: ControlMessage) -> ControlMessage:
-        """What a rank of the comm, or somebody who looks on, wants to know."""
+        """Answer a request of a rank of the comm, or of a diagnosing process."""
 
     def fingerprints(self) -> tuple[int, Sequence[Fingerprint]]:
-        """The size of the comm, and the fingerprints of the collectives issued since this was last called."""
+        """The size of the comm, and the fingerprints of the collectives issued since the last call."""
 
 
 @final
 class Subscribers:
-    """Those of one rank. On the control thread.
+    """The subscribed comms of one rank. Runs on the control thread.
 
     Args:
-        gone: ranks of the job that are, and how; it changes.
+        gone: the reason for each rank of the job that is gone; changes over time.
     """
 
     def __init__(self, gone: Mapping[int, str]) -> None:
@@ -54,7 +54,7 @@ class Subscribers:
         return key in self._members
 
     def subscribe(self, key: str, member: Subscriber) -> None:
-        """From now on, ``member`` hears what concerns the comm of that key; at once, what it has missed."""
+        """Deliver the news of comm ``key`` to ``member``, beginning with the news that it has missed."""
         self._members[key] = member
         for rank, how in self._gone.items():
             _guarded(partial(member.lose, rank, how), key)
@@ -62,11 +62,11 @@ class Subscribers:
             _guarded(partial(member.hear, rank, item), key)
 
     def unsubscribe(self, key: str) -> None:
-        """It does not any more."""
+        """End the subscription of comm ``key``."""
         self._members.pop(key, None)
 
     def hear(self, key: str, rank: int, item: ControlMessage) -> None:
-        """``rank`` has news for a comm, which may come later."""
+        """Deliver news from ``rank`` to comm ``key``, or keep them until the comm subscribes."""
         if self.tell(key, rank, item):
             return
         kept = self._kept.setdefault(key, [])
@@ -76,19 +76,19 @@ class Subscribers:
             self._kept.popitem(last=False)
 
     def tell(self, key: str, rank: int, item: ControlMessage) -> bool:
-        """The same for a comm that is here. Returns whether it is."""
+        """Deliver news from ``rank`` to comm ``key`` if it is subscribed. Returns whether it is."""
         member = self._members.get(key)
         if member is not None:
             _guarded(partial(member.hear, rank, item), key)
         return member is not None
 
     def lose(self, rank: int, how: str) -> None:
-        """``rank`` of the job is gone."""
+        """Deliver the end of ``rank`` of the job to all comms."""
         for key, member in list(self._members.items()):
             _guarded(partial(member.lose, rank, how), key)
 
     def answer(self, key: str, question: ControlMessage) -> ControlMessage:
-        """What the comm of that key answers, or all of them; nothing if it is not here."""
+        """The answer of comm ``key``, or of all comms; empty if the comm is not subscribed."""
         if key == EVERY:
             return {"comms": {each: self.answer(each, question) for each in list(self._members)}}
         member = self._members.get(key)
@@ -107,7 +107,7 @@ class Subscribers:
 
 
 def _guarded(call: Callable[[], object], key: str) -> None:
-    """A comm that cannot take something must not end the channel of the others."""
+    """Make ``call`` for a comm, and log its error: a failing comm must not end the channel of the other comms."""
     try:
         call()
     except Exception:

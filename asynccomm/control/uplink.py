@@ -1,7 +1,7 @@
-"""How a rank gets connected to the one above it, whoever that is by now, and finds out that there is nobody.
+"""Connects a rank to the rank above it, which changes as ranks go, and detects ranks that do not listen any more.
 
-A rank that refuses to be connected to has gone, or has not begun to listen; only after a while does it count as lost.
-The root also looks for those that should be connected to it and are not: they may have gone when nobody saw it.
+A rank that refuses connections has gone, or does not listen yet; it counts as lost only after ``REFUSED_SECONDS``. The
+root also checks the ranks that should be connected to it and are not: no other rank may have seen them go.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final, final
 
 from asynccomm.control.router import Router
+from asynccomm.control.timing import REACH_SECONDS
 from asynccomm.control.transport.connection import Connection, Tokens, connect, listens
 from asynccomm.control.transport.framing import ControlMessage
 
-REACH_SECONDS: Final = 5.0  # after which one that cannot be reached counts as lost
-RETRY_SECONDS: Final = 0.02  # until another try to reach the next one above
-REFUSED_SECONDS: Final = 0.2  # that a rank does not listen, without news that it has left, until it counts as lost
+RETRY_SECONDS: Final = 0.02  # between attempts to reach the rank above
+REFUSED_SECONDS: Final = 0.2  # after which a rank that does not listen, without news of its leave, counts as lost
 NOT_THERE: Final = "it does not listen any more"
 
 
 @final
 class Uplink:
-    """Keeps one rank connected. On the control thread.
+    """Keeps one rank connected to the rank above. Runs on the control thread.
 
     Args:
         router: of the rank.
         tokens: of the job.
-        begin: starts a task, which is cancelled when the channel ends.
-        received, ended: of the connections that are made, see :class:`links.Connection`.
-        attached: called with each of them.
+        begin: starts a task, which the channel cancels when it ends.
+        received, ended: callbacks of each connection, see :class:`connection.Connection`.
+        attached: called after the router has a new connection.
     """
 
     def __init__(
@@ -47,47 +47,47 @@ class Uplink:
         self._received = received
         self._ended = ended
         self._attached = attached
-        self._climbing: asyncio.Task[None] | None = None
+        self._connecting: asyncio.Task[None] | None = None
         self._search: asyncio.Task[None] | None = None
         self._closed = False
 
     def climb(self) -> None:
-        """Connect to the rank above, unless there is a connection or a try already."""
-        if self._closed or self._router.up is not None or self._router.above is None or self._climbing is not None:
+        """Connect to the rank above, unless already connected or connecting."""
+        if self._closed or self._router.up is not None or self._router.above is None or self._connecting is not None:
             return
-        self._climbing = self._begin(self._connect_above())
-        self._climbing.add_done_callback(self._climbed)
+        self._connecting = self._begin(self._connect_above())
+        self._connecting.add_done_callback(self._on_connected)
 
     async def reach(self, timeout: float) -> bool:
-        """The same, and wait for it. Returns whether that took no longer than ``timeout`` seconds."""
+        """Connect to the rank above, and wait. Returns whether connecting took at most ``timeout`` seconds."""
         self.climb()
-        if self._climbing is not None:
+        if self._connecting is not None:
             try:
-                await asyncio.wait_for(asyncio.shield(self._climbing), timeout)
+                await asyncio.wait_for(asyncio.shield(self._connecting), timeout)
             except TimeoutError:
                 return False
         return True
 
-    def _climbed(self, task: asyncio.Task[None]) -> None:
-        self._climbing = None
+    def _on_connected(self, task: asyncio.Task[None]) -> None:
+        self._connecting = None
         if not task.cancelled() and task.exception() is None:
-            self.climb()  # who is above may have changed meanwhile
+            self.climb()  # the rank above may have changed meanwhile
 
     async def _connect_above(self) -> None:
         router, now = self._router, asyncio.get_running_loop().time
         tried = now()
-        refused: dict[int, float] = {}  # since when
+        refused: dict[int, float] = {}  # by rank, the time of its first refusal
         while (above := router.above) is not None and router.up is None:
             try:
                 link = await connect(
                     router.topology.contacts[above],
-                    self._is_near(above),
+                    self._same_host(above),
                     self._tokens,
                     router.rank,
                     self._received,
                     self._ended,
                 )
-            except PermissionError as exc:  # the others have given this rank up
+            except PermissionError as exc:  # the others have declared this rank lost
                 router.fence(exc.strerror or "")
                 return
             except OSError as exc:
@@ -108,27 +108,27 @@ class Uplink:
             self._attached()
 
     def search(self) -> None:
-        """At the root: see whether those live that should be connected and are not."""
+        """At the root: check whether the absent ranks still listen."""
         if self._router.absent and not self._closed and (self._search is None or self._search.done()):
-            self._search = self._begin(self._look_for_absent())
+            self._search = self._begin(self._check_absent())
 
-    async def _look_for_absent(self) -> None:
+    async def _check_absent(self) -> None:
         router, now = self._router, asyncio.get_running_loop().time
-        refused: dict[int, float] = {}  # since when
+        refused: dict[int, float] = {}  # by rank, the time of its first refusal
         while True:
             for rank in router.absent:
-                if await listens(router.topology.contacts[rank], self._is_near(rank)):
+                if await listens(router.topology.contacts[rank], self._same_host(rank)):
                     refused.pop(rank, None)
                 elif now() - refused.setdefault(rank, now()) > REFUSED_SECONDS and rank in router.absent:
                     router.give_up(rank, NOT_THERE)
             if not refused.keys() & set(router.absent):
-                return  # those that listen will come; there is another look with the next heartbeat
+                return  # listening ranks will connect; the next heartbeat checks again
             await asyncio.sleep(RETRY_SECONDS)
 
-    def _is_near(self, rank: int) -> bool:
+    def _same_host(self, rank: int) -> bool:
         contacts = self._router.topology.contacts
         return contacts[rank].host == contacts[self._router.rank].host
 
     def close(self) -> None:
-        """Try no more; who has started the tasks cancels them."""
+        """Start no more attempts; the channel cancels the tasks it started."""
         self._closed = True

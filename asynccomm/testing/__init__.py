@@ -1,6 +1,6 @@
-"""Testing programs that use asynccomm: the pytest plugin, worlds in one loop, the conformance suite for backends.
+"""Test support for programs that use asynccomm: a pytest plugin, loopback worlds, a conformance suite for backends.
 
-Names are loaded when first used: pytest imports this package with the plugin, and need not wait for torch.
+Names are imported on first use: pytest imports this package with the plugin, and should not wait for torch.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""A whole world of ranks in one process and one event loop, for tests of programs."""
+"""All ranks of a world in one process and one event loop, for tests of programs."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ async def loopback_world(
     max_ops: int = MAX_OPS,
     max_bytes: int = MAX_BYTES,
 ) -> AsyncIterator[list[Comm]]:
-    """The comms of all ranks, in rank order; closed at the end, however it came.
+    """Comms of all ranks, in rank order, in an async context that closes them at its end, also on an exception.
 
-    Run one task per rank on them, or call them by turns: an operation runs when its last rank arrives. What the
-    transport does can be steered by ``comm.unsafe_get_backend().hub``: see ``asynccomm.backends.loopback.Hub``.
+    Run one task per rank, or call the comms in turn: an operation runs when its last rank arrives.
+    ``comm.unsafe_get_backend().hub`` controls the transport: see ``asynccomm.backends.loopback.Hub``.
     """
     store = MemoryStore()
     comms = await asyncio.gather(

@@ -8,10 +8,10 @@
         await comm.all_reduce(tensor)
         assert tensor.item() == 6
 
-The function runs in ``size`` processes at once, each on an event loop of its own, with ``comm`` a new comm of them all.
-Processes are kept between tests (see ``pool.py``). All other arguments (parametrised values, fixtures such as
-``tmp_path``) are made in pytest's own process and pickled over. A test without ``comm`` makes its own: the environment
-is set as a launcher would.
+The function runs in ``size`` processes at once, each with its own event loop; ``comm`` is a new comm of all these
+ranks. Processes are kept between tests (see ``pool.py``). All other arguments (parametrised values, fixtures such as
+``tmp_path``) are made in pytest's own process and pickled. A test without ``comm`` makes its own comms: the environment
+variables are set as by a launcher.
 
 Marker: ``ranks(size, *, backend="auto", device="cpu", timeout=60, hints=None)``. ``size`` and ``backend`` may be lists;
 the test is then parametrised over them.
@@ -45,7 +45,7 @@ from asynccomm.testing.protocol import (
 if TYPE_CHECKING:
     from asynccomm.testing.pool import RankPool
 
-DEFAULT_TIMEOUT = 60.0  # seconds for one test, processes' start not included
+DEFAULT_TIMEOUT = 60.0  # seconds for one test, without the start of processes
 
 _pool_key = pytest.StashKey["RankPool"]()
 _run_numbers = itertools.count()
@@ -67,7 +67,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def comm(request: pytest.FixtureRequest) -> None:
-    """The comm of a test marked ``ranks``; it exists in the rank processes only."""
+    """The comm of a test marked ``ranks``. It exists in the rank processes only; this fixture checks the marker."""
     if request.node.get_closest_marker("ranks") is None:
         pytest.fail(f"{request.node.nodeid} uses the fixture `comm` without @pytest.mark.ranks(size)", pytrace=False)
 
@@ -89,7 +89,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _worlds(marker: pytest.Mark) -> tuple[list[RankWorld], list[str]]:
-    """All combinations that the marker asks for, and how to call them in test ids."""
+    """All combinations of the marker's sizes and backends, and their test ids."""
     try:
         sizes, backends, world = _arguments(*marker.args, **marker.kwargs)
     except (TypeError, ValueError) as exc:
@@ -109,7 +109,7 @@ def _arguments(
     timeout: Any = DEFAULT_TIMEOUT,
     hints: Any = None,
 ) -> tuple[list[int], list[str], RankWorld]:
-    """The marker's arguments, checked; the world has all but size and backend."""
+    """The marker's sizes, backends, and a world of the other arguments. Raises: ValueError for a bad argument."""
     sizes = list(size) if isinstance(size, (list, tuple, range)) else [size]
     backends = list(backend) if isinstance(backend, (list, tuple)) else [backend]
     if not sizes or any(isinstance(one, bool) or not isinstance(one, int) or one < 1 for one in sizes):
@@ -144,7 +144,7 @@ def _pool(config: pytest.Config) -> RankPool:
         args = [f"--rootdir={config.rootpath}", f"--import-mode={import_mode}", "-Wignore"]
         if config.inipath is not None:
             args += ["-c", str(config.inipath)]
-        # imported late: it needs torch, which other pytest runs with this plugin installed need not wait for
+        # imported late: it imports torch, and pytest runs without such tests should not wait for that
         pool = import_module("asynccomm.testing.pool").RankPool(
             Setup(list(sys.path), str(config.invocation_params.dir), args)
         )
@@ -188,7 +188,7 @@ def _pickled(arguments: Mapping[str, Any]) -> bytes:
     for name, value in arguments.items():
         try:
             pickle.dumps(value)
-        except Exception as exc:  # whatever __reduce__ raises
+        except Exception as exc:  # __reduce__ may raise any exception
             message = f"argument {name!r} cannot be sent to the rank processes: {exc}; make it inside of the test"
             raise pytest.fail.Exception(message, pytrace=False) from None
     return pickle.dumps(arguments)
@@ -209,13 +209,13 @@ def _environment(rank: int, size: int, host: str, port: int, run: int) -> dict[s
 
 
 def _raise(reports: Sequence[Report], world: RankWorld) -> None:
-    """Pass, skip or fail as the ranks did."""
+    """Pass, skip or fail the test, by the reports of its ranks."""
     if all(isinstance(report, Passed) for report in reports):
         return
     skipped = [report for report in reports if isinstance(report, Skipped)]
     if len(skipped) == len(reports):
         pytest.skip(skipped[0].reason)
-    # the cause first: ranks that were only ended by another's failure come last
+    # the cause first: ranks that failed only because of another rank's failure come last
     order = sorted(range(len(reports)), key=lambda rank: _weight(reports[rank]))
     parts = [text for rank in order if (text := _describe(rank, reports[rank], world))]
     if skipped:
@@ -238,7 +238,7 @@ def _weight(report: Report) -> int:
 
 
 def _describe(rank: int, report: Report, world: RankWorld) -> str:
-    """What happened to one rank; empty if all is well."""
+    """The outcome of one rank, for the failure message; empty if it passed."""
     who = f"rank {rank} of {world.size}"
     match report:
         case Failed(summary, traceback, None):

@@ -1,8 +1,8 @@
-"""Warm rank processes: importing torch costs seconds, running a test on processes that have it costs milliseconds.
+"""A pool of warm rank processes: importing torch takes seconds, running a test after that takes milliseconds.
 
-The pool starts processes when a test needs more than there are, keeps them for the next, and replaces what died or had
-to be killed. Every wait has an end: a deadline for the test, and a short grace once a rank has failed, because the
-others can then only be waiting for it.
+The pool starts processes when a test needs more, keeps them for the next test, and replaces dead and killed processes.
+Every wait is bounded: by a deadline for the test, and by GRACE_SECONDS once a rank has failed, because the other ranks
+can then only be waiting for it.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from asynccomm.testing.protocol import (
 
 __all__ = ["RankProcess", "RankPool"]
 
-START_SECONDS = 120.0  # for a process to import torch; on a busy machine several do so at once
-EXIT_SECONDS = 5.0  # from closing its channel to having ended
-GRACE_SECONDS = 5.0  # for the other ranks to end once one has failed
-STACKS_SECONDS = 2.0  # for a stuck process to say where it is
+START_SECONDS = 120.0  # for a process to import torch, several at once on a busy machine
+EXIT_SECONDS = 5.0  # from the end of a process's channel to its exit
+GRACE_SECONDS = 5.0  # for the other ranks to end once a rank has failed
+STACKS_SECONDS = 2.0  # for a stuck process to send its stacks
 SILENT = "(it does not answer: it holds the interpreter lock or is stopped; its output may have the stacks)"
 
 
 @final
 class RankProcess:
-    """One process, seen from the parent."""
+    """The parent's handle of one rank process."""
 
     def __init__(self, setup: Setup) -> None:
         ours, theirs = socket.socketpair()
@@ -57,7 +57,7 @@ class RankProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C is for pytest, which then ends us
+                start_new_session=True,  # Ctrl-C goes to pytest alone, which then kills the process
                 env=env,
             )
         finally:
@@ -65,8 +65,8 @@ class RankProcess:
         self.channel = Connection(ours.detach())
         self.channel.send(setup)
         self._seen = 0
-        self.ready = False  #: it has imported everything
-        self.usable = True  #: for one more test
+        self.ready = False  #: whether it has finished its imports
+        self.usable = True  #: whether it can run one more test
 
     def receive(self) -> Any:
         """The next message, or Died."""
@@ -85,13 +85,13 @@ class RankProcess:
         return f"exited with code {code}"
 
     def ask_where(self) -> None:
-        """Have the process say where it is; it cannot be used for another test then."""
-        self.usable = False  # an answer that comes late would be taken for the next test's
+        """Request the process's stacks. The process is not usable for another test after this."""
+        self.usable = False  # a late reply would be mistaken for a report of the next test
         with contextlib.suppress(OSError):
             self.channel.send(DumpStacks())
 
     def answer(self, deadline: float) -> Report:
-        """What it says until ``deadline``; perhaps it has just ended the test after all."""
+        """The reply until ``deadline``: stacks, or a report if the test has ended after all."""
         if not self.channel.poll(max(0.0, deadline - time.monotonic())):
             return TimedOut(SILENT)
         message = self.receive()
@@ -101,16 +101,16 @@ class RankProcess:
         return message
 
     def new_output(self) -> str:
-        """What was printed since the last call."""
+        """The output printed since the last call."""
         data = b""
-        # not read(): the process shares our position in the file, and must not start to write somewhere else
+        # not read(): the process shares this file position, and read() would move the place of its next write
         while chunk := os.pread(self._output.fileno(), 1 << 20, self._seen):
             data += chunk
             self._seen += len(chunk)
         return data.decode(errors="replace")
 
     def kill(self) -> None:
-        """End the process and everything it has started."""
+        """Kill the process group: the process, and the processes it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -120,10 +120,10 @@ class RankProcess:
 
 @final
 class RankPool:
-    """Processes for tests.
+    """A pool of rank processes for tests.
 
     Args:
-        setup: given to each new process.
+        setup: sent to each new process.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -133,26 +133,26 @@ class RankPool:
 
     @property
     def store(self) -> StoreServer:
-        """Where the ranks meet; started when first asked for."""
+        """The store for the rendezvous of the ranks; started on first use."""
         if self._store is None:
             self._store = serve("127.0.0.1", listen("127.0.0.1", 0))
         return self._store
 
     @property
     def pids(self) -> list[int]:
-        """The processes there are."""
+        """The process ids of the pool."""
         return [rank.process.pid for rank in self._ranks]
 
     def run(self, jobs: Sequence[RankTask], timeout: float) -> tuple[list[Report], list[str]]:
-        """Run one job per rank; returns the reports and what was printed, in rank order.
+        """Run one job per rank; returns the reports and the printed output, in rank order.
 
-        An exception in here (Ctrl-C, a test time-out) ends the processes that are busy.
+        An exception during this call (Ctrl-C, a test timeout) kills the busy processes.
         """
         ranks = self._take(len(jobs))
         reports: dict[int, Report] = {}
         try:
             for rank, job in zip(ranks, jobs, strict=True):
-                with contextlib.suppress(OSError):  # it died a moment ago: receive() will say how
+                with contextlib.suppress(OSError):  # the process is dead: receive() returns Died
                     rank.channel.send(job)
             self._collect(ranks, reports, timeout)
         finally:
@@ -164,7 +164,7 @@ class RankPool:
         return [reports[number] for number in range(len(ranks))], output
 
     def close(self) -> None:
-        """End all processes and the store."""
+        """Kill all processes and stop the store."""
         while self._ranks:
             self._ranks.pop().kill()
         if self._store is not None:
@@ -206,7 +206,7 @@ class RankPool:
 
 
 def _ask(ranks: Mapping[int, RankProcess]) -> dict[int, Report]:
-    """Where busy processes are, as far as they can still tell; all are asked at once."""
+    """The stacks of busy processes, or their late reports; requests all of them at once."""
     for rank in ranks.values():
         rank.ask_where()
     deadline = time.monotonic() + STACKS_SECONDS
@@ -216,12 +216,12 @@ def _ask(ranks: Mapping[int, RankProcess]) -> dict[int, Report]:
 
 
 def _abort(ranks: Sequence[RankProcess]) -> None:
-    """Have processes that do not answer print their stacks: faulthandler needs no interpreter lock for that."""
+    """Make unresponsive processes print their stacks: faulthandler needs no interpreter lock for that."""
     for rank in ranks:
         rank.process.send_signal(signal.SIGABRT)
     deadline = time.monotonic() + STACKS_SECONDS
     for rank in ranks:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it is stopped, or waits for a device
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the process is stopped, or waits for a device
             rank.process.wait(max(0.0, deadline - time.monotonic()))
 
 

@@ -1,4 +1,4 @@
-"""What the pytest process and its rank processes say to each other, by pickle over a socket pair of their own."""
+"""The messages between the pytest process and its rank processes, pickled over one socket pair per process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 
 class RankWorld(NamedTuple):
-    """What ``@pytest.mark.ranks`` asks for, one combination of it."""
+    """One combination of the arguments of ``@pytest.mark.ranks``."""
 
     size: int
     backend: str
@@ -32,7 +32,7 @@ class RankWorld(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """Once, to a new process: how pytest was started, so that modules are imported the same way."""
+    """The first message to a new process: pytest's start, so that both processes import modules in the same way."""
 
     sys_path: list[str]
     cwd: str
@@ -40,7 +40,7 @@ class Setup(NamedTuple):
 
 
 class Filters(NamedTuple):
-    """Warning filters as pytest would apply them, later ones first in precedence."""
+    """Warning filters as pytest would apply them; later filters take precedence."""
 
     ini: list[str]
     command_line: list[str]  #: literal text, not regular expressions
@@ -50,8 +50,8 @@ class Filters(NamedTuple):
 class RankTask(NamedTuple):
     """One test on one rank."""
 
-    path: str  #: of the test's file
-    qualname: str  #: of the test function in it
+    path: str  #: path of the test's file
+    qualname: str  #: qualified name of the test function in the file
     arguments: bytes  #: pickled dict
     wants_comm: bool
     world: RankWorld
@@ -61,11 +61,11 @@ class RankTask(NamedTuple):
 
 
 class DumpStacks(NamedTuple):
-    """Asks a busy process where it is."""
+    """A request for the stacks of a busy process."""
 
 
 class StackDump(NamedTuple):
-    """The answer: what the main thread and the tasks of its loop are doing."""
+    """The reply: the stacks of the main thread and of the tasks of its loop."""
 
     text: str
 
@@ -87,8 +87,8 @@ class Failed(NamedTuple):
 
     summary: str  #: the exception in one line
     traceback: str
-    aborted_by: int | None  #: the rank whose failure ended this one, if that is all that happened here
-    waited_for: str | None  #: the operation that was awaited then
+    aborted_by: int | None  #: the rank with the cause, if this rank failed only because of it
+    waited_for: str | None  #: the operation that the test awaited at that time
 
 
 class Died(NamedTuple):
@@ -98,7 +98,7 @@ class Died(NamedTuple):
 
 
 class TimedOut(NamedTuple):
-    """The process was still busy when it had to stop. Made by the parent."""
+    """The process was still busy at its deadline. Made by the parent."""
 
     stacks: str
 

@@ -1,7 +1,7 @@
 """A rank process of the pytest plugin: imports everything once, then runs one test after another.
 
-``python -m asynccomm.testing.worker FD`` with FD its end of a socket pair. The main thread runs tests; another reads
-messages, so that a hanging test can still be asked where it is. The process ends with its parent.
+``python -m asynccomm.testing.worker FD``, where FD is the process's end of a socket pair. The main thread runs tests;
+another thread reads messages, so that a hanging test can still report its stacks. The process ends with its parent.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from asynccomm.errors import AbortedError
 from asynccomm.testing.protocol import DumpStacks, Failed, Passed, RankTask, Setup, Skipped, StackDump
 
 PR_SET_PDEATHSIG = 1
-OWN_SECONDS = 0.05  # for other ranks, which may fail in the same place, to do so by themselves and not by our abort
+OWN_SECONDS = 0.05  # before a failed rank aborts: other ranks may fail in the same place, with reports of their own
 PACKAGE = str(Path(__file__).parent.parent) + os.sep
 
 __all__ = ["main"]
 
 
 class Worker:
-    """One rank process."""
+    """One rank process: its channel, and the tests to run."""
 
     def __init__(self, channel: Connection) -> None:
         self._channel = channel
@@ -56,14 +56,14 @@ class Worker:
         self._sending = threading.Lock()
         self._config = self._set_up(channel.recv())
         gc.collect()
-        gc.freeze()  # what is imported stays; a collection in a test would look at all of it again
+        gc.freeze()  # imported modules stay for ever; later collections skip frozen objects
 
     def _set_up(self, setup: Setup) -> Config:
         os.chdir(setup.cwd)
         sys.path[:] = setup.sys_path
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # this package is imported already, and need not be rewritten
-            config = _prepareconfig(setup.pytest_args)  # installs the import hook that rewrites assertions
+            warnings.simplefilter("ignore")  # pytest warns that this package is already imported and so not rewritten
+            config = _prepareconfig(setup.pytest_args)  # installs the import hook for rewriting assertions
 
         def explain(op: str, left: object, right: object) -> str | None:
             for lines in config.hook.pytest_assertrepr_compare(config=config, op=op, left=left, right=right):
@@ -94,7 +94,7 @@ class Worker:
             try:
                 message = self._channel.recv()
             except (EOFError, OSError):
-                os._exit(0)  # the parent is gone, and with it whoever could be interested
+                os._exit(0)  # the parent is dead: no process needs a report
             if isinstance(message, DumpStacks):
                 self._send(StackDump(format_stacks(self._main_thread, self._loop, __file__)))
             else:
@@ -125,7 +125,7 @@ class Worker:
         config, path = self._config, Path(job.path)
         mode = ImportMode(config.getoption("importmode"))
         namespaces = config.getini("consider_namespace_packages")
-        # those next to the test may define what its arguments are made of, or explain its assertions
+        # conftest modules may define the classes of the test's arguments, or explain its assertions
         config.pluginmanager._loadconftestmodules(path, mode, config.rootpath, consider_namespace_packages=namespaces)
         module = import_path(path, mode=mode, root=config.rootpath, consider_namespace_packages=namespaces)
         *classes, name = job.qualname.split(".")
@@ -159,7 +159,7 @@ class Worker:
 
 
 def _awaited(traceback: TracebackType | None) -> str | None:
-    """The operation whose Work the exception came out of."""
+    """The operation whose Work raised the exception."""
     work = None
     for frame, _ in walk_tb(traceback):
         owner = frame.f_locals.get("self")
@@ -173,11 +173,11 @@ def _is_ours(path: str) -> bool:
 
 
 def main() -> None:
-    """Serve the descriptor given on the command line."""
+    """Run a worker on the descriptor given on the command line."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    faulthandler.enable()  # crashes, and the SIGABRT that the pool sends to who does not answer, show a stack
+    faulthandler.enable()  # prints stacks on crashes, and on the pool's SIGABRT to an unresponsive process
     descriptor = int(sys.argv[1])
-    os.set_inheritable(descriptor, False)  # a child that outlives us would keep the channel open
+    os.set_inheritable(descriptor, False)  # a child that outlives this process would keep the channel open
     worker = Worker(Connection(descriptor))
     worker.serve()
 

@@ -53,10 +53,10 @@ class Draw:
     def chance(self, probability: float) -> bool:
         return self.random.random() < probability
 
-    def numel(self) -> int:
-        """Elements of one rank's share."""
+    def numel(self, dtype: str | None = None) -> int:
+        """Elements of one rank's share, of the operation's dtype or another one."""
         if self.chance(self._big):
-            exact = self.random.choice(THRESHOLDS) // torch_dtype(self.dtype).itemsize
+            exact = self.random.choice(THRESHOLDS) // torch_dtype(dtype or self.dtype).itemsize
             return max(1, exact // self.random.choice((1, self.size)) + self.random.choice((-1, 0, 0, 1)))
         return self.random.choice(SMALL)
 

@@ -76,7 +76,8 @@ def _all_to_all_v_single(d: Draw) -> Arguments:
 
 def _any_slots(d: Draw, count: int) -> list[Slot]:
     """Of any shapes and dtypes."""
-    return [Slot(d.shape(d.numel()), d.dtype if d.chance(0.5) else d.any_dtype()) for _ in range(count)]
+    dtypes = [d.dtype if d.chance(0.5) else d.any_dtype() for _ in range(count)]
+    return _list(d, dtypes)
 
 
 def _written(d: Draw, like: Slot) -> Slot:
@@ -108,7 +109,7 @@ def _dtypes(d: Draw, op: str | None = None) -> list[str]:
 
 
 def _list(d: Draw, dtypes: list[str], *, written: bool = False) -> list[Slot]:
-    return [Slot(d.shape(d.numel()), dtype, written) for dtype in dtypes]
+    return [Slot(d.shape(d.numel(dtype)), dtype, written) for dtype in dtypes]
 
 
 def _plain_factors(d: Draw, op: str) -> list[dict[str, Any]]:
@@ -140,7 +141,7 @@ def _all_gather_coalesced(d: Draw) -> Arguments:
 def _reduce_scatter_coalesced(d: Draw) -> Arguments:
     op = d.reduces()
     dtypes = _dtypes(d, op)
-    shapes = [d.shape(d.numel()) or (1,) for _ in dtypes]
+    shapes = [d.shape(d.numel(dtype)) or (1,) for dtype in dtypes]
     inputs = [Slot((s[0] * d.size, *s[1:]), dtype) for s, dtype in zip(shapes, dtypes, strict=True)]
     whole = d.chance(0.8)  # or an input whose first dimension cannot be divided
     ranks = _plain_factors(d, op)

@@ -1,26 +1,30 @@
-"""NCCL by nccl4py: the one file that knows that package, imported on first use by :func:`load`.
+"""NCCL, called by way of nccl4py; :func:`load` imports that package on first use.
 
-Everything goes through ``nccl.bindings.nccl``, whose calls take integers and let the GIL go: 0.2 us each, our share
-included. ``nccl.core`` takes 4 to 8, and hides the communicators that these calls need. The bindings change between
-minor versions, so only those that were tested are taken. They find the libnccl that torch has loaded; we bring none.
+No other module imports nccl4py. All calls go through ``nccl.bindings.nccl``, whose functions take integers and release
+the GIL: 0.2 us per call, this module's share included. ``nccl.core`` takes 4 to 8 us, and hides the communicators that
+these calls need. The bindings change between minor versions, so :func:`load` accepts tested versions only. The bindings
+use the libnccl that torch has loaded; asynccomm ships none.
 
-What a caller has to know of NCCL (2.28 to 2.32):
+Rules of NCCL (2.28 to 2.32) that callers must follow:
 
-- A call that NCCL answers with "in progress" returns as one that succeeded. On a non-blocking communicator these are
-  the calls that make, split or finalize it, every outermost ``group_end``, and every operation outside of a group: NCCL
-  starts a thread for each. Until ``progress`` is True nothing else may be called on that communicator, and nothing may
-  be queued on the stream that is to come after the operation.
-- The child of a split or shrink is false until ``progress(parent)`` is True; ask the parent, not the child.
-- Groups are per thread. When a call in a group fails, ``group_end`` must still be called. It starts what the group has,
-  unless NCCL itself refused a call (then it may fail as well), so work out all arguments before ``group_start``.
-- Communicators that block and those that do not cannot be in one group.
-- A group that is ended by ``group_estimate`` still connects what it needs, so it may wait for the other ranks. It tells
-  the time of one of its collectives only, unless they are alike: then NCCL takes them as one. Messages, and whatever is
-  made of them, have none. On a non-blocking communicator the group would run, as it does at once with a single rank.
-  NCCL keeps what was estimated in line and would launch it with the next group, had ``drop_queued`` not emptied that.
-- One thread at a time may call NCCL for a device, also for different communicators. Only ``abort`` and ``progress``
-  may come from elsewhere.
-- The current CUDA device must be the communicator's in all calls that make one; that is the caller's business.
+- A call that NCCL answers with "in progress" returns like a successful one. On a non-blocking communicator, these are
+  the calls that make, split or finalize it, every outermost ``group_end``, and every operation outside a group: NCCL
+  starts a thread for each. Until ``progress`` returns True, no other call may be made on that communicator, and no work
+  that must follow the operation may be queued on its stream.
+- The child of a split or shrink is false until ``progress(parent)`` is True; pass the parent to ``progress``, not the
+  child.
+- Groups are per thread. When a call in a group fails, ``group_end`` must still be called. ``group_end`` starts the
+  group's calls, unless NCCL itself refused a call (then ``group_end`` may fail as well), so compute all arguments
+  before ``group_start``.
+- Blocking and non-blocking communicators cannot share a group.
+- A group that ends with ``group_estimate`` still makes its connections, so ``group_estimate`` may wait for other ranks.
+  NCCL estimates only one collective of the group, unless the collectives are alike: then NCCL fuses them. Messages, and
+  calls built of messages, have no estimate. On a non-blocking communicator, or with a single rank, the group would run.
+  NCCL keeps the estimated calls queued, and would launch them with the next group if ``drop_queued`` did not remove
+  them.
+- Only one thread at a time may call NCCL for a device, even for different communicators. Only ``abort`` and
+  ``progress`` may be called from other threads.
+- Calls that make a communicator need its CUDA device as the current device; the caller sets it.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ import torch
 from asynccomm.errors import BackendError
 from asynccomm.ops.reduce_op import RedOpType
 
-REMOTE_ERROR: Final = 6  #: the code of an error that a peer's end, or the network's, is the usual reason of
+REMOTE_ERROR: Final = 6  #: the error code whose usual cause is the end of a peer, or of the network
 
 DTYPES: Final[Mapping[torch.dtype, int]] = {
     torch.int8: 0,
@@ -63,8 +67,8 @@ REDUCTIONS: Final[Mapping[RedOpType, int]] = {
     RedOpType.AVG: 4,
 }
 
-_TESTED: Final = ((0, 6), (0, 7))  # nccl4py: from this minor version on, and below that one
-_OLDEST: Final = 22800  # the first NCCL with all_to_all, gather and scatter of its own
+_TESTED: Final = ((0, 6), (0, 7))  # minor versions of nccl4py: the first tested, the first untested
+_OLDEST: Final = 22800  # the first NCCL with native all_to_all, gather and scatter
 _NEEDED: Final = (
     *("GetVersion", "GetUniqueId", "GetErrorString", "GetLastError", "GroupStart", "GroupEnd"),
     *("CommInitRankConfig", "CommSplit", "CommFinalize", "CommDestroy", "CommAbort", "CommGetAsyncError"),
@@ -80,10 +84,10 @@ _OPTIONAL: Final = {
     "estimate": "GroupSimulateEnd",
 }
 _NO_COLOR: Final = -1
-_MICROSECOND: Final = 1e-6  # NCCL's unit of estimates, which nccl4py passes on as it is, whatever its documents say
+_MICROSECOND: Final = 1e-6  # NCCL's unit of estimates; nccl4py does not convert it, contrary to its documents
 _NO_ROOT: Final = -1
 _IN_PROGRESS: Final = 7
-_DEPTH: Final = 16  # more groups within each other than anybody opens
+_DEPTH: Final = 16  # a bound on nested groups that no caller reaches
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -91,10 +95,10 @@ T = TypeVar("T")
 
 @final
 class NcclError(BackendError):
-    """NCCL refused a call, or an operation failed.
+    """An error of NCCL: a refused call, or a failed operation.
 
     Args:
-        what: it could not do.
+        what: the failed action.
         code: NCCL's ``ncclResult_t``.
         text: NCCL's words for the code.
         detail: the last error that the library noted in this process, maybe an older one; or empty.
@@ -109,109 +113,113 @@ class NcclError(BackendError):
 
 
 class CommHandle(Protocol):
-    """A communicator. It has no other life than its calls: ``destroy`` or ``abort`` it, and then forget it."""
+    """A handle to an NCCL communicator, valid until the ``destroy`` or ``abort`` that frees the communicator."""
 
     def __bool__(self) -> bool:
-        """Whether there is one: not yet while a split or shrink is in progress, and never without a color."""
+        """Whether the communicator exists: false while a split or shrink is in progress, and always without a color."""
 
     def __int__(self) -> int:
-        """Its address."""
+        """The address of the communicator."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """How a communicator is to be; None leaves it to NCCL and its environment variables."""
+    """The settings of a new communicator. None leaves a setting to NCCL and its environment variables."""
 
-    blocking: bool = False  #: whether calls wait until they are done
-    name: str | None = None  #: in NCCL's log and profiles
-    min_ctas: int | None = None  #: thread blocks per kernel, at least
-    max_ctas: int | None = None  #: and at most
-    nvls_ctas: int | None = None  #: thread blocks for reductions in the switch
-    cga_cluster_size: int | None = None  #: thread blocks per cluster, 0 to 8
-    cta_policy: int | None = None  #: 0 default, 1 efficiency, 2 no thread blocks where it can
-    net_name: str | None = None  #: which network module: "IB", "Socket", ...
-    traffic_class: int | None = None  #: in the network's own meaning
-    collnet_enable: bool | None = None  #: reductions in the network
-    split_share: bool | None = None  #: a split's child uses the parent's resources
-    shrink_share: bool | None = None  #: a shrink's child does
+    blocking: bool = False  #: whether calls return only once they are done
+    name: str | None = None  #: name in NCCL's log and profiles
+    min_ctas: int | None = None  #: least number of thread blocks per kernel
+    max_ctas: int | None = None  #: greatest number of thread blocks per kernel
+    nvls_ctas: int | None = None  #: number of thread blocks for reductions in the switch
+    cga_cluster_size: int | None = None  #: number of thread blocks per cluster, 0 to 8
+    cta_policy: int | None = None  #: 0 default, 1 efficiency, 2 no thread blocks where NCCL can do without
+    net_name: str | None = None  #: name of the network module: "IB", "Socket", ...
+    traffic_class: int | None = None  #: traffic class, in the network's own numbering
+    collnet_enable: bool | None = None  #: whether the network may reduce
+    split_share: bool | None = None  #: whether a split's child shares the parent's resources
+    shrink_share: bool | None = None  #: whether a shrink's child shares the parent's resources
 
 
 class Nccl(Protocol):
-    """What the backend calls. Pointers are addresses, streams are handles, counts are of elements.
+    """The calls of NCCL that the backend uses. Pointers are addresses, streams are handles, counts are of elements.
 
-    Collectives and messages return when they are queued. ``count`` is of one rank's share where there are shares: of
-    what is sent in all_gather and gather, of what is received in reduce_scatter and scatter, per pair in all_to_all.
+    Collectives and messages return when they are queued. ``count`` is one rank's share where a call has shares:
+    elements sent in all_gather and gather, elements received in reduce_scatter and scatter, elements per pair in
+    all_to_all.
 
     Raises, in all methods: NcclError.
     """
 
     @property
     def version(self) -> int:
-        """Of the loaded library: 23007 is 2.30.7."""
+        """The version of the loaded library: 23007 is 2.30.7."""
 
     @property
     def dtypes(self) -> Mapping[torch.dtype, int]:
-        """NCCL's numbers. bool, int16 and complex types have none."""
+        """NCCL's numbers of the dtypes. bool, int16 and complex types have none."""
 
     @property
     def reductions(self) -> Mapping[RedOpType, int]:
-        """NCCL's numbers."""
+        """NCCL's numbers of the reductions."""
 
     @property
     def native(self) -> frozenset[str]:
-        """Which of all_to_all, gather, scatter, shrink, revoke and estimate the library has."""
+        """The subset of all_to_all, gather, scatter, shrink, revoke and estimate that the library has."""
 
     def unique_id(self) -> bytes:
-        """128 bytes, for all ranks of one new communicator; they meet in this process, so one of the ranks makes it."""
+        """128 bytes, the same for all ranks of one new communicator.
+
+        One of these ranks makes the id: the others rendezvous with its process.
+        """
 
     def init(self, size: int, rank: int, unique_id: bytes, config: Config) -> CommHandle:
-        """A new communicator. Not to be called within a group."""
+        """Make a communicator. Not to be called within a group."""
 
     def split(self, comm: CommHandle, color: int | None, key: int, config: Config | None) -> CommHandle:
-        """A communicator of those with the same ``color``, by ``key``; without a color, none. All ranks call it.
+        """Split ``comm`` into one communicator per ``color``, with ranks ordered by ``key``. Collective.
 
-        ``config`` None is the parent's. Not to be called within a group.
+        A rank without a color gets no communicator. ``config`` None is the parent's. Not to be called within a group.
         """
 
     def shrink(self, comm: CommHandle, excluded: Sequence[int], config: Config | None, *, abort: bool) -> CommHandle:
-        """A communicator without ``excluded``, at least one, who do not call this. Not to be called within a group.
+        """Make a communicator without the ranks ``excluded``, at least one, which do not call this. Not within a group.
 
-        ``abort`` ends what is in flight in the parent; without it nothing may be.
+        ``abort`` ends the operations in flight in the parent; without ``abort`` the parent must have none.
         """
 
     def finalize(self, comm: CommHandle) -> None:
-        """Finish all operations, on all ranks; then ``destroy``. Not after ``revoke``."""
+        """Finish all operations on all ranks; ``destroy`` comes next. Not allowed after ``revoke``."""
 
     def destroy(self, comm: CommHandle) -> None:
-        """Free what this rank has of it. Waits until that is done, also if non-blocking."""
+        """Free this rank's resources of ``comm``. Blocks until that is done, even if ``comm`` is non-blocking."""
 
     def abort(self, *comms: CommHandle) -> None:
-        """End all operations of these at once, and free them. Waits until that is done, also if non-blocking.
+        """End all operations of ``comms`` at once, and free them. Blocks until that is done, non-blocking or not.
 
-        Communicators that wait for each other end only together, so all of a process are given in one call. Each is
-        gone after it, also when this raises.
+        Communicators that wait for each other end only together, so one call takes all communicators of a process. All
+        of ``comms`` are freed after the call, even if it raises.
         """
 
     def revoke(self, comm: CommHandle) -> None:
         """End all operations of ``comm`` and keep it, for ``shrink``, ``split`` or ``destroy``."""
 
     def progress(self, comm: CommHandle) -> bool:
-        """Whether ``comm`` may be used again; False: still busy. Raises if what it did, or an operation, failed."""
+        """Whether ``comm`` is ready for the next call; False: busy. Raises if a call or an operation failed."""
 
     def group_start(self) -> None:
-        """What this thread calls from now on is started at once, by ``group_end``."""
+        """Start a group: ``group_end`` starts all later calls of this thread at once."""
 
     def group_end(self) -> None: ...
 
     def group_estimate(self) -> float:
-        """End a group without running it; returns the seconds that it would take, negative where NCCL cannot tell.
+        """End a group without running it. Returns its estimated seconds, or a negative number if NCCL has no estimate.
 
-        To be followed by ``drop_queued``, whatever comes of it.
+        The caller must then call ``drop_queued``, even if this raises.
         """
 
     def drop_queued(self, comm: CommHandle, buf: int, stream: int) -> None:
-        """Make ``comm`` forget what was only estimated. ``buf`` is a byte on the device, which stays as it is."""
+        """Remove the estimated calls from the queue of ``comm``. ``buf`` is a byte on the device; it is not changed."""
 
     def all_reduce(
         self, send: int, recv: int, count: int, dtype: int, op: int, comm: CommHandle, stream: int
@@ -246,19 +254,19 @@ class Nccl(Protocol):
     def recv(self, buf: int, count: int, dtype: int, peer: int, comm: CommHandle, stream: int) -> None: ...
 
     def pre_mul_sum(self, scalar: int, dtype: int, comm: CommHandle, *, on_device: bool) -> int:
-        """The number of a sum with a factor, for operations on ``comm`` with ``dtype``.
+        """The number of a new reduction: a sum with a factor, for operations on ``comm`` with ``dtype``.
 
         Args:
-            scalar: where the factor is. Read now, or, ``on_device``, when the operations run.
+            scalar: address of the factor, which is read now, or, ``on_device``, when the operations run.
         """
 
     def drop_reduction(self, op: int, comm: CommHandle) -> None:
-        """Forget what ``pre_mul_sum`` gave. Allowed as soon as the calls that use it have returned."""
+        """Free a reduction of ``pre_mul_sum``. Allowed as soon as the calls that use the reduction have returned."""
 
 
 @cache
 def load() -> Nccl:
-    """The library. Raises: BackendError naming what is missing and what to install."""
+    """The loaded library. Raises: BackendError naming the missing package or library, and how to install it."""
     try:
         bindings = import_module("nccl.bindings.nccl")
         inspect: Callable[[str], int] = import_module("nccl.bindings._internal.nccl")._inspect_function_pointer
@@ -271,7 +279,7 @@ def load() -> Nccl:
     _check_bindings()
     try:
         number: int = bindings.get_version()
-    except Exception as exc:  # of nccl4py's and cuda-pathfinder's own kinds
+    except Exception as exc:  # nccl4py and cuda-pathfinder raise error classes of their own
         raise BackendError(
             f"libnccl.so.2 was not found ({_first_line(exc)}): torch brings it if that is built with CUDA, "
             f"and this is torch {torch.__version__}"
@@ -301,7 +309,7 @@ def _check_bindings() -> None:
 
 
 def _extra() -> str:
-    """What to install for this torch. A wrong one would replace the libnccl that torch came with."""
+    """The extra to install for this torch. A wrong extra would replace the libnccl that torch came with."""
     cuda = torch.version.cuda
     if cuda is None:
         return "asynccomm[cu12] or asynccomm[cu13], and a torch that is built with that CUDA"
@@ -318,21 +326,22 @@ def _first_line(exc: Exception) -> str:
 
 @final
 class _Loaded:
-    """:class:`Nccl`, by the bindings."""
+    """:class:`Nccl`, implemented by the bindings."""
 
     def __init__(self, bindings: ModuleType, version: int, native: frozenset[str]) -> None:
         self._nccl = bindings
-        # A missing function is a RuntimeError of the bindings' own; the backend looks into ``native`` first.
+        # The bindings raise a RuntimeError for a missing function; the backend checks ``native`` first.
         self._errors = (bindings.NCCLError, RuntimeError)
-        # NCCL writes the address of a new communicator into the object that we return, later and from its own thread.
-        # So we keep these objects until it has: by the address of the communicator that tells.
+        # A thread of NCCL writes the address of a new communicator into the returned handle, after the call has
+        # returned. So this dict keeps each handle until then: by the address of the communicator to pass to
+        # ``progress``.
         self._awaited: dict[int, list[CommHandle]] = {}
         self.version = version
         self.dtypes = DTYPES
         self.reductions = REDUCTIONS
         self.native = native
 
-    # -- what is rare
+    # -- rare calls
 
     def unique_id(self) -> bytes:
         return bytes(self._do("make a unique id", None, self._nccl.get_unique_id))
@@ -371,7 +380,7 @@ class _Loaded:
         for call, args in [*((self._nccl.comm_abort, (comm,)) for comm in comms), (self._nccl.group_end, ())]:
             try:
                 self._do(what, None, call, *args)
-            except BackendError as exc:  # the others must be ended all the same
+            except BackendError as exc:  # the other communicators must still be ended
                 failed.append(exc)
         for address in addresses:
             self._awaited.pop(address, None)
@@ -399,7 +408,7 @@ class _Loaded:
     def drop_reduction(self, op: int, comm: CommHandle) -> None:
         self._do("drop a reduction", comm, self._nccl.red_op_destroy, op, comm)
 
-    # -- what is frequent
+    # -- frequent calls
 
     def group_start(self) -> None:
         self._do("start a group", None, self._nccl.group_start)
@@ -412,8 +421,8 @@ class _Loaded:
         return float(info.estimated_time) * _MICROSECOND
 
     def drop_queued(self, comm: CommHandle, buf: int, stream: int) -> None:
-        # no call does that, but NCCL does when a group fails: so here is one, of a call that is right and one that is
-        # not, with a root that there never is
+        # NCCL has no call for this, but a failing group clears the queue: this group has one valid call and one with a
+        # root that never exists
         self._do("start a group", None, self._nccl.group_start)
         for root in (0, _NO_ROOT):
             with contextlib.suppress(*self._errors):
@@ -458,7 +467,7 @@ class _Loaded:
     def recv(self, buf: int, count: int, dtype: int, peer: int, comm: CommHandle, stream: int) -> None:
         self._do("start recv", comm, self._nccl.recv, buf, count, dtype, peer, comm, stream)
 
-    # -- how
+    # -- helpers
 
     def _do(self, what: str, comm: CommHandle | None, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         try:
@@ -482,11 +491,11 @@ class _Loaded:
         return made
 
     def _leave_groups(self) -> None:
-        """End the group that NCCL (2.30) leaves open when it fails early; later calls would wait in it for ever."""
+        """End the group that NCCL (2.30) leaves open on an early failure; later calls would wait in it for ever."""
         for _ in range(_DEPTH):
             try:
                 self._nccl.group_end()
-            except self._errors:  # there is none
+            except self._errors:  # no open group
                 return
 
     def _struct(self, config: Config | None) -> object:

@@ -1,18 +1,20 @@
 """GPU collectives by NCCL.
 
-One NCCL communicator and one stream for the collectives of a comm: a batch of operations is lowered to calls
-(``lowering``), which go to NCCL as one group between two events. The stream follows what the callers had queued on
-their current streams at the calls (``call_streams``), and their streams follow it where they are told to
-(``Work.wait_stream``). The completion poller (``poller``) sees the second event pass; until then the submissions keep
-their tensors. Batches so take effect one after the other, also on the same memory, whatever is copied before and after.
+The collectives of a comm share one NCCL communicator and one stream. A batch of operations is lowered to calls
+(``lowering``), which go to NCCL as one group between two events. The stream follows the work that the callers had
+queued on their current streams at the calls (``call_streams``); a caller's stream follows it on ``Work.wait_stream``.
+The poller (``poller``) detects that the second event has passed; until then the submissions keep their tensors.
+Batches, including the copies before and after their calls, therefore take effect one after the other, also on the same
+memory.
 
-Messages, parcels and barriers are told of over a side channel on the host (``side_channel``, ``p2p``); what they move
-from device to device has communicators and streams of its own (``transfers``), which follow the callers' streams and
-not the collectives'. Where collectives of parcels share memory with other collectives, the host keeps their order
-(``hazard_tracker``). Messages have none: one that has the memory of an operation must be called when that is done.
+Messages, parcels and barriers use a side channel on the host (``side_channel``, ``p2p``). Payloads from device to
+device use separate communicators and streams (``transfers``), which follow the callers' streams and not the stream of
+the collectives. Where collectives of parcels share memory with other collectives, the host keeps their order
+(``hazard_tracker``). Messages have no order with collectives: a caller must await an operation before it sends or
+receives a message in the same memory.
 
-In a stream that is being captured, operations on tensors are queued on that very stream, and become part of its graph.
-How long operations would take, NCCL is asked in groups that do not run (``estimates``).
+During a stream capture, operations on tensors are queued on the captured stream itself, and become part of its graph.
+Estimates of duration come from NCCL groups that do not run (``estimates``).
 """
 
 from __future__ import annotations
@@ -52,9 +54,9 @@ from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError
 from asynccomm.ops import Barrier, Call, GroupedOp, Op, Parcels, Recv, RecvParcel, Send, TensorOp
 
-LOOK_SECONDS: Final = 0.1  # between looks at a communicator for errors, while something takes long
-QUIET_SECONDS: Final = 1.0  # for threads to get to the end of what was aborted
-LANES: Final = 16  # threads that take what came, and 4 for each rank: those wait for NCCL to connect, both ways
+LOOK_SECONDS: Final = 0.1  # between two checks of a communicator for errors, while an operation takes long
+QUIET_SECONDS: Final = 1.0  # for threads to return from aborted calls
+LANES: Final = 16  # threads that receive payloads; 4 more per rank may wait for NCCL to connect, in both directions
 
 _log = logging.getLogger("asynccomm")
 
@@ -76,7 +78,7 @@ class NcclBackend(Backend):
         self._ability = Capabilities(dtypes, platform.nccl.native)
         self._config = config = config_of(context)
         self._unique_id = unique_id
-        self.uid = int.from_bytes(sha1(unique_id, usedforsecurity=False).digest()[:8], "big") >> 1  # as a signed word
+        self.uid = int.from_bytes(sha1(unique_id, usedforsecurity=False).digest()[:8], "big") >> 1  # a positive int64
         self._lanes = OrderedExecutor(f"asynccomm-nccl-{group.name}", LANES + 4 * group.size)
         self._high_priority = context.high_priority_stream
         self._streams: list[DeviceStream] = []
@@ -105,17 +107,17 @@ class NcclBackend(Backend):
             context.on_error,
         )
         self._in_flight = HazardTracker(self._lanes, self._not_begun)
-        self._lock = threading.Lock()  # held while a batch is put in the stream, or in the line of those that wait
+        self._lock = threading.Lock()  # held while a batch is put in the stream, or in the queue for the stream
         self._connected = False
-        self._last: StreamPosition | None = None  # of the latest batch
-        self._waiting = 0  # batches that a thread is to issue, because NCCL may have to connect for one of them
+        self._last: StreamPosition | None = None  # the position of the latest batch
+        self._waiting = 0  # batches queued for a lane, because NCCL may have to connect for one of them
         self._question = poller.ask(self._all_is_well, every=LOOK_SECONDS, stream=self._communicator.stream.handle)
-        self._driven: WeakKeyDictionary[Work[Any], Work[None]] = WeakKeyDictionary()  # by what on the side channel
-        self._wreck: list[object] = []  # what was not started as it should be: kept until the comm is gone
+        self._driven: WeakKeyDictionary[Work[Any], Work[None]] = WeakKeyDictionary()  # -> Work on the side channel
+        self._wreck: list[object] = []  # batches whose start failed half-way: their memory is kept as long as the comm
         self._ending_lock = threading.Lock()
         self._ending: threading.Thread | None = None
 
-    # -- beginning ----------------------------------------------------------------------------------------------------
+    # -- connecting ---------------------------------------------------------------------------------------------------
 
     @classmethod
     def check_hints(cls, hints: Mapping[str, str]) -> None:
@@ -158,7 +160,7 @@ class NcclBackend(Backend):
         return stream
 
     async def _connected_by_thread(self, mailbox: Mailbox) -> None:
-        """On a lane, whose threads do not hold up the end of the process: nothing ends an init that blocks."""
+        """Connect on a lane: nothing ends an init that blocks, and daemon threads do not delay the process's exit."""
         done: asyncio.Future[None] = mailbox.loop.create_future()
 
         def tell(error: BrokenError | None) -> None:
@@ -181,7 +183,7 @@ class NcclBackend(Backend):
         await done
 
     def _connect(self) -> None:
-        """Blocks until all ranks have. Raises: BackendError."""
+        """Connect the communicator. Blocks until all ranks have done so. Raises: BackendError."""
         self._communicator.open(self._size, self._rank, self._unique_id, self._config)
         self._connected = True
 
@@ -189,7 +191,7 @@ class NcclBackend(Backend):
 
     def submit(self, batch: Sequence[Submission]) -> None:
         if not self._side.any_source:
-            for submission in batch:  # before anything is sent
+            for submission in batch:  # before the first send
                 if isinstance(submission.op, (Recv, RecvParcel)) and submission.op.peer is None:
                     raise ValueError(
                         f"backend 'nccl' with {self._side.name!r} on the host cannot receive from any source; "
@@ -200,7 +202,7 @@ class NcclBackend(Backend):
             return
         together = [submission for submission in batch if _is_collective(submission)]
         others = [submission for submission in batch if not _is_collective(submission)]
-        # all of them before anything is handed on: this may raise
+        # look up all streams before the first operation starts: this may raise
         before = call_streams.streams(self._device, together) if together else []
         alone = [call_streams.stream(self._device, submission) for submission in others]
         if together:
@@ -212,7 +214,7 @@ class NcclBackend(Backend):
         return call_streams.note(self._device)
 
     def _tell(self, submission: Submission, stream: DeviceStream) -> None:
-        """Start what begins on the side channel. It follows ``stream``."""
+        """Start an operation that begins on the side channel. It follows ``stream``."""
         op, work = submission.op, submission.work
         if isinstance(op, Barrier):
             self._in_flight.submit(Entry(lambda *_: self._bar(op, work)))
@@ -226,7 +228,7 @@ class NcclBackend(Backend):
             self._driven[work] = self._messenger.submit(submission, stream, flight)
 
     def _bar(self, op: Barrier, work: Work[Any]) -> None:
-        # everybody has called it, and what this rank has called before is done, as elsewhere
+        # done once all ranks have called the barrier and this rank's earlier collectives are done, as in other backends
         both = Latch(2, work.settle)
         self._after_all(both)
         self._driven[work] = self._side.submit(Call(op, (), (), None), both)
@@ -241,7 +243,7 @@ class NcclBackend(Backend):
         self._driven[submission.work] = driver
 
     def _after_all(self, done: Callable[[BrokenError | None], object]) -> None:
-        """Call ``done`` once all collectives so far have passed."""
+        """Call ``done`` once all earlier collectives have passed."""
         with self._lock:
             if self._last is None or self._last.over:
                 done(None)
@@ -267,17 +269,17 @@ class NcclBackend(Backend):
         return plan
 
     def _now(self, plan: LoweredBatch) -> bool:
-        """Whether ``plan`` can be issued without waiting for other ranks, and is next. With the lock held."""
+        """Whether ``plan`` is next, and can be issued without waiting for other ranks. With the lock held."""
         return not self._waiting and self._connected and self._communicator.knows(plan.calls)
 
     def _begin(self, batch: Sequence[Submission], before: Sequence[DeviceStream]) -> None:
-        """Issue collectives as one group, unless parcels under way have their memory."""
+        """Issue collectives as one group, unless their memory is in use by parcels in flight."""
         flight = StreamPosition(self._device)
         plan = self._lowered(batch, self._communicator.stream)
         ready = [stream.record() for stream in before]
         for submission in batch:
             submission.work.order = flight
-        if self._in_flight.quiet:  # the usual case, in short
+        if self._in_flight.quiet:  # fast path of the usual case
             self._in_flight.note(flight, batch)
             self._start(batch, plan, ready, flight)
         else:
@@ -287,7 +289,7 @@ class NcclBackend(Backend):
     def _start(
         self, batch: Sequence[Submission], plan: LoweredBatch, ready: Sequence[Event], flight: StreamPosition
     ) -> None:
-        """Issue them, or have it done by a thread if that could wait for other ranks."""
+        """Issue the batch, or queue it for a lane if issuing it could wait for other ranks."""
         with self._lock:
             self._last = flight
             if self._now(plan):
@@ -299,7 +301,7 @@ class NcclBackend(Backend):
     def _issue_later(
         self, batch: Sequence[Submission], plan: LoweredBatch, ready: Sequence[Event], flight: StreamPosition
     ) -> None:
-        """On a lane."""
+        """Issue the batch on a lane."""
         try:
             if self._ending is not None:
                 return  # the Works have failed
@@ -327,11 +329,11 @@ class NcclBackend(Backend):
             self._device.release(event)
         try:
             self._queue(plan, stream, known=known)
-        except Exception as exc:  # torch may have no memory, or no kernel
-            self._wreck.append((batch, plan))  # some of it may be under way
+        except Exception as exc:  # torch may lack memory or a kernel
+            self._wreck.append((batch, plan))  # parts of the batch may be in flight
             if not isinstance(exc, BrokenError):
                 exc = _not_started(_all_of(batch), exc)
-            self._on_error(exc)  # which fails the Works, and with them whoever waits for the flight
+            self._on_error(exc)  # fails the Works, and so all listeners of ``flight``
             return
         event = stream.record()
         flight.issue(event)
@@ -345,7 +347,7 @@ class NcclBackend(Backend):
 
     def _passed(
         self, batch: Sequence[Submission], plan: LoweredBatch, flight: StreamPosition, error: BrokenError | None
-    ) -> None:  # which keeps ``plan`` and its memory until now
+    ) -> None:  # the callback keeps ``plan`` and its memory until now
         flight.pass_()
         self._in_flight.passed(flight)
         if error is not None:
@@ -355,7 +357,7 @@ class NcclBackend(Backend):
             submission.work.settle()
 
     def _capture(self, batch: Sequence[Submission]) -> None:
-        """Make operations part of the graph that the current stream is captured into."""
+        """Make operations part of the graph that captures the current stream."""
         for submission in batch:
             if not isinstance(submission.op, TensorOp) and not _is_collective(submission):
                 raise RuntimeError(f"{submission.op} cannot become part of a CUDA graph: it needs the host")
@@ -388,7 +390,7 @@ class NcclBackend(Backend):
         if self._device.capturing():
             raise RuntimeError("how long operations take cannot be estimated while a CUDA graph is captured")
         future: Future[float] = Future()
-        future.set_running_or_notify_cancel()  # from here on it is not to be cancelled: others may be waiting for this
+        future.set_running_or_notify_cancel()  # not cancellable: other ranks may be waiting in the estimate
         plan = self._lowered(batch, self._communicator.stream)
         estimates.check_calls(plan.calls)
         ended = partial(future.set_exception, BackendError("the comm has ended"))
@@ -404,7 +406,7 @@ class NcclBackend(Backend):
                 self._lanes.put("collectives", partial(self._estimate_later, plan, future))
 
     def _estimate_later(self, plan: LoweredBatch, future: Future[float]) -> None:
-        """On a lane."""
+        """Make the estimate on a lane."""
         try:
             self._estimate(plan, future, known=False)
         finally:
@@ -424,7 +426,7 @@ class NcclBackend(Backend):
             future.set_exception(exc)
 
     def _all_is_well(self) -> bool:
-        """Look for errors of the transport; whether to look again. On the poller's thread."""
+        """Check the communicator for transport errors; returns whether to check again. On the poller's thread."""
         if self._ending is not None:
             return False
         try:
@@ -448,12 +450,12 @@ class NcclBackend(Backend):
         driver = self._driven.get(work)
         if driver is not None:
             self._side.relieve(driver)
-        elif not self._in_flight.quiet:  # it may wait for these; what a lane starts does not rely on the loop
+        elif not self._in_flight.quiet:  # ``work`` may wait for these parcels; work on a lane needs no event loop
             for submission in self._in_flight.parcels():
                 if (driver := self._driven.get(submission.work)) is not None:
                     self._side.relieve(driver)
 
-    # -- ending -------------------------------------------------------------------------------------------------------
+    # -- closing ------------------------------------------------------------------------------------------------------
 
     async def aclose(self) -> None:
         await self._side.aclose()
@@ -468,7 +470,7 @@ class NcclBackend(Backend):
                 self._lanes.join(patience)
                 self._ending = self._end(abort=False)
         self._ending.join(END_SECONDS)
-        quiet = self._lanes.join(patience)  # it may be in an init that waits for a rank which is gone
+        quiet = self._lanes.join(patience)  # a lane may be in an init that waits for a lost rank
         self._lanes.end()
         if quiet and not self._ending.is_alive():
             for stream in self._streams:
@@ -484,13 +486,13 @@ class NcclBackend(Backend):
         return end_all(self._platform.nccl, self._device, communicators, abort=abort)
 
     def _not_begun(self, entry: Entry, exc: Exception) -> None:
-        """Collectives have waited, and could not be started then."""
+        """Break the comm: a collective failed to start after waiting for its memory."""
         op = _all_of(entry.batch) if entry.batch else Barrier()
         self._on_error(exc if isinstance(exc, BrokenError) else _not_started(op, exc))
 
     def abort(self) -> None:
         self._in_flight.end()
-        with self._ending_lock:  # the other one may be held by somebody who is stuck in NCCL
+        with self._ending_lock:  # not ``_lock``: its holder may be stuck in NCCL
             if self._ending is not None:
                 return
             self._ending = self._end(abort=True)
@@ -504,7 +506,7 @@ class NcclBackend(Backend):
 
 
 async def _all_have_one(context: BackendContext) -> None:
-    """Wait until all ranks have found their GPU and NCCL: nothing ends an init that waits for one that has not."""
+    """Wait until all ranks have found their GPU and NCCL: an init that waits for a rank without them never ends."""
     await context.store.set(f"ready/{context.group.rank}", b"1")
     await context.store.wait([f"ready/{rank}" for rank in range(context.group.size)], context.timeout)
 
@@ -535,6 +537,6 @@ def _not_started(op: Op, exc: Exception) -> BackendError:
 
 
 def _is_collective(submission: Submission) -> bool:
-    """Whether it is NCCL's alone."""
+    """Whether NCCL alone runs the operation, without the side channel."""
     op = submission.op
     return (isinstance(op, TensorOp) and not op.p2p) or op.kind == "all_to_all"

@@ -1,10 +1,10 @@
-"""The streams that operations come from: noted at their calls, and followed when they are submitted.
+"""The streams that operations follow: captured at the call, looked up at submission.
 
-An operation that is held may be submitted while another stream is current, so the stream of its call is kept with it.
-An event that is recorded there when it is submitted covers what was queued at the call, and maybe more.
+A deferred operation may be submitted while another stream is current, so the submission keeps the stream of its call.
+An event recorded on that stream at submission covers the work queued at the call, and maybe later work.
 
-A call within a capture into a graph belongs to that graph, and one outside of it to none: a stream cannot follow
-another across that border, so an operation must be submitted on the side that it was called on.
+A call within a stream capture belongs to the captured graph, and a call outside belongs to no graph: no stream can
+follow another stream across that border, so an operation must be submitted on the same side as its call.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from asynccomm.ops import Op
 @final
 @dataclass(frozen=True, slots=True)
 class CallStream:
-    """Of one call."""
+    """The stream, and its graph capture, that were current when an operation was called."""
 
     stream: DeviceStream
-    capture: int  #: that the stream was part of; 0: none
+    capture: int  #: id of the capture that the stream was part of; 0: none
 
 
 def note(device: Device) -> CallStream:
-    """That of a call at this moment, by this thread."""
+    """The call stream of an operation that the calling thread calls now."""
     current = device.current_stream()
     return CallStream(current, device.capture_of(current))
 
 
 def streams(device: Device, submissions: Iterable[Submission]) -> list[DeviceStream]:
-    """What ``submissions`` are to follow, each once: their calls' streams, or the current one where none is noted.
+    """The distinct streams that ``submissions`` must follow: the streams of their calls, else the current stream.
 
-    Raises: RuntimeError, naming the operation that was called on the other side of a capture.
+    Raises: RuntimeError, naming an operation whose call was on the other side of a capture.
     """
     current = device.current_stream()
     found: dict[int, DeviceStream] = {}
-    capture: int | None = None  # looked up only if a call was noted: usually none is
+    capture: int | None = None  # looked up only for a deferred operation: most are not deferred
     for submission in submissions:
         origin = submission.origin
         for one in origin if isinstance(origin, tuple) else (origin,):
@@ -58,7 +58,7 @@ def streams(device: Device, submissions: Iterable[Submission]) -> list[DeviceStr
 
 
 def stream(device: Device, submission: Submission) -> DeviceStream:
-    """The same for one that was not merged, and so follows one stream."""
+    """The stream that ``submission`` must follow; for an operation that was not merged, which has only one."""
     (found,) = streams(device, (submission,))
     return found
 

@@ -1,4 +1,4 @@
-"""One NCCL communicator: made, used for groups of calls, ended."""
+"""One NCCL communicator: connecting it, issuing groups of calls on it, ending it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from asynccomm.backends.nccl.plan import NcclCall
 from asynccomm.errors import AsyncCommError, BackendError
 from asynccomm.ops.reduce_op import RedOpType
 
-SPIN_SECONDS: Final = 200e-6  # a launch by NCCL's own thread takes less
-LOOK_SECONDS: Final = 1e-3  # between looks at a communicator that is not ready, at most
-LEAVE_SECONDS: Final = 1.0  # for other threads to come out of NCCL, before it is told to abort under them
-END_SECONDS: Final = 10.0  # for NCCL to end a communicator; then the thread that waits for it is left behind
+SPIN_SECONDS: Final = 200e-6  # spin before the first sleep: a launch by NCCL's own thread is faster than this
+LOOK_SECONDS: Final = 1e-3  # longest sleep between two polls of a communicator that is not ready
+LEAVE_SECONDS: Final = 1.0  # for other threads to return from NCCL before the communicator is ended
+END_SECONDS: Final = 10.0  # for NCCL to end a communicator; after this, its thread is abandoned
 
 _log = logging.getLogger("asynccomm")
 
@@ -30,8 +30,8 @@ _log = logging.getLogger("asynccomm")
 class Communicator:
     """One rank of a communicator, and the stream it runs on.
 
-    Calls that NCCL has not been asked for before make it connect, which can wait for the other ranks. So such calls
-    are not for a thread that must go on: :meth:`knows` tells them.
+    NCCL connects for the first call of each kind, and so may wait for other ranks. :meth:`knows` identifies such calls,
+    which are not for a thread that must not block.
     """
 
     def __init__(self, nccl: Nccl, device: Device, stream: DeviceStream) -> None:
@@ -41,12 +41,12 @@ class Communicator:
         self._handle: CommHandle | None = None
         self._blocking = True
         self._known: set[tuple[object, ...]] = set()
-        self._users = 0  # threads within NCCL with it
-        self._lock = threading.Condition()  # held while the handle and its users come and go
+        self._users = 0  # threads in NCCL calls with the handle
+        self._lock = threading.Condition()  # guards the handle and the count of its users
         self._over = False
 
     def open(self, size: int, rank: int, unique_id: bytes, config: Config) -> None:
-        """Meet the other ranks. Blocks. Raises: BackendError."""
+        """Connect to the other ranks. Blocks. Raises: BackendError."""
         self._blocking = config.blocking
         with self._device.here():
             handle = self._nccl.init(size, rank, unique_id, config)
@@ -54,7 +54,7 @@ class Communicator:
                 over = self._over
                 if not over:
                     self._handle = handle
-            if over:  # meanwhile
+            if over:  # ended during init
                 self._nccl.abort(handle)
             self._until_ready()
 
@@ -65,13 +65,13 @@ class Communicator:
             time.sleep(0.0 if waited < SPIN_SECONDS else min(LOOK_SECONDS, waited / 4))
 
     def ready(self) -> bool:
-        """Whether it is not busy with something that was begun. Raises: BackendError for what has failed."""
+        """Whether the communicator has no call in progress. Raises: BackendError if a call or an operation failed."""
         with self._inside() as handle:
             return self._nccl.progress(handle)
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[CommHandle]:
-        """The handle, which is not freed meanwhile unless this takes very long."""
+        """The handle, which :meth:`take` returns only after this context, or after LEAVE_SECONDS."""
         with self._lock:
             handle = self._handle
             if handle is None:
@@ -85,16 +85,16 @@ class Communicator:
                 self._lock.notify_all()
 
     def knows(self, calls: Sequence[NcclCall]) -> bool:
-        """Whether NCCL has been asked for the like before, and so issues it at once.
+        """Whether NCCL has issued calls of these kinds before, and so issues ``calls`` without blocking.
 
-        A communicator that is not blocking never does: a thread of NCCL's own launches every group.
+        False on a non-blocking communicator: there a thread of NCCL launches every group.
         """
         return self._blocking and self._known.issuperset(_kinds(calls))
 
     def issue(self, calls: Sequence[NcclCall], *, stream: DeviceStream | None = None, known: bool) -> None:
         """Queue ``calls`` as one group, on ``stream`` or else the communicator's own. Blocks unless all are ``known``.
 
-        Raises: BackendError, which names the operation whose call NCCL refused; then none of them runs.
+        Raises: BackendError naming the operation whose call NCCL refused; then no call of the group runs.
         """
         nccl = self._nccl
         where = (self.stream if stream is None else stream).handle
@@ -111,9 +111,9 @@ class Communicator:
         self._known |= _kinds(calls)
 
     def estimate(self, calls: Sequence[NcclCall], *, known: bool) -> float:
-        """Seconds that ``calls`` take as one group, as far as NCCL can tell: negative if not. Nothing runs.
+        """The seconds that ``calls`` take as one group, or a negative number if NCCL has no estimate. Nothing runs.
 
-        Only for one that is blocking and has several ranks; of calls that NCCL takes as one, see ``estimates``. Blocks
+        Only for a blocking communicator of several ranks, and for calls that NCCL fuses, see ``estimates``. Blocks
         unless all are ``known``. Raises: BackendError.
         """
         nccl, stream = self._nccl, self.stream.handle
@@ -128,9 +128,9 @@ class Communicator:
                 nccl.drop_queued(handle, _memory(calls[0]).data_ptr(), stream)
 
     def _start(self, calls: Sequence[NcclCall], handle: CommHandle, stream: int, made: list[int]) -> None:
-        """Start a group of ``calls``; it is ended when this raises. Reductions that it needs are added to ``made``."""
+        """Start a group of ``calls``; ends the group before raising. Adds new reductions to ``made``."""
         nccl = self._nccl
-        # everything that can go wrong on our side does so before the group begins: half a group would hang
+        # all failures outside of NCCL happen here, before the group begins: half a group would hang
         prepared = [self._prepared(call, handle, stream, made) for call in calls]
         nccl.group_start()
         done = 0
@@ -140,7 +140,7 @@ class Communicator:
                 done += 1
         except BaseException as exc:
             with contextlib.suppress(AsyncCommError):
-                nccl.group_end()  # raises, too, and runs nothing
+                nccl.group_end()  # raises as well, and runs nothing
             op = calls[done].op
             if op is None or not isinstance(exc, AsyncCommError):
                 raise
@@ -169,7 +169,7 @@ class Communicator:
         return function, (*arguments, handle, stream)
 
     def take(self) -> CommHandle | None:
-        """The handle, for somebody who ends it: there will be no more calls. From any thread; blocks a little."""
+        """Take the handle in order to end it; later calls fail. From any thread; blocks for up to LEAVE_SECONDS."""
         with self._lock:
             self._over = True
             handle, self._handle = self._handle, None
@@ -188,7 +188,10 @@ def _pointer(tensor: Tensor | None) -> int:
 
 
 def _kinds(calls: Sequence[NcclCall]) -> set[tuple[object, ...]]:
-    """What decides how NCCL connects, as far as one can tell. Sizes count to a power of two, each and together."""
+    """The properties of ``calls`` that decide how NCCL connects, as far as known.
+
+    Sizes are rounded to powers of two, for each call and for the sum of like calls.
+    """
     kinds: set[tuple[object, ...]] = set()
     totals: defaultdict[tuple[object, ...], int] = defaultdict(int)
     for call in calls:
@@ -200,9 +203,10 @@ def _kinds(calls: Sequence[NcclCall]) -> set[tuple[object, ...]]:
 
 
 def end_all(nccl: Nccl, device: Device, communicators: Sequence[Communicator], *, abort: bool) -> threading.Thread:
-    """Close or ``abort`` them on a thread, which is returned: NCCL may take its time, or for ever.
+    """Close, or ``abort``, communicators on a new thread, which is returned: NCCL may take long, or for ever.
 
-    They are closed when nothing is in flight. Aborted, they end together, since one may wait for another.
+    Communicators to be closed must have nothing in flight. Aborted communicators end together, since one may wait for
+    another.
     """
 
     def end() -> None:
@@ -216,7 +220,7 @@ def end_all(nccl: Nccl, device: Device, communicators: Sequence[Communicator], *
                 _try(nccl.finalize, handle)
             for handle in handles:
                 with contextlib.suppress(AsyncCommError):
-                    while not nccl.progress(handle):  # else one that does not block could not be destroyed
+                    while not nccl.progress(handle):  # a non-blocking communicator must be ready before destroy
                         time.sleep(LOOK_SECONDS)
                 _try(nccl.destroy, handle)
 

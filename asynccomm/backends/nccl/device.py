@@ -1,7 +1,7 @@
-"""What the NCCL backend needs of a GPU: streams, events, and whether a stream is being captured.
+"""The GPU as the NCCL backend uses it: streams, events, and the state of stream captures.
 
-The protocols are what the backend is written against, so that tests can put a device in its place that is none.
-:class:`Cuda` is the real one, and this is the one file that knows ``torch.cuda`` and cuda-python.
+The backend depends on the protocols only, so that tests can substitute a simulated device. :class:`Cuda` is the real
+implementation; no other module uses ``torch.cuda`` or cuda-python.
 """
 
 from __future__ import annotations
@@ -18,84 +18,84 @@ from torch import Tensor
 from asynccomm.backends.nccl.poller import EventPool
 from asynccomm.errors import BackendError
 
-#: Held around every group of NCCL calls: NCCL is not safe to call from several threads for one device, not even on
-#: different communicators.
+#: Held around every group of NCCL calls: NCCL does not allow concurrent calls for one device from several threads, even
+#: on different communicators.
 ISSUING: Final = threading.RLock()
 
 _FLOAT8: Final = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 _streams_lock = threading.Lock()
-_streams: dict[tuple[torch.device, bool], list[torch.cuda.Stream]] = {}  # given back, by device and priority
+_streams: dict[tuple[torch.device, bool], list[torch.cuda.Stream]] = {}  # returned streams, by device and priority
 
-Event = Any  #: a point in a stream; only its device knows what that is
+Event = Any  #: a point in a stream, of a type that only the device knows
 
 
 class DeviceStream(Protocol):
-    """What runs in order on a device. Everything here only queues; nothing waits on the host."""
+    """A stream of a device. All methods only queue work; none waits on the host."""
 
     @property
     def handle(self) -> int:
-        """For NCCL."""
+        """The handle that NCCL takes."""
 
     def record(self, *, captured: bool = False) -> Event:
-        """A point behind all that is queued so far; to be given back by ``Device.release``, unless it is captured."""
+        """An event behind all work queued so far, for ``Device.release`` to take back unless it is captured."""
 
     def wait(self, event: Event) -> None:
-        """What is queued from now on comes after ``event``."""
+        """Make all work that is queued from now on follow ``event``."""
 
     def run(self, step: Callable[[], object]) -> None:
-        """Queue what torch operations in ``step`` launch."""
+        """Queue the kernels and copies that the torch operations in ``step`` launch."""
 
 
 class Device(Protocol):
     """One GPU."""
 
     def current_stream(self) -> DeviceStream:
-        """Where the calling thread queues its work."""
+        """The stream that the calling thread queues its work on."""
 
     def new_stream(self, *, high_priority: bool) -> DeviceStream:
-        """A stream of our own, which nobody else uses; to be given back by ``end_stream``."""
+        """A stream for the backend's exclusive use, for ``end_stream`` to take back."""
 
     def end_stream(self, stream: DeviceStream) -> None:
-        """Nothing is in flight on ``stream``, and nobody needs it any more."""
+        """Take back ``stream``, which has no work in flight and no users."""
 
     def wrap(self, stream: Any) -> DeviceStream:
-        """A stream of the user's, of torch's kind."""
+        """``stream``, a torch stream of the user's, as a :class:`DeviceStream`."""
 
     def capturing(self) -> bool:
         """Whether the calling thread's current stream is being captured into a graph."""
 
     def capture_of(self, stream: DeviceStream) -> int:
-        """Which capture into a graph ``stream`` is part of, by a number of its own; 0: none."""
+        """The unique id of the graph capture that ``stream`` is part of; 0: none."""
 
     def here(self) -> contextlib.AbstractContextManager[object]:
-        """Within, the device is the calling thread's current one."""
+        """A context that makes the device the calling thread's current one."""
 
     def reduces(self, dtype: torch.dtype) -> bool:
-        """Whether kernels that reduce ``dtype`` run here, if the library has them."""
+        """Whether the device can run reductions of ``dtype``, if the library has them."""
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` lies here, and not on the host."""
+        """Whether ``tensor`` is in this device's memory."""
 
     def allocating(self, stream: DeviceStream) -> contextlib.AbstractContextManager[object]:
-        """Within, torch makes new tensors for use on ``stream``: their memory was last used there."""
+        """A context in which torch allocates for use on ``stream``: it reuses only memory that was last used there."""
 
     def empty(self, nbytes: int, stream: DeviceStream) -> Tensor:
         """New bytes, for use on ``stream``."""
 
     def lend(self, tensor: Tensor, stream: DeviceStream) -> None:
-        """``tensor``, made for another stream, is used on ``stream`` from now on."""
+        """Declare that ``tensor``, made for another stream, is also used on ``stream`` from now on."""
 
     def query(self, event: Event) -> bool:
         """Whether ``event`` has passed. Raises: BackendError if the device failed."""
 
     def enter(self) -> None:
-        """Make the calling thread one that may query while another captures a graph."""
+        """Allow the calling thread to query events while another thread captures a graph."""
 
     def looking(self) -> contextlib.AbstractContextManager[object]:
-        """The same, but only within."""
+        """A context that allows the same as ``enter``, for its own duration."""
 
     def release(self, event: Event) -> None:
-        """Nobody needs ``event`` any more."""
+        """Take back ``event``, which has no users."""
 
 
 @final
@@ -109,7 +109,7 @@ class _CudaStream:
         self.handle: int = stream.cuda_stream
 
     def record(self, *, captured: bool = False) -> Event:
-        event = _new_event() if captured else self._device.events.take()  # a captured one is the graph's for good
+        event = _new_event() if captured else self._device.events.take()  # the graph keeps a captured event for ever
         event.record(self.stream)
         return event
 
@@ -125,7 +125,7 @@ class _CudaStream:
 class Cuda:
     """One CUDA device.
 
-    Raises: BackendError without a GPU or cuda-python, naming what is missing.
+    Raises: BackendError without a GPU or cuda-python, naming the missing part.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -138,14 +138,14 @@ class Cuda:
         except ImportError as exc:
             major = built.partition(".")[0]
             raise BackendError(f"backend 'nccl' needs the package cuda-python: install asynccomm[cu{major}]") from exc
-        # the newer one, where there are two: the other fails for graphs with data on their edges
+        # prefer the newer function: the older fails for graphs with data on their edges
         name = "cuStreamGetCaptureInfo"
         self._capture_info = getattr(self._driver, f"{name}_v3", None) or getattr(self._driver, name)
         self._device = device
         torch.cuda.init()  # type: ignore[no-untyped-call]
         error, number = self._driver.cuDeviceGet(device.index)
         self._check(error, "find the device")
-        error, self._context = self._driver.cuDevicePrimaryCtxRetain(number)  # which is torch's; kept for good
+        error, self._context = self._driver.cuDevicePrimaryCtxRetain(number)  # torch's context; never released
         self._check(error, "make a context")
         self.events: EventPool[torch.cuda.Event] = EventPool(_new_event)
 
@@ -153,7 +153,7 @@ class Cuda:
         return _CudaStream(self, torch.cuda.current_stream(self._device))
 
     def new_stream(self, *, high_priority: bool) -> DeviceStream:
-        # not torch's, which come from a pool of 32 that everybody shares: a transfer must not wait behind a collective
+        # not torch's streams: its shared pool has only 32, and a transfer must not wait behind a collective
         with _streams_lock:
             free = _streams.setdefault((self._device, high_priority), [])
             if free:
@@ -169,12 +169,12 @@ class Cuda:
         return _CudaStream(self, stream, high_priority=high_priority)
 
     def _bind(self) -> None:
-        """Give the calling thread the device's context: torch leaves a new thread without where that is device 0."""
+        """Make the device's context current in the calling thread: torch sets none for device 0 in a new thread."""
         (error,) = self._driver.cuCtxSetCurrent(self._context)
         self._check(error, "use its context")
 
     def end_stream(self, stream: DeviceStream) -> None:
-        # kept and not destroyed: memory that torch has cached for it would outlive it
+        # kept for reuse, not destroyed: torch's memory cache for the stream would outlive it
         assert isinstance(stream, _CudaStream)
         with _streams_lock:
             _streams[self._device, stream.high_priority].append(stream.stream)
@@ -193,13 +193,13 @@ class Cuda:
     def capture_of(self, stream: DeviceStream) -> int:
         error, status, number, *_ = self._capture_info(stream.handle)
         if error == self._driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
-            return 0  # the default stream, which never is, beside another that is
+            return 0  # the default stream, which is never captured, during another stream's capture
         self._check(error, "look up whether a stream is captured")
         if status == self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
             return 0
         if status == self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
             return int(number)
-        return -1  # one that has failed, and has no number any more
+        return -1  # a failed capture, which has no id any more
 
     def here(self) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.device(self._device)
@@ -223,7 +223,7 @@ class Cuda:
         tensor.record_stream(stream.stream)
 
     def query(self, event: Event) -> bool:
-        # by cuda-python, which lets the GIL go; torch's own query keeps it while it waits for the driver's lock
+        # by cuda-python, which releases the GIL; torch's query holds the GIL while it waits for the driver's lock
         (status,) = self._driver.cuEventQuery(event.cuda_event)
         if status == self._driver.CUresult.CUDA_SUCCESS:
             return True
@@ -245,8 +245,8 @@ class Cuda:
             self._exchange(before)
 
     def _exchange(self, mode: Any) -> Any:
-        """Say which captures the calling thread may spoil; returns what it might before."""
-        # by the driver: the runtime's call may make a context where none is wanted
+        """Set the calling thread's capture mode: the captures it may invalidate. Returns the previous mode."""
+        # by the driver: the runtime's call may create an unwanted context
         error, before = self._driver.cuThreadExchangeStreamCaptureMode(mode)
         self._check(error, "change the capture mode of a thread")
         return before

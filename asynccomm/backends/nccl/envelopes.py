@@ -1,7 +1,7 @@
-"""What one rank gives another, as the head tells it that goes over the side channel.
+"""The headers of payloads from one rank to another, as sent over the side channel.
 
-A payload has segments, each a tensor's bytes. Those on the host come along with the head; those on the device are
-offered under a number, see ``transfers``.
+A payload consists of segments, each the bytes of one tensor. Segments on the host travel inline, with the header;
+segments on the device are offered under a number, see ``transfers``.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from asynccomm.backends.regions import bytes_of
 from asynccomm.errors import BackendError
 from asynccomm.ops import Parcel
 
-_HEAD: Final = struct.Struct("<QI")  # number of the offer; how many segments, each of which follows as _SEGMENT
-_SEGMENT: Final = struct.Struct("<Q")  # twice its bytes, and one more if it is on the device
+_HEAD: Final = struct.Struct("<QI")  # number of the offer; number of segments, each of which follows as a _SEGMENT
+_SEGMENT: Final = struct.Struct("<Q")  # twice its length in bytes, plus one if it is on the device
 
 
 def packed(number: int, head: bytes, segments: Sequence[tuple[Tensor, bool]]) -> Parcel:
-    """For the side channel: bytes of segments, with whether they are on the device."""
+    """A parcel for the side channel, of ``segments``: pairs of bytes and whether they are on the device."""
     table = b"".join([_SEGMENT.pack(len(data) << 1 | on_device) for data, on_device in segments])
     along = tuple([data for data, on_device in segments if not on_device])
     return Parcel(_HEAD.pack(number, len(segments)) + table + head, along)
@@ -30,12 +30,12 @@ def packed(number: int, head: bytes, segments: Sequence[tuple[Tensor, bool]]) ->
 
 @final
 class Envelope(NamedTuple):
-    """What came from one rank, but for what is still on its device."""
+    """The received header of one rank's payload, with the inline segments."""
 
     number: int
-    segments: Sequence[tuple[int, bool]]  # bytes, and whether on the device
-    head: bytes  # the sender's own
-    along: Tensor  # the segments on the host, one after the other
+    segments: Sequence[tuple[int, bool]]  # length in bytes, and whether on the device
+    head: bytes  # the application's part of the header
+    along: Tensor  # the segments on the host, concatenated
 
     @property
     def nbytes(self) -> int:
@@ -48,7 +48,7 @@ class Envelope(NamedTuple):
 
 @final
 class HeaderReceiver:
-    """Takes the heads of one operation, and what comes along with them."""
+    """Receives the headers of one operation with their inline segments; an allocator for the side channel."""
 
     def __init__(self) -> None:
         self.envelopes: dict[int, Envelope] = {}  #: by source
@@ -70,14 +70,14 @@ class HeaderReceiver:
 
 @final
 class ByteCursor:
-    """Goes through the bytes of plain tensors."""
+    """Reads the bytes of plain tensors in sequence."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._parts: Iterator[Tensor] = iter([bytes_of(tensor) for tensor in tensors if tensor.numel()])
         self._part: Tensor | None = None
 
     def next(self, nbytes: int) -> list[Tensor]:
-        """The next so many bytes, in pieces."""
+        """The next ``nbytes`` bytes, as views, of one or more tensors."""
         pieces: list[Tensor] = []
         while nbytes:
             part = next(self._parts) if self._part is None else self._part

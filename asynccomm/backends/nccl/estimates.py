@@ -1,8 +1,8 @@
-"""How long calls will take, as NCCL reckons.
+"""Estimates of the duration of calls, as computed by NCCL.
 
-NCCL takes calls of a group as one if they are alike and of about one size, and of all that it has in a group it tells
-the time of one such heap only. So each heap is asked for by itself, and they are added: as if one came after the other,
-where NCCL may in fact run some side by side.
+NCCL fuses the calls of a group if they are alike and of similar size, and estimates only one such heap of a group. So
+each heap is estimated alone, and the sum is returned: as if the heaps ran one after the other, where NCCL may in fact
+run some concurrently.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from asynccomm.backends.nccl.api import Config, Nccl
 from asynccomm.backends.nccl.communicator import Communicator
 from asynccomm.backends.nccl.plan import NcclCall
 
-SPREAD: Final = 4  # NCCL takes calls as one whose sizes differ by less than this factor
+SPREAD: Final = 4  # NCCL fuses like calls whose sizes differ by less than this factor
 _MESSAGES: Final = frozenset({"send", "recv", "all_to_all", "gather", "scatter"})
 
 
 def check_comm(nccl: Nccl, config: Config, size: int) -> None:
-    """Raise ``NotImplementedError`` where NCCL has no estimates, or would run what is only to be estimated."""
+    """Raise ``NotImplementedError`` where NCCL has no estimates, or would run the estimated calls."""
     if "estimate" not in nccl.native:
         raise NotImplementedError(f"this NCCL, version {nccl.version}, cannot estimate how long operations take")
     if size == 1 or not config.blocking:
@@ -29,14 +29,14 @@ def check_comm(nccl: Nccl, config: Config, size: int) -> None:
 
 
 def check_calls(calls: Sequence[NcclCall]) -> None:
-    """Raise ``NotImplementedError`` for what NCCL has no estimate of."""
+    """Raise ``NotImplementedError`` for a call that NCCL cannot estimate."""
     for call in calls:
         if call.name in _MESSAGES:
             raise NotImplementedError(f"NCCL cannot estimate how long {call.op} takes, which it makes of messages")
 
 
 def heaps(calls: Sequence[NcclCall]) -> list[list[NcclCall]]:
-    """``calls`` by what NCCL takes as one."""
+    """``calls`` grouped into the heaps that NCCL fuses."""
     alike: defaultdict[tuple[object, ...], list[NcclCall]] = defaultdict(list)
     for call in calls:
         alike[call.name, call.dtype, call.reduction].append(call)
@@ -54,7 +54,7 @@ def heaps(calls: Sequence[NcclCall]) -> list[list[NcclCall]]:
 
 
 def estimate(calls: Sequence[NcclCall], communicator: Communicator, *, known: bool) -> float:
-    """Seconds for ``calls``. Blocks unless all are ``known``. Raises: NotImplementedError, BackendError."""
+    """Estimated seconds of ``calls``. Blocks unless all are ``known``. Raises: NotImplementedError, BackendError."""
     total = 0.0
     for heap in heaps(calls):
         seconds = communicator.estimate(heap, known=known)

@@ -1,16 +1,18 @@
-"""Collectives under way, those of parcels and those of NCCL alone, and the ones that wait for their memory.
+"""The order of collectives that share memory: parcel collectives and NCCL's own collectives.
 
-One stream orders NCCL's collectives among each other. Collectives of parcels meet on the host first and move on streams
-of their own, so no stream orders them. If one of two conflicting operations (one writes what the other reads or writes)
-is made of parcels, the later one therefore starts when the earlier one is over on this rank.
+One stream orders NCCL's own collectives among each other. Parcel collectives exchange headers on the host first and run
+on other streams, so no stream orders them. Two operations conflict if one of them writes memory that the other reads or
+writes. If either of two conflicting operations is a parcel collective, the later one starts when the earlier one is
+complete on this rank.
 
 All later collectives, barriers and estimates wait behind a waiting operation, whatever their memory. So a rank makes
-its calls of NCCL and of the side channel in the order of issue, and the memory of its tensors changes only their time.
-Ranks may wait for different operations: each waits only for earlier ones, and the first operation that is not over
-everywhere waits for none. Messages stay outside, as they have no order with collectives.
+its calls of NCCL and of the side channel in the order of submission, and the memory of the tensors changes only the
+timing. There is no deadlock though ranks may wait for different operations: each operation waits only for earlier ones,
+and the first operation that is not complete on all ranks waits for none. Messages are not tracked, as they have no
+order with collectives.
 
-While no parcels are under way, a collective of NCCL alone is noted and nothing more; its memory is looked at only once
-parcels come.
+While no parcel collective is in flight, an NCCL collective is only recorded; its memory regions are computed once a
+parcel collective arrives.
 """
 
 from __future__ import annotations
@@ -32,10 +34,11 @@ class Entry:
     """Operations that start together.
 
     Args:
-        start: starts them; is told this entry, and whether it has waited: then it runs on a thread of the lanes.
-        batch: whose memory counts: none for a barrier or an estimate.
-        flight: of collectives of NCCL alone; None: ``batch`` are parcels.
-        drop: is called instead of ``start`` when the comm has ended.
+        start: starts the operations; receives this entry, and whether the entry has waited: then it runs on a lane's
+            thread.
+        batch: the submissions whose memory counts; empty for a barrier or an estimate.
+        flight: stream position of NCCL's own collectives; None: ``batch`` are parcel collectives.
+        drop: called instead of ``start`` when the comm has ended.
     """
 
     __slots__ = ("batch", "drop", "flight", "looked", "reads", "start", "writes")
@@ -56,7 +59,7 @@ class Entry:
         self.writes: list[Region] = []
 
     def look(self) -> None:
-        """Find out the memory."""
+        """Compute the memory regions, once."""
         if self.looked:
             return
         self.looked = True
@@ -75,51 +78,54 @@ def _accesses(batch: Sequence[Submission]) -> tuple[list[Region], list[Region]]:
 
 @final
 class HazardTracker:
-    """Starts operations in order, each as soon as no conflicting one is under way.
+    """Starts operations in order, each as soon as no conflicting operation is in flight.
 
     Args:
-        lanes: whose threads start what has waited.
-        fail: takes an entry and what has gone wrong in starting it after a wait.
+        lanes: run the start of operations that have waited.
+        fail: called with an entry that failed to start after waiting, and the error.
     """
 
     def __init__(self, lanes: OrderedExecutor, fail: Callable[[Entry, Exception], object]) -> None:
         self._lanes = lanes
         self._fail = fail
-        self._lock = threading.Lock()  # held for moments only: nothing is started under it
-        #: no parcels are under way and nothing waits, so a collective of NCCL alone may be started once it is noted
+        self._lock = threading.Lock()  # for bookkeeping only: no operation starts under it
+        #: no parcel collective is in flight and no entry waits, so an NCCL collective may start after ``note``
         self.quiet = True
         self._waiting: deque[Entry] = deque()
-        self._starting = False  # a lane starts entries that have waited
+        self._starting = False  # a lane is starting entries that have waited
         self._ended = False
-        self._parcels: dict[Entry, None] = {}  # under way
+        self._parcels: dict[Entry, None] = {}  # in flight
         self._of_parcels = AccessSet()
-        # NCCL's own that are under way. Used without the lock, one atomic step at a time: they come and go all the time
+        # NCCL collectives in flight. Used without the lock, one atomic step at a time: on the path of every collective
         self._collectives: dict[StreamPosition, Sequence[Submission]] = {}
-        # and their memory, as far as it was looked at; some may have passed since
+        # their memory regions, as far as computed; some of these collectives may have passed since
         self._known: dict[StreamPosition, tuple[list[Region], list[Region]]] = {}
         self._of_collectives = AccessSet()
 
     @property
     def waiting(self) -> bool:
-        """Whether an entry waits, or is being started after that."""
+        """Whether an entry waits, or is starting after a wait."""
         return bool(self._waiting) or self._starting
 
     def parcels(self) -> list[Submission]:
-        """Those under way."""
+        """The parcel collectives in flight."""
         return [submission for entry in list(self._parcels) for submission in entry.batch]
 
     # -- under the comm's lock ----------------------------------------------------------------------------------------
 
     def note(self, flight: StreamPosition, batch: Sequence[Submission]) -> None:
-        """Collectives of NCCL alone are about to be started. Only while ``quiet``."""
+        """Record NCCL collectives that are about to start. Only while ``quiet``."""
         self._collectives[flight] = batch
 
     def submit(self, entry: Entry) -> bool:
-        """Start ``entry``, or keep it until it may start; whether it was started. Raises: what ``start`` raises."""
+        """Start ``entry``, or queue it until it may start; returns whether it was started.
+
+        Raises: the exceptions of ``start``.
+        """
         with self._lock:
             ended = self._ended
             if not ended:
-                self._waiting.append(entry)  # before its memory is compared: a collective that passes looks here then
+                self._waiting.append(entry)  # before the comparison: a collective passing after it must see the entry
                 if len(self._waiting) > 1 or self._starting or not self._enter(entry):
                     self.quiet = False
                     return False
@@ -138,14 +144,14 @@ class HazardTracker:
     # -- from any thread ----------------------------------------------------------------------------------------------
 
     def passed(self, flight: StreamPosition) -> None:
-        """Collectives of NCCL alone are over."""
+        """Retire NCCL collectives that are complete."""
         self._collectives.pop(flight, None)
         if self._waiting:
             with self._lock:
                 self._go_on()
 
     def over(self, entry: Entry) -> None:
-        """``entry`` is over, and its memory free; or it could not be started."""
+        """Retire ``entry``, which is complete or failed to start: its memory is free."""
         if entry.flight is not None:
             self.passed(entry.flight)
             return
@@ -156,7 +162,7 @@ class HazardTracker:
             self._go_on()
 
     def end(self) -> None:
-        """The comm is broken, which fails what waits: start nothing any more. From any thread, more than once."""
+        """Drop waiting entries, whose Works the broken comm fails; start no more. From any thread, more than once."""
         with self._lock:
             self._ended = True
             self.quiet = False
@@ -169,7 +175,7 @@ class HazardTracker:
     # -- with the lock held -------------------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
-        """Have a lane start what needs not wait any longer."""
+        """Have a lane start the waiting entries that have no conflict any more."""
         if self._waiting and not self._starting:
             self._starting = True
             self._lanes.put("waiting", self._start_waiting)
@@ -179,7 +185,7 @@ class HazardTracker:
         self.quiet = not (self._parcels or self._waiting or self._starting or self._ended)
 
     def _enter(self, entry: Entry) -> bool:
-        """Count ``entry`` as under way, unless it conflicts with what is."""
+        """Record ``entry`` as in flight, unless it conflicts with an operation in flight."""
         if not entry.batch:
             return True
         if entry.flight is not None:
@@ -214,11 +220,11 @@ class HazardTracker:
             try:
                 entry.start(entry, True)
             except Exception as exc:
-                self.end()  # an operation that is left out would put all later ones out of step with the other ranks
+                self.end()  # a skipped operation would put all later ones out of step with the other ranks
                 self._fail(entry, exc)
 
     def _next(self) -> Entry | None:
-        """The first that waits, if it need not any longer."""
+        """The first waiting entry, removed from the queue, if it has no conflict any more."""
         with self._lock:
             if self._waiting and self._enter(self._waiting[0]):
                 return self._waiting.popleft()

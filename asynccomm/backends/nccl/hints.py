@@ -1,4 +1,4 @@
-"""The hints that the NCCL backend understands."""
+"""The hints of the NCCL backend."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HINTS: Final[Mapping[str, str]] = {
 
 
 def check(hints: Mapping[str, str]) -> None:
-    """Raise ``ValueError`` naming the hint whose value is no good."""
+    """Raise ``ValueError`` naming a hint with an invalid value."""
     for key in _NUMBERS:
         if key in hints and not hints[key].isdecimal():
             raise ValueError(f"hint {key!r} must be a number, got {hints[key]!r}")
@@ -42,7 +42,7 @@ def check(hints: Mapping[str, str]) -> None:
 
 
 def config_of(context: BackendContext) -> Config:
-    """What the hints make of NCCL's communicators."""
+    """The configuration of NCCL's communicators, from the hints."""
     hints = context.hints
     numbers: dict[str, Any] = {key: int(hints[key]) for key in _NUMBERS if key in hints}
     return Config(

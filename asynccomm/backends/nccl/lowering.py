@@ -1,12 +1,12 @@
-"""From our operations to NCCL's: which calls, on which memory, and what is left to do before and after them.
+"""The lowering of operations to NCCL calls: the calls, their memory, and torch's steps before and after them.
 
-Everything here only describes; nothing runs. All calls of a batch become one group. What is moved is moved as bytes,
-out of and into the tensors' own memory if that is plain. What NCCL cannot reduce as it is (bools, 16-bit integers,
-strided or complex tensors) is converted on the stream; the bitwise reductions, which it does not have at all, are made
-of a gather and torch's own operations.
+This module only builds plans; nothing runs. All calls of a batch become one group. Data that is not reduced moves as
+bytes, directly from and to the tensors' own memory if that is plain. Tensors that NCCL cannot reduce directly (bools,
+16-bit integers, strided or complex tensors) are converted on the stream; NCCL has no bitwise reductions, so these
+become a gather and torch's own operations.
 
-Several tensors, or shares of their own size, are as many calls in the group; nothing is copied together. Which calls an
-operation becomes depends on the operation alone, never on where this rank's tensors lie: all ranks make the same calls.
+Several tensors, or shares of different sizes, become several calls in the group, without packing copies. The calls
+depend on the operation alone, never on the memory layout of this rank's tensors: all ranks make the same calls.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 
 _SUM_LIKE: Final = frozenset({RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM})
 _PLAIN: Final = frozenset({RedOpType.SUM, RedOpType.PRODUCT, RedOpType.MIN, RedOpType.MAX})
-# bools are bytes of 0 and 1
+# a bool is a byte, 0 or 1
 _OF_BOOLS: Final = {
     RedOpType.SUM: RedOpType.MAX,
     RedOpType.PRODUCT: RedOpType.MIN,
@@ -54,13 +54,13 @@ _OF_BOOLS: Final = {
     RedOpType.BOR: RedOpType.MAX,
 }
 _BYTE: Final = torch.uint8
-_OUT_OF_PLACE: Final = frozenset({Gather, Scatter, AllToAll, AllToAllSingle})  # made of sends and receives
+_OUT_OF_PLACE: Final = frozenset({Gather, Scatter, AllToAll, AllToAllSingle})  # lowered to sends and receives
 
 Tensors = tuple[Tensor, ...]
 
 
 def lower(submission: Submission, plan: LoweredBatch) -> None:
-    """Add to ``plan`` what the operation of ``submission`` becomes."""
+    """Add the lowered operation of ``submission`` to ``plan``."""
     op, inputs, outputs = submission.op, submission.inputs, submission.outputs
     plan.op = op
     for copy in submission.copies:
@@ -105,7 +105,7 @@ def _lower(plan: LoweredBatch, op: Op, inputs: Tensors, outputs: Tensors) -> Non
             _all_to_all_single(plan, inputs[0], outputs[0])
         case AllToAll():
             _all_to_all(plan, inputs, outputs)
-        case Send(peer=peer):  # within a graph only: else messages are matched on the host
+        case Send(peer=peer):  # within a graph only: other messages are matched on the host
             plan.call("send", plan.source(inputs[0]), None, inputs[0].nbytes, peer=peer)
         case Recv(peer=peer):
             if peer is None:
@@ -115,7 +115,7 @@ def _lower(plan: LoweredBatch, op: Op, inputs: Tensors, outputs: Tensors) -> Non
             raise AssertionError(f"no such collective: {other}")
 
 
-# -- moves ---------------------------------------------------------------------------------------------------------
+# -- data movement -------------------------------------------------------------------------------------------------
 
 
 def _all_gather_single(plan: LoweredBatch, source: Tensor, output: Tensor) -> None:
@@ -192,13 +192,13 @@ def _all_to_all(plan: LoweredBatch, inputs: Sequence[Tensor], outputs: Sequence[
 
 
 def _collect(plan: LoweredBatch, memory: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Have ``tensors`` copied into bytes, one after the other."""
+    """Before the calls, copy ``tensors`` into consecutive bytes of ``memory``."""
     for part, tensor in zip(memory.split_with_sizes([tensor.nbytes for tensor in tensors]), tensors, strict=True):
         plan.prepare(partial(arithmetic.write, part.view(tensor.dtype).view(tensor.shape), tensor))
 
 
 def _spread(plan: LoweredBatch, memory: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Have bytes copied into ``tensors``, one after the other."""
+    """After the calls, copy consecutive bytes of ``memory`` into ``tensors``."""
     for part, tensor in zip(memory.split_with_sizes([tensor.nbytes for tensor in tensors]), tensors, strict=True):
         plan.finish(partial(arithmetic.write, tensor, part.view(tensor.dtype).view(tensor.shape)))
 
@@ -208,9 +208,9 @@ def _spread(plan: LoweredBatch, memory: Tensor, tensors: Sequence[Tensor]) -> No
 
 @final
 class _ReductionPlan:
-    """How tensors of one dtype are reduced one way.
+    """The plan of one reduction of tensors of one dtype.
 
-    In ``memory`` of dtype ``dtype`` NCCL reduces by ``kind``, which is None where it cannot.
+    NCCL reduces memory of dtype ``dtype`` by ``kind``; a ``kind`` of None means that NCCL has no such reduction.
     """
 
     def __init__(self, plan: LoweredBatch, dtype: torch.dtype, reduction: ReduceOp) -> None:
@@ -236,7 +236,7 @@ class _ReductionPlan:
                 self.factor = self._scalar(reduction, dtype)
         else:
             self.dtype = arithmetic.accumulator(dtype, kind)
-            if kind in _SUM_LIKE:  # widening has applied the factor, narrowing will divide
+            if kind in _SUM_LIKE:  # ``widen`` applies the factor, ``narrow`` divides
                 self.kind = RedOpType.SUM
             elif kind not in _PLAIN:
                 self.kind = None
@@ -252,7 +252,7 @@ class _ReductionPlan:
         return memory
 
     def source(self, tensor: Tensor) -> Tensor:
-        """What this rank brings, flat."""
+        """This rank's contribution, as flat memory of ``dtype``."""
         plan = self._plan
         if self._as_it_is:
             return plan.source(tensor).view(self.dtype)
@@ -261,7 +261,7 @@ class _ReductionPlan:
         return memory
 
     def target(self, output: Tensor) -> Tensor:
-        """Where the result is to come, flat."""
+        """Flat memory for the result: that of ``output``, or new memory with a later copy."""
         if self._as_it_is and arithmetic.is_plain(output):
             return bytes_of(output).view(self.dtype)
         memory = self._plan.room(self.pairs * output.numel(), self.dtype)
@@ -269,7 +269,7 @@ class _ReductionPlan:
         return memory
 
     def land(self, memory: Tensor, output: Tensor) -> None:
-        """Have the result brought from ``memory`` to ``output``."""
+        """After the calls, convert and copy the result from ``memory`` to ``output``."""
         if self._as_it_is:
             values = memory.view(_BYTE).view(output.dtype).view(output.shape)
             self._plan.finish(partial(arithmetic.write, output, values))
@@ -277,7 +277,7 @@ class _ReductionPlan:
             self._plan.finish(partial(arithmetic.narrow, memory, output, self.given, self._plan.size))
 
     def combine(self, rows: Tensor, output: Tensor) -> None:
-        """Reduce ``rows``, one from each rank, on our own."""
+        """Reduce ``rows``, one from each rank, by torch's operations."""
         given, size = self.given, self._plan.size
 
         def step() -> None:
@@ -294,7 +294,7 @@ def _reduce(
     reduction: ReduceOp,
     root: int = -1,
 ) -> None:
-    """all_reduce, or reduce to ``root``."""
+    """Lower all_reduce, or a reduce to ``root``."""
     how = _ReductionPlan(plan, source.dtype, reduction)
     in_place = output is source
     data = how.source(source)
@@ -364,7 +364,7 @@ def _reduce_scatter(plan: LoweredBatch, op: ReduceScatter, inputs: Sequence[Tens
 
 
 def _exchange_rows(plan: LoweredBatch, shares: Sequence[Tensor], rows: Tensor) -> None:
-    """Everybody's share for this rank, as rows."""
+    """Send each rank its share, and receive all ranks' shares for this rank, as rows."""
     received = rows.view(_BYTE).chunk(plan.size) if rows.numel() else [rows.view(_BYTE)] * plan.size
     for rank, (share, row) in enumerate(zip(shares, received, strict=True)):
         plan.call("send", share.view(_BYTE), None, share.nbytes, peer=rank)

@@ -1,14 +1,14 @@
-"""Messages and parcels of a GPU comm: heads over the side channel, payloads from device to device.
+"""Messages and parcels of a GPU comm: headers over the side channel, payloads from device to device.
 
-What a rank gives is told in a head (``envelopes``); what of it is on the device is offered to the takers
-(``transfers``). A collective of parcels is one of the side channel's, so all heads of it come before any payload is
-placed; a message is one of the side channel's messages, which so match by tag and source.
+A header describes a payload (``envelopes``); the payload's segments on the device are offered to the receivers
+(``transfers``). A parcel collective is one collective of the side channel, so all its headers arrive before any payload
+gets its memory; a message is one message of the side channel, which matches it by tag and source.
 
-Copies of what comes go to two streams, which follow the callers' streams: one for collectives and one for messages,
-because a caller's stream may wait for a later operation of a peer that first needs a message. Parcels on the host alone
-use no stream. A collective that has waited for its memory starts long after its call, when the caller's stream may have
-got work that waits for later operations; so it follows that stream as it was at the call, and makes all its copies on
-the stream for collectives.
+Received data is copied on two streams that follow the callers' streams: one stream for collectives and one for
+messages, because a caller's stream may wait for a later operation of a peer that first needs a message. Parcels that
+are on the host only use no stream. A collective that has waited for its memory starts long after its call, and the
+caller's stream may by then hold work that waits for later operations; so the collective follows that stream as of the
+call, and makes all its copies on the stream for collectives.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from asynccomm.errors import AsyncCommError, BackendError, BrokenError, Collecti
 from asynccomm.ops import Call, MessageSpace, Parcel, Parcels, Recv, RecvParcel, Send, SendParcel
 from asynccomm.ops.dtypes import BY_CODE, CODES
 
-_MESSAGE: Final = struct.Struct("<IQQ")  # of a send: code of the dtype, elements, sequence number
+_MESSAGE: Final = struct.Struct("<IQQ")  # header of a send: code of the dtype, elements, sequence number
 
 Step = Callable[[], object]
 Envelopes = Sequence[
     tuple[bytes, Sequence[tuple[Tensor, bool]]]
-]  # heads, and bytes with whether they are on the device
+]  # per payload: header, and segments with whether they are on the device
 
 
 @final
 class PointToPoint:
-    """Of one rank.
+    """The messages and parcel collectives of one rank.
 
     Args:
-        new_stream: makes one for new memory, and for what is copied when all has come.
-        on_error: hears of what breaks the comm.
+        new_stream: makes a stream, for new memory and for copies of received data.
+        on_error: called with each error that breaks the comm.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class PointToPoint:
         self._turns = Sequencer()
 
     def submit(self, submission: Submission, stream: DeviceStream, flight: StreamPosition) -> Work[None]:
-        """Start a message; returns what drives it on the side channel.
+        """Start a message; returns the side channel's Work that drives it.
 
         Args:
-            stream: the caller's, to be followed.
-            flight: to follow the payload of a Send or Recv by.
+            stream: the caller's stream, which the message follows.
+            flight: tracks the payload of a Send or Recv.
         """
         parcels = submission.parcels
         match submission.op:
@@ -98,10 +98,10 @@ class PointToPoint:
                 raise AssertionError(f"no such message: {other}")
 
     def _task(self, submission: Submission, stream: DeviceStream, envelopes: Envelopes, parts: int) -> _PayloadTask:
-        """Of a message."""
+        """The task of a message."""
         return _PayloadTask(self._device, submission, stream, self._for_messages, stream.record(), envelopes, parts)
 
-    # -- giving -------------------------------------------------------------------------------------------------------
+    # -- sending ------------------------------------------------------------------------------------------------------
 
     def _segments(self, parcel: Parcel) -> tuple[bytes, list[tuple[Tensor, bool]]]:
         tensors = [tensor for tensor in parcel.tensors if tensor.numel()]
@@ -112,7 +112,7 @@ class PointToPoint:
         return self._side.submit(Call(op, (), (), None, parcels=(parcel,)), task.part_done)
 
     def _packed(self, task: _PayloadTask, which: int, takers: Mapping[int, StreamPosition]) -> Parcel:
-        """A parcel for the side channel. What is on the device is offered to each taker: a part of ``task`` each."""
+        """A parcel for the side channel; offers its device segments to ``takers``, one part of ``task`` each."""
         head, segments = task.envelopes[which]
         offered = [data for data, on_device in segments if on_device]
         number = self._transfers.number()
@@ -132,12 +132,12 @@ class PointToPoint:
         over: Callable[[], object],
         called: Event | None,
     ) -> Work[None]:
-        """Start a collective of parcels; returns what drives it on the side channel.
+        """Start a parcel collective; returns the side channel's Work that drives it.
 
         Args:
-            stream: the caller's, to be followed.
-            over: to be called once the memory of ``submission`` is free.
-            called: of a collective that has waited: ``stream`` as it was at the call.
+            stream: the caller's stream, which the collective follows.
+            over: called once the memory of ``submission`` is free.
+            called: for a collective that has waited: an event on ``stream``, recorded at the call.
         """
         others = [rank for rank in range(self._size) if rank != self._rank]
         takers = [rank for rank in others if op.gives(self._rank) and op.takes(rank)]
@@ -161,14 +161,14 @@ class PointToPoint:
         return self._told(task, op, self._parcels_for(task, op, takers), taking)
 
     def _await_copies(self, task: _PayloadTask) -> None:
-        """``task`` is to be done after its copies so far, which the caller's stream does not follow."""
+        """Make ``task`` wait for its copies so far, which the caller's stream does not follow."""
         for tensor in task.delivery.made:
             if self._device.owns(tensor):
                 self._device.lend(tensor, task.stream)
         self._poller.watch(task.own.handle, task.ready, task.part_done)
 
     def _parcels_for(self, task: _PayloadTask, op: Parcels, takers: Sequence[int]) -> list[Parcel]:
-        """For the side channel."""
+        """The parcels of ``task`` for the side channel."""
         if not takers:
             return []
         if op.shared:
@@ -185,12 +185,12 @@ class PointToPoint:
         parcels: Sequence[Parcel],
         taking: Callable[[HeaderReceiver], None] | None,
     ) -> Work[None]:
-        """Exchange heads; then have ``taking`` see to what comes, if anything does."""
+        """Exchange headers; then run ``taking``, if this rank receives payloads."""
         inbox = HeaderReceiver()
         turn = self._turns.announce("parcels")
 
         def take() -> None:
-            if taking is not None:  # not in the lane where NCCL may wait for ranks that first want to see us take this
+            if taking is not None:  # not in the lane where NCCL may wait for ranks that first need this rank to accept
                 self._lanes.put("parcels", partial(self._guarded, taking, inbox))
 
         def come(error: AsyncCommError | None) -> None:
@@ -200,7 +200,7 @@ class PointToPoint:
 
         return self._side.submit(Call(op, (), (), None, parcels=tuple(parcels), place=inbox), come)
 
-    # -- taking -------------------------------------------------------------------------------------------------------
+    # -- receiving ----------------------------------------------------------------------------------------------------
 
     def _receive(self, op: RecvParcel, step: Callable[[HeaderReceiver], None]) -> Work[None]:
         inbox = HeaderReceiver()
@@ -221,14 +221,14 @@ class PointToPoint:
         return self._side.submit(Call(op, (), (), None, place=place), come)
 
     def _has_come(self, error: AsyncCommError | None) -> bool:
-        if error is not None and not isinstance(error, BrokenError):  # those the side channel reports itself
+        if error is not None and not isinstance(error, BrokenError):  # the side channel reports a BrokenError itself
             broken = BackendError(f"nccl could not take a message: {error}")
             broken.__cause__ = error
             self._on_error(broken)
         return error is None
 
     def _guarded(self, step: Callable[[Any], None], given: HeaderReceiver | AsyncCommError | None) -> None:
-        """On a lane, or the poller: what goes wrong breaks the comm, not the thread."""
+        """Run ``step`` on a lane or on the poller's thread: an exception breaks the comm, not the thread."""
         try:
             step(given)
         except BrokenError as exc:
@@ -267,7 +267,7 @@ class PointToPoint:
         delivery = task.delivery
         transfers: list[Callable[[Callable[..., object]], None]] = []
         steps: list[Step] = []
-        if task.gives_device_memory:  # of which a place keeps this rank's share
+        if task.gives_device_memory:  # the allocator keeps this rank's own share of it
             task.own.wait(task.ready)
         on_device = task.gives_device_memory
         for source, envelope in envelopes.items():
@@ -295,7 +295,7 @@ class PointToPoint:
         finish = partial(self._finish, task, [*steps, delivery.finish])
 
         def finish_later(error: BrokenError | None) -> None:
-            # copies between host and device wait, which is not for the poller's thread
+            # copies between host and device block, which the poller's thread must not
             self._lanes.put("finish", partial(self._guarded, finish, error))
 
         all_here = Latch(len(transfers), finish_later)
@@ -303,13 +303,16 @@ class PointToPoint:
             transfer(all_here)
         if not transfers:
             if on_device:
-                task.own.wait(task.ready)  # as a transfer would have
+                task.own.wait(task.ready)  # a transfer would have done so
             all_here.end(None)
 
     def _landings(
         self, stream: DeviceStream, envelope: Envelope, places: Sequence[Tensor], steps: list[Step]
     ) -> list[RecvBuffer]:
-        """Where each segment on the giver's device comes to; ``steps`` then bring home what cannot come there."""
+        """The receive buffer of each segment on the sender's device.
+
+        Adds the copies from segments that cannot arrive in their final memory to ``steps``.
+        """
         cursor = ByteCursor(places)
         landings: list[RecvBuffer] = []
         along = envelope.along
@@ -328,7 +331,7 @@ class PointToPoint:
         return landings
 
     def _finish(self, task: _PayloadTask, steps: Sequence[Step], error: BrokenError | None) -> None:
-        """All payloads are on this rank: bring them to where they belong."""
+        """Copy the payloads, all of which are on this rank, to their final memory."""
         if error is not None:
             self._on_error(error)
             return
@@ -340,7 +343,7 @@ class PointToPoint:
         for step in steps:
             task.own.run(step)
         event = task.own.record()
-        kept = [steps]  # and their memory, which torch would give to others as soon as the host lets go of it
+        kept = [steps]  # keeps their memory: torch reuses it as soon as the host drops the last reference
 
         def passed(error: BrokenError | None) -> None:
             kept.clear()
@@ -352,7 +355,7 @@ class PointToPoint:
 
 @final
 class _PayloadTask:
-    """One submission, done when all of its ``parts`` are."""
+    """One submission with payloads, settled when all of its ``parts`` are done."""
 
     def __init__(
         self,
@@ -369,16 +372,16 @@ class _PayloadTask:
         self._device = device
         self._over = over
         self._countdown = Latch(parts, self._end)
-        self.envelopes = envelopes  #: what is given
-        self.stream = stream  #: the caller's
-        self.own = own  #: for new memory and copies
-        #: behind all that the caller had queued, and the making of ``envelopes``; the task's from now on
+        self.envelopes = envelopes  #: the payloads to send
+        self.stream = stream  #: the caller's stream
+        self.own = own  #: the stream for new memory and copies
+        #: event behind the caller's queued work and the making of ``envelopes``; the task owns it
         self.ready = ready
-        self.on_device = False  #: whether anything that comes has to do with the device
+        self.on_device = False  #: whether any received payload, or its destination, is on the device
         self.work = submission.work
         self.outputs = submission.outputs
         self.delivery = delivery if delivery is not None else Delivery(submission)
-        self.error: AsyncCommError | None = None  #: what the Work is to fail with, while the comm goes on
+        self.error: AsyncCommError | None = None  #: error of this Work alone: the comm stays usable
 
     @property
     def gives_device_memory(self) -> bool:
@@ -386,7 +389,7 @@ class _PayloadTask:
         return any(on_device for _, segments in self.envelopes for _, on_device in segments)
 
     def taken(self, error: AsyncCommError | None = None) -> None:
-        """All that comes is where it belongs: a part."""
+        """Count one part as done: all received payloads are in their final memory."""
         self.error = self.delivery.error
         self.part_done(error)
 
@@ -395,6 +398,6 @@ class _PayloadTask:
 
     def _end(self, error: AsyncCommError | None) -> None:
         self._device.release(self.ready)
-        if self._over is not None:  # first: an operation that is called once this one is settled need not wait
+        if self._over is not None:  # before settling: an operation called after that must find the memory free
             self._over()
         self.work.settle(error or self.error)

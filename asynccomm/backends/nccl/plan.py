@@ -1,4 +1,4 @@
-"""What the operations of a batch become: calls of NCCL, on which memory, and torch's steps before and after them."""
+"""A lowered batch: NCCL calls, their memory, and torch's steps before and after them."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ _BYTE: Final = torch.uint8
 @final
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What the loaded library can do."""
+    """The capabilities of the loaded library on this device."""
 
-    dtypes: frozenset[torch.dtype]  #: that it reduces
-    native: frozenset[str]  #: of all_to_all, gather and scatter, those that it has as calls of their own
+    dtypes: frozenset[torch.dtype]  #: dtypes with reductions
+    native: frozenset[str]  #: optional calls that the library has, such as all_to_all, gather and scatter
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class NcclCall:
-    """One call in a group."""
+    """One NCCL call in a group."""
 
-    name: str  #: the method of ``api.Nccl``
+    name: str  #: name of a method of ``api.Nccl``
     source: Tensor | None
     target: Tensor | None
-    count: int  #: as that call counts: of one rank's share
+    count: int  #: elements, as the call counts them: of one rank's share
     dtype: torch.dtype
     peer: int = -1  #: the root of a collective, or the other end of a message
     reduction: RedOpType | None = None
-    factor: Tensor | None = None  #: of PREMUL_SUM: one element of ``dtype`` on the device
-    op: Op | None = None  #: what it is part of, for errors
+    factor: Tensor | None = None  #: factor of PREMUL_SUM: one element of ``dtype`` on the device
+    op: Op | None = None  #: the operation that the call is part of, for errors
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Something of torch's to be queued on the stream."""
+    """A torch operation to be queued on the stream."""
 
-    op: Op  #: what it is part of, for errors
+    op: Op  #: the operation that the step is part of, for errors
     run: Callable[[], object]
 
     def __call__(self) -> object:
@@ -57,26 +57,26 @@ class Step:
 
 @final
 class LoweredBatch:
-    """What the operations of a batch become.
+    """The NCCL calls and the steps of a batch, as they are collected.
 
     Args:
-        empty: new memory on the device, of so many bytes.
+        empty: allocates a number of bytes on the device.
     """
 
     def __init__(self, rank: int, size: int, ability: Capabilities, empty: Callable[[int], Tensor]) -> None:
         self.rank, self.size, self.ability, self._empty = rank, size, ability, empty
-        self.op: Op | None = None  #: whose turn it is to be added
-        self.before: list[Step] = []  #: to be queued on the stream, in order
+        self.op: Op | None = None  #: the operation being lowered
+        self.before: list[Step] = []  #: steps before the calls, in order
         self.calls: list[NcclCall] = []
         self.after: list[Step] = []
 
     def prepare(self, step: Callable[[], object]) -> None:
-        """Have ``step`` queued before the calls."""
+        """Queue ``step`` before the calls."""
         assert self.op is not None
         self.before.append(Step(self.op, step))
 
     def finish(self, step: Callable[[], object]) -> None:
-        """Have ``step`` queued behind the calls."""
+        """Queue ``step`` after the calls."""
         assert self.op is not None
         self.after.append(Step(self.op, step))
 
@@ -84,17 +84,17 @@ class LoweredBatch:
         return self._empty(numel * dtype.itemsize).view(dtype)
 
     def source(self, tensor: Tensor) -> Tensor:
-        """The bytes of ``tensor`` in plain memory: a copy if need be."""
+        """The bytes of ``tensor`` in plain memory: its own, or a copy."""
         return bytes_of(tensor if arithmetic.is_plain(tensor) else self.snapshot(tensor))
 
     def snapshot(self, tensor: Tensor) -> Tensor:
-        """A copy of ``tensor`` as it is before the calls."""
+        """A copy of ``tensor`` in its state before the calls."""
         memory = self.room(tensor.numel(), tensor.dtype).view(tensor.shape)
         self.prepare(partial(arithmetic.write, memory, tensor))
         return memory
 
     def target(self, tensor: Tensor) -> Tensor:
-        """Where the bytes of ``tensor`` are to come; if that is not its own memory, they are copied there later."""
+        """Memory for the new bytes of ``tensor``: its own if plain, else new memory with a later copy to ``tensor``."""
         if arithmetic.is_plain(tensor):
             return bytes_of(tensor)
         memory = self.room(tensor.numel(), tensor.dtype)

@@ -1,16 +1,16 @@
-"""When events on CUDA streams have passed: one thread for all streams, which sleeps unless something is in flight.
+"""The poller of CUDA events: one thread for all streams, which sleeps unless an event is in flight.
 
-The events of one stream pass in order, so only its head is queried. What one look over all heads finds is handed over
-back to back, so that the event loop is woken once for it.
+The events of one stream pass in order, so the poller queries only the head of each stream's queue. All events that one
+sweep over the heads finds are handed over back to back, so that a sweep wakes the event loop once.
 
-The first to look at a new head is the loop's own thread, in :meth:`Poller.hurry`: what takes microseconds ends there,
-without any hand-over. The poller's thread begins after that, looking all the time at first and then with naps that grow
-with the age of the youngest head, so that waiting for a late rank costs next to nothing. With nothing in flight, and no
-question to ask, it is blocked in one system call.
+The event loop's thread is the first to query a new head, in :meth:`Poller.hurry`: operations of microseconds complete
+there, without a switch of threads. The poller's thread starts after that. It spins at first, then sleeps between
+queries, for longer the older the youngest head is, so that waiting for a late rank costs next to nothing. With no event
+in flight and no periodic check, the thread is blocked in one system call.
 
-A stream is seen to by one thread at a time, the poller's own or one in :meth:`Poller.hurry`, which takes what has
-passed, calls back, and only then leaves the stream to others. That is what keeps the calls in order; the lock is held
-for bookkeeping only, never for a query or a call.
+One thread at a time handles a stream, either the poller's own thread or a thread in :meth:`Poller.hurry`: it takes the
+passed events, calls their callbacks, and only then releases the stream. This keeps the callbacks in order. The lock is
+held for bookkeeping only, never for a query or a callback.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from typing import Any, Final, Generic, Protocol, TypeVar, final
 
 from asynccomm.errors import BackendError, BrokenError, ClosedError
 
-# All from bench/completion.py, on 2 cores that others share. A look takes 15 us of CPU time after a short nap, and 45
-# after a long one: the wake-up is what costs. To spin without end would gain the medians some 10 us.
-HURRY_SECONDS: Final = 50e-6  # what a stall of the loop may cost
-HEAD_START: Final = 60e-6  # before the thread looks at a new head: beside hurry it would only be in the way
-SPIN_SECONDS: Final = 250e-6  # age of a head up to which looks follow each other without a nap: that of small ones
-NAP_SHARE: Final = 0.005  # of the age of the head: by so much an operation may seem longer than it was
+# All values from bench/completion.py, on 2 shared cores. A query takes 15 us of CPU time after a short sleep and 45 us
+# after a long one: most of that is the wake-up. Endless spinning would improve the medians by some 10 us.
+HURRY_SECONDS: Final = 50e-6  # longest stall of the event loop
+HEAD_START: Final = 60e-6  # delay before the thread queries a new head: during ``hurry`` it would only compete
+SPIN_SECONDS: Final = 250e-6  # age of a head up to which the thread spins: the duration of small operations
+NAP_SHARE: Final = 0.005  # of the head's age: the share by which a sleep may lengthen an operation
 LEAST_NAP: Final = 50e-6
 MOST_NAP: Final = 20e-3
 QUESTION_SECONDS: Final = 5e-3
-CLOSE_SECONDS: Final = 5.0  # for what is in flight when the poller is closed
-STUCK_SECONDS: Final = 2.0  # for a query or a callback to return, when the thread is to end
-POOLED: Final = 256  # events
+CLOSE_SECONDS: Final = 5.0  # for events in flight when the poller is closed
+STUCK_SECONDS: Final = 2.0  # for a query or a callback to return before the thread is abandoned
+POOLED: Final = 256  # most events in a pool
 
 E = TypeVar("E")
 E_contra = TypeVar("E_contra", contravariant=True)
@@ -50,20 +50,20 @@ _log = logging.getLogger("asynccomm")
 
 
 class Probe(Protocol[E_contra]):
-    """What the poller needs of CUDA."""
+    """The calls of CUDA that the poller needs."""
 
     def query(self, event: E_contra) -> bool:
-        """Whether ``event`` has passed, without waiting and without the GIL. From any thread.
+        """Whether ``event`` has passed. Does not block, and releases the GIL. From any thread.
 
         Raises: BrokenError when the device failed: no event of this stream will pass any more.
         """
 
     def enter(self) -> None:
-        """Make the calling thread, which is the poller's, fit for queries. Called once."""
+        """Prepare the calling thread, which is the poller's, for queries. Called once."""
 
 
 def sleep_seconds(age: float) -> float:
-    """How long to nap when the youngest head has been one for ``age`` seconds; 0 for not at all."""
+    """The seconds to sleep when the youngest head is ``age`` seconds old; 0: spin."""
     if age < SPIN_SECONDS:
         return 0.0
     return min(MOST_NAP, max(LEAST_NAP, NAP_SHARE * age))
@@ -71,22 +71,22 @@ def sleep_seconds(age: float) -> float:
 
 @final
 class _EventQueue(Generic[E]):
-    """The events of one stream that have not passed yet, oldest first."""
+    """The pending events of one stream, oldest first."""
 
     __slots__ = ("busy", "entries", "since")
 
     def __init__(self) -> None:
         self.entries: deque[tuple[E, Done]] = deque()
-        self.since = 0.0  # when its head became that
-        self.busy = False  # some thread sees to it; nobody else may
+        self.since = 0.0  # time at which the head became the head
+        self.busy = False  # a thread handles the stream; all others must not
 
 
 @final
 class _TimerFd:
-    """Wakes one thread at a time that others may still change: a timerfd, whose clock is exact.
+    """A timerfd: an alarm for one sleeping thread, which other threads can set while it sleeps.
 
-    The timeouts of locks and sleeps come 50 us late on Linux, and setting them takes the thread that is to sleep. The
-    calls keep the GIL: to let go of it costs more, and would wake who wants it.
+    The timeouts of locks and sleeps fire 50 us late on Linux, and only the sleeping thread can set them. The calls keep
+    the GIL: to release it costs more, and would wake threads that wait for it.
     """
 
     def __init__(self) -> None:
@@ -94,11 +94,11 @@ class _TimerFd:
         self._fd = self._libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_CLOEXEC)
         if self._fd < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create failed")
-        self._spec = (ctypes.c_long * 4)()  # struct itimerspec: two for an interval, seconds and nanoseconds
+        self._spec = (ctypes.c_long * 4)()  # struct itimerspec: interval (2 words), seconds, nanoseconds
         self._address = ctypes.byref(self._spec)
 
     def set(self, seconds: float) -> None:
-        """End the wait, or the next one, in so many seconds, not when it was to end before. One caller at a time."""
+        """End the current or the next wait in ``seconds``; replaces the previous setting. One caller at a time."""
         spec = self._spec
         nanoseconds = 0 if seconds == math.inf else max(1, round(seconds * 1e9))  # 0: never
         spec[2], spec[3] = divmod(nanoseconds, 1_000_000_000)
@@ -113,7 +113,7 @@ class _TimerFd:
 
 @final
 class PeriodicCheck:
-    """Something the poller asks again and again; from :meth:`Poller.ask`."""
+    """A function that the poller calls periodically; from :meth:`Poller.ask`."""
 
     __slots__ = ("_asked", "_call", "due", "every", "stream")
 
@@ -122,16 +122,16 @@ class PeriodicCheck:
     ) -> None:
         self._asked = asked
         self._call = call
-        self.every = every  #: seconds from one answer to the next time
-        self.stream = stream  #: ask only while this one's head is late; None: always
-        self.due = -math.inf  #: when to ask next, on the clock of the poller
+        self.every = every  #: seconds from one return to the next call
+        self.stream = stream  #: call only while the head of this stream is late; None: always
+        self.due = -math.inf  #: time of the next call, on the poller's clock
 
     def cancel(self) -> None:
-        """Do not ask again. From any thread; it may be being asked right now."""
+        """Make no more calls. From any thread; a call may be running at this time."""
         self._asked.pop(self, None)
 
     def put(self) -> None:
-        """Ask it, and forget it when it says so."""
+        """Call the function, and cancel the check if the function returns False or raises."""
         try:
             again = self._call()
         except Exception:
@@ -143,13 +143,13 @@ class PeriodicCheck:
 
 @final
 class Poller(Generic[E]):
-    """Tells when events have passed.
+    """Calls back when events have passed.
 
-    Its thread begins with the first event or question, and ends with :meth:`close` or with the process.
+    Its thread starts with the first event or check, and ends with :meth:`close` or with the process.
 
     Args:
-        probe: what asks CUDA.
-        name: of the thread.
+        probe: queries CUDA.
+        name: name of the thread.
         clock: seconds; for tests.
     """
 
@@ -159,28 +159,28 @@ class Poller(Generic[E]):
         self._probe = probe
         self._name = name
         self._clock = clock
-        self._closed = False  # for events and questions
-        self._end = math.inf  # when the thread is to go, even with something in flight
-        self._fails = False  # what is left then
+        self._closed = False  # to new events and checks
+        self._end = math.inf  # time at which the thread ends, even with events in flight
+        self._fails = False  # whether the remaining events fail then
         self._inherited: list[object] = []
         self._begin()
         _pollers.add(self)
 
     def _begin(self) -> None:
-        """As new, without a thread."""
+        """Set the initial state, without a thread."""
         self._lock = threading.Lock()
-        self._alarm: _TimerFd | None = None  # the thread's, while there is one
-        self._wakes = -math.inf  # when the thread will look next; not in the future: it is awake
-        self._asks = math.inf  # when it has to, for the next question
-        self._lines: dict[Hashable, _EventQueue[E]] = {}  # those with events, or that some thread sees to
+        self._alarm: _TimerFd | None = None  # the thread's alarm, while it runs
+        self._wakes = -math.inf  # time of the thread's next sweep; if not in the future, the thread is awake
+        self._asks = math.inf  # time at which the thread must wake for the next check
+        self._lines: dict[Hashable, _EventQueue[E]] = {}  # the streams with events, or with a thread that handles them
         self._checks: dict[PeriodicCheck, None] = {}
         self._thread: threading.Thread | None = None
 
     def watch(self, stream: Hashable, event: E, done: Done) -> None:
         """Call ``done(None)`` once ``event``, the latest of ``stream``, has passed; ``done(error)`` if it never will.
 
-        From any thread. ``done`` is called once, on whichever thread saw it, in order for one stream; it must not wait
-        for anything, and an exception out of it is logged. Raises: ClosedError, and then nothing is watched.
+        From any thread. ``done`` is called once, on the thread that found the event, in order within a stream. ``done``
+        must not block; its exceptions are logged. Raises: ClosedError, and then nothing is watched.
         """
         with self._lock:
             self._wake_up()
@@ -189,18 +189,18 @@ class Poller(Generic[E]):
                 line = self._lines[stream] = _EventQueue()
             is_head = not line.entries
             line.entries.append((event, done))
-            if is_head:  # else it is found by whoever takes the head away
+            if is_head:  # other events are found by the thread that removes the head
                 line.since = self._clock()
                 self._alert(line.since + HEAD_START, alone=len(self._lines) == 1)
 
     def ask(
         self, question: Callable[[], bool], *, every: float = QUESTION_SECONDS, stream: Hashable | None = None
     ) -> PeriodicCheck:
-        """Call ``question`` on the poller's thread, soon and then every so many seconds, as long as it returns True.
+        """Call ``question`` on the poller's thread, at once and then every ``every`` seconds, while it returns True.
 
-        With ``stream``, only while the head of that stream has been one for so many seconds: what is asked of a
-        communicator then costs nothing while nothing is in flight, or all goes well. From any thread. It must not wait
-        for anything; an exception out of it is logged, and ends it. Raises: ClosedError.
+        With ``stream``, call only while the head of that stream is older than ``every`` seconds: a check of a
+        communicator then costs nothing while no operation is late. From any thread. ``question`` must not block; an
+        exception is logged, and ends the check. Raises: ClosedError.
         """
         with self._lock:
             self._wake_up()
@@ -212,17 +212,17 @@ class Poller(Generic[E]):
     def hurry(
         self, stream: Hashable, seconds: float = HURRY_SECONDS, *, until: Callable[[], bool] | None = None
     ) -> None:
-        """Look at the head of ``stream`` again and again, on this thread: for one that is about to wait anyway.
+        """Poll the head of ``stream`` on the calling thread, which is about to wait anyway.
 
-        Ends when nothing is left, when ``until()`` is true, or when the head has been one for so many seconds: it is
-        late then, and one look is all that it gets. So however many tasks wait for one stream, the loop stalls once.
-        Not for a thread that captures a graph, which the queries would spoil.
+        Returns when no event is left, when ``until()`` is true, or when the head is ``seconds`` old: a late head gets
+        only one query. So the loop stalls only once, however many tasks wait for a stream. Not for a thread that
+        captures a graph: queries would invalidate the capture.
         """
         line = self._lines.get(stream)
         if line is None:
             return
         end = self._clock() + seconds
-        while line.entries or line.busy:  # busy: the poller may be about to say that one has passed
+        while line.entries or line.busy:  # busy: the poller may be about to call back
             looked = self._look_at(stream, line)
             if until is not None and until():
                 return
@@ -233,25 +233,25 @@ class Poller(Generic[E]):
                 os.sched_yield()
 
     def in_flight(self) -> int:
-        """How many events are watched."""
+        """The number of watched events."""
         with self._lock:
             return sum(len(line.entries) for line in self._lines.values())
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """End the thread: no more events or questions. From any thread, more than once.
+        """End the thread, and accept no more events or checks. From any thread, more than once.
 
-        Blocks until what is in flight has passed, or for ``seconds``; what is left then fails with a BackendError. With
-        nothing in flight that takes microseconds. Called out of ``done`` or a question it does not block.
+        Blocks until the events in flight have passed, or for ``seconds``; the remaining events then fail with a
+        BackendError. With nothing in flight it takes microseconds. From within ``done`` or a check it does not block.
         """
         self._fails = True
         self._stop(seconds)
         if threading.current_thread() is not self._thread:
-            self._fail_rest()  # of a thread that is stuck, or never was
+            self._fail_rest()  # a stuck thread, or no thread, has not done so
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _wake_up(self) -> None:
-        """With the lock held: have a thread."""
+        """Start the thread if it does not run. With the lock held."""
         if self._closed:
             raise ClosedError("the poller of CUDA events has been closed")
         if self._thread is None:
@@ -261,9 +261,9 @@ class Poller(Generic[E]):
             self._thread.start()
 
     def _alert(self, when: float, *, alone: bool = False) -> None:
-        """With the lock held: have the thread look at ``when``, or before; ``alone``: no event needs it before."""
+        """Have the thread sweep by ``when``; ``alone``: no event needs an earlier sweep. With the lock held."""
         now = self._clock()
-        if self._alarm is None or self._wakes <= now:  # no thread, or one that is awake
+        if self._alarm is None or self._wakes <= now:  # no thread, or an awake thread
             return
         if alone:
             when = min(when, self._asks)
@@ -299,13 +299,13 @@ class Poller(Generic[E]):
             self._fail_rest()
 
     def _nap(self, now: float) -> float:
-        """With the lock held."""
+        """The seconds to sleep until the next sweep. With the lock held."""
         if not self._lines:
             return math.inf
         return sleep_seconds(now - max([line.since for line in self._lines.values()]))
 
     def _ask(self) -> float:
-        """Put the questions that are due; returns the seconds until the next one is."""
+        """Make the checks that are due; returns the seconds until the next check."""
         wait = math.inf
         for question in list(self._checks):
             due = question.due
@@ -342,8 +342,8 @@ class Poller(Generic[E]):
             _tell([(done, error) for _, done in rest])
 
     def _forget(self) -> None:
-        """In a forked child, which has no such thread, and nothing in flight on a GPU that it could not use."""
-        self._inherited.append((self._lines, self._checks))  # not to be freed here: that would be calls to CUDA
+        """Reset in a forked child, which has no poller thread and cannot use the GPU."""
+        self._inherited.append((self._lines, self._checks))  # never freed in the child: that would call CUDA
         if self._alarm is not None:
             self._alarm.close()
         self._begin()
@@ -351,7 +351,7 @@ class Poller(Generic[E]):
     # -- the streams --------------------------------------------------------------------------------------------------
 
     def _sweep(self, unfit: BrokenError | None) -> None:
-        """Look at the heads of all streams that nobody else looks at."""
+        """Query the heads of all streams that no other thread handles."""
         with self._lock:
             self._wakes = -math.inf
             ours = [(stream, line) for stream, line in self._lines.items() if line.entries and not line.busy]
@@ -362,14 +362,14 @@ class Poller(Generic[E]):
             self._take(line, passed, unfit)
         try:
             _tell(passed)
-        except BaseException:  # of this thread's own making
+        except BaseException:  # such as SystemExit: only a callback can raise it here
             _log.exception("a callback of a CUDA event asked a thread to end that is not its own")
         with self._lock:
             for stream, line in ours:
                 self._free(stream, line)
 
     def _look_at(self, stream: Hashable, line: _EventQueue[E]) -> bool:
-        """Look at the head of one stream, unless somebody does; returns whether anything had passed."""
+        """Query the head of one stream, unless another thread handles it; returns whether any event had passed."""
         with self._lock:
             if line.busy:
                 return False
@@ -381,15 +381,15 @@ class Poller(Generic[E]):
         finally:
             with self._lock:
                 self._free(stream, line)
-                if passed and line.entries:  # a new head: the thread may be in a nap that was for the old one
+                if passed and line.entries:  # a new head: the thread's sleep may be timed for the old head
                     self._alert(line.since + HEAD_START)
         return bool(passed)
 
     def _take(
         self, line: _EventQueue[E], passed: list[tuple[Done, BrokenError | None]], unfit: BrokenError | None = None
     ) -> None:
-        """Move what has passed from ``line``, which is ours, to ``passed``; all of it if there was an error."""
-        for entry in list(line.entries):  # and no newer ones, which may pass as fast as they come
+        """Move the passed events of ``line`` to ``passed``, or all on an error. The caller has set ``line.busy``."""
+        for entry in list(line.entries):  # a snapshot: newer events may pass as fast as they are added
             try:
                 if unfit is not None:
                     raise unfit
@@ -403,20 +403,20 @@ class Poller(Generic[E]):
                 return
             with self._lock:
                 if not line.entries:
-                    return  # the poller was closed meanwhile
+                    return  # the poller was closed during the query
                 line.entries.popleft()
                 line.since = self._clock()
             passed.append((entry[1], None))
 
     def _free(self, stream: Hashable, line: _EventQueue[E]) -> None:
-        """With the lock held: leave ``line`` to others."""
+        """Release ``line`` to other threads. With the lock held."""
         line.busy = False
         if not line.entries and self._lines.get(stream) is line:
             del self._lines[stream]
 
 
 def _tell(passed: list[tuple[Done, BrokenError | None]]) -> None:
-    """Make all the calls, whatever comes out of one."""
+    """Call all callbacks, even if one raises."""
     interrupt: BaseException | None = None
     for done, error in passed:
         try:
@@ -439,13 +439,13 @@ def _broken(exc: Exception) -> BrokenError:
 
 @final
 class EventPool(Generic[E]):
-    """Events to be used again, since making one costs more than recording it. From any thread.
+    """A pool of events to reuse: creating an event costs more than recording it. From any thread.
 
-    An event may be given back once nobody asks for it, or is to wait for it, any more.
+    An event may be given back once no thread will query it and no stream will be made to wait for it.
 
     Args:
-        make: makes a new one.
-        limit: how many are kept; the others are dropped.
+        make: creates an event.
+        limit: number of events kept; others are dropped.
     """
 
     def __init__(self, make: Callable[[], E], limit: int = POOLED) -> None:
@@ -453,9 +453,9 @@ class EventPool(Generic[E]):
         self._free: deque[E] = deque(maxlen=limit)
 
     def take(self) -> E:
-        """One that nobody uses."""
+        """An unused event."""
         try:
-            return self._free.pop()  # the latest: what the driver keeps of it is in a cache
+            return self._free.pop()  # the latest: the driver's data of it is still in the CPU's cache
         except IndexError:
             return self._make()
 
@@ -468,7 +468,7 @@ _pollers: weakref.WeakSet[Poller[Any]] = weakref.WeakSet()
 
 
 def _end_all() -> None:
-    """At exit: a thread that runs into the end of the interpreter may take it down. What is in flight stays so."""
+    """Stop all pollers at exit: a daemon thread may crash the interpreter's shutdown. Events in flight stay pending."""
     for poller in list(_pollers):
         poller._stop(0.0)
 

@@ -1,4 +1,4 @@
-"""Things that are ready in any order, and are done in one."""
+"""A sequencer for events that happen in any order and are processed in a fixed order."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from typing import final
 
 @final
 class Ticket:
-    """Of one thing to do."""
+    """The place of one event in the order of its line."""
 
     def __init__(self, line: Hashable) -> None:
         self.line = line
-        self.go: Callable[[], object] | None = None  #: once it may be done
+        self.go: Callable[[], object] | None = None  #: callback; None until ``ready``
 
 
 @final
 class Sequencer:
-    """Has things done in the order in which they were announced, within a line. From any thread.
+    """Calls callbacks in the order of ``announce``, within a line. From any thread.
 
-    Backends place what comes in order, but may tell of the ends of operations in another.
+    Backends allocate memory for payloads in the order of sending, but may report the ends of operations in another
+    order.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class Sequencer:
         return turn
 
     def ready(self, turn: Ticket, go: Callable[[], object]) -> None:
-        """Call ``go``, which must not wait, when it is its turn."""
+        """Call ``go``, which must not block, after the callbacks of all earlier tickets of the line."""
         with self._lock:
             turn.go = go
             turns = self._lines[turn.line]

@@ -1,4 +1,4 @@
-"""What all NCCL comms of one device share: the library, the device, and the poller that watches its streams."""
+"""State that all NCCL comms of one device share: the library, the device, and the poller of its streams."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _shared: dict[torch.device, DeviceRuntime] = {}
 
 @final
 class DeviceRuntime:
-    """Shared by those who :meth:`join`; its thread ends when the last one has left."""
+    """The library, device and poller of one device, shared by the callers of :meth:`of`.
+
+    The poller's thread ends with the last :meth:`leave`.
+    """
 
     def __init__(self, nccl: Nccl, device: Device) -> None:
         self.nccl = nccl
@@ -27,7 +30,7 @@ class DeviceRuntime:
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceRuntime:
-        """That of a CUDA device, joined. Raises: BackendError, saying what is missing."""
+        """The runtime of a CUDA device, with one more user. Raises: BackendError naming the missing part."""
         with _lock:
             platform = _shared.get(device)
             if platform is None:
@@ -36,7 +39,7 @@ class DeviceRuntime:
             return platform
 
     def leave(self) -> None:
-        """No more use of it. May block a little."""
+        """End one use. With the last user, blocks until the poller is closed."""
         with _lock:
             self._users -= 1
             if self._users > 0:

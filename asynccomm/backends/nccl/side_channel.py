@@ -1,7 +1,7 @@
 """The CPU side channel of a GPU comm: another backend, between the same ranks.
 
-Heads, objects and barriers go here, never through device memory. It is shared memory where all ranks can map it, else
-gloo.
+It carries headers, objects and barriers, which then never pass through device memory. The backend is shm where all
+ranks can map the same memory, else gloo.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _CPU = torch.device("cpu")
 
 @final
 class SideChannel:
-    """Runs calls on CPU tensors; each tells somebody when it is over."""
+    """Runs calls on CPU tensors, each with a callback for its end."""
 
     def __init__(self, backend: Backend, mailbox: Mailbox) -> None:
         self._backend = backend
-        self._lock = threading.RLock()  # one call at a time; a backend may settle one inside another
+        self._lock = threading.RLock()  # one call at a time; a backend may settle a call inside another call
         self._mailbox = mailbox
-        self._numbers = [0, 0]  # calls so far: collectives, messages
+        self._numbers = [0, 0]  # counts of calls: collectives, messages
 
     @classmethod
     async def connect(cls, context: BackendContext, name: str) -> Self:
-        """Connect the backend of that name, or of ``"auto"`` the first that suits. Collective."""
+        """Connect the backend ``name``, or for ``"auto"`` the first suitable one. Collective."""
         names = candidates(name, _CPU)
         for candidate in names:
             own = replace(
@@ -55,9 +55,9 @@ class SideChannel:
         raise AssertionError("no candidates")
 
     def submit(self, call: Call, done: Callable[[AsyncCommError | None], object]) -> Work[None]:
-        """Run ``call``; ``done`` hears of the end, from any thread, and must not submit anything itself.
+        """Run ``call``; ``done`` is called at its end, on any thread, with the error. ``done`` must not submit a call.
 
-        Returns: a Work that only serves to drive it.
+        Returns: a Work that serves only to drive the call.
         """
 
         def settled(work: Work[None]) -> None:
@@ -75,7 +75,7 @@ class SideChannel:
 
     @property
     def name(self) -> str:
-        """Of the backend."""
+        """The name of the backend."""
         return self._backend.name
 
     @property

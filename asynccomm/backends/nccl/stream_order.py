@@ -1,4 +1,4 @@
-"""A batch on its way through a stream: what its Works are ordered by."""
+"""The position of a batch in a stream; orders other streams after the batch's Works."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 from asynccomm.backends.nccl.device import Device, Event
 
-_lock = threading.Lock()  # held for some assignments; one for all flights, because a lock each would cost more
+_lock = threading.Lock()  # for a few assignments; shared by all positions, because a lock each would cost more
 
 
 @final
 class StreamPosition:
-    """Queued on the host, then issued to a stream, then passed.
+    """The progress of a batch: queued on the host, then issued to a stream, then passed.
 
     Args:
-        device: whose stream it is.
-        immediate: it is issued without anything that peers or the event loop would have to do first, as a rule.
+        device: the device of the stream.
+        immediate: whether the batch is issued, as a rule, without waiting for peers or the event loop.
     """
 
     __slots__ = ("_device", "_event", "_listeners", "_over", "_users", "captured", "immediate", "issued")
@@ -27,20 +27,20 @@ class StreamPosition:
     def __init__(self, device: Device, *, immediate: bool = True) -> None:
         self._device = device
         self._event: Event | None = None
-        self._users = 0  # threads that are having a stream wait for the event: it is not given back under them
+        self._users = 0  # threads in the middle of ``order``: their event must not be released
         self._over = False
         self._listeners: list[Callable[[], object]] = []
         self.immediate = immediate
-        self.issued = False  #: whether a stream can be ordered after it, or it is over
-        self.captured = False  #: it became part of a graph, and runs whenever that is replayed
+        self.issued = False  #: whether the batch is in a stream, or over
+        self.captured = False  #: whether the batch is part of a graph, and runs in each replay
 
     @property
     def over(self) -> bool:
-        """Whether it has passed, or never will."""
+        """Whether the batch has passed, or never will."""
         return self._over
 
     def issue(self, event: Event, *, captured: bool = False) -> None:
-        """It is in a stream, up to ``event``, which is the flight's from now on."""
+        """Mark the batch as issued to a stream, up to ``event``, which the position owns from now on."""
         with _lock:
             self.captured = captured
             self._event = event
@@ -49,7 +49,7 @@ class StreamPosition:
         self._tell()
 
     def pass_(self) -> None:
-        """It has passed, or never will."""
+        """Mark the batch as over: it has passed, or never will."""
         if self.captured:
             return
         with _lock:
@@ -72,13 +72,13 @@ class StreamPosition:
             listener()
 
     def listen(self, listener: Callable[[], object]) -> None:
-        """Call ``listener`` once it is issued or over, from any thread; maybe at once, maybe twice."""
+        """Call ``listener`` once the batch is issued or over. On any thread; maybe at once, maybe twice."""
         self._listeners.append(listener)
         if self.issued:
             listener()
 
     def order(self, stream: torch.cuda.Stream | None) -> None:
-        """Order ``stream``, or else the current one, after it. It is issued."""
+        """Order ``stream``, or else the current stream, after the batch, which must be issued."""
         with _lock:
             event = None if self._over else self._event
             self._users += 1

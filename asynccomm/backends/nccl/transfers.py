@@ -1,12 +1,12 @@
-"""Payloads in device memory, from one rank to another.
+"""Transfers of payloads in device memory, from rank to rank.
 
-The giver *offers* a payload: it keeps it under a number, which some message over the side channel brings to the taker.
-The taker, once it knows where the payload goes, *accepts* it: it answers "clear to send" with that number, and both
-issue their half of the transfer. So no half ever waits on the device for the other, transfers between two ranks come
-in the order in which the taker accepts, and what is not wanted is never moved.
+The sender *offers* a payload: it keeps the payload under a number, and a message over the side channel carries the
+number to the receiver. Once the receiver has memory for the payload, it *accepts*: it answers "clear to send" with the
+number, and both ranks issue their half of the transfer. So neither half ever waits on the device for the other,
+transfers between two ranks run in the order in which the receiver accepts, and refused payloads are never moved.
 
-Each direction between two ranks has an NCCL communicator of two and a stream of its own, made when first needed, so
-that no transfer holds up another pair, the other direction, or the collectives.
+Each direction between two ranks has its own NCCL communicator, of two ranks, and its own stream, both made on first
+use, so that no transfer blocks another pair, the other direction, or the collectives.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from asynccomm.backends.ordered_executor import OrderedExecutor
 from asynccomm.errors import AsyncCommError, BackendError, BrokenError
 from asynccomm.ops import Call, MessageSpace, Parcel, RecvParcel, SendParcel
 
-_VERDICT: Final = struct.Struct("<Q?")  # number of the offer, whether it is accepted; then maybe a unique id
-_TAG: Final = 1  # on the internal channel; 0 is the CPU backends' own
+_VERDICT: Final = struct.Struct("<Q?")  # number of the offer, whether accepted; a unique id may follow
+_TAG: Final = 1  # in the internal message space; the CPU backends use 0
 _BYTE: Final = torch.uint8
 
 Done = Callable[[BrokenError | None], object]
@@ -43,10 +43,10 @@ Done = Callable[[BrokenError | None], object]
 
 @final
 class RecvBuffer(NamedTuple):
-    """Where one segment of a payload comes to."""
+    """Memory that receives one segment of a payload."""
 
     memory: Tensor  #: bytes on the device
-    copies: Sequence[Callable[[], object]] = ()  #: to be queued behind the transfer
+    copies: Sequence[Callable[[], object]] = ()  #: copies to queue behind the transfer
 
 
 @final
@@ -60,11 +60,11 @@ class _SendOffer(NamedTuple):
 
 @final
 class Transfers:
-    """Of one rank.
+    """The offers and transfers of one rank.
 
     Args:
-        on_error: hears of transport errors.
-        new_stream: makes a stream for a lane.
+        on_error: called with transport errors.
+        new_stream: makes the stream of a lane.
     """
 
     def __init__(
@@ -81,38 +81,38 @@ class Transfers:
         on_error: Callable[[BrokenError], object],
     ) -> None:
         self._rank, self._nccl, self._device = rank, nccl, device
-        # non-blocking: a lane that connects when the other end is gone must be stoppable, and waits on its own thread
+        # non-blocking: a lane that connects to a lost peer must be stoppable, and has a thread of its own to wait on
         self._config = replace(config, blocking=False)
         self._side, self._poller, self._lanes = side, poller, lanes
         self._new_stream, self._on_error = new_stream, on_error
         self._numbers = itertools.count(0, size)
         self._offers: dict[int, _SendOffer] = {}
-        self._out: dict[int, Communicator] = {}  # by taker
-        self._in: dict[int, Communicator] = {}  # by giver
+        self._out: dict[int, Communicator] = {}  # by receiver
+        self._in: dict[int, Communicator] = {}  # by sender
         self._own: DeviceStream | None = None
         self._failed: set[tuple[str, int]] = set()  # lanes
         self._over = False
-        self._lock = threading.RLock()  # held while a transfer is put in its lane, so that both ends have one order
+        self._lock = threading.RLock()  # held while a transfer is put in its lane, so that both ends use the same order
 
     def stop(self) -> list[Communicator]:
-        """No more transfers; returns the communicators that are to be ended."""
+        """Start no more transfers; returns the communicators that the caller must end."""
         with self._lock:
             self._over = True
             return [*self._out.values(), *self._in.values()]
 
-    # -- giving -------------------------------------------------------------------------------------------------------
+    # -- sending ------------------------------------------------------------------------------------------------------
 
     def number(self) -> int:
-        """What to tell takers: the offer to rank r has this number plus r."""
+        """A base number to send to the receivers: the offer to rank r has this number plus r."""
         return next(self._numbers)
 
     def offer(
         self, peer: int, number: int, segments: Sequence[Tensor], ready: Event, flight: StreamPosition, done: Done
     ) -> None:
-        """Keep ``segments`` (bytes on the device) for ``peer`` under ``number`` until it takes or refuses them.
+        """Keep ``segments`` (bytes on the device) for ``peer`` under ``number`` until it accepts or refuses them.
 
         Args:
-            ready: when they may be read; the caller's, who keeps it until ``done``.
+            ready: event after which the segments may be read; the caller owns it and keeps it until ``done``.
         """
         with self._lock:
             self._offers[number] = _SendOffer(peer, segments, ready, flight, done)
@@ -121,7 +121,7 @@ class Transfers:
             self._side.submit(Call(op, (), (), None, place=self._heard), _nothing)
 
     def _heard(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
-        """Take an answer: these are placed in the order in which they were sent, and may be told of in another."""
+        """Queue an answer for processing. An allocator: called in the order of sending, unlike the ends of calls."""
         self._put(("verdicts", source), partial(self._judge, source, head))
         return ()
 
@@ -145,10 +145,10 @@ class Transfers:
         calls = [NcclCall("send", segment, None, segment.numel(), _BYTE, 1) for segment in offer.segments]
         self._put(("to", peer), partial(self._issue, lane, calls, offer.ready, offer.flight, offer.done, ()))
 
-    # -- taking -------------------------------------------------------------------------------------------------------
+    # -- receiving ----------------------------------------------------------------------------------------------------
 
     def refuse(self, giver: int, number: int) -> None:
-        """Do not take an offer."""
+        """Refuse an offer: its payload is not moved."""
         if giver == self._rank:
             with self._lock:
                 offer = self._offers.pop(number)
@@ -160,10 +160,10 @@ class Transfers:
     def accept(
         self, giver: int, number: int, landings: Sequence[RecvBuffer], ready: Event, flight: StreamPosition, done: Done
     ) -> None:
-        """Take an offer: segment i comes to ``landings[i]``.
+        """Accept an offer: segment i is received into ``landings[i]``.
 
         Args:
-            ready: when that memory may be written; the caller's, who keeps it until ``done``.
+            ready: event after which that memory may be written; the caller owns it and keeps it until ``done``.
         """
         copies = [copy for landing in landings for copy in landing.copies]
         if giver == self._rank:
@@ -214,7 +214,7 @@ class Transfers:
     # -- lanes --------------------------------------------------------------------------------------------------------
 
     def _connect(self, lane: tuple[str, int], rank: int, unique_id: bytes) -> Communicator:
-        """A communicator to be; the first job of its lane connects it. With the lock held."""
+        """A new communicator, which the first job of its lane connects. With the lock held."""
         if self._over:
             raise BackendError("the comm has ended")
         communicator = Communicator(self._nccl, self._device, self._new_stream())
@@ -222,7 +222,7 @@ class Transfers:
         return communicator
 
     def _put(self, lane: tuple[str, int], job: Callable[[], None]) -> None:
-        """Have ``job`` run in its turn. What goes wrong breaks the comm, not the thread; nothing runs behind that."""
+        """Run ``job`` in the order of its lane. An exception breaks the comm, not the thread, and stops the lane."""
         self._lanes.put(lane, partial(self._guarded, lane, job))
 
     def _guarded(self, lane: tuple[str, int], job: Callable[[], None]) -> None:
@@ -248,7 +248,7 @@ class Transfers:
         done: Done,
         copies: Sequence[Callable[[], object]],
     ) -> None:
-        """In the lane's order, on a thread that may wait for the other end."""
+        """Issue one half of a transfer, on a lane's thread, which may wait for the other end."""
         lane.stream.wait(ready)
         lane.issue(calls, known=lane.knows(calls))
         self._finish(lane.stream, flight, done, copies, calls)
@@ -264,7 +264,7 @@ class Transfers:
         for copy in copies:
             stream.run(copy)
         event = stream.record()
-        kept = [memory, copies]  # torch would give it to others as soon as the host lets go of it
+        kept = [memory, copies]  # torch reuses this memory as soon as the host drops the last reference
 
         def passed(error: BrokenError | None) -> None:
             kept.clear()
@@ -276,4 +276,4 @@ class Transfers:
 
 
 def _nothing(error: AsyncCommError | None) -> None:
-    """The side channel reports itself what breaks the comm."""
+    """Ignore the end of a call: the side channel itself reports errors that break the comm."""

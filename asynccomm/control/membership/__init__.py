@@ -1,1 +1,1 @@
-"""The agreement on who goes on: two phases, a coordinator, participants, and processes that join."""
+"""The agreement on a comm's next members: a two-phase commit of a coordinator and its participants."""

@@ -1,52 +1,57 @@
-"""The ranks of a comm agree who goes on after a loss, and who comes in.
+"""The ranks of a comm agree on the members that continue after a loss, and on the newcomers to admit.
 
-Each participant, a rank or a newcomer, has a :class:`Participant`. The process that coordinates, which is the lowest
-rank of the job that is not lost, has a :class:`Coordinator`. They talk over a channel that keeps the order of what one
-says to the other and loses nothing, unless one of them dies. In the end all learn of each death, and none is reported
-that did not happen.
+Each participant, a rank or a newcomer, has a :class:`Participant`. The coordinating process, the lowest rank of the job
+that is not lost, has a :class:`Coordinator`. Messages between two processes arrive in order, and none is lost unless
+one of the two processes dies. Each death is eventually reported to all, and no false death is reported.
 
-1. Who asks *wants*, with a proposal. The coordinator *decides* once all that are proposed want, or are gone (lost, or
-   have left the comm); it goes on without those who do not come in time, or are known to be silent. Newcomers who are
-   not there soon after the ranks are taken for dead. If proposals differ, all calls are refused.
-2. The members connect, and say that they are *prepared*. Once all are, the coordinator says *committed*; if one cannot,
-   is gone or takes too long, it says *again*, and all want again. Members that failed ``TRIES`` times are refused.
-3. A member that hears committed has taken the decision, and reports it. Once all have, it is *over*.
-4. Whoever wants and is no member of what is committed is *left out*, now or when it comes, and that is final.
+1. A participant that asks *wants*, with a proposal. The coordinator *decides* (``Prepare``) once all proposed
+   participants want or are gone (lost, or have left the comm), and leaves out participants that are late or known to be
+   silent. Newcomers that are missing ``COMING`` seconds after the ranks count as dead. If proposals differ, all calls
+   are rejected.
+2. The members connect, and report *prepared*. Once all members are prepared, the coordinator sends ``Commit``; if a
+   member cannot connect, is gone or takes too long, the coordinator sends ``Retry``, and all members want again.
+   Members that have failed ``TRIES`` times are rejected.
+3. A member that receives ``Commit`` has taken the decision, and reports *committed*. Once all members have, the
+   coordinator sends ``Finalized``.
+4. A participant that wants and is no member of the committed decision is *excluded*, at once or when it asks, for good.
 
-A refusal is for one call on all ranks: who makes that call late is refused, too, and then all may call again.
+A rejection is for one call on all ranks: a rank that makes this call late is rejected, too; then all may call again.
 
-When the coordinator dies, all report to the next one what they hold, and it hears all before it does anything. A
-decision that anybody has committed stays committed; one that all members are prepared for is committed now; of any
-other, no living participant can have heard a commit, and it is tried again.
+When the coordinator dies, all participants report their decisions to the next coordinator, which waits for all reports
+before it acts. A decision that any participant has committed stays committed. A decision that all members have prepared
+is committed now. For any other decision, no living participant can have received ``Commit``, so it is tried again.
 
 Guarantees, as long as all living processes run:
 
-- of all decisions, one at most is committed, and then nobody hears again for it or another one;
-- nobody hears committed before all members were prepared;
-- once there are no more losses, all that ask hear committed, refused or left out, provided that all ask, or that
-  somebody's wait is finite.
+- at most one decision is committed; afterwards no participant receives ``Retry`` for any decision;
+- no participant receives ``Commit`` before all members were prepared;
+- once losses stop, all asking participants receive ``Commit``, ``Rejected`` or ``Excluded``, provided that all
+  participants ask, or that one rank's wait is finite.
 
-A process that is alive and does not answer, say because it was stopped, cannot be told from one that holds a commit
-that nobody else has seen. A new coordinator waits for its report for ``patience`` seconds, or until it is known to be
-silent, and then goes on without it, as if it were lost. That is a choice: nothing safer ever ends. When it reports
-after all:
+A process that is alive and does not answer, for example because it was stopped, may hold a commit that no other process
+has seen. A new coordinator waits for the process's report for ``patience`` seconds, or until the process is known to be
+silent, and then continues as if the process were lost. This rule is a choice: any safer rule may wait forever. When the
+process reports after all:
 
-- nothing is decided without it so far: what it holds counts, and is committed if it was;
-- its decision was dropped by a living member, or another one is committed: it is left out, and its comm is void. The
-  others dropped theirs before, so no comm that somebody uses loses its members unheard. Only where *all* members of a
-  commit were silent at once may they use it, between their awakening and the next message that they read.
+- if no decision was made without the process, its own decision counts, and stays committed if it was;
+- if a living member has dropped its decision, or another decision is committed, the process is excluded, and its comm
+  is void. The other members have dropped their decisions before, so no comm in use loses members without a notice. Only
+  if *all* members of a commit were silent at once may the members use their comm, between waking up and reading their
+  next message.
 
-Of two commits that came about in this way, the one by the later coordinator counts, for it knew of all who spoke.
+Of two commits made in this way, the later coordinator's commit counts, because that coordinator had the reports of all
+participants that answered.
 
-``over`` does not wait for silent members for longer than ``patience`` either: it is said so that who leaves the channel
-takes no commit with it that somebody needs. Later coordinators still ask who is on the channel, so that who comes late
-is left out and does not go on alone: a Candidate is kept, and reports, as long as its process is there.
+``Finalized`` waits for silent members for at most ``patience`` seconds, too. This order makes sure that no leaving rank
+takes a commit along that others need. Later coordinators still poll the ranks on the channel, so that a late rank is
+excluded and does not continue alone: a Participant is kept, and reports, as long as its process is there.
 
-There is no clock and no timer here: after each call, and when it is ``due``, :meth:`Coordinator.advance` says what is
-to be sent. A Candidate's report is sent when it attaches to a coordinator (and None by all that have no Candidate), and
-after each ``ask``, ``prepared``, ``failed`` and whatever it heard that was not None; and nothing else is.
+This module uses neither clock nor timer: after each call, and when ``due``, :meth:`Coordinator.advance` returns the
+messages to send. A participant reports when it attaches to a coordinator or is polled (a process without a Participant
+reports None), after each ``ask``, ``prepared`` and ``failed``, and after an accepted ``Retry``, ``Commit``,
+``Rejected`` or ``Excluded``; at no other time.
 
-Nothing here knows of loops, sockets or stores.
+This module uses no loops, sockets or stores.
 """
 
 from __future__ import annotations
@@ -77,26 +82,26 @@ from asynccomm.control.membership.messages import (
     plain,
 )
 
-TRIES: Final = 3  # times that the same members may fail to connect: a loss that nobody knows of yet takes one
-COMING: Final = 10.0  # seconds for newcomers to come, once all ranks are there that have invited them
-PATIENCE: Final = 60.0  # seconds; a rank that takes longer to connect or to report is as good as silent
+TRIES: Final = 3  # times that the same members may fail to connect; an undetected loss takes one
+COMING: Final = 10.0  # seconds for newcomers to arrive, once all ranks that have invited them are there
+PATIENCE: Final = 60.0  # seconds; a rank that takes longer to connect or to report counts as silent
 
-Letter: TypeAlias = tuple[ParticipantId, Message]  # to whom, and what
+Letter: TypeAlias = tuple[ParticipantId, Message]  # the recipient, and the order as a message
 
 
 @final
 class Coordinator:
-    """Decides for one comm.
+    """The coordinator of one comm's agreement.
 
     Args:
-        by: the rank of this process in the job. It need not be of the comm.
+        by: the rank of this process in the job; it may be outside the comm.
         ranks: of the comm, in order.
-        patience: seconds for what participants do by themselves: to connect, to report, to take a commit.
-        heir: whether there was a coordinator of this comm before: then all must report first.
-        gone: ranks known to be lost or to have left, and what became of them.
-        newcomers: that are known to be on the channel.
-        place: makes a decision's place, from its members.
-        fresh: makes keys that nobody else makes.
+        patience: seconds for a participant's own steps: to connect, to report, to take a commit.
+        heir: whether this comm had an earlier coordinator; then all participants must report first.
+        gone: ranks known to be lost or to have left, with the reason.
+        newcomers: the newcomers known to be on the channel.
+        place: makes a decision's place from its members.
+        fresh: makes unique keys.
     """
 
     def __init__(
@@ -114,28 +119,28 @@ class Coordinator:
         self._by, self._ranks = by, tuple(ranks)
         self._known = frozenset(self._ranks)
         self._patience, self._place, self._fresh = patience, place, fresh
-        self._asked_for: set[ParticipantId] = (
+        self._must_report: set[ParticipantId] = (
             {*self._ranks, *newcomers} if heir else set()
-        )  # whose reports must come first
-        self._asked_since: float | None = None  # when one of them had anything to report
-        self._heard: dict[ParticipantId, _Received] = {}
+        )  # participants that must report first
+        self._first_report: float | None = None  # time of the first report that is not None
+        self._received: dict[ParticipantId, _Received] = {}
         self._gone: dict[ParticipantId, str] = dict(gone or {})
         self._silent: set[ParticipantId] = set()
-        self._owing: dict[ParticipantId, float] = {}  # who was told again, and until when it should have asked again
+        self._retry_deadlines: dict[ParticipantId, float] = {}  # participants ordered to retry, and their deadlines
         self._round: _Attempt | None = None
-        self._taken_back: set[tuple[ParticipantId, str]] = set()  # who was told again for which decision
-        self._made: set[str] = set()  # keys of decisions of this coordinator
+        self._withdrawn: set[tuple[ParticipantId, str]] = set()  # participants ordered to retry, and the decision
+        self._made: set[str] = set()  # keys of this coordinator's decisions
         self._heir = heir
-        self._refused = Rejected(-1, "", False)
-        self._attempt = 0  # the highest that anybody was told
+        self._rejected = Rejected(-1, "", False)
+        self._attempt = 0  # the highest attempt sent in any order
         self._tries: tuple[tuple[ParticipantId, ...], int] = (
             (),
             0,
-        )  # the members that could not connect last, how often
+        )  # the last members that could not connect, and how often
 
     @property
     def decision(self) -> View | None:
-        """What was decided and not dropped."""
+        """The decision in progress or committed."""
         return None if self._round is None else self._round.decision
 
     @property
@@ -143,9 +148,9 @@ class Coordinator:
         return self._round is not None and self._round.committed
 
     def hear(self, who: ParticipantId, message: object, now: float) -> None:
-        """Take a report; None: it is on the channel and has nothing to report.
+        """Take a report; None: the participant is on the channel and has nothing to report.
 
-        Raises: GarbledError: no participant says this. Nothing of it was taken.
+        Raises: GarbledError: no participant sends this report. The report had no effect.
         """
         if isinstance(who, int) and who not in self._known:
             raise GarbledError(f"rank {who} is not of the comm")
@@ -155,36 +160,36 @@ class Coordinator:
         if who in self._gone:
             return
         if report is not None and report.state is ParticipantState.OUT:
-            self._goes(who, "was left out")
+            self._remove(who, "was left out")
             return
         self._silent.discard(who)
-        if report is not None and report.decision is not None and (who, report.decision.key) in self._taken_back:
-            return  # it had not read that it is to drop this when it said so
-        self._heard[who] = _Received(report, now)
+        if report is not None and report.decision is not None and (who, report.decision.key) in self._withdrawn:
+            return  # sent before the participant read the order to drop the decision
+        self._received[who] = _Received(report, now)
         if report is None or report.decision is None:
-            self._owing.pop(who, None)
-        if report is not None and self._asked_for:
-            self._asked_since = now if self._asked_since is None else self._asked_since
+            self._retry_deadlines.pop(who, None)
+        if report is not None and self._must_report:
+            self._first_report = now if self._first_report is None else self._first_report
             if report.decision is not None:
-                self._asked_for.update(report.decision.members)
-            if report.state is ParticipantState.REFUSED and report.attempt > self._refused.attempt:
-                self._refused = Rejected(report.attempt, report.why, report.mistake)
+                self._must_report.update(report.decision.members)
+            if report.state is ParticipantState.REFUSED and report.attempt > self._rejected.attempt:
+                self._rejected = Rejected(report.attempt, report.why, report.mistake)
 
     def lost(self, who: ParticipantId) -> None:
-        """It died."""
-        self._goes(who, "was lost")
+        """Record that ``who`` died."""
+        self._remove(who, "was lost")
 
     def left(self, who: ParticipantId) -> None:
-        """It has closed the comm, and takes no part any more."""
-        self._goes(who, "has left")
+        """Record that ``who`` has closed the comm, and takes no further part."""
+        self._remove(who, "has left")
 
     def silent(self, who: ParticipantId) -> None:
-        """It is alive and does not answer: nobody waits for it any more until it is heard."""
+        """Record that ``who`` is alive and does not answer; the coordinator stops waiting for its report."""
         if who not in self._gone:
             self._silent.add(who)
 
     def advance(self, now: float) -> list[Letter]:
-        """What is to be sent now, in this order."""
+        """The messages to send now, in this order."""
         out: list[tuple[ParticipantId, CoordinatorOrder]] = []
         if self._all_reported(now):
             while self._step(now, out):
@@ -193,27 +198,27 @@ class Coordinator:
 
     @property
     def due(self) -> float | None:
-        """When to call ``advance`` though nothing was heard."""
+        """When to call ``advance`` if no report arrives before; None: no time limit is running."""
         if self._unreported():
-            return None if self._asked_since is None else self._finite(self._asked_since + self._patience)
+            return None if self._first_report is None else self._finite(self._first_report + self._patience)
         if self._round is None:
-            proposal, wants = self._wants()
+            proposal, wants = self._asking()
             if proposal is None:
                 return None
-            return self._finite(self._waits_until(wants, self._missing(proposal, wants)))
-        if self._round.committed and not self._taken() - self._round.over:
+            return self._finite(self._decision_time(wants, self._missing(proposal, wants)))
+        if self._round.committed and not self._committed_members() - self._round.over:
             return None
         return self._finite(self._round.since + self._patience)
 
-    # each of these does one thing of what can be done, and says whether there may be more
+    # each step makes at most one transition, and returns whether another may follow
 
     def _step(self, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> bool:
         if self._round is None or not self._round.committed:
             if self._adopt(now, out):
                 return True
-            self._send_back(now, out)
+            self._withdraw_stale(now, out)
         if self._round is None:
-            self._turn_away(out)
+            self._reject_late(out)
             return self._decide(now, out)
         if not self._round.committed:
             return self._prepare(now, out)
@@ -221,7 +226,7 @@ class Coordinator:
         return False
 
     def _adopt(self, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> bool:
-        """Go on with a decision of an earlier coordinator."""
+        """Continue a decision of an earlier coordinator."""
         for state in (ParticipantState.COMMITTED, ParticipantState.PREPARED):
             held = [r.decision for _, r in self._reports() if r.state is state and r.decision is not None]
             for decision in sorted(held, key=lambda d: (d.by, d.attempt), reverse=True):
@@ -229,67 +234,67 @@ class Coordinator:
                     continue
                 if self._can_commit(decision, by_one=state is ParticipantState.COMMITTED):
                     if self._round is not None:
-                        self._again(self._round, f"rank {decision.by} has decided before", now, out)
+                        self._retry(self._round, f"rank {decision.by} has decided before", now, out)
                     self._round = _Attempt(decision, now, committed=True)
                     return True
         return False
 
     def _can_commit(self, decision: View, by_one: bool) -> bool:
-        """Whether all members are ready to. If one has committed, they were, and who is not heard counts as ready."""
+        """Whether all members are ready to commit. After the first commit, members without a report count as ready."""
         for who in decision.members:
-            if who in self._gone or who not in self._heard:
+            if who in self._gone or who not in self._received:
                 if not by_one:
                     return False
                 continue
-            report = self._heard[who].report
+            report = self._received[who].report
             if report is None or report.decision != decision:
                 return False
             if report.state not in (ParticipantState.PREPARED, ParticipantState.COMMITTED):
                 return False
         return True
 
-    def _send_back(self, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
-        """Take from everybody what nobody can commit any more."""
+    def _withdraw_stale(self, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
+        """Withdraw all decisions that no member can commit any more."""
         for who, report in self._reports():
             if report.decision is None or report.decision == self.decision:
                 continue
             if report.state is ParticipantState.COMMITTED:
-                self._leave_out(who, "while it was silent, the members of its comm went on without it", out)
+                self._exclude(who, "while it was silent, the members of its comm went on without it", out)
             else:
                 why = f"rank {report.decision.by}, which decided, has not seen it through"
-                self._send_again(who, report.decision, why, now, out)
+                self._send_retry(who, report.decision, why, now, out)
 
-    def _turn_away(self, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
-        """The calls up to the attempt that was refused are refused on all ranks, whenever they come."""
+    def _reject_late(self, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
+        """Reject late calls up to the rejected attempt, for the rejection is for the calls of all ranks."""
         for who, report in self._reports():
-            # a newcomer's first attempt may have come after it
-            late = report.attempt <= self._refused.attempt and (isinstance(who, int) or report.attempt > 0)
+            # a newcomer's first attempt may be later than the rejection
+            late = report.attempt <= self._rejected.attempt and (isinstance(who, int) or report.attempt > 0)
             if report.state is not ParticipantState.WANTS:
                 continue
             if late:
-                self._refuse(who, out)
+                self._reject(who, out)
             elif self._known <= self._gone.keys():
-                self._leave_out(who, "no rank of the comm is left to go on", out)
+                self._exclude(who, "no rank of the comm is left to go on", out)
 
     def _decide(self, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> bool:
-        first, wants = self._wants()
+        first, wants = self._asking()
         if first is None:
             return False
-        # those that were told again and have not asked again yet belong to it, too
+        # the attempt also covers participants that were ordered to retry and have not asked again yet
         attempt = max(self._attempt, *(h.report.attempt for h in wants.values() if h.report))
         proposal, proposer = first
         for who, (other, _) in ((who, self._proposal(who)) for who in wants if isinstance(who, int)):
             if other != proposal:
                 both = ((proposer, proposal), (who, other))
                 why = ", ".join(f"{describe_participant(one)} proposes {describe_many(them)}" for one, them in both)
-                return self._refuse_all(wants, Rejected(attempt, why, mistake=True), out)
+                return self._reject_all(wants, Rejected(attempt, why, mistake=True), out)
         missing = self._missing(first, wants)
-        if now < self._waits_until(wants, missing):
+        if now < self._decision_time(wants, missing):
             return False
         members = tuple(who for who in proposal if who in wants and who not in self._silent)
         if not members:
             why = f"none of {describe_many(proposal)}, which {describe_participant(proposer)} proposes, can go on"
-            return self._refuse_all(wants, Rejected(attempt, why, mistake=False), out)
+            return self._reject_all(wants, Rejected(attempt, why, mistake=False), out)
         decision = View(self._fresh(), self._by, attempt, members, plain(self._place(members)))
         self._made.add(decision.key)
         self._round = _Attempt(decision, now)
@@ -308,7 +313,7 @@ class Coordinator:
         waiting: list[ParticipantId] = []
         why = ""
         for who in decision.members:
-            report = self._heard[who].report if who in self._heard else None
+            report = self._received[who].report if who in self._received else None
             if who in self._gone:
                 why = f"{describe_participant(who)} {self._gone[who]}"
             elif report is None or (report.decision is None and report.attempt > decision.attempt):
@@ -317,21 +322,21 @@ class Coordinator:
                 why = report.why
             elif (
                 report.state is not ParticipantState.PREPARED
-            ):  # it still connects, or had asked and has not heard the decision
+            ):  # the member still connects, or has not received the decision
                 waiting.append(who)
                 if who in self._silent:
                     why = f"{describe_participant(who)} does not answer"
         if waiting and now >= self._round.since + self._patience:
             why = f"{describe_participant(waiting[0])} was not connected after {self._patience:g} s"
         if why:
-            self._again(self._round, why, now, out)
+            self._retry(self._round, why, now, out)
             return True
         if not waiting:
             self._round.committed, self._round.since = True, now
         return not waiting
 
     def _settle(self, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
-        """Tell who is in what is committed, who is out, and that it is over."""
+        """Send Commit to the members, Excluded to the other participants, and Finalized in the end."""
         assert self._round is not None
         decision = self._round.decision
         for who, report in self._reports():
@@ -343,62 +348,62 @@ class Coordinator:
                     out.append((who, Commit(decision.key)))
             elif report.decision != decision or report.state is not ParticipantState.COMMITTED:
                 why = f": {self._round.reasons[who]}" if who in self._round.reasons else ""
-                self._leave_out(who, f"the comm goes on as {describe_many(decision.members)}{why}", out)
-        taken = self._taken()
+                self._exclude(who, f"the comm goes on as {describe_many(decision.members)}{why}", out)
+        taken = self._committed_members()
         pending = set(decision.members) - taken - self._gone.keys() - self._silent
         if not pending or now >= self._round.since + self._patience:
             out += [(who, Finalized(decision.key)) for who in decision.members if who in taken - self._round.over]
             self._round.over |= taken
 
-    # what is known
+    # queries
 
     def _unreported(self) -> set[ParticipantId]:
-        return self._asked_for - self._heard.keys() - self._gone.keys() - self._silent
+        return self._must_report - self._received.keys() - self._gone.keys() - self._silent
 
     def _all_reported(self, now: float) -> bool:
-        """Whether what is known is all there is to know, or all that will be said."""
-        if self._unreported() and (self._asked_since is None or now < self._asked_since + self._patience):
+        """Whether all reports are in, or the wait for them is over."""
+        if self._unreported() and (self._first_report is None or now < self._first_report + self._patience):
             return False
-        self._asked_for = set()
+        self._must_report = set()
         return True
 
     def _reports(self) -> Iterator[tuple[ParticipantId, StatusReport]]:
-        """Of all that have anything to report; what is heard may be changed meanwhile."""
-        for who, heard in list(self._heard.items()):
-            if heard.report is not None:
-                yield who, heard.report
+        """All reports that are not None; the reports may change during the iteration."""
+        for who, received in list(self._received.items()):
+            if received.report is not None:
+                yield who, received.report
 
-    def _wants(self) -> tuple[_InProposal | None, dict[ParticipantId, _Received]]:
-        """The proposal of the first rank that wants, if any does; and all that want."""
-        wants = {who: h for who, h in self._heard.items() if h.report and h.report.state is ParticipantState.WANTS}
+    def _asking(self) -> tuple[_InProposal | None, dict[ParticipantId, _Received]]:
+        """The proposal of the first asking rank, if any, and all asking participants."""
+        wants = {who: h for who, h in self._received.items() if h.report and h.report.state is ParticipantState.WANTS}
         first = next((who for who in wants if isinstance(who, int)), None)
         return (None if first is None else self._proposal(first)), wants
 
     def _proposal(self, who: ParticipantId) -> _InProposal:
-        report = self._heard[who].report
+        report = self._received[who].report
         assert report is not None
         return _InProposal(self._ranks if report.proposal is None else report.proposal, who)
 
     def _missing(self, proposed: _InProposal, wants: Mapping[ParticipantId, _Received]) -> list[ParticipantId]:
-        """Who is waited for."""
+        """The proposed participants that the decision waits for."""
         return [who for who in proposed.members if not (who in wants or who in self._gone or who in self._silent)]
 
-    def _waits_until(self, wants: Mapping[ParticipantId, _Received], missing: list[ParticipantId]) -> float:
-        """When to decide without the missing ones. Who was told again gets the time to say that it wants again."""
+    def _decision_time(self, wants: Mapping[ParticipantId, _Received], missing: list[ParticipantId]) -> float:
+        """When to decide without the missing participants. A participant ordered to retry has time to ask again."""
         if not missing:
             return -math.inf
         asked = [(h.since, h.report.wait) for who, h in wants.items() if h.report and isinstance(who, int)]
         until = min(since + wait for since, wait in asked)
-        if all(isinstance(who, str) for who in missing):  # the invitation has reached them long ago, if they live
+        if all(isinstance(who, str) for who in missing):  # a living newcomer has its invitation by now
             until = min(until, max(since for since, _ in asked) + COMING)
-        return max(until, *(self._owing.get(who, -math.inf) for who in missing))
+        return max(until, *(self._retry_deadlines.get(who, -math.inf) for who in missing))
 
     def _check_maker(self, decision: View) -> None:
-        """Nobody can have a decision of a later coordinator, or one of this that it has not made."""
+        """Raises: GarbledError: neither this nor an earlier coordinator can have made the decision."""
         if decision.key not in self._made if decision.by == self._by else decision.by > self._by or not self._heir:
             raise GarbledError(f"nobody has made the decision {decision.key!r}")
 
-    def _taken(self) -> set[ParticipantId]:
+    def _committed_members(self) -> set[ParticipantId]:
         assert self._round is not None
         decision = self._round.decision
         return {who for who, r in self._reports() if r.state is ParticipantState.COMMITTED and r.decision == decision}
@@ -406,36 +411,36 @@ class Coordinator:
     def _finite(self, when: float) -> float | None:
         return when if math.isfinite(when) else None
 
-    # what changes it
+    # updates
 
-    def _goes(self, who: ParticipantId, what: str) -> None:
+    def _remove(self, who: ParticipantId, what: str) -> None:
         self._gone.setdefault(who, what)
-        self._heard.pop(who, None)
+        self._received.pop(who, None)
         self._silent.discard(who)
-        self._owing.pop(who, None)
+        self._retry_deadlines.pop(who, None)
 
-    def _again(self, round_: _Attempt, why: str, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
-        """All members drop the decision; if they have failed too often, their next calls are refused."""
+    def _retry(self, round_: _Attempt, why: str, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
+        """Order all members to retry; after too many failures, reject their next calls."""
         decision = round_.decision
         members, tries = self._tries
         self._tries = decision.members, tries + 1 if members == decision.members else 1
         failed = self._tries[1] >= TRIES
         if failed:
-            self._refused = Rejected(
+            self._rejected = Rejected(
                 decision.attempt + 1, f"{describe_many(decision.members)} could not connect: {why}", False
             )
             self._tries = (), 0
         self._round = None
         for who in decision.members:
-            report = self._heard[who].report if who in self._heard else None
+            report = self._received[who].report if who in self._received else None
             back = report is not None and report.state is ParticipantState.WANTS and report.attempt > decision.attempt
             if who not in self._gone and not back:
-                self._send_again(who, decision, why, now, out)
+                self._send_retry(who, decision, why, now, out)
         if failed:
-            for who in self._wants()[1]:
-                self._refuse(who, out)
+            for who in self._asking()[1]:
+                self._reject(who, out)
 
-    def _send_again(
+    def _send_retry(
         self,
         who: ParticipantId,
         decision: View,
@@ -444,30 +449,30 @@ class Coordinator:
         out: list[tuple[ParticipantId, CoordinatorOrder]],
     ) -> None:
         self._forget(who, now)
-        self._taken_back.add((who, decision.key))
+        self._withdrawn.add((who, decision.key))
         self._attempt = max(self._attempt, decision.attempt + 1)
-        self._owing.setdefault(who, now + self._patience)
+        self._retry_deadlines.setdefault(who, now + self._patience)
         out.append((who, Retry(decision.key, decision.attempt + 1, why)))
 
-    def _refuse_all(
+    def _reject_all(
         self, wants: Iterable[ParticipantId], refused: Rejected, out: list[tuple[ParticipantId, CoordinatorOrder]]
     ) -> bool:
-        self._refused = refused
+        self._rejected = refused
         for who in wants:
-            self._refuse(who, out)
+            self._reject(who, out)
         return True
 
-    def _refuse(self, who: ParticipantId, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
-        self._forget(who, self._heard[who].since)
-        out.append((who, self._refused))
+    def _reject(self, who: ParticipantId, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
+        self._forget(who, self._received[who].since)
+        out.append((who, self._rejected))
 
-    def _leave_out(self, who: ParticipantId, why: str, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
-        self._forget(who, self._heard[who].since)
+    def _exclude(self, who: ParticipantId, why: str, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
+        self._forget(who, self._received[who].since)
         out.append((who, Excluded(why)))
 
     def _forget(self, who: ParticipantId, now: float) -> None:
-        """It holds nothing any more once it reads what it is told now."""
-        self._heard[who] = _Received(None, now)
+        """Drop the report of ``who``, which holds no decision after reading the order sent now."""
+        self._received[who] = _Received(None, now)
 
 
 class _Received(NamedTuple):
@@ -482,14 +487,14 @@ class _InProposal(NamedTuple):
 
 @final
 class _Attempt:
-    """A decision under way."""
+    """A decision in progress."""
 
     __slots__ = ("committed", "decision", "over", "reasons", "since", "told")
 
     def __init__(self, decision: View, since: float, committed: bool = False) -> None:
         self.decision = decision
-        self.since = since  # it was decided, or committed
+        self.since = since  # time of the decision, or of its commit
         self.committed = committed
-        self.told: set[ParticipantId] = set()  # that it is committed
-        self.over: set[ParticipantId] = set()  # who was told so
-        self.reasons: dict[ParticipantId, str] = {}  # why participants are no members
+        self.told: set[ParticipantId] = set()  # members that were sent Commit
+        self.over: set[ParticipantId] = set()  # members that were sent Finalized
+        self.reasons: dict[ParticipantId, str] = {}  # why a participant is no member

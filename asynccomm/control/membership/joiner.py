@@ -1,4 +1,4 @@
-"""A newcomer's connection to the job that it is to become part of: to its root, and to the next one if that dies."""
+"""A newcomer's connection to the root of the job that it joins, and to the next root after a loss."""
 
 from __future__ import annotations
 
@@ -22,26 +22,24 @@ from asynccomm.control.membership.messages import (
     report_message,
 )
 from asynccomm.control.membership.participant import Participant
+from asynccomm.control.timing import LINGER_SECONDS, REACH_SECONDS, SILENT_SECONDS
 from asynccomm.control.transport.connection import Connection, Tokens, connect
 from asynccomm.control.transport.framing import ControlMessage
 from asynccomm.control.transport.thread import ControlThread, control_thread
 from asynccomm.control.transport.topology import RankAddress
 
-RETRY_SECONDS: Final = 0.05  # until another round through the ranks, when none of them is the root
-PROBE_SECONDS: Final = 1.0  # for a rank to answer, which may be stopped
-SILENT_SECONDS: Final = 3.0  # after which a root that should be heard every second counts as stopped
-REACH_SECONDS: Final = 5.0  # after which ranks none of which can be reached count as lost
-LINGER_SECONDS: Final = 30.0  # for the others to learn what was agreed on with this one
+RETRY_SECONDS: Final = 0.05  # between rounds through the ranks while no root accepts the newcomer
+PROBE_SECONDS: Final = 1.0  # for a rank to answer; the rank may be stopped
 
 
 @final
 class Joiner:
-    """One newcomer, as a participant in the agreement of one comm. See ``service.Elections`` for the methods.
+    """One newcomer, as a participant in the agreement of one comm. ``service.MembershipService`` has the same methods.
 
     Args:
         name: of the newcomer.
         key: of the comm.
-        ranks: of the comm, as the job calls them.
+        ranks: of the comm, in the job's numbering.
         contacts, tokens: of the job.
     """
 
@@ -55,24 +53,24 @@ class Joiner:
         self._tokens = tokens
         self._thread: ControlThread = control_thread()
         self._participant = Participant(name, ranks)
-        self._hear: Callable[[CoordinatorOrder], object] = _nothing
+        self._on_order: Callable[[CoordinatorOrder], object] = _nothing
         self._wait = 0.0
         self._host = socket.gethostname()
-        self._leaving = False  # it takes no part any more, and the others are to know
-        self._closing = False  # it ends as soon as nobody needs it
+        self._leaving = False  # withdrawn; the exit is to be reported
+        self._closing = False  # to end once the participant may leave
         self._ended_here = False
         self._link: Connection | None = None
-        self._heard = 0.0  # when anything came
+        self._last_message = 0.0  # time of the last message
         self._task: asyncio.Task[None] | None = None
-        self._lost: asyncio.Event | None = None  # the connection has ended
+        self._lost: asyncio.Event | None = None  # set at the end of the connection
 
     def ask(
         self, proposal: Sequence[ParticipantId] | None, wait: float, hear: Callable[[CoordinatorOrder], object]
     ) -> None:
-        """Want in. From any thread."""
+        """Ask to join. Thread-safe."""
 
         def ask() -> None:
-            self._hear, self._wait = hear, wait
+            self._on_order, self._wait = hear, wait
             self._participant.ask(proposal, wait)
             self._connect()
             self._report()
@@ -80,7 +78,7 @@ class Joiner:
         self._thread.call(ask)
 
     def prepared(self, decision: str) -> None:
-        """The members of a decision are connected. From any thread."""
+        """Record and report that the members of a decision are connected. Thread-safe."""
 
         def prepared() -> None:
             self._participant.prepared(decision)
@@ -89,7 +87,7 @@ class Joiner:
         self._thread.call(prepared)
 
     def failed(self, decision: str, why: str) -> None:
-        """They could not be. From any thread."""
+        """Record and report that the members of a decision could not connect. Thread-safe."""
 
         def failed() -> None:
             self._participant.failed(decision, why)
@@ -98,7 +96,7 @@ class Joiner:
         self._thread.call(failed)
 
     def give_up(self) -> None:
-        """Leave, and say so: the others may be waiting for this one. From any thread."""
+        """Leave, and report the exit: the others may be waiting for this newcomer. Thread-safe."""
 
         def leave() -> None:
             if self._ended_here or self._leaving:
@@ -108,12 +106,12 @@ class Joiner:
                 self._connect()
                 self._thread.loop.call_later(REACH_SECONDS, self._end)
             else:
-                self._say_out(self._link)
+                self._send_exit(self._link)
 
         self._thread.call(leave)
 
     def close(self) -> None:
-        """Leave, once nobody needs this one any more. From any thread."""
+        """Leave once no member needs this newcomer any more. Thread-safe."""
 
         def close() -> None:
             if not (self._ended_here or self._leaving or self._closing):
@@ -140,12 +138,12 @@ class Joiner:
     def _connect(self) -> None:
         if self._task is None:
             self._lost = asyncio.Event()
-            self._task = self._thread.loop.create_task(self._stay())
+            self._task = self._thread.loop.create_task(self._stay_connected())
 
-    async def _stay(self) -> None:
-        """Keep connected to whoever is the root."""
+    async def _stay_connected(self) -> None:
+        """Stay connected to the current root."""
         assert self._lost is not None
-        seen = time.monotonic()  # that one of them was there
+        seen = time.monotonic()  # time of the last contact with any rank
         while True:
             for contact in self._contacts:
                 try:
@@ -153,39 +151,39 @@ class Joiner:
                         self._link = await connect(
                             contact, contact.host == self._host, self._tokens, self._name, self._received, self._ended
                         )
-                except PermissionError:  # it is not the root, or has not seen yet that an earlier connection ended
+                except PermissionError:  # not the root, or it still has our last connection
                     seen = time.monotonic()
                     continue
                 except OSError:
                     continue
                 if self._leaving:
-                    self._say_out(self._link)
+                    self._send_exit(self._link)
                     return
-                await self._keep(self._link)
+                await self._hold_connection(self._link)
                 seen = time.monotonic()
                 break
             if time.monotonic() - seen > REACH_SECONDS:
-                self._leave_out("none of its ranks can be reached any more")
+                self._exclude("none of its ranks can be reached any more")
                 return
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _keep(self, link: Connection) -> None:
-        """Report, and stay until the connection ends, or nothing comes by it any more."""
+    async def _hold_connection(self, link: Connection) -> None:
+        """Report, and hold the connection until it ends, or no message has come for ``SILENT_SECONDS``."""
         assert self._lost is not None
-        self._heard = time.monotonic()
+        self._last_message = time.monotonic()
         self._report()
         while not self._lost.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PROBE_SECONDS):
                     await self._lost.wait()
-            if time.monotonic() - self._heard > SILENT_SECONDS:
+            if time.monotonic() - self._last_message > SILENT_SECONDS:
                 link.drop("it is silent")
         self._lost.clear()
 
-    def _leave_out(self, why: str) -> None:
+    def _exclude(self, why: str) -> None:
         order = self._participant.hear(order_message(Excluded(why)))
         if order is not None:
-            self._hear(order)
+            self._on_order(order)
         self._end_if_over()
 
     def _report(self) -> None:
@@ -193,21 +191,21 @@ class Joiner:
         if self._link is not None and report is not None and not self._leaving:
             self._link.send({"comm": self._key, "ranks": self._ranks, "report": report})
 
-    def _say_out(self, link: Connection) -> None:
+    def _send_exit(self, link: Connection) -> None:
         link.send(
             {"comm": self._key, "ranks": self._ranks, "report": report_message(StatusReport(ParticipantState.OUT, 0))}
         )
         self._end()
 
     def _received(self, connection: Connection, message: ControlMessage) -> None:
-        self._heard = time.monotonic()
+        self._last_message = time.monotonic()
         if "order" not in message:
-            return  # the root lives
+            return  # a heartbeat of the root
         order = self._participant.hear(message["order"])
-        if isinstance(order, Rejected) and order.mistake:  # not its: they may call again
+        if isinstance(order, Rejected) and order.mistake:  # a mistake of the ranks, which may call again
             self._participant.ask(None, self._wait)
         elif order is not None:
-            self._hear(order)
+            self._on_order(order)
         if isinstance(order, (Retry, Commit, Rejected, Excluded)):
             self._report()
         self._end_if_over()

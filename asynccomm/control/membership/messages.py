@@ -1,9 +1,10 @@
-"""What is said while ranks agree who goes on: the reports of participants and the orders of the coordinator.
+"""The messages of the membership agreement: the reports of participants and the orders of the coordinator.
 
-Both are dicts that JSON can carry. What comes from the other side is believed only as far as it was looked at:
-:func:`parse_report` and :func:`parse_order` raise GarbledError for everything that is not one of ours.
+Both are dicts that JSON can carry. Received messages are not trusted: :func:`parse_report` and :func:`parse_order`
+raise GarbledError for each message that no participant or coordinator sends.
 
-A report is always the whole state of its participant, so that it means the same whoever hears it, and however often.
+A report always holds the whole state of its participant, so that it means the same to every coordinator, however often
+it arrives.
 """
 
 from __future__ import annotations
@@ -14,43 +15,43 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias, final
 
-ParticipantId: TypeAlias = int | str  # a rank of the comm, or a newcomer
-Message: TypeAlias = dict[str, object]  # what JSON can carry
+ParticipantId: TypeAlias = int | str  # a rank of the comm, or a newcomer's name
+Message: TypeAlias = dict[str, object]  # a JSON object
 
 MAX_RANK: Final = 2**31 - 1
-MAX_PEOPLE: Final = 2**16  # in a proposal
+MAX_PEOPLE: Final = 2**16  # participants in a proposal
 MAX_NAME: Final = 256  # characters of a newcomer's name and of a key
-MAX_TEXT: Final = 2000  # characters of a reason; longer ones are cut
+MAX_TEXT: Final = 2000  # characters of a reason; longer reasons are cut
 MAX_PLACE: Final = 2**16  # characters of a place as JSON
-MAX_ATTEMPT: Final = 2**31  # in a report; a coordinator's orders may say a little more
-SHOWN: Final = 16  # participants in a text
+MAX_ATTEMPT: Final = 2**31  # in a report; up to twice as high in a coordinator's orders
+SHOWN: Final = 16  # participants listed in a text
 
 
 class GarbledError(ValueError):
-    """No participant or coordinator of this agreement says this. Nothing of it was taken."""
+    """A message that no participant or coordinator of this agreement sends. The message had no effect."""
 
 
 @final
 class View(NamedTuple):
-    """Who goes on."""
+    """The members that continue."""
 
-    key: str  #: fresh, and nobody else's
-    by: int  #: the coordinator that made it; a later one has a higher rank
+    key: str  #: unique
+    by: int  #: rank of the coordinator that decided; a later coordinator has a higher rank
     attempt: int
-    members: tuple[ParticipantId, ...]  #: in the order that was proposed
-    place: object = None  #: where they meet; only the coordinator's owner and the members' owners know what it means
+    members: tuple[ParticipantId, ...]  #: in the proposed order
+    place: object = None  #: the members' rendezvous; only the users of the coordinator and the members interpret it
 
 
 class ParticipantState(enum.StrEnum):
-    """Of a participant that has anything to report."""
+    """The state of a participant that has asked."""
 
     WANTS = "wants"
-    JOINS = "joins"  # has heard a decision, and connects
-    PREPARED = "prepared"  # is connected: takes no other decision unless the coordinator says again
+    JOINS = "joins"  # has received a decision, and connects
+    PREPARED = "prepared"  # connected: accepts another decision only after Retry
     FAILED = "failed"  # could not connect
     COMMITTED = "committed"
-    REFUSED = "refused"  # its last call was
-    OUT = "out"  # the others went on without it: it takes no part any more
+    REFUSED = "refused"  # its last call was rejected
+    OUT = "out"  # excluded: the others continued without it
 
 
 @final
@@ -60,10 +61,10 @@ class StatusReport(NamedTuple):
     state: ParticipantState
     attempt: int
     proposal: tuple[ParticipantId, ...] | None = None  #: None: all ranks
-    wait: float = math.inf  #: seconds that it waits for others to ask
+    wait: float = math.inf  #: seconds to wait for the calls of others
     decision: View | None = None
     why: str = ""
-    mistake: bool = False  #: as in Refused
+    mistake: bool = False  #: as in Rejected
 
 
 @final
@@ -82,32 +83,32 @@ class Commit(NamedTuple):
 
 @final
 class Retry(NamedTuple):
-    """Drop what was connected. The participant goes on wanting by itself."""
+    """Drop the connections of this decision. The participant returns to WANTS by itself."""
 
     key: str
-    attempt: int  #: the next one
+    attempt: int  #: the next attempt
     why: str
 
 
 @final
 class Finalized(NamedTuple):
-    """Every member that can has taken the decision: this rank may leave the channel."""
+    """All reachable members have taken the decision: this rank may leave the channel."""
 
     key: str
 
 
 @final
 class Rejected(NamedTuple):
-    """Nothing was decided for the calls up to this attempt; all ranks hear so, and may call again."""
+    """The calls up to this attempt failed without a decision, on all ranks. The ranks may call again."""
 
     attempt: int
     why: str
-    mistake: bool  #: whether the proposals are at fault, and not the connecting
+    mistake: bool  #: whether the proposals are at fault, rather than the connections
 
 
 @final
 class Excluded(NamedTuple):
-    """The others go on without this participant. If it had committed, the comm that it got is void."""
+    """The others continue without this participant. A comm that the participant has committed to is void."""
 
     why: str
 
@@ -116,19 +117,19 @@ CoordinatorOrder: TypeAlias = Prepare | Commit | Retry | Finalized | Rejected | 
 
 
 def describe_participant(who: ParticipantId) -> str:
-    """A participant for people."""
+    """A participant in a readable text."""
     return f"rank {who}" if isinstance(who, int) else f"newcomer {who!r}"
 
 
 def describe_many(people: Sequence[ParticipantId]) -> str:
-    """Participants for people, not too many of them."""
+    """At most ``SHOWN`` participants in a readable text."""
     if len(people) <= SHOWN:
         return repr(list(people))
     return f"[{', '.join(map(repr, people[:SHOWN]))}, ... {len(people)} in all]"
 
 
 def check_proposal(proposal: Sequence[object], ranks: Collection[int]) -> tuple[ParticipantId, ...]:
-    """Raises: ValueError: it names nobody, or somebody twice, or a rank that is not of the comm."""
+    """The checked proposal. Raises: ValueError: it is empty, or has a participant twice or a rank outside the comm."""
     if not 0 < len(proposal) <= MAX_PEOPLE:
         raise ValueError(f"a proposal names 1 to {MAX_PEOPLE} participants, got {len(proposal)}")
     found: list[ParticipantId] = []
@@ -146,9 +147,9 @@ def check_proposal(proposal: Sequence[object], ranks: Collection[int]) -> tuple[
 
 
 def plain(place: object) -> object:
-    """A copy as it looks after JSON has carried it, so that all who have a decision have an equal one.
+    """A copy of ``place`` after a round trip through JSON, so that all holders of a decision have equal ones.
 
-    Raises: ValueError: JSON cannot carry it, or it is too large.
+    Raises: ValueError: JSON cannot carry ``place``, or the text is too long.
     """
     try:
         text = json.dumps(place, allow_nan=False)
@@ -173,7 +174,7 @@ def report_message(report: StatusReport) -> Message:
 
 
 def parse_report(message: object, who: ParticipantId, ranks: Collection[int]) -> StatusReport:
-    """What ``who`` reports to the coordinator of a comm of these ranks.
+    """The report of ``who`` to the coordinator of a comm with these ranks.
 
     Raises: GarbledError.
     """
@@ -227,7 +228,7 @@ def order_message(order: CoordinatorOrder) -> Message:
 
 
 def parse_order(message: object, ranks: Collection[int]) -> CoordinatorOrder:
-    """What the coordinator says to a participant in a comm of these ranks.
+    """The order of a coordinator to a participant in a comm with these ranks.
 
     Raises: GarbledError.
     """
@@ -291,7 +292,7 @@ def _short(number: int) -> str:
 
 @final
 class _Fields:
-    """A message of which nothing is known yet."""
+    """A message with unchecked fields."""
 
     __slots__ = ("_message",)
 

@@ -1,19 +1,19 @@
-"""A participant's side of the agreement on who goes on; the protocol is in
+"""A participant's side of the membership agreement; the protocol is in
 :mod:`asynccomm.control.membership.coordinator`.
 
-States, and what moves them (``hear`` unless it says otherwise)::
+States and transitions (orders are passed to ``hear``)::
 
     idle       ask() -> wants
-    wants      Decided -> joins, Refused -> refused, Excluded -> out
-    joins      prepared() -> prepared, failed() -> failed, Again -> wants, Excluded -> out
-    failed     Again -> wants, Excluded -> out
-    prepared   Committed -> committed, Again -> wants, Excluded -> out
-    committed  Over -> committed, and may leave; Excluded -> out
+    wants      Prepare -> joins, Rejected -> refused, Excluded -> out
+    joins      prepared() -> prepared, failed() -> failed, Retry -> wants, Excluded -> out
+    failed     Retry -> wants, Excluded -> out
+    prepared   Commit -> committed, Retry -> wants, Excluded -> out
+    committed  Finalized -> committed, and may leave; Excluded -> out
     refused    ask() -> wants
     out        is final
 
-Nobody can take back what was asked or prepared: whoever stops waiting for it stops waiting, and the agreement goes on.
-Only who leaves the comm or is lost takes part no more.
+A request or a prepared decision cannot be withdrawn: when the caller stops waiting, the agreement goes on. Only a
+participant that leaves the comm or is lost drops out.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Participant:
     """One participant in the agreement of one comm. It is kept as long as its process is on the channel.
 
     Args:
-        who: its rank of the comm, or its name if it is a newcomer.
+        who: the rank in the comm, or the name of a newcomer.
         ranks: all ranks of the comm, in order.
     """
 
@@ -64,17 +64,17 @@ class Participant:
         self._wait = math.inf
         self._decision: View | None = None
         self._refused: Rejected | None = None
-        self._why = ""  # it failed
+        self._why = ""  # the reason of a failure
         self._over = False
 
     @property
     def decision(self) -> View | None:
-        """What it has heard and not dropped."""
+        """The decision received last, unless dropped."""
         return self._decision
 
     @property
     def asking(self) -> bool:
-        """Whether a call is under way: from ``ask`` until Committed, Refused or Excluded."""
+        """Whether a call is in flight: from ``ask`` until Commit, Rejected or Excluded."""
         return self._state is ParticipantState.WANTS or self._state in _HOLDS
 
     @property
@@ -83,22 +83,22 @@ class Participant:
 
     @property
     def left_out(self) -> bool:
-        """Whether the others went on without it, for good. A newcomer may come again under another name."""
+        """Whether the others continued without this participant, for good. A newcomer may return under another name."""
         return self._state is ParticipantState.OUT
 
     @property
     def may_leave(self) -> bool:
-        """Whether nobody needs it on the channel: it has not committed, or all others know of it."""
+        """Whether the participant may leave the channel: it is not committed, or has received Finalized."""
         return not self.committed or self._over
 
     def ask(self, proposal: Sequence[ParticipantId] | None, wait: float = math.inf) -> None:
-        """Want to go on.
+        """Ask to continue the comm.
 
         Args:
-            proposal: who is to go on, in the order of the new ranks; None: all ranks. A newcomer's counts for nothing.
-            wait: seconds that it waits for others to ask, too. The shortest of all that ask counts.
+            proposal: the next members, in the order of the new ranks; None: all ranks. Those of newcomers are ignored.
+            wait: seconds to wait for the calls of other participants. The shortest wait of all asking ranks applies.
 
-        Raises: ValueError: no such proposal or wait is possible.
+        Raises: ValueError: the proposal or the wait is invalid.
         """
         assert self._state in (None, ParticipantState.REFUSED), f"asked while {self._state}"
         checked = None if proposal is None else check_proposal(proposal, self._ranks)
@@ -108,17 +108,17 @@ class Participant:
         self._refused = None
 
     def prepared(self, key: str) -> None:
-        """All members of the decision ``key`` are connected. Nothing happens if that was dropped meanwhile."""
+        """Note that all members of decision ``key`` are connected. No effect if the decision was dropped."""
         if self._state is ParticipantState.JOINS and self._holds(key):
             self._state = ParticipantState.PREPARED
 
     def failed(self, key: str, why: str) -> None:
-        """They could not be connected. Nothing happens if that was dropped meanwhile, or was prepared."""
+        """Note that the members of ``key`` could not connect. No effect if ``key`` was dropped, or is prepared."""
         if self._state is ParticipantState.JOINS and self._holds(key):
             self._state, self._why = ParticipantState.FAILED, why
 
     def report(self) -> Message | None:
-        """For the coordinator, also when there is nothing to report."""
+        """The report for the coordinator; None, which is sent as well: there is nothing to report."""
         if self._state is None:
             return None
         if self._state is ParticipantState.REFUSED:
@@ -131,9 +131,9 @@ class Participant:
         return report_message(said)
 
     def hear(self, message: object) -> CoordinatorOrder | None:
-        """What the coordinator says; None if it was said before this participant moved on.
+        """Apply an order of the coordinator, and return it; None: the order is out of date, and has no effect.
 
-        Raises: GarbledError: no coordinator of this agreement says this now. It changed nothing.
+        Raises: GarbledError: no coordinator of this agreement sends this order in this state. The order had no effect.
         """
         order = parse_order(message, self._ranks)
         match order:

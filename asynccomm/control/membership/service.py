@@ -1,8 +1,8 @@
-"""Carries the agreement on who goes on (``coordinator``) over the control channel, for all comms of a job.
+"""Runs the membership agreement (``coordinator``) over the control channel, for all comms of a job.
 
-Each rank that asks has a candidate here, and the root has a coordinator for each comm that somebody asks for. A rank
-that has committed stays on the channel until nobody needs it there any more: see :meth:`MembershipService.lingers`. All
-of this is on the control thread.
+Each rank that asks has a participant here, and the root has a coordinator for each comm that a rank asks for. A
+committed rank stays on the channel until no member needs it there: see :attr:`MembershipService.lingers`. All methods
+run on the control thread.
 """
 
 from __future__ import annotations
@@ -29,44 +29,44 @@ from asynccomm.control.membership.messages import (
 )
 from asynccomm.control.membership.participant import Participant
 from asynccomm.control.router import ROOT, Router
+from asynccomm.control.timing import SILENT_SECONDS
 from asynccomm.control.transport.framing import ControlMessage
 
 PATIENCE: Final = 30.0  # seconds for a member to connect the new comm, or to report to a new root
-SILENT_SECONDS: Final = 3.0  # after which a rank that should be heard every second counts as stopped
-ORDERS: Final = 1024  # comms whose past is remembered
+ORDERS: Final = 1024  # comms that each table keeps
 
 _log = logging.getLogger("asynccomm")
 
 
 class Joiners(Protocol):
-    """Those who are not of the job, and want in."""
+    """The newcomers that are connected to the root."""
 
     def send(self, name: str, message: ControlMessage) -> None:
-        """Tell the one of that name, if it is here."""
+        """Send ``message`` to the newcomer ``name``, if it is connected."""
 
 
 @final
 class _Participation:
     """This rank's part in one comm's agreement."""
 
-    __slots__ = ("hear", "participant", "ranks")
+    __slots__ = ("on_order", "participant", "ranks")
 
     def __init__(
-        self, participant: Participant, ranks: Sequence[int], hear: Callable[[CoordinatorOrder], object]
+        self, participant: Participant, ranks: Sequence[int], on_order: Callable[[CoordinatorOrder], object]
     ) -> None:
         self.participant = participant
         self.ranks = list(ranks)
-        self.hear = hear
+        self.on_order = on_order
 
 
 @final
 class MembershipService:
-    """Those of one rank of a job.
+    """The agreements of one rank of a job.
 
     Args:
-        router: sends the messages, and knows who is gone.
-        loop: the control thread's.
-        joiners: newcomers, who are connected to the root.
+        router: sends the messages, and records the ranks that are gone.
+        loop: of the control thread.
+        joiners: the newcomers that are connected to the root.
     """
 
     def __init__(self, router: Router, loop: asyncio.AbstractEventLoop, joiners: Joiners) -> None:
@@ -77,11 +77,11 @@ class MembershipService:
         self._candidacies: dict[str, _Participation] = {}
         self._coordinators: dict[str, Coordinator] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._out: dict[str, str] = {}  # comms that go on without this rank, and why
-        self._left: dict[str, set[int]] = {}  # comms that nobody has asked for, and who has left them
+        self._out: dict[str, str] = {}  # comms that exclude this rank, and why
+        self._left: dict[str, set[int]] = {}  # comms without a coordinator, and the ranks that left them
         self._changed: asyncio.Future[None] | None = None
         self._sending = False
-        self._looked = math.inf  # when it last looked around
+        self._looked = math.inf  # time of the last look_around()
         self._closed = False
 
     # -- this rank asks -----------------------------------------------------------------------------------------------
@@ -94,73 +94,73 @@ class MembershipService:
         wait: float,
         hear: Callable[[CoordinatorOrder], object],
     ) -> None:
-        """Want to go on in place of the comm of that key; ``hear`` is called with what the coordinator says.
+        """Ask to continue the comm ``key`` with new members; ``hear`` is called with the coordinator's orders.
 
-        Raises: ValueError for a proposal that is none.
+        Raises: ValueError: the proposal or the wait is invalid.
         """
         out = self._router.fenced or self._out.get(key)
-        if out:  # it must not go on alone, as if the others were lost
+        if out:  # an excluded rank must not continue alone, as if the others were lost
             hear(Excluded(out))
             return
         candidacy = self._candidacies.get(key)
         if candidacy is None:
             candidacy = _Participation(Participant(self._router.rank, ranks), ranks, hear)
         candidacy.participant.ask(proposal, wait)
-        candidacy.hear = hear
+        candidacy.on_order = hear
         self._candidacies[key] = candidacy
         self._report(key)
 
     def prepared(self, key: str, decision: str) -> None:
-        """The members of a decision are connected."""
+        """Record and report that the members of a decision are connected."""
         candidacy = self._candidacies.get(key)
         if candidacy is not None:
             candidacy.participant.prepared(decision)
             self._report(key)
 
     def failed(self, key: str, decision: str, why: str) -> None:
-        """They could not be."""
+        """Record and report that the members of a decision could not connect."""
         candidacy = self._candidacies.get(key)
         if candidacy is not None:
             candidacy.participant.failed(decision, why)
             self._report(key)
 
     def give_up(self, key: str) -> None:
-        """This rank takes no part any more, and cannot: the others may have gone on."""
+        """Leave the agreement for good: the others may have gone on without this rank."""
         self._candidacies.pop(key, None)
-        self._keep_out(key, "it has given up waiting for that")
+        self._mark_excluded(key, "it has given up waiting for that")
         self._router.send(ROOT, "report", comm=key, ranks=[], report=None, left=True)
-        self._wake()
+        self._notify()
 
     def followed(self, key: str, members: Collection[object]) -> None:
-        """``members`` have gone on in place of the comm of that key, and leave the channel."""
+        """Record that ``members`` have continued the comm ``key`` as another comm, and leave the channel."""
         if self._router.rank not in members:
-            self._leave_out(key, f"ranks {sorted(rank for rank in members if isinstance(rank, int))} have gone on")
+            self._exclude(key, f"ranks {sorted(rank for rank in members if isinstance(rank, int))} have gone on")
 
-    def _leave_out(self, key: str, why: str) -> None:
-        self._keep_out(key, why)
+    def _exclude(self, key: str, why: str) -> None:
+        self._mark_excluded(key, why)
         candidacy = self._candidacies.get(key)
         if candidacy is not None and candidacy.participant.asking:
             order = candidacy.participant.hear(order_message(Excluded(why)))
             if order is not None:
-                candidacy.hear(order)
-        self._wake()
+                candidacy.on_order(order)
+        self._notify()
 
-    def _keep_out(self, key: str, why: str) -> None:
+    def _mark_excluded(self, key: str, why: str) -> None:
         self._out.setdefault(key, why)
         _limit(self._out)
 
-    def _wake(self) -> None:
+    def _notify(self) -> None:
         if self._changed is not None:
             self._changed.set_result(None)
             self._changed = None
 
     @property
     def lingers(self) -> bool:
-        """Whether this rank holds a commit that not all members may know of."""
+        """Whether this rank holds a commit that other members may not have received."""
         return not self._router.fenced and any(not each.participant.may_leave for each in self._candidacies.values())
 
     async def settled(self) -> None:
-        """Wait until it does not any more."""
+        """Wait until :attr:`lingers` is False."""
         while self.lingers:
             self._changed = self._changed or self._loop.create_future()
             await asyncio.shield(self._changed)
@@ -173,7 +173,7 @@ class MembershipService:
             self._router.send(ROOT, "report", comm=key, ranks=ranks, report=report, left=False)
 
     def hear_order(self, message: ControlMessage) -> None:
-        """The coordinator says something."""
+        """Pass an order of the coordinator to this rank's participant."""
         key = message.get("comm")
         candidacy = self._candidacies.get(key) if isinstance(key, str) else None
         if candidacy is None:
@@ -184,15 +184,15 @@ class MembershipService:
         except GarbledError as exc:
             _log.warning("rank %s coordinates what it cannot: %s", message.get("from"), exc)
             return
-        if order is not None:  # before the report, which may have an answer at once
-            candidacy.hear(order)
+        if order is not None:  # before the report, because the report may bring the next order at once
+            candidacy.on_order(order)
         if isinstance(order, (Retry, Commit, Rejected, Excluded)):
             self._report(key)
         if isinstance(order, (Finalized, Excluded)):
-            self._wake()
+            self._notify()
 
     def hear_poll(self, message: ControlMessage, known: Callable[[str], bool]) -> None:
-        """A new coordinator wants to know what everybody holds."""
+        """Report this rank's state to a new coordinator."""
         key = message.get("comm")
         if not isinstance(key, str):
             return
@@ -204,7 +204,7 @@ class MembershipService:
     # -- this rank coordinates ----------------------------------------------------------------------------------------
 
     def hear_report(self, message: ControlMessage) -> None:
-        """A participant reports."""
+        """Pass the report of a rank to this rank's coordinator."""
         key, ranks, who = message.get("comm"), message.get("ranks"), message["from"]
         if not isinstance(key, str) or not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
             raise ValueError("a report of no comm")
@@ -213,13 +213,13 @@ class MembershipService:
     def take_report(
         self, key: str, ranks: Sequence[int], who: ParticipantId, report: Any, *, left: bool = False
     ) -> None:
-        """``who`` reports."""
+        """Pass the report of ``who`` to the coordinator of comm ``key``, which the first report creates."""
         coordinator = self._coordinators.get(key)
         if coordinator is None:
             if left and isinstance(who, int):
                 self._note_leaving(key, who)
             if report is None or not ranks:
-                return  # nobody asks
+                return  # no rank asks
             coordinator = self._coordinate(key, ranks)
         try:
             if left:
@@ -252,14 +252,14 @@ class MembershipService:
                 self._router.send(rank, "poll", comm=key)
 
     def _advance(self, key: str) -> None:
-        """Send what is to be said now, and look again when it is time."""
+        """Send the orders of the coordinator, and run again when the coordinator is due."""
         timer = self._timers.pop(key, None)
         if timer is not None:
             timer.cancel()
         coordinator = self._coordinators.get(key)
         if coordinator is None or self._closed:
-            return  # it is one of too many
-        if self._sending:  # this rank answers its own letter: the others get theirs first
+            return  # dropped by _limit, or closed
+        if self._sending:  # a nested call, as this rank answers its own order: the others get theirs first
             self._loop.call_soon(self._advance, key)
             return
         self._sending = True
@@ -276,20 +276,20 @@ class MembershipService:
             delay = max(0.0, due - time.monotonic())
             self._timers[key] = self._loop.call_later(delay, partial(self._advance, key))
 
-    # -- what happens to others ---------------------------------------------------------------------------------------
+    # -- changes of other ranks ---------------------------------------------------------------------------------------
 
     def gone(self, who: ParticipantId, how: str) -> None:
-        """``who`` is gone; ``how`` is empty if it left in good order."""
-        if self._router.fenced:  # it is this rank that is gone
+        """Record that ``who`` is gone; ``how`` is empty after an orderly leave."""
+        if self._router.fenced:  # this rank itself was declared lost
             for key in list(self._candidacies):
-                self._leave_out(key, self._router.fenced)
+                self._exclude(key, self._router.fenced)
             return
         for key, coordinator in list(self._coordinators.items()):
             (coordinator.lost if how else coordinator.left)(who)
-            self._loop.call_soon(self._advance, key)  # not now: another may take over first
+            self._loop.call_soon(self._advance, key)  # not now: another rank may become the root first
 
     def left(self, key: str, rank: int) -> None:
-        """``rank`` has closed one comm."""
+        """Record that ``rank`` has closed one comm."""
         coordinator = self._coordinators.get(key)
         if coordinator is None:
             self._note_leaving(key, rank)
@@ -302,21 +302,21 @@ class MembershipService:
         _limit(self._left)
 
     def attached(self) -> None:
-        """This rank has come to a root, maybe a new one: it must know all."""
+        """Report all states: this rank has connected to the root, which may be new."""
         for key in list(self._candidacies):
             self._report(key)
 
     def here(self, rank: int) -> None:
-        """``rank`` has come to this one, the root."""
+        """At the root: poll ``rank``, which has just connected, unless this is the job's first root."""
         for key in self._coordinators:
             if self._router.rank != self._first_root:
                 self._poll(key, [rank])
 
     def look_around(self) -> None:
-        """Every second or so: give up waiting for who is silent."""
+        """Stop waiting for silent ranks. The channel calls this with each heartbeat."""
         now, before = time.monotonic(), self._looked
         self._looked = now
-        if now - before > SILENT_SECONDS / 2:  # it is this rank that was stopped, and has not read what came meanwhile
+        if now - before > SILENT_SECONDS / 2:  # this rank was stopped, and has unread messages
             self._router.listen_anew()
             return
         for key, coordinator in list(self._coordinators.items()):
@@ -329,13 +329,13 @@ class MembershipService:
             self._router.give_up_silent(SILENT_SECONDS)
 
     def close(self) -> None:
-        """Coordinate no more."""
+        """Stop coordinating."""
         self._closed = True
         for timer in self._timers.values():
             timer.cancel()
 
 
 def _limit(comms: dict[str, Any]) -> None:
-    """Forget the oldest: comms come and go as long as a job lives."""
+    """Drop the oldest comms: a long job may have any number of them."""
     while len(comms) > ORDERS:
         del comms[next(iter(comms))]

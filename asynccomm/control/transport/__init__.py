@@ -1,1 +1,1 @@
-"""How messages of the control channel travel: sockets, framing, connections, and the thread for them."""
+"""The transport of the control channel: sockets, framing, connections, and the control thread."""

@@ -1,8 +1,9 @@
-"""Connections of the control channel, and how to connect to a rank that listens.
+"""Connections of the control channel, and the handshake with a listening rank.
 
-A rank listens at an abstract local socket, which no file can outlive, and where the ranks are on several hosts at a TCP
-port of the interface that leads to the others. Who connects shows a token from the store first, and is shown another
-one, so that neither side talks to a stranger; on a local socket both look at the user of the other process, too.
+A rank listens on an abstract local socket, which leaves no file behind, and, in a job on several hosts, on a TCP port
+of the interface that leads to the other hosts. The connecting side first shows a token from the store; the listening
+side replies with a second token. Neither side thus talks to a stranger. On a local socket, both sides also check the
+user of the other process.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from typing import Any, Final, final
 from asynccomm.control.transport.framing import MESSAGE_BYTES, ControlMessage, Decoder, GarbledError, encode
 from asynccomm.control.transport.topology import RankAddress
 
-UNSENT_BYTES: Final = 64 << 20  # towards one that does not read any more: as good as gone
-RETRY_SECONDS: Final = 0.005  # until another try to connect to a local socket whose line is full
-KEEP_ALIVE: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # a silent host is gone after about 11 s
-USER_TIMEOUT_MS: Final = 10_000  # for what was sent to be received by a host
+UNSENT_BYTES: Final = 64 << 20  # unsent data after which a peer that does not read counts as lost
+RETRY_SECONDS: Final = 0.005  # between attempts to connect to a local socket with a full backlog
+KEEP_ALIVE: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # a silent host is lost after about 11 s
+USER_TIMEOUT_MS: Final = 10_000  # for a host to acknowledge sent data
 
-ENDED: Final = "its control connection ended"  # begins how most do
+ENDED: Final = "its control connection ended"  # the prefix of most reasons
 
 _credentials = struct.Struct("=iII")  # process, user, group
 _open: set[Connection] = set()
@@ -33,30 +34,31 @@ _open: set[Connection] = set()
 
 @final
 class Tokens:
-    """What the ranks of a job know, and strangers do not."""
+    """The secrets that the ranks of a job share."""
 
     __slots__ = ("answer", "ask")
 
     def __init__(self, ask: str = "", answer: str = "") -> None:
-        self.ask = ask or secrets.token_hex(16)  #: shown by who connects
-        self.answer = answer or secrets.token_hex(16)  #: shown by who listens
+        self.ask = ask or secrets.token_hex(16)  #: shown by the connecting side
+        self.answer = answer or secrets.token_hex(16)  #: shown by the listening side
 
     def may_ask(self, token: Any) -> bool:
-        """Whether who shows ``token`` may connect."""
+        """Whether ``token`` allows a peer to connect."""
         return _same(token, self.ask)
 
     def may_answer(self, token: Any) -> bool:
-        """Whether who shows ``token`` may listen."""
+        """Whether ``token`` proves that a peer may listen."""
         return _same(token, self.answer)
 
 
 @final
 class Connection(asyncio.Protocol):
-    """One connection, either side. On the loop it was made on.
+    """One connection, on either side. Runs on the loop that created it.
 
     Args:
         received: called with each message.
-        ended: called once, when it is over, with what is known of that.
+        ended: called once, at the end of the connection, with the reason.
+        made: called once the transport exists.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def user(self) -> int | None:
-        """Who is on the other side, if the system knows."""
+        """The user id of the peer's process; None: unknown, as on TCP."""
         assert self._transport is not None
         sock = self._transport.get_extra_info("socket")
         if sock.family != socket.AF_UNIX:
@@ -105,7 +107,7 @@ class Connection(asyncio.Protocol):
             self.drop(f"its control connection carried nonsense: {exc}")
 
     def hold(self) -> None:
-        """Keep what follows until those who wait for this connection have run, and know what to do with it."""
+        """Keep further messages until the tasks that await this connection have run."""
         self._held = True
         self.loop.call_soon(self._release)
 
@@ -114,7 +116,7 @@ class Connection(asyncio.Protocol):
         self._read()
 
     def send(self, message: ControlMessage) -> None:
-        """Put ``message`` on its way."""
+        """Queue ``message`` for sending."""
         transport = self._transport
         if transport is None or transport.is_closing():
             return
@@ -123,25 +125,25 @@ class Connection(asyncio.Protocol):
             self.drop("it does not read what is sent to it")
 
     def close(self) -> None:
-        """End it, after what was sent; ``ended`` is not called any more."""
+        """Close the connection after the queued messages, without a call of ``ended``."""
         self.ended = _nothing
         if self._transport is not None:
             self._transport.close()
 
     def drop(self, how: str) -> None:
-        """End it at once."""
+        """Abort the connection for the reason ``how``."""
         self._how = how
         if self._transport is not None:
             self._transport.abort()
 
     def close_in_child(self) -> None:
-        """This is a forked child: let go of the connection, which is the parent's, without a word over it."""
+        """Close a forked child's copy of the connection without sending anything to the parent's peer."""
         if self._transport is not None:
             close_inherited(self._transport.get_extra_info("socket").fileno())
 
     def connection_lost(self, exc: Exception | None) -> None:
         if isinstance(exc, OSError):
-            self._read_the_rest()
+            self._read_remaining()
         self._transport = None
         _open.discard(self)
         if exc is not None and self._how == ENDED:
@@ -150,8 +152,8 @@ class Connection(asyncio.Protocol):
         self.received = _nothing
         ended(self, self._how)
 
-    def _read_the_rest(self) -> None:
-        """Writing failed. What the other side has said before it went may be here still, a goodbye for one."""
+    def _read_remaining(self) -> None:
+        """Read the remaining data after a failed write: the peer's last messages, such as its leave, may be there."""
         assert self._transport is not None
         fd = self._transport.get_extra_info("socket").fileno()
         with contextlib.suppress(OSError):
@@ -167,12 +169,12 @@ async def connect(
     received: Callable[[Connection, ControlMessage], object],
     ended: Callable[[Connection, str], object],
 ) -> Connection:
-    """Connect to a rank and be let in.
+    """Connect to a rank and complete the handshake.
 
     Args:
-        local: whether it is on this host: by its local socket then, if it can be reached so.
+        local: whether the rank is on this host; then its local socket is tried before its TCP port.
 
-    Raises: OSError; PermissionError with what the other side says if it refuses this rank.
+    Raises: OSError: the rank cannot be reached; PermissionError, with the peer's reason: the rank refuses this rank.
     """
     problem: OSError | None = None
     if local and contact.local:
@@ -197,7 +199,7 @@ async def _connect(
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[None] = loop.create_future()
 
-    def hear(connection: Connection, message: ControlMessage) -> None:
+    def on_answer(connection: Connection, message: ControlMessage) -> None:
         if answer.done():
             return
         if not tokens.may_answer(message.get("token")):
@@ -210,18 +212,18 @@ async def _connect(
         answer.set_result(None)
         connection.hold()
 
-    def over(connection: Connection, how: str) -> None:
+    def on_end(connection: Connection, how: str) -> None:
         if not answer.done():
             answer.set_exception(ConnectionResetError(errno.ECONNRESET, how))
 
-    connection = Connection(hear, over)
+    connection = Connection(on_answer, on_end)
     sock = None
     if isinstance(address, str):
         sock = await _local(address)
         user = _user(sock)
         if user != os.geteuid():
             sock.close()
-            # not that rank, which is gone, and not a word of it is to be believed
+            # the rank is gone, and another user's process has its name: read nothing from that process
             raise ConnectionRefusedError(errno.ECONNREFUSED, f"who listens there is user {user}'s")
     try:
         if sock is not None:
@@ -235,13 +237,13 @@ async def _connect(
     except BaseException:
         answer.cancel()
         if not answer.cancelled():
-            answer.exception()  # nobody will look at it
+            answer.exception()  # marks the exception as retrieved
         connection.close()
         raise
 
 
 async def listens(contact: RankAddress, local: bool) -> bool:
-    """Whether a rank still listens, for all that can be told: False if the system of its host refuses to connect."""
+    """Whether a rank may still listen; False: the system of its host refuses the connection."""
     loop = asyncio.get_running_loop()
     address: Any = f"\0{contact.local}" if local and contact.local else (contact.address, contact.port)
     try:
@@ -258,9 +260,9 @@ async def listens(contact: RankAddress, local: bool) -> bool:
 
 
 async def end_connections() -> None:
-    """End those of this loop at once, and wait until their sockets are closed: the loop ends.
+    """Abort the connections of the running loop, which is about to end, and wait until their sockets are closed.
 
-    One that was closed may be open still, as long as the other side does not read what was sent to it.
+    A closed connection may still have an open socket, as long as the peer does not read the data sent to it.
     """
     loop = asyncio.get_running_loop()
     while mine := [connection for connection in list(_open) if connection.loop is loop]:
@@ -271,7 +273,7 @@ async def end_connections() -> None:
 
 
 def _user(sock: socket.socket) -> int:
-    """Who is on the other side of a local socket."""
+    """The user id of the process at the other end of a local socket."""
     return int(_credentials.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size))[1])
 
 
@@ -287,7 +289,7 @@ async def _local(address: str) -> socket.socket:
             try:
                 sock.connect(address)
                 return sock
-            except BlockingIOError:  # its line is full; unlike TCP, this does not go on by itself
+            except BlockingIOError:  # the backlog is full; unlike with TCP, the system does not retry
                 await asyncio.sleep(RETRY_SECONDS)
     except BaseException:
         sock.close()
@@ -309,14 +311,14 @@ def _nothing(*_: object) -> None:
 
 
 def close_inherited(fd: int) -> None:
-    """Close what ``fd`` stands for, and leave it to its owner to close ``fd`` itself."""
+    """Close the resource behind ``fd``; the owner of ``fd`` still closes the descriptor itself."""
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     os.dup2(null, fd, inheritable=False)
     os.close(null)
 
 
 def _close_in_child() -> None:
-    # as long as the child held them, nobody would see the parent die
+    # no peer would see the parent die while the child holds its connections
     for connection in _open:
         connection.close_in_child()
     _open.clear()

@@ -1,7 +1,7 @@
-"""Messages of the control channel as bytes: a length of four bytes, highest first, then a JSON object in UTF-8.
+"""Messages of the control channel as bytes: four bytes of length, big-endian, then a JSON object in UTF-8.
 
-Nothing that arrives is believed: whatever is no message is a :class:`GarbledError`, and a length beyond the limit is
-refused before anything is kept for it.
+Received bytes are not trusted: bytes that are no message raise :class:`GarbledError`, and a length beyond the limit is
+refused before any memory is used for it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import json
 import struct
 from typing import Any, Final, final
 
-MESSAGE_BYTES: Final = 4 << 20  # stacks of a process with many threads, many fingerprints
-HELLO_BYTES: Final = 1024  # what a stranger may send
+MESSAGE_BYTES: Final = 4 << 20  # room for the stacks of many threads, or for many fingerprints
+HELLO_BYTES: Final = 1024  # limit for an unauthenticated peer
 _LENGTH: Final = struct.Struct(">I")
 
 ControlMessage = dict[str, Any]
@@ -31,10 +31,10 @@ def encode(message: ControlMessage) -> bytes:
 
 @final
 class Decoder:
-    """Finds the messages in what comes over one connection.
+    """Splits the bytes of one connection into messages.
 
     Args:
-        limit: bytes of a message at most; may be raised later.
+        limit: the largest message in bytes; may be raised later.
     """
 
     __slots__ = ("_data", "limit")
@@ -44,11 +44,11 @@ class Decoder:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> None:
-        """Take what has come."""
+        """Append received bytes."""
         self._data += data
 
     def next(self) -> ControlMessage | None:
-        """The next message; None if it is not whole yet. Raises: GarbledError."""
+        """The next message; None: it is incomplete. Raises: GarbledError."""
         have = self._data
         if len(have) < _LENGTH.size:
             return None

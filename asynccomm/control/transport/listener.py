@@ -1,9 +1,11 @@
-"""Who is let in at the sockets of one rank.
+"""Accepts connections on the sockets of one rank.
 
-Strangers are kept short: so many at once and no longer than some seconds, a hello of limited size, and nothing said to
-them but that they are refused. The first refusal of a listener is logged, and how many there were when it closes.
+Unauthenticated connections are limited: at most ``STRANGERS`` at once, at most ``HELLO_SECONDS`` long, with a hello of
+limited size, and with no reply but the refusal. A listener logs its first refusal, and the number of refusals when it
+closes.
 
-It takes connections itself: of those that a server of asyncio has just taken, the sockets are lost when the loop ends.
+The listener calls ``accept`` itself, because a server of asyncio loses the sockets that it has just accepted when the
+loop ends.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from typing import Any, Final, final
 from asynccomm.control.transport.connection import ENDED, Connection, Tokens, close_inherited
 from asynccomm.control.transport.framing import MESSAGE_BYTES, ControlMessage
 
-STRANGERS: Final = 64  # connections that have not said who they are, at once; more push out the oldest
-HELLO_SECONDS: Final = 5.0  # for a stranger to say it
-AT_ONCE: Final = 128  # connections taken before others have their turn
-PAUSE_SECONDS: Final = 1.0  # until another try to take what cannot be taken, for want of descriptors say
+STRANGERS: Final = 64  # unauthenticated connections at once; a further connection pushes out the oldest
+HELLO_SECONDS: Final = 5.0  # for a new connection to authenticate
+AT_ONCE: Final = 128  # connections accepted before other callbacks run
+PAUSE_SECONDS: Final = 1.0  # before accepting again after an error, such as a lack of descriptors
 
 _log = logging.getLogger("asynccomm")
 _listening: set[Listener] = set()
@@ -29,12 +31,12 @@ _listening: set[Listener] = set()
 
 @final
 class Listener:
-    """Takes connections on the sockets of one rank. On the control thread's loop.
+    """Accepts connections on the sockets of one rank. Runs on the control thread's loop.
 
     Args:
-        refusal: asked of one that has shown the token, with who it says it is: why it cannot be let in, or nothing.
-        welcome: called with one that can.
-        look: called with one that only wants to look, of the same user on the same host, and its question.
+        refusal: called with the identity that an authenticated peer claims; returns the reason to refuse it, or "".
+        welcome: called with the identity and the connection of an accepted peer.
+        look: called with the connection and the request of a diagnosing process (same user, same host, no token).
     """
 
     def __init__(
@@ -44,19 +46,19 @@ class Listener:
         welcome: Callable[[Any, Connection], object],
         look: Callable[[Connection, ControlMessage], object],
     ) -> None:
-        self.loop: asyncio.AbstractEventLoop | None = None  #: once it listens
+        self.loop: asyncio.AbstractEventLoop | None = None  #: None before the first ``listen``
         self._tokens = tokens
         self._refusal = refusal
         self._welcome = welcome
         self._look = look
         self._socks: list[socket.socket] = []
-        self._coming: dict[asyncio.Task[None], socket.socket] = {}  # taken, and not a connection yet
+        self._coming: dict[asyncio.Task[None], socket.socket] = {}  # accepted, not a connection yet
         self._strangers: dict[Connection, asyncio.TimerHandle] = {}
         self._refused = 0
         self._closed = False
 
     def listen(self, sock: socket.socket) -> None:
-        """Take connections on ``sock``, which becomes ours."""
+        """Accept connections on ``sock``, which the listener then owns."""
         self.loop = asyncio.get_running_loop()
         sock.setblocking(False)
         self._socks.append(sock)
@@ -72,12 +74,12 @@ class Listener:
                 return
             except OSError as exc:
                 _log.warning("a connection to the control socket could not be taken: %s", exc)
-                self.loop.remove_reader(sock)  # it would be readable all the time
+                self.loop.remove_reader(sock)  # the socket would stay readable
                 self.loop.call_later(PAUSE_SECONDS, self._take_again, sock)
                 return
             task = self.loop.create_task(self._connect(taken))
             self._coming[task] = taken
-            task.add_done_callback(self._came)
+            task.add_done_callback(self._on_accepted)
 
     def _take_again(self, sock: socket.socket) -> None:
         if not self._closed:
@@ -86,20 +88,20 @@ class Listener:
 
     async def _connect(self, taken: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        await loop.connect_accepted_socket(lambda: Connection(self._greet, self._ended, self._arrived), taken)
+        await loop.connect_accepted_socket(lambda: Connection(self._on_hello, self._ended, self._on_connected), taken)
 
-    def _came(self, task: asyncio.Task[None]) -> None:
+    def _on_accepted(self, task: asyncio.Task[None]) -> None:
         taken = self._coming.pop(task)
         if task.cancelled() or task.exception() is not None:
-            taken.close()  # a task that has not begun cannot do it
+            taken.close()  # a task cancelled before its start closes nothing
 
     def close_in_child(self) -> None:
-        """This is a forked child: as for a connection."""
+        """Close a forked child's copies of the parent's sockets."""
         for sock in (*self._socks, *self._coming.values()):
             close_inherited(sock.fileno())
 
-    def _arrived(self, connection: Connection) -> None:
-        if self._closed:  # it had been taken before
+    def _on_connected(self, connection: Connection) -> None:
+        if self._closed:  # accepted before the listener closed
             connection.drop("nobody listens any more")
             return
         if connection.user not in (None, os.geteuid()):
@@ -110,10 +112,10 @@ class Listener:
         late = connection.loop.call_later(HELLO_SECONDS, self._refuse, connection, "it did not say hello")
         self._strangers[connection] = late
 
-    def _greet(self, connection: Connection, message: ControlMessage) -> None:
+    def _on_hello(self, connection: Connection, message: ControlMessage) -> None:
         timer = self._strangers.pop(connection, None)
         if timer is None:
-            return  # it was refused
+            return  # already refused
         timer.cancel()
         if "look" in message and connection.user is not None:
             connection.ended = _nothing
@@ -135,7 +137,7 @@ class Listener:
         timer = self._strangers.pop(connection, None)
         if timer is not None:
             timer.cancel()
-            if not how.startswith(ENDED):  # else it has changed its mind
+            if not how.startswith(ENDED):  # else the peer only disconnected
                 self._count(how)
 
     def _refuse(self, connection: Connection, reason: str) -> None:
@@ -153,7 +155,7 @@ class Listener:
             _log.warning("a stranger at the control socket was refused: %s; others are only counted", reason)
 
     def close(self) -> None:
-        """Take no more connections; those that were not let in are closed."""
+        """Stop accepting, and close all unauthenticated connections."""
         if self._closed:
             return
         self._closed = True
@@ -170,7 +172,7 @@ class Listener:
 
 
 def end_listening() -> None:
-    """Close the listeners of this loop, which ends."""
+    """Close the listeners of the running loop, which is about to end."""
     loop = asyncio.get_running_loop()
     for listener in [listener for listener in list(_listening) if listener.loop is loop]:
         listener.close()
@@ -181,7 +183,7 @@ def _nothing(*_: object) -> None:
 
 
 def _close_in_child() -> None:
-    # as long as the child held them, who connects would be taken for heard
+    # a connecting peer would wait for an answer while the child holds the sockets
     for listener in _listening:
         listener.close_in_child()
     _listening.clear()

@@ -1,4 +1,4 @@
-"""Where a rank listens before it is known who the others are, and what its sockets are called."""
+"""The listening sockets of a rank, opened before the other ranks are known, and the names of the sockets."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Final, final
 
 from asynccomm.control.transport.topology import RankAddress
 
-MAX_NAME: Final = 40  # characters; the system takes names of about a hundred bytes
-BACKLOG: Final = 512  # connections that wait to be taken
+MAX_NAME: Final = 40  # characters; the system's limit is about a hundred bytes
+BACKLOG: Final = 512  # connections waiting to be accepted
 
 
 def run_name(run: str) -> str:
-    """What a run is called in the names of its ranks' sockets."""
+    """The name of a run within the names of its ranks' sockets."""
     text = run.encode("ascii", "replace").decode()
     return "".join(char if char.isprintable() else "?" for char in text).replace("/", "-")[:MAX_NAME]
 
 
 def local_socket(name: str) -> socket.socket | None:
-    """A listening socket of that abstract name; None where the system has no such thing."""
+    """A listening socket with an abstract name; None: the system has no abstract sockets."""
     if sys.platform != "linux":
         return None
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -49,11 +49,11 @@ def tcp_socket(address: str) -> socket.socket:
 
 @final
 class ListeningSockets:
-    """Where one rank listens, from before it is known who the others are.
+    """The listening sockets of one rank, opened before the other ranks are known.
 
     Args:
         rank: of the job.
-        name: shown to who lists the sockets of the system.
+        name: part of the socket names, for tools that list the sockets of the system.
     """
 
     def __init__(self, rank: int, name: str) -> None:
@@ -73,11 +73,11 @@ class ListeningSockets:
         self.contact = RankAddress(contact.rank, contact.host, contact.pid, contact.local, address, port)
 
     def take(self) -> list[socket.socket]:
-        """The listening sockets, whose owner the caller becomes."""
+        """The listening sockets; the caller becomes their owner."""
         socks, self._socks = self._socks, []
         return socks
 
     def close(self) -> None:
-        """Close what nobody has taken."""
+        """Close the sockets that were not taken."""
         for sock in self.take():
             sock.close()

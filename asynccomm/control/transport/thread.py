@@ -1,8 +1,8 @@
-"""The thread that the control channels of a process run on, with an event loop of its own.
+"""The thread that runs the control channels of a process, with an event loop of its own.
 
-So a rank answers, hears and is heard while its own loop is blocked or stuck in a call that does not return. The thread
-lives as long as somebody uses it, and sleeps in one system call while there is nothing to do. Before it ends, it closes
-what is open on its loop, whoever has forgotten that or had no time for it.
+A rank thus answers, receives messages and sends heartbeats while its own loop is blocked or stuck in a call that does
+not return. The thread lives as long as it has users, and sleeps in one system call while idle. Before it ends, it
+closes all listeners and connections that their owners left open on its loop.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asynccomm.control.transport.connection import end_connections
 from asynccomm.control.transport.listener import end_listening
 
 ENDED: Final = "the control thread has ended"
-END_SECONDS: Final = 2.0  # for the thread to end, when the process does
+END_SECONDS: Final = 2.0  # for the thread to end at process exit
 
 T = TypeVar("T")
 _making = threading.RLock()
@@ -35,8 +35,8 @@ class ControlThread:
     def __init__(self) -> None:
         self.loop = asyncio.SelectorEventLoop()
         self._users = 0
-        self._calling = threading.RLock()  # held for moments; a comm that is collected within them calls, too
-        self._ended = False  # nothing is taken any more
+        self._calling = threading.RLock()  # held briefly; reentrant: a comm that is collected meanwhile calls, too
+        self._ended = False  # the thread accepts no more calls
         self._thread = threading.Thread(target=self._run, name="asynccomm control", daemon=True)
         self._thread.start()
 
@@ -48,15 +48,15 @@ class ControlThread:
             self.loop.run_until_complete(_finish())
             with self._calling:
                 self._ended = True
-            self.loop.run_until_complete(_finish())  # of what came until then
+            self.loop.run_until_complete(_finish())  # for calls made before _ended was set
             self.loop.close()
 
     def acquire(self) -> None:
-        """One more user."""
+        """Add a user."""
         self._users += 1
 
     def release(self) -> None:
-        """One less; with the last one, the thread ends. From any thread."""
+        """Remove a user; the thread ends with its last user. Thread-safe."""
         global _thread
         with _making:
             self._users -= 1
@@ -66,7 +66,7 @@ class ControlThread:
                 self.loop.call_soon_threadsafe(self.loop.stop)
 
     def call(self, function: Callable[[], object]) -> bool:
-        """Run ``function`` on the thread, soon; or now, if this is it. From any thread; False if it has ended."""
+        """Run ``function`` on the thread, at once if called there. Thread-safe. Returns False once the thread ended."""
         if threading.get_ident() == self._thread.ident:  # current_thread() would keep a record of any foreign thread
             function()
             return True
@@ -77,9 +77,9 @@ class ControlThread:
         return True
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run ``coroutine`` on the thread. From any other thread. Cancelling the future cancels it.
+        """Run ``coroutine`` on the thread. Call it from another thread. Cancelling the future cancels the coroutine.
 
-        Raises: RuntimeError if the thread has ended; the future does if it ends meanwhile.
+        Raises: RuntimeError: the thread has ended; the future raises it if the thread ends later.
         """
         found: Future[T] = Future()
 
@@ -94,11 +94,11 @@ class ControlThread:
         return found
 
     def join(self) -> None:
-        """Wait until the thread has ended, a little."""
+        """Wait at most ``END_SECONDS`` for the end of the thread."""
         self._thread.join(END_SECONDS)
 
     def end(self) -> None:
-        """The process ends: no thread may run into that."""
+        """End the thread at process exit: no thread may run during the interpreter's shutdown."""
         with _making:
             self._users = 0
             self.call(self.loop.stop)
@@ -106,7 +106,7 @@ class ControlThread:
 
 
 def _pass_on(found: Future[T], task: asyncio.Task[T]) -> None:
-    with contextlib.suppress(InvalidStateError):  # nobody waits for it any more
+    with contextlib.suppress(InvalidStateError):  # the caller has cancelled the future
         if task.cancelled():
             found.set_exception(RuntimeError(ENDED))
         elif (error := task.exception()) is not None:
@@ -116,9 +116,9 @@ def _pass_on(found: Future[T], task: asyncio.Task[T]) -> None:
 
 
 async def _finish() -> None:
-    """Let the tasks that are left come to their end, and close what is open; nobody is let in meanwhile."""
+    """Cancel the remaining tasks, and close all connections; no connection is accepted meanwhile."""
     end_listening()
-    while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # one may begin another as it ends
+    while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # a task may start another as it ends
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -126,7 +126,7 @@ async def _finish() -> None:
 
 
 def control_thread() -> ControlThread:
-    """The thread of this process, with one more user: call its ``release`` in the end."""
+    """The control thread of this process, with one more user; the caller calls ``release`` at the end."""
     global _thread
     with _making:
         if _thread is None:

@@ -1,8 +1,8 @@
-"""Who belongs to a job, where each can be reached, and to whom each connects. Pure.
+"""The ranks of a job, their addresses, and the tree of their connections. Pure.
 
-The connections form a tree: each rank to the leader of its host, each leader to the root. A host's leader is the lowest
-of its ranks that is not gone, and the root is the lowest of all. So all know who comes next when one is gone, and each
-connects to a lower rank, whatever it knows: there are no circles.
+Each rank connects to the leader of its host, and each leader to the root. The leader of a host is its lowest rank that
+is not gone, and the root is the lowest such rank of all. All ranks therefore agree on the successor of a rank that is
+gone. A rank always connects to a lower rank, even if it has missed a loss, so the connections form no cycles.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any, Self, final
 @final
 @dataclass(frozen=True, slots=True)
 class RankAddress:
-    """One rank, and where it listens."""
+    """One rank, and the addresses of its listening sockets."""
 
     rank: int
     host: str
     pid: int
-    local: str = ""  #: name of its abstract local socket; empty: it has none
-    address: str = ""  #: of its TCP socket, if it has one
+    local: str = ""  #: name of the abstract local socket; empty: none
+    address: str = ""  #: of the TCP socket; empty: none
     port: int = 0
 
     @property
     def listens(self) -> bool:
-        """Whether it has a control channel at all."""
+        """Whether the rank has a control channel at all."""
         return bool(self.local or self.port)
 
     def as_json(self) -> dict[str, Any]:
@@ -34,7 +34,7 @@ class RankAddress:
 
     @classmethod
     def of_json(cls, data: Any) -> Self:
-        """Raises: ValueError for what is no contact."""
+        """The address in ``data``. Raises: ValueError: ``data`` is no address."""
         try:
             contact = cls(**data)
         except TypeError as exc:
@@ -53,11 +53,11 @@ class Topology:
         self.contacts = {contact.rank: contact for contact in contacts if contact.listens}
 
     def root(self, gone: Collection[int]) -> int:
-        """The rank in the middle. Raises: ValueError if all are gone."""
+        """The root of the tree. Raises: ValueError: all ranks are gone."""
         return min(rank for rank in self.contacts if rank not in gone)
 
     def above(self, rank: int, gone: Collection[int]) -> int | None:
-        """Whom ``rank`` connects to; None if it is the root."""
+        """The rank that ``rank`` connects to; None: ``rank`` is the root."""
         root = self.root(gone)
         if rank == root:
             return None
@@ -66,6 +66,6 @@ class Topology:
         return root if leader == rank else leader
 
     def below(self, rank: int) -> list[int]:
-        """The higher ranks of the same host, which may be connected to ``rank`` if no lower one is there."""
+        """The higher ranks of the same host; they may connect to ``rank`` if all lower ranks are gone."""
         host = self.contacts[rank].host
         return [r for r, contact in self.contacts.items() if r > rank and contact.host == host]

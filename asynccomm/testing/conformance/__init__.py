@@ -1,11 +1,11 @@
-"""Does a backend keep its promises? One suite for all of them, free of pytest, for third parties as well.
+"""A conformance suite for backends: checks that a backend keeps its promises. Needs no pytest; open to third parties.
 
-Every rank runs it at the same time, in its own process or, for loopback, as tasks of one loop::
+All ranks run it at the same time, each in its own process or, for loopback, as tasks of one loop::
 
     async def test_mine(): await check_backend(lambda name: new_comm("mine", name=name))
 
-It uses data that depends on rank and position (so that chunks in the wrong place show), outputs filled with sentinels
-(so that elements nobody wrote show), and a reference computed in float64 or int64 from the same data.
+The data depends on rank and position (which reveals misplaced chunks), outputs are filled with sentinels (which reveal
+unwritten elements), and the reference is computed in float64 or int64 from the same data.
 """
 
 from asynccomm.testing.conformance.suite import CHECKS as CHECKS

@@ -1,7 +1,7 @@
-"""Checks of tensors that share memory: the result is the one that copies of them would give.
+"""Checks of tensors that share memory: results must be as if the tensors were copies.
 
-Inputs count as they are when the operation takes effect. Outputs are written as if one after the other, so where two
-overlap, the later one stays.
+Inputs have their values as of the time when the operation takes effect. Outputs are written in order, so where two
+overlap, the values of the later output stay.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from asynccomm.comm.comm import Comm
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.testing.conformance.data import everyones, expect_equal, reduced, sample, sentinel
 
-LENGTHS = [5, 20_011, 300_007]  # elements: in a slot or a pack, in several steps, and by itself
+LENGTHS = [5, 20_011, 300_007]  # elements: one message or a fused one, several steps, never fused
 
 
 async def one_tensor_twice_in_a_list(comm: Comm) -> None:
@@ -42,7 +42,7 @@ async def views_that_overlap_in_a_list(comm: Comm) -> None:
 async def views_that_overlap_on_one_rank(comm: Comm) -> None:
     for n in LENGTHS:
         first, second = sample(comm.rank, (n,)), sample(comm.rank, (n,), salt=7)
-        if comm.rank == 0:  # the second is the first, shifted by one
+        if comm.rank == 0:  # the second output is the first, shifted by one element
             whole = sample(comm.rank, (n + 1,), salt=9)
             first, second = whole[:n], whole[1:]
         shares = await comm.all_gather_coalesced(None, [first, second])
@@ -123,7 +123,7 @@ def _rows(rank: int, sizes: list[int]) -> list[Tensor]:
 
 
 async def an_input_between_two_operations_that_write_it(comm: Comm) -> None:
-    """Of which the ranks' shares are no views, so that it has to be copied: neither before nor after its turn."""
+    """An input whose shares are no views must be copied: neither before nor after its place in the order."""
     size, rank = comm.size, comm.rank
     for n in LENGTHS:
         shape = (size * (n // size + 1), size + 1)
@@ -165,7 +165,7 @@ async def messages_that_share_memory_are_refused(comm: Comm) -> None:
                 assert "shares memory with" in str(exc), exc
             else:
                 raise AssertionError(f"a batch sends and receives one tensor of {n}, scope: {scope}")
-        pairs = torch.stack([sample(rank, (n,)), sentinel((n,))], 1)  # which interleave, and share nothing
+        pairs = torch.stack([sample(rank, (n,)), sentinel((n,))], 1)  # columns interleave, without shared elements
         batch = comm.batch_op_create()
         batch.send(pairs[:, 0], following)
         batch.recv(pairs[:, 1], previous)
@@ -181,7 +181,7 @@ async def one_list_of_several_dtypes_in_one_memory_is_refused(comm: Comm) -> Non
         assert "shares memory with" in str(exc), exc
     else:
         raise AssertionError("one memory is reduced as numbers of two kinds")
-    whole = torch.ones(comm.size, comm.size + 1).t()  # of which the shares are no views
+    whole = torch.ones(comm.size, comm.size + 1).t()  # its shares are no views
     outputs = [whole.t().view(torch.int32)[0, :1], sentinel((comm.size + 1,))]
     try:
         comm.reduce_scatter_coalesced(outputs, [torch.ones(comm.size, dtype=torch.int32), whole])

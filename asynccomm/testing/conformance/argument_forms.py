@@ -1,4 +1,4 @@
-"""Every way to move or to reduce a tensor, for checks that vary what the tensors are."""
+"""All forms of moving and reducing a tensor, for checks that vary the properties of the tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asynccomm.testing.conformance.data import everyones, expect_equal, reduced,
 
 __all__ = ["Forms", "Lay", "StartedOp", "every_move", "every_reduction", "expect_finished"]
 
-Lay = Callable[[Tensor], Tensor]  # a new tensor of the same values, in memory laid out in some way
+Lay = Callable[[Tensor], Tensor]  # makes a tensor of the same values in another memory layout
 
 
 class StartedOp(NamedTuple):
@@ -22,11 +22,11 @@ class StartedOp(NamedTuple):
 
     name: str
     work: Work[Any]
-    expected: list[Tensor]  #: what it is to give, one after the other and in any shapes; empty: None
+    expected: list[Tensor]  #: expected result tensors in order, in any shapes; empty: None
 
 
 async def every_move(comm: Comm, shape: Sequence[int], dtype: torch.dtype, lay: Lay, what: str) -> None:
-    """Move tensors of this shape and dtype, laid out by ``lay``, in every way, all at once."""
+    """Move tensors of this shape and dtype, laid out by ``lay``, by every operation, all at once."""
     forms = Forms(comm, shape, dtype, lay)
     await expect_finished([*forms.lists(), *forms.copies(), *forms.singles(), *forms.messages()], what)
     forms.expect_inputs_untouched(what)
@@ -35,14 +35,14 @@ async def every_move(comm: Comm, shape: Sequence[int], dtype: torch.dtype, lay: 
 async def every_reduction(
     comm: Comm, shape: Sequence[int], dtype: torch.dtype, op: object, lay: Lay, what: str
 ) -> None:
-    """Reduce tensors of this shape and dtype, laid out by ``lay``, in every way, all at once."""
+    """Reduce tensors of this shape and dtype, laid out by ``lay``, by every reduction, all at once."""
     forms = Forms(comm, shape, dtype, lay)
     await expect_finished([*forms.reductions(op), *forms.scattered_reductions(op)], f"{op} {what}")
     forms.expect_inputs_untouched(f"{op} {what}")
 
 
 async def expect_finished(started: Sequence[StartedOp], what: str) -> None:
-    """Await them in this order, and look at what they give."""
+    """Await operations in this order, and check their results."""
     for name, work, expected in started:
         got = _flattened(await work)
         assert len(got) == len(expected), f"{name} {what}: got {len(got)} tensors, expected {len(expected)}"
@@ -59,7 +59,7 @@ def _flattened(result: Any) -> list[Tensor]:
 
 @final
 class Forms:
-    """Operations on ``sample(rank, shape, dtype, salt)``, with a salt for each destination where there are several."""
+    """Operations on ``sample(rank, shape, dtype, salt)``; with several destinations, each has its own salt."""
 
     def __init__(self, comm: Comm, shape: Sequence[int], dtype: torch.dtype, lay: Lay) -> None:
         self._comm, self._shape, self._dtype, self._lay = comm, shape, dtype, lay
@@ -68,7 +68,7 @@ class Forms:
         self._at_root = comm.rank == self._root
         self._everyone = everyones(comm.size, shape, dtype)
         self._numel = self._everyone[0].numel()
-        self._inputs: list[tuple[Tensor, Tensor]] = []  # with what they must go on to hold
+        self._inputs: list[tuple[Tensor, Tensor]] = []  # with their expected, unchanged values
         self._mine = self._input(self._everyone[comm.rank])
 
     def _input(self, values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checks of sends and receives that are started together."""
+"""Checks of batches of sends and receives."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def everybody_with_everybody(comm: Comm) -> None:
     size, rank = comm.size, comm.rank
     batch = comm.batch_op_create()
     outputs = []
-    for peer in range(size):  # oneself, too
+    for peer in range(size):  # including this rank
         for tag in (2, 1):
             for i, dtype in enumerate(DTYPES[:: 3 + tag]):
                 batch.send(sample(rank, (2, 3), dtype, salt=peer + tag + i), peer, tag)

@@ -1,4 +1,4 @@
-"""Checks of lists of tensors that are one operation."""
+"""Checks of operations on lists of tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Kinds = list[tuple[tuple[int, ...], torch.dtype]]
 
 
 def _mixed() -> Kinds:
-    """Every dtype more than once, among others, in every shape."""
+    """Tensors of every shape and of mixed dtypes, every dtype more than once."""
     return [
         (shape, DTYPES[(7 * i + k) % len(DTYPES)])
         for i in range(len(DTYPES))
@@ -54,7 +54,7 @@ def _samples(rank: int, kinds: Kinds) -> list[Tensor]:
 
 
 def _spread(tensors: list[Tensor]) -> list[Tensor]:
-    """Each in another layout."""
+    """The same tensors, each in another memory layout."""
     spread = []
     for i, tensor in enumerate(tensors):
         choice = [t for _, t in layouts(tensor)]
@@ -98,7 +98,7 @@ async def all_reduce_coalesced_is_bitwise_identical(comm: Comm) -> None:
 
 
 def _cut(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """``flat`` in pieces of these shapes, one after the other."""
+    """Consecutive pieces of ``flat``, in these shapes."""
     sizes = [torch.Size(shape) for shape in shapes]
     pieces = chunks(flat, [shape.numel() for shape in sizes])
     return [piece.clone().view(shape) for piece, shape in zip(pieces, sizes, strict=True)]
@@ -176,7 +176,7 @@ async def all_gather_coalesced_every_dtype(comm: Comm) -> None:
 
 async def reduce_scatter_coalesced_every_dtype_and_op(comm: Comm) -> None:
     size, rank = comm.size, comm.rank
-    shapes = [(size,), (2 * size, 3), (3, size, 2), (0,), (size, 5), (1, 20 * size)]  # some not by dim 0
+    shapes = [(size,), (2 * size, 3), (3, size, 2), (0,), (size, 5), (1, 20 * size)]  # some not divisible along dim 0
     for op in REDUCTIONS:
         kinds = _legal(op, [(shape, dtype) for dtype in DTYPES for shape in shapes])
         inputs = _spread(_samples(rank, kinds))

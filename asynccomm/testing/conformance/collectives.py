@@ -1,4 +1,4 @@
-"""Checks of what the collectives compute and what they leave alone."""
+"""Checks of the results of collectives, and of the memory that they must not change."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ async def all_reduce_is_bitwise_identical(comm: Comm) -> None:
 
 async def halves_accumulate_in_fp32(comm: Comm) -> None:
     if comm.backend == "nccl":
-        return  # it adds as it goes round, and rounds each time
+        return  # NCCL rounds after each step of a ring
     for dtype, large in ((torch.float16, 2048.0), (torch.bfloat16, 256.0)):
-        # one large number and many ones: added up in half precision, each one would be rounded away
+        # one large number and many ones: accumulated in half precision, each addition would be rounded away
         value = large if comm.rank == 0 else 1.0
         expected = torch.tensor(large + (comm.size - 1), dtype=torch.float32).to(dtype).expand(5)
         tensor = torch.full((5,), value, dtype=dtype)
@@ -73,7 +73,7 @@ async def halves_accumulate_in_fp32(comm: Comm) -> None:
 
 async def nan_wins_in_min_and_max(comm: Comm) -> None:
     if comm.device.type != "cpu":
-        return  # what a GPU's library makes of it is its own
+        return  # a GPU library may treat NaN differently
     for dtype in (*FLOATS, *FLOAT8):
         for n in (1, 5, 67, 1031, 70_001):
             place = torch.arange(n * comm.size)
@@ -295,7 +295,7 @@ async def all_to_all_single_in_and_out_of_place(comm: Comm) -> None:
 async def barrier_waits_for_all(comm: Comm) -> None:
     for late in range(comm.size):
         if comm.rank == late:
-            await asyncio.sleep(0)  # any point at which the others may already be in
+            await asyncio.sleep(0)  # a point at which the other ranks may have called already
         await comm.barrier()
 
 

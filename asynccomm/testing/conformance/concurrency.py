@@ -1,4 +1,4 @@
-"""Checks of very many operations of all kinds in flight at once."""
+"""Checks of many operations of all kinds in flight at once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def two_hundred_operations_of_all_kinds_in_flight(comm: Comm) -> None:
             started += part
             others += _objects(comm, i)
     assert len(started) + len(others) > 200
-    chaos = random.Random(comm.rank)  # each rank awaits in an order of its own
+    chaos = random.Random(comm.rank)  # each rank awaits in a different order
     chaos.shuffle(started)
     chaos.shuffle(others)
     await expect_finished(started[:100], "in a crowd")
@@ -51,7 +51,7 @@ async def two_hundred_operations_of_all_kinds_in_flight(comm: Comm) -> None:
 
 
 def _objects(comm: Comm, i: int) -> list[tuple[Work[Any], object]]:
-    """Operations with objects, and what they are to give."""
+    """Operations with objects, and their expected results."""
     size, rank = comm.size, comm.rank
     following, previous = (rank + 1) % size, (rank - 1) % size
     tensors = {"a": sample(i, (5, i)), "b": [sample(i, (i * 1000,)), i]}
@@ -65,7 +65,7 @@ def _objects(comm: Comm, i: int) -> list[tuple[Work[Any], object]]:
 
 
 async def crowds_of_small_operations(comm: Comm) -> None:
-    """Far more than any transport has places for, with nobody awaiting until the end."""
+    """More operations than any transport has slots for, all in flight before the first await."""
     size, rank = comm.size, comm.rank
     following, previous = (rank + 1) % size, (rank - 1) % size
     works: list[tuple[Work[Any], object]] = []

@@ -41,16 +41,16 @@ FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 DTYPES = [*FLOATS, *INTS, *COMPLEX, torch.complex32, torch.bool, *FLOAT8]
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch says once per process that its support of complex32 is incomplete
+    warnings.simplefilter("ignore")  # torch warns once per process that its support of complex32 is incomplete
     torch.empty(1, dtype=torch.complex32)
 
-_COMPARED = frozenset([*FLOATS, *COMPLEX])  # what torch.equal takes
+_COMPARED = frozenset([*FLOATS, *COMPLEX])  # dtypes that torch.equal accepts
 REDUCTIONS = [ReduceOp(kind) for kind in RedOpType if kind is not RedOpType.PREMUL_SUM]
 SHAPES = [(), (1,), (0,), (5,), (3, 4), (2, 0, 3), (1031,)]
 
 
 def sample(rank: int, shape: Sequence[int], dtype: torch.dtype = torch.float32, salt: int = 0) -> Tensor:
-    """Rank's data: small whole numbers that depend on rank and position, exact in every dtype and sum."""
+    """The data of ``rank``: small whole numbers that depend on rank and position, exact in every dtype and sum."""
     shape = torch.Size(shape)
     count = shape.numel()
     pattern = _pattern((rank * 3 + salt * 11) % 7, dtype, torch.get_default_device())
@@ -61,7 +61,7 @@ def sample(rank: int, shape: Sequence[int], dtype: torch.dtype = torch.float32, 
 
 @cache
 def _pattern(start: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The beginning of a long sample, which repeats it."""
+    """The repeating pattern of long samples."""
     index = torch.arange(49 * 40, dtype=torch.int64, device=device)
     values = (index * 5 + index // 7 + start) % 7 + 1  # 7 is prime: ranks 0 to 6 all differ
     if dtype == torch.bool:
@@ -74,17 +74,17 @@ def _pattern(start: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def sentinel(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """An output that no result equals."""
+    """An output whose elements equal no result."""
     if dtype == torch.bool:
         return torch.zeros(tuple(shape), dtype=dtype)
     return torch.full(tuple(shape), 99, dtype=torch.float32).to(dtype)
 
 
 def reduced(tensors: Sequence[Tensor], reduction: object) -> Tensor:
-    """What reducing one tensor per rank must give, in the tensors' dtype, computed exactly.
+    """The expected result of reducing one tensor per rank, in the tensors' dtype, computed exactly.
 
     Args:
-        reduction: ours or torch's; of a PREMUL_SUM all ranks have the same factor.
+        reduction: a ReduceOp of asynccomm or of torch; all ranks must have the same factor of a PREMUL_SUM.
     """
     op = ReduceOp.of(reduction)
     dtype = tensors[0].dtype
@@ -119,7 +119,7 @@ def reduced(tensors: Sequence[Tensor], reduction: object) -> Tensor:
 
 
 def layouts(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The same values in memory laid out in other ways; each a tensor of its own."""
+    """The same values in different memory layouts; each layout has its own memory."""
     yield "contiguous", tensor.clone()
     if tensor.dim() == 2:
         yield "transposed", tensor.t().clone(memory_format=torch.contiguous_format).t()
@@ -136,7 +136,7 @@ def layouts(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def strided(tensor: Tensor) -> Tensor:
-    """The same values with gaps between all of them, and the first dimension the fastest."""
+    """The same values with gaps between all elements, and with the first dimension innermost."""
     turned = tensor.movedim(0, -1) if tensor.dim() else tensor
     wide = torch.zeros(*turned.shape, 2, dtype=tensor.dtype)
     wide[..., 1] = turned
@@ -144,16 +144,16 @@ def strided(tensor: Tensor) -> Tensor:
 
 
 def negated(tensor: Tensor) -> Tensor:
-    """The same values of a real tensor, as a view that negates what its memory holds."""
+    """The same values of a real tensor, as a view that negates the values in its memory."""
     return torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
 
 
 @final
 class GuardedOutput:
-    """An output in the middle of a larger tensor, which shows whether somebody wrote beside it.
+    """An output in the middle of a larger tensor, which reveals writes beside the output.
 
     Args:
-        shape, dtype: of the output.
+        shape, dtype: shape and dtype of the output.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> None:
@@ -161,7 +161,7 @@ class GuardedOutput:
         self.output = _middle(self._whole) if len(shape) else self._whole[0]  #: filled with sentinels
 
     def expect(self, expected: Tensor, what: str) -> None:
-        """The output holds ``expected``, and what is around it is as it was."""
+        """Check that the output holds ``expected``, and that the memory around it is unchanged."""
         expect_equal(self.output, expected, what)
         self.output.copy_(sentinel(self.output.shape, self.output.dtype))
         expect_equal(self._whole, sentinel(self._whole.shape, self._whole.dtype), f"{what}: memory beside the output")
@@ -174,23 +174,23 @@ def _middle(tensor: Tensor) -> Tensor:
 
 
 def everyones(size: int, shape: Sequence[int], dtype: torch.dtype = torch.float32, salt: int = 0) -> list[Tensor]:
-    """All ranks' data."""
+    """The samples of all ranks."""
     return [sample(rank, shape, dtype, salt) for rank in range(size)]
 
 
 def chunks(tensor: Tensor, extents: Sequence[int], dim: int = 0) -> list[Tensor]:
-    """Parts of these extents along ``dim``."""
+    """Consecutive parts of ``tensor`` with the given extents along ``dim``."""
     return list(torch.split(tensor, list(extents), dim))
 
 
 def expect_equal(actual: Tensor, expected: Tensor, what: str) -> None:
-    """Compare bit for bit except that float comparison allows one rounding of the reference."""
+    """Compare bit for bit, but floats with a tolerance of one rounding of the reference."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         raise AssertionError(
             f"{what}: got {actual.dtype}{list(actual.shape)}, expected {expected.dtype}{list(expected.shape)}"
         )
     if actual.dtype in _COMPARED and torch.equal(actual, expected):
-        return  # the usual case, much faster than what follows
+        return  # the usual case, much faster than the comparison below
     wide = torch.complex128 if actual.is_complex() else torch.float64 if actual.is_floating_point() else None
     a, b = (actual, expected) if wide is None else (actual.to(wide), expected.to(wide))
     if wide is None:
@@ -216,7 +216,7 @@ def _signed(tensor: Tensor) -> Tensor:
 
 
 def combinations(dtypes: Sequence[torch.dtype] = DTYPES) -> Iterator[tuple[torch.dtype, ReduceOp]]:
-    """Every dtype with every reduction that is legal for it."""
+    """Every dtype with every reduction that is legal for the dtype."""
     for dtype, op in itertools.product(dtypes, REDUCTIONS):
         try:
             op.check(dtype)

@@ -1,4 +1,4 @@
-"""Checks of dicts of tensors, and of states."""
+"""Checks of tensor dicts and of state dicts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asynccomm.testing.conformance.objects import CustomObject, expect_same
 
 
 def _dicts(rank: int) -> list[dict[Any, Any]]:
-    """Dicts of one rank, of various forms."""
+    """Dicts of one rank, of various structures."""
     return [
         {},
         {"b": sample(rank, (3,)), "a": sample(rank, (2, 2), torch.int64), "c": sample(rank, (), torch.bool)},
@@ -35,7 +35,7 @@ def _dicts(rank: int) -> list[dict[Any, Any]]:
 async def tensor_dicts_from_every_root(comm: Comm) -> None:
     for root in range(comm.size):
         for i, tensor_dict in enumerate(_dicts(root)):
-            for _ in range(2):  # the second time its form is known
+            for _ in range(2):  # the second time, its schema is cached
                 mine = tensor_dict if comm.rank == root else None
                 got = await comm.broadcast_tensor_dict(mine, root)
                 assert comm.rank != root or got is mine, "broadcast_tensor_dict gives the root its own dict"
@@ -59,7 +59,7 @@ async def tensor_dicts_from_rank_to_rank(comm: Comm) -> None:
 
 async def forms_of_dicts_that_change_and_come_back(comm: Comm) -> None:
     following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    for i in range(60):  # more forms than are remembered, some of them again and again
+    for i in range(60):  # more schemas than the cache holds, some of them many times
         form = (i % 3, i % 20, 25)[i % 3]
 
         def tensor_dict(rank: int, form: int = form, i: int = i) -> dict[Any, Any]:
@@ -92,11 +92,11 @@ async def refused_dicts_leave_the_comm_usable(comm: Comm) -> None:
 
 
 async def shares_of_dicts_from_group_to_group(comm: Comm) -> None:
-    """The first half of the ranks have the same dict, of which each sends a share to one of the second half."""
+    """Each rank of the first half has the same dict, and sends a share of it to one rank of the second half."""
     half = max(1, comm.size // 2)
     groups = [list(range(half)), list(range(half, 2 * half))] if comm.size > 1 else [[0]]
     mine = next((ranks for ranks in groups if comm.rank in ranks), [])
-    shapes = [(half, 3), (2 * half,), (half * 20_000,), (2 * half + 1,), (), (0, 3)]  # some cannot be shared
+    shapes = [(half, 3), (2 * half,), (half * 20_000,), (2 * half + 1,), (), (0, 3)]  # some cannot be divided
 
     def tensor_dict(rank: int) -> dict[Any, Any]:
         same: dict[Any, Any] = {f"same {i}": sample(1, shape, salt=i) for i, shape in enumerate(shapes)}
@@ -122,7 +122,7 @@ async def shares_of_dicts_from_group_to_group(comm: Comm) -> None:
 
 
 async def refused_shares_leave_the_group_usable(comm: Comm) -> None:
-    """Each rank sends a share to the next one; what comes to the last one cannot be taken, in one way after another."""
+    """Each rank sends a share to the next; the last rank refuses its share, for a different reason each time."""
     size, following, previous, last = comm.size, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, comm.size - 1
     same = {"t": sample(1, (size, 2)), "u": sample(1, (3 * size,), torch.int64)}
     wider, unreadable = {**same, "t": sample(1, (size, 3))}, {**same, "c": CustomObject(1)}
@@ -168,7 +168,7 @@ def _module(seed: int) -> nn.Module:
     torch.set_rng_state(torch_state)
     module.register_buffer("steps", torch.tensor(seed))
     module.register_buffer("means", torch.full((3,), float(seed), dtype=torch.bfloat16))
-    module[3].weight = module[0].weight  # tied
+    module[3].weight = module[0].weight  # tied weights
     return module
 
 
@@ -186,7 +186,7 @@ async def states_from_every_root(comm: Comm) -> None:
 
 
 def _state(rank: int, filled: bool) -> dict[str, Tensor]:
-    """A state of every dtype; names in another order on each rank, and memory in another layout."""
+    """A state dict of every dtype, with a different order of names and a different memory layout on each rank."""
     names = {f"{i}.{dtype}": dtype for i, dtype in enumerate(DTYPES)}
     order = [*list(names)[rank:], *list(names)[:rank]]
     state: dict[str, Tensor] = {}

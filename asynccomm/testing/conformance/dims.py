@@ -24,7 +24,7 @@ from asynccomm.testing.conformance.data import (
 )
 
 SHAPES = [(2, 3, 4), (3, 1, 2, 2), (2, 0, 3)]
-LONG = (3, 20_000)  # more than any transport moves in one piece
+LONG = (3, 20_000)  # larger than any transport's chunk
 
 
 def _every_dim() -> Iterator[tuple[tuple[int, ...], int]]:
@@ -36,7 +36,7 @@ def _every_dim() -> Iterator[tuple[tuple[int, ...], int]]:
 
 
 def _times(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
-    """``shape`` with ``size`` times as much along ``dim``."""
+    """``shape``, ``size`` times as long along ``dim``."""
     dim %= len(shape)
     return (*shape[:dim], shape[dim] * size, *shape[dim + 1 :])
 

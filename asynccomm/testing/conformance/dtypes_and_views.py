@@ -1,6 +1,6 @@
-"""Checks of unusual tensors, in every form: complex ones, views that conjugate or negate, scalars, every dtype.
+"""Checks of unusual tensors, in every form: complex, conjugated and negated views, scalars, every dtype.
 
-And of torch's own reductions, likewise.
+Also checks of torch's own reduction types, in every form.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _strided_and_conjugated(tensor: Tensor) -> Tensor:
 async def every_dtype_in_every_form(comm: Comm) -> None:
     for dtype in DTYPES:
         await every_move(comm, (2, 3), dtype, torch.clone, f"of {dtype}")
-    for dtype, op in list(combinations())[::3]:  # most forms are tried with all of them elsewhere
+    for dtype, op in list(combinations())[::3]:  # other checks use all combinations in most forms
         await every_reduction(comm, (5,), dtype, op, torch.clone, f"of {dtype}")
 
 
@@ -158,7 +158,7 @@ async def complex_outputs_of_real_inputs(comm: Comm) -> None:
 
 
 def _wholes(comm: Comm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A vector with three elements for each rank, and this rank's part of the sum of all ranks'."""
+    """A vector with three elements per rank, and this rank's part of the sum over all ranks."""
     shape = (3 * comm.size,)
     total = reduced(everyones(comm.size, shape, dtype), ReduceOp.SUM)
     return sample(comm.rank, shape, dtype), total.chunk(comm.size)[comm.rank]
@@ -191,7 +191,7 @@ async def real_outputs_of_complex_inputs(comm: Comm) -> None:
 
 async def complex_on_some_ranks_and_real_on_others(comm: Comm) -> None:
     for dtype in (*COMPLEX, torch.complex32):
-        for shape in ((3,), (0,), (64, 41)):  # the last does not fit into the first message
+        for shape in ((3,), (0,), (64, 41)):  # the last shape is too large for an eager message
             everyone = everyones(comm.size, shape, dtype)
             started = [*_collectives_of_either(comm, everyone), *_messages_of_either(comm, everyone)]
             for root in {0, comm.size - 1}:
@@ -202,7 +202,7 @@ async def complex_on_some_ranks_and_real_on_others(comm: Comm) -> None:
 
 
 def _either(comm: Comm, tensor: Tensor) -> Tensor:
-    """A complex tensor, or as pairs on ranks of odd number."""
+    """A complex tensor, as real pairs on odd ranks."""
     return _pairs(tensor) if comm.rank % 2 else tensor
 
 
@@ -257,7 +257,7 @@ def _messages_of_either(comm: Comm, everyone: list[Tensor]) -> Iterator[StartedO
     following, previous = (rank + 1) % comm.size, (rank - 1) % comm.size
     yield StartedOp("recv", comm.recv(_blank(comm, everyone[previous]), previous), [everyone[previous]])
     yield StartedOp("send", comm.send(mine, following), [everyone[rank]])
-    comm.send(everyone[rank] if rank % 2 else _pairs(everyone[rank]), rank, 1)  # as what the receive is not
+    comm.send(everyone[rank] if rank % 2 else _pairs(everyone[rank]), rank, 1)  # of the kind that the receive is not
     yield StartedOp("recv of one's own", comm.recv(_blank(comm, everyone[rank]), rank, 1), [everyone[rank]])
     batch = comm.batch_op_create()
     batch.recv(_blank(comm, everyone[following]), following, 2)
@@ -268,7 +268,7 @@ def _messages_of_either(comm: Comm, everyone: list[Tensor]) -> Iterator[StartedO
 async def views_of_complex_tensors(comm: Comm) -> None:
     tensor = sample(comm.rank, (4, 3), torch.complex64)
     total = reduced(everyones(comm.size, (4, 3), torch.complex64), ReduceOp.SUM)
-    await comm.all_reduce(tensor.real)  # every other number in memory
+    await comm.all_reduce(tensor.real)  # every second element in memory
     expect_equal(tensor.real, total.real, "all_reduce of real parts")
     expect_equal(tensor.imag, sample(comm.rank, (4, 3), torch.complex64).imag, "imaginary parts beside them")
     await comm.all_reduce(tensor.t().imag)

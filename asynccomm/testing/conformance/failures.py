@@ -1,4 +1,4 @@
-"""Checks of how a comm ends. Each gets a comm of its own and breaks it."""
+"""Checks of the end of a comm. Each check gets its own comm and breaks it."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ async def bad_arguments_send_nothing(comm: Comm) -> None:
         else:
             raise AssertionError(f"a bad {name} was accepted")
     assert comm.statistics() == before, "a refused call was sent"
-    await comm.all_reduce(good)  # and nothing is out of step
+    await comm.all_reduce(good)  # the ranks are still in step
     assert good[0] == comm.size
 
 
 async def _all_are_past_the_barrier(comm: Comm, informed: int) -> None:
-    """A barrier after which rank ``informed`` may break the comm without catching another rank still inside of it."""
+    """A barrier after which rank ``informed`` may break the comm: no other rank is still inside the barrier."""
     await comm.barrier()
     if comm.rank == informed:
         await _all_have_called(comm)
@@ -74,7 +74,7 @@ async def abort_ends_everybody(comm: Comm) -> None:
         comm.abort("enough")
     elif comm.rank == 0:
         await _all_have_called(comm)
-        reduces = [comm.all_reduce(torch.ones(1 << 16)) for _ in range(3)]  # some may come to an end before
+        reduces = [comm.all_reduce(torch.ones(1 << 16)) for _ in range(3)]  # some may finish before the abort
         pending = [comm.recv(torch.ones(3), 1, 9), comm.recv(torch.ones(3), 1, 10)]
         comm.abort("enough")
         assert all(work.done() for work in reduces), "abort must fail pending Works before it returns"
@@ -83,7 +83,7 @@ async def abort_ends_everybody(comm: Comm) -> None:
     else:
         reduces = [comm.all_reduce(torch.ones(1 << 16)) for _ in range(4)]  # the aborting rank has called three
         never = comm.recv(torch.ones(3), 0, 8)
-        comm.send(torch.ones(1), 0, 99)  # from now on, a call may find the comm aborted
+        comm.send(torch.ones(1), 0, 99)  # from here on, a call may raise because the comm is aborted
         await _fails([never, reduces[3]], AbortedError, 0, "enough")
     try:
         comm.all_reduce(torch.ones(1))
@@ -91,7 +91,7 @@ async def abort_ends_everybody(comm: Comm) -> None:
         assert "enough" in str(exc)
     else:
         raise AssertionError("a call on an aborted comm was accepted")
-    comm.abort("again")  # does nothing
+    comm.abort("again")  # no effect
 
 
 async def _fails(works: list[Work[Any]], kind: type[BrokenError], rank: int, text: str) -> None:
@@ -112,7 +112,7 @@ async def deadlines_name_who_is_missing(comm: Comm) -> None:
         return
     absent = comm.size - 1
     if comm.rank == absent:
-        # stays away until the others have given up, and hears of it
+        # absent until the other ranks' deadline has aborted this comm
         while True:
             try:
                 await comm.ready()
@@ -126,20 +126,20 @@ async def deadlines_name_who_is_missing(comm: Comm) -> None:
         assert exc.missing == (absent,), f"missing must be ({absent},), got {exc.missing}"
         assert exc.elapsed >= 0.2
         assert "all_reduce(float32[3]" in str(exc)
-    except AbortedError as exc:  # another rank's deadline was first
+    except AbortedError as exc:  # another rank's deadline came first
         assert "not arrived" in str(exc)
     else:
         raise AssertionError("an operation without its peer finished")
 
 
 async def _differ(comm: Comm, *calls: Callable[[], Work[Any]], scope: bool = False) -> None:
-    """The last rank calls the last of ``calls``, the others the first, and all close at once: all are told."""
+    """Make the last of ``calls`` on the last rank, the first on all others, and close: all ranks raise a mismatch."""
     if comm.size == 1 or not comm.unsafe_get_backend().compares:
         return
     call = calls[-1 if comm.rank == comm.size - 1 else 0]
     if scope:
         async with comm.coalesce():
-            others = [comm.all_reduce(torch.ones(3)) for _ in range(2)]  # which may be done before
+            others = [comm.all_reduce(torch.ones(3)) for _ in range(2)]  # these may finish before the mismatch
             work = call()
     else:
         others, work = [], call()

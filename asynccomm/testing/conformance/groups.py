@@ -1,4 +1,4 @@
-"""Checks of comms that are made of the ranks of one, and of monitored barriers."""
+"""Checks of comms made of some ranks of another comm, and of monitored barriers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asynccomm.testing.conformance.objects import expect_same
 
 
 async def _expect_works(comm: Comm, ranks: list[int], salt: int = 0) -> None:
-    """``comm`` is one of these ranks, in this order, by the names they have in the comm all come from."""
+    """Check that ``comm`` works and consists of the given ranks of its parent, in this order."""
     assert comm.size == len(ranks), f"{comm.name} has {comm.size} ranks instead of {ranks}"
     me = ranks[comm.rank]
     everyone = [sample(r, (70,), salt=salt) for r in ranks]
@@ -82,7 +82,7 @@ async def subgroups_of_equal_sizes_and_by_enumeration(comm: Comm) -> None:
     if size % 2 == 0 and size > 2:
         async with comm.subgroups(2, "pairs") as group:
             await _expect_works(group, [rank // 2 * 2, rank // 2 * 2 + 1])
-    lists = [[size - 1, 0], [1]] if size > 2 else [[0]]  # others are left out
+    lists = [[size - 1, 0], [1]] if size > 2 else [[0]]  # the other ranks are in no list
     async with comm.subgroups_by_enumeration(lists, "listed") as listed:
         mine = next((ranks for ranks in lists if rank in ranks), None)
         assert (listed is None) == (mine is None)
@@ -96,7 +96,7 @@ async def parents_and_children_at_once(comm: Comm) -> None:
         assert grandchild is not None
         family = {"parent": comm, "child": child, "grandchild": grandchild}
         tensors = {name: [sample(rank, (500,), salt=i + len(name)) for i in range(5)] for name in family}
-        order = list(family)[rank % 3 :] + list(family)[: rank % 3]  # each rank calls them in an order of its own
+        order = list(family)[rank % 3 :] + list(family)[: rank % 3]  # each rank calls them in a different order
         works = [family[name].all_reduce(tensor) for name in order for tensor in tensors[name]]
         await asyncio.gather(*works)
         for name, mine in tensors.items():

@@ -1,4 +1,4 @@
-"""Checks of where results go: out= beside the input, and outputs that lie in the input."""
+"""Checks of the destinations of results: out= beside the input, and outputs within the input."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from asynccomm.testing.conformance.data import (
     strided,
 )
 
-LENGTHS = [1, 5, 20_011]  # of one rank's share
+LENGTHS = [1, 5, 20_011]  # elements of one rank's share
 MATRIX = (3, 4)
 
 
@@ -54,7 +54,7 @@ async def all_reduce_into_another_tensor(comm: Comm) -> None:
 
 
 async def an_expanded_tensor_into_another(comm: Comm) -> None:
-    tensor = torch.tensor(comm.rank + 1.0).expand(7)  # cannot be written, but read
+    tensor = torch.tensor(comm.rank + 1.0).expand(7)  # readable, but not writable
     out = await comm.all_reduce(tensor, out=torch.empty(7))
     expect_equal(out, torch.full((7,), comm.size * (comm.size + 1) / 2), "all_reduce of an expanded tensor")
 
@@ -111,13 +111,13 @@ async def reduce_scatter_in_place(comm: Comm) -> None:
     size, rank = comm.size, comm.rank
     for n in LENGTHS:
         expected = reduced(everyones(size, (size * n,)), ReduceOp.SUM).chunk(size)[rank]
-        for where in (0, size - 1, rank, (rank + 1) % size):  # each rank may have it elsewhere
+        for where in (0, size - 1, rank, (rank + 1) % size):  # each rank may have a different place
             for form in ("reduce_scatter_single", "reduce_scatter"):
                 await _reduce_scatter_into(comm, form, n, where, expected)
 
 
 async def _reduce_scatter_into(comm: Comm, form: str, n: int, where: int, expected: Tensor) -> None:
-    """``where`` is the chunk of the input that the result goes to."""
+    """Reduce-scatter into chunk ``where`` of the input itself."""
     source = sample(comm.rank, (comm.size * n,))
     parts = source.chunk(comm.size)
     if form == "reduce_scatter":

@@ -1,4 +1,4 @@
-"""Checks of Python objects: collectives, point to point, and streams of them."""
+"""Checks of Python objects: collectives, point to point, and streams."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from asynccomm.errors import PayloadError
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.testing.conformance.data import DTYPES, everyones, expect_equal, negated, reduced, sample, strided
 
-LARGE = 3 << 20  # bytes; more than any transport moves in one piece
+LARGE = 3 << 20  # bytes; larger than any transport's chunk
 
 
 @dataclasses.dataclass
 class CustomObject:
-    """What is only taken with ``weights_only=False``."""
+    """An object that can only be received with ``weights_only=False``."""
 
     rank: int
 
 
 def _objects(rank: int) -> list[Any]:
-    """Objects of one rank: plain, nested, with tensors, large, tiny. On the CPU, where all objects arrive."""
+    """Objects of one rank: plain, nested, with tensors, large, tiny. On the CPU, the device of all received objects."""
     with torch.device("cpu"):
         return _made_objects(rank)
 
@@ -51,7 +51,7 @@ def _made_objects(rank: int) -> list[Any]:
 
 
 def expect_same(actual: object, expected: object, what: str) -> None:
-    """Compare objects with tensors in them, and their types."""
+    """Compare objects, including their types and the tensors in them."""
     if isinstance(expected, Tensor):
         assert isinstance(actual, Tensor), f"{what}: got {actual!r}, expected a tensor"
         assert actual.device == expected.device, f"{what}: a tensor arrived on {actual.device}"
@@ -101,7 +101,7 @@ async def objects_to_and_from_every_root(comm: Comm) -> None:
 
 async def objects_that_differ_in_size_between_ranks(comm: Comm) -> None:
     size, rank = comm.size, comm.rank
-    for late in (0, size - 1):  # the one that has the most
+    for late in (0, size - 1):  # the rank with the largest object
         everyone: list[Any] = [bytes([r % 256]) * (LARGE // 2) if r == late else "x" * r for r in range(size)]
         expect_same(await comm.all_gather_object(everyone[rank]), everyone, "all_gather_object of various sizes")
         gathered = await comm.gather_object(everyone[rank], 0)
@@ -155,10 +155,10 @@ async def objects_keep_their_order_and_tags_beside_tensors(comm: Comm) -> None:
     tags = [3, 0, 7]
     works: list[Awaitable[Any]] = []
     for i in range(4):
-        for tag in tags:  # tensors and objects of the same tags do not meet
+        for tag in tags:  # tensors and objects of the same tag do not match
             works.append(comm.send_object((rank, tag, i), following, tag))
             works.append(comm.send(sample(rank, (4,), salt=10 * tag + i), following, tag))
-    for tag in sorted(tags):  # in another order than they were sent
+    for tag in sorted(tags):  # not in the order of sending
         for i in range(4):
             received = torch.zeros(4)
             works.append(comm.recv(received, previous, tag))
@@ -188,7 +188,7 @@ async def objects_from_any_source(comm: Comm) -> None:
     size, rank = comm.size, comm.rank
     try:
         receives = [comm.recv_object(None, 11)]
-    except ValueError as exc:  # a backend may be unable to, but must say so at the call
+    except ValueError as exc:  # a backend may lack this, but must raise at the call
         assert "any source" in str(exc), f"recv_object(src=None) was refused for another reason: {exc}"
         return
     receives += [comm.recv_object(tag=11) for _ in range(2 * size - 1)]
@@ -215,7 +215,7 @@ async def refused_objects_leave_the_comm_usable(comm: Comm) -> None:
         await _refused(comm.broadcast_object(None, 0))
         await _refused(comm.broadcast_object(None, 0, max_bytes=1000))
         mine = [1, 2]
-        await _refused(comm.broadcast_object_list(mine, 0))  # the root's is longer
+        await _refused(comm.broadcast_object_list(mine, 0))  # the root's list is longer
         assert mine == [1, 2], "a list was filled with what was refused"
     else:
         await comm.broadcast_object(custom, 0)
@@ -259,7 +259,7 @@ async def streams_to_the_next_rank(comm: Comm) -> None:
     async for obj in stream:
         got.append(obj)
         if len(got) == 3:
-            break  # loses nothing
+            break  # loses no object
     await comm.barrier()
     got += [obj async for obj in stream]
     expect_same(got, expected, f"stream from {previous}")
@@ -278,7 +278,7 @@ async def streams_to_the_next_rank(comm: Comm) -> None:
         assert "my own problem" in str(exc), f"a stream whose sender failed must say why: {exc}"
     else:
         raise AssertionError("a stream whose sender failed went on")
-    sink = comm.sink(following, 2)  # the same tag again
+    sink = comm.sink(following, 2)  # reuse of the tag
     closing = [sink.put(rank), sink.close()]
     assert [obj async for obj in comm.stream(previous, 2)] == [previous]
     await asyncio.gather(*closing)

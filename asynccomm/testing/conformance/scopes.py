@@ -1,4 +1,4 @@
-"""Checks of operations that are held back by a scope and then leave together."""
+"""Checks of operations that a scope defers and submits together."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS = [
 
 
 def _parts(forms: Forms, op: ReduceOp) -> list[list[StartedOp]]:
-    """Everything there is, in an order that is the same on all ranks."""
+    """All operations, in an order that is the same on all ranks."""
     makers = [forms.lists, forms.copies, forms.singles, forms.messages]
     makers += [lambda: forms.reductions(op), lambda: forms.scattered_reductions(op)]
     random.Random(1).shuffle(makers)
@@ -73,7 +73,7 @@ async def objects_and_tensors_in_one_scope(comm: Comm) -> None:
 
 
 def _operations(comm: Comm, t: Tensor, u: Tensor, lists: list[Tensor]) -> Iterator[Work[Any]]:
-    """Each has to do with what others before it did."""
+    """Operations on shared tensors: each depends on earlier ones."""
     last = comm.size - 1
     at_last = lists if comm.rank == last else None
     yield comm.all_reduce(t)
@@ -101,7 +101,7 @@ def _operations(comm: Comm, t: Tensor, u: Tensor, lists: list[Tensor]) -> Iterat
 
 
 async def operations_on_the_same_tensors_in_one_scope(comm: Comm) -> None:
-    """They take effect in their order, as they do one by one."""
+    """Check that operations take effect in program order, as without a scope."""
     one_by_one, together = (
         [
             sample(comm.rank, (6 * comm.size,)),
@@ -172,7 +172,7 @@ async def nested_scopes_and_exceptions(comm: Comm) -> None:
 
 
 async def scopes_with_suspensions_of_their_own(comm: Comm) -> None:
-    """Ranks get to their calls in their own time, while other tasks of theirs are at work, too."""
+    """Check scopes in which ranks suspend at different points, while other tasks on them use the comm as well."""
     chaos = random.Random(f"{comm.name} {comm.rank}")
     await asyncio.gather(_scopes_with_suspensions(comm, chaos), _messages_meanwhile(comm, chaos))
 
@@ -183,7 +183,7 @@ async def _scopes_with_suspensions(comm: Comm, chaos: random.Random) -> None:
     for n in range(6):
         started = []
         pool = [sample(rank, (40 * size,), salt=n) for _ in range(3)]
-        values = [[sample(r, (40 * size,), salt=n) for r in range(size)] for _ in pool]  # of every rank
+        values = [[sample(r, (40 * size,), salt=n) for r in range(size)] for _ in pool]  # by rank
         async with comm.coalesce(max_ops=plan.choice([None, 3, 10])):
             for i in range(plan.randrange(1, 25)):
                 await _suspended(chaos)
@@ -250,7 +250,7 @@ async def hundreds_of_small_operations_in_one_scope(comm: Comm) -> None:
 
 async def large_and_small_operations_in_one_scope(comm: Comm) -> None:
     size, rank = comm.size, comm.rank
-    numels = [3, 400_001, 17, 300_007, 150_001, 0, 150_001, 5]  # above what moves as one, and below
+    numels = [3, 400_001, 17, 300_007, 150_001, 0, 150_001, 5]  # above and below the fusion limit
     for _ in range(2):
         started = []
         async with comm.coalesce():
@@ -263,7 +263,7 @@ async def large_and_small_operations_in_one_scope(comm: Comm) -> None:
 
 
 async def rings_of_messages_in_one_scope(comm: Comm) -> None:
-    """Everybody sends before receiving, and more than fits anywhere; collectives in between are not held up."""
+    """All ranks send before they receive, more than any buffer holds; collectives between them are not delayed."""
     size, rank = comm.size, comm.rank
     following, previous = (rank + 1) % size, (rank - 1) % size
     started = []
@@ -284,7 +284,7 @@ async def rings_of_messages_in_one_scope(comm: Comm) -> None:
 
 
 async def messages_of_some_ranks_in_a_scope_of_all(comm: Comm) -> None:
-    """They are each rank's own business, and make no difference to the batches."""
+    """Messages of some ranks only, which must not change the batches of collectives."""
     size, rank = comm.size, comm.rank
     started = []
     async with comm.coalesce(max_ops=2):
@@ -326,5 +326,5 @@ async def awaiting_in_a_scope(comm: Comm) -> None:
 
 
 async def _apart(comm: Comm, total: Tensor) -> None:
-    """In a task of its own: it is not held back."""
+    """Run all_reduce in another task, so that the scope does not defer it."""
     expect_equal(await comm.all_reduce(sample(comm.rank, (6,))), total, "all_reduce of a task started in a scope")

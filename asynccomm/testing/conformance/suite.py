@@ -1,4 +1,4 @@
-"""The list of checks, and running them."""
+"""The list of checks, and their runner."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ CHECKS: dict[str, Check] = {check.__name__: check for check in [*_HARMLESS, *_BR
 async def check_backend(
     make: Callable[[str], AbstractAsyncContextManager[Comm]], *, only: Sequence[str] | None = None
 ) -> None:
-    """Run the suite on this rank, while every other rank does the same.
+    """Run the suite on this rank; all other ranks must do the same at the same time.
 
     Args:
         make: opens a comm of all ranks under the given name, each time a new one.
         only: names of checks to run (see ``CHECKS``); None: all.
 
-    Raises: AssertionError, or whatever the backend raised, with a note that names the check.
+    Raises: AssertionError, or an exception of the backend, with a note that names the check.
     """
     chosen = list(CHECKS) if only is None else list(only)
     for name in chosen:
@@ -74,7 +74,7 @@ async def check_backend(
 
 async def _run(check: Check, comm: Comm) -> None:
     try:
-        # on a GPU, tensors are made there unless a check says otherwise
+        # the default device of new tensors; a check may name another
         with contextlib.nullcontext() if comm.device.type == "cpu" else comm.device:
             await check(comm)
     except Exception as exc:

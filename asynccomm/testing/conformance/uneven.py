@@ -1,4 +1,4 @@
-"""Checks of the collectives on tensors that differ in size between ranks."""
+"""Checks of the collectives on tensors whose sizes differ between ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from asynccomm.testing.conformance.data import (
 
 
 def _divisions(size: int) -> list[list[int]]:
-    """Extents of all ranks: various, some zero, all equal, all zero, one rank that has everything, large ones."""
+    """Extents of all ranks: various, some zero, all equal, all zero, all on one rank, large."""
     return [
         [1 + (2 * r) % 4 for r in range(size)],
         [r % 3 for r in range(size)],
@@ -126,7 +126,7 @@ def _laid_out(tensor: Tensor, layout: str) -> Tensor:
 
 
 def _count(source: int, destination: int) -> int:
-    """How much a rank sends to another: various, often nothing."""
+    """The count from one rank to another: various, often zero."""
     return (3 * source + 2 * destination + 1) % 5
 
 
@@ -180,7 +180,7 @@ async def all_to_all_of_any_shapes_and_dtypes(comm: Comm) -> None:
 async def all_to_all_v_single_with_and_without_splits(comm: Comm) -> None:
     size, rank = comm.size, comm.rank
     for row in ((), (3,), (2, 400), (0, 2)):
-        for uneven in (True, False):  # False: each sends as many rows to all, but not as many as another rank
+        for uneven in (True, False):  # False: a rank sends equally many rows to all ranks
             counts = [[_count(s, d) if uneven else s % 3 for d in range(size)] for s in range(size)]
             sends, receives = counts[rank], [counts[s][rank] for s in range(size)]
             rows = [chunks(sample(s, (sum(counts[s]), *row)), counts[s]) for s in range(size)]
@@ -258,15 +258,15 @@ async def what_does_not_fit_is_refused(comm: Comm) -> None:
     size, rank, last = comm.size, comm.rank, comm.size - 1
     if size == 1:
         return
-    # at the root one tensor is too small for what comes; the others know nothing of it
+    # one tensor at the root is too small for its payload; the other ranks succeed
     outputs = [sentinel((3,)) for _ in range(size)] if rank == 0 else None
     await _refused(comm.gather_v(outputs, sample(rank, (4 if rank == last else 3,)), 0), rank == 0, "gather_v")
     inputs = [sample(r, (3,), torch.int32) for r in range(size)] if rank == 0 else None
     output = sentinel((3,), torch.float32 if rank == last else torch.int32)
     await _refused(comm.scatter_v(output, inputs, 0), rank == last, "scatter_v")
-    # rows of another length come from one rank, and to that rank from everybody
+    # the last rank's rows have another length: a mismatch on all ranks
     await _refused(comm.all_gather_v(None, sample(rank, (2, 5 if rank == last else 4))), True, "all_gather_v")
-    # one rank has too little room for the rows that come
+    # the output of one rank is too small for the received rows
     wide = sentinel((2 * size - 1 if rank == last else 2 * size, 3))
     await _refused(comm.all_to_all_v_single(wide, sample(rank, (2 * size, 3))), rank == last, "all_to_all_v_single")
     tensor = sample(rank, (7,))
@@ -284,7 +284,7 @@ async def _refused(work: Work[Any], expected: bool, what: str) -> None:
 
 
 async def experts_get_tokens_and_give_them_back(comm: Comm) -> None:
-    """Mixture of experts: each rank has tokens of its own number, of which each goes to one expert, and comes back."""
+    """Mixture of experts: ranks have different numbers of tokens; each token goes to one expert, and comes back."""
     size, rank, width = comm.size, comm.rank, 6
     for tokens in (7 + 3 * rank, 0 if rank == size - 1 else 4, 1_500 + rank):
         mine = sample(rank, (tokens, width))
@@ -296,14 +296,14 @@ async def experts_get_tokens_and_give_them_back(comm: Comm) -> None:
         assert len(dispatched) == int(receives.sum())
         known = await comm.all_to_all_v_single(None, mine[order], None, sends.tolist())
         expect_equal(known, dispatched, "tokens dispatched without telling how many")
-        done = dispatched * 10 + rank  # what an expert does
+        done = dispatched * 10 + rank  # the expert's computation
         combined = torch.empty_like(mine)
         combined[order] = await comm.all_to_all_v_single(None, done, sends.tolist(), receives.tolist())
         expect_equal(combined, mine * 10 + experts[:, None], "tokens combined")
 
 
 async def gathered_tokens_are_given_back(comm: Comm) -> None:
-    """Mixture of experts as with data parallel attention: everybody sees all tokens, and results are added up."""
+    """Mixture of experts as with data parallel attention: each rank gathers all tokens, and the results are summed."""
     size, rank = comm.size, comm.rank
     for sizes in _divisions(size):
         counts = (await comm.all_gather_single(None, torch.tensor([sizes[rank]]))).tolist()
@@ -314,7 +314,7 @@ async def gathered_tokens_are_given_back(comm: Comm) -> None:
         )
         expected = torch.cat([sample(r, (n, 2), torch.bfloat16) for r, n in enumerate(sizes)])
         expect_equal(all_logits, expected, f"logits of {sizes} tokens")
-        # each rank's experts contribute a part of each token's result
+        # the experts of each rank contribute a part of each token's result
         combined = await comm.reduce_scatter_v(None, all_hidden * (rank + 1), counts)
         expect_equal(combined, hidden * (size * (size + 1) // 2), f"combine of {sizes} tokens")
         average = await comm.reduce_scatter_v(None, all_hidden, counts, ReduceOp.AVG)

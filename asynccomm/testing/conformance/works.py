@@ -1,4 +1,4 @@
-"""Checks of Works, of many operations at once, and of point-to-point."""
+"""Checks of Works, of many operations in flight, and of point-to-point messages."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ async def dropped_works_run_on(comm: Comm) -> None:
     tensors = [sample(comm.rank, (1000,), salt=i) for i in range(10)]
     for tensor in tensors:
         comm.all_reduce(tensor)
-    comm.all_reduce(torch.ones(1000))  # nobody holds this tensor, nor its Work
+    comm.all_reduce(torch.ones(1000))  # no reference to this tensor or its Work
     gc.collect()
     await comm.barrier()
     for i, tensor in enumerate(tensors):
@@ -108,20 +108,20 @@ async def dropped_works_run_on(comm: Comm) -> None:
 
 
 class Memory(bytearray):
-    """Memory of a tensor, of which one can see when it is given up."""
+    """Memory of a tensor, which supports weak references: they show when it is freed."""
 
 
 async def works_let_go_of_tensors(comm: Comm) -> None:
     if comm.device.type != "cpu":
-        return  # their memory is not Python's, and cannot be watched
+        return  # GPU memory supports no weak references
     memory = Memory(4 * 64)
-    reference = weakref.ref(memory)  # not of the tensor: a backend may hold its memory by another one
+    reference = weakref.ref(memory)  # not to the tensor: a backend may hold its memory by another tensor
     tensor = torch.frombuffer(memory, dtype=torch.float32)
     del memory
     out = await comm.all_gather_single(None, tensor)
     await comm.barrier()
     del tensor
-    for _ in range(200):  # the thread that saw the end may still be on its way out of the call
+    for _ in range(200):  # the thread that completed the operation may not have returned yet
         if reference() is None:
             break
         await asyncio.sleep(0.005)
@@ -167,7 +167,7 @@ async def operations_keep_the_memory_they_were_given(comm: Comm) -> None:
         tensor = sample(comm.rank, shape)
         memory = tensor.data
         work = comm.all_reduce(tensor)
-        tensor.data = torch.zeros(2)  # as a weight is swapped
+        tensor.data = torch.zeros(2)  # as in a swap of weights
         await work
         expected = reduced([sample(r, shape) for r in range(comm.size)], ReduceOp.SUM)
         expect_equal(memory, expected, "the memory that the tensor had at the call")
@@ -233,7 +233,7 @@ async def messages_keep_their_order_and_tags(comm: Comm) -> None:
     following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     tags = [3, 0, 7]
     sends = [comm.send(sample(comm.rank, (4,), salt=100 * tag + i), following, tag) for tag in tags for i in range(5)]
-    for tag in sorted(tags):  # in another order than they were sent
+    for tag in sorted(tags):  # not in the order of sending
         for i in range(5):
             received = sentinel((4,))
             await comm.recv(received, previous, tag)
@@ -243,7 +243,7 @@ async def messages_keep_their_order_and_tags(comm: Comm) -> None:
 
 async def messages_do_not_disturb_collectives(comm: Comm) -> None:
     received = sentinel((4,))
-    # posted long before anybody sends; only one pair takes part
+    # posted long before the send; only one pair takes part
     recv = comm.recv(received, comm.size - 1, 5) if comm.rank == 0 else None
     for i in range(5):
         tensor = sample(comm.rank, (8,), salt=i)
@@ -269,7 +269,7 @@ async def messages_to_oneself_of_any_size_and_tag(comm: Comm) -> None:
     sends, receives = [], []
     for i, count in enumerate((0, 1, 1000, 1 << 18)):
         sends.append(comm.send(sample(comm.rank, (count,), salt=i), comm.rank, i))
-    for i, count in reversed(list(enumerate((0, 1, 1000, 1 << 18)))):  # sent before anybody waits
+    for i, count in reversed(list(enumerate((0, 1, 1000, 1 << 18)))):  # sent before the receives
         receives.append((comm.recv(sentinel((count,)), comm.rank, i), sample(comm.rank, (count,), salt=i)))
     for work, expected in receives:
         expect_equal(await work, expected, f"message to oneself of {expected.numel()} elements")
@@ -279,7 +279,7 @@ async def messages_to_oneself_of_any_size_and_tag(comm: Comm) -> None:
 
 async def messages_of_sizes_around_limits(comm: Comm) -> None:
     following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    # powers of two are where transports change their ways
+    # transports change protocols at powers of two
     sizes = [0, *(max(1, (1 << power) + by) for power in (5, 12, 15, 16, 17, 19) for by in (-33, 0, 1))]
     for early in (False, True):
         outputs = [torch.zeros(count, dtype=torch.uint8) for count in sizes]
@@ -320,7 +320,7 @@ async def long_messages_both_ways_at_once(comm: Comm) -> None:
 async def receives_from_any_source(comm: Comm) -> None:
     try:
         receives = [comm.recv(sentinel((5,)), None, 11)]
-    except ValueError as exc:  # a backend may be unable to, but must say so at the call
+    except ValueError as exc:  # a backend may lack this, but must raise at the call
         assert "any source" in str(exc), f"recv(src=None) was refused for another reason: {exc}"
         return
     receives += [comm.recv(sentinel((5,)), tag=11) for _ in range(comm.size - 1)]
@@ -331,7 +331,7 @@ async def receives_from_any_source(comm: Comm) -> None:
         expect_equal(out, sample(work.source, (5,)), f"message from any source, of {work.source}")
     assert sorted(work.source or 0 for work in receives) == list(range(comm.size)), "a rank's message was not taken"
     await asyncio.gather(*sends)
-    # receives that name a source and those that name none take messages in the order they were posted
+    # receives with and without a source match messages in the order of posting
     following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for early in (False, True):
         works = [] if early else [comm.recv(sentinel((9,)), src, 12) for src in (None, previous, None, previous)]
