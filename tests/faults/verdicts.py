@@ -73,7 +73,7 @@ def _is_held_by_gloo(case: Case, report: Report) -> bool:
 
 def _common_problems(case: Case, report: Report) -> list[str]:
     problems = list(report.problems)
-    # one in fifty aborted groups leaves a thread of gloo behind, with its descriptors: a known limit (README, Status)
+    # one in fifty aborted groups leaves a thread of gloo behind, with its descriptors: a known limit of gloo
     stuck = case.backend == "gloo" and any("asynccomm-gloo-end" in what for what in report.left)
     if not stuck and not _is_held_by_gloo(case, report):
         problems += [f"left behind: {what}" for what in report.left]
