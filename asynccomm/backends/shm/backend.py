@@ -21,8 +21,7 @@ from asynccomm.backends.base import Backend, BackendContext, Submission
 from asynccomm.backends.shm.bootstrap import Circle, decline, meet, unsupported
 from asynccomm.backends.shm.engine import Engine
 from asynccomm.backends.shm.progress_thread import Worker, the_worker
-from asynccomm.backends.shm.settings import HINTS, Settings, spin_seconds, yield_seconds
-from asynccomm.backends.shm.spin_budget import patience_for
+from asynccomm.backends.shm.settings import HINTS, Settings, patience_for, spin_seconds, yield_seconds
 from asynccomm.core.work import Work
 
 QUIET_SECONDS: Final = 5.0  # for a transfer that is aborted to get to the end of its chunk

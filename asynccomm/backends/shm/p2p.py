@@ -24,11 +24,23 @@ from torch import Tensor
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
 from asynccomm.backends.matching import MatchQueues
-from asynccomm.backends.shm.endpoint import CLEAR, DATA, OFFER, SHORT, Arrival, Kept, Link, Offer, Outgoing, Tally
+from asynccomm.backends.shm.endpoint import (
+    CLEAR,
+    DATA,
+    OFFER,
+    SHORT,
+    Arrival,
+    Kept,
+    Link,
+    Offer,
+    Outgoing,
+    ParcelArrival,
+    Tally,
+    TensorArrival,
+)
 from asynccomm.backends.shm.fence import Fence
-from asynccomm.backends.shm.iovec import address_of, spans
-from asynccomm.backends.shm.receives import ParcelArrival, TensorArrival
 from asynccomm.backends.shm.rings import Mapped
+from asynccomm.backends.shm.vectors import address_of, spans
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import MessageSpace, Recv, RecvParcel, Send, SendParcel
 from asynccomm.ops.dtypes import BY_CODE, CODES

@@ -11,9 +11,8 @@ from asynccomm.backends.base import Submission
 from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.shm.algorithms import Progress, part_bytes
 from asynccomm.backends.shm.board import Board
-from asynccomm.backends.shm.iovec import address_of
 from asynccomm.backends.shm.variable_length import Stream, Taker, stream
-from asynccomm.backends.shm.vectors import Scattered, scattered
+from asynccomm.backends.shm.vectors import Scattered, address_of, scattered
 from asynccomm.errors import BackendError, BrokenError
 from asynccomm.ops import Parcel, Parcels
 from asynccomm.ops.parcels import MAX_HEAD

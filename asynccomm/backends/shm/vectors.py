@@ -10,16 +10,23 @@ Lengths are in bytes throughout.
 
 from __future__ import annotations
 
+import ctypes
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from ctypes import memmove
 from operator import sub
-from typing import final
+from typing import Any, Final, final
 
 from torch import Tensor
 
-from asynccomm.backends.shm.iovec import SMALL, hold
+from asynccomm.backends.arithmetic import plain
+
+# ctypes' memmove gives up the interpreter's lock, as torch's operations do. Between many small pieces that would be
+# many chances for another thread to keep it for a whole switch interval.
+SMALL: Final = 32 << 10  # bytes that are moved with the lock held: a few microseconds
+hold: Any = ctypes.PyDLL(None).memmove  # is memmove that holds it
+hold.argtypes, hold.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
 
 _exhaust = deque[object](maxlen=0).extend  # of an iterator, without a line of Python for each piece
 
@@ -132,3 +139,78 @@ def copy(source: Vector, target: Vector, n: int) -> None:
     else:
         for address, start, end in zip(source.addresses, source.starts, source.starts[1:], strict=False):
             target.write(start, end - start, address)
+
+
+# -- pieces -----------------------------------------------------------------------------------------------------------
+
+
+@final
+class Pieces:
+    """Tensors and bytes that are copied out or filled once, from front to back, as if they were one block of memory.
+
+    A parcel's payload lies in several tensors. ``Pieces`` copies it from them straight into frames, and out of frames
+    straight into the destination tensors; neither end holds a flat copy of the whole. Only a tensor that is not plain
+    (strided, conjugated) is packed, when the copy reaches it, and its packed copy is freed when the copy has passed it:
+    the peak memory is the largest packed tensor, not their sum, and a message that never gets a CTS packs nothing.
+    Callers may not write to the tensors until the operation is done in any case.
+
+    Args:
+        parts: the memory, in order; all parts must be plain tensors if they are to be filled.
+    """
+
+    __slots__ = ("_address", "_here", "_spans")
+
+    def __init__(self, parts: Iterable[Tensor | bytes]) -> None:
+        self._spans = spans(parts)
+        self._address = 0
+        self._here = 0  # bytes of the piece at ``_address`` that are left
+
+    def copy_to(self, target: int, nbytes: int) -> None:
+        """Copy the next bytes to an address. There must be so many."""
+        while nbytes > self._here:
+            here = self._here
+            if here:
+                _move(target, self._address, here)
+                target += here
+                nbytes -= here
+            self._address, self._here = next(self._spans)
+        _move(target, self._address, nbytes)
+        self._address += nbytes
+        self._here -= nbytes
+
+    def copy_from(self, source: int, nbytes: int) -> None:
+        """Copy from an address to the next bytes. There must be so many."""
+        while nbytes > self._here:
+            here = self._here
+            if here:
+                _move(self._address, source, here)
+                source += here
+                nbytes -= here
+            self._address, self._here = next(self._spans)
+        _move(self._address, source, nbytes)
+        self._address += nbytes
+        self._here -= nbytes
+
+
+def spans(parts: Iterable[Tensor | bytes]) -> Iterator[tuple[int, int]]:
+    """Address and length of what is not empty. Each is good until the next one is asked for."""
+    for part in parts:
+        if isinstance(part, bytes):
+            nbytes = len(part)
+            if nbytes:
+                yield address_of(part), nbytes
+        else:
+            nbytes = part.nbytes
+            if nbytes:
+                values = plain(part)
+                yield values.data_ptr(), nbytes
+                del values  # before the next one is packed
+
+
+def address_of(data: bytes) -> int:
+    """Where ``data`` has its bytes, as long as it is kept. They are not to be written."""
+    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+
+
+def _move(target: int, source: int, nbytes: int) -> None:
+    (hold if nbytes <= SMALL else memmove)(target, source, nbytes)
