@@ -17,7 +17,7 @@ Reductions combine in rank order on every rank, so all ranks hold the same bits.
 
 Movement works on addresses, because a view per piece would cost more than moving a small piece. Callers keep the
 tensors alive, and make sure that no write clobbers memory that is still to be read (``backends/hazards.py``).
-Collectives whose lengths only the sending ranks know are in ``variable_length.py``.
+``variable_length.py`` has the collectives of which only the sending ranks know the lengths.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Part(NamedTuple):
     fill: Callable[[int, int, int], None]
     #: reads from slots: (step, first byte of the vectors, bytes that fit, offset in the slots)
     take: Callable[[int, int, int, int], None]
-    givers: Sequence[int]  #: other ranks whose slots it reads
+    givers: Sequence[int]  #: other ranks that it reads from
     lands: Sequence[Callable[[], object]] = ()  #: called at the end
     owners: object = None  #: of the vectors' memory; kept alive
 

@@ -1,8 +1,8 @@
-"""A batch of collectives, cut into *bundles*: collectives whose contributions fit in one slot travel in one step.
+"""A batch of collectives, cut into *bundles*: collectives that fit together in one slot travel in one step.
 
 The cut depends only on the operations, which all ranks know, and so is the same on all ranks. Bundles are filled in
-program order, as far as the slot has room. Large operations go alone, and so do operations whose sizes some ranks do
-not know. The slot has room for a list of the operations behind the data (``manifest.py``).
+program order, as far as the slot has room. Large operations go alone, and so do operations with sizes unknown to some
+ranks. The slot has room for a list of the operations behind the data (``manifest.py``).
 
 Ranks may issue the same collectives, and still differ in the bounds of their batches. Each step therefore carries its
 place in its batch, as a number.
@@ -91,7 +91,7 @@ def size_of_batch(place: int) -> int | None:
 def extent(op: Op, size: int) -> tuple[int, bool]:
     """The bytes that a rank contributes to a slot (of the largest rank), and whether it contributes them per rank.
 
-    For operations whose sizes all ranks know.
+    Only for operations with sizes known to all ranks.
     """
     kind = type(op)
     if kind in _REDUCED:

@@ -253,10 +253,10 @@ class Link:
         self._short = min(SHORT_BYTES, largest_payload(layout.ring))
         self._frame = min(FRAME - HEADER, largest_payload(layout.ring))
         self._unmatched = layout.ring  # limit of bytes of short frames in flight or unexpected
-        self._waiting: deque[Outgoing] = deque()  # messages whose first frame is not in the ring yet
+        self._waiting: deque[Outgoing] = deque()  # messages without their first frame in the ring
         self._offered: dict[int, Outgoing] = {}  # messages that wait for CLEAR, by ident
         self._streams: deque[Outgoing] = deque()  # cleared messages, round-robin
-        self._clears: deque[int] = deque()  # idents whose CLEAR is not in the ring yet
+        self._clears: deque[int] = deque()  # idents to be cleared, with no CLEAR in the ring yet
         self._next_ident = 0
         self._sent = 0  # bytes of short frames written so far
         self._taken_at = (layout.ring_start(rank, peer) + LINE) // WORD + 1  # word: bytes that the peer matched
@@ -275,7 +275,7 @@ class Link:
     def send(self, message: Outgoing) -> bool:
         """Write the first frame of a message, in the order of the calls.
 
-        Returns: False if the message had to be queued; ``pump`` writes it when the ring has room.
+        Returns: False if the message was queued for ``pump``, which writes it when the ring has room.
         """
         if self._waiting or self.gone or not self._begin(message):
             self._waiting.append(message)

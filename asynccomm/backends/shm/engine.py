@@ -45,7 +45,7 @@ from asynccomm.errors import BackendError, BrokenError, PeerLostError
 
 SLICE_SECONDS: Final = 1e-3  # that one call may drive, so that the loop's other tasks do not starve
 CATCH_UP_SECONDS: Final = 0.02  # of CPU time at most, to finish earlier operations when another rank has failed
-LOCK_SECONDS: Final = 1.0  # to wait for the lock, whose holder may have been preempted in the middle of a step
+LOCK_SECONDS: Final = 1.0  # to wait for the lock; its holder may have been preempted in the middle of a step
 MOST_SKIPPED: Final = 64  # limit of awaits in a row that do not spin, after spinning has failed
 
 
@@ -84,7 +84,7 @@ class Engine:
         self._states = [layout.word(rank, Word.STATE) for rank in range(group.size)]
         self._place = layout.word(group.rank, Word.PLACE)
         homes = [(member.host, member.pid) for member in context.members]
-        self._places = [  # without ranks of this process: their progress thread is this one
+        self._places = [  # without ranks of this process, which share one progress thread
             layout.word(rank, Word.PLACE) for rank, home in enumerate(homes) if home != homes[group.rank]
         ]
         # none of these three may refer to this engine: a cycle would keep the segment until the next garbage collection

@@ -28,8 +28,8 @@ BLOCK: Final = 4 * LINE  # bytes of one rank's words; blocks keep a distance, be
 class Word(IntEnum):
     """A rank's words, by their index in its block."""
 
-    POSTED = 0  #: steps whose slot this rank has filled
-    REDUCED = 1  #: steps whose result this rank has filled
+    POSTED = 0  #: steps with this rank's slot filled
+    REDUCED = 1  #: steps with this rank's result filled
     FINISHED = 2  #: steps in which this rank has finished reading
     STATE = 3  #: a :class:`State`
     PLACE = 4  #: CPU that this rank's progress thread has woken up on, plus one; 0 while it is asleep

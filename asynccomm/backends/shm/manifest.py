@@ -84,7 +84,7 @@ def _read(words: Sequence[int]) -> Iterator[Listed]:
 def difference(mine: Issued, theirs: Issued) -> tuple[int, str, str]:
     """The first operation that differs: its number, and the texts of this rank's and the other rank's operation.
 
-    If all listed operations are equal, the texts describe the batches, whose bounds differ.
+    If all listed operations are equal, the texts describe the batches, which differ in their bounds.
     """
     if mine.total > 1 < theirs.total:
         for own, other in zip(mine.listed, theirs.listed, strict=False):

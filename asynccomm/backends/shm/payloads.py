@@ -19,7 +19,7 @@ from asynccomm.ops.parcels import MAX_HEAD
 
 
 def parcels(board: Board, submission: Submission) -> Progress:
-    """Run the collective of a submission whose op is ``ops.Parcels``."""
+    """Run the collective of a submission of ``ops.Parcels``."""
     op = submission.op
     assert isinstance(op, Parcels)
     size, me = board.size, board.rank

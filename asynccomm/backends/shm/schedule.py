@@ -37,7 +37,7 @@ Lands = list[Callable[[], object]]
 
 
 def part_of(board: Board, submission: Submission) -> Part:
-    """This rank's part in a collective whose sizes all ranks know."""
+    """This rank's part in a collective with sizes known to all ranks."""
     return _PARTS[type(submission.op)](board, submission)
 
 
@@ -76,7 +76,7 @@ def _reduce_scatter(board: Board, submission: Submission) -> Part:
     target = _target(reduction, outputs, lands)
     sources, shares = _sources(reduction, op, inputs, size)
     own = sources[me]
-    # in place, the first of several additions would overwrite what a later one reads
+    # in place, the first of several additions would overwrite the input of a later one
     direct = not isinstance(own, Tensor) or not isinstance(target, Tensor) or own.data_ptr() != target.data_ptr()
     if isinstance(own, Tensor):
         del shares[me]  # read in place, not through the slot

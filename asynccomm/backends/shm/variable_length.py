@@ -1,4 +1,4 @@
-"""Collectives whose lengths only the sending ranks know: all_to_all, and all collectives of parcels.
+"""Collectives of variable length, known only to the sending ranks: all_to_all, and all collectives of parcels.
 
 A rank sends one *stream* to all ranks, or one stream to each rank. Streams go through the slots as vectors do in
 ``algorithms.py``, but the slot of the first step has a header: the lengths of the stream, and the number of steps that
