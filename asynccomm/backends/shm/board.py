@@ -1,7 +1,7 @@
 """The board: one rank's view of the slots that collectives exchange data through.
 
 A collective takes the same number of steps on all ranks; steps are numbered through the life of the comm. A collective
-whose number of steps is not known in advance begins with one step, and is extended when all ranks have the number. In a
+with an unknown number of steps begins with one step, and is extended when all ranks have the number. In a
 step, each rank fills its slot and *posts* it, reads the slots of other ranks, and *finishes*. In between, a rank may
 post a *result*, which the others read too. A slot may be filled again when all ranks have finished the step that used
 it last.
@@ -24,7 +24,7 @@ from asynccomm.errors import BackendError, CollectiveMismatchError
 from asynccomm.ops import Barrier, Op
 from asynccomm.ops.signature import Signature, describe, differing_layout, signature
 
-MIX: Final = 0x9E3779B97F4A7C15  # any odd number whose bits are well mixed
+MIX: Final = 0x9E3779B97F4A7C15  # any odd number with well-mixed bits
 MASK: Final = (1 << 64) - 1
 CACHED_VIEWS: Final = 4 * MOST  # views of parts of slots: a bundle in each bank
 LARGEST: Final = 1 << 48  # upper limit of a number in a header: exceeds the bytes or steps of any memory

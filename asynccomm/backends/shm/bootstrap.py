@@ -52,7 +52,7 @@ from asynccomm.store.base import Store
 
 _log = logging.getLogger("asynccomm")
 
-RETRY_SECONDS: Final = 0.005  # between attempts to connect to rank 0, when its backlog is full
+RETRY_SECONDS: Final = 0.005  # between attempts to connect to rank 0, which may be flooded with connections
 HELLO_SECONDS: Final = 5.0  # within which a connection must send its hello
 STRANGERS: Final = 64  # unauthenticated connections at once, plus the number of ranks; more close the oldest
 BACKLOG: Final = 4096  # of the listening socket; the kernel may have a lower limit
@@ -102,7 +102,7 @@ async def meet(context: BackendContext, settings: Mapping[str, int], layout: Lay
     """Bootstrap a segment that all ranks share. Collective, without a timeout; cancellation closes all descriptors.
 
     Args:
-        settings: hints whose values must be the same on all ranks.
+        settings: hints that must have the same values on all ranks.
         layout: the layout of the segment, which follows from the settings.
         bells: eventfds that wake this rank's event loop and its progress thread.
 

@@ -165,7 +165,7 @@ class Worker:
                     each.settle_on(_current_cpu())
 
     def _turns(self) -> bool:
-        """Drive all engines once; returns whether any advanced. A separate call, whose locals keep no engine alive."""
+        """Drive all engines once; returns whether any advanced. Separate, so that no local keeps an engine alive."""
         moved = False
         for each in list(self._driven):
             turn = self._turn(each)
