@@ -53,7 +53,7 @@ def _runs(submission: Submission) -> list[int]:
     words: list[int] = []
     numbers = submission.numbers
     if members and isinstance(members[0], TensorOp):
-        for _, run in groupby(members, _form):  # runs are few; signatures of hundreds of members would take long
+        for _, run in groupby(members, _form):  # few runs; signatures of hundreds of members would take long
             ops = list(run)
             sizes = [signature(op)[1] for op in ops] if ops[0].label else [op.numel for op in ops]  # the same numbers
             words += [signature(ops[0])[0], len(ops), *sizes, *numbers[: len(ops)]]
