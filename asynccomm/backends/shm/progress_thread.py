@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Final, Protocol, final
 
-SWITCH_SECONDS: Final = 1e-4  # bench/loop_lag.py: beside a GIL-bound thread this is worth several times the bandwidth
+SWITCH_SECONDS: Final = 1e-4  # bench/loop_lag.py: beside a GIL-bound thread, a short interval multiplies the bandwidth
 END_SECONDS: Final = 5.0  # limit of the wait for the thread to finish its turn, when the process ends
 
 # -1 without sched_getcpu: systems that cannot share memory import this module, too
