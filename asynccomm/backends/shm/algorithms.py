@@ -1,22 +1,23 @@
-"""Collectives as generators over a board: each fills slots, looks at the others', and yields when it can do no more.
+"""The algorithms of collectives, as generators over a board: each fills slots and reads other ranks' slots.
 
-A generator yields True when it got on and False when it has to wait for other ranks; it never waits itself. So one
-thread can keep any number of them going. Four forms are all there is:
+A generator yields True after progress, and False when it has to wait for other ranks; a generator never waits itself,
+so one thread can drive any number of generators. There are four forms:
 
 - ``published``: a slot is for all readers (broadcast, all_gather, gather);
 - ``exchanged``: a slot holds a part for each reader (scatter, all_to_all, and reduce_scatter, which combines them);
-- ``reduce_whole``: small reductions; everybody who wants the result combines all slots;
-- ``reduce_parts``: large ones; each rank combines its part of every step and publishes that (reduce-scatter, then
-  all-gather), chunk by chunk through slots that stay in the caches.
+- ``reduce_whole``: small reductions; every rank that needs the result combines all slots;
+- ``reduce_parts``: large reductions; each rank combines its part of every step and publishes the result
+  (reduce-scatter, then all-gather), chunk by chunk through slots that stay in the caches.
 
-All but the last can share a step with others, each at its own place in the slots: they are a :class:`Part`, which
-``transfer`` takes through the steps of a collective by itself, and ``lowering.py`` through one step for all.
+All forms but the last can share a step with other collectives, each at its own offset in the slots. These forms are a
+:class:`Part`: ``transfer`` takes one part through all steps of its collective, and ``lowering.py`` takes several parts
+through one step.
 
-Reductions go in rank order, whoever computes them, so every rank holds the same bits.
+Reductions combine in rank order on every rank, so all ranks hold the same bits.
 
-What is only moved is moved by address: a view for each piece would take longer than moving a small one. Callers keep
-the tensors, and see to it that what is written does not clobber what is still to be read (``backends/hazards.py``).
-Collectives of which only the givers know the lengths are in ``variable_length.py``.
+Movement works on addresses, because a view per piece would cost more than moving a small piece. Callers keep the
+tensors alive, and make sure that no write clobbers memory that is still to be read (``backends/hazards.py``).
+``variable_length.py`` has the collectives of which only the sending ranks know the lengths.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ from asynccomm.backends.shm.reduction import Reduction
 from asynccomm.backends.shm.vectors import Operand, Share, copy, read, where, write
 
 Progress = Generator[bool, None, None]
-Stage = tuple[Callable[[int], bool], Callable[[int], None]]  # (may step i be done?, do it)
+Stage = tuple[Callable[[int], bool], Callable[[int], None]]  # (whether step i is ready, run step i)
 
 
 def steps_for(nbytes: int, per_step: int) -> int:
-    """How many steps; an operation on nothing takes one too, for it is a collective like any other."""
+    """The number of steps for ``nbytes``; an empty collective takes one step, too, because it also synchronizes."""
     return -(-nbytes // per_step) or 1
 
 
 def pipeline(steps: int, *stages: Stage) -> Progress:
-    """Take ``steps`` steps through ``stages``: each in order, and none ahead of the stage before it.
+    """Run ``steps`` steps through ``stages``: each stage in step order, and never ahead of the previous stage.
 
-    The first stages run ahead as far as they may, so that other ranks never wait for what could be there.
+    The first stages run ahead as far as they are ready, so that other ranks wait as little as possible.
     """
     if steps == 1:
         for ready, act in stages:
@@ -70,17 +71,17 @@ def pipeline(steps: int, *stages: Stage) -> Progress:
 
 
 def free(board: Board, first: int) -> Callable[[int], bool]:
-    """Whether this rank's slot of step i may be filled."""
+    """A predicate of i: whether this rank may fill its slot of step ``first + i``."""
     return lambda i: board.free(first + i)
 
 
 def posted(board: Board, first: int, ranks: Sequence[int]) -> Callable[[int], bool]:
-    """Whether ``ranks`` have filled their slots of step i."""
+    """A predicate of i: whether ``ranks`` have filled their slots of step ``first + i``."""
     return lambda i: board.posted(first + i, ranks)
 
 
 def meet(board: Board, step: int) -> Progress:
-    """A step without data: done when all have come."""
+    """A step without data, done when all ranks have posted it."""
     while not board.free(step):
         yield False
     board.post(step)
@@ -90,19 +91,19 @@ def meet(board: Board, step: int) -> Progress:
 
 
 class Part(NamedTuple):
-    """What a rank does in the steps of a collective, wherever in the slots that has its place."""
+    """A rank's part in the steps of a collective, independent of its offset in the slots."""
 
-    #: (byte of the vectors, how many fit, address in this rank's slot)
+    #: writes to a slot: (first byte of the vectors, bytes that fit, address in this rank's slot)
     fill: Callable[[int, int, int], None]
-    #: (step, byte of the vectors, how many fit, byte of the slots)
+    #: reads from slots: (step, first byte of the vectors, bytes that fit, offset in the slots)
     take: Callable[[int, int, int, int], None]
-    givers: Sequence[int]  #: ranks other than this one whose slots it takes from
-    lands: Sequence[Callable[[], object]] = ()  #: to be called at the end
-    owners: object = None  #: of the vectors' memory; to be kept
+    givers: Sequence[int]  #: other ranks that it reads from
+    lands: Sequence[Callable[[], object]] = ()  #: called at the end
+    owners: object = None  #: of the vectors' memory; kept alive
 
 
 def transfer(board: Board, first: int, steps: int, room: int, part: Part) -> Progress:
-    """A collective by itself, ``room`` bytes in a step."""
+    """Run one part through the steps of its collective, ``room`` bytes per step."""
     fill, take, givers, lands, _ = part
     me = board.rank
     if steps == 1:
@@ -136,9 +137,9 @@ def published(
     lands: Sequence[Callable[[], object]] = (),
     owners: object = None,
 ) -> Part:
-    """Fill the slot from ``source``, if there is one; copy the slots of the ranks that ``targets`` are for there.
+    """A part that fills this rank's slot from ``source``, if given, and copies other ranks' slots to ``targets``.
 
-    Without targets this rank waits for nobody.
+    Without targets, this rank waits for no other rank.
     """
     me = board.rank
     givers = []
@@ -163,7 +164,7 @@ def published(
 
 
 def part_bytes(board: Board) -> int:
-    """Bytes of a slot that each rank has in an ``exchange``."""
+    """Bytes of a slot per reading rank in ``exchanged``."""
     return board.chunk // board.size // LINE * LINE
 
 
@@ -174,11 +175,11 @@ def exchanged(
     lands: Sequence[Callable[[], object]] = (),
     owners: object = None,
 ) -> Part:
-    """Fill the slot with a part for each rank; have ``take`` fetch the parts that are for this rank.
+    """A part that fills this rank's slot with data for each rank, and reads its own data from slots by ``take``.
 
     Args:
-        sources: what other ranks are to get, and this rank too if it is to be in the slot.
-        take: the parts for this rank are ``rank * room`` into each giver's.
+        sources: data for the other ranks, and for this rank if that goes through the slot.
+        take: reads the data for this rank, which is at offset ``rank * room`` in the area of each of ``givers``.
     """
 
     def fill(start: int, room: int, address: int) -> None:
@@ -190,12 +191,12 @@ def exchanged(
 
 
 def reduce_whole(board: Board, step: int, source: Operand, target: Operand | None, reduction: Reduction) -> Progress:
-    """Combine the ranks' ``source`` into ``target``, if it is given; at most a slot's worth."""
+    """Combine all ranks' ``source``, of at most a slot, into ``target`` if it is given."""
     nbytes = source.nbytes
     while not board.free(step):
         yield False
     slot = board.slot_address(step, board.rank)
-    if isinstance(source, Tensor):  # as read() would, at once: small reductions are what counts most
+    if isinstance(source, Tensor):  # read() inlined: small reductions are the most frequent
         memmove(slot, source.data_ptr(), nbytes)
     else:
         source.read(0, nbytes, slot)
@@ -214,7 +215,7 @@ def combined(
     reduction: Reduction,
     lands: Sequence[Callable[[], object]] = (),
 ) -> Part:
-    """The same where it shares a step."""
+    """``reduce_whole`` as a part that can share a step."""
     nbytes = source.nbytes
 
     def fill(start: int, room: int, address: int) -> None:
@@ -228,7 +229,7 @@ def combined(
 
 
 def combine(board: Board, step: int, at: int, nbytes: int, target: Operand, reduction: Reduction) -> None:
-    """Combine the ``nbytes`` from byte ``at`` of all slots into ``target``."""
+    """Combine ``nbytes`` at offset ``at`` of all slots into ``target``."""
     item = reduction.dtype.itemsize
     parts = board.parts(reduction.dtype, step, at // item, nbytes // item)
     if isinstance(target, Tensor):
@@ -242,10 +243,10 @@ def combine(board: Board, step: int, at: int, nbytes: int, target: Operand, redu
 def reduce_parts(
     board: Board, first: int, steps: int, source: Operand, target: Operand | None, reduction: Reduction
 ) -> Progress:
-    """Combine the ranks' ``source`` into ``target``, if it is given; of any length.
+    """Combine all ranks' ``source``, of any length, into ``target`` if it is given.
 
-    In a step each rank combines one part and posts it as its result: from the others' slots, and its own ``source``
-    where that is in one place. ``target`` may be ``source``.
+    In a step, each rank combines one part and posts it as its result. A rank combines from the other ranks' slots, and
+    from its own ``source`` if that is contiguous, else from its own slot. ``target`` may be ``source``.
     """
     me, size, dtype = board.rank, board.size, reduction.dtype
     item = dtype.itemsize
@@ -256,14 +257,14 @@ def reduce_parts(
     own = source if isinstance(source, Tensor) else None
 
     def shares(n: int) -> list[int]:
-        """Where each rank's part of ``n`` elements begins, and the last one ends."""
+        """The start of each rank's part of ``n`` elements, then the end of the last part."""
         part = rounded_up(-(-n // size), LINE // item)
         return [min(n, rank * part) for rank in range(size + 1)]
 
     full, last = shares(room), shares(length - (steps - 1) * room)
 
     def bounds(i: int) -> tuple[int, list[int]]:
-        """Where step i begins, and where in it each rank's part does; in elements."""
+        """The start of step i, and the bounds of the ranks' parts in it, in elements."""
         return i * room, full if i < steps - 1 else last
 
     def fill(i: int) -> None:

@@ -1,9 +1,9 @@
-"""CPU collectives through shared memory, between ranks on one machine; Linux only.
+"""The shm backend: CPU collectives through shared memory, between ranks on one machine; Linux only.
 
-The parts, lowest first: ``layout`` (what lies where), ``fence`` (memory ordering), ``segment`` and ``bootstrap`` (how
-the ranks come to share one), ``rings`` and ``p2p`` (point to point), ``bundles`` (what shares a step), ``board``,
-``reduction``, ``algorithms``, ``schedule`` and ``lowering`` (steps of collectives), ``progress_thread`` and ``engine``
-(who moves them on, and when).
+The modules, lowest first: ``layout`` (offsets in a segment), ``fence`` (memory ordering), ``segment`` and ``bootstrap``
+(creating and sharing a segment), ``rings``, ``endpoint`` and ``p2p`` (point to point), ``bundles`` (collectives that
+share a step), ``board``, ``reduction``, ``algorithms``, ``schedule`` and ``lowering`` (steps of collectives),
+``doorbell``, ``progress_thread`` and ``engine`` (waking, and making progress).
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from asynccomm.backends.base import Backend, BackendContext, Submission
 from asynccomm.backends.shm.bootstrap import Circle, decline, meet, unsupported
 from asynccomm.backends.shm.engine import Engine
 from asynccomm.backends.shm.progress_thread import Worker, the_worker
-from asynccomm.backends.shm.settings import HINTS, Settings, spin_seconds, yield_seconds
-from asynccomm.backends.shm.spin_budget import patience_for
+from asynccomm.backends.shm.settings import HINTS, Settings, patience_for, spin_seconds, yield_seconds
 from asynccomm.core.work import Work
 
-QUIET_SECONDS: Final = 5.0  # for a transfer that is aborted to get to the end of its chunk
-RELEASE_SECONDS: Final = 0.01  # until another look whether it has
+QUIET_SECONDS: Final = 5.0  # limit of the wait for an aborted transfer to finish its chunk
+RELEASE_SECONDS: Final = 0.01  # between checks whether it has
 
 
 @final
@@ -37,7 +36,7 @@ class ShmBackend(Backend):
     devices = frozenset({"cpu"})
     hints = HINTS
     compares = True
-    merged_bytes = 256 << 10  # what is larger is better combined from where it is than from pieces (2 ranks on 2 cores)
+    merged_bytes = 256 << 10  # larger operations are faster unmerged than in pieces (measured: 2 ranks on 2 cores)
 
     def __init__(self, context: BackendContext, engine: Engine, circle: Circle, worker: Worker, bell: int) -> None:
         self._engine = engine
@@ -46,7 +45,7 @@ class ShmBackend(Backend):
         self._bell = bell
         self._loop = context.mailbox.loop
         self._on_error = context.on_error
-        self._withdrawing = threading.RLock()  # a comm that is collected within it withdraws, too
+        self._withdrawing = threading.RLock()  # reentrant: garbage collection inside may withdraw another comm
         self._withdrawn = False
         self._released = False
         self._loop.add_reader(bell, engine.on_bell, bell)
@@ -73,7 +72,7 @@ class ShmBackend(Backend):
                     patience = await anyio.to_thread.run_sync(patience_for, context.group.size)
                 worker = the_worker()
                 bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            except (OSError, RuntimeError) as exc:  # no more descriptors or threads; the others must hear of it
+            except (OSError, RuntimeError) as exc:  # no descriptors or threads left; the other ranks must be informed
                 await decline(context, str(exc))
             unless_connected.callback(os.close, bell)
             circle = await meet(context, settings.as_dict(), layout, (bell, worker.bell))
@@ -113,7 +112,7 @@ class ShmBackend(Backend):
         self._engine.idle(QUIET_SECONDS)
 
     def _withdraw(self) -> None:
-        """Let the others see that this rank is gone. From any thread."""
+        """Close this rank's liveness pipe, which the peers notice. From any thread."""
         with self._withdrawing:
             if self._withdrawn:
                 return
@@ -123,10 +122,10 @@ class ShmBackend(Backend):
             self._circle.descriptors.close_one(self._circle.life)
 
     def _release(self) -> None:
-        """Close what nobody uses any more, once nobody does. On the loop."""
+        """Close the descriptors once no thread drives the engine. On the loop."""
         if self._released:
             return
-        if not self._engine.idle(0.0):  # somebody is at the end of a step
+        if not self._engine.idle(0.0):  # a thread is finishing a step
             self._loop.call_later(RELEASE_SECONDS, self._release)
             return
         self._released = True

@@ -1,9 +1,10 @@
-"""One rank's view of the part of a segment that collectives use: whose slots are filled, and what they hold.
+"""The board: one rank's view of the slots that collectives exchange data through.
 
-Every collective takes some steps, the same number on all ranks; steps are numbered through the life of the comm. Where
-the number is known only once it is under way, it begins with one and is extended when the others are known. In a step
-each rank fills its slot and *posts* it, reads what it needs of the others' and *finishes*. In between it may post
-a *result*, which the others read too. A slot may be filled again once all have finished the step that used it last.
+A collective takes the same number of steps on all ranks; steps are numbered through the life of the comm. A collective
+with an unknown number of steps begins with one step, and is extended when all ranks have the number. In a
+step, each rank fills its slot and *posts* it, reads the slots of other ranks, and *finishes*. In between, a rank may
+post a *result*, which the others read too. A slot may be filled again when all ranks have finished the step that used
+it last.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from asynccomm.errors import BackendError, CollectiveMismatchError
 from asynccomm.ops import Barrier, Op
 from asynccomm.ops.signature import Signature, describe, differing_layout, signature
 
-MIX: Final = 0x9E3779B97F4A7C15  # any odd number whose bits are well mixed
+MIX: Final = 0x9E3779B97F4A7C15  # any odd number with well-mixed bits
 MASK: Final = (1 << 64) - 1
-CACHED_VIEWS: Final = 4 * MOST  # of parts of slots: a bundle in each bank
-LARGEST: Final = 1 << 48  # number that a header may have: more bytes, or steps, than any memory has
-BUNDLE: Final = (1 << 64) - 1  # as the first word of a signature; the second is a hash of those of the collectives
+CACHED_VIEWS: Final = 4 * MOST  # views of parts of slots: a bundle in each bank
+LARGEST: Final = 1 << 48  # upper limit of a number in a header: exceeds the bytes or steps of any memory
+BUNDLE: Final = (1 << 64) - 1  # first word of a bundle's signature; the second is a hash of its collectives' signatures
 
 
 @final
 class Board:
-    """Steps of collectives, seen by rank ``rank``.
+    """The steps of collectives, as rank ``rank`` sees them.
 
     Args:
         words, data: the whole segment as 64-bit words and as bytes.
-        notify: called after something was posted or finished: others may be asleep for it.
+        notify: called after each post and finish, for which other ranks may be asleep.
     """
 
     def __init__(
@@ -48,13 +49,13 @@ class Board:
         self.layout = layout
         self.chunk = layout.chunk
         self.step = 0  #: the first step of the next collective
-        self.signature: Signature = (0, 0)  #: of the collective under way
-        self._op: Op = Barrier()  # the same, for errors
-        self._history = 0  # a hash of all collectives before it, in which all of its bits depend on the last one
-        self._mark = 0  # that, combined with the place in a batch
-        self._bundle: Bundle | None = None  # the part of a batch that is under way, and its place there
+        self.signature: Signature = (0, 0)  #: signature of the current collective
+        self._op: Op = Barrier()  # the current collective, for errors
+        self._history = 0  # a hash of all collectives before the current one; every bit depends on the last of them
+        self._mark = 0  # ``_history`` combined with the place in a batch
+        self._bundle: Bundle | None = None  # the current part of a batch, and its place there
         self._place = 0
-        self.number = 0  #: of that collective on the comm, for errors
+        self.number = 0  #: sequence number of the current collective on the comm, for errors
         self._banks = layout.banks
         self._words = words
         self._data = data
@@ -66,7 +67,7 @@ class Board:
         self._all_reduced = [layout.word(r, Word.REDUCED) for r in self.others]
         self._all_finished = [layout.word(r, Word.FINISHED) for r in range(layout.size)]
         self._what = [[layout.what(r, bank) for r in range(layout.size)] for bank in range(layout.banks)]
-        self._free = layout.banks  # steps below are known to be free
+        self._free = layout.banks  # the slots of all steps below this one are known to be free
         self._views: dict[tuple[torch.dtype, int, int, int], list[Tensor]] = {}
         base, ranks, banks = data.data_ptr(), range(layout.size), range(layout.banks)
         self._headers = [[layout.header(bank, rank, 0) for rank in ranks] for bank in banks]
@@ -81,7 +82,7 @@ class Board:
         """Take ``steps`` steps for collective ``number``; returns the first.
 
         Args:
-            words: in place of the operation's signature.
+            words: the signature to use instead of the operation's.
         """
         first = self.step
         self.step += steps
@@ -94,12 +95,12 @@ class Board:
         return first
 
     def enter(self, bundle: Bundle | None) -> None:
-        """What is begun from now on is part of a batch; None: no more."""
+        """Make the following collectives part of a batch, as ``bundle``; None: of no batch."""
         self._bundle = bundle
         self._place = bundle.place if bundle is not None else 0
 
     def begin_bundle(self, bundle: Bundle) -> int:
-        """Take the step that the collectives of ``bundle``, which was entered, share."""
+        """Take the one step that the collectives of ``bundle`` share; after ``enter``."""
         mixed = 0
         for words in bundle.signatures[: len(bundle.submissions)]:
             for word in words:
@@ -108,26 +109,26 @@ class Board:
         return self.begin(bundle.submissions[0].work.seq, bundle.op, 1, (BUNDLE, mixed))
 
     def put_listing(self, step: int, bundle: Bundle) -> None:
-        """Write into this rank's slot what it is filled for. To be posted with the slot."""
+        """Write the list of the bundle's collectives into this rank's slot, before the slot is posted."""
         words = listing(bundle.listed, bundle.signatures, self.chunk - bundle.used)
         memmove(self.slot_address(step, self.rank) + bundle.used, words.buffer_info()[0], len(words) * WORD)
         self.put(step, 0, (bundle.used, len(words), bundle.total))
 
     def extend(self, steps: int) -> None:
-        """Take ``steps`` more steps for the collective that was begun last; all ranks do, and before the next one."""
+        """Take ``steps`` more steps for the current collective; all ranks do so before they begin the next."""
         self.step += steps
 
     def free(self, step: int) -> bool:
-        """Whether this rank may fill its slot for ``step``: nobody reads what it held before."""
+        """Whether this rank may fill its slot for ``step``: all ranks have finished the step that used it before."""
         if step < self._free:
             return True
         words = self._words
         self._free = min([words[i] for i in self._all_finished]) + self._banks
-        self._order()  # what is written now stays behind the readers' last look
+        self._order()  # later writes stay behind the readers' last reads
         return step < self._free
 
     def post(self, step: int) -> None:
-        """Say that the slot of ``step`` is filled."""
+        """Publish that this rank's slot of ``step`` is filled."""
         words = self._words
         what = self._what[step % self._banks][self.rank]
         words[what], words[what + 1] = self.signature
@@ -139,7 +140,8 @@ class Board:
     def posted(self, step: int, ranks: Sequence[int]) -> bool:
         """Whether ``ranks`` have filled their slots of ``step``.
 
-        Raises: CollectiveMismatchError if one has filled it for something else, BackendError if it does not say what.
+        Raises: CollectiveMismatchError if a rank has filled its slot for another collective; BackendError if the list
+            of collectives in that slot is corrupt.
         """
         words, posted = self._words, self._all_posted
         for rank in ranks:
@@ -156,13 +158,13 @@ class Board:
         return True
 
     def post_result(self, step: int) -> None:
-        """Say that the result of ``step`` is filled."""
+        """Publish that this rank's result of ``step`` is filled."""
         self._order()
         self._words[self._reduced] = step + 1
         self._notify()
 
     def results_posted(self, step: int) -> bool:
-        """Whether all have filled their results of ``step``."""
+        """Whether all ranks have filled their results of ``step``."""
         words = self._words
         for i in self._all_reduced:
             if words[i] <= step:
@@ -171,19 +173,19 @@ class Board:
         return True
 
     def finish(self, step: int) -> None:
-        """Say that this rank reads nothing of ``step`` any more."""
+        """Publish that this rank has finished reading in ``step``."""
         self._order()
         self._words[self._finished] = step + 1
         self._notify()
 
     def behind(self, rank: int) -> bool:
-        """Whether ``rank`` has still to take part in a collective that was begun here."""
+        """Whether ``rank`` has not posted all steps of the collectives that this rank has begun."""
         return bool(self._words[self._all_posted[rank]] < self.step)
 
     def _mismatch(self, rank: int, step: int) -> CollectiveMismatchError | BackendError:
         i = self._what[step % self._banks][rank]
         words = self._words[i], self._words[i + 1]
-        total = size_of_batch(self._words[i + 2] ^ self._history)  # None: not even what was before is the same
+        total = size_of_batch(self._words[i + 2] ^ self._history)  # None: the collectives before differ as well
         if total is not None and (self._bundle is not None or total > 1):
             mine = self._issued(step, self.rank, self.signature)
             try:
@@ -193,14 +195,14 @@ class Board:
             number, ours, other = difference(mine, theirs)
             return CollectiveMismatchError(number, self.rank, ours, rank, other)
         described = "a batch" if words[0] == BUNDLE else describe(words)
-        if total is None:  # an earlier one differed, that did not have to wait
+        if total is None:  # the ranks differed earlier, in a collective in which this rank did not wait for the other
             described += ", and the ranks differed in a collective before it"
         elif differing_layout(words, self.signature):
             described += ", divided otherwise"
         return self.mismatch(rank, described)
 
     def _issued(self, step: int, rank: int, words: Signature, total: int = 1) -> Issued:
-        """What a rank has in ``step``. Raises: ValueError if its list is none, and touches nothing but its slot."""
+        """The collectives of a rank in ``step``, from its slot alone. Raises: ValueError if the list is corrupt."""
         listed = [Listed(self.number, words)]
         if words[0] == BUNDLE:
             used, n, total = self.get(step, rank, 0)
@@ -217,7 +219,7 @@ class Board:
         return Issued(bundle.total, listed, ops)
 
     def mismatch(self, rank: int, theirs: str) -> CollectiveMismatchError:
-        """The error for the collective under way, where ``rank`` has something else."""
+        """The error for the current collective when ``rank`` has issued another, described by ``theirs``."""
         return CollectiveMismatchError(self.number, self.rank, str(self._op), rank, theirs)
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -241,20 +243,20 @@ class Board:
         return view
 
     def slot_address(self, step: int, rank: int) -> int:
-        """Where a rank's slot begins in this process."""
+        """The address of a rank's slot in this process."""
         return self._slot_addresses[step % self._banks][rank]
 
     def result_address(self, step: int, rank: int) -> int:
-        """Where a rank's result begins in this process."""
+        """The address of a rank's result in this process."""
         return self._result_addresses[step % self._banks][rank]
 
     def put(self, step: int, part: int, header: tuple[int, int, int]) -> None:
-        """Write the header of a part of this rank's slot: three 64-bit numbers. To be posted with the slot."""
+        """Write the header of a part of this rank's slot, three 64-bit numbers, before the slot is posted."""
         words, i = self._words, self._headers[step % self._banks][self.rank] + part * HEADER
         words[i], words[i + 1], words[i + 2] = header
 
     def get(self, step: int, rank: int, part: int) -> tuple[int, int, int]:
-        """The header of a part of a slot that was posted. Raises: BackendError for numbers that cannot be."""
+        """The header of a part of a posted slot. Raises: BackendError for impossible numbers."""
         words, i = self._words, self._headers[step % self._banks][rank] + part * HEADER
         header = words[i], words[i + 1], words[i + 2]
         if max(header) > LARGEST:
@@ -262,7 +264,7 @@ class Board:
         return header
 
     def parts(self, dtype: torch.dtype, step: int, start: int, n: int) -> Sequence[Tensor]:
-        """Elements ``start`` to ``start + n`` of every rank's slot. Cached: operations repeat themselves."""
+        """Elements ``start`` to ``start + n`` of every rank's slot. Cached, because operations repeat."""
         key = (dtype, step % self._banks, start, n)
         views = self._views.get(key)
         if views is None:

@@ -1,23 +1,25 @@
-"""How the ranks come to share a segment: over a local socket, which can carry descriptors.
+"""Bootstrap of a shared segment: the ranks exchange descriptors over a local socket.
 
-1. Rank 0 listens at an abstract address (so no file can be left behind) and publishes it in the store.
-2. Each other rank connects. Both sides check the other's user and a token from the store. The rank hands over what the
-   others need of it: its bells, and an end of a pipe that shows when it is gone.
-3. Each rank says in the store whether that worked. All read what all said, and so decide alike.
-4. Rank 0 makes the segment and hands it out with everybody's descriptors. Each rank maps it and says so, as in 3.
+1. Rank 0 listens at an abstract address (which leaves no file behind) and publishes the address in the store.
+2. Each other rank connects. Both sides check the other side's user, and a token from the store. The rank sends its
+   descriptors to rank 0: its two doorbells, and one end of a pipe that reads EOF when the rank is lost.
+3. Each rank writes its result to the store. All ranks read all results, and so reach the same decision.
+4. Rank 0 creates the segment and sends it to all ranks with all other ranks' descriptors. Each rank maps the segment
+   and writes its result to the store, as in 3.
 
-Whether ranks can share memory is found by trying: host names and environment variables know nothing of containers,
+Only an attempt shows whether ranks can share memory: host names and environment variables do not reveal containers,
 namespaces and users.
 
-The connections stay open until everything has been said, so one that ends earlier is a rank that is gone and cannot
-say so. They are served in callbacks that never block, and only for news is there anything to await: that makes it safe
-to cancel at any point.
+The connections stay open until all results are in the store, so a connection that ends earlier means a lost rank.
+Callbacks that never block serve the connections, and coroutines await only their results: the bootstrap can therefore
+be cancelled at any point.
 
-Anybody on the host can connect to rank 0. Whoever has not shown yet to be a rank is a stranger: there may be only so
-many at once, and each has only so much time. A rank says who it is as soon as it has connected, so a crowd can at most
-make it try again. How many were refused, and why, is logged once, when rank 0 stops listening.
+Any process on the host can connect to rank 0. A connection is unauthenticated until it has sent the hello of a rank:
+the number of unauthenticated connections is limited, and each has ``HELLO_SECONDS``. A rank sends its hello as soon as
+it has connected, so a flood of connections can at most force the rank to connect again. Rank 0 logs the number of
+rejected connections by reason, once, when it stops listening.
 
-Nothing that another process has written is believed to have the right form, neither in the store nor on a connection.
+No data from another process is trusted to be well formed, neither in the store nor on a connection.
 """
 
 from __future__ import annotations
@@ -50,42 +52,42 @@ from asynccomm.store.base import Store
 
 _log = logging.getLogger("asynccomm")
 
-RETRY_SECONDS: Final = 0.005  # until another try to connect to rank 0, when too many do at once
-HELLO_SECONDS: Final = 5.0  # until a stranger must have said which rank it is
-STRANGERS: Final = 64  # at once, and as many more as there are ranks: then the oldest has to go
-BACKLOG: Final = 4096  # connections that the system keeps until they are taken; it may have a lower limit
-ACCEPTS: Final = 64  # connections taken in one turn of the loop
+RETRY_SECONDS: Final = 0.005  # between attempts to connect to rank 0, which may be flooded with connections
+HELLO_SECONDS: Final = 5.0  # within which a connection must send its hello
+STRANGERS: Final = 64  # unauthenticated connections at once, plus the number of ranks; more close the oldest
+BACKLOG: Final = 4096  # of the listening socket; the kernel may have a lower limit
+ACCEPTS: Final = 64  # connections accepted per loop iteration
 TOKEN_BYTES: Final = 16
 OK: Final = "ok"
-REFUSED: Final = b"refused"  # to whoever need not try again
+REFUSED: Final = b"refused"  # sent to a connection that is rejected for good
 
 _hello = struct.Struct(f"={TOKEN_BYTES}sI")  # token, rank
-_Handed = tuple[int, int, int]  # what each rank hands to the others: two bells and its life
+_Handed = tuple[int, int, int]  # descriptors that each rank sends to the others: two doorbells and its liveness pipe
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Circle:
-    """What a rank shares with the others."""
+    """The segment and the descriptors that a rank shares with its peers."""
 
     segment: Segment
-    bells: list[tuple[int, int]]  #: eventfds by rank; this rank's own belong to whoever made them
-    lives: list[int]  #: by rank, a pipe's end that reads EOF once the rank is gone; -1 for this rank
-    life: int  #: the other end of this rank's pipe
-    descriptors: Descriptors = field(repr=False)  #: what ``close`` closes
+    bells: list[tuple[int, int]]  #: eventfds by rank; the caller of ``meet`` owns those of this rank
+    lives: list[int]  #: by rank, the end of a pipe that reads EOF when the rank is lost; -1 for this rank
+    life: int  #: the writing end of this rank's own pipe
+    descriptors: Descriptors = field(repr=False)  #: the descriptors that ``close`` closes
 
     def close(self) -> None:
-        """Close all descriptors but this rank's own bells; the others see it as gone. Idempotent."""
+        """Close all descriptors but this rank's own bells; peers then see EOF on its pipe. Idempotent."""
         self.descriptors.close()
 
 
 def unsupported() -> str:
-    """Why no rank on this system can share memory; empty if it can."""
+    """The reason why no rank on this system can share memory; empty if ranks can."""
     return "" if sys.platform == "linux" else f"needs Linux, and this is {sys.platform}"
 
 
 async def decline(context: BackendContext, reason: str) -> NoReturn:
-    """Come to the meeting only to say that this rank cannot take part.
+    """Take part in the bootstrap only to report that this rank cannot share memory.
 
     Raises: UnsuitableError, as ``meet`` does on the other ranks.
     """
@@ -97,16 +99,16 @@ async def decline(context: BackendContext, reason: str) -> NoReturn:
 
 
 async def meet(context: BackendContext, settings: Mapping[str, int], layout: Layout, bells: tuple[int, int]) -> Circle:
-    """Share a segment with all ranks. Collective, without a limit of time; cancelling it closes everything.
+    """Bootstrap a segment that all ranks share. Collective, without a timeout; cancellation closes all descriptors.
 
     Args:
-        settings: hints whose values must be the same on all ranks.
-        layout: of the segment; follows from the settings.
-        bells: eventfds that ring this rank's event loop and its worker thread.
+        settings: hints that must have the same values on all ranks.
+        layout: the layout of the segment, which follows from the settings.
+        bells: eventfds that wake this rank's event loop and its progress thread.
 
     Raises:
-        UnsuitableError: on all ranks: some of them cannot share memory, or their settings differ.
-        PeerLostError: a rank went away meanwhile.
+        UnsuitableError: on all ranks, if some of them cannot share memory or their settings differ.
+        PeerLostError: if a rank is lost during the bootstrap.
     """
     if reason := unsupported():
         await decline(context, reason)
@@ -125,7 +127,7 @@ async def meet(context: BackendContext, settings: Mapping[str, int], layout: Lay
                 segment, handed = await _receive_guests(context, settings, layout, side)
             else:
                 segment, handed = await _visit(context, settings, layout, side)
-        ours.close_one(there)  # the others have theirs; this one would read EOF only when nobody cares any more
+        ours.close_one(there)  # the peers have duplicates, and a rank does not watch itself
         unless_shared.pop_all()
     handed[rank] = (*bells, -1)
     return Circle(
@@ -140,7 +142,7 @@ async def meet(context: BackendContext, settings: Mapping[str, int], layout: Lay
 async def _receive_guests(
     context: BackendContext, settings: Mapping[str, int], layout: Layout, host: _Host
 ) -> tuple[Segment, dict[int, _Handed]]:
-    """Rank 0's part; returns the segment and what the ranks handed over."""
+    """Rank 0's side; returns the segment and all ranks' descriptors."""
     await context.store.set("address", host.address(settings).written())
     await _hear(context.store, "reach", range(1, context.group.size), host.gone)
     host.stop_listening()
@@ -161,7 +163,7 @@ async def _receive_guests(
 async def _visit(
     context: BackendContext, settings: Mapping[str, int], layout: Layout, guest: _Guest
 ) -> tuple[Segment, dict[int, _Handed]]:
-    """Any other rank's part; returns the segment and what the ranks handed over."""
+    """Any other rank's side; returns the segment and all other ranks' descriptors."""
     rank, hosts = context.group.rank, [member.host for member in context.members]
     address = _address_from(await context.store.get("address", math.inf))
     problem = address if isinstance(address, str) else _difference(settings, address.settings, rank)
@@ -185,12 +187,12 @@ async def _visit(
 
 
 class _Address(NamedTuple):
-    """What the other ranks need to know of rank 0."""
+    """Rank 0's entry in the store: its settings, address and tokens."""
 
     settings: Mapping[str, object]
     name: str
-    ask: bytes  # tokens: what rank 0 asks for, and what it answers
-    answer: bytes
+    ask: bytes  # token that rank 0 expects
+    answer: bytes  # token that rank 0 replies with
 
     def written(self) -> str:
         tokens = {"ask": self.ask.hex(), "answer": self.answer.hex()}
@@ -198,7 +200,7 @@ class _Address(NamedTuple):
 
 
 def _address_from(said: bytes) -> _Address | str:
-    """What rank 0 said in the store; if that is a problem, or no address at all, its text."""
+    """Rank 0's entry in the store; the text of the problem if the entry is a problem or unreadable."""
     try:
         match json.loads(said):
             case {"problem": str(problem)} if problem:
@@ -220,9 +222,9 @@ def _difference(mine: Mapping[str, int], host: Mapping[str, object], rank: int) 
 
 
 async def _agree(context: BackendContext, what: str, problem: str, gone: asyncio.Future[PeerLostError]) -> None:
-    """Say how it went here (an empty ``problem``: well), hear how it went elsewhere.
+    """Write this rank's result to the store (no problem: empty), and read the results of all ranks.
 
-    Raises: UnsuitableError with the first rank's problem if there is any, on all ranks the same.
+    Raises: UnsuitableError, the same on all ranks, with the problem of the lowest rank that has one.
     """
     await context.store.set(f"{what}/{context.group.rank}", problem or OK)
     for said in await _hear(context.store, what, range(context.group.size), gone):
@@ -231,13 +233,13 @@ async def _agree(context: BackendContext, what: str, problem: str, gone: asyncio
 
 
 async def _hear(store: Store, what: str, ranks: Iterable[int], gone: asyncio.Future[PeerLostError]) -> list[str]:
-    """What ``ranks`` say in the store; if one will not, because it is gone, raises that."""
+    """The results of ``ranks`` in the store. Raises: PeerLostError if a rank is lost before it has written one."""
     keys = [f"{what}/{rank}" for rank in ranks]
     asking = asyncio.ensure_future(store.multi_get(keys, math.inf))
     either: set[asyncio.Future[Any]] = {asking, gone}
     try:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        # whoever leaves in good order has read it all before, so then it is all there
+        # an orderly rank closes its connection only after it has read all results, so then all are in the store
         if not asking.done() and not await store.check(keys):
             raise gone.result()
         return [said.decode(errors="replace") for said in await asking]
@@ -250,29 +252,29 @@ class _Host:
     """Rank 0's side of the connections.
 
     Args:
-        ours: what is received is added here.
-        mine: what this rank hands to the others.
+        ours: owns the descriptors that are received.
+        mine: the descriptors that this rank sends to the others.
     """
 
     def __init__(self, group: CommInfo, ours: Descriptors, mine: _Handed) -> None:
         self.ours = ours
-        self.handed = {0: mine}  #: by rank
-        self.problem = ""  #: why no more ranks could be received
+        self.handed = {0: mine}  #: descriptors by rank
+        self.problem = ""  #: why rank 0 could not connect all ranks
         self.gone: asyncio.Future[PeerLostError] = asyncio.get_running_loop().create_future()
         self._comm, self._size = group.name, group.size
         self._loop = asyncio.get_running_loop()
         self._name = f"asynccomm-{secrets.token_hex(16)}"
         self._ask, self._answer = secrets.token_bytes(TOKEN_BYTES), secrets.token_bytes(TOKEN_BYTES)
         self._lines: dict[int, Line] = {}  # by rank
-        self._strangers: dict[Line, asyncio.TimerHandle] = {}  # with the end of their time; the oldest first
-        self._refused: Counter[str] = Counter()  # strangers, by what was wrong with them
+        self._strangers: dict[Line, asyncio.TimerHandle] = {}  # unauthenticated, with timeouts; oldest first
+        self._refused: Counter[str] = Counter()  # rejected connections, by reason
         self._listener: socket.socket | None = None
         if group.size > 1:
             self._listen()
 
     def address(self, settings: Mapping[str, int]) -> _Address:
-        """What the others need to know."""
-        # the name alone is no secret: anybody on the host can list the names in use
+        """The entry of rank 0 in the store."""
+        # tokens are needed because the name is no secret: any process on the host can list the names in use
         return _Address(settings, self._name, self._ask, self._answer)
 
     def _listen(self) -> None:
@@ -288,7 +290,7 @@ class _Host:
         self._loop.add_reader(listener.fileno(), self._accept)
 
     def _accept(self) -> None:
-        """Take some of those who have connected; if there are more, the loop calls again."""
+        """Accept up to ``ACCEPTS`` connections; the loop calls again if more are waiting."""
         for _ in range(ACCEPTS):
             if self._listener is None:
                 return
@@ -299,7 +301,7 @@ class _Host:
             except BlockingIOError:
                 return
             except OSError as exc:
-                if self._strangers:  # they may be what there is no room for
+                if self._strangers:  # their descriptors may be the ones too many
                     self._drop_oldest()
                     continue
                 self.problem = f"rank 0 cannot share memory: it cannot take connections: {exc.strerror}"
@@ -326,7 +328,7 @@ class _Host:
         self._strangers[line] = self._loop.call_later(HELLO_SECONDS, too_late)
 
     def _drop_oldest(self) -> None:
-        """Make room for another stranger, unless the oldest turns out to be none."""
+        """Close the oldest unauthenticated connection, unless its hello has arrived."""
         line = next(iter(self._strangers))
         line.read()
         if line in self._strangers:
@@ -338,7 +340,7 @@ class _Host:
         line.close()
 
     def _greet(self, line: Line, message: Message) -> None:
-        """Welcome a rank and keep what it hands over; drop anybody else."""
+        """Handle the first message of a connection: register a rank and its descriptors, reject anything else."""
         rank, wrong = self._look_at(message)
         if wrong:
             for fd in message.fds:
@@ -352,12 +354,12 @@ class _Host:
         self.handed[rank] = (bell, second_bell, life)
         self._lines[rank] = line
         line.receive = functools.partial(self._leaves, rank)
-        with contextlib.suppress(OSError):  # if it is gone again, its line says so
+        with contextlib.suppress(OSError):  # the connection reports its own end
             line.send_now(self._answer)
         self._tell_who_is_gone()
 
     def _look_at(self, message: Message) -> tuple[int, str]:
-        """Which rank says hello; or what is wrong with that."""
+        """The rank of a hello, and the reason to reject it (empty: none)."""
         if not message.data:
             return 0, "gone without a word"
         if len(message.data) != _hello.size:
@@ -374,7 +376,7 @@ class _Host:
         return rank, ""
 
     def _leaves(self, rank: int, message: Message) -> None:
-        """A rank's line has ended; or it talks nonsense, which is the end as well."""
+        """Handle a later message of a rank: the end of its connection, or garbage, which also ends the connection."""
         for fd in message.fds:
             os.close(fd)
         self._lines[rank].close()
@@ -383,7 +385,10 @@ class _Host:
             self._tell_who_is_gone()
 
     def _tell_who_is_gone(self) -> None:
-        """Or they would take it for rank 0 when this ends. More than once does no harm."""
+        """Report a lost rank to the others, which would otherwise take the end of this side for the loss of rank 0.
+
+        Repeated reports are harmless.
+        """
         if self.gone.done():
             for line in self._lines.values():
                 with contextlib.suppress(OSError):
@@ -391,14 +396,14 @@ class _Host:
 
     async def tell(self, news: dict[str, Any]) -> None:
         for line in self._lines.values():
-            with contextlib.suppress(OSError):  # if it is gone, its line says so
+            with contextlib.suppress(OSError):  # the connection reports its own end
                 await line.send(json.dumps(news).encode())
 
     async def hand_out(self, segment: int) -> None:
-        """Give everybody the segment, then by rank what the others handed over."""
+        """Send each rank the segment, then the other ranks' descriptors in rank order."""
         for rank, line in self._lines.items():
             fds = [segment, *(fd for r in range(self._size) if r != rank for fd in self.handed[r])]
-            with contextlib.suppress(OSError):  # if it is gone, its line says so
+            with contextlib.suppress(OSError):  # the connection reports its own end
                 for i in range(0, len(fds), MESSAGE_DESCRIPTORS):
                     await line.send(b"{}", fds[i : i + MESSAGE_DESCRIPTORS])
 
@@ -433,26 +438,26 @@ class _Guest:
         self._sock = _socket()
         self._line: Line | None = None
         self._answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._inbox: deque[tuple[str, Message]] = deque()  # problems, and messages with descriptors
+        self._inbox: deque[tuple[str, Message]] = deque()  # problems, and messages that carry descriptors
         self._welcome = b""
-        self._due = 1 + 3 * (size - 1)  # descriptors that are to come
+        self._due = 1 + 3 * (size - 1)  # descriptors that have not arrived yet
         self._garbled = False
         self._news = asyncio.Event()
 
     async def introduce(self, rank: int, address: _Address) -> None:
-        """Connect to rank 0, hand over, and be welcomed. Raises: OSError."""
+        """Connect to rank 0, send this rank's descriptors and wait for the reply. Raises: OSError."""
         self._welcome = address.answer
-        while not await self._try(rank, address):  # strangers may have crowded us out
+        while not await self._try(rank, address):  # a flood of connections may have closed this one
             await asyncio.sleep(RETRY_SECONDS)
             self.close()
             self._sock = _socket()
             self._answer = asyncio.get_running_loop().create_future()
 
     async def _try(self, rank: int, address: _Address) -> bool:
-        """Whether rank 0 has said anything. Raises: OSError if that is no welcome."""
+        """Connect once; returns whether rank 0 has replied. Raises: OSError if the reply is a rejection."""
         try:
             self._sock.connect(f"\0{address.name}")
-        except BlockingIOError:  # unlike TCP, it does not go on by itself
+        except BlockingIOError:  # unlike TCP's, the connection does not continue in the background
             return False
         if (user := user_of(self._sock)) != os.geteuid():
             raise PermissionError(errno.EPERM, f"it runs as user {user}, this rank as user {os.geteuid()}")
@@ -460,10 +465,10 @@ class _Guest:
         try:
             await self._line.send(_hello.pack(address.ask, rank), self._mine)
         except OSError as exc:
-            # it has left, and may have said something before
+            # rank 0 has closed the connection, perhaps after a reply
             if not (self._answer.done() or isinstance(exc, (BrokenPipeError, ConnectionResetError))):
                 raise
-        await asyncio.wait([self._answer])  # which leaves it alone when cancelled
+        await asyncio.wait([self._answer])  # wait() does not cancel the future when it is cancelled itself
         answer = self._answer.result()
         if answer and answer != address.answer:
             raise ConnectionResetError(errno.ECONNRESET, "it hung up")
@@ -473,9 +478,9 @@ class _Guest:
         if not self._answer.done():
             for fd in message.fds:
                 os.close(fd)
-            self._answer.set_result(message.data)  # if that is a refusal, rank 0 may still say why in the store
+            self._answer.set_result(message.data)  # after a rejection, rank 0 may still write the reason to the store
             if message.data and not secrets.compare_digest(message.data, self._welcome) and self._line is not None:
-                self._line.close()  # its end would count as that of rank 0
+                self._line.close()  # the end of this connection would count as the loss of rank 0
             return
         self._due -= len(message.fds)
         for fd in message.fds:
@@ -484,7 +489,7 @@ class _Guest:
         if lost is not None:
             if not self.gone.done():
                 self.gone.set_result(_lost(lost))
-        elif not self._garbled:  # nothing is believed after that
+        elif not self._garbled:  # after garbage, all messages are ignored
             if problem is None or self._due < 0:
                 problem, self._garbled = "rank 0 sends what cannot be read", True
             if problem or message.fds:
@@ -496,7 +501,7 @@ class _Guest:
         self._news.set()
 
     async def take(self, others: Sequence[int]) -> tuple[int, dict[int, _Handed]]:
-        """The segment's descriptor, and what each of ``others`` handed over. Raises: BackendError, PeerLostError."""
+        """Receive the segment's descriptor and those of each of ``others``. Raises: BackendError, PeerLostError."""
         fds: list[int] = []
         while len(fds) < 1 + 3 * len(others):
             while not self._inbox:
@@ -518,9 +523,9 @@ class _Guest:
 
 
 def _news_from(data: bytes, size: int) -> tuple[int | None, str | None]:
-    """What rank 0 says after its welcome: which rank is lost, if one is, and what the problem is.
+    """Parse a message of rank 0 after its reply: the lost rank (None: no rank is lost), and the problem.
 
-    An empty problem: there is none; None: it makes no sense.
+    The problem is empty if there is none, and None if the message is unreadable or reports a lost rank.
     """
     if not data:
         return 0, None

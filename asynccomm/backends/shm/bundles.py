@@ -1,10 +1,10 @@
-"""A batch of collectives as *bundles*: those whose contributions fit together in one slot travel in one step.
+"""A batch of collectives, cut into *bundles*: collectives that fit together in one slot travel in one step.
 
-How a batch is cut follows from what all ranks know, the operations, and so is the same everywhere. Bundles are filled
-in program order, as far as the slot goes. By themselves go those that are large, and those of whose sizes some ranks
-know nothing. Behind the data there is room for a list of the operations (``manifest.py``).
+The cut depends only on the operations, which all ranks know, and so is the same on all ranks. Bundles are filled in
+program order, as far as the slot has room. Large operations go alone, and so do operations with sizes unknown to some
+ranks. The slot has room for a list of the operations behind the data (``manifest.py``).
 
-Ranks may issue the same collectives and still differ in where a batch begins and ends. So what travels carries its
+Ranks may issue the same collectives, and still differ in the bounds of their batches. Each step therefore carries its
 place in its batch, as a number.
 """
 
@@ -31,25 +31,26 @@ from asynccomm.ops import (
 )
 from asynccomm.ops.signature import signature
 
-_WHOLE: Final = frozenset({AllReduce, Reduce})  # every rank combines all of them
+_WHOLE: Final = frozenset({AllReduce, Reduce})  # reductions that each rank combines in full
 _REDUCED: Final = frozenset({AllReduce, Reduce, ReduceScatter, ReduceScatterSingle})
 _SPLIT: Final = frozenset({ReduceScatter, ReduceScatterSingle, Scatter, AllToAllSingle})
 _UNKNOWN: Final = frozenset({AllToAll, Parcels})
-_COUNT: Final = 20  # bits
-MOST: Final = 256  # in one bundle: a step is not interrupted, and these take a millisecond or two
+_COUNT: Final = 20  # bits of a number of operations
+MOST: Final = 256  # operations in one bundle: a step is never interrupted, and so many take 1 to 2 ms
 
-Place = tuple[int, int]  # from which byte of a slot on, and how many; where there is a part for each rank, of each
+Place = tuple[int, int]  # offset in a slot and bytes; of each rank's part, if the slot has a part per rank
 
 
 @final
 class Bundle:
-    """Collectives of a batch that travel in one step; or one of a batch that goes by itself.
+    """Collectives of a batch that travel in one step, or one collective of a batch that goes alone.
 
     Args:
-        places: of each in the slot; none for one that goes by itself.
-        used: bytes of the slot that these take.
-        following: the next one in the batch, if there is one. It is listed, too: where a batch is cut depends on it.
-        batch: how many operations the batch has, and how many of those are before this.
+        submissions: the collectives.
+        places: the place of each in the slot; empty for a collective that goes alone.
+        used: bytes of the slot that the places take.
+        following: the next collective in the batch, if any; listed, too, because the cut depends on it.
+        batch: the number of operations in the batch, and the number of operations before this bundle.
     """
 
     __slots__ = ("listed", "nbytes", "op", "place", "places", "signatures", "submissions", "total", "used")
@@ -66,21 +67,21 @@ class Bundle:
         self.places = places
         self.used = used
         self.listed = submissions if following is None else [*submissions, following]
-        self.signatures = [signature(submission.op) for submission in self.listed]  #: of what is listed
+        self.signatures = [signature(submission.op) for submission in self.listed]  #: signatures of ``listed``
         self.total = batch[0]
-        self.place = place_in_batch(*batch)  #: in its batch, as a number
+        self.place = place_in_batch(*batch)  #: place in its batch, as a number
         self.nbytes = sum([submission.nbytes for submission in submissions])
-        self.op: Op = GroupedOp(tuple([submission.op for submission in submissions]))  #: what it is at, for errors
+        self.op: Op = GroupedOp(tuple([submission.op for submission in submissions]))  #: current operation, for errors
 
 
 def place_in_batch(total: int, before: int) -> int:
-    """A number that is never 0, which is the place of what is in no batch."""
+    """The place in a batch as a number above 0; 0 is the place of an operation in no batch."""
     most = (1 << _COUNT) - 1
     return min(total, most) << _COUNT | min(before, most)
 
 
 def size_of_batch(place: int) -> int | None:
-    """How many operations the batch has, 1 for what is in none; None if ``place`` is no such number."""
+    """The number of operations in the batch of ``place``, 1 for no batch; None if ``place`` is no valid place."""
     total, before = place >> _COUNT, place & (1 << _COUNT) - 1
     if not place:
         return 1
@@ -88,9 +89,9 @@ def size_of_batch(place: int) -> int | None:
 
 
 def extent(op: Op, size: int) -> tuple[int, bool]:
-    """Bytes that a rank contributes to a slot, and whether it does so for each rank apart; of the largest rank.
+    """The bytes that a rank contributes to a slot (of the largest rank), and whether it contributes them per rank.
 
-    Of the operations whose sizes all ranks know.
+    Only for operations with sizes known to all ranks.
     """
     kind = type(op)
     if kind in _REDUCED:
@@ -103,14 +104,14 @@ def extent(op: Op, size: int) -> tuple[int, bool]:
 
 
 def cut(batch: Sequence[Submission], size: int, chunk: int, whole: int) -> Sequence[Submission | Bundle]:
-    """What the operations of ``batch`` travel in, in order; messages come first, for nothing holds them up.
+    """Cut ``batch`` into bundles, in order; messages come first, because they wait for no collective.
 
-    One collective that is alone in its batch is as if there were no batch.
+    A batch with only one collective is returned as it is.
 
     Args:
-        size: of the comm.
+        size: number of ranks.
         chunk: bytes of a slot.
-        whole: bytes up to which a reduction is done by everybody at once.
+        whole: bytes up to which every rank combines a whole reduction (``reduce_whole``).
     """
     collectives = [submission for submission in batch if not submission.op.p2p]
     counts = [len(submission.members) or 1 for submission in collectives]
@@ -130,12 +131,12 @@ def _bundles(
         used, end = 0, i
         while end < min(len(collectives), i + MOST):
             room, nbytes = _needs(collectives[end].op, size, chunk, whole)
-            if used + nbytes + (end - i + 2) * ROW > chunk:  # with a row for the one that follows
+            if used + nbytes + (end - i + 2) * ROW > chunk:  # with a row for the following operation
                 break
             places.append((used, room))
             used += nbytes
             end += 1
-        if sum(counts[i:end]) < 2:  # by itself a root need not wait for the others
+        if sum(counts[i:end]) < 2:  # a single operation goes alone: its root need not wait for the others
             places, used, end = [], 0, i + 1
         following = collectives[end] if end < len(collectives) else None
         yield Bundle(collectives[i:end], places, used, following, (total, before))
@@ -144,7 +145,7 @@ def _bundles(
 
 
 def _needs(op: Op, size: int, chunk: int, whole: int) -> tuple[int, int]:
-    """Bytes of its :class:`Place`, and of the slot; more than there are if it is to go by itself."""
+    """Bytes of an operation's :data:`Place`, and of the slot; more than the slot has if the operation goes alone."""
     if type(op) in _UNKNOWN:
         return 0, chunk
     nbytes, split = extent(op, size)

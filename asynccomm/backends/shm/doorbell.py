@@ -1,13 +1,13 @@
-"""Waking other ranks, but only those that are asleep.
+"""Doorbells wake other ranks, and only those that are asleep.
 
-Going to sleep is a handshake, through two words of the sleeper: one for each of its bells, that of its event loop and
-that of its worker thread. It sets the word of the bell that it will hear, looks once more whether anything has come,
-and sleeps. Whoever has news publishes them, then looks at the words, clears those that are set, and rings. Each side
-has a full fence between its two steps, so one of the two sees the other.
+Each rank has two bells, one for its event loop and one for its progress thread, and each bell has a word in the
+segment. Before it sleeps, a rank arms a bell by setting its word, checks for publications once more, and then sleeps.
+After a publication, the publishing rank reads the words, clears those that are set, and rings their bells. Each side
+has a full fence between its two steps, so at least one side sees the other.
 
-Clearing is what makes one ring of many. It cannot take a ring away that somebody else waits for: a word that is cleared
-late, after its owner was awake in between and set it again, is followed by the ring that it stands for. That holds for
-each bell by itself, hence two words.
+Clearing the word merges many rings into one. No ring is lost by it: if a word is cleared late, after its owner has
+woken and set it again, the ring that follows the clearing still wakes the owner. This argument holds for each bell
+separately, hence two words.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asynccomm.backends.shm.layout import Layout, Word
 
 @final
 class Bell(IntEnum):
-    """Who can be woken in a rank."""
+    """The threads of a rank that can be woken."""
 
     LOOP = 0
     WORKER = 1
@@ -31,11 +31,11 @@ class Bell(IntEnum):
 
 @final
 class Bells:
-    """One rank's own sleep, and the other ranks' bells. For one thread at a time, as the fence.
+    """One rank's own bells, to be armed, and the other ranks' bells, to be rung. For one thread at a time.
 
     Args:
         words: the whole segment as 64-bit words.
-        eventfds: by rank, one for each ``Bell``.
+        eventfds: by rank, one eventfd for each ``Bell``.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Bells:
         self._full = fence.full
         self._mine = layout.word(rank, Word.SLEEPING)
         self._own_loop = eventfds[rank][Bell.LOOP]
-        # for each rank its words, and its eventfds
+        # by rank: its word, and its eventfds
         self._others = {
             other: ((layout.word(other, Word.SLEEPING), *eventfds[other]),)
             for other in range(layout.size)
@@ -54,12 +54,12 @@ class Bells:
         self._all = [sleeper for (sleeper,) in self._others.values()]
 
     def arm(self, bell: Bell) -> None:
-        """Ask to be woken by ``bell``. What has come before must be looked for after this."""
+        """Ask the peers to ring ``bell``. The caller must check for publications once more afterwards."""
         self._words[self._mine + bell] = 1
         self._full()
 
     def disarm(self) -> None:
-        """Awake: nobody needs to ring."""
+        """Withdraw the request to be rung, once awake."""
         words, mine = self._words, self._mine
         if words[mine]:
             words[mine] = 0
@@ -67,11 +67,11 @@ class Bells:
             words[mine + 1] = 0
 
     def ring_all(self) -> None:
-        """Wake whoever is asleep: something was published for all."""
+        """Wake all sleeping ranks, after a publication for all."""
         self._wake(self._all)
 
     def ring(self, rank: int) -> None:
-        """Wake ``rank`` if it is asleep: something was published for it."""
+        """Wake ``rank`` if it is asleep, after a publication for it."""
         self._wake(self._others[rank])
 
     def _wake(self, sleepers: Sequence[tuple[int, int, int]]) -> None:
@@ -86,5 +86,5 @@ class Bells:
                 os.eventfd_write(worker, 1)
 
     def ring_own_loop(self) -> None:
-        """Have this rank's own event loop come back."""
+        """Wake this rank's own event loop."""
         os.eventfd_write(self._own_loop, 1)

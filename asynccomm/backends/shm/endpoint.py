@@ -1,15 +1,17 @@
-"""Two ranks and the pair of rings between them: how messages travel, whatever they carry.
+"""The message protocol between two ranks, over the pair of rings between them, independent of the content.
 
-A short message is one frame, and is over for its sender when it is in the ring. The receiver takes it out into the
-receive that waits for it, or else into memory of its own, of which a sender may fill no more than the size of a ring:
-the receiver publishes how many bytes of short messages it has matched, in the line of the tail. It counts what comes,
-and takes no more than that. Nor does it keep more than ``MOST_OFFERS`` offers.
+A short message is eager: one SHORT frame, and the send is done when the frame is in the ring. The receiver copies the
+frame into the pending receive, or else into an unexpected message. Flow control bounds the unexpected bytes per sender
+by the size of a ring: the receiver counts the bytes of all short messages that arrive, publishes the bytes that were
+matched beside the ring's tail, and rejects a frame beyond the limit. The receiver also rejects more than
+``MOST_OFFERS`` unmatched offers.
 
-A long message, or a short one beyond that limit, is announced by an OFFER. When it is matched the receiver answers
-CLEAR, and the sender streams DATA as the ring has room, in turn with the other messages to that rank.
+A long message, or a short message beyond the limit, uses the rendezvous protocol: the sender announces it by an OFFER
+(RTS), the receiver answers CLEAR (CTS) when the message is matched, and the sender streams DATA frames as the ring has
+room, round-robin with its other messages to the same rank.
 
-Frames that begin a message leave in the order of the calls, which makes the order per pair and tag; the tags share the
-ring, and nothing else.
+First frames of messages leave in the order of the calls, which gives the order per pair of ranks and tag. Tags share
+the ring, and nothing else.
 """
 
 from __future__ import annotations
@@ -21,35 +23,36 @@ from typing import Final, NamedTuple, Protocol, final
 
 from torch import Tensor
 
-from asynccomm.backends.arithmetic import plain
+from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
+from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.shm.fence import Fence
-from asynccomm.backends.shm.iovec import Pieces
 from asynccomm.backends.shm.layout import LINE, WORD
 from asynccomm.backends.shm.rings import HEADER, Mapped, Reader, Writer, framed, largest_payload
+from asynccomm.backends.shm.vectors import Pieces
 from asynccomm.errors import BackendError
 
-# bytes of payload: 64 KiB take 6 us one way, 12 us with asking first
+# bytes of an eager payload: 64 KiB take 6 us one way, 12 us with an OFFER and a CLEAR first
 SHORT_BYTES: Final = 64 << 10
-# bytes of a DATA frame with its header: 4 MiB at 33 GB/s; frames of half the size 28, of a quarter 17 to 22
+# bytes of a DATA frame with its header: 4 MiB travel at 33 GB/s; at 28 with half the size, at 17 to 22 with a quarter
 FRAME: Final = 256 << 10
 
-MOST_OFFERS: Final = 1 << 20  # of one rank that may have come and wait for their receives: some 300 bytes each
+MOST_OFFERS: Final = 1 << 20  # unmatched offers of one rank: some 300 bytes each
 
 SHORT, OFFER, CLEAR, DATA = 2, 3, 4, 5  # kinds of frames; 1 is padding
-_IDENTS = 1 << 32  # a message's number is used again after so many offers
+_IDENTS = 1 << 32  # the ids of offers wrap around at this number
 
 
 class Kept(NamedTuple):
-    """A short message that came before its receive."""
+    """An unexpected message: a short message that arrived before its receive was posted."""
 
-    extra: int  # as of an Outgoing
+    extra: int  # as in an Outgoing
     length: int
     data: bytes
 
 
 class Offer(NamedTuple):
-    """A long message that has no receive yet."""
+    """The announcement (RTS) of a long message."""
 
     extra: int
     length: int
@@ -58,17 +61,17 @@ class Offer(NamedTuple):
 
 @final
 class Outgoing:
-    """A message that leaves."""
+    """A message to another rank."""
 
     __slots__ = ("extra", "ident", "left", "length", "nbytes", "parts", "pieces", "submission", "tag")
 
     submission: Submission
     tag: int
-    extra: int  #: code of a tensor's dtype, or bytes of a parcel's head
+    extra: int  #: dtype code of a tensor, or bytes of a parcel's head
     length: int  #: elements of a tensor, or bytes of a parcel's payload
-    parts: tuple[Tensor | bytes, ...]  #: its bytes, ``nbytes`` of them
+    parts: tuple[Tensor | bytes, ...]  #: the content, ``nbytes`` in all
     nbytes: int
-    # a long one has these, from when it is offered or cleared
+    # set on a long message only: ``ident`` when it is offered, the others when it is cleared
     ident: int
     pieces: Pieces
     left: int
@@ -87,26 +90,109 @@ class Outgoing:
 
 
 class Arrival(Protocol):
-    """A long message that comes in."""
+    """A message being received; a long message arrives in several DATA frames."""
 
     @property
     def receive(self) -> Submission:
-        """What gets it."""
+        """The receive operation that the message was matched to."""
 
     @property
     def left(self) -> int:
-        """Bytes that are still due."""
+        """Bytes that have not arrived yet."""
 
     def take(self, address: int, nbytes: int) -> bool:
-        """The next bytes. Returns whether it now became known where all others go, and was not before."""
+        """Copy the next bytes in. Returns whether this call determined the destination of the remaining bytes."""
 
     def finish(self, source: int) -> None:
-        """Nothing is due any more: bring it to where it belongs."""
+        """Complete the receive after the last byte."""
+
+
+@final
+class TensorArrival:
+    """A tensor being received; its destination is known from the start."""
+
+    __slots__ = ("_address", "_land", "_values", "left", "receive")
+
+    def __init__(self, receive: Submission) -> None:
+        self.receive: Final = receive
+        self._values, self._land = arithmetic.landing(receive.outputs[0])
+        self._address = self._values.data_ptr()
+        self.left = self._values.nbytes  #: bytes that have not arrived yet
+
+    def take(self, address: int, nbytes: int) -> bool:
+        """Copy the next bytes in."""
+        ctypes.memmove(self._address, address, nbytes)  # without the GIL
+        self._address += nbytes
+        self.left -= nbytes
+        return False
+
+    def finish(self, source: int) -> None:
+        """Copy the tensor to its output, unless it is there."""
+        if self._land is not None:
+            self._land()
+        self.receive.work.source = source
+
+
+@final
+class ParcelArrival:
+    """A parcel being received: its bytes are copied to their destination as they arrive.
+
+    The head comes first, and its buffer grows only as its bytes arrive. From the complete head, the receive determines
+    the destination of the payload. The payload is then copied there, or discarded if the receive refused the parcel.
+
+    Args:
+        source: the rank that sends the parcel.
+        head: bytes of the head.
+        payload: bytes of the payload.
+    """
+
+    __slots__ = ("_chunks", "_delivery", "_head_left", "_payload", "_pieces", "_source", "left", "receive")
+
+    def __init__(self, receive: Submission, source: int, head: int, payload: int) -> None:
+        self.receive: Final = receive
+        self.left = head + payload  #: bytes that have not arrived yet
+        self._source = source
+        self._head_left = head
+        self._payload = payload
+        # the head so far; None once the head was handed on. Not a list of chunks: a chunk can be as small as a byte
+        self._chunks: bytearray | None = bytearray()
+        self._pieces: Pieces | None = None  # destination of the payload; None: discarded
+        self._delivery = Delivery(receive)
+
+    def take(self, address: int, nbytes: int) -> bool:
+        """Copy the next bytes in, or no bytes: an empty head is complete at the first call.
+
+        Returns: whether this call completed the head and handed it to the receive.
+        """
+        self.left -= nbytes
+        chunks = self._chunks
+        if chunks is not None:
+            size = min(nbytes, self._head_left)
+            if size:
+                chunks += ctypes.string_at(address, size)
+                self._head_left -= size
+                address += size
+                nbytes -= size
+            if self._head_left:
+                return False
+            self._chunks = None
+            tensors = self._delivery.accept(self._source, bytes(chunks), {self._source: self._payload})
+            if tensors is not None:
+                self._pieces = Pieces(tensors)
+        if nbytes and self._pieces is not None:
+            self._pieces.copy_from(address, nbytes)
+        return chunks is not None
+
+    def finish(self, source: int) -> None:
+        """Complete the receive, with the error of its refusal if there is one."""
+        self._delivery.finish()
+        self.receive.error = self._delivery.error
+        self.receive.work.source = source
 
 
 @final
 class Tally:
-    """The operations that are not done, and whom to tell when they are. One for all links of a rank."""
+    """The count of pending operations, and the callback for finished operations; shared by all links of a rank."""
 
     __slots__ = ("done", "pending")
 
@@ -115,14 +201,14 @@ class Tally:
         self.pending = 0
 
     def over(self, submission: Submission) -> None:
-        """It is done."""
+        """Count an operation as done, and report it."""
         self.pending -= 1
         self.done(submission)
 
 
 @final
 class Link:
-    """Everything between this rank and one other."""
+    """The endpoint of this rank for messages to and from one peer."""
 
     __slots__ = (
         "_came",
@@ -155,10 +241,10 @@ class Link:
     ) -> None:
         layout = mapped.layout
         self.peer = peer
-        self.gone = False  #: the peer writes nothing more
+        self.gone = False  #: whether the peer has left and writes nothing more
         self.reader = Reader(mapped, peer, rank, fence)
-        self.incoming: dict[int, Arrival] = {}  #: long messages that were cleared, by the sender's ident
-        #: by tag, in order: receives with their messages, of which the first is in ``incoming`` and not placed yet
+        self.incoming: dict[int, Arrival] = {}  #: cleared long messages, by the sender's ident
+        #: by tag: queue of matched receives and messages; the head of the first is incomplete (in ``incoming``)
         self.lines: dict[int, deque[tuple[Submission, Kept | Offer]]] = {}
         self._words = mapped.words
         self._writer = Writer(mapped, rank, peer, fence)
@@ -166,18 +252,18 @@ class Link:
         self._tally = tally
         self._short = min(SHORT_BYTES, largest_payload(layout.ring))
         self._frame = min(FRAME - HEADER, largest_payload(layout.ring))
-        self._unmatched = layout.ring  # bytes of short frames that may be on their way or kept
-        self._waiting: deque[Outgoing] = deque()  # those of which the ring has nothing yet
-        self._offered: dict[int, Outgoing] = {}  # those that wait for CLEAR, by ident
-        self._streams: deque[Outgoing] = deque()  # those under way, in turn
-        self._clears: deque[int] = deque()  # idents of messages to be cleared
+        self._unmatched = layout.ring  # limit of bytes of short frames in flight or unexpected
+        self._waiting: deque[Outgoing] = deque()  # messages without their first frame in the ring
+        self._offered: dict[int, Outgoing] = {}  # messages that wait for CLEAR, by ident
+        self._streams: deque[Outgoing] = deque()  # cleared messages, round-robin
+        self._clears: deque[int] = deque()  # idents to be cleared, with no CLEAR in the ring yet
         self._next_ident = 0
-        self._sent = 0  # bytes of short frames written, ever
-        self._taken_at = (layout.ring_start(rank, peer) + LINE) // WORD + 1  # word with how many of them were matched
-        self._came = 0  # bytes of short frames that came, ever
-        self._matched = 0  # those of them that were matched
-        self._offers = 0  # that came and are not matched
-        self._matched_at = (layout.ring_start(peer, rank) + LINE) // WORD + 1  # word that says so
+        self._sent = 0  # bytes of short frames written so far
+        self._taken_at = (layout.ring_start(rank, peer) + LINE) // WORD + 1  # word: bytes that the peer matched
+        self._came = 0  # bytes of short frames received so far
+        self._matched = 0  # bytes of received short frames that were matched
+        self._offers = 0  # received offers that are not matched
+        self._matched_at = (layout.ring_start(peer, rank) + LINE) // WORD + 1  # word that publishes ``_matched``
 
     @property
     def idle(self) -> bool:
@@ -187,7 +273,10 @@ class Link:
     # -- sending ------------------------------------------------------------------------------------------------------
 
     def send(self, message: Outgoing) -> bool:
-        """Begin a message now, or when those before it have begun: then it is False, and ``pump`` will."""
+        """Write the first frame of a message, in the order of the calls.
+
+        Returns: False if the message was queued for ``pump``, which writes it when the ring has room.
+        """
         if self._waiting or self.gone or not self._begin(message):
             self._waiting.append(message)
             return self.gone
@@ -195,7 +284,7 @@ class Link:
         return True
 
     def clear_came(self, ident: int) -> None:
-        """The receiver has a place for a message that was offered."""
+        """Handle the peer's CLEAR for an offered message."""
         message = self._offered.pop(ident, None)
         if message is None:
             raise BackendError(f"rank {self.peer} is clear for message {ident}, which was not offered to it")
@@ -207,13 +296,13 @@ class Link:
             self._tally.over(message.submission)
 
     def pump(self) -> bool:
-        """Write to the ring as long as it has room. Returns whether it took anything."""
+        """Write to the ring as long as it has room. Returns whether anything was written."""
         moved = False
         while self._clears and self._writer.put(CLEAR, ident=self._clears[0]):
             self._clears.popleft()
             moved = True
         while not self._clears and (self._waiting or self._streams):
-            if self._waiting:  # one that begins, one that goes on: neither kind starves the other
+            if self._waiting:  # first frames alternate with DATA frames: neither kind starves the other
                 if not self._begin(self._waiting[0]):
                     break
                 self._waiting.popleft()
@@ -227,7 +316,7 @@ class Link:
         return moved
 
     def _begin(self, message: Outgoing) -> bool:
-        """Write the frame that begins a message; False if there is no room."""
+        """Write the first frame of a message; False if the ring has no room."""
         nbytes = message.nbytes
         if nbytes <= self._short:
             size = framed(nbytes)
@@ -236,8 +325,8 @@ class Link:
                 if not target:
                     return False
                 parts = message.parts
-                if len(parts) == 1 and isinstance(parts[0], Tensor):  # on the way of every small tensor
-                    values = plain(parts[0])
+                if len(parts) == 1 and isinstance(parts[0], Tensor):  # the fast path of every small tensor
+                    values = arithmetic.plain(parts[0])
                     ctypes.memmove(target, values.data_ptr(), nbytes)  # without the GIL
                 else:
                     Pieces(parts).copy_to(target, nbytes)
@@ -261,7 +350,7 @@ class Link:
             return False
         message.pieces.copy_to(target, nbytes)
         self._writer.publish(DATA, ident=message.ident)
-        self._ring(self.peer)  # it copies this one out while the next one is copied in
+        self._ring(self.peer)  # the peer copies this frame out while the next frame is copied in
         message.left -= nbytes
         self._streams.rotate(-1)
         if not message.left:
@@ -272,7 +361,7 @@ class Link:
     # -- receiving ----------------------------------------------------------------------------------------------------
 
     def clear(self, ident: int) -> None:
-        """Have the sender of a message that it has offered go ahead."""
+        """Send CLEAR for an offered message."""
         if ident in self.incoming:
             raise BackendError(f"rank {self.peer} has offered message {ident} twice")
         if self._writer.put(CLEAR, ident=ident):
@@ -281,35 +370,35 @@ class Link:
             self._clears.append(ident)
 
     def due(self, ident: int, nbytes: int) -> Arrival:
-        """The message that so many bytes came for."""
+        """The message that a DATA frame of ``nbytes`` belongs to. Raises BackendError if they are not due."""
         arrival = self.incoming.get(ident)
         if arrival is None or not 0 < nbytes <= arrival.left:
             raise BackendError(f"rank {self.peer} sends {nbytes} bytes of message {ident}, which are not due")
         return arrival
 
     def short_came(self, nbytes: int) -> None:
-        """There is a short message. Raises BackendError if it may not be sent yet."""
+        """Count a short message that arrived. Raises BackendError if it exceeds the limit of unmatched bytes."""
         self._came += framed(nbytes)
         if self._came - self._matched > self._unmatched:
             raise BackendError(f"rank {self.peer} sends more than {self._unmatched} bytes before they are asked for")
 
     def keep_offer(self) -> None:
-        """An offer has no receive yet. Raises BackendError if there are too many."""
+        """Count an unmatched offer. Raises BackendError if there are too many."""
         self._offers += 1
         if self._offers > MOST_OFFERS:
             raise BackendError(f"rank {self.peer} has sent {self._offers} messages that nobody has asked for")
 
     def forget_offer(self) -> None:
-        """One that was kept has its receive."""
+        """Count an unmatched offer as matched."""
         self._offers -= 1
 
     def count(self, nbytes: int) -> None:
-        """A short message was matched: tell the sender that it may send so much more ahead of its receive."""
+        """Count a short message as matched, and publish that to the sender, which may then send as much more."""
         self._matched += framed(nbytes)
         self._words[self._matched_at] = self._matched
 
     def abandon(self) -> list[Submission]:
-        """Nothing comes any more: forget the operations that are under way, and return them."""
+        """Remove and return the operations in flight, which can never complete."""
         lost = [message.submission for message in (*self._waiting, *self._offered.values())]
         lost += [arrival.receive for arrival in self.incoming.values()]
         for line in self.lines.values():

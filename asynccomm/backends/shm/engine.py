@@ -1,17 +1,17 @@
-"""One rank's engine: takes operations and moves them on, whoever has a moment to drive it.
+"""The progress engine of one rank: advances the operations of a comm, from any of several threads.
 
-It has no thread of its own and never waits. It is driven by
+The engine has no thread of its own and never waits. Its drivers are:
 
-1. ``submit`` itself: where the peers are there already, a small operation is over before the call returns;
-2. a task that is about to wait (``hurry``), which looks out for a late peer for a moment;
-3. the event loop, when a peer rings;
-4. the worker thread (``progress_thread.py``): large transfers, calls from threads without the loop, and callers that
-   block (``relieve``).
+1. ``submit`` itself: when the peers have posted already, a small operation is done before the call returns;
+2. a task that is about to wait (``hurry``), which spins for a late peer, at most for the spin budget (``patience``);
+3. the event loop, when a peer rings its doorbell;
+4. the progress thread (``progress_thread.py``): for large transfers, calls from threads without an event loop, and
+   callers that block (``relieve``).
 
-Only one thread drives at a time. One that finds another at it leaves word (``_news``) and goes; whoever drives looks
-for word once more after giving up the lock, so none is lost.
+Only one thread drives at a time. A thread that fails to take the lock leaves ``_news`` set and returns. The lock holder
+rechecks ``_news`` after it has released the lock, so no wake-up is lost.
 
-How they go to sleep and are woken: ``doorbell.py``.
+``doorbell.py`` describes how ranks go to sleep and are woken.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from asynccomm.backends.shm.settings import Settings
 from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError, PeerLostError
 
-SLICE_SECONDS: Final = 1e-3  # that one call may drive: a loop's other tasks must not starve
-CATCH_UP_SECONDS: Final = 0.02  # at most, of work that comes before a failure of another rank
-LOCK_SECONDS: Final = 1.0  # to wait for whoever drives, who may have lost its core in the middle of a step
-MOST_SKIPPED: Final = 64  # awaits in a row that do not look out for peers, when that had not paid off
+SLICE_SECONDS: Final = 1e-3  # that one call may drive, so that the loop's other tasks do not starve
+CATCH_UP_SECONDS: Final = 0.02  # of CPU time at most, to finish earlier operations when another rank has failed
+LOCK_SECONDS: Final = 1.0  # to wait for the lock; its holder may have been preempted in the middle of a step
+MOST_SKIPPED: Final = 64  # limit of awaits in a row that do not spin, after spinning has failed
 
 
 @final
 class Engine:
-    """Moves the operations of one rank of one comm.
+    """The progress engine of one rank of one comm.
 
     Args:
-        settings: the same on all ranks.
-        patience: seconds to look out for a late peer before going to sleep.
-        stretch: seconds that the worker is at it before it offers its core to others.
+        settings: sizes, the same on all ranks.
+        patience: the spin budget: seconds to spin for a late peer before sleeping.
+        stretch: seconds of driving after which the progress thread yields its core.
     """
 
     def __init__(
@@ -84,15 +84,15 @@ class Engine:
         self._states = [layout.word(rank, Word.STATE) for rank in range(group.size)]
         self._place = layout.word(group.rank, Word.PLACE)
         homes = [(member.host, member.pid) for member in context.members]
-        self._places = [  # ranks of one process have one worker, which is not to keep off itself
+        self._places = [  # without ranks of this process, which share one progress thread
             layout.word(rank, Word.PLACE) for rank, home in enumerate(homes) if home != homes[group.rank]
         ]
-        # neither of these three may refer to this engine: a cycle would keep the segment until the next collection
+        # none of these three may refer to this engine: a cycle would keep the segment until the next garbage collection
         self._bells = Bells(group.rank, layout, words, fence, circle.bells)
         self._board = Board(group.rank, layout, words, circle.segment.data, fence, self._bells.ring_all)
-        self._finished: deque[Submission | Bundle] = deque()  # to be settled when the lock is free
+        self._finished: deque[Submission | Bundle] = deque()  # done, to be settled after the lock is released
         self._faults: deque[BrokenError] = deque()
-        self._grown = grown = deque[tuple[Submission, int]]()  # receives that turned out to be of so many bytes
+        self._grown = grown = deque[tuple[Submission, int]]()  # receives, and larger sizes than expected
         self._messages = Messages(
             group.rank,
             Mapped(layout, words, circle.segment.raw, circle.segment.data.data_ptr()),
@@ -102,26 +102,26 @@ class Engine:
             self._faults.append,
             lambda receive, nbytes: grown.append((receive, nbytes)),
         )
-        self._lock = threading.Lock()  # of whoever drives
-        self._news = False  # something has happened since somebody began to drive
+        self._lock = threading.Lock()  # held by the driving thread
+        self._news = False  # a wake-up has arrived since the lock holder last checked
         self._inbox: deque[Submission | Bundle] = deque()
-        self._queue: deque[Submission | Bundle] = deque()  # collectives, the first under way
+        self._queue: deque[Submission | Bundle] = deque()  # collectives, the first in progress
         self._current: Progress | None = None
         self._dead = False
-        self._gone: set[int] = set()  # ranks that have closed
-        # operations for the worker: counted where they are submitted, and where they are done
+        self._gone: set[int] = set()  # ranks that have left
+        # counts of large operations, which the progress thread drives: submitted, and done
         self._large_in = self._large_out = 0
-        self._waited: set[Work[Any]] = set()  # operations that do not wait for the loop
+        self._waited: set[Work[Any]] = set()  # operations that must complete without the event loop
         self._with_worker = False
-        self._dozing = False  # the worker may be asleep until it is rung
-        self._arming = False  # the loop will look after us soon
-        self._skip = 0  # awaits that do not look out for peers
+        self._dozing = False  # the progress thread may sleep until it is rung
+        self._arming = False  # a call of ``_arm`` is scheduled on the loop
+        self._skip = 0  # awaits that must not spin before the next may
         self._skipped = 0
 
     # -- from the comm ------------------------------------------------------------------------------------------------
 
     def submit(self, batch: Sequence[Submission]) -> None:
-        """Take operations, and move them as far as they go at once. In order; from any thread."""
+        """Submit operations, in order, and advance them as far as possible without waiting. From any thread."""
         items: Sequence[Submission | Bundle] = batch
         if len(batch) != 1 or batch[0].members:
             items = cut(batch, self._board.size, self._board.chunk, self._whole_bytes)
@@ -145,7 +145,7 @@ class Engine:
                     self._without_loop(submission.work)
 
     def hurry(self, work: Work[Any]) -> None:
-        """A task on the loop is about to wait for ``work``: look out for the peers for a moment, if that pays."""
+        """Spin for the peers before a task on the loop waits for ``work``, if spinning has paid off recently."""
         if self._large or self._waited or not self.patience:
             return
         if self._skipped < self._skip:
@@ -158,14 +158,14 @@ class Engine:
             self._skip = min(2 * self._skip + 1, MOST_SKIPPED)
 
     def relieve(self, work: Work[Any]) -> None:
-        """A thread is about to block for ``work``: it must not need the loop from now on."""
+        """Make ``work`` complete without the event loop, before a thread blocks for it."""
         if not self._large and (not self.patience or self._look_out(work)):
             self._drive()
         if not work.done():
             self._without_loop(work)
 
     def _look_out(self, work: Work[Any]) -> bool:
-        """Drive until ``work`` is done, for as long as patience goes; returns whether it is."""
+        """Drive until ``work`` is done, at most for the spin budget; returns whether ``work`` is done."""
         deadline = time.perf_counter() + self.patience
         while not work.done():
             left = deadline - time.perf_counter()
@@ -182,7 +182,7 @@ class Engine:
 
     @property
     def _large(self) -> bool:
-        return self._large_in != self._large_out  # may be seen a little late, never for good
+        return self._large_in != self._large_out  # a stale value is corrected by the next check
 
     def _arm(self) -> None:
         self._arming = False
@@ -191,19 +191,19 @@ class Engine:
     # -- driving ------------------------------------------------------------------------------------------------------
 
     def on_bell(self, bell: int) -> None:
-        """The loop's bell was rung."""
+        """Handle a ring of the loop's doorbell."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(bell)
         self._drive()
 
     def _drive(self, patience: float = 0.0, *, arm: bool = True) -> bool:
-        """Move everything that can be moved; returns whether this thread did so. From any thread.
+        """Advance all operations as far as possible; returns whether this thread did so. From any thread.
 
         Args:
-            patience: seconds to look out for peers as long as nothing gets finished.
-            arm: ask the peers to ring if something is left waiting.
+            patience: seconds to spin for peers while no operation finishes.
+            arm: whether to ask the peers to ring if operations are left waiting.
         """
-        if torch.is_inference_mode_enabled():  # the caller's; views made in it could not be written to later
+        if torch.is_inference_mode_enabled():  # the caller's mode: views created in it could not be written to later
             with torch.inference_mode(False):
                 return self._drive(patience, arm=arm)
         self._news = True
@@ -220,7 +220,7 @@ class Engine:
         return drove
 
     def _run(self, patience: float, arm: bool) -> None:
-        if self._dead:  # since the caller has looked
+        if self._dead:  # set since the caller's check
             return
         bells, messages = self._bells, self._messages
         bells.disarm()
@@ -238,13 +238,13 @@ class Engine:
                 if self._waited:
                     self._to_worker()
                 else:
-                    bells.ring_own_loop()  # which has other things to do, too
+                    bells.ring_own_loop()  # which runs its other tasks first
                 return
             if patience and not self._finished and not self._news:
                 now = time.perf_counter()
                 until = until or now + patience
                 if now < until:
-                    os.sched_yield()  # whom we wait for may need this core
+                    os.sched_yield()  # the late peer may need this core
                     continue
             if not arm and not self._waited:
                 return
@@ -254,9 +254,9 @@ class Engine:
             bells.disarm()
 
     def _step(self, *, one: bool = False) -> bool:
-        """Move each lane as far as it goes, or ``one`` step; returns whether anything moved.
+        """Advance collectives and messages as far as possible, or by ``one`` step; returns whether anything advanced.
 
-        If not, then all there is waits for other ranks, and was looked at after this began.
+        If nothing advanced, then every operation waits for other ranks, and was checked after this call began.
         """
         moved = False
         queue, inbox = self._queue, self._inbox
@@ -286,13 +286,13 @@ class Engine:
                 self._miss_the_gone()
         except BrokenError as exc:
             self._faults.append(exc)
-        except BaseException as exc:  # out of memory, Ctrl-C, or a bug: the peers would wait for ever
+        except BaseException as exc:  # out of memory, Ctrl-C, or a bug: without an error, the peers would wait forever
             what = f" in {self._queue[0].op}" if self._queue else ""
             error = BackendError(f"shm failed{what}: {type(exc).__name__}: {exc}")
             error.__cause__ = exc
             self._faults.append(error)
             if not isinstance(exc, Exception):
-                self._dead = True  # a step that was cut short cannot be taken up again
+                self._dead = True  # an interrupted step cannot be resumed
                 raise
         if self._grown:
             self._count_the_grown()
@@ -301,15 +301,15 @@ class Engine:
         return moved and not self._dead
 
     def _count_the_grown(self) -> None:
-        """What turned out to be large is for the worker from now on."""
+        """Pass receives that have become large on to the progress thread."""
         while self._grown:
             submission, nbytes = self._grown.popleft()
             if submission.nbytes <= self._inline_bytes < nbytes:
-                self._large_out -= 1  # one more is in than out; the other count is not this thread's to change
+                self._large_out -= 1  # as if it were one more in: submitting threads own that count
             submission.nbytes = max(submission.nbytes, nbytes)
 
     def _release(self) -> None:
-        """Give up driving, and tell what came of it."""
+        """Release the lock, then settle finished operations and report errors."""
         finished: list[Submission] = []
         faults: list[BrokenError] = []
         while self._finished:
@@ -332,7 +332,7 @@ class Engine:
         for fault in faults:
             self._on_error(fault)
 
-    # -- on the worker ------------------------------------------------------------------------------------------------
+    # -- on the progress thread ----------------------------------------------------------------------------------------
 
     def _to_worker(self) -> None:
         if not self._with_worker:
@@ -343,7 +343,7 @@ class Engine:
             self._worker.ring()
 
     def turn(self) -> Turn:
-        """One step of everything, on the worker."""
+        """Advance all operations by one step, on the progress thread."""
         self._lock.acquire()
         turn = Turn.OVER
         try:
@@ -356,7 +356,7 @@ class Engine:
                 self._words[self._place] = 0
                 turn = Turn.OVER
                 if not self._dead:
-                    self._run(0.0, True)  # what is left is the loop's
+                    self._run(0.0, True)  # the event loop drives the remaining operations
         finally:
             self._release()
         if turn is Turn.OVER and (self._news or self._large or self._waited):
@@ -366,12 +366,12 @@ class Engine:
         return turn
 
     def doze(self) -> bool:
-        """The worker is about to sleep: have the peers ring; False if there is something to do."""
+        """Arm the progress thread's doorbell before it sleeps; False if it has something to do."""
         self._lock.acquire()
         try:
             self._news = False
             if self._dead or not (self._large or self._waited):
-                return False  # it shall have its last turn
+                return False  # the next turn is the last
             self._dozing = True
             self._words[self._place] = 0
             self._bells.arm(Bell.WORKER)
@@ -379,18 +379,18 @@ class Engine:
                 self._dozing = False
         finally:
             self._release()
-        if self._news:  # somebody came while this held the lock
+        if self._news:  # another thread failed to take the lock meanwhile
             self._dozing = False
         return self._dozing
 
     def settle_on(self, cpu: int) -> list[int]:
-        """The worker is awake on processor ``cpu``; returns those that other processes' are awake on."""
+        """Publish that the progress thread runs on ``cpu``; returns the CPUs of other processes' progress threads."""
         words = self._words
         words[self._place] = cpu + 1
         return [place - 1 for word in self._places if (place := words[word])]
 
     def failed(self, exc: Exception) -> None:
-        """A turn raised: a bug. The comm ends; that is better than to wait for ever."""
+        """Break the comm after a turn raised, which is a bug: the operations would otherwise never finish."""
         error = BackendError(f"shm failed: {type(exc).__name__}: {exc}")
         error.__cause__ = exc
         self._dead = True
@@ -399,7 +399,7 @@ class Engine:
     # -- peers --------------------------------------------------------------------------------------------------------
 
     def ended(self, rank: int) -> None:
-        """Nobody is at the other end of ``rank``'s pipe any more. On the worker."""
+        """Handle EOF on the liveness pipe of ``rank``. On the progress thread."""
         state = self._words[self._states[rank]]
         if self._dead:
             return
@@ -415,10 +415,10 @@ class Engine:
         self._on_error(error)
 
     def catch_up(self) -> None:
-        """Do what can be done without waiting: what a rank posted before it failed is as good as ever."""
+        """Finish operations that need not wait, before a failure is reported: posts of a lost rank remain valid."""
         if self._dead or not self._lock.acquire(timeout=LOCK_SECONDS):
             return
-        until = time.thread_time() + CATCH_UP_SECONDS  # not counting that of others on a busy machine
+        until = time.thread_time() + CATCH_UP_SECONDS  # CPU time, not wall time: the machine may be busy
         try:
             while not self._dead and self._step(one=True) and time.thread_time() < until:
                 pass
@@ -426,7 +426,7 @@ class Engine:
             self._release()
 
     def _miss_the_gone(self) -> None:
-        """Fail when what is left needs a rank that has closed in good order."""
+        """Raise BackendError if a pending operation needs a rank that has left."""
         for rank in self._gone:
             if self._current is not None and self._board.behind(rank):
                 raise BackendError(f"rank {rank} has closed the comm and takes no part in {self._queue[0].op}")
@@ -436,25 +436,25 @@ class Engine:
     # -- ending -------------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Tell the peers, who will see the pipe close, that this is in good order."""
+        """Publish that this rank leaves, so that the peers take the EOF on its pipe for an orderly close."""
         self._dead = True
         if self._words[self._state] == State.HERE:
             self._words[self._state] = State.LEFT
-        Fence().full()  # the other one belongs to whoever drives
+        Fence().full()  # the engine's own fence belongs to the lock holder
 
     def abort(self) -> None:
-        """Let go of everything at once, or as soon as whoever drives does. From any thread."""
+        """Drop all operations now, or when the driving thread releases the lock. From any thread."""
         self._dead = True
         if self._words[self._state] == State.HERE:
             self._words[self._state] = State.ABORTED
-            Fence().full()  # the other one belongs to whoever drives
+            Fence().full()  # the engine's own fence belongs to the lock holder
         if self._lock.acquire(blocking=False):
             self._release()
         if self._with_worker:
             self._worker.ring()
 
     def idle(self, timeout: float) -> bool:
-        """Wait until nobody drives any more, at most ``timeout`` seconds; after ``abort``."""
+        """Wait until no thread drives, at most ``timeout`` seconds; returns whether that is so. After ``abort``."""
         if not self._lock.acquire(timeout=timeout):
             return False
         self._release()

@@ -1,4 +1,4 @@
-"""Local sockets that carry descriptors, and who owns those."""
+"""Local sockets that carry file descriptors, and ownership of the descriptors."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, final
 
-MESSAGE_DESCRIPTORS: Final = 198  # in one message; Linux takes 253
+MESSAGE_DESCRIPTORS: Final = 198  # in one message; Linux allows 253
 MESSAGE_BYTES: Final = 4096
-RETRY_SECONDS: Final = 0.005  # until another look whether the system has room again
+RETRY_SECONDS: Final = 0.005  # between attempts to send while the kernel has no room
 
 _credentials = struct.Struct("=iII")  # process, user, group
 
 
 @final
 class Descriptors:
-    """Descriptors that are closed together, once.
+    """File descriptors that are closed together, once.
 
-    A forked child closes its copies at once: as long as it held the pipe's end of its parent, nobody would see that one
-    die. The child has no use for them, a comm does not survive a fork.
+    A forked child closes its copies at once: while the child held its parent's end of the liveness pipe, no rank would
+    notice the parent's death. The child has no use for them, because a comm does not survive a fork.
     """
 
     __slots__ = ("__weakref__", "_fds")
@@ -34,18 +34,18 @@ class Descriptors:
         _alive.add(self)
 
     def add(self, fd: int) -> int:
-        """Own ``fd``; returns it."""
+        """Take ownership of ``fd``; returns it."""
         self._fds.append(fd)
         return fd
 
     def close_one(self, fd: int) -> None:
-        """Close ``fd`` ahead of the others, if it is not closed yet."""
+        """Close ``fd`` before the others, unless it is closed already."""
         if fd in self._fds:
             self._fds.remove(fd)
             os.close(fd)
 
     def close(self) -> None:
-        """Close all. Idempotent."""
+        """Close all descriptors. Idempotent."""
         while self._fds:
             os.close(self._fds.pop())
 
@@ -62,16 +62,16 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Message(NamedTuple):
-    """What came over a line; the descriptors are the receiver's to close."""
+    """A received datagram; the receiver closes its descriptors."""
 
-    data: bytes  #: empty: the connection has ended
+    data: bytes  #: content; empty: the connection has ended
     fds: list[int]
-    whole: bool  #: whether all of it has arrived
+    whole: bool  #: whether nothing was truncated
 
 
 @final
 class Line:
-    """A connection that keeps messages whole. It is read as they come; ``receive`` is called with each."""
+    """A connection that preserves message boundaries and calls ``receive`` with each message as it arrives."""
 
     def __init__(self, sock: socket.socket, receive: Callable[[Message], object]) -> None:
         self.receive = receive
@@ -81,18 +81,18 @@ class Line:
         self._loop.add_reader(sock.fileno(), self.read)
 
     def read(self) -> None:
-        """Take the next message now, if there is one."""
+        """Receive the next message now, if there is one."""
         fds = array.array("i")
         room = socket.CMSG_SPACE(MESSAGE_DESCRIPTORS * fds.itemsize)
         data, flags = b"", 0
         ancillary: list[tuple[int, int, bytes]] = []
         for _ in range(2):
-            try:  # not by socket.recv_fds: that drops its flags
+            try:  # socket.recv_fds ignores its argument ``flags``
                 data, ancillary, flags, _ = self._sock.recvmsg(MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                continue  # it left without reading everything; the system tells that before what it had sent
+                continue  # the peer left data unread; the kernel reports that before the data that the peer had sent
             except OSError:
                 pass
             break
@@ -104,14 +104,14 @@ class Line:
         self.receive(Message(data, list(fds), not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)))
 
     async def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
-        """Raises: OSError when the other side is gone."""
+        """Send a message, waiting for room. Raises: OSError if the peer has closed the connection."""
         while True:
             try:
                 self.send_now(data, fds)
             except BlockingIOError:
                 pass
             except OSError as exc:
-                if exc.errno != errno.ETOOMANYREFS:  # what all processes of a user have under way is limited
+                if exc.errno != errno.ETOOMANYREFS:  # the kernel limits the descriptors that a user has in flight
                     raise
             else:
                 return
@@ -128,6 +128,6 @@ class Line:
 
 
 def user_of(sock: socket.socket) -> int:
-    """Who is on the other side; a user of another namespace comes out as nobody."""
+    """The user id of the peer process; a user of another namespace has the overflow id (*nobody*)."""
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size)
     return int(_credentials.unpack(data)[1])

@@ -1,16 +1,17 @@
 """Memory ordering between processes, from Python.
 
-A rank publishes data by writing it and then a word that says so; another reads the word and then the data. Words are
-aligned, and CPython stores and loads each with one instruction, so they are never torn. Order is another matter:
+A rank publishes data by writing the data and then a word; the reader reads the word and then the data. Words are
+aligned, and CPython stores and loads a word with one instruction, so words are never torn. Their order is not given:
 
-- x86 keeps stores in order and loads in order (TSO), so publishing needs nothing there. ARM and others keep neither.
-- No machine keeps a store and a later load of another word in order. "I go to sleep" and then "has anything come?",
-  against "here is something" and then "is anybody asleep?", may both miss unless each side has a full fence between.
+- x86 keeps stores in order and loads in order (TSO), so publishing needs no fence there. ARM and others keep neither.
+- No machine keeps a store and a later load of another word in order. A sleeper that sets its word and then checks for
+  publications, and a publisher that publishes and then checks for sleepers, can both miss each other, unless each side
+  has a full fence between its two steps.
 
-CPython has no fence to call, but a lock is one when it is released and taken again: the release cannot be passed by
-what came before it, the acquire not by what comes after, and the two are atomic operations on one variable, which
-stay in order with each other. (An acquire followed by a release would not do: both neighbours could move into the
-section between.) On x86 the locked instruction in it empties the store buffer.
+CPython offers no fence, but releasing and re-acquiring a lock is a full fence: earlier accesses cannot pass the
+release, later accesses cannot pass the acquire, and both are atomic operations on one variable, which stay in order
+with each other. (An acquire followed by a release would not be a fence: accesses on both sides could move into the
+section in between.) On x86 the locked instruction in the pair drains the store buffer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _STORES_IN_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i686")
 
 @final
 class Fence:
-    """The fences of one thread at a time: whoever shares one must hold a lock of his own around its use."""
+    """A memory fence for one thread at a time; threads that share a fence must guard it by a lock."""
 
     __slots__ = ("_acquire", "_release")
 
@@ -35,11 +36,11 @@ class Fence:
         self._release = lock.release
 
     def full(self) -> None:
-        """Everything before is seen by all before anything after."""
+        """Order all earlier loads and stores before all later ones, as seen by every process."""
         self._release()
         self._acquire()
 
     def order(self) -> None:
-        """Stores stay behind earlier stores, and loads behind earlier loads."""
+        """Order later stores behind earlier stores, and later loads behind earlier loads."""
         if not _STORES_IN_ORDER:
             self.full()

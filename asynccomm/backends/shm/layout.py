@@ -1,15 +1,15 @@
-"""What lies where in a shared segment: pure arithmetic, in bytes from its start.
+"""The layout of a shared segment: pure arithmetic, in bytes from the segment's start.
 
 ::
 
     words   one block of 64-bit words per rank; all but SLEEPING are written by that rank alone
-    headers per bank, rank and part of its slot: four words that say what is in there
-    slots   per bank and rank: what the rank contributes to a step of a collective
+    headers per bank, rank and part of its slot: four words that describe the part
+    slots   per bank and rank: the rank's contribution to a step of a collective
     results per bank and rank: the rank's reduced part of a step
     rings   per (source, destination): a queue of bytes for messages
 
-A collective runs in steps, numbered through the life of the comm. Step s uses bank s % banks, so a rank may be that
-many steps ahead of the slowest reader. The slots of a bank stand side by side at one stride.
+A collective runs in steps, numbered through the life of the comm. Step s uses bank s % banks, so a rank may be at most
+``banks`` steps ahead of the slowest reader. The slots of a bank are adjacent, at one stride.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, final
 
-WORD: Final = 8  # bytes; aligned ones are written and read whole on every 64-bit machine
+WORD: Final = 8  # bytes; every 64-bit machine reads and writes aligned words whole
 LINE: Final = 64  # bytes of a cache line
 HEADER: Final = 4  # words
-BLOCK: Final = 4 * LINE  # of one rank's words: processors fetch lines in pairs, so neighbours keep a distance
+BLOCK: Final = 4 * LINE  # bytes of one rank's words; blocks keep a distance, because processors fetch lines in pairs
 
 
 @final
 class Word(IntEnum):
-    """A rank's words, by their place in its block."""
+    """A rank's words, by their index in its block."""
 
-    POSTED = 0  #: steps whose slot this rank has filled
-    REDUCED = 1  #: steps whose result this rank has filled
-    FINISHED = 2  #: steps in which this rank reads no more
+    POSTED = 0  #: steps with this rank's slot filled
+    REDUCED = 1  #: steps with this rank's result filled
+    FINISHED = 2  #: steps in which this rank has finished reading
     STATE = 3  #: a :class:`State`
-    PLACE = 4  #: one more than the processor that this rank's worker has woken up on; 0 while it is asleep
-    SLEEPING = 8  #: for each of this rank's two bells, whether to ring it when there is news; whoever rings clears it
-    WHAT = 16  #: for each bank, three words that say which collectives the step belongs to, and after which others
+    PLACE = 4  #: CPU that this rank's progress thread has woken up on, plus one; 0 while it is asleep
+    SLEEPING = 8  #: for each of this rank's two bells, whether to ring it on a publication; the ringing rank clears it
+    WHAT = 16  #: for each bank, three words: the signature of the step's collective, and a hash of all before it
 
 
 @final
 class State(IntEnum):
-    """How far a rank is with the comm."""
+    """The lifecycle state of a rank in the comm."""
 
     HERE = 0
-    LEFT = 1  #: closed in good order
+    LEFT = 1  #: closed orderly
     ABORTED = 2
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where everything is for so many ranks.
+    """The offsets of a segment for ``size`` ranks.
 
     Args:
-        size: ranks.
+        size: number of ranks.
         chunk: bytes of a slot, a multiple of 64.
-        banks: steps that may be under way at once, at most 5.
+        banks: steps that may be in flight at once, at most 5.
         ring: bytes of a message ring, a multiple of 64.
     """
 
@@ -65,19 +65,19 @@ class Layout:
 
     @property
     def piece(self) -> int:
-        """Bytes of a result: one rank's part of a chunk, and room for an element more."""
+        """Bytes of a result: one rank's part of a chunk, plus room for one element."""
         return rounded_up(self.chunk // self.size + 16)
 
     def word(self, rank: int, word: int) -> int:
-        """Number of a rank's word among all words of the segment."""
+        """Index of a rank's word among all words of the segment."""
         return (rank * BLOCK) // WORD + word
 
     def what(self, rank: int, bank: int) -> int:
-        """Number of the first of the three words that describe a step."""
+        """Index of the first of the three words that describe a rank's slot in a bank."""
         return self.word(rank, Word.WHAT) + 3 * bank
 
     def header(self, bank: int, rank: int, part: int) -> int:
-        """Number of the first word of a header; there is one for each rank that may look at a part of its own."""
+        """Index of the first word of a header; each slot has one header per reading rank."""
         return self.size * BLOCK // WORD + ((bank * self.size + rank) * self.size + part) * HEADER
 
     def slot(self, bank: int, rank: int) -> int:
@@ -89,7 +89,7 @@ class Layout:
         return self._results + (bank * self.size + rank) * self.piece
 
     def ring_start(self, source: int, destination: int) -> int:
-        """Start of the ring from ``source`` to ``destination``: a line with the head, one with the tail, the bytes."""
+        """Start of the ring from ``source`` to ``destination``: one line each for head and tail, then the bytes."""
         return self._rings + (source * self.size + destination) * self._ring_stride
 
     @property
@@ -115,5 +115,5 @@ class Layout:
 
 
 def rounded_up(nbytes: int, to: int = LINE) -> int:
-    """``nbytes``, or the next multiple of ``to``."""
+    """``nbytes``, rounded up to a multiple of ``to``."""
     return -(-nbytes // to) * to

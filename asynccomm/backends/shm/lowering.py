@@ -1,4 +1,4 @@
-"""From operations to algorithms: which form, in how many steps; and several in one."""
+"""Lowering of operations to algorithms: their form and number of steps; bundles take one step."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ from asynccomm.ops import (
 
 
 def start(board: Board, submission: Submission | Bundle, whole: int) -> Progress:
-    """Begin a collective, or what is one step of several.
+    """Begin a collective, or a bundle of collectives.
 
     Args:
-        whole: bytes up to which a reduction is done by everybody at once.
+        whole: bytes up to which every rank combines a whole reduction (``reduce_whole``).
     """
     return _FORMS[type(submission.op)](board, submission, whole)
 
@@ -60,7 +60,7 @@ def _parcels(board: Board, submission: Submission, whole: int) -> Progress:
 
 
 def _reduce(board: Board, submission: Submission, whole: int) -> Progress:
-    """all_reduce and reduce."""
+    """The lowering of all_reduce and reduce."""
     source, target, reduction, lands = reducing(board, submission)
     nbytes = source.nbytes
     if nbytes <= whole:
@@ -75,7 +75,7 @@ def _reduce(board: Board, submission: Submission, whole: int) -> Progress:
 
 
 def _transfer(board: Board, submission: Submission, whole: int) -> Progress:
-    """What is one part, of which each step takes what fits."""
+    """The lowering of an operation that is one part, of which each step takes as much as fits."""
     part = part_of(board, submission)
     nbytes, split = extent(submission.op, board.size)
     room = part_bytes(board) if split else board.chunk
@@ -96,7 +96,7 @@ def _all_to_all(board: Board, submission: Submission, whole: int) -> Progress:
 
     def begin(lengths: Mapping[int, tuple[int, int]]) -> None:
         for rank, (head, body) in lengths.items():
-            if head or body != outputs[rank].nbytes:  # what came behind a head would be written beyond the output
+            if head or body != outputs[rank].nbytes:  # bytes behind a head would be written beyond the output
                 dtype = str(op.dtype).removeprefix("torch.")
                 raise board.mismatch(rank, f"all_to_all({dtype}, sends {body // item} elements to rank {me})")
 
@@ -127,7 +127,7 @@ def _bundle(board: Board, bundle: Bundle, whole: int) -> Progress:
 
 
 def _together(board: Board, bundle: Bundle) -> Progress:
-    """One step for all; every rank waits for all others."""
+    """Run a bundle in one step, in which every rank waits for all others."""
     everything, submissions, places = bundle.op, bundle.submissions, bundle.places
     parts = []
     for submission in submissions:

@@ -1,8 +1,8 @@
-"""What a bundle consists of, written into a slot behind the data, for the error when the ranks' bundles differ.
+"""The manifest of a bundle: a list of its operations, behind the data in a slot, for errors when bundles differ.
 
-A list of numbers: for each run of operations that differ in nothing but their sizes the first word of their signature,
-how many they are, the second word of each, and the number of each on the comm. Operations that were merged into one
-are listed one by one, if there is room.
+The list consists of numbers. A run of operations that differ only in their sizes takes: the first word of their
+signature, the length of the run, the second word of each signature, and the sequence number of each operation on the
+comm. Operations that were merged into one are listed one by one, if there is room.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from asynccomm.backends.shm.layout import WORD
 from asynccomm.ops import Op, TensorOp
 from asynccomm.ops.signature import Signature, describe, differing_layout, signature
 
-ROW: Final = 4 * WORD  # bytes of an operation that is a run of its own
-_form: Final = attrgetter("dtype", "layout", "label")  # all else is the same in operations that were merged
+ROW: Final = 4 * WORD  # bytes of a run of one operation
+_form: Final = attrgetter("dtype", "layout", "label")  # merged operations are equal in all else
 
 
 class Listed(NamedTuple):
-    """An operation of a list."""
+    """An operation in a list."""
 
-    number: int  #: on the comm
+    number: int  #: sequence number on the comm
     words: Signature
 
 
 class Issued(NamedTuple):
-    """What a rank has where another has something else."""
+    """The operations that a rank has issued in a step, to be compared with another rank's."""
 
-    total: int  #: operations of the batch; 1 for one that is in none
+    total: int  #: number of operations in the batch; 1 without a batch
     listed: Sequence[Listed]
-    ops: Sequence[Op] = ()  #: the same, where they are known better than by their words
+    ops: Sequence[Op] = ()  #: the operations themselves, for better texts, where they are known
 
 
 def listing(submissions: Sequence[Submission], signatures: Sequence[Signature], room: int) -> array[int]:
-    """The list, in at most ``room`` bytes if there is a :data:`ROW` for each of ``submissions``."""
+    """The list of ``submissions``, in at most ``room`` bytes, which must hold a :data:`ROW` for each."""
     rows, words = array("Q"), array("Q")
     for submission, (code, size) in zip(submissions, signatures, strict=True):
         row = (code, 1, size, submission.work.seq)
@@ -48,21 +48,21 @@ def listing(submissions: Sequence[Submission], signatures: Sequence[Signature], 
 
 
 def _runs(submission: Submission) -> list[int]:
-    """Of the members, if there are any."""
+    """The runs of a merged operation's members; empty without members."""
     members: Any = submission.members
     words: list[int] = []
     numbers = submission.numbers
     if members and isinstance(members[0], TensorOp):
-        for _, run in groupby(members, _form):  # few: the signatures of hundreds of members would take long
+        for _, run in groupby(members, _form):  # few runs; signatures of hundreds of members would take long
             ops = list(run)
-            sizes = [signature(op)[1] for op in ops] if ops[0].label else [op.numel for op in ops]  # which is the same
+            sizes = [signature(op)[1] for op in ops] if ops[0].label else [op.numel for op in ops]  # the same numbers
             words += [signature(ops[0])[0], len(ops), *sizes, *numbers[: len(ops)]]
             numbers = numbers[len(ops) :]
     return words
 
 
 def read_listing(words: Sequence[int]) -> list[Listed]:
-    """What is in a list, in the order of the program. Raises: ValueError for what is no list, or an empty one."""
+    """The operations in a list, in program order. Raises: ValueError if the list is corrupt or empty."""
     listed = sorted(_read(words))
     if not listed:
         raise ValueError("it lists nothing")
@@ -82,9 +82,9 @@ def _read(words: Sequence[int]) -> Iterator[Listed]:
 
 
 def difference(mine: Issued, theirs: Issued) -> tuple[int, str, str]:
-    """The first operation that differs: its number, what this rank has and what the other one has.
+    """The first operation that differs: its number, and the texts of this rank's and the other rank's operation.
 
-    Where there is none, the batches have different ends.
+    If all listed operations are equal, the texts describe the batches, which differ in their bounds.
     """
     if mine.total > 1 < theirs.total:
         for own, other in zip(mine.listed, theirs.listed, strict=False):

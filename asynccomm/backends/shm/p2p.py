@@ -1,15 +1,16 @@
-"""Send and receive through the rings: matching and protocol, without a thread, a loop, a lock or a wait.
+"""Send and receive through the rings: matching and protocol, without a thread, an event loop, a lock or a wait.
 
-How messages travel: ``endpoint.py``. Here each gets its receive, by source and tag: a kept short message and an offer
-when the receive is posted, the others when they come. The tag says on which channel a message is, so a tensor never
-meets the receive of a parcel. That a tensor fits is known when it is matched; where a parcel goes is asked once its
-head is there, in the order in which those of one source and tag were sent: one that comes while the head of another
-before it is on its way stands in line, kept or not cleared yet.
+``endpoint.py`` defines how messages travel. This module matches each message to a receive, by source and tag: an
+unexpected message or offer when the receive is posted, any other message when it arrives. The tag in a frame includes
+the channel, so a tensor never matches the receive of a parcel. A tensor's dtype and length are checked when it is
+matched. The destination of a parcel is determined when its head is complete, in the order in which parcels of one
+source and tag were sent: a matched parcel waits in a queue, unexpected or not cleared yet, while the head of an earlier
+parcel is in flight.
 
-Every frame can be dealt with when it comes: offers and short messages are kept, a CLEAR wakes its send, DATA has its
-place. So rings always drain, and what finds one full goes when there is room.
+Every frame can be processed on arrival: offers and short messages are stored, a CLEAR starts its send, and DATA has a
+destination. Rings therefore always drain, and a frame that finds its ring full is written when there is room.
 
-Messages to oneself never enter a ring.
+Messages of a rank to itself never enter a ring.
 """
 
 from __future__ import annotations
@@ -24,34 +25,46 @@ from torch import Tensor
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
 from asynccomm.backends.matching import MatchQueues
-from asynccomm.backends.shm.endpoint import CLEAR, DATA, OFFER, SHORT, Arrival, Kept, Link, Offer, Outgoing, Tally
+from asynccomm.backends.shm.endpoint import (
+    CLEAR,
+    DATA,
+    OFFER,
+    SHORT,
+    Arrival,
+    Kept,
+    Link,
+    Offer,
+    Outgoing,
+    ParcelArrival,
+    Tally,
+    TensorArrival,
+)
 from asynccomm.backends.shm.fence import Fence
-from asynccomm.backends.shm.iovec import address_of, spans
-from asynccomm.backends.shm.receives import ParcelArrival, TensorArrival
 from asynccomm.backends.shm.rings import Mapped
+from asynccomm.backends.shm.vectors import address_of, spans
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import MessageSpace, Recv, RecvParcel, Send, SendParcel
 from asynccomm.ops.dtypes import BY_CODE, CODES
 from asynccomm.ops.parcels import MAX_HEAD
 from asynccomm.ops.validation import MAX_TAG
 
-assert MessageSpace.TENSORS.key(MAX_TAG) == MAX_TAG  # larger ones are those of parcels
+assert MessageSpace.TENSORS.key(MAX_TAG) == MAX_TAG  # larger tags are those of parcels
 
 
 @final
 class Messages:
-    """Point-to-point operations of one rank: passive, and called by one thread at a time.
+    """The point-to-point operations of one rank: a passive object, called by one thread at a time.
 
     Args:
         rank: this rank.
-        mapped: the segment.
-        fence: guarded by the same lock as the calls here.
-        ring: ``ring(peer)`` is called after something was published which that rank may be asleep for.
-        done: called with each operation that is over, its ``work.source`` and ``error`` set; must not call back.
-        failed: called with what makes the comm unusable: CollectiveMismatchError, BackendError, or what a receive of
-            parcels says is a BrokenError; must not call back.
-        grown: called with a receive, and how many bytes come for it, when these are more than it knew of; must not
-            call back.
+        mapped: the mapped segment.
+        fence: a fence guarded by the same lock as the calls to this object.
+        ring: ``ring(peer)`` is called after a publication for which ``peer`` may be asleep.
+        done: called with each finished operation, its ``work.source`` and ``error`` set; must not call back.
+        failed: called with an error that makes the comm unusable: CollectiveMismatchError, BackendError, or a
+            BrokenError that the receive of a parcel returned; must not call back.
+        grown: called with a receive and the size of its message, when the message is larger than the receive's
+            ``nbytes``; must not call back.
     """
 
     def __init__(
@@ -73,17 +86,17 @@ class Messages:
         self._matching: MatchQueues[Submission, Kept | Offer | Outgoing] = MatchQueues(mapped.layout.size)
         peers = [peer for peer in range(mapped.layout.size) if peer != rank]
         self._links = {peer: Link(mapped, rank, peer, fence, ring, tally) for peer in peers}
-        # what progress() looks at: all rings that are read, and the links that have something to write
+        # for progress(): all rings that are read, and the links with frames to write
         self._reading = [(link.reader.head_at, link.reader, link) for link in self._links.values()]
         self._writing: set[Link] = set()
 
     @property
     def pending(self) -> int:
-        """Operations that are not done."""
+        """The number of pending operations."""
         return self._tally.pending
 
     def submit(self, submission: Submission) -> None:
-        """Start a send or receive: as much of it as the ring takes now. ``progress`` does the rest."""
+        """Start a send or receive, as far as the ring has room; ``progress`` continues it."""
         self._tally.pending += 1
         op = submission.op
         if isinstance(op, (Recv, RecvParcel)):
@@ -102,7 +115,7 @@ class Messages:
             self._writing.add(link)
 
     def progress(self) -> bool:
-        """Move whatever can be moved. Returns whether anything was."""
+        """Read all frames that have arrived, and write as many as fit. Returns whether anything was read or written."""
         moved = False
         words = self._words
         for head_at, reader, link in self._reading:
@@ -118,14 +131,14 @@ class Messages:
         return moved
 
     def gone(self, peer: int) -> list[Submission]:
-        """Take in what ``peer`` has sent, and return and forget the operations that can never complete now.
+        """Read the last frames of ``peer``, which has left; remove and return the operations that can never complete.
 
-        It has closed in good order and will write nothing more. What is submitted later and needs it comes back from
-        the next call. Receives from any source are among them once all other ranks are gone.
+        A rank that has left writes nothing more. The next call returns later submissions that need ``peer``. Receives
+        from any source are returned once all other ranks have left.
         """
         link = self._links[peer]
         if not link.gone:
-            self._fence.order()  # its last frames were published before its word that it left
+            self._fence.order()  # the peer published its last frames before its state LEFT
             if link.reader.tail != self._words[link.reader.head_at]:
                 self._drain(link)
             link.gone = True
@@ -138,17 +151,17 @@ class Messages:
         return lost
 
     def drop(self) -> None:
-        """Forget everything, and never look at the segment again. Nothing may be submitted afterwards."""
+        """Drop all operations and never access the segment again. Submitting afterwards is not allowed."""
         self._reading = []
         self._writing.clear()
         self._links.clear()
         self._matching.clear()
         self._tally.pending = 0
 
-    # -- what comes ---------------------------------------------------------------------------------------------------
+    # -- arriving frames ----------------------------------------------------------------------------------------------
 
     def _drain(self, link: Link) -> None:
-        """Deal with the frames that are there now."""
+        """Process the frames that have arrived."""
         reader = link.reader
         try:
             reader.open()
@@ -227,10 +240,10 @@ class Messages:
         if not link.idle:
             self._writing.add(link)
 
-    # -- to where it belongs ------------------------------------------------------------------------------------------
+    # -- matched messages ---------------------------------------------------------------------------------------------
 
     def _accept(self, link: Link, tag: int, receive: Submission, message: Kept | Offer) -> None:
-        """Match a message."""
+        """Receive a matched message, or queue it behind an earlier parcel of its tag."""
         if tag > MAX_TAG:
             line = link.lines.get(tag)
             if line is not None:
@@ -246,14 +259,14 @@ class Messages:
             self._expect(link, message.ident, arrival)
 
     def _expect(self, link: Link, ident: int, arrival: Arrival) -> None:
-        """The rest of a message comes as DATA."""
+        """Register a cleared message, whose remaining bytes arrive as DATA."""
         if arrival.left:
             link.incoming[ident] = arrival
         else:
             self._arrived(arrival, link.peer)
 
     def _open(self, link: Link, receive: Submission, message: Kept | Offer) -> bool:
-        """It is the turn of a parcel. Returns whether its head is there, so that it is the turn of the next."""
+        """Begin to receive a parcel. Returns whether its head is complete, so that the next parcel may begin."""
         arrival = ParcelArrival(receive, link.peer, message.extra, message.length)
         if isinstance(message, Kept):
             link.count(len(message.data))
@@ -268,7 +281,7 @@ class Messages:
         return placed
 
     def _move_up(self, link: Link, first: Arrival) -> None:
-        """The parcel that was first in line knows where it goes."""
+        """Begin to receive the queued parcels behind ``first``, whose head is complete."""
         op = first.receive.op
         assert isinstance(op, RecvParcel)
         tag = _tag(op)
@@ -282,7 +295,7 @@ class Messages:
     def _deliver(
         self, receive: Submission, source: int, code: int, numel: int, address: int | bytes, nbytes: int
     ) -> bool:
-        """Copy a whole tensor to its receive; False if it does not fit."""
+        """Copy a whole tensor to its receive; False if their dtypes or lengths differ."""
         if not self._fits(receive, source, code, numel):
             return False
         values, land = arithmetic.landing(receive.outputs[0])
@@ -316,7 +329,7 @@ class Messages:
             self._failed(BackendError(f"rank {source} sent elements of a dtype unknown here (code {code:#x}) for {op}"))
         return False
 
-    # -- messages to oneself, and the end -----------------------------------------------------------------------------
+    # -- messages to itself -------------------------------------------------------------------------------------------
 
     def _send_to_self(self, message: Outgoing) -> None:
         receive = self._matching.claim(self._rank, message.tag)
@@ -347,7 +360,7 @@ class Messages:
 
 
 def _tag(op: Send | Recv | SendParcel | RecvParcel) -> int:
-    """What frames say: the tag and the channel."""
+    """The tag in frames: an operation's tag and channel as one number."""
     if isinstance(op, (Send, Recv)):
         return op.tag
     assert op.channel is not MessageSpace.TENSORS, f"{op} would meet tensors"
@@ -367,7 +380,11 @@ def _outgoing(submission: Submission) -> Outgoing:
 
 
 def _check(link: Link, tag: int, extra: int, length: int, nbytes: int | None = None) -> None:
-    """Whether the frame that begins a message can be: the lengths that it says, and that of a whole one."""
+    """Check the lengths in the first frame of a message. Raises BackendError.
+
+    Args:
+        nbytes: bytes of the content if the frame holds all of it.
+    """
     if tag > MAX_TAG:
         if extra > MAX_HEAD:
             raise BackendError(f"rank {link.peer} sends a head of {extra} bytes, of which {MAX_HEAD} are taken")

@@ -1,4 +1,4 @@
-"""Parcels on a board: what a rank gives as streams, and what comes of those of others."""
+"""Collectives of parcels on a board: sends them as streams, and delivers the streams of other ranks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from asynccomm.backends.base import Submission
 from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.shm.algorithms import Progress, part_bytes
 from asynccomm.backends.shm.board import Board
-from asynccomm.backends.shm.iovec import address_of
 from asynccomm.backends.shm.variable_length import Stream, Taker, stream
-from asynccomm.backends.shm.vectors import Scattered, scattered
+from asynccomm.backends.shm.vectors import Scattered, address_of, scattered
 from asynccomm.errors import BackendError, BrokenError
 from asynccomm.ops import Parcel, Parcels
 from asynccomm.ops.parcels import MAX_HEAD
 
 
 def parcels(board: Board, submission: Submission) -> Progress:
-    """The collective, on a submission whose op is ``ops.Parcels``."""
+    """Run the collective of a submission of ``ops.Parcels``."""
     op = submission.op
     assert isinstance(op, Parcels)
     size, me = board.size, board.rank
@@ -41,7 +40,7 @@ def parcels(board: Board, submission: Submission) -> Progress:
 def _streams(op: Parcels, given: Sequence[Parcel], size: int, me: int) -> dict[int, Stream]:
     """This rank's streams, by the part of its slots.
 
-    There are none if nobody else would take them; where each rank has its own, those who do not take get empty ones.
+    There are no streams if no other rank takes them. With a stream per rank, ranks that take none get empty streams.
     """
     if not op.gives(me) or op.taker == me or size == 1:
         return {}
@@ -60,19 +59,19 @@ def _stream(parcel: Parcel) -> Stream:
 
 @final
 class Deliveries:
-    """The parcels that come for one submission."""
+    """The parcels that one submission receives."""
 
     def __init__(self, submission: Submission, delivery: Delivery) -> None:
         self._submission = submission
         self._delivery = delivery
         self._lengths: Mapping[int, tuple[int, int]] = {}
         self._payloads: dict[int, int] = {}
-        self._heads: dict[int, list[bytes]] = {}  # as far as they have come
-        self._targets: dict[int, Scattered | None] = {}  # of those whose head is complete; None: to be thrown away
-        self._left: dict[int, int] = {}  # bytes that are due
+        self._heads: dict[int, list[bytes]] = {}  # chunks of incomplete heads
+        self._targets: dict[int, Scattered | None] = {}  # of payloads, once the head is complete; None: discard
+        self._left: dict[int, int] = {}  # bytes that have not arrived yet
 
     def begin(self, lengths: Mapping[int, tuple[int, int]]) -> None:
-        """Learn the lengths of all that will come."""
+        """Set the lengths of all streams, before the first ``take``. Raises: BackendError if a head is too long."""
         for rank, (head, _) in lengths.items():
             if head > MAX_HEAD:
                 raise BackendError(f"rank {rank} announces {head} bytes of a parcel's head; more than {MAX_HEAD}")
@@ -82,7 +81,7 @@ class Deliveries:
         self._left = {rank: head + body for rank, (head, body) in lengths.items()}
 
     def take(self, source: int, start: int, n: int, address: int) -> None:
-        """Bytes ``start`` to ``start + n`` of the stream from ``source`` are at ``address``."""
+        """Copy bytes ``start`` to ``start + n`` of the stream from ``source``, which are at ``address``."""
         head = self._lengths[source][0]
         end = start + n
         self._left[source] -= n
@@ -97,7 +96,7 @@ class Deliveries:
                 target.write(start + skip - head, n - skip, address + skip)
 
     def finish(self) -> None:
-        """The giver has no more. Raises: BackendError if that is not all that it has announced."""
+        """Complete the deliveries. Raises: BackendError if a rank has sent fewer bytes than it announced."""
         for rank, left in self._left.items():
             if left:
                 raise BackendError(f"rank {rank} has not sent {left} bytes of those that it has announced")

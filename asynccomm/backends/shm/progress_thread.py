@@ -1,10 +1,10 @@
-"""The one thread per process that drives what must not wait for an event loop: large transfers, and blocked callers.
+"""The progress thread: one thread per process that drives large transfers, and operations of blocked callers.
 
-It also notices the death of other ranks, whatever the loops are doing. While there is nothing to do it sleeps in one
-system call.
+These must not wait for an event loop. The thread also notices lost ranks, even while the event loops are blocked. An
+idle progress thread sleeps in one system call.
 
-A thread that runs pure Python may keep the lock of the interpreter for a whole switch interval (5 ms by default), and
-this thread takes that lock back after each chunk. So the interval is shorter while transfers are under way.
+A thread that runs pure Python may keep the GIL for a whole switch interval (5 ms by default), and the progress thread
+takes the GIL after each chunk. The switch interval is therefore shorter (``SWITCH_SECONDS``) during transfers.
 """
 
 from __future__ import annotations
@@ -24,47 +24,47 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Final, Protocol, final
 
-SWITCH_SECONDS: Final = 1e-4  # bench/loop_lag.py: beside a GIL-bound thread this is worth several times the bandwidth
-END_SECONDS: Final = 5.0  # for the thread to get to the end of what it is at, when the process ends
+SWITCH_SECONDS: Final = 1e-4  # bench/loop_lag.py: beside a GIL-bound thread, a short interval multiplies the bandwidth
+END_SECONDS: Final = 5.0  # limit of the wait for the thread to finish its turn, when the process ends
 
-# -1 where nobody can say; other systems import this, too, before they find that they cannot share memory
+# -1 without sched_getcpu: systems that cannot share memory import this module, too
 _current_cpu: Final[Callable[[], int]] = getattr(ctypes.PyDLL(None), "sched_getcpu", lambda: -1)
 _log = logging.getLogger("asynccomm")
 
 
 class Turn(Enum):
-    """What came of driving something once."""
+    """The result of one turn of driving an engine."""
 
     MOVED = "moved"
-    STUCK = "stuck"  # waits for other ranks
-    OVER = "over"  # has no work for this thread any more
+    STUCK = "stuck"  # all operations wait for other ranks
+    OVER = "over"  # no work is left for the progress thread
 
 
 class Driven(Protocol):
-    """What the worker drives. It stays the worker's until a turn is OVER."""
+    """An engine that the progress thread drives, until a turn is OVER."""
 
-    patience: float  #: seconds to look out for other ranks before going to sleep
-    stretch: float  #: seconds to be at it before the core is offered to others
+    patience: float  #: the spin budget: seconds to spin for other ranks before sleeping
+    stretch: float  #: seconds of driving after which the thread yields its core
 
     def turn(self) -> Turn:
-        """Do a little of what there is to do, without waiting."""
+        """Advance the operations by one step, without waiting."""
 
     def settle_on(self, cpu: int) -> Sequence[int]:
-        """The thread is awake on processor ``cpu``; returns those that other processes' are awake on."""
+        """Publish that the thread runs on ``cpu``; returns the CPUs of other processes' progress threads."""
 
     def doze(self) -> bool:
-        """Ask the other ranks to ring; False if there is something to do at once."""
+        """Ask the other ranks to ring before the thread sleeps; False if there is something to do."""
 
     def failed(self, exc: Exception) -> None:
-        """A turn raised ``exc``, and there will be no more."""
+        """Handle ``exc``, raised by a turn; no more turns follow."""
 
 
 @final
 class Worker:
-    """A thread, an eventfd to wake it, and descriptors it watches."""
+    """The progress thread, an eventfd that wakes it, and the liveness pipes that it watches."""
 
     def __init__(self) -> None:
-        self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  #: wakes the thread; any process may have it
+        self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  #: wakes the thread; other processes may hold it
         self._epoll = select.epoll()
         self._epoll.register(self.bell, select.EPOLLIN)
         self._watched: dict[int, Callable[[], object]] = {}
@@ -75,36 +75,36 @@ class Worker:
         self._thread.start()
 
     def end(self) -> None:
-        """Stop the thread, which must not run into the end of the interpreter: freeing tensors there aborts."""
+        """Stop the thread before the interpreter ends: freeing tensors on it afterwards would abort the process."""
         self._ending = True
         self.ring()
         self._thread.join(END_SECONDS)
 
     def ring(self) -> None:
-        """Wake the thread. From anywhere."""
+        """Wake the thread. From any thread."""
         os.eventfd_write(self.bell, 1)
 
     def take(self, driven: Driven) -> None:
-        """Drive ``driven`` from now on. From any thread."""
+        """Drive ``driven`` until a turn is OVER. From any thread."""
         self._given.append(driven)
         self.ring()
 
     def watch(self, fd: int, ended: Callable[[], object]) -> None:
-        """Call ``ended`` on the thread once nobody can write to the pipe ``fd`` any more."""
+        """Call ``ended`` on the progress thread when the last writing end of the pipe ``fd`` is closed."""
         self._watched[fd] = ended
-        self._epoll.register(fd, 0)  # the hang-up is always reported
+        self._epoll.register(fd, 0)  # epoll always reports the hang-up
 
     def unwatch(self, fd: int) -> None:
-        """Forget ``fd``; call it before closing. From any thread."""
+        """Stop watching ``fd``, before it is closed. From any thread."""
         if self._watched.pop(fd, None) is not None:
             with contextlib.suppress(OSError):
                 self._epoll.unregister(fd)
 
     def _run(self) -> None:
         driven = self._driven
-        interval = None  # the usual one, while it is not in force
+        interval = None  # the switch interval to restore; None while it is in force
         shorter = 0.0
-        yielded = 0.0  # when this thread last offered its core to others
+        yielded = 0.0  # time of this thread's last sched_yield
         awake_until = 0.0
         woken = False
         while not self._ending:
@@ -116,7 +116,7 @@ class Worker:
             if driven and interval is None:
                 interval = sys.getswitchinterval()
                 sys.setswitchinterval(min(interval, SWITCH_SECONDS))
-                shorter = sys.getswitchinterval()  # rounded
+                shorter = sys.getswitchinterval()  # as rounded by the interpreter
             if self._turns():
                 awake_until = 0.0
                 now = time.perf_counter()
@@ -129,13 +129,13 @@ class Worker:
                 if not awake_until:
                     awake_until = now + max(each.patience for each in driven)
                 if now < awake_until:
-                    self._look(0)  # lets go of the interpreter's lock
-                    os.sched_yield()  # whom we wait for may need this core
+                    self._look(0)  # releases the GIL
+                    os.sched_yield()  # the late peer may need this core
                     continue
                 if not all(self._dozes(each) for each in driven):
                     continue
             elif interval is not None:
-                if sys.getswitchinterval() == shorter:  # else somebody changed it meanwhile
+                if sys.getswitchinterval() == shorter:  # otherwise the program has changed it
                     sys.setswitchinterval(interval)
                 interval = None
             self._look(-1)
@@ -143,29 +143,29 @@ class Worker:
             woken = True
 
     def _spread(self) -> None:
-        """Be on another core than the workers of other processes, if one is idle, or there is no loop to be considered.
+        """Move this thread to a core without another process's progress thread, if a core is idle or no engine yields.
 
-        The system leaves threads that wake each other on one core while all are busy, and they would wait for each
-        other there even once another has nothing to do. That it will have soon is likely where whoever keeps it busy is
-        to wait for these transfers: a backward pass, say (bench/ddp.py). Loops that are busy go on, and share their
-        cores better with threads that take turns (bench/loop_lag.py).
+        The kernel keeps threads that wake each other on one core while all cores are busy, and they would go on waiting
+        for each other there when another core becomes idle. A core soon becomes idle if its busy thread is going to
+        wait for these transfers, as a backward pass does (bench/ddp.py). Busy event loops do not wait, and share their
+        cores better with progress threads that take turns on one core (bench/loop_lag.py).
         """
         cpu = _current_cpu()
         others = Counter(place for each in self._driven for place in each.settle_on(cpu))
         if not others[cpu]:
             return
-        with contextlib.suppress(OSError):  # not everybody may choose
+        with contextlib.suppress(OSError):  # a process may lack the permission
             allowed = os.sched_getaffinity(0)
             fewest = min(others[each] for each in allowed)
             alone = all(math.isinf(each.stretch) for each in self._driven)
             if fewest < others[cpu] and (alone or _some_core_is_idle()):
                 os.sched_setaffinity(0, {each for each in allowed if others[each] == fewest})
-                os.sched_setaffinity(0, allowed)  # it is there now, and may be moved again
+                os.sched_setaffinity(0, allowed)  # the thread has moved; the kernel may move it again
                 for each in self._driven:
                     each.settle_on(_current_cpu())
 
     def _turns(self) -> bool:
-        """Drive everything once; whether anything moved. In a call of its own, which holds nothing once it is over."""
+        """Drive all engines once; returns whether any advanced. Separate, so that no local keeps an engine alive."""
         moved = False
         for each in list(self._driven):
             turn = self._turn(each)
@@ -177,7 +177,7 @@ class Worker:
     def _turn(self, each: Driven) -> Turn:
         try:
             return each.turn()
-        except Exception as exc:  # one must not take the others down
+        except Exception as exc:  # one failed comm must not break the others
             self._fail(each, exc)
             return Turn.OVER
 
@@ -186,7 +186,7 @@ class Worker:
             return each.doze()
         except Exception as exc:
             self._fail(each, exc)
-            return False  # its next turn is its last
+            return False  # the next turn is OVER
 
     def _fail(self, each: Driven, exc: Exception) -> None:
         try:
@@ -201,7 +201,7 @@ class Worker:
                     os.eventfd_read(fd)
                 continue
             ended = self._watched.get(fd)
-            if ended is None or not _hung_up(fd):  # it may just have become another one's
+            if ended is None or not _hung_up(fd):  # the number may belong to a new descriptor
                 continue
             self.unwatch(fd)
             try:
@@ -217,7 +217,7 @@ def _hung_up(fd: int) -> bool:
 
 
 def _some_core_is_idle() -> bool:
-    """Whether fewer threads can run than there are cores, on the whole machine. Raises: OSError."""
+    """Whether the machine has at least as many cores as runnable threads. Raises: OSError."""
     with open("/proc/loadavg", "rb", buffering=0) as file:
         running = file.read(64).split()[3].partition(b"/")[0]
     return int(running) <= (os.cpu_count() or 1)
@@ -228,7 +228,7 @@ _making = threading.Lock()
 
 
 def the_worker() -> Worker:
-    """The worker of this process; its thread begins with the first call."""
+    """The worker of this process; the first call starts its thread."""
     global _worker
     with _making:
         if _worker is None:
@@ -243,7 +243,7 @@ def _end() -> None:
 
 def _forget() -> None:
     global _worker, _making
-    _worker = None  # its thread is not in the child
+    _worker = None  # the child does not have the thread
     _making = threading.Lock()
 
 

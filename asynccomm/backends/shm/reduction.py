@@ -1,8 +1,8 @@
-"""How a reduction goes through slots: in which dtype it travels, and how a part of it is combined.
+"""Reductions through slots: the dtype in which values travel, and the combination of the ranks' parts.
 
-Where torch can add tensors of the caller's dtype without loss, they travel as they are and are combined in place. Half
-types travel as halves and are added up in fp32. What is left (small integers under AVG, unsigned integers, factors) is
-widened by ``backends/arithmetic.py`` before and narrowed after.
+Where torch can combine tensors of the caller's dtype without loss, they travel unchanged and are combined in place.
+Half types travel as halves and are added up in fp32. All other cases (small integers under AVG, unsigned integers,
+factors) are widened by ``backends/arithmetic.py`` before, and narrowed after.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _PAIRWISE: Final[dict[RedOpType, Callable[..., Tensor]]] = {
     RedOpType.BXOR: torch.bitwise_xor,
 }
 _HALF: Final = {torch.float16: torch.float16, torch.bfloat16: torch.bfloat16, torch.complex32: torch.float16}
-_EXACT: Final = frozenset({RedOpType.MIN, RedOpType.MAX})  # in any dtype: they only choose
-# Elements that torch's operations take without splitting them among OpenMP threads. Those would be threads of their own
-# for each thread that calls, and spin at the end of every operation: with as many as there are cores in each of two
-# ranks, a reduction of 256 KiB took 12 ms instead of 40 us.
+_EXACT: Final = frozenset({RedOpType.MIN, RedOpType.MAX})  # exact in any dtype: the result is one of the values
+# Elements up to which torch's operations use no OpenMP threads. OpenMP creates a team for each calling thread, and the
+# team spins at the end of every operation: in two ranks, each with a team as large as the number of cores, a reduction
+# of 256 KiB took 12 ms instead of 40 us.
 SERIAL: Final = 32767
 
-_known: dict[tuple[torch.dtype, RedOpType, int], Reduction] = {}  # those without a factor
+_known: dict[tuple[torch.dtype, RedOpType, int], Reduction] = {}  # reductions without a factor
 
 
 def reduction_for(dtype: torch.dtype, reduction: ReduceOp, size: int) -> Reduction:
@@ -51,10 +51,10 @@ def reduction_for(dtype: torch.dtype, reduction: ReduceOp, size: int) -> Reducti
 
 @final
 class Reduction:
-    """One kind of reduction.
+    """One kind of reduction: a dtype, an operation and a number of ranks.
 
     Attributes:
-        dtype: in which it travels.
+        dtype: the dtype in which values travel.
     """
 
     def __init__(self, dtype: torch.dtype, reduction: ReduceOp, size: int) -> None:
@@ -65,19 +65,19 @@ class Reduction:
         self._half = half is not None
         self.dtype = half if half is not None else arithmetic.accumulator(dtype, reduction.type)
         self._as_it_is = self.dtype == dtype and reduction.factor is None
-        # whether what travels is the tensors' own bytes, if under another name
+        # whether the tensors' own bytes travel, perhaps as another dtype
         same = REAL.get(dtype, dtype) == self.dtype or dtype in (torch.bool, torch.uint64)
         self._raw = same and reduction.factor is None
         if dtype == torch.bool and reduction.type is RedOpType.SUM:
             self._pairwise = torch.bitwise_or
         else:
             self._pairwise = _PAIRWISE[reduction.type]
-        # two halves added and rounded once are exact enough: that is what torch does, in fp32
+        # one sum of two halves needs no fp32 total: torch computes it in fp32 and rounds once
         rounds = size > 2 or self._divide
         self._wide = self._half and rounds and reduction.type not in _EXACT
 
     def contribution(self, tensor: Tensor) -> Tensor:
-        """What a rank brings, as a vector of ``dtype``; the tensor's own memory if it can be."""
+        """A rank's contribution, as a vector of ``dtype``; the tensor's own memory if possible."""
         if self._as_it_is:
             return arithmetic.resolved(tensor)
         if not self._half:
@@ -85,9 +85,9 @@ class Reduction:
         return in_reals(arithmetic.resolved(tensor)).view(-1)  # complex32
 
     def target(self, output: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
-        """Where the combined values go, as a vector of ``dtype``, and what then brings them to ``output``.
+        """The vector of ``dtype`` for the combined values, and the function that then writes them to ``output``.
 
-        That is the output's own memory if it can be, and then nothing is left to do.
+        If possible, the vector is the output's own memory, and there is no function.
         """
         if arithmetic.is_plain(output) and not output.is_inference():
             values = arithmetic.resolved(output)
@@ -104,19 +104,19 @@ class Reduction:
         return landing, lambda: arithmetic.narrow(landing, output, ReduceOp.SUM, self._size)
 
     def contributions(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Plain tensors whose bytes are what a rank brings where its share is several; their own memory if it can be.
+        """A rank's contribution of several tensors, as plain tensors; their own memory if possible.
 
-        Their dtype may be another than that in which they travel: they are for ``vectors.Scattered``.
+        Their dtype may differ from ``dtype``, because ``vectors.Scattered`` uses only their bytes.
         """
         if self._raw:
-            # is_plain, without a call for each: there may be hundreds
+            # is_plain inlined: there may be hundreds of tensors
             return [
                 t if t.is_contiguous() and not (t.is_neg() or t.is_conj()) else arithmetic.plain(t) for t in tensors
             ]
         return [self.contribution(tensor) for tensor in tensors]
 
     def targets(self, outputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Callable[[], object]]]:
-        """Likewise, plain tensors to be filled by their bytes, and all that then brings these to the ``outputs``."""
+        """``target`` for several outputs: plain tensors to be filled as bytes, and the functions to call then."""
         values, lands = [], []
         for output in outputs:
             if self._raw and arithmetic.is_plain(output):
@@ -129,7 +129,7 @@ class Reduction:
         return values, lands
 
     def combine(self, rows: Sequence[Tensor], out: Tensor) -> None:
-        """Combine the ranks' parts, in rank order; ``out`` may be the first or the second of them."""
+        """Combine the ranks' parts, in rank order; ``out`` may be the first or the second part."""
         if out.numel() > SERIAL and torch.get_num_threads() > 1:
             for *parts, part in zip(*(torch.split(row, SERIAL) for row in (*rows, out)), strict=True):
                 self._combine(parts, part)

@@ -1,14 +1,14 @@
-"""A queue of frames from one rank to another in shared memory: one writes, the other reads.
+"""A ring: a single-producer, single-consumer queue of frames in shared memory, from one rank to another.
 
-The head counts the bytes ever written, the tail those ever read; each is written by one side alone, and they never run
-back. A frame is a header of 32 bytes and a payload, together rounded up to cache lines, and never wraps around: where
-the end of the ring is too near, a padding frame fills it. The writer publishes by moving the head, the reader gives
-room back by moving the tail.
+The head counts all bytes written, the tail all bytes read; each counter has one writer and never decreases. A frame is
+a header of 32 bytes and a payload, together rounded up to cache lines. A frame never wraps around: if it does not fit
+before the end of the ring, a padding frame fills the end. The writer publishes frames by advancing the head, the reader
+frees room by advancing the tail.
 
-No frame may be larger than a quarter of the ring. With its padding it then needs less than half of it, so a reader that
-reports each quarter it has freed (``Reader.publish``) leaves no writer waiting.
+A frame takes at most a quarter of the ring, and with its padding less than half. A reader that rings the writer after
+each freed quarter (``Reader.publish``) therefore leaves no writer waiting.
 
-What a frame says about its length is not trusted: nothing outside the bytes that were published is ever touched.
+The length field of a frame is not trusted: the reader never touches memory outside the published bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asynccomm.backends.shm.layout import LINE, WORD, Layout
 from asynccomm.errors import BackendError
 
 HEADER: Final = 32  # bytes
-PADDING: Final = 1  # the kind of a frame that fills the end; a kind of 0 is what untouched memory would say
+PADDING: Final = 1  # the kind of a padding frame; 0 is no kind, because untouched memory is 0
 
 _header = Struct("=IIIIIxxxxQ")  # bytes of payload, kind, tag, extra, ident, length
 _pack, _unpack = _header.pack_into, _header.unpack_from
@@ -30,27 +30,27 @@ assert _header.size == HEADER
 
 
 def framed(nbytes: int) -> int:
-    """Bytes that a frame with so many bytes of payload takes in the ring."""
+    """Bytes of the ring that a frame with ``nbytes`` of payload takes."""
     return (HEADER + nbytes + LINE - 1) & -LINE
 
 
 def largest_payload(ring: int) -> int:
-    """Bytes of payload that a frame may have in a ring of so many bytes."""
+    """The largest payload of a frame, in bytes, in a ring of ``ring`` bytes."""
     return (ring // 4 & -LINE) - HEADER
 
 
 class Mapped(NamedTuple):
-    """One mapping of the shared memory."""
+    """The shared segment as it is mapped in this process."""
 
     layout: Layout
-    words: memoryview  #: all of it, in 64-bit words
-    raw: memoryview  #: all of it, in bytes
-    address: int  #: where it starts in this process
+    words: memoryview  #: the whole segment, as 64-bit words
+    raw: memoryview  #: the whole segment, as bytes
+    address: int  #: start of the segment in this process
 
 
 @final
 class Writer:
-    """The end of a ring that is written."""
+    """The writing end of a ring."""
 
     __slots__ = (
         "_address",
@@ -76,23 +76,24 @@ class Writer:
         self._start = start + 2 * LINE
         self._ring = mapped.layout.ring
         self._order = fence.order
-        # the memory is new, and both are 0; only what the other side writes later is looked up there
+        # the memory is new, so both counters are 0; this side reads only the reader's counter, the tail
         self._head = 0
-        self._tail = 0  # as last seen
-        self._at = self._end = self._nbytes = 0  # of the frame that was reserved
+        self._tail = 0  # as last read from the segment
+        self._at = self._end = self._nbytes = 0  # of the reserved frame
 
     @property
     def run(self) -> int:
-        """Bytes of payload that the next frame may have without padding before it; some, always."""
+        """The largest payload of the next frame that needs no padding, in bytes; always more than 0."""
         return self._ring - self._head % self._ring - HEADER
 
     def put(
         self, kind: int, tag: int = 0, extra: int = 0, ident: int = 0, length: int = 0, source: int = 0, nbytes: int = 0
     ) -> bool:
-        """Write and publish a frame; False if there is no room for it now.
+        """Write and publish a frame; False if the ring has no room now.
 
         Args:
-            source: address of the payload, of ``nbytes`` bytes: at most ``largest_payload``.
+            source: address of the payload.
+            nbytes: length of the payload, at most ``largest_payload``.
         """
         target = self.reserve(nbytes)
         if not target:
@@ -103,14 +104,14 @@ class Writer:
         return True
 
     def reserve(self, nbytes: int) -> int:
-        """Where to write the payload of the next frame, before ``publish``; 0 if there is no room for it now."""
+        """The address for the payload of the next frame, to be filled before ``publish``; 0 if the ring has no room."""
         ring, head = self._ring, self._head
         size = (HEADER + nbytes + LINE - 1) & -LINE
         at = head % ring
         end = head + size if size <= ring - at else head + ring - at + size
         if end - self._tail > ring:
             self._tail = self._words[self._tail_at]
-            self._order()  # the reader was done with the bytes that are written now
+            self._order()  # the reader has finished with the bytes that will be overwritten
             if end - self._tail > ring:
                 return 0
         if size > ring - at:
@@ -121,7 +122,7 @@ class Writer:
         return self._address + at + HEADER
 
     def publish(self, kind: int, tag: int = 0, extra: int = 0, ident: int = 0, length: int = 0) -> None:
-        """Publish the frame whose payload was written to where ``reserve`` said."""
+        """Publish the reserved frame, after its payload was written."""
         _pack(self._raw, self._at, self._nbytes, kind, tag, extra, ident, length)
         self._order()
         self._head = self._words[self._head_at] = self._end
@@ -129,7 +130,7 @@ class Writer:
 
 @final
 class Reader:
-    """The end of a ring that is read: ``open``, then ``take`` and ``free`` in turn, then ``publish``."""
+    """The reading end of a ring. Call ``open``, then ``take`` and ``free`` for each frame, then ``publish``."""
 
     __slots__ = (
         "_head",
@@ -150,29 +151,29 @@ class Reader:
     def __init__(self, mapped: Mapped, source: int, destination: int, fence: Fence) -> None:
         start = mapped.layout.ring_start(source, destination)
         self._words, self._raw = mapped.words, mapped.raw
-        self.head_at = start // WORD  #: number of the word that differs from ``tail`` when there are frames
+        self.head_at = start // WORD  #: index of the head, which differs from ``tail`` when frames are there
         self._tail_at = (start + LINE) // WORD
         self._start = start + 2 * LINE
         self._ring = mapped.layout.ring
         self._order = fence.order
         self._source = source
         self.tail = 0  #: bytes read so far
-        self._head = self.tail  # as seen by open
-        self._told = self.tail  # the tail when the writer last heard of room
-        self._size = 0  # of the frame that take returned
-        self.payload = 0  #: where the payload of the frame that ``take`` returned lies in the segment
+        self._head = self.tail  # as read by open
+        self._told = self.tail  # the tail when publish last reported room
+        self._size = 0  # of the current frame
+        self.payload = 0  #: offset in the segment of the current frame's payload
 
     def open(self) -> None:
-        """See how much there is to read. Raises BackendError."""
+        """Read the head. Raises BackendError if it is corrupt."""
         self._head = self._words[self.head_at]
         self._order()
         if not 0 <= self._head - self.tail <= self._ring or self._head % LINE:
             raise BackendError(f"the message ring from rank {self._source} is corrupt: {self._head - self.tail} bytes")
 
     def take(self) -> tuple[int, int, int, int, int, int] | None:
-        """Header of the next frame: bytes of payload, kind, tag, extra, ident, length. None: all are read.
+        """The header of the next frame: bytes of payload, kind, tag, extra, ident, length; None if all are read.
 
-        Raises BackendError for a frame that cannot be.
+        Raises BackendError if the frame is larger than the published bytes.
         """
         while self.tail != self._head:
             at = self.tail % self._ring
@@ -191,11 +192,11 @@ class Reader:
         return None
 
     def free(self) -> None:
-        """Be done with the frame that ``take`` returned."""
+        """Finish the frame that ``take`` returned."""
         self.tail += self._size
 
     def publish(self) -> bool:
-        """Give the room back. Returns whether the writer must hear of it: it may be asleep, waiting for room."""
+        """Free the room of finished frames. Returns whether to ring the writer, which may sleep for lack of room."""
         self._order()
         tail = self._words[self._tail_at] = self.tail
         if tail - self._told < self._ring // 4:

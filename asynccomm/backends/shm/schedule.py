@@ -1,7 +1,7 @@
-"""From operations to their parts in a step: on which vectors, and what becomes of them at the end.
+"""Schedules of operations: the vectors that travel in the steps, and the copies to the outputs at the end.
 
-What is only moved travels as bytes. Output that is not plain memory (strides, lazy conjugation) is received beside it
-and copied there at the end. Tensors that share memory are separated first (``backends/hazards.py``).
+Movement transfers bytes. Data for an output that is not plain memory (strides, lazy conjugation) is received in a
+buffer, and copied to the output at the end. Tensors that share memory are separated first (``backends/hazards.py``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Lands = list[Callable[[], object]]
 
 
 def part_of(board: Board, submission: Submission) -> Part:
-    """This rank's part in any collective whose sizes all ranks know."""
+    """This rank's part in a collective with sizes known to all ranks."""
     return _PARTS[type(submission.op)](board, submission)
 
 
@@ -49,7 +49,7 @@ def _barrier(board: Board, submission: Submission) -> Part:
 
 
 def reducing(board: Board, submission: Submission) -> tuple[Operand, Operand | None, Reduction, Lands]:
-    """Source and target of an all_reduce or reduce, which may be the same; how, and what is left for the end."""
+    """Source, target (perhaps the source), reduction and final copies of an all_reduce or reduce."""
     op: Any = submission.op
     reduction = reduction_for(op.dtype, op.reduction, board.size)
     inputs, outputs, after = separated(submission, board.rank)
@@ -76,10 +76,10 @@ def _reduce_scatter(board: Board, submission: Submission) -> Part:
     target = _target(reduction, outputs, lands)
     sources, shares = _sources(reduction, op, inputs, size)
     own = sources[me]
-    # in place, the first of several additions would overwrite what a later one reads
+    # in place, the first of several additions would overwrite the input of a later one
     direct = not isinstance(own, Tensor) or not isinstance(target, Tensor) or own.data_ptr() != target.data_ptr()
     if isinstance(own, Tensor):
-        del shares[me]  # it is read from where it is
+        del shares[me]  # read in place, not through the slot
     take = _combine_parts(board, own, target, reduction, direct=direct)
     return exchanged(shares, board.others, take, [*lands, *after], sources)
 
@@ -87,7 +87,7 @@ def _reduce_scatter(board: Board, submission: Submission) -> Part:
 def _sources(
     reduction: Reduction, op: Op, inputs: Sequence[Tensor], size: int
 ) -> tuple[Sequence[Operand], list[Share]]:
-    """What this rank contributes to each rank's result, and where that is."""
+    """This rank's contributions to each rank's result, as operands and as shares."""
     sources: Sequence[Operand]
     if isinstance(op, ReduceScatterSingle):
         vector = reduction.contribution(inputs[0])
@@ -101,9 +101,9 @@ def _sources(
 def _combine_parts(
     board: Board, own: Operand, target: Operand, reduction: Reduction, *, direct: bool
 ) -> Callable[[int, int, int, int], None]:
-    """What combines a step's parts for this rank into ``target``, ``direct``ly or by way of its otherwise idle result.
+    """The function that combines the parts for this rank into ``target``, ``direct``ly or through this rank's result.
 
-    Its ``own`` part is in its slot too if it is scattered.
+    Collectives other than ``reduce_parts`` leave the result unused. A scattered ``own`` part goes through the slot.
     """
     me, dtype = board.rank, reduction.dtype
     item = dtype.itemsize
@@ -133,7 +133,7 @@ def _contribution(reduction: Reduction, tensors: Sequence[Tensor]) -> Operand:
 
 
 def _target(reduction: Reduction, outputs: Sequence[Tensor], lands: Lands) -> Operand:
-    """Where the result goes; what brings it to the outputs from there goes to ``lands``."""
+    """The target of a reduction; the functions that copy it to the outputs are appended to ``lands``."""
     if len(outputs) == 1:
         target, land = reduction.target(outputs[0])
         if land is not None:
@@ -145,18 +145,18 @@ def _target(reduction: Reduction, outputs: Sequence[Tensor], lands: Lands) -> Op
 
 
 def _is_in(source: Operand, tensors: Sequence[Tensor]) -> bool:
-    """Whether ``source`` is the memory of ``tensors``, and can be written."""
+    """Whether ``source`` is the memory of ``tensors``, and writable."""
     if isinstance(source, Tensor):
         return source.data_ptr() == tensors[0].data_ptr() and not tensors[0].is_inference()
     owners: Any = source.owners
     return all(a is b for a, b in zip(owners, tensors, strict=True))
 
 
-# -- moves ------------------------------------------------------------------------------------------------------------
+# -- movement ---------------------------------------------------------------------------------------------------------
 
 
 def _publish(board: Board, submission: Submission) -> Part:
-    """broadcast, all_gather, all_gather_single, gather."""
+    """The part of a broadcast, all_gather, all_gather_single or gather."""
     op: Any = submission.op
     me = board.rank
     given, places, after = separated(submission, me)
@@ -169,7 +169,7 @@ def _publish(board: Board, submission: Submission) -> Part:
 
 
 def _targets(op: Op, outputs: Sequence[Tensor], size: int) -> list[Share]:
-    """Where what each rank publishes goes."""
+    """The destination of each publishing rank's data."""
     if not outputs:
         return []
     if isinstance(op, Broadcast):
@@ -183,7 +183,7 @@ def _targets(op: Op, outputs: Sequence[Tensor], size: int) -> list[Share]:
 
 
 def _distribute(board: Board, submission: Submission) -> Part:
-    """scatter and all_to_all_single."""
+    """The part of a scatter or all_to_all_single."""
     op: Any = submission.op
     size, me = board.size, board.rank
     given, (place,), after = separated(submission, me)
@@ -212,12 +212,12 @@ def _distribute(board: Board, submission: Submission) -> Part:
 
 
 def by_rank(tensors: Sequence[Tensor]) -> list[Share]:
-    """One plain tensor for each rank."""
+    """The shares of plain tensors, one per rank."""
     return [(rank, tensor.data_ptr(), tensor.nbytes) for rank, tensor in enumerate(tensors)]
 
 
 def _chunks(tensor: Tensor, nbytes: int, size: int) -> list[Share]:
-    """Equal parts of a plain tensor for each rank."""
+    """The shares of a plain tensor, in equal parts of ``nbytes`` per rank."""
     start = tensor.data_ptr()
     return [(rank, start + rank * nbytes, nbytes) for rank in range(size)]
 
@@ -238,7 +238,7 @@ _PARTS: Final[Mapping[type[Op], Callable[[Board, Submission], Part]]] = {
 
 
 def landed(output: Tensor, copies: Lands) -> Tensor:
-    """Plain memory to be filled for ``output``; what brings it there, if it is not its own, goes to ``copies``."""
+    """Plain memory to be filled for ``output``; if it is a buffer, the copy to ``output`` is appended to ``copies``."""
     place, copy = arithmetic.landing(output)
     if copy is not None:
         copies.append(copy)

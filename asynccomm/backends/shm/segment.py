@@ -1,9 +1,9 @@
-"""Memory that processes share, without a name: nothing to clean up after a rank that was killed.
+"""A segment of shared memory without a name, so that a killed rank leaves nothing to clean up.
 
-The segment is a memfd where the system has it: memory that only descriptors lead to, not limited by the size of
-``/dev/shm``. It is sealed, so nobody can cut it short under the others, whose next access would be a SIGBUS. Elsewhere
-it is a file that was never linked into its directory, with all its space reserved: on a full disk, too, the first
-access would be a SIGBUS.
+The segment is a memfd where the system has memfds: memory that is accessible only by descriptors, and not limited by
+the size of ``/dev/shm``. The memfd is sealed, so that no process can shrink it; the next access of another process
+would be a SIGBUS. Elsewhere the segment is a file that was never linked into its directory, with all its space
+reserved, because an access to unreserved space on a full disk would be a SIGBUS, too.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 
 from asynccomm.errors import BackendError
 
-# Since Linux 6.3: what can never be executed. Some systems allow no other memfd, older ones do not know the flag.
+# Memory that can never be executed; since Linux 6.3. Some systems allow no other memfd, older ones reject the flag.
 _MFD_NOEXEC_SEAL: Final = 0x8
-_DIRECTORIES: Final = ("/dev/shm",)  # before the one for temporary files, which may be on a disk
+_DIRECTORIES: Final = ("/dev/shm",)  # tried before the directory for temporary files, which may be on a disk
 
 
 def create(nbytes: int) -> int:
-    """A descriptor, to be closed by the caller, of ``nbytes`` of new zeroed memory that can be mapped shared.
+    """Create ``nbytes`` of zeroed memory that can be mapped shared; returns its descriptor, which the caller closes.
 
-    Raises: BackendError with the size and what the system said.
+    Raises: BackendError with the size and the system's error texts.
     """
     reasons = []
     for place in (None, *_DIRECTORIES, tempfile.gettempdir()):
@@ -41,7 +41,7 @@ def create(nbytes: int) -> int:
 
 
 def _memfd(nbytes: int) -> int:
-    if not hasattr(os, "memfd_create"):  # a Python that was built for older systems has none
+    if not hasattr(os, "memfd_create"):  # a Python that was built for older systems lacks it
         raise OSError(0, "this Python has no memfd_create")
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
@@ -66,16 +66,16 @@ def _unlinked(directory: str, nbytes: int) -> int:
 
 @final
 class Segment:
-    """Shared memory, mapped into this process; ``fd`` may be closed afterwards.
+    """A segment mapped into this process; ``fd`` may be closed afterwards.
 
-    There is no ``close``: the mapping ends with the last of the views on it, wherever they were passed on to. Unmapping
-    earlier would turn them into wild pointers. A forked child inherits the mapping, which does no harm.
+    There is no ``close``: the mapping ends with the last view of it, in whatever object that view is held. Unmapping it
+    earlier would turn views into wild pointers. A forked child inherits the mapping, which is harmless.
 
     Args:
-        fd: from ``create``, here or on another rank.
-        nbytes: its size.
+        fd: from ``create``, on this rank or another.
+        nbytes: size of the segment.
 
-    Raises: BackendError when it has another size or cannot be mapped.
+    Raises: BackendError if the segment has another size or cannot be mapped.
     """
 
     __slots__ = ("data", "raw", "words")
@@ -88,6 +88,6 @@ class Segment:
             mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         except OSError as exc:
             raise BackendError(f"cannot map a shared segment of {nbytes} bytes: {exc.strerror}") from exc
-        self.raw = memoryview(mapping)  #: all of it as bytes
-        self.words = self.raw.cast("Q")  #: as 64-bit words
-        self.data = torch.frombuffer(mapping, dtype=torch.uint8)  #: as a tensor of bytes
+        self.raw = memoryview(mapping)  #: the whole segment as bytes
+        self.words = self.raw.cast("Q")  #: the whole segment as 64-bit words
+        self.data = torch.frombuffer(mapping, dtype=torch.uint8)  #: the whole segment as a tensor of bytes

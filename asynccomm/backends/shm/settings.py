@@ -1,19 +1,29 @@
-"""What can be tuned, by hint; each default is the knee of a curve that ``bench/hints.py`` draws."""
+"""The backend's settings, tuned by hints. Each default is the knee of a curve that ``bench/hints.py`` draws."""
 
 from __future__ import annotations
 
+import functools
 import math
+import os
+import statistics
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Final, Self, final
 
 from asynccomm.backends.shm.layout import LINE, Layout
 
-BANKS: Final = 4  # steps under way: one being filled, one combined, one read, and one for a rank that is late
-MOST_BYTES: Final = 1 << 30  # of any one size
-# The system gives a busy thread milliseconds at a time, which a loop on the same core would have to wait for.
-# bench/loop_lag.py, 2 ranks on 2 cores: the loop's lag is below 1 ms in 99 of 100 cases, and 2 to 4 without.
+BANKS: Final = 4  # steps in flight: one being filled, one combined, one read, and one for a late rank
+MOST_BYTES: Final = 1 << 30  # upper limit of every size
+# The kernel gives a busy thread time slices of milliseconds, and an event loop on the same core would wait for them.
+# bench/loop_lag.py, 2 ranks on 2 cores: the 99th percentile of the loop's lag is below 1 ms, and 2 to 4 ms without.
 YIELD_SECONDS: Final = 3e-4
+
+WAKE_UPS: Final = 5  # wake-up latencies that a rank spins for
+LEAST: Final = 50e-6  # seconds, the shortest spin
+MOST: Final = 400e-6  # seconds, the longest spin: it stalls the event loop
+ROUNDS: Final = 40  # round trips per measurement
 
 HINTS: Final[Mapping[str, str]] = {
     "spin_us": "microseconds to look out for a late rank before going to sleep, 0 for not at all (default: five "
@@ -30,7 +40,7 @@ HINTS: Final[Mapping[str, str]] = {
 @final
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Sizes in bytes, the same on all ranks."""
+    """Sizes in bytes that all ranks of a comm must share; the fields are the hints of the same names."""
 
     chunk_bytes: int = 512 << 10
     whole_bytes: int = 256 << 10
@@ -39,7 +49,7 @@ class Settings:
 
     @classmethod
     def of(cls, hints: Mapping[str, str]) -> Self:
-        """From the hints. Raises ``ValueError`` naming the hint."""
+        """The settings from the hints. Raises ``ValueError`` naming the hint."""
         values = {key: _number(key, hints[key]) for key in asdict(cls()) if key in hints}
         settings = cls(**values)
         for key in ("chunk_bytes", "message_bytes"):
@@ -56,22 +66,65 @@ class Settings:
         return cls(**values)
 
     def as_dict(self) -> dict[str, int]:
-        """By the names of the hints."""
+        """The values by the names of the hints."""
         return asdict(self)
 
     def layout(self, size: int) -> Layout:
-        """The segment for ``size`` ranks; each gets at least a line of every slot."""
+        """The layout of a segment for ``size`` ranks; each rank gets at least one cache line of every slot."""
         return Layout(size, max(self.chunk_bytes, size * LINE), BANKS, self.message_bytes)
 
 
 def spin_seconds(hints: Mapping[str, str]) -> float | None:
-    """The hint ``spin_us`` in seconds; None if it is not given. Raises ``ValueError``."""
+    """The hint ``spin_us`` in seconds; None without the hint. Raises ``ValueError``."""
     return _number("spin_us", hints["spin_us"]) * 1e-6 if "spin_us" in hints else None
 
 
 def yield_seconds(hints: Mapping[str, str]) -> float:
-    """The hint ``yield_us`` in seconds; infinite for never. Raises ``ValueError``."""
+    """The hint ``yield_us`` in seconds; infinite if it is 0. Raises ``ValueError``."""
     return (_number("yield_us", hints["yield_us"]) * 1e-6 or math.inf) if "yield_us" in hints else YIELD_SECONDS
+
+
+def patience_for(size: int) -> float:
+    """The time that a rank spins for a late peer before it sleeps, in seconds, on this machine.
+
+    Spinning pays while it probably ends sooner than a wake-up would: a peer that is awake answers within microseconds.
+    The budget must outlast a wake-up. With a smaller budget, ranks fall into antiphase: each rank goes to sleep just
+    before the peer that it has rung is awake. Between two checks the spinning thread calls sched_yield, so spinning
+    pays even where ranks share cores: an all_reduce of 4 ranks on 2 cores takes 60 us, 93 us without spinning, and
+    130 us with spinning but no sched_yield.
+
+    The first call measures the wake-up latency, which takes some milliseconds.
+
+    Args:
+        size: the number of ranks in the comm; a comm of one rank never spins.
+    """
+    if size == 1:
+        return 0.0
+    return min(MOST, max(LEAST, WAKE_UPS * wake_up_seconds()))
+
+
+@functools.cache
+def wake_up_seconds() -> float:
+    """The latency of waking a sleeping thread, in seconds: half the median round trip between two threads."""
+    here, there = os.eventfd(0), os.eventfd(0)
+
+    def answer() -> None:
+        for _ in range(ROUNDS):
+            os.eventfd_read(there)
+            os.eventfd_write(here, 1)
+
+    thread = threading.Thread(target=answer, name="asynccomm wake-up", daemon=True)
+    thread.start()
+    times = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        os.eventfd_write(there, 1)
+        os.eventfd_read(here)
+        times.append(time.perf_counter() - start)
+    thread.join()
+    os.close(here)
+    os.close(there)
+    return statistics.median(times) / 2
 
 
 def _number(key: str, text: str) -> int:

@@ -1,9 +1,9 @@
-"""Collectives of which only the givers know the lengths: all_to_all, and all that moves parcels.
+"""Collectives of variable length, known only to the sending ranks: all_to_all, and all collectives of parcels.
 
-What a rank has for others is a *stream* for everybody, or one for each rank. Streams go through the slots as vectors do
-elsewhere (``algorithms.py``), but with the slot of its first step comes a header: the lengths of the stream, and how
-many steps the giver needs in all. Everybody reads a header of each giver, whether it wants the stream or not, so that
-all ranks know how many steps the collective takes. What fits into one slot takes one step.
+A rank sends one *stream* to all ranks, or one stream to each rank. Streams go through the slots as vectors do in
+``algorithms.py``, but the slot of the first step has a header: the lengths of the stream, and the number of steps that
+the sender needs. Each rank reads a header of each sender, even if it takes no stream, so that all ranks know the number
+of steps of the collective. A stream that fits into one slot takes one step.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from asynccomm.errors import BackendError
 
 
 class Stream(NamedTuple):
-    """What a rank gives."""
+    """A stream that a rank sends: a head and a body."""
 
-    head: int  #: bytes
-    body: int
-    data: Vector  #: both, as one
+    head: int  #: bytes of the head
+    body: int  #: bytes of the body
+    data: Vector  #: head and body as one vector
 
 
 class Taker(NamedTuple):
-    """What a rank does with the streams of others."""
+    """The callbacks that receive other ranks' streams."""
 
-    begin: Callable[[Mapping[int, tuple[int, int]]], None]  #: called once, with (head, body) of all streams that come
-    take: Callable[[int, int, int, int], None]  #: (from whom, byte of the stream, how many are here, at which address)
+    begin: Callable[[Mapping[int, tuple[int, int]]], None]  #: called once, with (head, body) by rank
+    take: Callable[[int, int, int, int], None]  #: (source, byte of the stream, bytes here, address)
 
 
 def stream(
@@ -41,15 +41,15 @@ def stream(
     givers: Sequence[int],
     taker: Taker | None,
 ) -> Progress:
-    """Move streams.
+    """Transfer streams.
 
     Args:
-        first: the only step that the collective has begun with.
-        room: bytes of each part of a slot: all of it where there is one stream for everybody.
-        part: which part of the others' slots this rank looks at.
+        first: the one step that the collective has begun with.
+        room: bytes of each part of a slot; the whole slot if a sender has one stream for all ranks.
+        part: the part of other ranks' slots that this rank reads.
         gives: this rank's streams by the part of its slot; either none, or one for each part.
-        givers: the ranks that give, apart from this one.
-        taker: None if what comes is not for this rank.
+        givers: the other ranks that send.
+        taker: receives the streams; None if no stream is for this rank.
     """
     me = board.rank
     own_steps = steps_for(max([head + body for head, body, _ in gives.values()], default=0), room)

@@ -1,36 +1,43 @@
-"""Vectors as memory: the bytes of one tensor, or of several that count as one after the other.
+"""Vectors as memory: the bytes of one tensor, or of several tensors in a row.
 
-Almost all are in one place, and such a vector is just its address, an ``int``: nothing would be gained by more, and an
-object for it would take longer to make than a small operation's bytes to move. Whoever makes an address keeps the
-tensor. Other vectors are :class:`Scattered`. What is to be computed with is an :data:`Operand`: a flat tensor, or
-scattered as well.
+Almost every vector is contiguous, and a contiguous vector is just its address, an ``int``: building an object would
+take longer than moving the bytes of a small operation. The caller that takes an address keeps the tensor alive. All
+other vectors are :class:`Scattered`. Reductions compute on an :data:`Operand`: a flat tensor, or a scattered vector.
+:class:`Pieces` is the sequential form: tensors and bytes that are copied once from front to back.
 
 Lengths are in bytes throughout.
 """
 
 from __future__ import annotations
 
+import ctypes
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from ctypes import memmove
 from operator import sub
-from typing import final
+from typing import Any, Final, final
 
 from torch import Tensor
 
-from asynccomm.backends.shm.iovec import SMALL, hold
+from asynccomm.backends.arithmetic import plain
 
-_exhaust = deque[object](maxlen=0).extend  # of an iterator, without a line of Python for each piece
+# ctypes' memmove releases the GIL, as torch's operations do. A copy of many small pieces would release it many times,
+# and each time another thread may keep it for a whole switch interval.
+SMALL: Final = 32 << 10  # bytes that are moved with the GIL held: a few microseconds
+hold: Any = ctypes.PyDLL(None).memmove  # memmove that holds the GIL
+hold.argtypes, hold.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
+
+_exhaust = deque[object](maxlen=0).extend  # runs an iterator without a line of Python per piece
 
 
 @final
 class Scattered:
-    """A vector in several places.
+    """A vector in several pieces of memory.
 
     Args:
-        pieces: address and length of each, in order; neighbours become one, and empty ones vanish.
-        owners: to be kept as long as this is.
+        pieces: address and length of each piece, in order; adjacent pieces are joined, and empty pieces are dropped.
+        owners: objects that own the memory, kept alive as long as the vector.
     """
 
     __slots__ = ("addresses", "nbytes", "owners", "starts")
@@ -39,7 +46,7 @@ class Scattered:
     def __init__(self, pieces: Iterable[tuple[int, int]], owners: object) -> None:
         self.owners = owners
         self.addresses: list[int] = []
-        self.starts: list[int] = []  #: where each begins in the vector, and where the last one ends
+        self.starts: list[int] = []  #: start of each piece in the vector, then the end of the last piece
         total, end = 0, -1
         for address, n in pieces:
             if n:
@@ -55,19 +62,19 @@ class Scattered:
         return isinstance(other, Scattered) and self.addresses == other.addresses and self.starts == other.starts
 
     def read(self, start: int, n: int, to: int) -> None:
-        """Copy the ``n`` bytes from byte ``start`` on to address ``to``."""
+        """Copy ``n`` bytes, starting at byte ``start``, to address ``to``."""
         if n:
             addresses, others, lengths = self._cut(start, n, to)
             _exhaust(map(_mover(n, addresses), others, addresses, lengths))
 
     def write(self, start: int, n: int, source: int) -> None:
-        """Copy ``n`` bytes at address ``source`` to byte ``start`` and on."""
+        """Copy ``n`` bytes from address ``source`` into the vector, starting at byte ``start``."""
         if n:
             addresses, others, lengths = self._cut(start, n, source)
             _exhaust(map(_mover(n, addresses), addresses, others, lengths))
 
     def _cut(self, start: int, n: int, other: int) -> tuple[list[int], Iterable[int], Iterable[int]]:
-        """The pieces that ``n`` bytes from ``start`` on lie in, where each is copied from or to, and the lengths."""
+        """The pieces of ``n`` bytes from ``start`` on: own addresses, addresses on the other side, and lengths."""
         i = bisect_right(self.starts, start) - 1
         j = bisect_left(self.starts, start + n, i)
         bounds = self.starts[i : j + 1]
@@ -78,22 +85,22 @@ class Scattered:
 
 
 def _mover(n: int, pieces: Sequence[int]) -> Callable[[int, int, int], object]:
-    """For pieces that are small, on the average, one that holds the interpreter's lock."""
+    """The copy function for ``n`` bytes in ``pieces``: it holds the GIL if the pieces are small on average."""
     return hold if n <= SMALL * len(pieces) else memmove
 
 
 Vector = int | Scattered
 Operand = Tensor | Scattered
-Share = tuple[int, Vector, int]  # whose part of an operation, where it is, its length
+Share = tuple[int, Vector, int]  # rank, memory and length of one rank's part of an operation
 
 
 def scattered(tensors: Sequence[Tensor]) -> Scattered:
-    """``tensors``, which are plain, one after the other, and kept."""
+    """The vector of the plain ``tensors`` in order; it keeps them alive."""
     return Scattered([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors], tensors)
 
 
 def share_of(rank: int, tensors: Sequence[Tensor]) -> Share:
-    """``tensors``, which are plain, as the share of ``rank``."""
+    """The plain ``tensors`` as the share of ``rank``."""
     if len(tensors) == 1:
         return rank, tensors[0].data_ptr(), tensors[0].nbytes
     vector = scattered(tensors)
@@ -101,12 +108,12 @@ def share_of(rank: int, tensors: Sequence[Tensor]) -> Share:
 
 
 def where(operand: Operand) -> Vector:
-    """The operand as bytes."""
+    """The memory of an operand."""
     return operand.data_ptr() if isinstance(operand, Tensor) else operand
 
 
 def read(vector: Vector, start: int, n: int, to: int) -> None:
-    """Copy the ``n`` bytes from byte ``start`` of the vector on to address ``to``."""
+    """Copy ``n`` bytes, starting at byte ``start`` of the vector, to address ``to``."""
     if isinstance(vector, int):
         memmove(to, vector + start, n)
     else:
@@ -114,7 +121,7 @@ def read(vector: Vector, start: int, n: int, to: int) -> None:
 
 
 def write(vector: Vector, start: int, n: int, source: int) -> None:
-    """Copy ``n`` bytes at address ``source`` to byte ``start`` of the vector and on."""
+    """Copy ``n`` bytes from address ``source`` into the vector, starting at byte ``start``."""
     if isinstance(vector, int):
         memmove(vector + start, source, n)
     else:
@@ -122,7 +129,7 @@ def write(vector: Vector, start: int, n: int, source: int) -> None:
 
 
 def copy(source: Vector, target: Vector, n: int) -> None:
-    """Copy the whole of a vector of ``n`` bytes."""
+    """Copy all ``n`` bytes of one vector to another."""
     if source == target:
         return
     if isinstance(source, int):
@@ -132,3 +139,78 @@ def copy(source: Vector, target: Vector, n: int) -> None:
     else:
         for address, start, end in zip(source.addresses, source.starts, source.starts[1:], strict=False):
             target.write(start, end - start, address)
+
+
+# -- pieces -----------------------------------------------------------------------------------------------------------
+
+
+@final
+class Pieces:
+    """Tensors and bytes that are copied out or filled once, from front to back, as if they were one block of memory.
+
+    A parcel's payload lies in several tensors. ``Pieces`` copies it from them straight into frames, and out of frames
+    straight into the destination tensors; neither end holds a flat copy of the whole. Only a tensor that is not plain
+    (strided, conjugated) is packed, when the copy reaches it, and its packed copy is freed when the copy has passed it:
+    the peak memory is the largest packed tensor, not their sum, and a message that never gets a CTS packs nothing.
+    Callers may not write to the tensors until the operation is done in any case.
+
+    Args:
+        parts: the memory, in order; all parts must be plain tensors if they are to be filled.
+    """
+
+    __slots__ = ("_address", "_here", "_spans")
+
+    def __init__(self, parts: Iterable[Tensor | bytes]) -> None:
+        self._spans = spans(parts)
+        self._address = 0
+        self._here = 0  # bytes left in the piece at ``_address``
+
+    def copy_to(self, target: int, nbytes: int) -> None:
+        """Copy the next ``nbytes`` to address ``target``; at least as many must be left."""
+        while nbytes > self._here:
+            here = self._here
+            if here:
+                _move(target, self._address, here)
+                target += here
+                nbytes -= here
+            self._address, self._here = next(self._spans)
+        _move(target, self._address, nbytes)
+        self._address += nbytes
+        self._here -= nbytes
+
+    def copy_from(self, source: int, nbytes: int) -> None:
+        """Fill the next ``nbytes`` from address ``source``; at least as many must be left."""
+        while nbytes > self._here:
+            here = self._here
+            if here:
+                _move(self._address, source, here)
+                source += here
+                nbytes -= here
+            self._address, self._here = next(self._spans)
+        _move(self._address, source, nbytes)
+        self._address += nbytes
+        self._here -= nbytes
+
+
+def spans(parts: Iterable[Tensor | bytes]) -> Iterator[tuple[int, int]]:
+    """Address and length of each non-empty part. An address is valid until the iterator advances."""
+    for part in parts:
+        if isinstance(part, bytes):
+            nbytes = len(part)
+            if nbytes:
+                yield address_of(part), nbytes
+        else:
+            nbytes = part.nbytes
+            if nbytes:
+                values = plain(part)
+                yield values.data_ptr(), nbytes
+                del values  # before the next part is packed
+
+
+def address_of(data: bytes) -> int:
+    """The address of the bytes of ``data``, valid while ``data`` is alive; for reading only."""
+    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+
+
+def _move(target: int, source: int, nbytes: int) -> None:
+    (hold if nbytes <= SMALL else memmove)(target, source, nbytes)

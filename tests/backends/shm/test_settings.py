@@ -1,10 +1,20 @@
-"""Hints of the backend."""
+"""Hints of the backend, and how long it looks out for peers."""
 
 import math
 
 import pytest
 
-from asynccomm.backends.shm.settings import HINTS, YIELD_SECONDS, Settings, spin_seconds, yield_seconds
+from asynccomm.backends.shm.settings import (
+    HINTS,
+    LEAST,
+    MOST,
+    YIELD_SECONDS,
+    Settings,
+    patience_for,
+    spin_seconds,
+    wake_up_seconds,
+    yield_seconds,
+)
 
 
 def test_defaults() -> None:
@@ -58,3 +68,18 @@ def test_how_long_it_keeps_a_core() -> None:
     assert yield_seconds({"yield_us": "1000"}) == pytest.approx(1e-3)
     with pytest.raises(ValueError, match="'yield_us' must be an integer"):
         yield_seconds({"yield_us": "often"})
+
+
+def test_a_wake_up_is_measured() -> None:
+    assert 0 < wake_up_seconds() < 0.1
+    assert wake_up_seconds() == wake_up_seconds()  # once per process
+
+
+@pytest.mark.parametrize(("wake_up", "seconds"), [(1e-9, LEAST), (30e-6, 150e-6), (1.0, MOST)])
+def test_some_wake_ups_within_limits(monkeypatch: pytest.MonkeyPatch, wake_up: float, seconds: float) -> None:
+    monkeypatch.setattr("asynccomm.backends.shm.settings.wake_up_seconds", lambda: wake_up)
+    assert patience_for(2) == pytest.approx(seconds)
+
+
+def test_none_where_nobody_can_be_late() -> None:
+    assert patience_for(1) == 0
