@@ -264,9 +264,9 @@ async def test_how_long_the_sender_may_take() -> None:
 
 
 async def test_a_stream_may_be_idle_for_longer_than_an_operation_may_take() -> None:
-    async with loopback_world(2, timeout=0.05) as (a, b):
+    async with loopback_world(2, timeout=0.25) as (a, b):
         waiting = asyncio.ensure_future(anext(b.stream(0)))
-        await asyncio.sleep(0.2)  # four times what any other operation has
+        await asyncio.sleep(1)  # four times what any other operation has
         a.sink(1).put("at last")
         assert await waiting == "at last"
 

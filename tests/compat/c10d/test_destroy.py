@@ -249,7 +249,8 @@ async def test_more_time_for_a_while() -> None:
 
 async def test_time_that_is_over_ends_the_group_and_not_the_process() -> None:
     async def body(rank: int) -> None:
-        pg = await dist.new_group([0, 1], timedelta(seconds=0.1))
+        pg = await dist.new_group([0, 1])
+        dist._set_pg_timeout(timedelta(seconds=0.1), pg)
         if rank == 0:
             with pytest.raises(CollectiveTimeoutError, match="all_reduce"):
                 await dist.all_reduce(torch.ones(1), group=pg)
@@ -269,7 +270,8 @@ async def test_variables_for_errors_of_nccl_change_nothing(
     monkeypatch.setenv(name, value)
 
     async def body(rank: int) -> None:
-        pg = await dist.new_group([0, 1], timedelta(seconds=0.1))
+        pg = await dist.new_group([0, 1])
+        dist._set_pg_timeout(timedelta(seconds=0.1), pg)
         if rank == 0:
             work = dist.all_reduce(torch.ones(1), group=pg, async_op=True)
             with pytest.raises(CollectiveTimeoutError):

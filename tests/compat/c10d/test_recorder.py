@@ -60,8 +60,9 @@ async def run_late() -> None:
     """Rank 0 calls what rank 1 does not, until its time is over."""
 
     async def body(rank: int) -> None:
-        pg = await dist.new_group([0, 1], SOON, group_desc="pair")
+        pg = await dist.new_group([0, 1], group_desc="pair")
         await dist.all_reduce(torch.ones(3), group=pg)
+        dist._set_pg_timeout(SOON, pg)
         if rank == 0:
             with pytest.raises(CollectiveTimeoutError):
                 await dist.broadcast(torch.ones(2, 3), 0, pg)
