@@ -7,7 +7,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, SupportsIndex
 
-from asynccomm.comm.methods.parcels import MAX_BYTES, ObjectReceiver, ParcelMethods, ReceivePolicy
+from asynccomm.comm.methods.base import MAX_BYTES, CommBase, ObjectReceiver, ReceivePolicy
 from asynccomm.core.work import Work
 from asynccomm.errors import PayloadError
 from asynccomm.ops import Call, Parcel, Parcels, RecvParcel, SendParcel
@@ -17,7 +17,7 @@ from asynccomm.serialization.objects import PayloadKind, encode
 _NOTHING = Parcel(b"", ())
 
 
-class Objects(ParcelMethods):
+class Objects(CommBase):
     """Python objects. Common to all of these methods:
 
     - An object is pickled by the call; what cannot be pickled is a TypeError there. Tensors in plain data are not: they

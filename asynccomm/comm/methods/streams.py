@@ -11,7 +11,7 @@ from typing import Any, Final, Self, SupportsIndex, final
 
 from torch import Tensor
 
-from asynccomm.comm.methods.parcels import MAX_BYTES, ParcelMethods, ReceivePolicy, wrong_kind
+from asynccomm.comm.methods.base import MAX_BYTES, CommBase, ReceivePolicy, wrong_kind
 from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, PayloadError
@@ -23,7 +23,7 @@ from asynccomm.serialization.objects import IncomingObject, PayloadKind, encode,
 ENDING: Final = 4096  # bytes of the message that a stream has ended, which is taken whatever the limit
 
 
-class Streams(ParcelMethods):
+class Streams(CommBase):
     """Streams of objects."""
 
     def sink(self, dst: SupportsIndex, tag: SupportsIndex = 0) -> Sink:

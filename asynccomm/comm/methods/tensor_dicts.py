@@ -13,8 +13,8 @@ from typing import Any, Final, SupportsIndex, final
 import torch
 from torch import Tensor
 
+from asynccomm.comm.methods.base import MAX_BYTES, CommBase, ReceivePolicy, wrong_kind
 from asynccomm.comm.methods.collectives import Collectives
-from asynccomm.comm.methods.parcels import MAX_BYTES, ParcelMethods, ReceivePolicy, wrong_kind
 from asynccomm.core.handles import Handle
 from asynccomm.core.tasks import detach
 from asynccomm.core.work import Work
@@ -36,7 +36,7 @@ from asynccomm.serialization.tensor_dicts import (
 _TOLD: Final = struct.Struct("<?I251s")  # whether a share is here, CRC-32 of what is to be gathered, why it is not
 
 
-class TensorDicts(ParcelMethods):
+class TensorDicts(CommBase):
     """Dicts of tensors. Common to all of these methods:
 
     - Keys are strings or other plain data; their order is kept. Values are tensors of any dtypes, shapes and strides;
