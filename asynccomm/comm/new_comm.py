@@ -1,4 +1,4 @@
-"""Making a comm: check the arguments, meet the other ranks, connect the backend."""
+"""Making a comm: check the arguments, meet the other ranks, connect the backend; or join an existing comm."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from asynccomm.rendezvous.lobby import Lobby
 from asynccomm.rendezvous.spec import RendezvousSpec, connect_store, resolve_spec
 from asynccomm.store.base import Store, within
 
-LAST_SECONDS = 1.0  # to come in, for one that is invited in the last moment
+LAST_SECONDS = 1.0  # the least time to join, for a process invited just before its timeout
 
 
 def new_comm(
@@ -48,7 +48,7 @@ def new_comm(
     max_ops: int = MAX_OPS,
     max_bytes: int = MAX_BYTES,
 ) -> PendingComm[Comm]:
-    """Make a comm of all ranks; ``await`` it, or better ``async with`` it. Collective: all ranks do so.
+    """Make a comm of all ranks; ``await`` it, or better ``async with`` it. Collective: all ranks call it.
 
     ::
 
@@ -58,26 +58,27 @@ def new_comm(
     Args:
         backend: a name from :func:`asynccomm.backend_names`, or ``"auto"``: on the CPU shared memory where all ranks
             can map it, else gloo.
-        device: where the tensors live.
+        device: the device of the tensors.
         name: the same on all ranks, and unique among the open comms of this process.
-        timeout: seconds or a timedelta (default 600), for connecting and then for each operation that brings no own;
-            ``math.inf``: no limit.
-        store: where to meet: None for the environment that launchers set (``env://``), ``tcp://host:port``,
-            ``file:///path``, one of our stores, or any ``torch.distributed.Store``.
-        rank, size: who this is; None: from the store's URL, or RANK and WORLD_SIZE.
-        hints: strings for the backend (with ``"auto"``, for those that may be chosen); unknown ones are logged and
+        timeout: seconds or a timedelta (default 600), for connecting and then for each operation without a timeout of
+            its own; ``math.inf``: no limit.
+        store: the store for the rendezvous: None for the environment that launchers set (``env://``),
+            ``tcp://host:port``, ``file:///path``, an asynccomm store, or any ``torch.distributed.Store``.
+        rank, size: this process's rank and the number of ranks; None: from the store's URL, or RANK and WORLD_SIZE.
+        hints: strings for the backend (with ``"auto"``, for all that may be chosen); unknown hints are logged and
             ignored.
         abort_process_on_timeout_or_error: end the process (SIGABRT) when the comm breaks, instead of only raising.
         high_priority_stream: CUDA only: communicate on a stream of high priority.
         ordering: ``"program"``: all ranks call the same collectives in the same order. ``"agreed"``: in any order, so
-            that many tasks can share the comm: collectives with the same ``tag=`` belong together, those under one tag
-            (or none) in the order of each rank's calls. Rank 0 hears what every rank has called, and all ranks then run
-            what all have called, in one order, in batches. Costs about two messages' time for what is called at once.
-        max_ops, max_bytes: what may be in flight before ``await comm.ready()`` waits.
+            that many tasks can share the comm: collectives with the same ``tag=`` belong together; under one tag (or
+            without a tag) they match in the order of each rank's calls. All ranks announce their calls to rank 0, and
+            run the collectives that every rank has called, in one order, in batches. The cost is about the time of two
+            messages for all collectives called at once.
+        max_ops, max_bytes: limits of operations and bytes in flight, above which ``await comm.ready()`` waits.
 
     Raises:
         ValueError, TypeError: at the call, naming the argument or environment variable.
-        RendezvousError: from awaiting: nobody there, port in use, or ranks that do not fit together.
+        RendezvousError: from awaiting: missing ranks, a port in use, or ranks with different settings.
         BackendError: from awaiting: the transport could not connect.
 
     Cancelling the await is safe, also by ``asyncio.timeout``.
@@ -116,24 +117,25 @@ def join_comm(
     max_ops: int = MAX_OPS,
     max_bytes: int = MAX_BYTES,
 ) -> PendingComm[Comm]:
-    """Wait to be taken into a comm that is there already; ``await`` it, or better ``async with`` it.
+    """Join an existing comm when its ranks invite this process; ``await`` it, or better ``async with`` it.
 
-    The ranks of that comm see this process in ``comm.newcomers()``, and take it in by ``comm.reconfigure(...)``. What
-    comes back is the comm that goes on then, with this process among its ranks.
+    The ranks of the comm see this process in ``comm.newcomers()``, and add it by ``comm.reconfigure(...)``. The result
+    is the comm that goes on in place of theirs, with this process among its ranks.
 
     Args:
-        backend: ``"auto"``: the one that the comm has.
-        name: of the comm.
-        timeout: seconds or a timedelta (default 600), for being taken in and then for each operation.
-        store: where the comm's ranks met, see ``new_comm``; it must be alive. RANK and WORLD_SIZE play no part, but
-            TORCHELASTIC_RUN_ID and TORCHELASTIC_RESTART_COUNT must be theirs, if their launcher has set them.
+        backend: ``"auto"``: the backend of the comm.
+        name: the name of the comm.
+        timeout: seconds or a timedelta (default 600), for joining and then for each operation.
+        store: the store where the comm's ranks met, see ``new_comm``; it must be alive. RANK and WORLD_SIZE are not
+            used, but TORCHELASTIC_RUN_ID and TORCHELASTIC_RESTART_COUNT must have the values of those ranks, if their
+            launcher has set them.
         device, hints, abort_process_on_timeout_or_error, high_priority_stream, max_ops, max_bytes: see ``new_comm``.
 
     Raises:
         ValueError, TypeError: at the call, naming the argument or environment variable.
-        RendezvousError: from awaiting: nobody has taken this process in, the store is not there, or another backend is
-            in use.
-        LeftOutError: from awaiting: it was invited, and then they went on without it.
+        RendezvousError: from awaiting: no rank has added this process in time, the store is missing, or the comm uses
+            another backend.
+        LeftOutError: from awaiting: this process was invited, and then the ranks went on without it.
         BackendError: from awaiting: the transport could not connect.
 
     Cancelling the await is safe.
@@ -150,7 +152,7 @@ def join_comm(
         max_ops=max_ops,
         max_bytes=max_bytes,
     )
-    place = resolve_spec(store, 1, 2)  # not the first, who would host it; the others are told who this is
+    place = resolve_spec(store, 1, 2)  # not rank 0, which would host the store; the real rank comes with the decision
 
     async def connect() -> Comm:
         session = await join_existing(place, name, where, backend, list(backends), options)
@@ -162,9 +164,9 @@ def join_comm(
 def _choice(
     backend: str, device: str | torch.device, hints: Mapping[str, str] | None
 ) -> tuple[torch.device, dict[str, type[Backend]], dict[str, str]]:
-    """Where the tensors live, the backends that may be used there, and the hints that these know.
+    """The device, the backends that may be used on it, and the hints that these backends know.
 
-    Raises: ValueError, TypeError naming what is wrong.
+    Raises: ValueError, TypeError naming the argument.
     """
     where = device_of(device)
     backends = {candidate: load_backend(candidate, where) for candidate in candidates(backend, where)}
@@ -178,13 +180,13 @@ def _choice(
 async def join_existing(
     place: RendezvousSpec, name: str, device: torch.device, asked: str, allowed: Sequence[str], options: CommOptions
 ) -> Session:
-    """Wait for an invitation to comm ``name``, and follow it.
+    """Wait in the lobby for an invitation to comm ``name``, and take part in the agreement of its ranks.
 
     Args:
-        place: where its ranks met.
-        asked, allowed: the backend that was asked for, and those that it may be.
+        place: the rendezvous of the comm's ranks.
+        asked, allowed: the requested backend, and the backends that satisfy the request.
 
-    Raises: what ``join_comm`` raises from awaiting.
+    Raises: the errors of awaiting ``join_comm``.
     """
     start = time.monotonic()
     limit = options.timeout
@@ -207,7 +209,7 @@ async def join_existing(
     try:
         backends = _backends(invitation.backend, name, device, asked, allowed)
     except BaseException:
-        joiner.give_up()  # they have invited it, and wait
+        joiner.give_up()  # the ranks wait for the invited process
         raise
     theirs = replace(options, ordering=invitation.ordering)
     ranks = {job: rank for rank, job in enumerate(invitation.ranks)}
@@ -220,7 +222,7 @@ async def join_existing(
             invitation.backend,
             backends,
             theirs,
-            origin=JobOrigin(place, -number),  # no rank of those who met first
+            origin=JobOrigin(place, -number),  # negative: not a rank of the first rendezvous
             parent_ranks=[ranks[who] if isinstance(who, int) else -1 for who in decision.members],
             limit=min(limit, CONNECT_SECONDS),
         )
@@ -237,7 +239,7 @@ async def join_existing(
 def _backends(
     name: str, comm: str, device: torch.device, asked: str, allowed: Sequence[str]
 ) -> dict[str, type[Backend]]:
-    """The one of that ``name``, which the comm uses. Raises: RendezvousError: it is not for this process."""
+    """The backend ``name`` that comm ``comm`` uses. Raises: RendezvousError if this process cannot use it."""
     if name not in allowed and asked != "auto":
         raise RendezvousError(f"comm {comm!r} uses backend {name!r}, and {asked!r} was asked for here")
     try:

@@ -1,4 +1,4 @@
-"""What a comm is, and how its methods send."""
+"""The base of all method groups: properties of a comm, submitting, and receiving objects of unknown size."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from asynccomm.options import CommOptions
 from asynccomm.serialization.objects import IncomingObject, PayloadKind, clone_out, kind_of
 from asynccomm.serialization.tensor_dicts import ReceiverSchemaCache, SenderSchemaCache
 
-MAX_BYTES: Final = 1 << 32  # bytes of head and payload that are taken from one sender, unless the caller says otherwise
+MAX_BYTES: Final = 1 << 32  # of head and payload from one sender, unless the caller gives another limit
 
 
 class CommBase(Handle):
-    """Properties of a comm, and the one way in which everything is submitted."""
+    """Properties of a comm, and the one path by which all methods submit operations."""
 
     _instead = "make a comm there, by asynccomm.new_comm() or comm.split()"
 
@@ -38,16 +38,16 @@ class CommBase(Handle):
         self._sent_schemas = SenderSchemaCache()
         self._received_schemas = ReceiverSchemaCache()
 
-    # -- what it is ---------------------------------------------------------------------------------------------------
+    # -- properties ---------------------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
-        """This process's place in the comm, from 0."""
+        """This process's number in the comm, from 0."""
         return self._group.rank
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self._group.size
 
     @property
@@ -57,32 +57,32 @@ class CommBase(Handle):
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors live."""
+        """The device of the comm's tensors."""
         return self._group.device
 
     @property
     def backend(self) -> str:
-        """Name of the backend in use (never ``"auto"``)."""
+        """The name of the backend in use (never ``"auto"``)."""
         return self._backend_name
 
     @property
     def options(self) -> CommOptions:
-        """What it was made with."""
+        """The options of the comm."""
         return self._session.options
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop that its Works are awaited on."""
+        """The event loop on which the comm's Works are awaited."""
         return self._session.mailbox.loop
 
     def unsafe_get_backend(self) -> Backend:
-        """The backend itself: an escape hatch, without promises of compatibility."""
+        """The backend object: an escape hatch, without promises of compatibility."""
         self._session.check_open()
         assert self._session.backend is not None
         return self._session.backend
 
     def statistics(self) -> CommStatistics:
-        """How much is going on."""
+        """Counts of operations submitted, in flight and held, at this time."""
         return self._session.statistics()
 
     def __repr__(self) -> str:
@@ -112,7 +112,7 @@ class CommBase(Handle):
         hints: Mapping[str, str] | None,
         tag: str | None = None,
     ) -> Work[Any]:
-        """One Work for all ``calls``, of ``result``."""
+        """Submit ``calls`` under one Work, whose result is ``result``."""
         if tag is not None:
             calls = [call.labelled(tag) for call in calls]
         if len(calls) == 1:
@@ -122,7 +122,7 @@ class CommBase(Handle):
 
 @final
 class ReceivePolicy(NamedTuple):
-    """On which terms a receiver takes objects."""
+    """The objects that a receiver accepts."""
 
     weights_only: bool
     max_bytes: int
@@ -139,20 +139,20 @@ class ReceivePolicy(NamedTuple):
         return cls(weights_only, limit)
 
     def check(self, source: int, nbytes: int) -> None:
-        """Raise PayloadError if that is more than is taken."""
+        """Raise PayloadError if ``nbytes`` from rank ``source`` are more than ``max_bytes``."""
         if nbytes > self.max_bytes:
             raise PayloadError(f"rank {source} sent {nbytes} bytes, but max_bytes is {self.max_bytes}")
 
 
 @final
 class ObjectReceiver:
-    """Where the objects of one operation come to: its ``place``.
+    """Receives the objects of one operation: its ``place``.
 
     Args:
-        method: that waits for them, for messages.
-        rank: this one.
-        kind: what they must be.
-        missed: is told of every parcel of another kind.
+        method: the receiving method, for error texts.
+        rank: this rank.
+        kind: the kind that the objects must have.
+        missed: called with every parcel of another kind.
     """
 
     __slots__ = ("_kind", "_method", "_missed", "_rank", "_terms", "incoming")
@@ -179,7 +179,7 @@ class ObjectReceiver:
         return incoming.places
 
     def begin(self, parcel: Parcel, *_: object) -> Sequence[Tensor]:
-        """The operation takes effect: take ``parcel``, which is this rank's own, as it is now; to the host."""
+        """Copy this rank's own ``parcel`` to the host as it is when the operation takes effect."""
         self.incoming[self._rank] = clone_out(self._rank, parcel)
         return ()
 
@@ -194,5 +194,5 @@ class ObjectReceiver:
 
 
 def wrong_kind(method: str, rank: int, source: int, kind: PayloadKind) -> PayloadError:
-    """What to raise when a receive gets what it does not wait for."""
+    """The error of a receive that gets a parcel of another kind."""
     return PayloadError(f"{method}() of rank {rank} got what rank {source} sent by {kind.sender}()")
