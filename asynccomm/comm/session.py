@@ -1,7 +1,7 @@
 """One rank's part in a comm, from connecting to closing; the implementation behind :class:`asynccomm.Comm`.
 
-``submission`` and ``in_flight`` handle its operations. This module connects and ends a session, and acts on the messages
-of other ranks (``reporter``).
+``submission`` and ``in_flight`` handle its operations. This module connects and ends a session, and acts on messages of
+other ranks (``reporter``).
 
 A session is open, then closed or broken, for good. Broken means: the pending operations have failed with one error, the
 peers have received the cause, and later calls raise that error again. A session breaks by an operation past its
@@ -54,7 +54,7 @@ from asynccomm.rendezvous.lobby import Invitation
 from asynccomm.store.base import within
 
 TELL_SECONDS = 2.0  # for the store to list the ranks that came
-LOST_SECONDS = 0.03  # to wait for the reason of a lost rank; all ranks report the loss within 0.1 s
+LOST_SECONDS = 0.03  # to wait for the reason of a lost rank; all ranks are to report the loss within 0.1 s
 EXPLAIN_SECONDS = 1.0  # the same for other errors of the transport
 CONNECT_SECONDS = 0.5  # the same while connecting; shorter, as ranks that saw this one leave wait for the reason
 ROLL_CALL_SECONDS = 0.5  # for peers to report their operations, once an operation is past its deadline
@@ -288,7 +288,7 @@ class Session(Submitter):
         while self._ending:
             await asyncio.wait(set(self._ending))
         if self._aftermath is not None:
-            await asyncio.shield(asyncio.wrap_future(self._aftermath))  # other threads set it, also when the loop has ended
+            await asyncio.shield(asyncio.wrap_future(self._aftermath))  # set by other threads, even without the loop
         await self._free()
         self.error = closed
 
@@ -299,10 +299,10 @@ class Session(Submitter):
         await self._resources.aclose()
 
     def forget(self) -> None:
-        """End a comm that was dropped unclosed, without a message to the peers. From any thread, at any time."""
+        """End a comm that was dropped unclosed, without a reason for the peers. From any thread, at any time."""
         self.identity.free_name()
         self._abort_backend()
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the resources stay
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing more is freed
             self.mailbox.loop.call_soon_threadsafe(lambda: self._begin(self._let_go()))
 
     async def _let_go(self) -> None:
@@ -321,7 +321,7 @@ class Session(Submitter):
         self.identity.detach_in_child()
 
     def _fail(self, error: BrokenError, *, tell: bool) -> bool:
-        """Break by ``error``, unless closed or broken before. From any thread, also while others are stuck in calls."""
+        """Break by ``error``, unless the session has ended. From any thread, also while others are stuck in calls."""
         with self._breaking:
             draining = isinstance(self.error, ClosedError) and self._pending
             if self.error is not None and not draining:
@@ -370,7 +370,7 @@ class Session(Submitter):
         if self.backend is not None:
             self.backend.abort()
 
-    # -- messages and errors -----------------------------------------------------------------------------------------
+    # -- messages and errors -------------------------------------------------------------------------------------------
 
     def break_by(self, error: BrokenError) -> None:
         """Break by ``error``, received from another rank. On the control thread."""
