@@ -1,4 +1,4 @@
-"""The operations of one rank on a comm: their numbers, which are in flight, and the limits of operations in flight.
+"""The operations of one rank on a comm: their numbers, their deadlines, and the limits of operations in flight.
 
 Submitting happens under one lock: so calls may come from any thread, and the order of numbers is the order on the wire.
 Afterwards the backend settles the Work, and ``deadlines`` reports a Work that is not settled in time.
@@ -38,9 +38,9 @@ class CommStatistics(NamedTuple):
     in_flight: int  #: operations not settled yet
     bytes_in_flight: int  #: bytes of the operations in flight, each by its larger side (inputs or outputs)
     held: int = 0  #: operations in flight that were not sent: held by a scope, or not agreed on by the ranks
-    batches: int = 0  #: batches sent so far, of more than one operation
+    batches: int = 0  #: batches of more than one operation sent so far
     waiting: int = 0  #: tasks that wait in ``ready()``
-    waits: int = 0  #: how often ``ready()`` had to wait so far
+    waits: int = 0  #: calls of ``ready()`` that had to wait so far
 
 
 class Observer(Protocol):

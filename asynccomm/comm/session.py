@@ -54,8 +54,8 @@ from asynccomm.rendezvous.lobby import Invitation
 from asynccomm.store.base import within
 
 TELL_SECONDS = 2.0  # for the store to list the ranks that came
-LOST_SECONDS = 0.03  # to wait for the reason of a lost rank; all ranks are to report the loss within 0.1 s
-EXPLAIN_SECONDS = 1.0  # the same for other errors of the transport
+LOST_SECONDS = 0.03  # to wait for the reason of a loss; all ranks are to report the loss within 0.1 s
+EXPLAIN_SECONDS = 1.0  # to wait for the reason of other transport errors
 CONNECT_SECONDS = 0.5  # the same while connecting; shorter, as ranks that saw this one leave wait for the reason
 ROLL_CALL_SECONDS = 0.5  # for peers to report their operations, once an operation is past its deadline
 
@@ -382,7 +382,7 @@ class Session(Submitter):
         if self._pending and self.backend is not None:
             try:
                 self.backend.catch_up()
-            except Exception:  # the failure is what matters
+            except Exception:  # the comm fails in any case
                 _log.exception("backend %r could not settle what is done", self.backend_name)
 
     def outstanding(self, tag: str) -> int:
