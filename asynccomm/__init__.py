@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from asynccomm.backends.registry import backend_names as backend_names
     from asynccomm.comm.comm import Comm as Comm
+    from asynccomm.comm.comm import coalesce as coalesce
     from asynccomm.comm.in_flight import CommStatistics as CommStatistics
     from asynccomm.comm.methods.p2p import BatchSendRecv as BatchSendRecv
-    from asynccomm.comm.methods.scopes import coalesce as coalesce
     from asynccomm.comm.methods.streams import Sink as Sink
     from asynccomm.comm.methods.streams import Stream as Stream
     from asynccomm.comm.new_comm import join_comm as join_comm
@@ -84,7 +84,7 @@ _HOMES = {
     "WouldBlockError": "asynccomm.errors",
     "wrap": "asynccomm.interop.wrap",
     "BatchSendRecv": "asynccomm.comm.methods.p2p",
-    "coalesce": "asynccomm.comm.methods.scopes",
+    "coalesce": "asynccomm.comm.comm",
     "Sink": "asynccomm.comm.methods.streams",
     "Stream": "asynccomm.comm.methods.streams",
     "CommOptions": "asynccomm.options",

@@ -1,1 +1,1 @@
-"""What a comm is: its session, how operations are submitted, its methods, how it begins and goes on."""
+"""The comm: its session, submission of operations, its methods, how it is made and how it goes on after a loss."""

@@ -1,4 +1,4 @@
-"""Assembling a comm: the ranks meet at a store, open their control channel, and connect a backend."""
+"""Connecting a comm: the ranks meet at a store, open their control channel, and connect a backend."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from asynccomm.rendezvous.job import STORE_HOST_KEY, CommIdentity, Job, JobOrigi
 from asynccomm.rendezvous.spec import RendezvousSpec, StoreSession, connect_store
 from asynccomm.store.base import Store, address_towards
 
-LEAST_SECONDS = 0.1  # that each step gets, however late it is
-RETRY_SECONDS = 0.05  # until a rank whose store went away under it looks for the new one
+LEAST_SECONDS = 0.1  # the least time for each step, even past the deadline
+RETRY_SECONDS = 0.05  # between attempts of a rank that lost its store to reach a new one
 
 
 async def bootstrap(
@@ -41,12 +41,12 @@ async def bootstrap(
     """Meet the other ranks at ``place``, and connect the first of ``backends`` that suits. Cancelling is safe.
 
     Args:
-        asked: name of the backend that was asked for, the same on all ranks.
-        origin: where the comm that goes on in this one met; None: there is none.
-        parent_ranks: what the ranks are called there.
+        asked: name of the requested backend, the same on all ranks.
+        origin: the rendezvous of the first in a series of comms that replace each other; None: this comm is the first.
+        parent_ranks: the ranks' numbers in the comm that this one replaces.
         limit: seconds; None: ``options.timeout``.
 
-    Raises: what ``new_comm`` raises.
+    Raises: the errors of awaiting ``new_comm``.
     """
     start = time.monotonic()
     limit = options.timeout if limit is None else limit
@@ -85,7 +85,7 @@ async def _join(
     doors: ListeningSockets | None,
     start: float,
 ) -> tuple[StoreSession, HandshakeResult]:
-    """Meet the others; again if that was at a store on its way out, whose host had closed an earlier comm there."""
+    """Meet the other ranks; retry if the store closes meanwhile, since its host had closed an earlier comm there."""
     contact = None if doors is None else doors.contact
     spent = 0.0
     while True:
@@ -117,7 +117,7 @@ async def _join(
 async def _open_channel(
     room: Store, joined: HandshakeResult, doors: ListeningSockets, deadline: float
 ) -> ControlChannel | None:
-    """The control channel of the ranks that have met."""
+    """Open the control channel of the ranks that have met."""
     contacts = joined.contacts
     if len({member.host for member in joined.members}) > 1:
         doors.open_tcp(room.local_address() or address_towards(socket.gethostname(), 9) or "127.0.0.1")

@@ -1,7 +1,7 @@
-"""What one rank has submitted on a comm: its numbers, what is in flight, and how much of that there may be.
+"""The operations of one rank on a comm: their numbers, their deadlines, and the limits of operations in flight.
 
 Submitting happens under one lock: so calls may come from any thread, and the order of numbers is the order on the wire.
-What follows happens elsewhere: the backend settles the Work, ``deadlines`` notices if it does not.
+Afterwards the backend settles the Work, and ``deadlines`` reports a Work that is not settled in time.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ class CommStatistics(NamedTuple):
 
     submitted: int  #: operations called so far
     in_flight: int  #: operations not settled yet
-    bytes_in_flight: int  #: bytes of the larger side (inputs or outputs) of those
-    held: int = 0  #: those in flight that were not sent: a scope holds them back, or the ranks have not agreed on them
-    batches: int = 0  #: batches sent so far, of more than one operation
-    waiting: int = 0  #: tasks that wait in ``ready()`` now
-    waits: int = 0  #: how often ``ready()`` had to wait so far
+    bytes_in_flight: int  #: bytes of the operations in flight, each by its larger side (inputs or outputs)
+    held: int = 0  #: operations in flight that were not sent: held by a scope, or not agreed on by the ranks
+    batches: int = 0  #: batches of more than one operation sent so far
+    waiting: int = 0  #: tasks that wait in ``ready()``
+    waits: int = 0  #: calls of ``ready()`` that had to wait so far
 
 
 class Observer(Protocol):
-    """Sees what becomes of a comm. Must be quick, and not raise."""
+    """Is notified of the calls and the failure of a comm. Its methods must be quick, and not raise."""
 
     def called(self, call: Call, work: Work[Any]) -> object:
-        """An operation of the backend's was called. In the order of the calls, on the caller's thread."""
+        """An operation of the backend was called. In the order of the calls, on the caller's thread."""
 
     def broke(self, error: BrokenError) -> object:
-        """The comm has broken, and the others were told. From any thread."""
+        """The comm has broken, and the other ranks were notified. From any thread."""
 
 
 class InFlight(abc.ABC):
-    """Counts, hands on, and watches.
+    """Counts operations, hands them to the backend, and watches their deadlines.
 
-    How calls come here is for :class:`~asynccomm.comm.submission.Submitter`; what ends a comm, for ``Session``.
+    The subclass :class:`~asynccomm.comm.submission.Submitter` takes calls; its subclass ``Session`` ends the comm.
 
     Args:
-        group, options: as the comm shows them.
-        mailbox: of the comm's loop.
+        group, options: the comm's public attributes.
+        mailbox: the mailbox of the comm's loop.
     """
 
     def __init__(self, group: CommInfo, options: CommOptions, mailbox: Mailbox) -> None:
@@ -68,25 +68,25 @@ class InFlight(abc.ABC):
         self.options = options
         self.mailbox = mailbox
         self.backend: Backend | None = None  #: None until connected, and in a forked child
-        self.error: AsyncCommError | None = None  #: why there are no more calls
-        self.reporter: Reporter | None = None  #: keeps what is called, for the other ranks; None: nobody asks
-        self.observer: Observer | None = None  #: sees the calls, and what the comm breaks of; None: nobody does
-        self._lock = threading.RLock()  # held while submitting, so that order is one
+        self.error: AsyncCommError | None = None  #: the error that later calls raise
+        self.reporter: Reporter | None = None  #: keeps the last calls for the other ranks; None: no control channel
+        self.observer: Observer | None = None  #: notified of calls and of the error that breaks the comm
+        self._lock = threading.RLock()  # held while submitting, so that calls have one order
         # bytes by operation. Used without _lock, one atomic step of the dict at a time: a backend may settle another
-        # rank's operation inside submit(), with that one's _lock held by a thread that waits for the backend
+        # rank's operation inside submit(), while a thread that waits for the backend holds that rank's _lock
         self._pending: dict[Work[Any], int] = {}
-        self._limit = options.timeout  # seconds for an operation that brings no time limit of its own
-        self._extended = math.inf  # since when that is longer than usual; inf: it is not
+        self._limit = options.timeout  # seconds for an operation without a time limit of its own
+        self._extended = math.inf  # time of the last extend_timeout() still in force; inf: none is
         self._collectives = 0
         self._p2p = 0
-        self._aside = 0  # operations that are no backend's
-        self._called = 0  # operations of any sort
+        self._aside = 0  # operations that do not use the backend
+        self._called = 0  # operations of all kinds
         self._batches = self._waiting = self._waits = 0
-        self._changed: list[asyncio.Future[None]] = []  # who waits for something to settle
+        self._changed: list[asyncio.Future[None]] = []  # waiters for an operation to settle
         self._deadlines = Deadlines(mailbox, weak_callback(self._expired))
 
     def statistics(self) -> CommStatistics:
-        """How much is going on."""
+        """Counts of operations submitted, in flight and held, at this time."""
         pending = [(work, nbytes) for work, nbytes in self._pending.copy().items() if not work.done()]  # see pending()
         return CommStatistics(
             self._called,
@@ -123,7 +123,7 @@ class InFlight(abc.ABC):
         return work
 
     def _hand_on(self, batch: Batch) -> None:
-        """Number a batch and give it to the backend. Under the lock."""
+        """Number a batch and submit it to the backend. Under the lock."""
         backend = self.backend
         assert backend is not None
         numbers = [self._collectives, self._p2p]
@@ -147,7 +147,7 @@ class InFlight(abc.ABC):
             for item in batch.items:
                 self.reporter.issued(item.work, together)
                 if not item.op.p2p:
-                    together = 0  # said with the first
+                    together = 0  # reported with the first
         self._check_late([item.work for item in batch.items])
         for fused in batch.fused_ops:
             fused.sent()
@@ -159,10 +159,11 @@ class InFlight(abc.ABC):
     def submit_aside(
         self, op: Op, steps: Callable[[Work[Any]], Coroutine[Any, Any, None]], timeout: float | timedelta | None
     ) -> Work[Any]:
-        """Have the loop run ``steps``, for an operation that is no backend's and in no sequence. From any thread.
+        """Run ``steps`` on the loop, for an operation outside the backend and all sequences. From any thread.
 
         Args:
-            steps: settle the operation by their end, or by an error of ours. They see to the time limit themselves.
+            steps: a coroutine function whose end, or an AsyncCommError, settles the operation. It enforces the time
+                limit itself.
         """
         limit = self._checked(timeout, None)
         with self._lock:
@@ -193,26 +194,26 @@ class InFlight(abc.ABC):
             work.settle(error)
 
     def _checked(self, timeout: float | timedelta | None, hints: Mapping[str, str] | None) -> float:
-        """The time limit in seconds, when ``hints`` and the calling thread are all right, too."""
+        """Check ``timeout``, ``hints`` and the calling thread; returns the time limit in seconds."""
         if hints is not None:
             check_strings(hints)
         self.check_loop()
         return self._limit if timeout is None else seconds("timeout", timeout, 0.0)
 
     def set_timeout(self, timeout: float) -> None:
-        """Give operations that are called from now on ``timeout`` seconds. From any thread."""
+        """Give later operations ``timeout`` seconds. From any thread."""
         with self._lock:
             self.options = replace(self.options, timeout=timeout)
             self._limit, self._extended = timeout, math.inf
 
     def extend_timeout(self, extra: float) -> None:
-        """Give them so many seconds more, until the first of them is done. From any thread."""
+        """Give later operations ``extra`` more seconds, until the first of them is done. From any thread."""
         with self._lock:
             self._limit = self._limit + extra
             self._extended = time.monotonic()
 
     def _check_late(self, works: Sequence[Work[Any]]) -> None:
-        """To be called once ``works`` are pending: what broke the comm meanwhile may have missed them."""
+        """Settle ``works``, now pending, if the comm broke meanwhile: the failure may have missed them."""
         error = self.error
         if isinstance(error, BrokenError):
             for work in works:
@@ -224,8 +225,8 @@ class InFlight(abc.ABC):
         return self._collectives, self._p2p
 
     def pending(self) -> list[Work[Any]]:
-        """What is not done, oldest first. From any thread."""
-        # the thread that settles an operation removes it a moment after it is done, when its caller may have gone on
+        """The Works that are not done, oldest first. From any thread."""
+        # the thread that settles a Work removes it only after it is done, when the caller may have gone on already
         works = [work for work in self._pending.copy() if not work.done()]
         return sorted(works, key=attrgetter("started"))
 
@@ -243,33 +244,33 @@ class InFlight(abc.ABC):
                 waiter.set_result(None)
 
     async def ready(self) -> None:
-        """Wait until less is in flight than the options allow. Raises: ClosedError, BrokenError."""
+        """Wait until the operations in flight are below the limits. Raises: ClosedError, BrokenError."""
         self.check_loop()
         self.check_open()
         if not self._crowded():
             if self._much():
-                await asyncio.sleep(0)  # what was held back can be agreed on only when the loop turns
+                await asyncio.sleep(0)  # the ranks can agree on held operations only when the loop runs
             return
         self._waits += 1
         self._waiting += 1
         try:
             while self._crowded():
                 waiter = self._hear_of_settling()
-                if self._crowded():  # looked at after leaving word: see Work
+                if self._crowded():  # checked again after registering the waiter: see Work
                     await waiter
                 self.check_open()
         finally:
             self._waiting -= 1
 
     def _crowded(self) -> bool:
-        """Whether more is in flight than is allowed. What is held back does not count: only its scope can send it."""
+        """Whether the operations in flight exceed the limits, without held ones, which only their scope can send."""
         if not self._much():
             return False
         sent = [nbytes for work, nbytes in list(self._pending.items()) if work.seq != UNNUMBERED]
         return len(sent) >= self.options.max_ops or sum(sent) >= self.options.max_bytes
 
     def _much(self) -> bool:
-        """Whether it is more with what is held back."""
+        """Whether the operations in flight, held ones included, exceed the limits."""
         options = self.options
         return len(self._pending) >= options.max_ops or sum(list(self._pending.values())) >= options.max_bytes
 
@@ -289,33 +290,33 @@ class InFlight(abc.ABC):
     def check_open(self) -> None:
         error = self.error
         if error is not None:
-            again = type(error)(*error.args)  # a fresh one: the first is what the pending Works raise
+            again = type(error)(*error.args)  # a new error: the pending Works raise the first
             raise again from error
 
     @abc.abstractmethod
     def abort(self, reason: str) -> None:
-        """Break, and tell the peers; does nothing once broken or closed. From any thread."""
+        """Break the comm and notify the peers; does nothing once broken or closed. From any thread."""
 
     @abc.abstractmethod
     def _overdue(self, work: Work[Any]) -> None:
-        """A thread has waited for ``work`` for longer than the loop, which must be blocked, should have let it."""
+        """Called when a thread has waited for ``work`` past its deadline, so the loop must be blocked."""
 
     @abc.abstractmethod
     def _expired(self, work: Work[Any]) -> None:
-        """``work`` is past its deadline. On the loop."""
+        """Called when ``work`` is past its deadline. On the loop."""
 
     @abc.abstractmethod
     def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run it in a task, which closing waits for. On the loop."""
+        """Run ``coroutine`` in a task that closing waits for. On the loop."""
 
 
 def _late(work: Work[Any]) -> None:
-    """A thread has waited for ``work`` for longer than the loop, which must be blocked, should have let it."""
+    """Settle ``work`` when a thread has waited for it past its deadline, so the loop must be blocked."""
     work.settle(StoreTimeoutError(f"{work.op} was not done within {work.timeout:g} s: the event loop is blocked"))
 
 
 def weak_callback(method: Callable[[Any], object]) -> Callable[[Any], None]:
-    """``method``, without keeping its object alive."""
+    """A callback that calls ``method`` without keeping its object alive."""
     reference = weakref.WeakMethod(method)
 
     def call(argument: Any) -> None:

@@ -1,7 +1,7 @@
-"""How a comm goes on as another one: the ranks that are left agree who they are, and connect anew.
+"""A comm goes on as another one: the remaining ranks agree on the members, and connect a new comm.
 
-What they agree on, and how, is ``control.membership.coordinator``; here is what each of them does about it. A comm that
-was agreed on is used only when all its members have connected: until then any loss makes them agree again.
+``control.membership.coordinator`` decides the members; this module is the part of each rank. The new comm is used only
+when all its members have connected: until then any loss makes them agree again.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from asynccomm.rendezvous.job import STORE_HOST_KEY
 from asynccomm.rendezvous.lobby import Lobby
 from asynccomm.rendezvous.spec import RendezvousSpec, rehost
 
-STORE_SECONDS: Final = 1.0  # for a store to answer, or it counts as dead
-CONNECT_SECONDS: Final = 20.0  # for the members to connect, once they are agreed on
-CLOSE_SECONDS: Final = 2.0  # for the old comm to close, before that goes on by itself
+STORE_SECONDS: Final = 1.0  # for a store to answer, else it counts as dead
+CONNECT_SECONDS: Final = 20.0  # for the members to connect, once they are decided
+CLOSE_SECONDS: Final = 2.0  # for the old comm to close; later it goes on closing in the background
 
 
 class MembershipClient(Protocol):
@@ -50,12 +50,12 @@ class MembershipClient(Protocol):
     ) -> None: ...
     def prepared(self, decision: str) -> None: ...
     def failed(self, decision: str, why: str) -> None: ...
-    def give_up(self) -> None: ...  # for good
+    def give_up(self) -> None: ...  # final
 
 
 @final
 class _RankClient:
-    """A rank of the comm that is left behind, as a voter."""
+    """Lets a rank of the old comm take part in the agreement, over the control channel."""
 
     def __init__(self, channel: ControlChannel, key: str, ranks: Sequence[int]) -> None:
         self._channel = channel
@@ -90,14 +90,14 @@ async def await_commit(
     name: str,
     note: str = "",
 ) -> Session:
-    """Ask, and form what is decided, until a decision is committed. Cancelling gives up for good.
+    """Propose members, and connect each decision, until one is committed. Cancelling gives up for good.
 
     Args:
-        proposal: in the order of the new ranks; None: all.
-        wait: seconds to wait for others to ask.
-        form: connects the members of a decision. Raises LeftOutError if others go on in place of the comm.
-        name: of the comm, for errors.
-        note: says how ranks are called in them, if that does not go without saying.
+        proposal: the members in the order of their new ranks; None: all.
+        wait: seconds to wait for the proposals of other ranks.
+        form: connects the members of a decision. Raises LeftOutError if other ranks go on in place of the comm.
+        name: the name of the comm, for errors.
+        note: explains the rank numbers in errors, where they are not the comm's.
 
     Raises: ValueError: the ranks propose different things; LeftOutError; BackendError: they could not connect.
     """
@@ -124,7 +124,7 @@ async def await_commit(
                     assert attempt is not None
                     return attempt.session
                 case Rejected(_, why, mistake):
-                    asking = False  # for now: this rank may call again
+                    asking = False  # this rank may call again
                     if mistake:
                         raise ValueError(f"the ranks of comm {name!r} must propose the same members: {why}{note}")
                     raise BackendError(f"comm {name!r} cannot go on: {why}{note}")
@@ -140,13 +140,13 @@ async def await_commit(
             client.give_up()
         if attempt is not None:
             await attempt.drop()
-            attempt = None  # whoever has the error has this frame, and would keep the store that it may host
+            attempt = None  # the error keeps this frame alive, and with it the store that the attempt may host
         raise
 
 
 @final
 class _Attempt:
-    """The members of a decision connect; ``left_out`` hears if others have gone on already."""
+    """Connects the members of a decision; calls ``left_out`` if other ranks have gone on already."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class _Attempt:
             self._session = await self._form(self._decision)
         except LeftOutError as exc:
             self._left_out(exc)
-        except Exception as exc:  # whatever it is, the others must not wait for this rank
+        except Exception as exc:  # after any error: the other ranks must not wait for this one
             self._client.failed(self._decision.key, f"{type(exc).__name__}: {exc}")
         else:
             self._client.prepared(self._decision.key)
@@ -176,7 +176,7 @@ class _Attempt:
         return self._session
 
     async def drop(self) -> None:
-        """It is not to be. Cancelled, that goes on; it may be called again."""
+        """Undo the attempt. After a cancellation the clean-up goes on; ``drop`` may be called again."""
         if self._dropping is None:
             self._dropping = detach(asyncio.ensure_future(self._drop()))
         await asyncio.shield(self._dropping)
@@ -191,19 +191,19 @@ class _Attempt:
 async def reconfigure(
     session: Session, proposal: Sequence[ParticipantId], wait: float, invite: Sequence[str] = ()
 ) -> Session:
-    """Go on as a comm of ``proposal``, as far as these come; closes the old one. One call at a time.
+    """Connect a comm of the members in ``proposal`` that take part, and close the old comm. One call at a time.
 
     Args:
-        proposal: ranks of the old comm as the job calls them, and newcomers, in the order of their new ranks.
-        wait: seconds for them to ask, too.
-        invite: the newcomers of them.
+        proposal: job ranks of members of the old comm, and names of newcomers, in the order of their new ranks.
+        wait: seconds for them to propose, too.
+        invite: the newcomers in ``proposal``.
     """
     identity = session.identity
     assert identity.job.channel is not None
     client = _RankClient(identity.job.channel, identity.key, identity.job_ranks)
     task = asyncio.ensure_future(_regroup(session, client, proposal, wait, invite))
     detach(task)
-    session.regrouping = task  # cancelled when the comm is closed meanwhile
+    session.regrouping = task  # closing the comm meanwhile cancels the task
     try:
         await asyncio.wait([task])
         if task.cancelled():
@@ -213,7 +213,7 @@ async def reconfigure(
         task.cancel()
         await asyncio.wait([task])
         if not client.has_asked:
-            client.give_up()  # the others must not wait for it
+            client.give_up()  # the other ranks must not wait for this one
         if not task.cancelled() and task.exception() is None:
             await _drop(task.result())
         raise
@@ -269,7 +269,7 @@ async def _regroup(
 
 
 async def _yield_store(session: Session, members: Sequence[int]) -> None:
-    """Close a comm that another one of its ranks ``members`` goes on in place of."""
+    """Close ``session``, which a new comm of its ranks ``members`` replaces."""
     assert session.reporter is not None
     session.reporter.followers = [session.identity.job_ranks[rank] for rank in members]
     session.identity.job.followed = True
@@ -280,25 +280,25 @@ async def _yield_store(session: Session, members: Sequence[int]) -> None:
 
 
 async def _drop(session: Session) -> None:
-    """End a comm that is not to be."""
+    """End the new comm of an attempt that failed."""
     session.abort("its members have changed before it began")
     await session.aclose()
 
 
 def lobby_of(session: Session) -> Lobby:
-    """Where newcomers to the comm wait."""
+    """The lobby for newcomers to the comm."""
     job = session.identity.job
     assert job.origin is not None
     return Lobby(job.store.prefix(job.origin.place.scope), session.group.name)
 
 
 def run_prefix(place: RendezvousSpec, decision: View) -> str:
-    """Prefix of the keys of what was decided."""
+    """The prefix of the store keys of the decided comm."""
     return f"{place.scope}/{decision.key}"
 
 
 async def _place(session: Session, decision: View, place: RendezvousSpec) -> RendezvousSpec:
-    """Where the members meet: at the old store if that lives on, else at one that the first of them hosts."""
+    """The rendezvous of the members: the old store if it survives, else a store that the first member hosts."""
     reporter, channel = session.reporter, session.identity.job.channel
     assert reporter is not None
     assert channel is not None
@@ -320,11 +320,11 @@ async def _place(session: Session, decision: View, place: RendezvousSpec) -> Ren
 
 
 async def _reservation(session: Session, decision: View) -> None:
-    """Write down in the store who goes on; nobody else may then, but one of them in another decision.
+    """Record the members in the store; then only a decision that shares a member with them may go on.
 
-    So ranks that could not hear of each other do not all go on, as long as the store lives.
+    So two parts of the comm that cannot reach each other do not both go on, while the store lives.
 
-    Raises: LeftOutError: others were first.
+    Raises: LeftOutError: other ranks have recorded their decision first.
     """
     room, key = session.identity.job.room, f"followed/{session.identity.key}"
     ours, found = json.dumps(decision.members).encode(), b""
@@ -335,14 +335,14 @@ async def _reservation(session: Session, decision: View) -> None:
 
 
 async def _survives(session: Session, decision: View) -> bool:
-    """Whether the store answers, and will as long as the members need it."""
+    """Whether the store answers, and lives as long as the members need it."""
     room = session.identity.job.room
     try:
         async with asyncio.timeout(STORE_SECONDS):
             if not await room.check([STORE_HOST_KEY]):
                 return True
             host = int(await room.get(STORE_HOST_KEY, STORE_SECONDS))
-    except (AsyncCommError, OSError):  # a TimeoutError is one, too
+    except (AsyncCommError, OSError):  # TimeoutError is an OSError
         return False
-    # newcomers find no other store than that
+    # newcomers know no other store
     return host in decision.members or not all(isinstance(who, int) for who in decision.members)

@@ -1,15 +1,15 @@
-"""A barrier that can say who is missing, over the store: no tensor, no transport, no device takes part.
+"""A barrier over the store that names missing ranks; it uses no tensor, no transport and no device.
 
-Each call of a rank is a round, numbered by how many it has made. In a round:
+Each call of a rank is a round, numbered by the rank's earlier calls. In a round:
 
-1. Collect: each rank leaves word that it came; rank 0 waits for all of them.
-2. Release: rank 0 publishes a verdict, which the others wait for: nobody missing, or who is.
+1. Collect: each rank sets a key to announce its arrival; rank 0 waits for the keys of all ranks.
+2. Release: rank 0 publishes a verdict, the list of missing ranks; the other ranks wait for it.
 
-A rank whose time is up without a verdict makes one itself. The first verdict of a round is the one that counts, for
-everybody: also for rank 0, and for a rank that comes later, which thus fails at once and with the same error. So a
-failed round stays failed, and no word of it can be taken for one of the next: who fell behind catches up call by call.
+A rank past its deadline without a verdict publishes one itself. The first verdict of a round counts for all ranks: also
+for rank 0, and for a rank that comes later, which thus fails at once and with the same error. So a failed round stays
+failed, and its keys cannot be mistaken for keys of the next round: a rank that fell behind catches up call by call.
 
-What is there as a verdict is checked; if it is none, the round fails by an error of the store.
+A verdict read from the store is validated; an invalid verdict fails the round by an error of the store.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from asynccomm.ops import Op
 from asynccomm.ops.validation import CommInfo
 from asynccomm.store.base import Store, within
 
-VERDICT_SECONDS = 0.75  # that a rank past its deadline leaves to rank 0, whose deadline may be a little later
-VERDICT_BYTES: Final = 1024  # and RANK_BYTES for each rank
+VERDICT_SECONDS = 0.75  # for which a rank past its deadline waits for rank 0, whose deadline may be later
+VERDICT_BYTES: Final = 1024  # limit for a verdict, plus RANK_BYTES for each rank
 RANK_BYTES: Final = 24
-SHOWN: Final = 200  # characters of what is no verdict, in an error
-STORE_SECONDS = 0.5  # for the store to answer after that, else it is what hangs
+SHOWN: Final = 200  # characters of an invalid verdict that an error shows
+STORE_SECONDS = 0.5  # for the store to answer after that; else the error names the store
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class MonitoredBarrier(Op):
-    """Over the store; not a collective of the backend."""
+    """A barrier over the store; not a collective of the backend."""
 
     kind = "monitored_barrier"
     wait_all_ranks: bool = False
@@ -54,20 +54,20 @@ class MonitoredBarriers:
 
     Args:
         group: the comm.
-        room: keys of this comm alone.
+        room: the part of the store for the keys of this comm alone.
     """
 
     def __init__(self, group: CommInfo, room: Store) -> None:
         self._group = group
         self._room = room.prefix("monitored")
-        self._turn = asyncio.Lock()  # a rank is in one round at a time, the oldest
+        self._turn = asyncio.Lock()  # a rank takes part in one round at a time, the oldest
         self._round = 0
-        self._swept = 0  # the rounds before this one have no verdicts in the store any more
+        self._swept = 0  # verdicts of the rounds before this one are deleted
 
     async def pass_through(self, work: Work[None]) -> None:
-        """Take part in the next round, for ``work``, a MonitoredBarrier.
+        """Take part in the next round, for ``work``, the Work of a MonitoredBarrier.
 
-        Raises: MonitoredBarrierError, StoreError; StoreProtocolError if what is in the store is no verdict.
+        Raises: MonitoredBarrierError, StoreError; StoreProtocolError for an invalid verdict in the store.
         """
         limit = work.timeout + VERDICT_SECONDS + STORE_SECONDS
         async with self._turn:
@@ -87,7 +87,7 @@ class MonitoredBarriers:
             )
 
     async def _collect(self, room: Store, work: Work[None]) -> dict[str, Any]:
-        """Rank 0's part; returns the verdict."""
+        """Do rank 0's part of a round; returns the verdict."""
         await room.set("came/0", b"1")
         everybody = [f"came/{rank}" for rank in range(self._group.size)]
         try:
@@ -95,11 +95,11 @@ class MonitoredBarriers:
         except StoreTimeoutError:
             missing = await self._missing(room)
         else:
-            missing = []  # if it was the verdict that came, this one comes too late
+            missing = []  # if ``verdict`` came first, the verdict made here is too late
         return await self._decide(room, work, missing)
 
     async def _report(self, room: Store, work: Work[None]) -> dict[str, Any]:
-        """The others' part; returns the verdict."""
+        """Do the part of a rank other than 0; returns the verdict."""
         await room.set(f"came/{self._group.rank}", b"1")
         with contextlib.suppress(StoreTimeoutError):
             return self._read(await room.get("verdict", _left(work)))
@@ -114,7 +114,7 @@ class MonitoredBarriers:
         return [rank for rank in ranks if not came[rank]]
 
     async def _decide(self, room: Store, work: Work[None], missing: list[int]) -> dict[str, Any]:
-        """Publish a verdict, unless there is one; returns the one that counts."""
+        """Publish a verdict, unless the round has one; returns the verdict that counts."""
         assert isinstance(work.op, MonitoredBarrier)
         mine = {
             "rank": self._group.rank,
@@ -122,12 +122,12 @@ class MonitoredBarriers:
             "elapsed": time.monotonic() - work.started,
         }
         decided = await room.compare_set("decided", "", json.dumps(mine))
-        await room.set("verdict", decided)  # a key of its own: compare_set does not wake who waits
-        await room.check([])  # a reply: the server has it, however soon this rank goes
+        await room.set("verdict", decided)  # a separate key: compare_set does not wake waiting ranks
+        await room.check([])  # the reply shows that the server has the verdict, so this rank may leave
         return self._read(decided)
 
     def _read(self, text: bytes) -> dict[str, Any]:
-        """A verdict. Raises: StoreProtocolError."""
+        """Decode and validate a verdict. Raises: StoreProtocolError."""
         try:
             verdict: Any = json.loads(text) if len(text) <= VERDICT_BYTES + RANK_BYTES * self._group.size else None
         except (ValueError, RecursionError):
@@ -148,7 +148,10 @@ class MonitoredBarriers:
         return type(value) is int and 0 <= value < self._group.size
 
     async def _tidy(self, number: int, verdict: dict[str, Any]) -> None:
-        """Delete what nobody will look for: this rank has left the round, and if all came, they left those before."""
+        """Delete keys that no rank reads any more.
+
+        This rank has left the round; if all ranks came, they all have left the earlier rounds.
+        """
         deletions = [self._room.delete(f"{number}/came/{self._group.rank}")]
         if self._group.rank == 0 and not verdict["missing"]:
             for old in range(self._swept, number):
@@ -163,7 +166,7 @@ def _left(work: Work[None]) -> float:
 
 
 async def _first(*waits: Coroutine[Any, Any, None]) -> None:
-    """Wait until the first of ``waits`` has come to its end; raises what it raised."""
+    """Wait until the first of ``waits`` is done, cancel the others, and raise the error of the first, if any."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

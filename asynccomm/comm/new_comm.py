@@ -1,8 +1,11 @@
-"""Making a comm: check the arguments, meet the other ranks, connect the backend."""
+"""Making a comm: check the arguments, meet the other ranks, connect the backend; or join an existing comm."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import SupportsIndex
 
@@ -13,12 +16,20 @@ from asynccomm.backends.base import Backend, device_of, own_hints
 from asynccomm.backends.registry import candidates, load_backend
 from asynccomm.comm.bootstrap import bootstrap
 from asynccomm.comm.comm import Comm
-from asynccomm.comm.incoming import join_existing
+from asynccomm.comm.membership import CONNECT_SECONDS, await_commit, run_prefix
 from asynccomm.comm.pending import PendingComm
+from asynccomm.comm.session import Session
+from asynccomm.control.membership.joiner import Joiner
+from asynccomm.control.membership.messages import View
+from asynccomm.errors import RendezvousError
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import DEFAULT_TIMEOUT, MAX_BYTES, MAX_OPS, CommOptions, check_hints, check_name, seconds
-from asynccomm.rendezvous.spec import resolve_spec
-from asynccomm.store.base import Store
+from asynccomm.rendezvous.job import JobOrigin
+from asynccomm.rendezvous.lobby import Lobby
+from asynccomm.rendezvous.spec import RendezvousSpec, connect_store, resolve_spec
+from asynccomm.store.base import Store, within
+
+LAST_SECONDS = 1.0  # the least time to join, for a process invited just before its timeout
 
 
 def new_comm(
@@ -37,7 +48,7 @@ def new_comm(
     max_ops: int = MAX_OPS,
     max_bytes: int = MAX_BYTES,
 ) -> PendingComm[Comm]:
-    """Make a comm of all ranks; ``await`` it, or better ``async with`` it. Collective: all ranks do so.
+    """Make a comm of all ranks; ``await`` it, or better ``async with`` it. Collective: all ranks call it.
 
     ::
 
@@ -47,26 +58,27 @@ def new_comm(
     Args:
         backend: a name from :func:`asynccomm.backend_names`, or ``"auto"``: on the CPU shared memory where all ranks
             can map it, else gloo.
-        device: where the tensors live.
+        device: the device of the tensors.
         name: the same on all ranks, and unique among the open comms of this process.
-        timeout: seconds or a timedelta (default 600), for connecting and then for each operation that brings no own;
-            ``math.inf``: no limit.
-        store: where to meet: None for the environment that launchers set (``env://``), ``tcp://host:port``,
-            ``file:///path``, one of our stores, or any ``torch.distributed.Store``.
-        rank, size: who this is; None: from the store's URL, or RANK and WORLD_SIZE.
-        hints: strings for the backend (with ``"auto"``, for those that may be chosen); unknown ones are logged and
+        timeout: seconds or a timedelta (default 600), for connecting and then for each operation without a timeout of
+            its own; ``math.inf``: no limit.
+        store: the store for the rendezvous: None for the environment that launchers set (``env://``),
+            ``tcp://host:port``, ``file:///path``, an asynccomm store, or any ``torch.distributed.Store``.
+        rank, size: this process's rank and the number of ranks; None: from the store's URL, or RANK and WORLD_SIZE.
+        hints: strings for the backend (with ``"auto"``, for all that may be chosen); unknown hints are logged and
             ignored.
         abort_process_on_timeout_or_error: end the process (SIGABRT) when the comm breaks, instead of only raising.
         high_priority_stream: CUDA only: communicate on a stream of high priority.
         ordering: ``"program"``: all ranks call the same collectives in the same order. ``"agreed"``: in any order, so
-            that many tasks can share the comm: collectives with the same ``tag=`` belong together, those under one tag
-            (or none) in the order of each rank's calls. Rank 0 hears what every rank has called, and all ranks then run
-            what all have called, in one order, in batches. Costs about two messages' time for what is called at once.
-        max_ops, max_bytes: what may be in flight before ``await comm.ready()`` waits.
+            that many tasks can share the comm: collectives with the same ``tag=`` belong together; under one tag (or
+            without a tag) they match in the order of each rank's calls. All ranks announce their calls to rank 0, and
+            run the collectives that every rank has called, in one order, in batches. The cost is about the time of two
+            messages for all collectives called at once.
+        max_ops, max_bytes: limits of operations and bytes in flight, above which ``await comm.ready()`` waits.
 
     Raises:
         ValueError, TypeError: at the call, naming the argument or environment variable.
-        RendezvousError: from awaiting: nobody there, port in use, or ranks that do not fit together.
+        RendezvousError: from awaiting: missing ranks, a port in use, or ranks with different settings.
         BackendError: from awaiting: the transport could not connect.
 
     Cancelling the await is safe, also by ``asyncio.timeout``.
@@ -105,24 +117,25 @@ def join_comm(
     max_ops: int = MAX_OPS,
     max_bytes: int = MAX_BYTES,
 ) -> PendingComm[Comm]:
-    """Wait to be taken into a comm that is there already; ``await`` it, or better ``async with`` it.
+    """Join an existing comm when its ranks invite this process; ``await`` it, or better ``async with`` it.
 
-    The ranks of that comm see this process in ``comm.newcomers()``, and take it in by ``comm.reconfigure(...)``. What
-    comes back is the comm that goes on then, with this process among its ranks.
+    The ranks of the comm see this process in ``comm.newcomers()``, and add it by ``comm.reconfigure(...)``. The result
+    is the comm that goes on in place of theirs, with this process among its ranks.
 
     Args:
-        backend: ``"auto"``: the one that the comm has.
-        name: of the comm.
-        timeout: seconds or a timedelta (default 600), for being taken in and then for each operation.
-        store: where the comm's ranks met, see ``new_comm``; it must be alive. RANK and WORLD_SIZE play no part, but
-            TORCHELASTIC_RUN_ID and TORCHELASTIC_RESTART_COUNT must be theirs, if their launcher has set them.
+        backend: ``"auto"``: the backend of the comm.
+        name: the name of the comm.
+        timeout: seconds or a timedelta (default 600), for joining and then for each operation.
+        store: the store where the comm's ranks met, see ``new_comm``; it must be alive. RANK and WORLD_SIZE are not
+            used, but TORCHELASTIC_RUN_ID and TORCHELASTIC_RESTART_COUNT must have the values of those ranks, if their
+            launcher has set them.
         device, hints, abort_process_on_timeout_or_error, high_priority_stream, max_ops, max_bytes: see ``new_comm``.
 
     Raises:
         ValueError, TypeError: at the call, naming the argument or environment variable.
-        RendezvousError: from awaiting: nobody has taken this process in, the store is not there, or another backend is
-            in use.
-        LeftOutError: from awaiting: it was invited, and then they went on without it.
+        RendezvousError: from awaiting: no rank has added this process in time, the store is missing, or the comm uses
+            another backend.
+        LeftOutError: from awaiting: this process was invited, and then the ranks went on without it.
         BackendError: from awaiting: the transport could not connect.
 
     Cancelling the await is safe.
@@ -139,7 +152,7 @@ def join_comm(
         max_ops=max_ops,
         max_bytes=max_bytes,
     )
-    place = resolve_spec(store, 1, 2)  # not the first, who would host it; the others are told who this is
+    place = resolve_spec(store, 1, 2)  # not rank 0, which would host the store; the real rank comes with the decision
 
     async def connect() -> Comm:
         session = await join_existing(place, name, where, backend, list(backends), options)
@@ -151,9 +164,9 @@ def join_comm(
 def _choice(
     backend: str, device: str | torch.device, hints: Mapping[str, str] | None
 ) -> tuple[torch.device, dict[str, type[Backend]], dict[str, str]]:
-    """Where the tensors live, the backends that may be used there, and the hints that these know.
+    """The device, the backends that may be used on it, and the hints that these backends know.
 
-    Raises: ValueError, TypeError naming what is wrong.
+    Raises: ValueError, TypeError naming the argument.
     """
     where = device_of(device)
     backends = {candidate: load_backend(candidate, where) for candidate in candidates(backend, where)}
@@ -162,3 +175,74 @@ def _choice(
     for each in backends.values():
         each.check_hints(own_hints(each, checked))
     return where, backends, checked
+
+
+async def join_existing(
+    place: RendezvousSpec, name: str, device: torch.device, asked: str, allowed: Sequence[str], options: CommOptions
+) -> Session:
+    """Wait in the lobby for an invitation to comm ``name``, and take part in the agreement of its ranks.
+
+    Args:
+        place: the rendezvous of the comm's ranks.
+        asked, allowed: the requested backend, and the backends that satisfy the request.
+
+    Raises: the errors of awaiting ``join_comm``.
+    """
+    start = time.monotonic()
+    limit = options.timeout
+
+    def left() -> float:
+        return max(0.0, start + limit - time.monotonic())
+
+    meeting = await connect_store(place, limit)
+    try:
+        lobby = Lobby(meeting.store.prefix(place.scope), name)
+        try:
+            async with within(left()):
+                me, number = await lobby.enter()
+                invitation = await lobby.invited(me, number)
+        except TimeoutError:
+            raise RendezvousError(f"nobody took this process into comm {name!r} within {limit:g} s") from None
+    finally:
+        await meeting.aclose()
+    joiner = Joiner(me, invitation.key, invitation.ranks, invitation.contacts, invitation.tokens)
+    try:
+        backends = _backends(invitation.backend, name, device, asked, allowed)
+    except BaseException:
+        joiner.give_up()  # the ranks wait for the invited process
+        raise
+    theirs = replace(options, ordering=invitation.ordering)
+    ranks = {job: rank for rank, job in enumerate(invitation.ranks)}
+
+    async def form(decision: View) -> Session:
+        rank, size = decision.members.index(me), len(decision.members)
+        return await bootstrap(
+            replace(place, rank=rank, size=size, scope=run_prefix(place, decision)),
+            CommInfo(name, rank, size, device),
+            invitation.backend,
+            backends,
+            theirs,
+            origin=JobOrigin(place, -number),  # negative: not a rank of the first rendezvous
+            parent_ranks=[ranks[who] if isinstance(who, int) else -1 for who in decision.members],
+            limit=min(limit, CONNECT_SECONDS),
+        )
+
+    try:
+        async with within(max(LAST_SECONDS, left())):
+            return await await_commit(joiner, None, math.inf, form, name)
+    except TimeoutError:
+        raise RendezvousError(f"comm {name!r} has invited this process, and not gone on within {limit:g} s") from None
+    finally:
+        joiner.close()
+
+
+def _backends(
+    name: str, comm: str, device: torch.device, asked: str, allowed: Sequence[str]
+) -> dict[str, type[Backend]]:
+    """The backend ``name`` that comm ``comm`` uses. Raises: RendezvousError if this process cannot use it."""
+    if name not in allowed and asked != "auto":
+        raise RendezvousError(f"comm {comm!r} uses backend {name!r}, and {asked!r} was asked for here")
+    try:
+        return {name: load_backend(name, device)}
+    except ValueError as exc:
+        raise RendezvousError(f"comm {comm!r} uses backend {name!r}, which cannot be used here: {exc}") from exc

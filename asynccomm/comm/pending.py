@@ -1,4 +1,4 @@
-"""What makes a comm, before there is one."""
+"""The awaitable and context manager that new_comm() and split() return."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, Generic, TypeVar, final
 
 from asynccomm.core.handles import Handle
 
-C = TypeVar("C")  # a Comm, or where there may be none, a Comm or None
+C = TypeVar("C")  # Comm, or Comm | None for calls that may make no comm on this rank
 
 
 @final
 class PendingComm(Handle, Generic[C]):
-    """A comm to be: ``await`` it, or enter it with ``async with``, which closes it. Some give None: no comm."""
+    """A comm in the making: ``await`` it, or use ``async with``, which closes the comm. May give None: no comm."""
 
     _instead = "call the function that made it there"
 

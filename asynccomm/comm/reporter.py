@@ -1,7 +1,8 @@
-"""One comm's side of the control channel: what it tells the other ranks, what it hears, and what it answers them.
+"""One comm's side of the control channel: messages to the other ranks, messages from them, and replies to requests.
 
-It remembers what was called last and where, for them and for errors. It outlives nothing: the channel holds this, and
-this holds the comm's session only weakly. Without a channel it tells and hears nothing, and the collectives work.
+A reporter stores the last calls and their places, for the other ranks and for errors. It keeps no session alive: the
+channel holds the reporter, and the reporter holds the comm's session weakly. Without a channel the reporter sends and
+receives nothing, and the collectives work.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from asynccomm.ops import Op
 from asynccomm.ops.signature import signature
 from asynccomm.ops.validation import CommInfo
 
-REMEMBERED: Final = 64  # calls that are done; few, so that the memory for the next is warm
-COMPARED: Final = 1024  # the same, where others may be found to differ long after
-SHOWN: Final = 8  # operations in flight, in an answer
-PING_SECONDS: Final = 0.1  # for a loop to turn, before it counts as blocked
-ANSWER_SECONDS: Final = 0.5  # for peers to say what they are at
+REMEMBERED: Final = 64  # number of last calls stored; few, so that their memory stays in the cache
+COMPARED: Final = 1024  # the same where fingerprints are compared, which may find a difference long after the call
+SHOWN: Final = 8  # operations in flight that an answer lists
+PING_SECONDS: Final = 0.1  # for a loop to run a callback, before it counts as blocked
+ANSWER_SECONDS: Final = 0.5  # for peers to answer a request
 
-Called = tuple[Op, CallSite | None, int, float]  # operation, where, its number, when
+Called = tuple[Op, CallSite | None, int, float]  # operation, call site, number, time of the call
 
 
 class SessionView(Protocol):
-    """What a session says of itself. To be read from any thread, without waiting."""
+    """The state of a session that a reporter reads, from any thread, without waiting."""
 
     @property
     def error(self) -> AsyncCommError | None: ...
@@ -49,29 +50,29 @@ class SessionView(Protocol):
         """Collectives and point-to-point operations issued so far."""
 
     def pending(self) -> list[Work[Any]]:
-        """What is not done, oldest first."""
+        """The Works that are not done, oldest first."""
 
     def outstanding(self, tag: str) -> int:
-        """Operations under ``tag`` that were issued and not agreed on yet."""
+        """The number of operations under ``tag`` that were issued and not agreed on yet."""
 
 
 class SessionCallbacks(SessionView, Protocol):
-    """A session."""
+    """A session, as a reporter uses it."""
 
     def break_by(self, error: BrokenError) -> object:
-        """Become broken by what others tell."""
+        """Break by ``error``, received from another rank."""
 
 
 @final
 class Reporter:
-    """The rank's reporter of one comm.
+    """Connects one comm of this rank with the control channel.
 
     Args:
-        channel: of the job; None: there is none.
-        key: of the comm in the channel.
-        jobs: the ranks of the comm, by what they are called in the job.
-        session: told what happens; held weakly.
-        loop: the comm's.
+        channel: the job's control channel; None: there is none.
+        key: the comm's key in the channel.
+        jobs: the job rank of each rank of the comm.
+        session: notified of errors; held weakly.
+        loop: the comm's event loop.
     """
 
     def __init__(
@@ -83,8 +84,8 @@ class Reporter:
         session: SessionCallbacks,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        self.followers: list[int] | None = None  #: those who go on as another comm in place of this one, if they do
-        self.compares = False  #: whether fingerprints are compared here
+        self.followers: list[int] | None = None  #: job ranks whose new comm replaces this one; None: no comm does
+        self.compares = False  #: whether the control channel compares fingerprints of calls
         self.channel = channel
         self.recent: deque[Called] = deque(maxlen=REMEMBERED)  #: the last calls that were numbered
         self._group = group
@@ -94,48 +95,48 @@ class Reporter:
         self._session = weakref.ref(session)
         self._loop = loop
         self._main = threading.get_ident()
-        self._closed: set[int] = set()  # ranks that have closed the comm in good order
+        self._closed: set[int] = set()  # ranks that have left in an orderly way
         self._fingerprints: deque[tuple[int, Op, int]] = deque()
-        self._met: dict[str, ControlMessage] = {}  # where members of the next comm meet, by what was decided
+        self._met: dict[str, ControlMessage] = {}  # messages naming the next comm's store, by decision key
         self._meeting: list[asyncio.Future[None]] = []
-        self._ping: float | None = None  # when the loop was asked to turn, if it has not
+        self._ping: float | None = None  # when a callback was posted to the loop; None: it has run
         if channel is not None:
             channel.subscribe(key, self)
 
     def compare_fingerprints(self) -> None:
-        """Of all calls from now on: the backend does not."""
+        """Compare the fingerprints of all later calls, as the backend does not."""
         self.compares = True
         self.recent = deque(self.recent, COMPARED)
 
     # -- from the comm, on any thread ---------------------------------------------------------------------------------
 
     def issued(self, work: Work[Any], batch: int) -> None:
-        """An operation was numbered and handed on; ``batch`` collectives with it if it is their first, else 0."""
+        """Store a submitted operation; ``batch``: the batch's collectives if it is their first, else 0."""
         self.recent.append((work.op, work.site, work.seq, work.started))
         if self.compares:
             self.compare(work, batch)
 
     def compare(self, work: Work[Any], batch: int) -> None:
-        """The same, of one that is remembered already."""
+        """Compare an operation that is stored already; arguments as for ``issued``."""
         if not work.op.p2p:
             self._fingerprints.append((work.seq, work.op, batch))
             assert self.channel is not None
             self.channel.issued()
 
     def tell(self, error: BrokenError, then: Callable[[], object]) -> None:
-        """Tell the others what the comm breaks with; ``then`` is called once that is on its way, on any thread."""
+        """Send the error that breaks the comm to the other ranks; then call ``then``, on any thread."""
         if self.channel is None:
             then()
         else:
             self.channel.tell(self._key, {"rank": self._group.rank, **encode_error(error)}, then)
 
     def say(self, item: ControlMessage) -> None:
-        """Tell the others something that is no error. From any thread."""
+        """Send the other ranks a message that is no error. From any thread."""
         assert self.channel is not None
         self.channel.tell(self._key, {"rank": self._group.rank, **item})
 
     async def heard_of(self, key: str) -> ControlMessage:
-        """What a rank says of where the members of a decision meet, once it does. On the comm's loop."""
+        """Wait for the message that says where the members of decision ``key`` meet. On the comm's loop."""
         while key not in self._met:
             waiter: asyncio.Future[None] = self._loop.create_future()
             self._meeting.append(waiter)
@@ -150,33 +151,33 @@ class Reporter:
                 waiter.set_result(None)
 
     def end(self) -> None:
-        """Hear nothing more, and tell the others of it."""
+        """Stop receiving messages, and notify the other ranks."""
         if self.channel is not None:
             item: ControlMessage = {"rank": self._group.rank, "kind": "closed"}
             session = self._session()
             error = None if session is None else session.error
-            if isinstance(error, PeerLostError):  # which the others may see otherwise: each has its own connections
+            if isinstance(error, PeerLostError):  # the others may not see it: each rank has its own connections
                 item |= {"lost": error.rank, "reason": error.detail}
             if self.followers is not None:
                 item = {"rank": self._group.rank, "kind": "followed", "members": self.followers}
             self.channel.unsubscribe(self._key, item)
 
     async def ask(self, ranks: Sequence[int], timeout: float, **question: Any) -> dict[int, ControlMessage]:
-        """What ``ranks`` of the comm answer within ``timeout`` seconds. On the comm's loop."""
+        """The answers of ``ranks`` of the comm within ``timeout`` seconds. On the comm's loop."""
         channel = self.channel
         if channel is None or not ranks:
             return {}
         jobs = [self._jobs[rank] for rank in ranks]
         try:
             said = await asyncio.wrap_future(channel.ask(self._key, jobs, question, timeout))
-        except RuntimeError:  # it has ended
+        except RuntimeError:  # the channel has ended
             return {}
         return {self._ranks[job]: answer for job, answer in said.items()}
 
     async def states(
         self, ranks: Sequence[int], timeout: float, *, stacks: bool = False, tag: str | None = None
     ) -> dict[int, RankState]:
-        """What ``ranks`` are at, by rank; with a ``tag``, also how much they have issued under it."""
+        """The states of ``ranks``, by rank; with a ``tag``, also the number of operations issued under it."""
         await self.ask(ranks, min(timeout, PING_SECONDS), what="ping")
         began = time.monotonic()
         await asyncio.sleep(max(0.0, PING_SECONDS - (time.monotonic() - began)))
@@ -195,7 +196,7 @@ class Reporter:
         return RankState(rank, False, silent=channel.silence(job))
 
     async def diagnose(self, timeout: float, *, stacks: bool) -> Diagnosis:
-        """What all ranks are at."""
+        """The states of all ranks."""
         group = self._group
         others = [rank for rank in range(group.size) if rank != group.rank]
         states = await self.states(others, timeout, stacks=stacks)
@@ -204,7 +205,7 @@ class Reporter:
         return Diagnosis(group.name, tuple(states[rank] for rank in range(group.size)))
 
     async def complete(self, error: CollectiveMismatchError) -> CollectiveMismatchError:
-        """``error`` with the places where both sides called, as far as they can be found out."""
+        """``error`` with the call sites on both ranks, if these answer."""
         sides = [error.rank, error.other_rank]
         said = await self.ask(
             [r for r in sides if r != self._group.rank], ANSWER_SECONDS, what="explain", seq=error.seq
@@ -216,8 +217,8 @@ class Reporter:
     # -- from the channel, on its thread ------------------------------------------------------------------------------
 
     def hear(self, job: int, item: ControlMessage) -> None:
-        """Another rank has news."""
-        if item.get("kind") == "differs":  # from the root of the job, which need not be in this comm
+        """Handle a message of the rank ``job`` of the job."""
+        if item.get("kind") == "differs":  # sent by the job's root, which may not be in this comm
             self._break(self._difference(item))
             return
         rank = self._ranks.get(job)
@@ -245,7 +246,7 @@ class Reporter:
             self._break(error)
 
     def _given_up(self, rank: int, item: ControlMessage) -> BrokenError:
-        """``rank`` has closed the comm because it lost one of its ranks, which may be this one."""
+        """The error where ``rank`` has closed the comm because a rank was lost, which may be this one."""
         error = decode_error({**item, "kind": "lost", "rank": rank})
         assert error is not None
         if isinstance(error, PeerLostError) and error.rank == self._group.rank:
@@ -260,7 +261,7 @@ class Reporter:
         return CollectiveMismatchError(seq, ranks[0], mine, ranks[1], theirs, *sites)
 
     def lose(self, job: int, how: str) -> None:
-        """A rank of the job is gone."""
+        """Handle the loss of the rank ``job`` of the job; ``how`` is empty if it has left."""
         rank = self._ranks.get(job)
         if rank is not None and how and rank not in self._closed:
             self._break(PeerLostError(rank, how))
@@ -271,7 +272,7 @@ class Reporter:
             session.break_by(error)
 
     def answer(self, question: ControlMessage) -> ControlMessage:
-        """What another rank, or somebody who looks on, wants to know."""
+        """The answer to a request of another rank or of a diagnosing process."""
         match question.get("what"):
             case "ping":
                 self._ask_loop_to_turn()
@@ -284,7 +285,7 @@ class Reporter:
                 return {}
 
     def fingerprints(self) -> tuple[int, Sequence[Fingerprint]]:
-        """The size of the comm, and the fingerprints of what was issued since the last call."""
+        """The size of the comm, and the fingerprints of the operations issued since the last call."""
         found: list[Fingerprint] = []
         while self._fingerprints:
             seq, op, batch = self._fingerprints.popleft()
@@ -293,7 +294,7 @@ class Reporter:
 
     def _explain(self, seq: int) -> ControlMessage:
         session = self._session()
-        calls = [call[:3] for call in self.recent.copy()]  # other threads add to it
+        calls = [call[:3] for call in self.recent.copy()]  # a copy: other threads append calls
         if session is not None:
             calls += [(work.op, work.site, work.seq) for work in session.pending()]
         for op, site, number in calls:
@@ -334,7 +335,7 @@ class Reporter:
             "blocked": self._ping is not None and now - self._ping > PING_SECONDS / 2,
             "issued": session.outstanding(tag) if isinstance(tag, str) else 0,
         }
-        if self._jobs != list(range(len(self._jobs))):  # not said where it goes without saying
+        if self._jobs != list(range(len(self._jobs))):  # omitted where job ranks equal the comm's ranks
             answer["jobs"] = self._jobs
         if stacks:
             answer["stacks"] = format_stacks(self._main, self._loop)

@@ -1,4 +1,4 @@
-"""A block of code whose operations leave together: what ``comm.coalesce()`` gives."""
+"""The scopes of ``comm.coalesce()`` and ``comm.time_estimator()``."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def check_limit(name: str, value: int | None) -> None:
 
 @final
 class Batch(Handle):
-    """Operations of one task that leave together; made by ``comm.coalesce()`` and ``asynccomm.coalesce()``.
+    """A scope whose operations are sent together; made by ``comm.coalesce()`` and ``asynccomm.coalesce()``.
 
-    ``await batch`` gives the outputs of all of them, in the order of the calls (of several comms, one comm after the
-    other, by name). Inside the scope that sends first what is held.
+    ``await batch`` gives the outputs of all operations, in the order of the calls (with several comms, one comm after
+    the other, by name). Inside the scope, awaiting first sends the held operations.
     """
 
     _instead = "open a scope there"
@@ -44,25 +44,25 @@ class Batch(Handle):
         check_limit("max_bytes", max_bytes)
         check_limit("max_ops", max_ops)
         self._limits = max_ops, max_bytes
-        # by name: where ranks have several comms in common, they then all send in the same order
+        # by name, so that all ranks with several comms in common send in the same order
         self._many: Final = sorted(many, key=lambda calls: calls.group.name)
-        self._holds: list[DeferredQueue] = []  # one for each
-        self._since: list[tuple[int, int]] = []  # how many operations and Works those have had before
+        self._holds: list[DeferredQueue] = []  # one queue for each comm
+        self._since: list[tuple[int, int]] = []  # operations and Works in each queue before this scope
         self._entered = False
-        self._works: list[Work[Any]] | None = None  # once it is left
+        self._works: list[Work[Any]] | None = None  # set when the scope is left
 
     @property
     def works(self) -> list[Work[Any]]:
-        """What was called in the scope so far."""
+        """The Works of the calls in the scope so far."""
         if self._works is not None:
             return self._works
         pairs = zip(self._holds, self._since, strict=True)
         return [work for hold, (_, since) in pairs for work in hold.works[since:]]
 
     def flush(self) -> None:
-        """Send now what is held, also by scopes around this one. All ranks do so at the same place of the program.
+        """Send the operations held by this scope and the scopes around it. All ranks flush at the same place.
 
-        Raises: ValueError if operations of different comms, or messages, share memory with others that are held.
+        Raises: ValueError if operations of different comms, or messages, share memory with other held operations.
         """
         self._check_apart()
         for hold in self._holds:
@@ -75,7 +75,7 @@ class Batch(Handle):
         return [work.result() if work.done() else await work for work in self.works]
 
     def wait(self, timeout: float | timedelta | None = None) -> list[Any]:
-        """As ``Work.wait``, for each of them in order; ``timeout`` is for each."""
+        """``Work.wait`` for each Work in order; ``timeout`` applies to each of them."""
         return [work.wait(timeout) for work in self.works]
 
     # -- entering and leaving -----------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class Batch(Handle):
         self.__exit__(kind, exc, traceback)
 
     def _drop(self, reason: str) -> None:
-        """Fail what was called in this scope and is still held."""
+        """Fail the operations of this scope that are still held."""
         for calls, hold, (since, _) in zip(self._many, self._holds, self._since, strict=False):
             calls.drop(calls.give_up(hold, since), reason)
 
@@ -124,7 +124,7 @@ class Batch(Handle):
                 self.flush()
             else:
                 for calls, hold in zip(self._many, self._holds, strict=True):
-                    if hold.depth == 1:  # else a scope around this one sends it
+                    if hold.depth == 1:  # else the outer scope sends it
                         calls.flush(hold)
         except BaseException as exc:
             self._drop(named(exc))
@@ -137,7 +137,7 @@ class Batch(Handle):
             calls.close_hold(hold)
 
     def _check_apart(self) -> None:
-        """Raise ValueError if operations of different comms share memory: no order is promised between them."""
+        """Raise ValueError if operations of different comms share memory: no order is promised between comms."""
         if len(self._holds) < 2:
             return
         before = AccessSet()
@@ -154,7 +154,7 @@ class Batch(Handle):
                 before.add(*item[1:])
 
     def _partner(self, item: Item, end: int) -> tuple[str, Item]:
-        """What ``item`` shares memory with, on one of the comms before number ``end``."""
+        """The comm, before number ``end``, and its held operation that shares memory with ``item``."""
         pairs = zip(self._many[:end], self._holds, strict=False)
         held = [(calls.group.name, planned(submission)) for calls, hold in pairs for submission in hold.items]
         return next((name, other) for name, other in held if conflict(item, other))
@@ -162,10 +162,10 @@ class Batch(Handle):
 
 @final
 class Estimate(Handle):
-    """How long operations would take; made by ``comm.time_estimator()``.
+    """A scope that estimates the time of its operations; made by ``comm.time_estimator()``.
 
     Attributes:
-        seconds: for everything called in the scope, once that is left; 0.0 before, or if the body raised.
+        seconds: the time of all operations called in the scope, once it is left; 0.0 before, or if the body raised.
     """
 
     _instead = "send its seconds"
@@ -208,7 +208,7 @@ class Estimate(Handle):
                 self._calls.drop(held, "it was only estimated")
                 for batch in futures:
                     total += await asyncio.wrap_future(batch)
-        except TimeoutError:  # others did not come, and what they are waited for with cannot be taken back
+        except TimeoutError:  # other ranks did not come; the operations that wait for them cannot be taken back
             self._calls.abort(f"time_estimator() was not done within {limit:g} s")
             raise
         return total

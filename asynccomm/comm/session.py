@@ -1,11 +1,11 @@
-"""One rank's part in a comm, from its beginning to its end. The engine room of :class:`asynccomm.Comm`.
+"""One rank's part in a comm, from connecting to closing; the implementation behind :class:`asynccomm.Comm`.
 
-What it submits is the business of ``submission`` and ``in_flight``. Here is the rest: how it connects, how it ends, and
-what becomes of what the ranks tell each other (``reporter``).
+``submission`` and ``in_flight`` handle its operations. This module connects and ends a session, and acts on messages of
+other ranks (``reporter``).
 
-States: open, then closed or broken, for good. Broken means: what was pending has failed with one error, the peers have
-been told why, and later calls raise that error again. What breaks a session: an operation past its deadline, a
-transport error, ``abort`` here or on another rank.
+A session is open, then closed or broken, for good. Broken means: the pending operations have failed with one error, the
+peers have received the cause, and later calls raise that error again. A session breaks by an operation past its
+deadline, by a transport error, and by ``abort`` here or on another rank.
 """
 
 from __future__ import annotations
@@ -53,42 +53,42 @@ from asynccomm.rendezvous.job import CommIdentity
 from asynccomm.rendezvous.lobby import Invitation
 from asynccomm.store.base import within
 
-TELL_SECONDS = 2.0  # for the store to say who came
-LOST_SECONDS = 0.03  # to look for the reason why a rank is gone; all are to know within 0.1 that it is
-EXPLAIN_SECONDS = 1.0  # the same for other errors of the transport
-CONNECT_SECONDS = 0.5  # the same for what a rank could not connect for; less, as who saw it leave waits to hear of it
-ROLL_CALL_SECONDS = 0.5  # for peers to say what they have issued, once an operation is past its deadline
+TELL_SECONDS = 2.0  # for the store to list the ranks that came
+LOST_SECONDS = 0.03  # to wait for the reason of a loss; all ranks are to report the loss within 0.1 s
+EXPLAIN_SECONDS = 1.0  # to wait for the reason of other transport errors
+CONNECT_SECONDS = 0.5  # the same while connecting; shorter, as ranks that saw this one leave wait for the reason
+ROLL_CALL_SECONDS = 0.5  # for peers to report their operations, once an operation is past its deadline
 
 _log = logging.getLogger("asynccomm")
-_alive: weakref.WeakSet[Session] = weakref.WeakSet()  # only to disown them in a forked child
+_alive: weakref.WeakSet[Session] = weakref.WeakSet()  # for detaching in a forked child, and at exit
 
 
 @final
 class Session(Submitter):
-    """Connects, submits, watches, and ends.
+    """Connects, watches, breaks and closes one comm.
 
     Args:
-        group, options: as the comm shows them.
-        mailbox: of the comm's loop.
-        identity: the comm's, which it leaves when the session has ended.
+        group, options: the comm's public attributes.
+        mailbox: the mailbox of the comm's loop.
+        identity: the comm's membership in the job, given up when the session has ended.
     """
 
     def __init__(self, group: CommInfo, options: CommOptions, mailbox: Mailbox, identity: CommIdentity) -> None:
         super().__init__(group, options, mailbox)
         self.identity = identity
-        self.backend_name = ""  #: of the one in use, or the last one tried
-        self.regrouping: asyncio.Task[Session] | None = None  #: makes what goes on in place of this
+        self.backend_name = ""  #: the backend in use, or the last one tried
+        self.regrouping: asyncio.Task[Session] | None = None  #: makes the comm that replaces this one
         self.barriers = MonitoredBarriers(group, identity.room)
         self._connecting: asyncio.Timeout | None = None
-        self._growing: set[Session] = set()  # split off this one, and not connected yet
+        self._growing: set[Session] = set()  # children of this session that are connecting
         self._resources = AsyncExitStack()
         self._resources.push_async_callback(identity.leave)
         self._ending: set[asyncio.Task[None]] = set()
         self._closing: asyncio.Task[None] | None = None
-        # others hold these for long; they must not keep a forgotten comm alive
-        self.transport_failed = weak_callback(self._transport_failed)  #: for the backend: hears of transport errors
+        # backends hold this callback for long; it must not keep a dropped comm alive
+        self.transport_failed = weak_callback(self._transport_failed)  #: the backend calls it with transport errors
         self._aftermath: Future[None] | None = None  # done once the transport of a broken comm has ended
-        self._breaking = threading.Lock()  # held for moments: the other one may be held by who is stuck in a call
+        self._breaking = threading.Lock()  # held briefly, unlike _lock, which a thread stuck in a call may hold
         channel = identity.job.channel
         if channel is not None:
             self.reporter = Reporter(group, channel, identity.key, identity.job_ranks, self, mailbox.loop)
@@ -97,19 +97,19 @@ class Session(Submitter):
     async def connect(
         self, backends: Mapping[str, type[Backend]], timeout: float, parent: Session | None = None
     ) -> None:
-        """Connect the first of ``backends`` that suits and begin to take calls; any other failure ends the session.
+        """Connect the first of ``backends`` that suits, and accept calls. Any failure ends the session.
 
         Args:
             backends: by name, in the order to try them.
             timeout: seconds.
-            parent: fails this one, too, while it connects: the others may not come any more.
+            parent: the comm that is split; its failure fails this session while it connects, as ranks may be missing.
         """
         if parent is not None:
             parent._growing.add(self)
         may_connect = parent is None or parent.error is None
         try:
             async with within(timeout) as self._connecting:
-                if isinstance(self.error, BrokenError):  # before anybody could be told to stop
+                if isinstance(self.error, BrokenError):  # broken before connecting began
                     raise self.error
                 if parent is not None:
                     parent.check_open()
@@ -118,20 +118,20 @@ class Session(Submitter):
             self._connecting = None
             if self.options.ordering == "agreed":
                 self._agree()
-            if isinstance(self.error, BrokenError):  # just now
+            if isinstance(self.error, BrokenError):  # broken while connecting
                 self._abort_backend()
                 raise self.error
         except BaseException as exc:
             self._connecting = None
             reason = exc
             try:
-                if may_connect:  # else the parent's error says it all
+                if may_connect:  # else the parent's error is the reason
                     reason = await self._why_not_connected(exc)
             finally:
                 error = AbortedError(self.group.rank, f"could not connect: {type(reason).__name__}: {reason}")
-                # the others may still be connecting, to who will not come; what does not suit they all find out
+                # other ranks may still wait for this one; an unsuitable backend fails on all ranks by itself
                 self._fail(error, tell=not isinstance(reason, UnsuitableError))
-                self.identity.free_name()  # now: closing goes on when this is cancelled, and another try may come
+                self.identity.free_name()  # now: closing goes on after a cancellation, and a retry may use the name
                 await self.aclose()
             if reason is exc:
                 raise
@@ -169,18 +169,18 @@ class Session(Submitter):
                 return
 
     def _agree(self) -> None:
-        """From now on, have the ranks agree on the order of collectives."""
+        """Start agreed ordering: the ranks agree on the order of collectives."""
         assert self.backend is not None
         run, fail = weak_callback(self.run_agreed), weak_callback(self._disagreed)
         self.agreement = OrderingSession(self.group, self.mailbox, self.backend, self._lock, run, fail)
         self._resources.push_async_callback(self.agreement.aclose)
 
     def _disagreed(self, error: BrokenError) -> None:
-        """What all hear is told, too: who hears it first ends its transport, and must not be taken for the cause."""
+        """Break the comm, and notify the other ranks: they must not take this rank's closed transport for the cause."""
         self._fail(error, tell=True)
 
     async def _why_not_connected(self, exc: BaseException) -> BaseException:
-        """What to raise for ``exc``, which ended connecting. What is behind it may be on its way to us."""
+        """The error to raise for ``exc``, which ended connecting; waits for a message with its cause."""
         seconds = 0.0
         if isinstance(exc, PeerLostError):
             seconds = EXPLAIN_SECONDS
@@ -189,7 +189,7 @@ class Session(Submitter):
         if seconds and self.error is None and self.reporter is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds) as self._connecting:
-                    await self.mailbox.loop.create_future()  # until the news
+                    await self.mailbox.loop.create_future()  # until _stop_waiting() or the timeout
             self._connecting = None
         late = isinstance(exc, TimeoutError) and not isinstance(exc, AsyncCommError)
         if isinstance(self.error, BrokenError) and (late or seconds):
@@ -214,11 +214,11 @@ class Session(Submitter):
 
     @property
     def ended(self) -> bool:
-        """Whether closing has come to its end."""
+        """Whether closing is complete."""
         return self._closing is not None and self._closing.done() and not self._closing.cancelled()
 
     def invitation(self) -> Invitation:
-        """For newcomers to this comm."""
+        """The invitation for newcomers to this comm."""
         channel = self.identity.job.channel
         assert channel is not None
         contacts = list(channel.topology.contacts.values())
@@ -226,7 +226,7 @@ class Session(Submitter):
         return Invitation(self.identity.key, jobs, contacts, channel.tokens, self.backend_name, self.options.ordering)
 
     async def come_to_rest(self) -> None:
-        """Wait until nothing is in flight: another comm is to go on in place of this one."""
+        """Wait until no operation is in flight, before another comm replaces this one."""
         if self.error is None:
             with self._lock:
                 self.flush_all()
@@ -237,11 +237,11 @@ class Session(Submitter):
 
     @property
     def _busy(self) -> bool:
-        """Whether anything is in flight but the receives of streams, which may be idle for ever."""
+        """Whether operations are in flight, except receives of streams, which may stay idle for ever."""
         return any(not _of_stream(work) for work in self._pending.copy())
 
     def give_way(self) -> None:
-        """Another comm goes on in place of this one: what was called meanwhile has no answer to wait for."""
+        """Fail the remaining operations: another comm replaces this one, and no rank will answer them."""
         self._end_streams()
         if self._pending:
             self._fail(AbortedError(self.group.rank, "another comm goes on in place of this one"), tell=False)
@@ -249,13 +249,13 @@ class Session(Submitter):
     # -- ending -------------------------------------------------------------------------------------------------------
 
     def abort(self, reason: str) -> None:
-        """Break, and tell the peers; does nothing once broken or closed. From any thread."""
+        """Break the comm and notify the peers; does nothing once broken or closed. From any thread."""
         self._fail(AbortedError(self.group.rank, reason), tell=True)
 
     async def aclose(self) -> None:
-        """Take no more calls, wait for what is in flight, free everything. Idempotent. Cancelling it aborts."""
+        """Refuse calls, wait for operations in flight, and free everything. Idempotent. Cancelling it aborts."""
         self.check_loop()
-        if self._closing is None:  # a task of its own: cleaning up goes on when the caller is cancelled
+        if self._closing is None:  # a separate task: cleaning up goes on when the caller is cancelled
             closed = ClosedError(f"comm {self.group.name!r} is closed")
             with self._lock:
                 self.flush_all()
@@ -272,9 +272,9 @@ class Session(Submitter):
             raise
 
     def _end_streams(self) -> None:
-        """Give up the receives of streams: they may be idle for ever, and be nobody's any more."""
+        """Settle the receives of streams: they may stay idle for ever, without a reader."""
         ended = ClosedError(f"comm {self.group.name!r} was closed while the stream was open")
-        ended.observed = True  # it is news only to somebody who still reads
+        ended.observed = True  # only a reader of the stream needs the error
         for work in list(self._pending):
             if _of_stream(work):
                 work.settle(ended)
@@ -284,11 +284,11 @@ class Session(Submitter):
             waiter = self._hear_of_settling()
             if self._pending:
                 await waiter
-        await asyncio.sleep(0)  # an abort from another thread may just be on its way through the mailbox
+        await asyncio.sleep(0)  # for an abort from another thread that is still in the mailbox
         while self._ending:
             await asyncio.wait(set(self._ending))
         if self._aftermath is not None:
-            await asyncio.shield(asyncio.wrap_future(self._aftermath))  # others set it, also when the loop has ended
+            await asyncio.shield(asyncio.wrap_future(self._aftermath))  # set by other threads, even without the loop
         await self._free()
         self.error = closed
 
@@ -299,10 +299,10 @@ class Session(Submitter):
         await self._resources.aclose()
 
     def forget(self) -> None:
-        """End without telling anybody why: the comm was dropped unclosed. From any thread, at any time."""
+        """End a comm that was dropped unclosed, without a reason for the peers. From any thread, at any time."""
         self.identity.free_name()
         self._abort_backend()
-        with contextlib.suppress(RuntimeError):  # the loop is closed; as if it turned no more, the seat is left
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing more is freed
             self.mailbox.loop.call_soon_threadsafe(lambda: self._begin(self._let_go()))
 
     async def _let_go(self) -> None:
@@ -313,15 +313,15 @@ class Session(Submitter):
         await self._free()
 
     def detach_in_child(self) -> None:
-        """Refuse everything: this is a forked child, where neither threads nor connections are ours."""
-        self._lock = threading.RLock()  # threads that are not in the child may have held the old ones
+        """Refuse all calls in a forked child, which owns neither the threads nor the connections."""
+        self._lock = threading.RLock()  # threads of the parent may have held the old locks
         self._breaking = threading.Lock()
         self.error = ClosedError(f"comm {self.group.name!r} was made before this process was forked; make a new one")
         self.backend = self.reporter = None
         self.identity.detach_in_child()
 
     def _fail(self, error: BrokenError, *, tell: bool) -> bool:
-        """Become broken by ``error``, unless it has ended otherwise; from any thread, whatever others are stuck in."""
+        """Break by ``error``, unless the session has ended. From any thread, also while others are stuck in calls."""
         with self._breaking:
             draining = isinstance(self.error, ClosedError) and self._pending
             if self.error is not None and not draining:
@@ -332,7 +332,7 @@ class Session(Submitter):
             work.settle(error)
         for child in list(self._growing):
             child._fail(error, tell=True)
-        # the others are told before the transport goes, so that they hear of the cause and not of a lost connection
+        # notify the peers before the transport ends, so that they get the cause and not a lost connection
         if tell and self.reporter is not None:
             self.reporter.tell(error, lambda: self._end(error))
         else:
@@ -348,11 +348,11 @@ class Session(Submitter):
     def _stop_waiting(self) -> None:
         self._deadlines.close()
         if self._connecting is not None:
-            with contextlib.suppress(RuntimeError):  # it is at its end already
+            with contextlib.suppress(RuntimeError):  # the timeout is over already
                 self._connecting.reschedule(0.0)
 
     def _end(self, error: BrokenError) -> None:
-        """End the transport; from any thread."""
+        """Abort the transport, and notify the observer. From any thread."""
         assert self._aftermath is not None
         try:
             self._abort_backend()
@@ -370,27 +370,30 @@ class Session(Submitter):
         if self.backend is not None:
             self.backend.abort()
 
-    # -- what others tell us ------------------------------------------------------------------------------------------
+    # -- messages and errors -------------------------------------------------------------------------------------------
 
     def break_by(self, error: BrokenError) -> None:
-        """Others have told of ``error``. On the control thread."""
+        """Break by ``error``, received from another rank. On the control thread."""
         self._catch_up()
         self._fail(error, tell=False)
 
     def _catch_up(self) -> None:
-        """Settle what needs nobody else any more: who has had its part may fail, or end, before others have looked."""
+        """Settle operations whose data is complete, before the failure or end of a peer fails them."""
         if self._pending and self.backend is not None:
             try:
                 self.backend.catch_up()
-            except Exception:  # the failure is what matters
+            except Exception:  # the comm fails in any case
                 _log.exception("backend %r could not settle what is done", self.backend_name)
 
     def outstanding(self, tag: str) -> int:
-        """Operations under ``tag`` that were issued and not agreed on yet. From any thread."""
+        """The number of operations under ``tag`` that were issued and not agreed on yet. From any thread."""
         return 0 if self.agreement is None else self.agreement.outstanding(tag)
 
     def _transport_failed(self, error: BrokenError) -> None:
-        """From any thread. What is behind it may be on its way to us: a rank gave up, or its process ended."""
+        """Break by a transport error, after waiting for a message with its cause. From any thread.
+
+        The cause may be a rank that gave up, or a process that ended.
+        """
         self._catch_up()
         reporter, channel = self.reporter, self.identity.job.channel
         if channel is None or reporter is None:
@@ -404,14 +407,14 @@ class Session(Submitter):
             self._fail(error, tell=True)
 
     async def _explain_difference(self, reporter: Reporter, error: CollectiveMismatchError) -> None:
-        """On the control thread."""
+        """Add the call sites of both ranks to ``error``, and break by it. On the control thread."""
         self._fail(await reporter.complete(error), tell=True)
 
     def _expired(self, work: Work[Any]) -> None:
         self._begin(self._expire(work))
 
     def _overdue(self, work: Work[Any]) -> None:
-        """A thread has waited for ``work`` for longer than the loop, which must be blocked, should have let it."""
+        """Break when a thread has waited for ``work`` past its deadline, so the loop must be blocked."""
         self._fail(self._timeout_of(work, _RollCall()), tell=True)
 
     def _timeout_of(self, work: Work[Any], found: _RollCall) -> CollectiveTimeoutError:
@@ -432,15 +435,15 @@ class Session(Submitter):
 
     async def _expire(self, work: Work[Any]) -> None:
         found = await self._arrivals(work)
-        if not work.done():  # it may have come in meanwhile
+        if not work.done():  # it may be done by now
             self._fail(self._timeout_of(work, found), tell=True)
 
     async def _arrivals(self, work: Work[Any]) -> _RollCall:
-        """Which ranks have issued what ``work`` is part of, as far as can be found out in a second."""
+        """Ask which ranks have issued the operation of ``work``; waits ROLL_CALL_SECONDS for their answers."""
         others = [rank for rank in range(self.group.size) if rank != self.group.rank]
         undecided = work.seq == UNNUMBERED
         if undecided and (self.agreement is None or isinstance(work.driver, DeferredQueue)):
-            return _RollCall([self.group.rank])  # it is held back here, and nobody has heard of it
+            return _RollCall([self.group.rank])  # held on this rank, and not announced to the others
         reporter = self.reporter
         if reporter is None:
             return _RollCall()
@@ -463,7 +466,7 @@ def _of_stream(work: Work[Any]) -> bool:
 
 
 class _RollCall(NamedTuple):
-    """The ranks that have not issued an operation, those that have, and what the former do instead."""
+    """The ranks that have not issued an operation, the ranks that have, and the activity of the former."""
 
     missing: Sequence[int] = ()
     arrived: Sequence[int] = ()
@@ -471,7 +474,7 @@ class _RollCall(NamedTuple):
 
 
 def _abandon_all() -> None:
-    """At exit. A transport whose threads run into the end of the interpreter would take the process down with it."""
+    """Abandon all backends at exit: transport threads that outlive the interpreter would crash the process."""
     for session in list(_alive):
         if session.backend is None or session.ended:
             continue

@@ -1,8 +1,8 @@
-"""How calls become operations of a comm: sent at once, held back in a scope, or put in an order by all ranks.
+"""Calls become operations of a comm: sent at once, held in a scope, or ordered by agreement of all ranks.
 
-A call in a scope of ``coalesce()`` is held back. What a scope has held is planned (``batching.plan``), merged,
-numbered and handed on when it is left. On a comm with agreed ordering a collective waits until all ranks have called it
-(``batching.ordering.transport``).
+A call in a scope of ``coalesce()`` is held. When the scope is left, its operations are planned (``batching.plan``),
+merged, numbered and handed to the backend. On a comm with agreed ordering a collective waits until all ranks have
+called it (``batching.ordering.transport``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from asynccomm.ops.signature import signature_of
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import CommOptions
 
-_DEPTH = 5  # frames from the user's call to where its place is taken: a method, _submit, submit, _sent, call_site
+_DEPTH = 5  # frames from the user's call to the capture of the call site: a method, _submit, submit, _sent, call_site
 
 
 class Submitter(InFlight):
@@ -40,12 +40,12 @@ class Submitter(InFlight):
 
     def __init__(self, group: CommInfo, options: CommOptions, mailbox: Mailbox) -> None:
         super().__init__(group, options, mailbox)
-        self._holds: dict[object, DeferredQueue] = {}  # by who is in a scope
-        self.agreement: OrderingSession | None = None  #: what puts the operations in order, unless the program does
+        self._holds: dict[object, DeferredQueue] = {}  # by the task or thread that is in a scope
+        self.agreement: OrderingSession | None = None  #: orders the operations; None: the program does
         self._undecided = PendingHazards()
 
     def submit(self, call: Call, timeout: float | timedelta | None, hints: Mapping[str, str] | None) -> Work[Any]:
-        """Number ``call`` and hand it on, or hold it back in the caller's scope. From any thread."""
+        """Number ``call`` and hand it to the backend, or hold it in the caller's scope. From any thread."""
         running = asyncio._get_running_loop()
         if timeout is None and hints is None and (running is self.mailbox.loop or running is None):
             limit = self._limit
@@ -66,7 +66,7 @@ class Submitter(InFlight):
         return work
 
     def _held_back(self, call: Call, limit: float, hold: DeferredQueue) -> Work[Any]:
-        """It leaves with all that the scope holds."""
+        """Hold ``call`` until the scope sends its operations."""
         if self.agreement is None:
             check_fusible(self.group.size, call)
         assert self.backend is not None
@@ -81,7 +81,7 @@ class Submitter(InFlight):
         return work
 
     def _put_forward(self, call: Call, limit: float) -> Work[Any]:
-        """It leaves when the ranks have agreed on it."""
+        """Hold ``call`` until the ranks have agreed on it."""
         assert self.backend is not None
         work = self._work(call, limit, None)
         self._called += 1
@@ -90,7 +90,7 @@ class Submitter(InFlight):
         return work
 
     def _sent(self, call: Call, limit: float) -> Work[Any]:
-        """It leaves at once. In here is what costs least: this is on the way of every small operation."""
+        """Send ``call`` at once. On the path of every small operation, so only the cheapest code is in here."""
         op, backend, reporter = call.op, self.backend, self.reporter
         assert backend is not None
         seq = self._p2p if op.p2p else self._collectives
@@ -129,15 +129,15 @@ class Submitter(InFlight):
         return work
 
     def sends_now(self, *, p2p: bool) -> bool:
-        """Whether what the caller submits is sent in the call, in the order of the calls."""
+        """Whether operations of the caller are sent in the call, in the order of the calls."""
         return (p2p or self.agreement is None) and not (self._holds and current_owner() in self._holds)
 
     def submit_together(
         self, calls: Sequence[Call], result: Any, timeout: float | timedelta | None, hints: Mapping[str, str] | None
     ) -> Work[Any]:
-        """Number ``calls`` and hand them on as one batch; the Work of ``result`` is done when all are. From any thread.
+        """Number ``calls`` and submit them as one batch, with one Work of ``result`` for all. From any thread.
 
-        The Work carries the number of the first.
+        The Work is done when all operations are, and carries the number of the first.
         """
         limit = self._checked(timeout, hints)
         check_apart([item_of(call.op, call.inputs, call.outputs, [t for _, t in call.copies]) for call in calls])
@@ -183,7 +183,7 @@ class Submitter(InFlight):
                     self.observer.called(call, part)
         return whole.work
 
-    # -- what is sent together ----------------------------------------------------------------------------------------
+    # -- operations sent together --------------------------------------------------------------------------------------
 
     def _submission(
         self, call: Call, work: Work[Any], whole: CompositeWork | None = None, origin: Any = None
@@ -197,7 +197,7 @@ class Submitter(InFlight):
         return submission
 
     def _add(self, hold: DeferredQueue, items: Sequence[Submission]) -> None:
-        """Hold back one call. What is full leaves; if it cannot, this call fails with it."""
+        """Hold the operations of one call. A full batch is sent; if that fails, this call fails with it."""
         try:
             for item in items:
                 hold.add(item)
@@ -206,7 +206,7 @@ class Submitter(InFlight):
             raise
 
     def open_hold(self, meter: BatchLimiter, send: Callable[[DeferredQueue], object] | None = None) -> DeferredQueue:
-        """Hold back what the caller submits from now on; if something holds that already, it does so for both."""
+        """Hold later operations of the caller; an open queue of the same caller serves both scopes."""
         self.check_loop()
         with self._lock:
             self.check_open()
@@ -219,21 +219,21 @@ class Submitter(InFlight):
             return hold
 
     def close_hold(self, hold: DeferredQueue) -> None:
-        """One scope less that holds it."""
+        """Leave one scope of ``hold``; the last one ends the holding."""
         with self._lock:
             hold.depth -= 1
             if not hold.depth:
                 self._holds.pop(hold.owner, None)
 
     def flush(self, hold: DeferredQueue) -> None:
-        """Send what ``hold`` holds. From any thread.
+        """Send the operations in ``hold``. From any thread.
 
-        Raises: ValueError if that cannot be sent together; nothing is sent then.
+        Raises: ValueError if they cannot be sent together; none is sent then.
         """
         with self._lock:
             held = [item for item in hold.take() if not item.work.done()]
             if not held:
-                return  # or the comm has broken
+                return  # nothing was held, or the comm has broken
             assert self.backend is not None
             try:
                 if self.agreement is not None:
@@ -245,21 +245,21 @@ class Submitter(InFlight):
                 self.drop(held, named(exc))
                 raise
 
-    # -- what the ranks agree on --------------------------------------------------------------------------------------
+    # -- the order agreed by the ranks ---------------------------------------------------------------------------------
 
     def _issue(self, items: Sequence[Submission]) -> None:
-        """Have the ranks agree on when ``items``, of one call, take place. Under the lock."""
+        """Announce ``items``, of one call, for an agreed place in the order. Under the lock."""
         assert self.agreement is not None
         ops = [item.op for item in items]
         nbytes = sum([op.nbytes for op in ops])
         conflicts = self._undecided.enter(items)
         if conflicts or not all(can_fuse(self.group.size, item) for item in items):
-            nbytes = SELF  # so it is in a batch of its own on all ranks, whose tensors may lie otherwise
+            nbytes = SELF  # a separate batch on all ranks: their tensors may not conflict
         text = str(ops[0] if len(ops) == 1 else GroupedOp(tuple(ops)))
         self.agreement.issue(ops[0].label, signature_of(ops), text, nbytes, items)
 
     def _issue_all(self, held: Sequence[Submission]) -> list[Submission]:
-        """Issue the collectives of ``held``; returns the rest, messages."""
+        """Announce the collectives of ``held``; returns the remaining items, which are messages."""
         messages = []
         wholes: dict[object, list[Submission]] = {}
         for item in held:
@@ -274,7 +274,7 @@ class Submitter(InFlight):
         return messages
 
     def run_agreed(self, batch: Sequence[Sequence[Submission]]) -> None:
-        """Hand on what was agreed on: all at once. On the loop."""
+        """Hand an agreed batch to the backend, all calls at once. On the loop."""
         with self._lock:
             items = [item for call in batch for item in call]
             self._undecided.leave(items)
@@ -286,26 +286,26 @@ class Submitter(InFlight):
                 self._hand_on(part)
 
     def flush_all(self) -> None:
-        """Send what anybody holds: the comm is closing. What cannot be sent has failed, for its own reason."""
+        """Send the operations of all scopes: the comm is closing. Operations that cannot be sent have failed."""
         for hold in list(self._holds.values()):
             with contextlib.suppress(Exception):
                 hold.send()
-            self.drop(hold.take(), "the comm was closed")  # if it only estimates
+            self.drop(hold.take(), "the comm was closed")  # the operations of a time_estimator()
 
     def give_up(self, hold: DeferredQueue, since: int = 0) -> list[Submission]:
-        """Take from ``hold`` what it holds, or what of it came as number ``since`` and later."""
+        """Take the items of ``hold``, from number ``since`` on, out of it."""
         with self._lock:
             return hold.take(since)
 
     def check_estimates(self) -> None:
-        """Raise NotImplementedError if the backend cannot estimate."""
+        """Raise NotImplementedError if the backend has no estimates."""
         self.check_open()
         assert self.backend is not None
         if type(self.backend).estimate is Backend.estimate:
             self.backend.estimate(())
 
     def estimate(self, held: Sequence[Submission]) -> list[Future[float]]:
-        """Seconds that each batch of ``held`` would take. Raises: what ``flush`` and ``Backend.estimate`` raise."""
+        """The seconds for each batch of ``held``. Raises: the errors of ``flush`` and ``Backend.estimate``."""
         with self._lock:
             self.check_open()
             assert self.backend is not None
@@ -313,12 +313,12 @@ class Submitter(InFlight):
             return [self.backend.estimate([fused.submission for fused in batch.fused_ops]) for batch in batches]
 
     def drop(self, items: Sequence[Submission], reason: str) -> None:
-        """Fail those of ``items`` that were not sent. From any thread."""
+        """Fail the operations of ``items`` that were not sent. From any thread."""
         for item in items:
             work = item.work
             if work.seq == UNNUMBERED:
                 error = NotSentError(work.op, self.group.name, reason)
-                error.observed = True  # it is news to nobody: what dropped them was raised
+                error.observed = True  # the cause of the drop was raised already
                 work.settle(error)
 
 
@@ -327,6 +327,6 @@ def _nothing(work: Work[Any]) -> None:
 
 
 def named(exc: BaseException) -> str:
-    """An exception, as it is told of."""
+    """The text that describes ``exc`` in errors."""
     text = str(exc)
     return f"{type(exc).__name__}: {text}" if text else type(exc).__name__

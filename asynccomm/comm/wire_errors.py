@@ -1,7 +1,7 @@
-"""What breaks a comm, as an item of news for the other ranks, and back.
+"""Encodes the error that breaks a comm as a message for the other ranks, and decodes it.
 
-What comes from another rank is not believed to be well-formed: if it is about an error that cannot be read, it is one
-that says so. Texts are cut off.
+Messages from other ranks are validated: an unreadable error of a known kind is decoded as a BackendError that says so.
+Texts are cut at ``TEXT`` characters.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any, Final
 
 from asynccomm.errors import AbortedError, BackendError, BrokenError, CollectiveMismatchError, PeerLostError
 
-TEXT: Final = 16 << 10  # characters of one text in the news
+TEXT: Final = 16 << 10  # characters of one text in a message
 
 _log = logging.getLogger("asynccomm")
 
 
 def encode_error(error: BrokenError) -> dict[str, Any]:
-    """What the other ranks are told of an error that this one has met."""
+    """The message about an error of this rank for the other ranks."""
     match error:
         case AbortedError():
             return {"kind": "abort", "reason": error.reason}
@@ -32,10 +32,10 @@ def encode_error(error: BrokenError) -> dict[str, Any]:
 
 
 def decode_error(item: dict[str, Any]) -> BrokenError | None:
-    """What a comm breaks with where ``item`` is heard; None: it is not about an error.
+    """The error that breaks the comm of the receiver of ``item``; None: ``item`` is not about an error.
 
     Args:
-        item: of which only ``rank``, that of the sender in the comm, is known to be right.
+        item: the message; only its ``rank``, the sender's rank in the comm, is known to be right.
     """
     rank, kind, reason = item["rank"], item.get("kind"), item.get("reason")
     if type(kind) is not str:
@@ -48,7 +48,7 @@ def decode_error(item: dict[str, Any]) -> BrokenError | None:
             return PeerLostError(item["lost"], reason[:TEXT])
         case "mismatch" if (sides := _sides(item.get("sides"))) is not None:
             return CollectiveMismatchError(*sides)
-        case "transport" if type(reason) is str:  # seen by that rank, not caused by it
+        case "transport" if type(reason) is str:  # the sender has seen the error, not caused it
             return BackendError(f"rank {rank} reports: {reason[:TEXT]}")
         case "abort" | "lost" | "mismatch" | "transport":
             return BackendError(f"rank {rank} reports an error that cannot be read, of the kind {kind!r}")
@@ -61,7 +61,7 @@ def _is_number(value: object, least: int) -> bool:
 
 
 def _sides(sides: object) -> list[Any] | None:
-    """What a CollectiveMismatchError is made of; None: it is not."""
+    """The arguments of a CollectiveMismatchError, validated; None: invalid."""
     if type(sides) is not list or not 5 <= len(sides) <= 7:
         return None
     seq, rank, op, other_rank, other_op, *sites = sides

@@ -17,7 +17,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-from asynccomm.comm.methods.scopes import coalesce
+from asynccomm.comm.comm import coalesce
 from asynccomm.comm.scopes import Batch
 from asynccomm.core.work import Work
 from asynccomm.errors import MonitoredBarrierError

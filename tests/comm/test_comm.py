@@ -188,3 +188,10 @@ def test_two_loops_in_two_threads() -> None:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+async def test_there_are_no_graphs_on_the_cpu() -> None:
+    """Capturing, as far as that can be shown without a GPU; tests/gpu has the rest."""
+    async with loopback_world(1) as (comm,):
+        with pytest.raises(RuntimeError, match="needs a GPU, but comm 'test' is on cpu"), comm.graph_capture():
+            pass

@@ -1,1 +1,1 @@
-"""The methods of a Comm, by theme: each class here is a part of it."""
+"""The methods of Comm, one mixin class per theme."""

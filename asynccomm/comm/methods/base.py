@@ -1,26 +1,32 @@
-"""What a comm is, and how its methods send."""
+"""The base of all method groups: properties of a comm, submitting, and receiving objects of unknown size."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final, NamedTuple, Self, SupportsIndex, final
 
 import torch
+from torch import Tensor
 
 from asynccomm.backends.base import Backend
 from asynccomm.comm.in_flight import CommStatistics
 from asynccomm.comm.session import Session
 from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
-from asynccomm.errors import ClosedError
-from asynccomm.ops import Call
+from asynccomm.errors import ClosedError, PayloadError
+from asynccomm.ops import Call, Parcel
+from asynccomm.ops.validation import as_index
 from asynccomm.options import CommOptions
+from asynccomm.serialization.objects import IncomingObject, PayloadKind, clone_out, kind_of
+from asynccomm.serialization.tensor_dicts import ReceiverSchemaCache, SenderSchemaCache
+
+MAX_BYTES: Final = 1 << 32  # of head and payload from one sender, unless the caller gives another limit
 
 
 class CommBase(Handle):
-    """Properties of a comm, and the one way in which everything is submitted."""
+    """Properties of a comm, and the one path by which all methods submit operations."""
 
     _instead = "make a comm there, by asynccomm.new_comm() or comm.split()"
 
@@ -29,17 +35,19 @@ class CommBase(Handle):
         self._session = session
         self._group = session.group
         self._backend_name = backend_name
+        self._sent_schemas = SenderSchemaCache()
+        self._received_schemas = ReceiverSchemaCache()
 
-    # -- what it is ---------------------------------------------------------------------------------------------------
+    # -- properties ---------------------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
-        """This process's place in the comm, from 0."""
+        """This process's number in the comm, from 0."""
         return self._group.rank
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self._group.size
 
     @property
@@ -49,32 +57,32 @@ class CommBase(Handle):
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors live."""
+        """The device of the comm's tensors."""
         return self._group.device
 
     @property
     def backend(self) -> str:
-        """Name of the backend in use (never ``"auto"``)."""
+        """The name of the backend in use (never ``"auto"``)."""
         return self._backend_name
 
     @property
     def options(self) -> CommOptions:
-        """What it was made with."""
+        """The options of the comm."""
         return self._session.options
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop that its Works are awaited on."""
+        """The event loop on which the comm's Works are awaited."""
         return self._session.mailbox.loop
 
     def unsafe_get_backend(self) -> Backend:
-        """The backend itself: an escape hatch, without promises of compatibility."""
+        """The backend object: an escape hatch, without promises of compatibility."""
         self._session.check_open()
         assert self._session.backend is not None
         return self._session.backend
 
     def statistics(self) -> CommStatistics:
-        """How much is going on."""
+        """Counts of operations submitted, in flight and held, at this time."""
         return self._session.statistics()
 
     def __repr__(self) -> str:
@@ -104,9 +112,87 @@ class CommBase(Handle):
         hints: Mapping[str, str] | None,
         tag: str | None = None,
     ) -> Work[Any]:
-        """One Work for all ``calls``, of ``result``."""
+        """Submit ``calls`` under one Work, whose result is ``result``."""
         if tag is not None:
             calls = [call.labelled(tag) for call in calls]
         if len(calls) == 1:
             return self._session.submit(calls[0]._replace(result=result), timeout, hints)
         return self._session.submit_together(calls, result, timeout, hints)
+
+
+@final
+class ReceivePolicy(NamedTuple):
+    """The objects that a receiver accepts."""
+
+    weights_only: bool
+    max_bytes: int
+
+    @classmethod
+    def of(cls, weights_only: object, max_bytes: SupportsIndex) -> Self:
+        if not isinstance(weights_only, bool):
+            raise TypeError(f"weights_only must be True or False, got {weights_only!r}")
+        limit = as_index(max_bytes)
+        if limit is None:
+            raise TypeError(f"max_bytes must be an integer, got {max_bytes!r}")
+        if limit < 0:
+            raise ValueError(f"max_bytes must not be negative, got {limit}")
+        return cls(weights_only, limit)
+
+    def check(self, source: int, nbytes: int) -> None:
+        """Raise PayloadError if ``nbytes`` from rank ``source`` are more than ``max_bytes``."""
+        if nbytes > self.max_bytes:
+            raise PayloadError(f"rank {source} sent {nbytes} bytes, but max_bytes is {self.max_bytes}")
+
+
+@final
+class ObjectReceiver:
+    """Receives the objects of one operation: its ``place``.
+
+    Args:
+        method: the receiving method, for error texts.
+        rank: this rank.
+        kind: the kind that the objects must have.
+        missed: called with every parcel of another kind.
+    """
+
+    __slots__ = ("_kind", "_method", "_missed", "_rank", "_terms", "incoming")
+
+    def __init__(
+        self,
+        method: str,
+        rank: int,
+        kind: PayloadKind,
+        terms: ReceivePolicy,
+        missed: Callable[[int, bytes], object] | None = None,
+    ) -> None:
+        self._method, self._rank, self._kind, self._terms, self._missed = method, rank, kind, terms, missed
+        self.incoming: dict[int, IncomingObject] = {}  #: by source
+
+    def __call__(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
+        length = lengths[source]
+        if (kind := kind_of(source, head)) is not self._kind:
+            if self._missed is not None:
+                self._missed(source, head)
+            raise wrong_kind(self._method, self._rank, source, kind)
+        self._terms.check(source, len(head) + length)
+        incoming = self.incoming[source] = IncomingObject(source, head, length)
+        return incoming.places
+
+    def begin(self, parcel: Parcel, *_: object) -> Sequence[Tensor]:
+        """Copy this rank's own ``parcel`` to the host as it is when the operation takes effect."""
+        self.incoming[self._rank] = clone_out(self._rank, parcel)
+        return ()
+
+    def only(self, _: object = None) -> Any:
+        """The object of the only sender. Raises: PayloadError."""
+        (incoming,) = self.incoming.values()
+        return incoming.decode(weights_only=self._terms.weights_only)
+
+    def all(self, _: object = None) -> list[object]:
+        """The objects in rank order. Raises: PayloadError."""
+        return [incoming.decode(weights_only=self._terms.weights_only) for _, incoming in sorted(self.incoming.items())]
+
+
+def wrong_kind(method: str, rank: int, source: int, kind: PayloadKind) -> PayloadError:
+    """The error of a receive that gets a parcel of another kind."""
+    return PayloadError(f"{method}() of rank {rank} got what rank {source} sent by {kind.sender}()")

@@ -33,7 +33,7 @@ class Collectives(CommBase):
         Args:
             tensor: any shape; the same number of elements and dtype on all ranks.
             op: a ReduceOp, ours or ``torch.distributed``'s.
-            out: as many elements; the result goes there instead, and ``tensor`` stays as it is.
+            out: a tensor of as many elements that gets the result instead; ``tensor`` is then not changed.
 
         Returns: Work of ``tensor``, or of ``out``.
         """
@@ -48,7 +48,7 @@ class Collectives(CommBase):
         hints: Mapping[str, str] | None = None,
         tag: str | None = None,
     ) -> Work[Tensor]:
-        """Copy ``tensor`` of rank ``root`` into everybody's, in place.
+        """Copy ``tensor`` of rank ``root`` into the ``tensor`` of all ranks, in place.
 
         Returns: Work of ``tensor``.
         """
@@ -65,11 +65,11 @@ class Collectives(CommBase):
         hints: Mapping[str, str] | None = None,
         tag: str | None = None,
     ) -> Work[Tensor | None]:
-        """Combine all ranks' ``tensor`` in place on rank ``root``; the others' tensors stay as they are.
+        """Combine all ranks' ``tensor`` in place on rank ``root``; the tensors of other ranks are not changed.
 
         Args:
-            out: as many elements; on the root the result goes there instead, and ``tensor`` stays as it is. Not looked
-                at elsewhere, but for its size.
+            out: on the root, a tensor of as many elements that gets the result instead; ``tensor`` is then not changed.
+                On other ranks only its size is checked.
 
         Returns: Work of ``tensor``, or of ``out``, on the root; of None elsewhere.
         """
@@ -84,12 +84,12 @@ class Collectives(CommBase):
         hints: Mapping[str, str] | None = None,
         tag: str | None = None,
     ) -> Work[list[Tensor]]:
-        """Collect every rank's ``tensor`` on all ranks, one output each.
+        """Collect every rank's ``tensor`` on all ranks, in one output per rank.
 
         Args:
-            tensor_list: ``size`` tensors, each of as many elements as that rank's ``tensor``, the same on all ranks;
-                None: new ones of the shape of ``tensor``, which all ranks' then have.
-            tensor: as many elements as ``tensor_list[rank]``, and may be that. One dtype on all ranks.
+            tensor_list: ``size`` tensors; ``tensor_list[r]`` has as many elements as ``tensor`` of rank r, on all
+                ranks. None: new tensors of the shape of ``tensor``, which must then be the same on all ranks.
+            tensor: as many elements as ``tensor_list[rank]``; may be ``tensor_list[rank]``. One dtype on all ranks.
 
         Returns: Work of ``tensor_list``, in rank order.
         """
@@ -108,8 +108,8 @@ class Collectives(CommBase):
         """Collect every rank's ``input`` on all ranks, in one output.
 
         Args:
-            output: concatenated along ``dim``; with dim 0 any shape of ``size`` times the elements of ``input``, such
-                as stacked ``(size, n, ...)``. None: a new one, concatenated.
+            output: the inputs concatenated along ``dim``; with dim 0 any shape of ``size`` times the elements of
+                ``input``, such as stacked ``(size, n, ...)``. None: a new tensor, concatenated.
             input: the same shape and dtype on all ranks. In place: chunk ``rank`` of ``output``.
             dim: counted from the end if negative.
 
@@ -127,10 +127,10 @@ class Collectives(CommBase):
         hints: Mapping[str, str] | None = None,
         tag: str | None = None,
     ) -> Work[Tensor]:
-        """Combine the ranks' ``input_list[r]`` for each r, and leave the result of ``input_list[rank]`` here.
+        """Combine the ranks' ``input_list[r]`` for each r, and give rank r that result.
 
         Args:
-            output: as many elements as ``input_list[rank]``; None: a new one of its shape.
+            output: as many elements as ``input_list[rank]``; None: a new tensor of its shape.
             input_list: ``size`` tensors, ``input_list[r]`` of the same number of elements on all ranks; not changed.
 
         Returns: Work of ``output``.
@@ -148,12 +148,12 @@ class Collectives(CommBase):
         hints: Mapping[str, str] | None = None,
         tag: str | None = None,
     ) -> Work[Tensor]:
-        """Combine the ranks' ``input``, and leave chunk ``rank`` of the result here.
+        """Combine the ranks' ``input``, and give each rank r chunk r of the result.
 
         Args:
-            output: that chunk, ``dim`` divided by ``size``; with dim 0 any shape of so many elements. None: a new one.
-                In place: any chunk of ``input``, usually the first.
-            input: the same shape and dtype on all ranks; not changed, unless the output lies there.
+            output: the shape of a chunk, ``dim`` divided by ``size``; with dim 0 any shape of as many elements. None: a
+                new tensor. In place: any chunk of ``input``, usually the first.
+            input: the same shape and dtype on all ranks; not changed, unless ``output`` is a part of it.
             dim: counted from the end if negative.
 
         Returns: Work of ``output``.
@@ -173,7 +173,7 @@ class Collectives(CommBase):
         """Give each rank r the root's ``input_list[r]``.
 
         Args:
-            output: where it goes.
+            output: the tensor that gets it.
             input_list: on the root ``size`` tensors of as many elements as ``output``; elsewhere None or empty.
 
         Returns: Work of ``output``.
@@ -193,8 +193,8 @@ class Collectives(CommBase):
         """Collect every rank's ``input`` on the root.
 
         Args:
-            output_list: on the root ``size`` tensors of as many elements as ``input``, or None for new ones; elsewhere
-                None or empty.
+            output_list: on the root ``size`` tensors of as many elements as ``input``, or None for new tensors;
+                elsewhere None or empty.
 
         Returns: Work of ``output_list`` on the root, of None elsewhere.
         """
@@ -214,7 +214,8 @@ class Collectives(CommBase):
         """Collect every rank's ``input`` on the root, concatenated along ``dim``.
 
         Args:
-            output: on the root, ``dim`` times ``size``, or None for a new one; elsewhere None.
+            output: on the root a tensor with ``size`` times the extent of ``input`` along ``dim``, or None for a new
+                tensor; elsewhere None.
             input: the same shape and dtype on all ranks. In place: on the root its chunk of ``output``.
 
         Returns: Work of ``output`` on the root, of None elsewhere.
@@ -235,8 +236,9 @@ class Collectives(CommBase):
         """Give each rank its chunk along ``dim`` of the root's ``input``.
 
         Args:
-            output: where it goes; on the root None means a new one. In place: on the root its chunk of ``input``.
-            input: on the root, with a ``dim`` that ``size`` divides; elsewhere None.
+            output: the tensor that gets the chunk; on the root None means a new tensor. In place: on the root its chunk
+                of ``input``.
+            input: on the root a tensor whose extent along ``dim`` is a multiple of ``size``; elsewhere None.
 
         Returns: Work of ``output``.
         """
@@ -255,7 +257,7 @@ class Collectives(CommBase):
 
         Args:
             output_list: ``size`` tensors, ``output_list[s]`` of as many elements as rank s sends here, all of one
-                dtype; None, on all ranks or none: new ones, of the shapes and dtypes that come.
+                dtype; None, on all ranks or none: new tensors, of the shapes and dtypes that arrive.
             input_list: ``size`` tensors of any shapes; not changed.
 
         Returns: Work of ``output_list``.
@@ -276,8 +278,8 @@ class Collectives(CommBase):
         """Send chunk r of ``input`` to each rank r; chunk s of ``output`` comes from rank s.
 
         Args:
-            output: as many elements as ``input``; None: a new one of its shape. May be ``input`` itself.
-            input: a number of elements that ``size`` divides, the same on all ranks.
+            output: as many elements as ``input``; None: a new tensor of its shape. May be ``input`` itself.
+            input: a multiple of ``size`` elements, the same number on all ranks.
 
         Returns: Work of ``output``.
         """
@@ -290,5 +292,5 @@ class Collectives(CommBase):
         hints: Mapping[str, str] | None = None,
         tag: str | None = None,
     ) -> Work[None]:
-        """Done when every rank has called it. Moves no tensor."""
+        """Wait until every rank has called it. Moves no tensor."""
         return self._submit(ops.Barrier.of(self._group), timeout, hints, tag)

@@ -1,4 +1,4 @@
-"""Smaller comms, made of the ranks of one."""
+"""Comms made from the ranks of a comm: smaller groups, and comms that go on after a loss or with new ranks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Self, SupportsIndex
 
+from asynccomm.comm.membership import lobby_of, reconfigure
 from asynccomm.comm.methods.base import CommBase
 from asynccomm.comm.pending import PendingComm
 from asynccomm.comm.session import Session
+from asynccomm.control.membership.messages import MAX_NAME
 from asynccomm.core.mailbox import Mailbox
+from asynccomm.errors import ClosedError
 from asynccomm.ops.validation import CommInfo, as_index
 from asynccomm.options import check_hints, check_name, seconds
 from asynccomm.rendezvous.job import CommIdentity, NameReservation
@@ -19,15 +22,20 @@ Ranks = Sequence[SupportsIndex]
 
 
 class Groups(CommBase):
-    """Smaller comms, made of the ranks of this one.
+    """Comms made from the ranks of this comm.
 
-    A comm that was split off lives on its own: each fails, is aborted and is closed apart, in any order, and all can be
-    used at the same time. It runs on the same backend and device, with the same options.
+    A comm that was split off is independent: parent and child fail, are aborted and are closed separately, in any
+    order, and can be used at the same time. The child uses the same backend and device, with the same options.
+
+    After a loss the comm is broken. The remaining ranks call :meth:`shrink` and get a comm of the live ranks, with new
+    numbers in the order of the old ones; its ``parent_ranks`` gives the old numbers. :meth:`reconfigure` also adds
+    processes that wait in ``asynccomm.join_comm``. The old comm is closed when the new comm is connected. Comms that
+    were split off the old comm are not affected; they go on, or shrink, by themselves.
     """
 
     @property
     def parent_ranks(self) -> tuple[int, ...]:
-        """By rank, what each was called in the comm that this one was split off; else ``0, 1, ...``."""
+        """The number of each rank in the comm that this one was made from, -1 for newcomers; else ``0, 1, ...``."""
         return self._session.identity.parent_ranks
 
     def split(
@@ -38,36 +46,36 @@ class Groups(CommBase):
         hints: Mapping[str, str] | None = None,
         timeout: float | timedelta | None = None,
     ) -> PendingComm[Self | None]:
-        """Make a comm of some ranks; ``await`` it, or better ``async with`` it. Only those ranks do so.
+        """Make a comm of some ranks; ``await`` it, or better ``async with`` it. Only those ranks call this.
 
         ::
 
             async with comm.split([0, 2], "even") as even: ...
 
         Args:
-            ranks: of this comm, the same list on all of them; their order is that of their new ranks. Empty: no comm.
+            ranks: ranks of this comm, the same list on all of them, in the order of their new numbers. Empty: no comm.
             name: the same on all of them. The new comm is called ``f"{comm.name}/{name}"``, which must be unique among
-                the open comms of this process; other ranks may use the name for a comm of theirs.
-            hints: for the backend, in place of this comm's; None: this comm's.
-            timeout: for connecting and for the operations; None: this comm's.
+                the open comms of this process; ranks outside ``ranks`` may use the name for another comm.
+            hints: for the backend, in place of this comm's hints; None: this comm's hints.
+            timeout: for connecting and for the operations; None: this comm's time limit.
 
         Returns: the new comm; None if ``ranks`` is empty.
 
         Raises:
             ValueError, TypeError: at the call, naming the argument; also if ``ranks`` does not have this rank.
-            ClosedError, BrokenError: this comm's, at the call, or from awaiting if it breaks meanwhile.
-            BackendError: from awaiting: the transport could not connect, or ranks did not come.
+            ClosedError, BrokenError: the error of this comm, at the call, or from awaiting if it breaks meanwhile.
+            BackendError: from awaiting: the transport could not connect, or ranks did not call this.
             AbortedError: from awaiting: another rank could not connect, or gave up.
 
-        Cancelling the await is safe; the other ranks hear of it. Ranks are told apart by ``ranks``, ``name`` and how
-        often they have split so, thus each of them must have called this as often.
+        Cancelling the await is safe; the other ranks get an AbortedError. A split is identified by ``ranks``, ``name``
+        and the number of earlier splits with both, so all of its ranks must have made the same number of such splits.
         """
         return self._split(distinct(self._group, "ranks", ranks), name, hints, timeout)
 
     def dup(
         self, name: str = "dup", *, hints: Mapping[str, str] | None = None, timeout: float | timedelta | None = None
     ) -> PendingComm[Self]:
-        """Make another comm of the same ranks, whose operations are independent of this one's; see :meth:`split`."""
+        """Make another comm of the same ranks, with independent operations; see :meth:`split`."""
         return self._split(range(self._group.size), name, hints, timeout)  # type: ignore[return-value]  # never None
 
     def subgroups(
@@ -78,7 +86,7 @@ class Groups(CommBase):
         hints: Mapping[str, str] | None = None,
         timeout: float | timedelta | None = None,
     ) -> PendingComm[Self]:
-        """Make comms of ``group_size`` consecutive ranks each; gives the one that this rank is in. See :meth:`split`.
+        """Make comms of ``group_size`` consecutive ranks each; gives the comm of this rank. See :meth:`split`.
 
         Args:
             group_size: a divisor of ``size``.
@@ -97,15 +105,15 @@ class Groups(CommBase):
         hints: Mapping[str, str] | None = None,
         timeout: float | timedelta | None = None,
     ) -> PendingComm[Self | None]:
-        """Make a comm of each list of ranks; gives the one that this rank is in, None if in none. See :meth:`split`.
+        """Make a comm of each list of ranks; gives the comm of this rank, or None. See :meth:`split`.
 
         Args:
-            groups: lists that have no rank in common; ranks may be left out.
+            groups: lists without common ranks; a rank in none of the lists gets None.
         """
         if isinstance(groups, (str, bytes)) or not isinstance(groups, Sequence) or not groups:
             raise ValueError(f"groups must be a list of at least one list of ranks, got {groups!r}")
         mine: Sequence[int] = ()
-        homes: dict[int, int] = {}  # number of its list, by rank
+        homes: dict[int, int] = {}  # the number of each rank's list
         for i, group in enumerate(groups):
             ranks = distinct(self._group, f"groups[{i}]", group)
             if not ranks:
@@ -126,11 +134,11 @@ class Groups(CommBase):
         hints: Mapping[str, str] | None = None,
         timeout: float | timedelta | None = None,
     ) -> PendingComm[Self]:
-        """Make a comm of the ranks on each node; gives the one that this rank is in. See :meth:`split`.
+        """Make a comm of the ranks on each node; gives the comm of this rank's node. See :meth:`split`.
 
-        Ranks are on one node if their hosts have the same name, wherever they were started and however many there are
-        on each. They keep their order. With :meth:`inter_node` these make a hierarchy: what is to go to all ranks goes
-        over the network once for each node.
+        Ranks are on one node if their hosts have the same name; nodes may have different numbers of ranks. The ranks
+        keep their order. With :meth:`inter_node` the comms form a hierarchy: data for all ranks crosses the network
+        once for each node.
         """
         hosts = self._hosts()
         mine = [rank for rank, host in enumerate(hosts) if host == hosts[self._group.rank]]
@@ -143,9 +151,9 @@ class Groups(CommBase):
         hints: Mapping[str, str] | None = None,
         timeout: float | timedelta | None = None,
     ) -> PendingComm[Self | None]:
-        """Make a comm of one rank on each node, the first; None on all others. See :meth:`split`.
+        """Make a comm of the first rank on each node; gives None on all other ranks. See :meth:`split`.
 
-        Its ranks are those that are rank 0 of :meth:`intra_node`, in their order here.
+        The ranks are the ranks 0 of :meth:`intra_node`, in the order of this comm.
         """
         hosts = self._hosts()
         firsts = [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
@@ -178,7 +186,7 @@ class Groups(CommBase):
         reservation = NameReservation(job.world, f"{group.name}/{name}")
         room = parent.identity.child_prefix(name, ranks)
         child = CommInfo(reservation.name, list(ranks).index(group.rank), len(ranks), group.device)
-        called = [reservation]  # taken by the await
+        called = [reservation]  # the await takes it, so a second await finds none
 
         async def connect() -> Self:
             parent.check_loop()
@@ -192,13 +200,128 @@ class Groups(CommBase):
 
         return PendingComm(connect)
 
+    # -- going on in place of this comm --------------------------------------------------------------------------------
+
+    def shrink(
+        self, exclude: Sequence[SupportsIndex] = (), *, timeout: float | timedelta | None = None
+    ) -> PendingComm[Self]:
+        """Go on without the lost ranks; ``await`` it, or better ``async with`` it. All remaining ranks call this.
+
+        ::
+
+            try:
+                await comm.all_reduce(tensor)
+            except asynccomm.BrokenError:
+                comm = await comm.shrink()
+
+        The remaining ranks agree over the control channel, in any state of the transport, also when more ranks die
+        during the agreement. On a comm that is not broken, the operations in flight are awaited first.
+
+        Args:
+            exclude: live ranks to leave out; they do not call this. The same on all ranks.
+            timeout: seconds to wait for the live ranks to call this, too; None: the comm's time limit. Ranks that have
+                not called by then are left out; ranks that do not answer at all (they are stopped) are left out at
+                once.
+
+        Raises:
+            ValueError, TypeError: at the call, naming the argument; from awaiting, if ranks propose different members.
+            ClosedError: this rank has closed the comm; also from awaiting, if the comm is closed meanwhile.
+            LeftOutError: from awaiting: the other ranks went on without this rank.
+            BackendError: from awaiting: the members could not connect, in several attempts.
+            RuntimeError: this rank has no control channel, or not all ranks have one; another task regroups the comm.
+
+        After ValueError and BackendError the comm is unchanged, and all ranks may call again. Cancelling the await is
+        safe and final: the other ranks go on without this rank, and calling again raises LeftOutError. Operations
+        called on the old comm meanwhile may fail with AbortedError. On ranks that are left out the old comm is broken.
+        """
+        excluded = distinct(self._group, "exclude", exclude)
+        if self.rank in excluded:
+            raise ValueError(f"exclude must not have this rank, {self.rank}, got {list(exclude)!r}")
+        return self._regroup([rank for rank in range(self.size) if rank not in excluded], timeout)
+
+    def reconfigure(
+        self, members: Sequence[SupportsIndex | str], *, timeout: float | timedelta | None = None
+    ) -> PendingComm[Self]:
+        """Go on as a comm of ``members``, like :meth:`shrink`, but in any order and with newcomers.
+
+        ::
+
+            waiting = await comm.broadcast_object(await comm.newcomers() if comm.rank == 0 else None, root=0)
+            if waiting:
+                comm = await comm.reconfigure([*range(comm.size), *waiting])
+
+        Args:
+            members: ranks of this comm and names of newcomers (see :meth:`newcomers`), in the order of their new
+                numbers, with this rank among them. The same on all ranks. Members that are lost or do not join are left
+                out; newcomers, ten seconds after all ranks have called this.
+            timeout: as for :meth:`shrink`.
+
+        Raises: the errors of :meth:`shrink`; StoreError from awaiting, if newcomers cannot be invited.
+        """
+        if isinstance(members, (str, bytes)) or not isinstance(members, Sequence):
+            raise ValueError(f"members must be a list of ranks and newcomers, got {members!r}")
+        ranks = distinct(self._group, "members", [member for member in members if not isinstance(member, str)])
+        if self.rank not in ranks:
+            raise ValueError(f"members must have this rank, {self.rank}, got {list(members)!r}")
+        names = [member for member in members if isinstance(member, str)]
+        if len(set(names)) < len(names) or not all(0 < len(name) <= MAX_NAME for name in names):
+            raise ValueError(f"members must be different newcomers, got {list(members)!r}")
+        found = iter(ranks)
+        return self._regroup([m if isinstance(m, str) else next(found) for m in members], timeout)
+
+    async def newcomers(self) -> list[str]:
+        """The names of the processes that wait in ``join_comm`` for a comm of this name, longest wait first.
+
+        Each process is asked whether it still waits, which takes half a second if one does not answer. Not collective.
+        Cancelling is safe. Raises: StoreError; ClosedError, BrokenError.
+        """
+        session = self._session
+        session.check_loop()
+        session.check_open()
+        return await lobby_of(session).waiting()
+
+    def _regroup(self, proposal: Sequence[int | str], timeout: float | timedelta | None) -> PendingComm[Self]:
+        session = self._session
+        wait = seconds("timeout", timeout, session.options.timeout)
+        session.check_loop()
+        self._check_regrouping()
+        if (reason := self._why_fixed()) is not None:
+            raise RuntimeError(reason)
+        jobs = [who if isinstance(who, str) else session.identity.job_ranks[who] for who in proposal]
+
+        async def connect() -> Self:
+            session.check_loop()
+            self._check_regrouping()  # the state may have changed since the call
+            new = await reconfigure(session, jobs, wait, [who for who in jobs if isinstance(who, str)])
+            return type(self)(new, new.backend_name)
+
+        return PendingComm(connect)
+
+    def _why_fixed(self) -> str | None:
+        """The reason why the comm cannot be regrouped, a missing control channel here or on another rank; else None."""
+        session = self._session
+        channel = session.identity.job.channel
+        if session.reporter is None or channel is None or session.backend is None:
+            return f"comm {self.name!r} has no control channel on this rank, and cannot be regrouped"
+        absent = [rank for rank, job in enumerate(session.identity.job_ranks) if job not in channel.topology.contacts]
+        if absent:
+            return f"ranks {absent} of comm {self.name!r} have no control channel: it cannot be regrouped"
+        return None
+
+    def _check_regrouping(self) -> None:
+        session = self._session
+        if session.closed or isinstance(session.error, ClosedError):
+            raise ClosedError(f"comm {self.name!r} is closed") from session.error
+        if session.regrouping is not None:
+            raise RuntimeError(f"comm {self.name!r} is being regrouped already, by another task")
+
 
 async def _nobody() -> None:
-    """The comm of no ranks."""
+    """Gives None: there is no comm for this rank."""
 
 
 def distinct(group: CommInfo, name: str, ranks: object) -> list[int]:
-    """``ranks`` as a list of different ranks. Raises ``ValueError`` naming ``name``."""
+    """``ranks`` as a list of different integers. Raises ``ValueError`` naming the argument ``name``."""
     if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Sequence):
         raise ValueError(f"{name} must be a list of ranks, got {ranks!r}")
     found: list[int] = []

@@ -1,4 +1,4 @@
-"""Collectives on lists of tensors, as one operation each."""
+"""Collectives on lists of tensors: each is one operation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asynccomm.ops.reduce_op import ReduceOp
 
 
 class CoalescedCollectives(CommBase):
-    """Collectives on lists of tensors: one Work, and about the time of one tensor of as many bytes.
+    """Collectives on lists of tensors: one Work, and about the time of one tensor of the same total size.
 
     The lists have the same lengths, shapes and dtypes on all ranks; a list may mix dtypes.
     """
@@ -29,7 +29,7 @@ class CoalescedCollectives(CommBase):
         hints: Mapping[str, str] | None = None,
         tag: str | None = None,
     ) -> Work[list[Tensor]]:
-        """:meth:`all_reduce` each of ``tensors``, in place; at least one.
+        """:meth:`all_reduce` each of ``tensors``, at least one, in place.
 
         Returns: Work of ``tensors``.
         """
@@ -44,7 +44,7 @@ class CoalescedCollectives(CommBase):
         hints: Mapping[str, str] | None = None,
         tag: str | None = None,
     ) -> Work[list[Tensor]]:
-        """:meth:`broadcast` each of ``tensors``, in place; at least one.
+        """:meth:`broadcast` each of ``tensors``, at least one, in place.
 
         Returns: Work of ``tensors``.
         """
@@ -59,10 +59,10 @@ class CoalescedCollectives(CommBase):
         hints: Mapping[str, str] | None = None,
         tag: str | None = None,
     ) -> Work[list[list[Tensor]]]:
-        """Collect each of the ranks' ``tensors``; at least one.
+        """Collect each of the ranks' ``tensors``, at least one, on all ranks.
 
         Args:
-            output_lists: ``output_lists[r][i]`` becomes ``tensors[i]`` of rank r; None: new ones.
+            output_lists: ``output_lists[r][i]`` gets ``tensors[i]`` of rank r; None: new tensors.
 
         Returns: Work of ``output_lists``.
         """
@@ -78,10 +78,11 @@ class CoalescedCollectives(CommBase):
         hints: Mapping[str, str] | None = None,
         tag: str | None = None,
     ) -> Work[list[Tensor]]:
-        """:meth:`reduce_scatter_single` each of ``inputs``; at least one.
+        """:meth:`reduce_scatter_single` each of ``inputs``, at least one.
 
         Args:
-            outputs: ``outputs[i]`` with ``1 / size`` of the elements of ``inputs[i]``; None: new ones, dim 0 divided.
+            outputs: ``outputs[i]`` with ``1 / size`` of the elements of ``inputs[i]``; None: new tensors, with dim 0
+                divided by ``size``.
             inputs: not changed.
 
         Returns: Work of ``outputs``.
@@ -100,10 +101,10 @@ class CoalescedCollectives(CommBase):
         hints: Mapping[str, str] | None = None,
         tag: str | None = None,
     ) -> Work[list[Tensor]]:
-        """:meth:`all_gather_v` each of ``inputs``; at least one. So a model's experts are sent their tokens.
+        """:meth:`all_gather_v` each of ``inputs``, at least one, as for sending tokens to the experts of a model.
 
         Args:
-            outputs: ``sum(sizes)`` along ``dim``; None: new ones.
+            outputs: ``sum(sizes)`` along ``dim``; None: new tensors.
             inputs: all with this rank's extent along ``dim``.
             sizes: every rank's extent; None, on all ranks or none: they are exchanged.
 
@@ -125,10 +126,10 @@ class CoalescedCollectives(CommBase):
         hints: Mapping[str, str] | None = None,
         tag: str | None = None,
     ) -> Work[list[Tensor]]:
-        """:meth:`reduce_scatter_v` each of ``inputs``; at least one.
+        """:meth:`reduce_scatter_v` each of ``inputs``, at least one.
 
         Args:
-            outputs: ``sizes[rank]`` along ``dim``; None: new ones.
+            outputs: ``sizes[rank]`` along ``dim``; None: new tensors.
             inputs: all ``sum(sizes)`` along ``dim``; not changed.
 
         Returns: Work of ``outputs``.

@@ -1,4 +1,4 @@
-"""Python objects: collectives and point to point."""
+"""Collectives and point-to-point operations on Python objects."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, SupportsIndex
 
-from asynccomm.comm.methods.parcels import MAX_BYTES, ObjectReceiver, ParcelMethods, ReceivePolicy
+from asynccomm.comm.methods.base import MAX_BYTES, CommBase, ObjectReceiver, ReceivePolicy
 from asynccomm.core.work import Work
 from asynccomm.errors import PayloadError
 from asynccomm.ops import Call, Parcel, Parcels, RecvParcel, SendParcel
@@ -17,20 +17,21 @@ from asynccomm.serialization.objects import PayloadKind, encode
 _NOTHING = Parcel(b"", ())
 
 
-class Objects(ParcelMethods):
+class Objects(CommBase):
     """Python objects. Common to all of these methods:
 
-    - An object is pickled by the call; what cannot be pickled is a TypeError there. Tensors in plain data are not: they
-      travel beside it, and must not be changed before the Work is done. Those in other objects are pickled with them,
-      as they are at the call. All arrive on the CPU.
-    - ``weights_only``: with True, the default, what comes can only be plain data, tensors, and what
-      ``torch.load(weights_only=True)`` takes (see ``torch.serialization.add_safe_globals``). False unpickles anything,
-      which lets the sender run any code here.
-    - ``max_bytes``: how much to take from one sender; more is thrown away before any memory is asked for.
-    - An object is unpickled when the Work is first asked for it, so in the task that awaits. What cannot be taken is a
-      PayloadError on that rank alone, and the comm goes on.
+    - The call pickles the object; an object that cannot be pickled raises TypeError there. Tensors in plain data are
+      not pickled: they travel beside the data, and must not be changed before the Work is done. Tensors in other
+      objects are pickled with them, as they are at the call. All tensors arrive on the CPU.
+    - ``weights_only``: True, the default, accepts only plain data, tensors, and classes that
+      ``torch.load(weights_only=True)`` accepts (see ``torch.serialization.add_safe_globals``). False unpickles
+      anything, which lets the sender run any code here.
+    - ``max_bytes``: the limit for the bytes from one sender; a larger object is discarded before memory is allocated
+      for it.
+    - An object is unpickled when the result of the Work is first read, so in the awaiting task. An object that is not
+      accepted raises PayloadError on that rank alone, and the comm goes on.
     - Plain data (None, bools, numbers, strings, bytes, lists, tuples, dicts, sets and dense tensors) is much faster
-      than anything else. Two tensors that share memory arrive as two, unless they are the same object.
+      than anything else. Two tensors that share memory arrive as two tensors, unless they are the same object.
     - Cancelling the await is safe: the operation goes on.
     """
 
@@ -46,7 +47,7 @@ class Objects(ParcelMethods):
     ) -> Work[list[object]]:
         """Collect every rank's ``obj`` on all ranks.
 
-        Returns: Work of a list in rank order; of its own object each rank gets a copy.
+        Returns: Work of a list in rank order; each rank gets a copy of its own object.
         """
         inbox = self._inbox("all_gather_object", PayloadKind.OBJECT, weights_only, max_bytes)
         parcel = encode(PayloadKind.OBJECT, obj)
@@ -89,7 +90,7 @@ class Objects(ParcelMethods):
         hints: Mapping[str, str] | None = None,
         tag: str | None = None,
     ) -> Work[object]:
-        """Give everybody the ``obj`` of rank ``root``; the others' are not looked at.
+        """Give all ranks the ``obj`` of rank ``root``; the ``obj`` of other ranks is ignored.
 
         Returns: Work of the object; on the root of ``obj`` itself.
         """
@@ -111,11 +112,11 @@ class Objects(ParcelMethods):
         hints: Mapping[str, str] | None = None,
         tag: str | None = None,
     ) -> Work[list[Any]]:
-        """Replace the items of everybody's ``object_list`` by those of rank ``root``.
+        """Replace the items of ``object_list`` on all ranks by the items of rank ``root``.
 
         Args:
-            object_list: as long on all ranks; else PayloadError, and the list stays as it is. Filled when the Work is
-                first asked for its result. The root's is not changed.
+            object_list: a list of the same length on all ranks; another length raises PayloadError, and the list is not
+                changed. It is filled when the result of the Work is first read. The root's list is not changed.
 
         Returns: Work of ``object_list``.
         """
@@ -164,7 +165,7 @@ class Objects(ParcelMethods):
                 f"input_list must have one object for each of the {self.size} ranks, got {len(input_list)}"
             )
         parcels = [encode(PayloadKind.OBJECT, obj, f"input_list[{r}]") for r, obj in enumerate(input_list)]
-        kept, parcels[giver] = parcels[giver], _NOTHING  # it is read when the operation takes effect, and not sent
+        kept, parcels[giver] = parcels[giver], _NOTHING  # read when the operation takes effect, and not sent
         begin = partial(inbox.begin, kept)
         call = Call(op, kept.tensors, (), None, inbox.only, tuple(parcels), inbox, begin=begin)
         return self._submit(call, timeout, hints, tag)
@@ -178,9 +179,10 @@ class Objects(ParcelMethods):
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
     ) -> Work[None]:
-        """Send ``obj`` to rank ``dst``, which takes it by :meth:`recv_object` under the same ``tag``.
+        """Send ``obj`` to rank ``dst``, which receives it by :meth:`recv_object` under the same ``tag``.
 
-        Objects are ordered per pair and tag, and never meet tensors sent under the same tag. Sending to oneself works.
+        Objects are ordered per pair of ranks and tag, and are never matched with tensors sent under the same tag. A
+        rank may send to itself.
         """
         op = SendParcel("send_object", check_rank(self._group, "dst", dst), check_tag(tag))
         return self._submit(Call(op, (), (), None, parcels=(encode(PayloadKind.OBJECT, obj),)), timeout, hints)
@@ -195,11 +197,11 @@ class Objects(ParcelMethods):
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
     ) -> Work[object]:
-        """Receive what rank ``src`` sends by :meth:`send_object` under ``tag``.
+        """Receive an object that rank ``src`` sends by :meth:`send_object` under ``tag``.
 
         Args:
-            src: None: the object under ``tag`` that comes first, from any rank; not every backend can, and one that
-                cannot raises ``ValueError``. ``Work.source`` says whose it was.
+            src: None: the first object under ``tag`` from any rank; a backend that does not support this raises
+                ``ValueError``. ``Work.source`` gives the rank that sent it.
 
         Returns: Work of the object.
         """
@@ -216,7 +218,7 @@ class Objects(ParcelMethods):
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
     ) -> Work[None]:
-        """Send several objects to rank ``dst``, which takes them by :meth:`recv_object_list` under the same ``tag``."""
+        """Send several objects to rank ``dst``; it receives them by :meth:`recv_object_list` under the same ``tag``."""
         op = SendParcel("send_object_list", check_rank(self._group, "dst", dst), check_tag(tag))
         if not _is_sequence(object_list):
             raise TypeError(f"object_list must be a list or tuple of objects, got {type(object_list).__name__}")
@@ -234,12 +236,13 @@ class Objects(ParcelMethods):
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
     ) -> Work[list[Any]]:
-        """Replace the items of ``object_list`` by what rank ``src`` sends by :meth:`send_object_list` under ``tag``.
+        """Replace the items of ``object_list`` by objects that rank ``src`` sends by :meth:`send_object_list`.
 
         Args:
-            object_list: as long as the sender's; else PayloadError, and the list stays as it is. Filled when the Work
-                is first asked for its result.
-            src: None: from any rank, as with :meth:`recv_object`.
+            object_list: a list as long as the sender's; another length raises PayloadError, and the list is not
+                changed. It is filled when the result of the Work is first read.
+            src: None: any rank, as with :meth:`recv_object`.
+            tag: the tag of the send.
 
         Returns: Work of ``object_list``.
         """
@@ -254,14 +257,18 @@ class Objects(ParcelMethods):
     def _inbox(
         self, method: str, kind: PayloadKind, weights_only: object, max_bytes: int, tag: int | None = None
     ) -> ObjectReceiver:
-        """With a ``tag``, of a receive: what it misses may be a dict of tensors, which counts for those after it."""
+        """The receiver of ``method``'s objects.
+
+        A point-to-point receive gives its ``tag``: a dict of tensors that it refuses may carry a schema that the next
+        dicts under that tag rely on, so the schema is stored.
+        """
         terms = ReceivePolicy.of(weights_only, max_bytes)
         missed = None if tag is None else lambda source, head: self._received_schemas.missed((source, tag), head)
         return ObjectReceiver(method, self.rank, kind, terms, missed)
 
 
 def _filling(inbox: ObjectReceiver) -> Callable[[list[object]], list[object]]:
-    """What fills a list once its new items have come."""
+    """A function that fills a list with the received items."""
 
     def fill(object_list: list[object]) -> list[object]:
         items = inbox.only()

@@ -1,4 +1,4 @@
-"""Point to point: tensors from one rank to another."""
+"""Point-to-point operations: tensors from one rank to another."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from asynccomm.ops.validation import CommInfo
 
 @final
 class BatchSendRecv(Handle):
-    """Sends and receives that are to be started together; made by ``comm.batch_op_create()``.
+    """Sends and receives that start together; made by ``comm.batch_op_create()``.
 
-    ``send`` and ``recv`` only record, and check their arguments. In what order ranks record matters only for messages
-    between the same two under the same tag. Any ranks may take part; the others need not know.
+    ``send`` and ``recv`` only check their arguments and record. The order of recording matters only for messages
+    between the same two ranks under the same tag. Any ranks may take part; the other ranks do nothing.
     """
 
     _instead = "make one there, by comm.batch_op_create()"
@@ -34,11 +34,11 @@ class BatchSendRecv(Handle):
 
     @property
     def ops(self) -> list[Send | Recv]:
-        """What was recorded."""
+        """The recorded sends and receives."""
         return [call.op for call in self._calls]  # type: ignore[misc]
 
     def send(self, tensor: Tensor, dst: SupportsIndex, tag: SupportsIndex = 0) -> None:
-        """Record a send, see :meth:`Comm.send`; to oneself, too."""
+        """Record a send, see :meth:`Comm.send`; a send to this rank itself works, too."""
         self._record(Send.of(self._group, tensor, dst, tag))
 
     def recv(self, tensor: Tensor, src: SupportsIndex | None = None, tag: SupportsIndex = 0) -> None:
@@ -53,9 +53,10 @@ class BatchSendRecv(Handle):
     def issue(
         self, *, timeout: float | timedelta | None = None, hints: Mapping[str, str] | None = None
     ) -> Work[list[Tensor]]:
-        """Start everything that was recorded, at the same time: no order among them can deadlock. Once.
+        """Start all recorded operations at the same time, once: no order among them can deadlock.
 
-        Returns: Work of the recorded tensors, in that order; done when all are. Raises ValueError for an empty batch.
+        Returns: Work of the recorded tensors, in the order of recording; done when all operations are. Raises
+            ValueError for an empty batch, RuntimeError for a batch that was issued before.
         """
         if self._issued:
             raise RuntimeError("this batch was issued; make a new one with comm.batch_op_create()")
@@ -67,7 +68,7 @@ class BatchSendRecv(Handle):
 
 
 class P2P(CommBase):
-    """Point to point."""
+    """Point-to-point operations on tensors."""
 
     def send(
         self,
@@ -78,10 +79,10 @@ class P2P(CommBase):
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
     ) -> Work[Tensor]:
-        """Send ``tensor`` to rank ``dst``, which receives it under the same ``tag``; done when it may be changed again.
+        """Send ``tensor`` to rank ``dst``, which receives it under the same ``tag``.
 
-        Messages are ordered per pair and tag, and stand outside the sequence of collectives. Sending to oneself works:
-        it needs a receive, too.
+        The Work is done when ``tensor`` may be changed again. Messages are ordered per pair of ranks and tag, and are
+        not part of the sequence of collectives. A rank may send to itself, and then needs a receive, too.
 
         Returns: Work of ``tensor``.
         """
@@ -96,18 +97,18 @@ class P2P(CommBase):
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
     ) -> Work[Tensor]:
-        """Receive into ``tensor`` what rank ``src`` sends under ``tag``: as many elements, of the same dtype.
+        """Receive a tensor that rank ``src`` sends under ``tag`` into ``tensor``: as many elements, the same dtype.
 
         Args:
-            src: None: the message under ``tag`` that comes first, from any rank; not every backend can, and one that
-                cannot raises ``ValueError``. ``Work.source`` says whose it was.
+            src: None: the first message under ``tag`` from any rank; a backend that does not support this raises
+                ``ValueError``. ``Work.source`` gives the rank that sent it.
 
         Returns: Work of ``tensor``.
         """
         return self._submit(Recv.of(self._group, tensor, src, tag), timeout, hints)
 
     def batch_op_create(self) -> BatchSendRecv:
-        """Sends and receives to be started together, with one Work for all: a ring exchange cannot deadlock then.
+        """Make a batch of sends and receives that start together, with one Work: a ring exchange cannot deadlock.
 
         ::
 

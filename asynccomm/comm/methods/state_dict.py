@@ -1,4 +1,4 @@
-"""The state of a module, from one rank to all."""
+"""Broadcast of a module's state from one rank to all ranks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from asynccomm.serialization.objects import DTYPES, PayloadKind, dtype_code, kin
 
 _USUAL = (Tensor, torch.nn.Parameter)
 State = TypeVar("State", bound=torch.nn.Module | Mapping[str, Tensor])
-SEVERAL = 4  # names that an error gives for each thing that is wrong
+SEVERAL = 4  # names that an error lists for each difference
 
 
 class StateDicts(CommBase):
-    """The state of a module."""
+    """Broadcast of a module's state."""
 
     def broadcast_state(
         self,
@@ -35,15 +35,15 @@ class StateDicts(CommBase):
         hints: Mapping[str, str] | None = None,
         tag: str | None = None,
     ) -> Work[State]:
-        """Copy all tensors of rank ``root``'s ``state`` into those of the same names of everybody's, in place.
+        """Copy all tensors of rank ``root``'s ``state`` into the tensors of the same names on all ranks, in place.
 
-        Names, shapes and dtypes must be the same on all ranks, in any order; as must be which names stand for one
-        tensor (tied weights, which are sent once). A rank where they are not raises a PayloadError that says what
-        differs, nothing of its state is changed, and the comm goes on. Cancelling the await is safe.
+        Names, shapes and dtypes must be the same on all ranks, in any order; so must the groups of names that stand for
+        one tensor (tied weights, which are sent once). A rank with another state raises a PayloadError that lists the
+        differences, no tensor of its state is changed, and the comm goes on. Cancelling the await is safe.
 
         Args:
-            state: a module, which means all parameters and buffers in its ``state_dict()``, or a mapping of names to
-                tensors on the comm's device. What is no tensor is a TypeError naming it.
+            state: a module, for all parameters and buffers in its ``state_dict()``, or a mapping of names to tensors on
+                the comm's device. A value that is no tensor raises a TypeError with its name.
 
         Returns: Work of ``state``.
         """
@@ -59,15 +59,15 @@ class StateDicts(CommBase):
 
 @final
 class _Entry:
-    """The tensors of one state by name; where those of a root go: the ``place`` of its operation."""
+    """The tensors of one state by name; on receiving ranks the ``place`` of the operation."""
 
     def __init__(self, group: CommInfo, state: object, *, written: bool) -> None:
         self.names: list[str] = []
-        self.numbers: list[int] = []  #: of the names' tensors
-        self.tensors: list[Tensor] = []  #: each one once
+        self.numbers: list[int] = []  #: the index in ``tensors`` of each name
+        self.tensors: list[Tensor] = []  #: each distinct tensor once
         self._rank = group.rank
         seen: dict[object, int] = {}
-        by_address: dict[int, int] = {}  # most are told apart by this alone
+        by_address: dict[int, int] = {}  # the address alone distinguishes most tensors
         for name, tensor in _entries(state).items():
             if not isinstance(name, str):
                 raise TypeError(f"state must have strings for names, got {name!r}")
@@ -88,12 +88,12 @@ class _Entry:
         metas = [(dtype_code(tensor), tuple(tensor.shape)) for tensor in self.tensors]
         self.head = pack_value(
             PayloadKind.STATE, (self.names, self.numbers, metas)
-        )  #: what is sent of them besides the values
+        )  #: the description sent beside the values
         if len(self.head) > MAX_HEAD:
             raise ValueError(f"state has too many names to be sent: {len(self.names)}")
 
     def __call__(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
-        if head == self.head:  # as it should be
+        if head == self.head:  # the usual case
             return self.tensors
         if (kind := kind_of(source, head)) is not PayloadKind.STATE:
             raise PayloadError(f"broadcast_state() got what rank {source} sent by {kind.sender}()")
@@ -112,7 +112,7 @@ class _Entry:
         mine = dict(zip(self.names, self.numbers, strict=True))
         theirs = dict(zip(names, numbers, strict=True))
         shapes, dtypes, tied = [], [], []
-        pairs: dict[int, int] = {}  # which tensor there is which here, and the other way round
+        pairs: dict[int, int] = {}  # the number of the tensor here, by its number there; ``back`` is the inverse
         back: dict[int, int] = {}
         for name in names:
             if name not in mine:
@@ -139,21 +139,21 @@ class _Entry:
 
 def _entries(state: object) -> Mapping[Any, Any]:
     if isinstance(state, torch.nn.Module):
-        return state.state_dict(keep_vars=True)  # they are detached later, each once
+        return state.state_dict(keep_vars=True)  # each tensor is detached once, by ``_Entry``
     if not isinstance(state, Mapping):
         raise TypeError(f"state must be a torch.nn.Module or a mapping of names to tensors, got {type(state).__name__}")
     return state
 
 
 def _identity(tensor: Tensor) -> object:
-    """What two views of the same elements have in common."""
+    """A value that is equal for two views of the same elements, and for no other tensors."""
     if not tensor.numel():
-        return object()  # they have no memory that could be the same
+        return object()  # an empty tensor shares no memory
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 def _checked(value: Any) -> tuple[list[str], list[int], list[tuple[torch.dtype, tuple[int, ...]]]]:
-    """What a head says, if it could have come from :meth:`_Entry.head`. Raises anything."""
+    """The contents of a head with the structure of :attr:`_Entry.head`. Raises any exception for another structure."""
     names, numbers, metas = value
     if not all(type(name) is str for name in names) or len(set(names)) != len(names) or len(numbers) != len(names):
         raise ValueError("its names are wrong")

@@ -1,4 +1,4 @@
-"""Streams: one object after the other from one rank to another, until the sender says that it was the last."""
+"""Streams: a sequence of objects from one rank to another, of a length that only the sender decides."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Final, Self, SupportsIndex, final
 
 from torch import Tensor
 
-from asynccomm.comm.methods.parcels import MAX_BYTES, ParcelMethods, ReceivePolicy, wrong_kind
+from asynccomm.comm.methods.base import MAX_BYTES, CommBase, ReceivePolicy, wrong_kind
 from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, PayloadError
@@ -20,14 +20,14 @@ from asynccomm.ops.validation import check_rank, check_tag
 from asynccomm.options import seconds
 from asynccomm.serialization.objects import IncomingObject, PayloadKind, encode, kind_of
 
-ENDING: Final = 4096  # bytes of the message that a stream has ended, which is taken whatever the limit
+ENDING: Final = 4096  # bytes of an end-of-stream message, which is accepted even above ``max_bytes``
 
 
-class Streams(ParcelMethods):
+class Streams(CommBase):
     """Streams of objects."""
 
     def sink(self, dst: SupportsIndex, tag: SupportsIndex = 0) -> Sink:
-        """The end of a stream to rank ``dst`` that things are put into; :meth:`stream` there is the other.
+        """The sending end of a stream to rank ``dst``, which reads it by :meth:`stream`.
 
         ::
 
@@ -35,7 +35,7 @@ class Streams(ParcelMethods):
                 for batch in batches:
                     await sink.put(batch)
 
-        What is put into streams never meets what is sent otherwise, whatever the tags.
+        Items of streams are never matched with other messages, even under the same tag.
         """
         return Sink(self, check_rank(self._group, "dst", dst), check_tag(tag))
 
@@ -49,7 +49,7 @@ class Streams(ParcelMethods):
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
     ) -> Stream:
-        """What rank ``src`` puts into its :meth:`sink` of the same ``tag``, until it closes that.
+        """The items that rank ``src`` puts into its :meth:`sink` of the same ``tag``, until the sink is closed.
 
         ::
 
@@ -59,10 +59,10 @@ class Streams(ParcelMethods):
         A stream that is read when the comm is closed ends with ClosedError.
 
         Args:
-            src: must be given: a stream has one source.
-            weights_only, max_bytes: as with ``recv_object``, for each thing that comes.
-            timeout: seconds or a timedelta that the sender may take for the next thing; None: as long as it likes,
-                whatever the comm's. (A sender that dies is noticed all the same.)
+            src: the sending rank; required, since a stream has one source.
+            weights_only, max_bytes: as with ``recv_object``, for each item.
+            timeout: seconds or a timedelta that the sender may take for the next item; None: no limit, also where the
+                comm has one. (The death of the sender ends the stream in any case.)
             hints: for each receive.
         """
         peer, key = check_rank(self._group, "src", src), check_tag(tag)
@@ -72,10 +72,10 @@ class Streams(ParcelMethods):
 
 @final
 class Sink(Handle):
-    """Where things are put into a stream; made by ``comm.sink``.
+    """The sending end of a stream; made by ``comm.sink``.
 
-    ``async with`` closes it at the end. If its body raises, the receiver gets a PayloadError with the reason in place
-    of an end, and nobody waits for it to take that.
+    ``async with`` closes the stream at its end. If its body raises, the receiver gets a PayloadError with the reason
+    instead of a normal end, and the sender does not wait until the receiver has it.
     """
 
     _instead = "make one there, by comm.sink()"
@@ -92,7 +92,7 @@ class Sink(Handle):
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
     ) -> Work[None]:
-        """Send ``item``, any object as in ``send_object``. The call sends; awaiting the Work holds back a fast sender.
+        """Send ``item``, any object as in ``send_object``. The call sends; awaiting the Work slows down a fast sender.
 
         Tensors in ``item`` must not be changed before the Work is done. Cancelling the await is safe: ``item`` is sent.
 
@@ -103,7 +103,7 @@ class Sink(Handle):
         return self._send(PayloadKind.ITEM, item, timeout, hints)
 
     def close(self, *, timeout: float | timedelta | None = None, hints: Mapping[str, str] | None = None) -> Work[None]:
-        """End the stream. The call says so to the receiver; the Work is done when that is sent. Idempotent."""
+        """End the stream. The call sends an end to the receiver; the Work is done when it is sent. Idempotent."""
         if self._last is None:
             self._last = self._send(PayloadKind.END, None, timeout, hints)
         return self._last
@@ -124,7 +124,7 @@ class Sink(Handle):
             await self.close()
         elif self._last is None:
             reason = f"{type(exc).__name__}: {exc}"[: ENDING // 8] if str(exc) else type(exc).__name__
-            with suppress(AsyncCommError):  # closed or broken, which the receiver hears otherwise; ``exc`` says more
+            with suppress(AsyncCommError):  # closed or broken: the receiver gets that error; ``exc`` says more
                 self._last = self._send(PayloadKind.FAILURE, reason, None, None)
 
     def __repr__(self) -> str:
@@ -133,11 +133,11 @@ class Sink(Handle):
 
 @final
 class Stream(Handle, AsyncIterator[Any]):
-    """What comes out of a stream; made by ``comm.stream``.
+    """The receiving end of a stream, an async iterator; made by ``comm.stream``.
 
-    Breaking out of ``async for``, or cancelling it, loses nothing as long as this is kept: go on with the same Stream.
-    What cannot be taken is a PayloadError, and the next ``async for`` goes on with what comes after it; the one that
-    says that the sender gave up is final.
+    Leaving ``async for``, or cancelling it, loses no item: a later ``async for`` on the same Stream goes on with the
+    next item. An item that is not accepted raises PayloadError, and the next ``async for`` goes on with the items after
+    it. The PayloadError of a sender that gave up is final.
     """
 
     _instead = "make one there, by comm.stream()"
@@ -155,7 +155,7 @@ class Stream(Handle, AsyncIterator[Any]):
         self._timeout, self._hints = timeout, hints
         self._op = RecvParcel("stream", peer, tag, MessageSpace.STREAMS)
         self._terms = terms
-        self._receive: Work[tuple[PayloadKind, Any]] | None = None  # kept while nobody has got what it brings
+        self._receive: Work[tuple[PayloadKind, Any]] | None = None  # kept until its item was returned
         self._reading = False
         self._ended = False
         self._failure: str | None = None
@@ -164,7 +164,7 @@ class Stream(Handle, AsyncIterator[Any]):
         return self
 
     async def __anext__(self) -> Any:
-        """The next thing. Cancelling is safe: it comes next time. Raises: PayloadError, BrokenError, ClosedError."""
+        """The next item. Cancelling is safe, and loses no item. Raises: PayloadError, BrokenError, ClosedError."""
         if self._reading:
             raise RuntimeError(f"two tasks read from {self!r} at the same time")
         if self._ended:
@@ -201,7 +201,7 @@ class Stream(Handle, AsyncIterator[Any]):
 
 @final
 class _ItemReceiver:
-    """Where one item of a stream comes to: the ``place`` of its receive."""
+    """Receives one item of a stream: the ``place`` of its receive."""
 
     def __init__(self, rank: int, terms: ReceivePolicy) -> None:
         self._rank, self._terms = rank, terms
@@ -219,6 +219,6 @@ class _ItemReceiver:
         return self._incoming.places
 
     def finish(self, _: object) -> tuple[PayloadKind, Any]:
-        """What it is, and itself. Raises: PayloadError."""
+        """The kind of the item, and the item. Raises: PayloadError."""
         assert self._incoming is not None
         return self._kind, self._incoming.decode(weights_only=self._terms.weights_only)

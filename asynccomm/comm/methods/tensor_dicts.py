@@ -1,4 +1,4 @@
-"""Dicts of tensors: what they hold is told and sent in one go."""
+"""Dicts of tensors: structure and contents are sent in one message."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any, Final, SupportsIndex, final
 import torch
 from torch import Tensor
 
+from asynccomm.comm.methods.base import MAX_BYTES, CommBase, ReceivePolicy, wrong_kind
 from asynccomm.comm.methods.collectives import Collectives
-from asynccomm.comm.methods.parcels import MAX_BYTES, ParcelMethods, ReceivePolicy, wrong_kind
 from asynccomm.core.handles import Handle
 from asynccomm.core.tasks import detach
 from asynccomm.core.work import Work
@@ -33,22 +33,23 @@ from asynccomm.serialization.tensor_dicts import (
     describe,
 )
 
-_TOLD: Final = struct.Struct("<?I251s")  # whether a share is here, CRC-32 of what is to be gathered, why it is not
+_TOLD: Final = struct.Struct("<?I251s")  # whether the share is here, CRC-32 of the tensors to gather, why it is not
 
 
-class TensorDicts(ParcelMethods):
+class TensorDicts(CommBase):
     """Dicts of tensors. Common to all of these methods:
 
     - Keys are strings or other plain data; their order is kept. Values are tensors of any dtypes, shapes and strides;
-      dicts, lists and tuples of such; and whatever else can be pickled, which is treated as any object is: see
-      ``Objects`` for ``weights_only`` and ``max_bytes``.
-    - Everything goes in one message, the tensors straight into the memory of new ones. These are on the comm's device
-      if the sent ones were on such a device, else on the CPU. What is one tensor in two places stays one.
-    - What a dict looks like is sent only once while it does not change (keys, shapes, dtypes): the last 16 forms are
-      remembered per receiver and tag, and per root.
-    - The result is put together when the Work is first asked for it. What cannot be taken is a PayloadError on that
-      rank alone, or on all ranks of an ``all_gather_group``, and the comm goes on. Cancelling the await is safe: the
-      operation goes on.
+      dicts, lists and tuples of values; and all other objects that can be pickled, which are sent as by the methods for
+      objects: see ``Objects`` for ``weights_only`` and ``max_bytes``.
+    - Everything goes in one message, the tensors straight into the memory of new tensors. A new tensor is on the comm's
+      device if the sent tensor was on the sender's, else on the CPU. A tensor that occurs twice in the dict
+      arrives as one tensor.
+    - The structure of a dict (keys, shapes, dtypes) is sent once while it does not change: the last 16 structures are
+      cached per receiver and tag, and per root.
+    - The result is built when the result of the Work is first read. A dict that is not accepted raises PayloadError on
+      that rank alone, or on all ranks of an ``all_gather_group``, and the comm goes on. Cancelling the await is safe:
+      the operation goes on.
     """
 
     def broadcast_tensor_dict(
@@ -62,7 +63,7 @@ class TensorDicts(ParcelMethods):
         hints: Mapping[str, str] | None = None,
         tag: str | None = None,
     ) -> Work[dict[Any, Any]]:
-        """Give everybody the ``tensor_dict`` of rank ``root``; the others' are not looked at.
+        """Give all ranks the ``tensor_dict`` of rank ``root``; the ``tensor_dict`` of other ranks is ignored.
 
         Returns: Work of a new dict; on the root of ``tensor_dict`` itself.
         """
@@ -86,16 +87,16 @@ class TensorDicts(ParcelMethods):
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
     ) -> Work[None]:
-        """Send ``tensor_dict`` to rank ``dst``, which takes it by :meth:`recv_tensor_dict` under the same ``tag``.
+        """Send ``tensor_dict`` to rank ``dst``, which receives it by :meth:`recv_tensor_dict` under the same ``tag``.
 
-        It is ordered with the objects that are sent to that rank under that tag.
+        Dicts and objects sent to the same rank under the same tag keep their order.
 
         Args:
-            all_gather_group: a comm of ranks that all have the same tensors, each of which sends them to another rank
-                of a group of as many: they then send a share of each tensor, and the receivers put these together.
-                That is done with every tensor whose number of elements the group's size divides.
-            all_gather_tensors: exceptions: whether to, by key of ``tensor_dict``; for what is nested below it, too.
-                False is needed for what differs among the ranks of the group.
+            all_gather_group: a comm of ranks that all have the same tensors, and that each send them to another rank of
+                a group of the same size: each rank then sends one share of each tensor, and the receivers gather the
+                shares. Tensors are shared this way if the group's size divides their number of elements.
+            all_gather_tensors: exceptions, by key of ``tensor_dict``: whether to share the tensors under that key, also
+                nested ones. False is required for tensors that differ among the ranks of the group.
         """
         op = SendParcel("send_tensor_dict", check_rank(self._group, "dst", dst), check_tag(tag))
         group = _checked_group(all_gather_group)
@@ -116,19 +117,19 @@ class TensorDicts(ParcelMethods):
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
     ) -> Awaitable[dict[Any, Any]]:
-        """Receive what rank ``src`` sends by :meth:`send_tensor_dict` under ``tag``. The call posts the receive.
+        """Receive a dict that rank ``src`` sends by :meth:`send_tensor_dict` under ``tag``. The call posts the receive.
 
         Args:
-            src: None: the dict under ``tag`` that comes first, from any rank; not every backend can, and one that
-                cannot raises ``ValueError``.
-            all_gather_group: a comm of as many ranks as the sender's, where this one has the same number; needed if
-                the sender gave one. This rank receives a share of each tensor, and the rest from the group. Awaiting
-                calls a short ``all_gather_single`` of the group when the dict has come, and one for each such tensor,
-                in the order of the keys: all ranks of the group must await at the same place among their calls on it.
-                Where one of them cannot take its share, or gets other tensors, the dict is a PayloadError on all of
-                them, and the group goes on.
+            src: None: the first dict under ``tag`` from any rank; a backend that does not support this raises
+                ``ValueError``.
+            all_gather_group: a comm of the same size as the sender's group, in which this rank has the sender's number;
+                required if the sender gave a group. This rank receives a share of each tensor, and gathers the rest
+                from the group. Awaiting calls a short ``all_gather_single`` of the group when the dict has arrived, and
+                one for each shared tensor, in the order of the keys: all ranks of the group must await at the same
+                place among their calls on the group. If one rank does not accept its share, or gets other tensors, the
+                dict raises PayloadError on all ranks of the group, and the group goes on.
 
-        Returns: the dict, to be awaited; without ``all_gather_group`` it is a Work.
+        Returns: an awaitable of the dict; without ``all_gather_group`` a Work.
         """
         peer = None if src is None else check_rank(self._group, "src", src)
         op = RecvParcel("recv_tensor_dict", peer, check_tag(tag))
@@ -172,7 +173,7 @@ def _checked_group(group: object) -> Collectives | None:
 
 @final
 class _DictReceiver:
-    """Where one dict comes to: the ``place`` of its receive."""
+    """Receives one dict: the ``place`` of its receive."""
 
     def __init__(
         self,
@@ -189,8 +190,8 @@ class _DictReceiver:
         self._schema: Schema | None = None
         self._values: IncomingObject | None = None
         self._tensors: list[Tensor] = []
-        self.arrived = False  #: the tensors are here
-        self.shares: list[tuple[Tensor, Tensor]] = []  #: flat tensors of which a share comes, and that share
+        self.arrived = False  #: whether the tensors have arrived
+        self.shares: list[tuple[Tensor, Tensor]] = []  #: flat tensors to gather, each with the share that is received
 
     def __call__(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
         length = lengths[source]
@@ -206,7 +207,7 @@ class _DictReceiver:
         elif length != schema.nbytes:
             raise PayloadError(f"rank {source} sent {length} bytes of tensors that have {schema.nbytes}")
         self._source, self._schema = source, schema
-        with reading(source), torch.inference_mode(False):  # ordinary tensors, whatever the mode of this thread
+        with reading(source), torch.inference_mode(False):  # ordinary tensors, also in inference mode
             places = [self._place(meta) for meta in schema.metas]
         return places if self._values is None else [*places, *self._values.places]
 
@@ -240,10 +241,10 @@ class _DictReceiver:
 
 @final
 class _GatheredDict(Handle, Awaitable[dict[Any, Any]]):
-    """A dict of which shares come, and the rest from the group once they have.
+    """A dict whose shares this rank receives and then gathers with the ranks of a group.
 
-    Before that the ranks of the group tell each other what they have got: a rank that has refused what came does not
-    know what the others are about to gather, and they cannot have the share that it has thrown away.
+    Before gathering, the ranks of the group exchange the state of their shares: a rank that refused its dict does not
+    know the tensors that the others are about to gather, and the others cannot get the share that it discarded.
     """
 
     _instead = "await it here, and send the dict there"
@@ -252,7 +253,7 @@ class _GatheredDict(Handle, Awaitable[dict[Any, Any]]):
         self, work: Work[dict[Any, Any]], inbox: _DictReceiver, group: Collectives, timeout: float | timedelta | None
     ) -> None:
         self._work, self._inbox, self._group, self._timeout = work, inbox, group, timeout
-        self._task: asyncio.Task[dict[Any, Any]] | None = None  # it goes on when an await is cancelled
+        self._task: asyncio.Task[dict[Any, Any]] | None = None  # goes on when an await is cancelled
 
     def __await__(self) -> Generator[Any, None, dict[Any, Any]]:
         if self._task is None:
@@ -267,13 +268,13 @@ class _GatheredDict(Handle, Awaitable[dict[Any, Any]]):
         except AsyncCommError as exc:
             refusal = exc
             if not self._inbox.arrived:
-                with suppress(AsyncCommError):  # of a group that is broken itself
+                with suppress(AsyncCommError):  # the group itself may be broken
                     self._tell(exc)
                 raise
         problem = await self._problem() if self._group.size > 1 else None
         if problem is None:
             await self._gather()
-        if refusal is not None:  # of what is no tensor: the shares are good
+        if refusal is not None:  # of the objects beside the tensors: the shares are complete
             raise refusal
         if problem is not None:
             raise PayloadError(problem)
@@ -287,15 +288,15 @@ class _GatheredDict(Handle, Awaitable[dict[Any, Any]]):
             await gather
 
     def _tell(self, refusal: Exception | None) -> Work[Tensor]:
-        """Start to exchange what the ranks of the group have got, or why they have refused it."""
+        """Start to exchange with the group whether this rank has its share, and if not, why."""
         wholes = [(str(whole.dtype), whole.numel()) for whole, _ in self._inbox.shares]
         reason = b"" if refusal is None else str(refusal).encode()
-        told = bytearray(_TOLD.pack(refusal is None, zlib.crc32(repr(wholes).encode()), reason))  # cut where too long
+        told = bytearray(_TOLD.pack(refusal is None, zlib.crc32(repr(wholes).encode()), reason))  # cut if too long
         mine = torch.frombuffer(told, dtype=torch.uint8).to(self._group.device)
         return self._group.all_gather_single(None, mine, timeout=self._timeout)
 
     async def _problem(self) -> str | None:
-        """Why the ranks of the group cannot put a dict together; None: they can."""
+        """The reason why the ranks of the group cannot gather the dict; None: they can."""
         group, told = self._group, await self._tell(None)
         forms = {}
         for rank, row in enumerate(told.view(group.size, -1).tolist()):

@@ -17,9 +17,8 @@ from asynccomm.ops.reduce_op import ReduceOp
 class VariableCollectives(CommBase):
     """Collectives on tensors that differ in size between ranks.
 
-    Sizes that all ranks know are given, and cost nothing. Where they are not given they travel with the data, in one
-    round; then they may be left out on all ranks or on none. What comes and does not fit into what was given for it
-    raises PayloadError, and the comm goes on.
+    Sizes that all ranks know are given, and cost nothing. Sizes that are not given travel with the data, in one round;
+    all ranks or none leave them out. Data that does not fit the given output raises PayloadError, and the comm goes on.
     """
 
     def all_gather_v(
@@ -33,11 +32,11 @@ class VariableCollectives(CommBase):
         hints: Mapping[str, str] | None = None,
         tag: str | None = None,
     ) -> Work[Tensor]:
-        """Concatenate the ranks' ``input`` along ``dim``, of which each rank has an extent of its own.
+        """Concatenate the ranks' ``input`` along ``dim``; each rank has its own extent along ``dim``.
 
         Args:
-            output: ``sum(sizes)`` along ``dim``; None: a new one.
-            input: of one dtype, and equal in all other dimensions.
+            output: ``sum(sizes)`` along ``dim``; None: a new tensor.
+            input: one dtype, and the same extents in all other dimensions, on all ranks.
             sizes: every rank's extent along ``dim``; None: they are exchanged.
 
         Returns: Work of ``output``.
@@ -63,9 +62,9 @@ class VariableCollectives(CommBase):
         The inverse of :meth:`all_gather_v`.
 
         Args:
-            output: ``sizes[rank]`` along ``dim``; None: a new one.
+            output: ``sizes[rank]`` along ``dim``; None: a new tensor.
             input: ``sum(sizes)`` along ``dim``, the same shape on all ranks; not changed.
-            sizes: every rank's share; None: equal ones.
+            sizes: every rank's share; None: equal shares.
 
         Returns: Work of ``output``.
         """
@@ -85,10 +84,11 @@ class VariableCollectives(CommBase):
         """Send the next ``input_split_sizes[r]`` rows of ``input`` to each rank r; rows come in rank order.
 
         Args:
-            output: at least ``sum(output_split_sizes)`` rows, which come first; None: a new one of just these.
+            output: at least ``sum(output_split_sizes)`` rows; received rows fill the first of them. None: a new tensor
+                of exactly ``sum(output_split_sizes)`` rows.
             input: at least ``sum(input_split_sizes)`` rows; not changed.
             output_split_sizes: rows (of dim 0) from each rank; None, on all ranks or none: they are exchanged.
-            input_split_sizes: rows for each rank; None: equally many.
+            input_split_sizes: rows for each rank; None: equal numbers.
 
         Returns: Work of ``output``.
         """
@@ -108,11 +108,11 @@ class VariableCollectives(CommBase):
         hints: Mapping[str, str] | None = None,
         tag: str | None = None,
     ) -> Work[list[Tensor] | None]:
-        """Collect the ranks' ``input`` on the root, each of a shape and dtype of its own.
+        """Collect the ranks' ``input`` on the root; each input has its own shape and dtype.
 
         Args:
-            output_list: on the root ``size`` tensors of as many elements as the inputs, or None for new ones of their
-                shapes; elsewhere None or empty.
+            output_list: on the root ``size`` tensors of as many elements as the inputs, or None for new tensors of
+                their shapes; elsewhere None or empty.
 
         Returns: Work of ``output_list`` on the root, of None elsewhere.
         """
@@ -128,10 +128,10 @@ class VariableCollectives(CommBase):
         hints: Mapping[str, str] | None = None,
         tag: str | None = None,
     ) -> Work[Tensor]:
-        """Give each rank r the root's ``input_list[r]``, each of a shape and dtype of its own.
+        """Give each rank r the root's ``input_list[r]``; each input has its own shape and dtype.
 
         Args:
-            output: as many elements as the tensor that comes; None: a new one of its shape.
+            output: as many elements as the root's tensor for this rank; None: a new tensor of that shape.
             input_list: on the root ``size`` tensors; elsewhere None or empty.
 
         Returns: Work of ``output``.

@@ -17,8 +17,7 @@ from typing import Any, Final, NoReturn, Self, final
 
 import torch
 
-from asynccomm.comm.comm import Comm
-from asynccomm.comm.methods.scopes import coalesce
+from asynccomm.comm.comm import Comm, coalesce
 from asynccomm.comm.scopes import Batch, Estimate
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.validation import member_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +17,13 @@ from asynccomm.comm.scopes import Batch
 from asynccomm.core.work import Work
 from asynccomm.testing.local import loopback_world
 from tests.batching.recording import Recorder
+
+
+@pytest.fixture
+async def comms() -> AsyncIterator[list[Comm]]:
+    """The comms of all three ranks, on loopback."""
+    async with loopback_world(3) as found:
+        yield found
 
 
 def full(comm: Comm, n: int = 3, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asynccomm import AbortedError, ClosedError, Comm, MemoryStore, StoreError, join_comm
-from asynccomm.comm.methods import regrouping as module
+from asynccomm.comm.methods import groups as module
 from asynccomm.testing.local import loopback_world
 
 
