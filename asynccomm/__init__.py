@@ -1,6 +1,6 @@
 """Collective communication for PyTorch tensors that you can await.
 
-``new_comm`` makes a Comm, its methods return Works, ``run`` runs a program. See the README for the contract.
+``new_comm`` makes a Comm, its methods return Works, ``run`` runs a program. The contract is in ``comm/README.md``.
 
 Names are loaded at first use: importing torch takes seconds, a cost to spare the launcher and pytest runs that only
 have the plugin installed.

@@ -22,6 +22,7 @@ from asynccomm.comm.wire_errors import decode_error, encode_error
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.diagnosis import Diagnosis, RankState
 from asynccomm.control.fingerprints import Fingerprint
+from asynccomm.control.timing import PING_SECONDS
 from asynccomm.control.transport.framing import ControlMessage
 from asynccomm.core.callsite import CallSite, show
 from asynccomm.core.stacks import format_stacks
@@ -34,7 +35,6 @@ from asynccomm.ops.validation import CommInfo
 REMEMBERED: Final = 64  # number of last calls stored; few, so that their memory stays in the cache
 COMPARED: Final = 1024  # the same where fingerprints are compared, which may find a difference long after the call
 SHOWN: Final = 8  # operations in flight that an answer lists
-PING_SECONDS: Final = 0.1  # for a loop to run a callback, before it counts as blocked
 ANSWER_SECONDS: Final = 0.5  # for peers to answer a request
 
 Called = tuple[Op, CallSite | None, int, float]  # operation, call site, number, time of the call
