@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from asynccomm.comm.methods.base import ReceivePolicy
 
 from asynccomm import Comm, PayloadError, Work
+from asynccomm.comm.methods.base import ReceivePolicy
 from asynccomm.comm.methods.tensor_dicts import _DictReceiver
 from asynccomm.ops import Call, Parcel, SendParcel
 from asynccomm.ops.validation import CommInfo
