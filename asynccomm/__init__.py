@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from asynccomm.comm.methods.streams import Stream as Stream
     from asynccomm.comm.new_comm import join_comm as join_comm
     from asynccomm.comm.new_comm import new_comm as new_comm
-    from asynccomm.comm.scopes import Batch as Batch
+    from asynccomm.comm.scopes import CoalesceScope as CoalesceScope
     from asynccomm.comm.scopes import Estimate as Estimate
     from asynccomm.control.diagnosis import Diagnosis as Diagnosis
     from asynccomm.control.diagnosis import PendingOp as PendingOp
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "backend_names": "asynccomm.backends.registry",
-    "Batch": "asynccomm.comm.scopes",
+    "CoalesceScope": "asynccomm.comm.scopes",
     "Estimate": "asynccomm.comm.scopes",
     "Comm": "asynccomm.comm.comm",
     "CommStatistics": "asynccomm.comm.in_flight",

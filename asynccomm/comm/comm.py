@@ -26,7 +26,7 @@ from asynccomm.comm.methods.streams import Streams
 from asynccomm.comm.methods.tensor_dicts import TensorDicts
 from asynccomm.comm.methods.variable import VariableCollectives
 from asynccomm.comm.monitored_barrier import MonitoredBarrier
-from asynccomm.comm.scopes import Batch, Estimate
+from asynccomm.comm.scopes import CoalesceScope, Estimate
 from asynccomm.control.diagnosis import Diagnosis
 from asynccomm.core.work import Work
 from asynccomm.options import duration, seconds
@@ -96,7 +96,7 @@ class Comm(
         session = self._session
         return session.submit_aside(MonitoredBarrier(wait_all_ranks), session.barriers.pass_through, timeout)
 
-    def coalesce(self, *, max_bytes: int | None = None, max_ops: int | None = None) -> Batch:
+    def coalesce(self, *, max_bytes: int | None = None, max_ops: int | None = None) -> CoalesceScope:
         """Send the calls of this task in the scope as one batch, when the scope ends. ``with`` or ``async with``.
 
         ::
@@ -125,7 +125,7 @@ class Comm(
             max_bytes, max_ops: limits of the collectives in a batch, counted as the program calls them: a full batch is
                 sent at once, and the next batch begins. None: no limit.
         """
-        return Batch([self._session], max_bytes, max_ops)
+        return CoalesceScope([self._session], max_bytes, max_ops)
 
     def time_estimator(self) -> Estimate:
         """Estimate the time that the operations called in the scope would take, without running them.
@@ -272,7 +272,7 @@ class Comm(
         session.forget()
 
 
-def coalesce(*comms: Comm, max_bytes: int | None = None, max_ops: int | None = None) -> Batch:
+def coalesce(*comms: Comm, max_bytes: int | None = None, max_ops: int | None = None) -> CoalesceScope:
     """:meth:`Comm.coalesce` for several comms at once. Each comm sends one batch, in the order of the comms' names.
 
     So ranks with several comms in common send in the same order, independent of the order of their calls.
@@ -289,4 +289,4 @@ def coalesce(*comms: Comm, max_bytes: int | None = None, max_ops: int | None = N
             raise TypeError(f"comms[{i}] must be a Comm, got {comm!r}")
     if len({id(comm) for comm in comms}) < len(comms):
         raise ValueError(f"comms must be different ones, got {[comm.name for comm in comms]}")
-    return Batch([comm._session for comm in comms], max_bytes, max_ops)
+    return CoalesceScope([comm._session for comm in comms], max_bytes, max_ops)

@@ -108,14 +108,14 @@ async def await_commit(
         with contextlib.suppress(RuntimeError):  # the loop may be closed
             loop.call_soon_threadsafe(orders.put_nowait, order)
 
-    attempt: _Attempt | None = None
+    attempt: _JoinAttempt | None = None
     asking = True
     client.ask(proposal, wait, hear)
     try:
         while True:
             match await orders.get():
                 case Prepare(decision):
-                    attempt = _Attempt(client, decision, form, orders.put_nowait)
+                    attempt = _JoinAttempt(client, decision, form, orders.put_nowait)
                 case Retry():
                     if attempt is not None:
                         await attempt.drop()
@@ -145,7 +145,7 @@ async def await_commit(
 
 
 @final
-class _Attempt:
+class _JoinAttempt:
     """Connects the members of a decision; calls ``left_out`` if other ranks have gone on already."""
 
     def __init__(

@@ -30,7 +30,7 @@ def check_limit(name: str, value: int | None) -> None:
 
 
 @final
-class Batch(Handle):
+class CoalesceScope(Handle):
     """A scope whose operations are sent together; made by ``comm.coalesce()`` and ``asynccomm.coalesce()``.
 
     ``await batch`` gives the outputs of all operations, in the order of the calls (with several comms, one comm after

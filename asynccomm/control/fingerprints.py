@@ -15,7 +15,7 @@ COMMS: Final = 1024  # tables that are kept
 Fingerprint = tuple[int, int, int, int]  # number, two words, length of the batch
 
 
-class Mismatch(NamedTuple):
+class FingerprintMismatch(NamedTuple):
     """Two ranks with different collectives under one number."""
 
     seq: int
@@ -34,7 +34,7 @@ class FingerprintTable:
         self._open: OrderedDict[int, tuple[Fingerprint, int, set[int]]] = OrderedDict()
         self._differs = False
 
-    def take(self, rank: int, fingerprints: list[Fingerprint]) -> Mismatch | None:
+    def take(self, rank: int, fingerprints: list[Fingerprint]) -> FingerprintMismatch | None:
         """Compare the fingerprints of ``rank``. Returns the first mismatch of the comm, once."""
         for one in fingerprints:
             if self._differs:
@@ -51,7 +51,7 @@ class FingerprintTable:
             if first != one:
                 self._differs = True
                 self._open.clear()
-                return Mismatch(seq, whose, rank)
+                return FingerprintMismatch(seq, whose, rank)
             seen.add(rank)
             if len(seen) == self._size:
                 del self._open[seq]
@@ -65,7 +65,7 @@ class FingerprintTables:
     def __init__(self) -> None:
         self._comms: OrderedDict[str, FingerprintTable] = OrderedDict()
 
-    def take(self, key: Any, rank: int, size: Any, fingerprints: Any) -> Mismatch | None:
+    def take(self, key: Any, rank: int, size: Any, fingerprints: Any) -> FingerprintMismatch | None:
         """As :meth:`FingerprintTable.take`. Raises: ValueError: the arguments are no fingerprints of a comm."""
         if not isinstance(key, str) or type(size) is not int or not isinstance(fingerprints, list):
             raise ValueError("no fingerprints")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, final
 
-from asynccomm.control.fingerprints import FingerprintTables, Mismatch
+from asynccomm.control.fingerprints import FingerprintMismatch, FingerprintTables
 from asynccomm.control.requests import ANSWER_SECONDS, Requests
 from asynccomm.control.router import ALL, ROOT, Router
 from asynccomm.control.subscribers import Subscribers
@@ -86,7 +86,7 @@ class MismatchDetector:
             assert isinstance(key, str)
             self._begin(self._report(key, found))
 
-    async def _report(self, key: str, found: Mismatch) -> None:
+    async def _report(self, key: str, found: FingerprintMismatch) -> None:
         """Ask the two ranks for their operations, and send the mismatch to all ranks."""
         sides = [found.rank, found.other]
         said = await self._requests.gather(key, sides, {"what": "explain", "seq": found.seq}, ANSWER_SECONDS)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from asynccomm.comm.comm import coalesce
-from asynccomm.comm.scopes import Batch
+from asynccomm.comm.scopes import CoalesceScope
 from asynccomm.core.work import Work
 from asynccomm.errors import MonitoredBarrierError
 from asynccomm.interop.group_comms import GroupComms
@@ -48,7 +48,7 @@ class TorchCollectives:
         self.comms = comms
         self._called = 0  # number of collectives
         self._last = _LastWork()
-        self._scopes: dict[int, tuple[Batch, list[TorchWork]]] = {}  # by thread
+        self._scopes: dict[int, tuple[CoalesceScope, list[TorchWork]]] = {}  # by thread
 
     def taken(self) -> TorchWork | None:
         """Take the Work of this thread's last call; None if there was no call since, or torch has dropped the Work."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import asynccomm
 from asynccomm import Comm, NotSentError, ReduceOp, coalesce
-from asynccomm.comm.scopes import Batch
+from asynccomm.comm.scopes import CoalesceScope
 from asynccomm.core.work import Work
 from asynccomm.testing.local import loopback_world
 from tests.batching.recording import Recorder
@@ -308,7 +308,7 @@ async def program(comm: Comm, seed: int) -> list[list[float]]:
     return [t.tolist() for t in pool]
 
 
-async def step(comm: Comm, batch: Batch, plan: random.Random, pool: list[Tensor]) -> None:
+async def step(comm: Comm, batch: CoalesceScope, plan: random.Random, pool: list[Tensor]) -> None:
     t, other = plan.sample(pool, 2)
     start = plan.randrange(6)
     part, root = t[start : start + 6], plan.randrange(comm.size)
@@ -408,5 +408,5 @@ async def test_arguments(comms: list[Comm]) -> None:
 
 
 async def test_both_are_batches(comms: list[Comm]) -> None:
-    assert isinstance(comms[0].coalesce(max_ops=3, max_bytes=7), Batch)
-    assert isinstance(coalesce(*comms, max_ops=3, max_bytes=7), Batch)
+    assert isinstance(comms[0].coalesce(max_ops=3, max_bytes=7), CoalesceScope)
+    assert isinstance(coalesce(*comms, max_ops=3, max_bytes=7), CoalesceScope)

@@ -26,7 +26,7 @@ from asynccomm import (
     coalesce,
 )
 from asynccomm.backends.base import Submission
-from asynccomm.comm.scopes import Batch, check_limit
+from asynccomm.comm.scopes import CoalesceScope, check_limit
 from asynccomm.core.work import Work
 from asynccomm.testing.local import loopback_world
 from tests.batching.recording import Recorder
@@ -88,7 +88,7 @@ async def test_held_until_the_end_and_then_one_batch(pair: list[Comm], kind: str
     else:
         async with a.coalesce() as batch:
             works = calls()
-    assert isinstance(batch, Batch)
+    assert isinstance(batch, CoalesceScope)
     assert record.kinds == [["all_reduce", "barrier"]]
     assert batch.works == works
     assert [work.seq for work in works] == list(range(6))
@@ -792,7 +792,7 @@ async def test_several_calls_of_one_when_a_batch_cannot_leave(comm: Comm) -> Non
     expect_nothing_left(comm, batch)
 
 
-def expect_nothing_left(comm: Comm, batch: Batch) -> None:
+def expect_nothing_left(comm: Comm, batch: CoalesceScope) -> None:
     try:
         assert comm.statistics()[1:4] == (0, 0, 0)
         assert all(work.done() for work in batch.works)

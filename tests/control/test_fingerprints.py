@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asynccomm.control import fingerprints as module
-from asynccomm.control.fingerprints import Fingerprint, FingerprintTable, FingerprintTables, Mismatch
+from asynccomm.control.fingerprints import Fingerprint, FingerprintMismatch, FingerprintTable, FingerprintTables
 
 
 def fingerprints(*numbers: int, word: int = 5, batch: int = 1) -> list[Fingerprint]:
@@ -55,7 +55,7 @@ def test_the_first_difference_is_found_and_only_that(size: int, count: int, data
 def test_batches_that_end_elsewhere_differ() -> None:
     table = FingerprintTable(2)
     assert table.take(0, [(0, 1, 1, 2), (1, 1, 1, 0)]) is None
-    assert table.take(1, [(0, 1, 1, 1), (1, 1, 1, 1)]) == Mismatch(0, 0, 1)
+    assert table.take(1, [(0, 1, 1, 1), (1, 1, 1, 1)]) == FingerprintMismatch(0, 0, 1)
 
 
 def test_a_rank_alone_keeps_nothing() -> None:
@@ -76,8 +76,8 @@ def test_comms_are_apart() -> None:
     tables = FingerprintTables()
     assert tables.take("a", 0, 2, fingerprints(0, word=1)) is None
     assert tables.take("b", 1, 2, fingerprints(0, word=2)) is None
-    assert tables.take("a", 1, 2, fingerprints(0, word=3)) == Mismatch(0, 0, 1)
-    assert tables.take("b", 0, 2, fingerprints(0, word=3)) == Mismatch(0, 1, 0)
+    assert tables.take("a", 1, 2, fingerprints(0, word=3)) == FingerprintMismatch(0, 0, 1)
+    assert tables.take("b", 0, 2, fingerprints(0, word=3)) == FingerprintMismatch(0, 1, 0)
 
 
 def test_a_comm_can_be_forgotten() -> None:

@@ -63,7 +63,7 @@ def test_what_is_exported_is_a_handle_or_a_value() -> None:
     assert {name for name, kind in found.items() if not issubclass(kind, Handle)} == VALUES
     of_c10d = classes_of(c10d)
     assert {name for name, kind in of_c10d.items() if not issubclass(kind, Handle)} == VALUES_OF_C10D
-    assert {"Batch", "BatchSendRecv", "Comm", "Estimate", "Sink", "Store", "Stream", "Work"} <= found.keys()
+    assert {"CoalesceScope", "BatchSendRecv", "Comm", "Estimate", "Sink", "Store", "Stream", "Work"} <= found.keys()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asynccomm.batching.ordering import protocol
-from asynccomm.batching.ordering.codec import MAX_TAG, MAX_TEXT, GarbledError, MessageWriter, op_request
+from asynccomm.batching.ordering.codec import MAX_TAG, MAX_TEXT, MessageWriter, OrderMessageError, op_request
 from asynccomm.batching.ordering.protocol import Announcer, OrderCoordinator
 
 from .mutations import little_memory
@@ -46,24 +46,27 @@ def test_the_limit_is_far_above_what_is_decided_together() -> None:
 def test_ids_in_a_row_take_no_memory() -> None:
     """64 MiB of them would be two thousand million announcements."""
     coordinator = knowing()
-    with little_memory(64 << 20), pytest.raises(GarbledError, match=f"more than {LIMIT} operations that are undecided"):
+    with (
+        little_memory(64 << 20),
+        pytest.raises(OrderMessageError, match=f"more than {LIMIT} operations that are undecided"),
+    ):
         coordinator.hear(1, b"\4" * (16 << 20))  # the id 0, again and again
 
 
 def test_nothing_of_what_is_too_much_is_taken() -> None:
     coordinator = OrderCoordinator(2)
-    with pytest.raises(GarbledError):
+    with pytest.raises(OrderMessageError):
         coordinator.hear(1, announced(LIMIT + 1))
     assert coordinator.undecided is None
     coordinator.hear(1, announced(LIMIT))
-    with pytest.raises(GarbledError):
+    with pytest.raises(OrderMessageError):
         coordinator.hear(1, announced(1))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_messages_that_never_end(rank: int) -> None:
     coordinator = OrderCoordinator(2)
-    with pytest.raises(GarbledError, match="undecided"):
+    with pytest.raises(OrderMessageError, match="undecided"):
         for turn in range(LIMIT + 1):
             coordinator.hear(rank, announced(1, tag=str(turn)))
     coordinator.hear(1 - rank, announced(1, tag="0"))  # the others are heard
@@ -77,7 +80,7 @@ def test_what_is_decided_does_not_count() -> None:
             coordinator.hear(rank, announced(LIMIT))
         assert coordinator.message() is not None
     coordinator.hear(1, announced(LIMIT))
-    with pytest.raises(GarbledError):
+    with pytest.raises(OrderMessageError):
         coordinator.hear(1, announced(1))
 
 
@@ -87,5 +90,5 @@ def test_a_description_is_as_long_as_its_writer_may_make_it() -> None:
     OrderCoordinator(2).hear(1, writer.written())
     writer = MessageWriter()
     writer.announced(("t", (0, 0), "x" * (MAX_TEXT + 1), 0))
-    with pytest.raises(GarbledError, match="a text of 1025 characters"):
+    with pytest.raises(OrderMessageError, match="a text of 1025 characters"):
         OrderCoordinator(2).hear(1, writer.written())

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from asynccomm.batching.ordering.codec import GarbledError, MessageReader, MessageWriter, Mismatch, op_request
+from asynccomm.batching.ordering.codec import MessageReader, MessageWriter, Mismatch, OrderMessageError, op_request
 from asynccomm.batching.ordering.protocol import Announcer, OrderCoordinator
 
 from .mutations import little_memory, mutated
@@ -53,7 +53,7 @@ def test_messages_that_are_almost_right(seed: int) -> None:
     with little_memory():
         for _ in range(300):
             message = mutated(choose.choice(SPOKEN), choose) if choose.random() < 0.8 else choose.randbytes(40)
-            with contextlib.suppress(GarbledError):
+            with contextlib.suppress(OrderMessageError):
                 read(message)
 
 
@@ -68,7 +68,7 @@ def test_a_council_that_hears_nonsense_takes_nothing_of_it(seed: int) -> None:
             message = mutated(choose.choice(SPOKEN), choose)
             try:
                 coordinator.hear(1, message)
-            except GarbledError:
+            except OrderMessageError:
                 garbled = True
                 break
         if garbled and coordinator.undecided is None and coordinator.message() is None:
@@ -94,14 +94,14 @@ def test_a_voice_that_hears_nonsense(seed: int) -> None:
         try:
             for _ in range(5):
                 announcer.hear(mutated(choose.choice(SPOKEN), choose))
-        except (GarbledError, Mismatch) as exc:
+        except (OrderMessageError, Mismatch) as exc:
             assert len(str(exc)) < 10_000
 
 
 def test_a_length_takes_no_memory() -> None:
     with little_memory(64 << 20):
         for size in (b"\xff" * 8 + b"\x7f", b"\x80\x80\x80\x80\x10"):
-            with pytest.raises(GarbledError):
+            with pytest.raises(OrderMessageError):
                 read(b"\0" + size + b"tag")
     said = op_request("t", (1, 2), "x", 0)
     assert said == ("t", (1, 2), "x", 0)

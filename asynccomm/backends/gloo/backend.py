@@ -25,7 +25,7 @@ import anyio.to_thread
 from torch import distributed as dist
 
 from asynccomm.backends.base import Backend, BackendContext, Submission
-from asynccomm.backends.gloo.collectives import Collectives
+from asynccomm.backends.gloo.collectives import GlooCollectives
 from asynccomm.backends.gloo.goodbye import say_goodbye
 from asynccomm.backends.gloo.p2p import PointToPoint
 from asynccomm.backends.gloo.payload_collectives import PayloadExchange
@@ -81,7 +81,9 @@ class GlooBackend(Backend):
         # separate from point-to-point messages, which must not delay a collective
         self._parcel_lane = OrderedExecutor(f"{name}-parcels", 1)
         exchange = PayloadExchange(group.rank, group.size, self._parcel_lane, self._complete)
-        self._collectives = Collectives(gloos, name, group.rank, group.size, exchange, self._failed, self._not_started)
+        self._collectives = GlooCollectives(
+            gloos, name, group.rank, group.size, exchange, self._failed, self._not_started
+        )
         self._ending = threading.Lock()
         self._poisoned = False
         self._out_of_step = False  # a lane has not received all its data, and the comm is about to break

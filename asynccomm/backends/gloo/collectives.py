@@ -77,7 +77,7 @@ class _Started:
 
 
 @final
-class Collectives:
+class GlooCollectives:
     """The collectives of one rank.
 
     Args:

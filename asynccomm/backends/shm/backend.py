@@ -20,7 +20,7 @@ import anyio.to_thread
 from asynccomm.backends.base import Backend, BackendContext, Submission
 from asynccomm.backends.shm.bootstrap import Circle, decline, meet, unsupported
 from asynccomm.backends.shm.engine import Engine
-from asynccomm.backends.shm.progress_thread import Worker, the_worker
+from asynccomm.backends.shm.progress_thread import ProgressThread, shared_thread
 from asynccomm.backends.shm.settings import HINTS, Settings, patience_for, spin_seconds, yield_seconds
 from asynccomm.core.work import Work
 
@@ -38,7 +38,9 @@ class ShmBackend(Backend):
     compares = True
     merged_bytes = 256 << 10  # larger operations are faster unmerged than in pieces (measured: 2 ranks on 2 cores)
 
-    def __init__(self, context: BackendContext, engine: Engine, circle: Circle, worker: Worker, bell: int) -> None:
+    def __init__(
+        self, context: BackendContext, engine: Engine, circle: Circle, worker: ProgressThread, bell: int
+    ) -> None:
         self._engine = engine
         self._circle = circle
         self._worker = worker
@@ -70,7 +72,7 @@ class ShmBackend(Backend):
             try:
                 if patience is None:
                     patience = await anyio.to_thread.run_sync(patience_for, context.group.size)
-                worker = the_worker()
+                worker = shared_thread()
                 bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             except (OSError, RuntimeError) as exc:  # no descriptors or threads left; the other ranks must be informed
                 await decline(context, str(exc))

@@ -19,7 +19,7 @@ from torch import Tensor
 from asynccomm.backends.shm.bundles import MOST, Bundle, size_of_batch
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.layout import HEADER, WORD, Layout, Word
-from asynccomm.backends.shm.manifest import Issued, Listed, difference, listing, read_listing
+from asynccomm.backends.shm.manifest import ManifestEntry, ManifestRow, difference, listing, read_listing
 from asynccomm.errors import BackendError, CollectiveMismatchError
 from asynccomm.ops import Barrier, Op
 from asynccomm.ops.signature import Signature, describe, differing_layout, signature
@@ -201,9 +201,9 @@ class Board:
             described += ", divided otherwise"
         return self.mismatch(rank, described)
 
-    def _issued(self, step: int, rank: int, words: Signature, total: int = 1) -> Issued:
+    def _issued(self, step: int, rank: int, words: Signature, total: int = 1) -> ManifestEntry:
         """The collectives of a rank in ``step``, from its slot alone. Raises: ValueError if the list is corrupt."""
-        listed = [Listed(self.number, words)]
+        listed = [ManifestRow(self.number, words)]
         if words[0] == BUNDLE:
             used, n, total = self.get(step, rank, 0)
             if used + n * WORD > self.chunk:
@@ -211,12 +211,12 @@ class Board:
             data = string_at(self.slot_address(step, rank) + used, n * WORD)
             listed = read_listing(memoryview(data).cast("Q").tolist())
         if rank != self.rank:
-            return Issued(total, listed)
+            return ManifestEntry(total, listed)
         bundle = self._bundle
         if bundle is None:
-            return Issued(1, listed, (self._op,))
+            return ManifestEntry(1, listed, (self._op,))
         ops = [op for submission in bundle.listed for op in (*submission.members, submission.op)]
-        return Issued(bundle.total, listed, ops)
+        return ManifestEntry(bundle.total, listed, ops)
 
     def mismatch(self, rank: int, theirs: str) -> CollectiveMismatchError:
         """The error for the current collective when ``rank`` has issued another, described by ``theirs``."""

@@ -37,7 +37,7 @@ from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.layout import Layout, State, Word
 from asynccomm.backends.shm.lowering import start
 from asynccomm.backends.shm.p2p import Messages
-from asynccomm.backends.shm.progress_thread import Turn, Worker
+from asynccomm.backends.shm.progress_thread import ProgressResult, ProgressThread
 from asynccomm.backends.shm.rings import Mapped
 from asynccomm.backends.shm.settings import Settings
 from asynccomm.core.work import Work
@@ -65,7 +65,7 @@ class Engine:
         layout: Layout,
         settings: Settings,
         circle: Circle,
-        worker: Worker,
+        worker: ProgressThread,
         patience: float,
         stretch: float,
     ) -> None:
@@ -342,24 +342,24 @@ class Engine:
             self._dozing = False
             self._worker.ring()
 
-    def turn(self) -> Turn:
+    def turn(self) -> ProgressResult:
         """Advance all operations by one step, on the progress thread."""
         self._lock.acquire()
-        turn = Turn.OVER
+        turn = ProgressResult.OVER
         try:
             self._news = self._dozing = False
             self._bells.disarm()
             if not self._dead:
-                turn = Turn.MOVED if self._step(one=True) else Turn.STUCK
+                turn = ProgressResult.MOVED if self._step(one=True) else ProgressResult.STUCK
             if self._dead or not (self._large or self._waited):
                 self._with_worker = False
                 self._words[self._place] = 0
-                turn = Turn.OVER
+                turn = ProgressResult.OVER
                 if not self._dead:
                     self._run(0.0, True)  # the event loop drives the remaining operations
         finally:
             self._release()
-        if turn is Turn.OVER and (self._news or self._large or self._waited):
+        if turn is ProgressResult.OVER and (self._news or self._large or self._waited):
             self._drive()
             if self._waited:
                 self._to_worker()

@@ -21,7 +21,7 @@ from asynccomm.backends.shm.board import Board
 from asynccomm.backends.shm.bundles import Bundle, extent
 from asynccomm.backends.shm.payloads import parcels
 from asynccomm.backends.shm.schedule import Lands, by_rank, landed, part_of, reducing
-from asynccomm.backends.shm.variable_length import Stream, Taker, stream
+from asynccomm.backends.shm.variable_length import PayloadSink, PayloadSource, stream
 from asynccomm.backends.shm.vectors import copy, write
 from asynccomm.ops import (
     AllGather,
@@ -104,10 +104,10 @@ def _all_to_all(board: Board, submission: Submission, whole: int) -> Progress:
         if n > 0:
             write(targets[source][1], start, n, address)
 
-    gives = {rank: Stream(0, nbytes, address) for rank, address, nbytes in sources}
-    gives[me] = Stream(0, 0, 0)
+    gives = {rank: PayloadSource(0, nbytes, address) for rank, address, nbytes in sources}
+    gives[me] = PayloadSource(0, 0, 0)
     first = board.begin(submission.work.seq, submission.op, 1)
-    yield from stream(board, first, part_bytes(board), me, gives, board.others, Taker(begin, take))
+    yield from stream(board, first, part_bytes(board), me, gives, board.others, PayloadSink(begin, take))
     for land in (*copies, *after):
         land()
 

@@ -22,18 +22,18 @@ ROW: Final = 4 * WORD  # bytes of a run of one operation
 _form: Final = attrgetter("dtype", "layout", "label")  # merged operations are equal in all else
 
 
-class Listed(NamedTuple):
+class ManifestRow(NamedTuple):
     """An operation in a list."""
 
     number: int  #: sequence number on the comm
     words: Signature
 
 
-class Issued(NamedTuple):
+class ManifestEntry(NamedTuple):
     """The operations that a rank has issued in a step, to be compared with another rank's."""
 
     total: int  #: number of operations in the batch; 1 without a batch
-    listed: Sequence[Listed]
+    listed: Sequence[ManifestRow]
     ops: Sequence[Op] = ()  #: the operations themselves, for better texts, where they are known
 
 
@@ -61,7 +61,7 @@ def _runs(submission: Submission) -> list[int]:
     return words
 
 
-def read_listing(words: Sequence[int]) -> list[Listed]:
+def read_listing(words: Sequence[int]) -> list[ManifestRow]:
     """The operations in a list, in program order. Raises: ValueError if the list is corrupt or empty."""
     listed = sorted(_read(words))
     if not listed:
@@ -69,7 +69,7 @@ def read_listing(words: Sequence[int]) -> list[Listed]:
     return listed
 
 
-def _read(words: Sequence[int]) -> Iterator[Listed]:
+def _read(words: Sequence[int]) -> Iterator[ManifestRow]:
     at = 0
     while at < len(words):
         if at + 2 > len(words) or at + 2 + 2 * words[at + 1] > len(words):
@@ -77,11 +77,11 @@ def _read(words: Sequence[int]) -> Iterator[Listed]:
         code, n = words[at], words[at + 1]
         sizes, numbers = words[at + 2 : at + 2 + n], words[at + 2 + n : at + 2 + 2 * n]
         for number, size in zip(numbers, sizes, strict=True):
-            yield Listed(number, (code, size))
+            yield ManifestRow(number, (code, size))
         at += 2 + 2 * n
 
 
-def difference(mine: Issued, theirs: Issued) -> tuple[int, str, str]:
+def difference(mine: ManifestEntry, theirs: ManifestEntry) -> tuple[int, str, str]:
     """The first operation that differs: its number, and the texts of this rank's and the other rank's operation.
 
     If all listed operations are equal, the texts describe the batches, which differ in their bounds.
@@ -95,10 +95,10 @@ def difference(mine: Issued, theirs: Issued) -> tuple[int, str, str]:
     return mine.listed[0].number, here, there if here != there else f"{there}, divided otherwise"
 
 
-def _described(issued: Issued) -> str:
+def _described(issued: ManifestEntry) -> str:
     first = _named(issued, issued.listed[0])
     return f"{first} alone" if issued.total == 1 else f"a batch of {issued.total} from {first} on"
 
 
-def _named(issued: Issued, listed: Listed) -> str:
+def _named(issued: ManifestEntry, listed: ManifestRow) -> str:
     return next((str(op) for op in issued.ops if signature(op) == listed.words), describe(listed.words))

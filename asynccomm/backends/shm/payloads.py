@@ -11,7 +11,7 @@ from asynccomm.backends.base import Submission
 from asynccomm.backends.delivery import Delivery
 from asynccomm.backends.shm.algorithms import Progress, part_bytes
 from asynccomm.backends.shm.board import Board
-from asynccomm.backends.shm.variable_length import Stream, Taker, stream
+from asynccomm.backends.shm.variable_length import PayloadSink, PayloadSource, stream
 from asynccomm.backends.shm.vectors import Scattered, address_of, scattered
 from asynccomm.errors import BackendError, BrokenError
 from asynccomm.ops import Parcel, Parcels
@@ -30,14 +30,14 @@ def parcels(board: Board, submission: Submission) -> Progress:
     room, part = (board.chunk, 0) if op.shared else (part_bytes(board), me)
     if op.takes(me):
         deliveries = Deliveries(submission, delivery)
-        yield from stream(board, first, room, part, gives, givers, Taker(deliveries.begin, deliveries.take))
+        yield from stream(board, first, room, part, gives, givers, PayloadSink(deliveries.begin, deliveries.take))
         deliveries.finish()
     else:
         yield from stream(board, first, room, part, gives, givers, None)
         delivery.finish()
 
 
-def _streams(op: Parcels, given: Sequence[Parcel], size: int, me: int) -> dict[int, Stream]:
+def _streams(op: Parcels, given: Sequence[Parcel], size: int, me: int) -> dict[int, PayloadSource]:
     """This rank's streams, by the part of its slots.
 
     There are no streams if no other rank takes them. With a stream per rank, ranks that take none get empty streams.
@@ -46,15 +46,15 @@ def _streams(op: Parcels, given: Sequence[Parcel], size: int, me: int) -> dict[i
         return {}
     if op.shared:
         return {0: _stream(given[0])}
-    nothing = Stream(0, 0, 0)
+    nothing = PayloadSource(0, 0, 0)
     return {rank: _stream(given[rank]) if rank != me and op.takes(rank) else nothing for rank in range(size)}
 
 
-def _stream(parcel: Parcel) -> Stream:
+def _stream(parcel: Parcel) -> PayloadSource:
     tensors = [arithmetic.plain(tensor) for tensor in parcel.tensors]
     pieces = [(address_of(parcel.head), len(parcel.head)), *[(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]]
     data = Scattered(pieces, (parcel.head, tensors))
-    return Stream(len(parcel.head), data.nbytes - len(parcel.head), data)
+    return PayloadSource(len(parcel.head), data.nbytes - len(parcel.head), data)
 
 
 @final

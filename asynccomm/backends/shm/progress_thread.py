@@ -32,7 +32,7 @@ _current_cpu: Final[Callable[[], int]] = getattr(ctypes.PyDLL(None), "sched_getc
 _log = logging.getLogger("asynccomm")
 
 
-class Turn(Enum):
+class ProgressResult(Enum):
     """The result of one turn of driving an engine."""
 
     MOVED = "moved"
@@ -40,13 +40,13 @@ class Turn(Enum):
     OVER = "over"  # no work is left for the progress thread
 
 
-class Driven(Protocol):
+class Progressed(Protocol):
     """An engine that the progress thread drives, until a turn is OVER."""
 
     patience: float  #: the spin budget: seconds to spin for other ranks before sleeping
     stretch: float  #: seconds of driving after which the thread yields its core
 
-    def turn(self) -> Turn:
+    def turn(self) -> ProgressResult:
         """Advance the operations by one step, without waiting."""
 
     def settle_on(self, cpu: int) -> Sequence[int]:
@@ -60,7 +60,7 @@ class Driven(Protocol):
 
 
 @final
-class Worker:
+class ProgressThread:
     """The progress thread, an eventfd that wakes it, and the liveness pipes that it watches."""
 
     def __init__(self) -> None:
@@ -68,8 +68,8 @@ class Worker:
         self._epoll = select.epoll()
         self._epoll.register(self.bell, select.EPOLLIN)
         self._watched: dict[int, Callable[[], object]] = {}
-        self._given: deque[Driven] = deque()
-        self._driven: dict[Driven, None] = {}
+        self._given: deque[Progressed] = deque()
+        self._driven: dict[Progressed, None] = {}
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="asynccomm shm", daemon=True)
         self._thread.start()
@@ -84,7 +84,7 @@ class Worker:
         """Wake the thread. From any thread."""
         os.eventfd_write(self.bell, 1)
 
-    def take(self, driven: Driven) -> None:
+    def take(self, driven: Progressed) -> None:
         """Drive ``driven`` until a turn is OVER. From any thread."""
         self._given.append(driven)
         self.ring()
@@ -169,26 +169,26 @@ class Worker:
         moved = False
         for each in list(self._driven):
             turn = self._turn(each)
-            if turn is Turn.OVER:
+            if turn is ProgressResult.OVER:
                 del self._driven[each]
-            moved = moved or turn is Turn.MOVED
+            moved = moved or turn is ProgressResult.MOVED
         return moved
 
-    def _turn(self, each: Driven) -> Turn:
+    def _turn(self, each: Progressed) -> ProgressResult:
         try:
             return each.turn()
         except Exception as exc:  # one failed comm must not break the others
             self._fail(each, exc)
-            return Turn.OVER
+            return ProgressResult.OVER
 
-    def _dozes(self, each: Driven) -> bool:
+    def _dozes(self, each: Progressed) -> bool:
         try:
             return each.doze()
         except Exception as exc:
             self._fail(each, exc)
             return False  # the next turn is OVER
 
-    def _fail(self, each: Driven, exc: Exception) -> None:
+    def _fail(self, each: Progressed, exc: Exception) -> None:
         try:
             each.failed(exc)
         except Exception:
@@ -223,16 +223,16 @@ def _some_core_is_idle() -> bool:
     return int(running) <= (os.cpu_count() or 1)
 
 
-_worker: Worker | None = None
+_worker: ProgressThread | None = None
 _making = threading.Lock()
 
 
-def the_worker() -> Worker:
+def shared_thread() -> ProgressThread:
     """The worker of this process; the first call starts its thread."""
     global _worker
     with _making:
         if _worker is None:
-            _worker = Worker()
+            _worker = ProgressThread()
         return _worker
 
 

@@ -17,7 +17,7 @@ from asynccomm.backends.shm.vectors import Vector, read
 from asynccomm.errors import BackendError
 
 
-class Stream(NamedTuple):
+class PayloadSource(NamedTuple):
     """A stream that a rank sends: a head and a body."""
 
     head: int  #: bytes of the head
@@ -25,7 +25,7 @@ class Stream(NamedTuple):
     data: Vector  #: head and body as one vector
 
 
-class Taker(NamedTuple):
+class PayloadSink(NamedTuple):
     """The callbacks that receive other ranks' streams."""
 
     begin: Callable[[Mapping[int, tuple[int, int]]], None]  #: called once, with (head, body) by rank
@@ -37,9 +37,9 @@ def stream(
     first: int,
     room: int,
     part: int,
-    gives: Mapping[int, Stream],
+    gives: Mapping[int, PayloadSource],
     givers: Sequence[int],
-    taker: Taker | None,
+    taker: PayloadSink | None,
 ) -> Progress:
     """Transfer streams.
 

@@ -9,7 +9,7 @@ Messages in both directions are a sequence of tokens, each a varint::
     4 + z  an operation by its id, as the zigzag difference to the id before (0 at the beginning of a message)
 
 Operations with an id cost one byte each, or less if their ids are consecutive. :class:`ResponseCache` assigns the ids.
-A received message is fully checked: the reader decodes it, or raises :class:`GarbledError`.
+A received message is fully checked: the reader decodes it, or raises :class:`OrderMessageError`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OpRequest = tuple[str, tuple[int, int], str, int]
 """All that others need to know of an operation: its tag, what it is in two words, the same in words, its bytes."""
 
 
-class GarbledError(ValueError):
+class OrderMessageError(ValueError):
     """A message that no rank of this agreement can have written."""
 
 
@@ -100,11 +100,11 @@ class ResponseCache:
         return self.end + unheard - self._capacity
 
     def known(self, number: int) -> OpRequest:
-        """The operation with this id. Raises: GarbledError."""
+        """The operation with this id. Raises: OrderMessageError."""
         try:
             return self.notices[number]
         except KeyError:
-            raise GarbledError(f"{number} is no operation's id") from None
+            raise OrderMessageError(f"{number} is no operation's id") from None
 
 
 @final
@@ -188,7 +188,7 @@ class MessageReader:
 
     After FULL the caller calls ``announced`` or ``tag``, after MISMATCH ``mismatch``.
 
-    Raises: GarbledError, from any method.
+    Raises: OrderMessageError, from any method.
     """
 
     __slots__ = ("_at", "_data")
@@ -205,12 +205,12 @@ class MessageReader:
                 step = token - _IDS
                 last += ~(step >> 1) if step & 1 else step >> 1
                 if last < 0:
-                    raise GarbledError("an id is negative")
+                    raise OrderMessageError("an id is negative")
                 yield last
             elif token == _RUN:
                 run = self._number()
                 if not 0 < run <= MAX_RUN:
-                    raise GarbledError(f"{run} ids in a row")
+                    raise OrderMessageError(f"{run} ids in a row")
                 yield from range(last + 1, last + run + 1)
                 last += run
             else:
@@ -223,7 +223,7 @@ class MessageReader:
         nbytes = self._number()
         text = self._text()
         if len(text) > MAX_TEXT:
-            raise GarbledError(f"a text of {len(text)} characters, where {MAX_TEXT} are the limit")
+            raise OrderMessageError(f"a text of {len(text)} characters, where {MAX_TEXT} are the limit")
         return tag, (first, second), text, nbytes
 
     def tag(self) -> str:
@@ -231,13 +231,13 @@ class MessageReader:
         try:
             return self._blob(MAX_TAG).decode()
         except UnicodeDecodeError:
-            raise GarbledError("a tag is no UTF-8") from None
+            raise OrderMessageError("a tag is no UTF-8") from None
 
     def mismatch(self) -> Mismatch:
         tag = self.tag()
         found = Mismatch(tag, self._number(), self._text(), self._number(), self._text())
         if self._at < len(self._data):
-            raise GarbledError("more follows a mismatch")
+            raise OrderMessageError("more follows a mismatch")
         return found
 
     def _number(self) -> int:
@@ -251,7 +251,7 @@ class MessageReader:
                 self._at = at
                 return value
             shift += 7
-        raise GarbledError("a number does not end")
+        raise OrderMessageError("a number does not end")
 
     def _text(self) -> str:
         return self._blob(4 * MAX_TEXT).decode(errors="replace")
@@ -259,12 +259,12 @@ class MessageReader:
     def _blob(self, limit: int) -> bytes:
         size = self._number()
         if size > limit:
-            raise GarbledError(f"a text of {size} bytes, where {limit} are the limit")
+            raise OrderMessageError(f"a text of {size} bytes, where {limit} are the limit")
         return self._take(size)
 
     def _take(self, size: int) -> bytes:
         start = self._at
         self._at += size
         if self._at > len(self._data):
-            raise GarbledError("the message is cut off")
+            raise OrderMessageError("the message is cut off")
         return self._data[start : self._at]

@@ -41,11 +41,11 @@ from asynccomm.batching.ordering.codec import (
     CAPACITY,
     FULL,
     MISMATCH,
-    GarbledError,
     MessageReader,
     MessageWriter,
     Mismatch,
     OpRequest,
+    OrderMessageError,
     ResponseCache,
     op_request,
 )
@@ -116,7 +116,8 @@ class Announcer(Generic[T]):
 
         Raises:
             Mismatch: the OrderCoordinator's last message: operations do not fit each other.
-            GarbledError: no OrderCoordinator of this agreement wrote the message. The Announcer is unusable afterwards.
+            OrderMessageError: no OrderCoordinator of this agreement wrote the message. The Announcer is unusable
+                afterwards.
         """
         batches: list[list[T]] = []
         batch: list[T] = []
@@ -136,7 +137,7 @@ class Announcer(Generic[T]):
             else:
                 break
         if not batch:
-            raise GarbledError("a batch is empty")
+            raise OrderMessageError("a batch is empty")
         batches.append(batch)
         return batches
 
@@ -152,7 +153,7 @@ class Announcer(Generic[T]):
     def _decided(self, tag: str) -> _PendingItem[T]:
         line = self._lines.get(tag)
         if line is None or not line[0].announced:
-            raise GarbledError(f"it decides on {tag!r}, under which this rank has announced nothing more")
+            raise OrderMessageError(f"it decides on {tag!r}, under which this rank has announced nothing more")
         op = line.popleft()
         if not line:
             del self._lines[tag]
@@ -212,7 +213,7 @@ class OrderCoordinator:
     def hear(self, rank: int, message: bytes) -> None:
         """Add an Announcer's announcements; ignored after a mismatch.
 
-        Raises: GarbledError: no Announcer of this agreement wrote the message, or the rank has too many undecided
+        Raises: OrderMessageError: no Announcer of this agreement wrote the message, or the rank has too many undecided
         operations. No part of the message was used.
         """
         assert 0 <= rank < self._size, f"there is no rank {rank}"
@@ -288,12 +289,12 @@ class OrderCoordinator:
         found: list[OpRequest] = []
         for token in reader:
             if len(found) == most:
-                raise GarbledError(f"it has announced more than {UNDECIDED} operations that are undecided")
+                raise OrderMessageError(f"it has announced more than {UNDECIDED} operations that are undecided")
             if token < FULL:
-                raise GarbledError("a rank announces what only the coordinator decides")
+                raise OrderMessageError("a rank announces what only the coordinator decides")
             found.append(self._book.known(token) if token >= 0 else reader.announced())
         if not found:
-            raise GarbledError("it announces nothing")
+            raise OrderMessageError("it announces nothing")
         return found
 
 

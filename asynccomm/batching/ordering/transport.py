@@ -25,7 +25,7 @@ from typing import Any, Final, final
 from torch import Tensor
 
 from asynccomm.backends.base import Backend, Submission
-from asynccomm.batching.ordering.codec import GarbledError, Mismatch
+from asynccomm.batching.ordering.codec import Mismatch, OrderMessageError
 from asynccomm.batching.ordering.protocol import Announcer, OrderCoordinator
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import UNNUMBERED, Work
@@ -113,7 +113,7 @@ class OrderingSession:
         if self._coordinator is not None:
             try:
                 self._consider(_COORDINATOR, message)
-            except GarbledError as exc:  # this rank has issued too much
+            except OrderMessageError as exc:  # this rank has issued too much
                 self._garbled(_COORDINATOR, exc)
         elif _COORDINATOR in self._listening:
             self._send(_COORDINATOR, _NEWS + message)
@@ -165,12 +165,12 @@ class OrderingSession:
                 self._part(peer, message[1:])
                 return
             if message[:1] != _NEWS:
-                raise GarbledError("it is neither news nor a goodbye")
+                raise OrderMessageError("it is neither news nor a goodbye")
             if self._coordinator is not None:
                 self._consider(peer, message[1:])
             else:
                 self._obey(message[1:])
-        except GarbledError as exc:
+        except OrderMessageError as exc:
             self._garbled(peer, exc)
         else:
             if not self._ended:
@@ -233,7 +233,7 @@ class OrderingSession:
     def _part(self, peer: int, when: bytes) -> None:
         """Handle the goodbye of ``peer``."""
         if len(when) != _WHEN.size:
-            raise GarbledError("a goodbye does not say when")
+            raise OrderMessageError("a goodbye does not say when")
         self._listening.discard(peer)
         if abs(time.time() - _WHEN.unpack(when)[0]) < ANSWER_SECONDS:
             self._bid_goodbye(peer)

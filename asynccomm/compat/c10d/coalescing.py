@@ -18,7 +18,7 @@ from typing import Any, Final, NoReturn, Self, final
 import torch
 
 from asynccomm.comm.comm import Comm, coalesce
-from asynccomm.comm.scopes import Batch, Estimate
+from asynccomm.comm.scopes import CoalesceScope, Estimate
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.validation import member_of
 from asynccomm.compat.c10d.work import NOTHING, Work
@@ -165,7 +165,7 @@ class CoalescingScope(Handle):
         self._manager: Final = CoalescingManager()
         self._recording: RecordedCalls | None = None
         self._owner: object = None
-        self._batch: Batch | None = None
+        self._batch: CoalesceScope | None = None
 
     def __enter__(self) -> CoalescingManager:
         if not self._async_ops:

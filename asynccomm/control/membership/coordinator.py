@@ -66,7 +66,7 @@ from asynccomm.control.membership.messages import (
     CoordinatorOrder,
     Excluded,
     Finalized,
-    GarbledError,
+    MembershipMessageError,
     Message,
     ParticipantId,
     ParticipantState,
@@ -150,10 +150,10 @@ class Coordinator:
     def hear(self, who: ParticipantId, message: object, now: float) -> None:
         """Take a report; None: the participant is on the channel and has nothing to report.
 
-        Raises: GarbledError: no participant sends this report. The report had no effect.
+        Raises: MembershipMessageError: no participant sends this report. The report had no effect.
         """
         if isinstance(who, int) and who not in self._known:
-            raise GarbledError(f"rank {who} is not of the comm")
+            raise MembershipMessageError(f"rank {who} is not of the comm")
         report = None if message is None else parse_report(message, who, self._known)
         if report is not None and report.decision is not None:
             self._check_maker(report.decision)
@@ -399,9 +399,9 @@ class Coordinator:
         return max(until, *(self._retry_deadlines.get(who, -math.inf) for who in missing))
 
     def _check_maker(self, decision: View) -> None:
-        """Raises: GarbledError: neither this nor an earlier coordinator can have made the decision."""
+        """Raises: MembershipMessageError: neither this nor an earlier coordinator can have made the decision."""
         if decision.key not in self._made if decision.by == self._by else decision.by > self._by or not self._heir:
-            raise GarbledError(f"nobody has made the decision {decision.key!r}")
+            raise MembershipMessageError(f"nobody has made the decision {decision.key!r}")
 
     def _committed_members(self) -> set[ParticipantId]:
         assert self._round is not None

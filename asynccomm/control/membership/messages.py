@@ -1,7 +1,7 @@
 """The messages of the membership agreement: the reports of participants and the orders of the coordinator.
 
 Both are dicts that JSON can carry. Received messages are not trusted: :func:`parse_report` and :func:`parse_order`
-raise GarbledError for each message that no participant or coordinator sends.
+raise MembershipMessageError for each message that no participant or coordinator sends.
 
 A report always holds the whole state of its participant, so that it means the same to every coordinator, however often
 it arrives.
@@ -27,7 +27,7 @@ MAX_ATTEMPT: Final = 2**31  # in a report; up to twice as high in a coordinator'
 SHOWN: Final = 16  # participants listed in a text
 
 
-class GarbledError(ValueError):
+class MembershipMessageError(ValueError):
     """A message that no participant or coordinator of this agreement sends. The message had no effect."""
 
 
@@ -176,18 +176,18 @@ def report_message(report: StatusReport) -> Message:
 def parse_report(message: object, who: ParticipantId, ranks: Collection[int]) -> StatusReport:
     """The report of ``who`` to the coordinator of a comm with these ranks.
 
-    Raises: GarbledError.
+    Raises: MembershipMessageError.
     """
     fields = _Fields(message)
     try:
         state = ParticipantState(fields.text("state", MAX_NAME))
     except ValueError:
-        raise GarbledError("a report with no state that there is") from None
+        raise MembershipMessageError("a report with no state that there is") from None
     wait = fields.get("wait")
     if wait is None:
         wait = math.inf
     elif isinstance(wait, bool) or not isinstance(wait, int | float) or not 0 <= wait < math.inf:
-        raise GarbledError("a wait is seconds, or null")
+        raise MembershipMessageError("a wait is seconds, or null")
     proposal, decision = fields.get("proposal"), fields.get("decision")
     holds = state in (
         ParticipantState.JOINS,
@@ -196,7 +196,7 @@ def parse_report(message: object, who: ParticipantId, ranks: Collection[int]) ->
         ParticipantState.COMMITTED,
     )
     if holds != (decision is not None):
-        raise GarbledError(f"{state} goes {'with a' if holds else 'without'} decision")
+        raise MembershipMessageError(f"{state} goes {'with a' if holds else 'without'} decision")
     report = StatusReport(
         state=state,
         attempt=fields.number("attempt", MAX_ATTEMPT),
@@ -207,7 +207,7 @@ def parse_report(message: object, who: ParticipantId, ranks: Collection[int]) ->
         mistake=fields.flag("mistake"),
     )
     if report.decision is not None and who not in report.decision.members:
-        raise GarbledError(f"{describe_participant(who)} holds a decision that is not for it")
+        raise MembershipMessageError(f"{describe_participant(who)} holds a decision that is not for it")
     return report
 
 
@@ -230,7 +230,7 @@ def order_message(order: CoordinatorOrder) -> Message:
 def parse_order(message: object, ranks: Collection[int]) -> CoordinatorOrder:
     """The order of a coordinator to a participant in a comm with these ranks.
 
-    Raises: GarbledError.
+    Raises: MembershipMessageError.
     """
     fields = _Fields(message)
     say = fields.get("say")
@@ -248,7 +248,7 @@ def parse_order(message: object, ranks: Collection[int]) -> CoordinatorOrder:
         return Rejected(fields.number("attempt", 2 * MAX_ATTEMPT), fields.text("why", MAX_TEXT), fields.flag("mistake"))
     if say == "left out":
         return Excluded(fields.text("why", MAX_TEXT))
-    raise GarbledError("an order that there is not")
+    raise MembershipMessageError("an order that there is not")
 
 
 def _decision_message(decision: View) -> Message:
@@ -260,7 +260,7 @@ def _parse_decision(message: object, ranks: Collection[int]) -> View:
     try:
         place = plain(fields.get("place"))
     except ValueError as exc:
-        raise GarbledError(str(exc)) from None
+        raise MembershipMessageError(str(exc)) from None
     return View(
         key=fields.text("key", MAX_NAME),
         by=fields.number("by", MAX_RANK),
@@ -272,18 +272,18 @@ def _parse_decision(message: object, ranks: Collection[int]) -> View:
 
 def _people(value: object, ranks: Collection[int]) -> tuple[ParticipantId, ...]:
     if not isinstance(value, list):
-        raise GarbledError("participants are a list")
+        raise MembershipMessageError("participants are a list")
     try:
         return check_proposal(value, ranks)
     except ValueError as exc:
-        raise GarbledError(str(exc)) from None
+        raise MembershipMessageError(str(exc)) from None
 
 
 def _seconds(wait: float) -> float:
     try:
         return float(wait)
     except OverflowError:  # an int may be larger than any float
-        raise GarbledError("a wait that no clock will see the end of") from None
+        raise MembershipMessageError("a wait that no clock will see the end of") from None
 
 
 def _short(number: int) -> str:
@@ -298,28 +298,28 @@ class _Fields:
 
     def __init__(self, message: object) -> None:
         if not isinstance(message, Mapping):
-            raise GarbledError(f"a message is a dict, got a {type(message).__name__}")
+            raise MembershipMessageError(f"a message is a dict, got a {type(message).__name__}")
         self._message: Mapping[object, object] = message
 
     def get(self, name: str) -> object:
         if name not in self._message:
-            raise GarbledError(f"a message without {name!r}")
+            raise MembershipMessageError(f"a message without {name!r}")
         return self._message[name]
 
     def text(self, name: str, most: int) -> str:
         value = self.get(name)
         if not isinstance(value, str) or len(value) > most:
-            raise GarbledError(f"{name!r} is a text of at most {most} characters")
+            raise MembershipMessageError(f"{name!r} is a text of at most {most} characters")
         return value
 
     def number(self, name: str, most: int) -> int:
         value = self.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
-            raise GarbledError(f"{name!r} is a number from 0 to {most}")
+            raise MembershipMessageError(f"{name!r} is a number from 0 to {most}")
         return value
 
     def flag(self, name: str) -> bool:
         value = self.get(name)
         if not isinstance(value, bool):
-            raise GarbledError(f"{name!r} is true or false")
+            raise MembershipMessageError(f"{name!r} is true or false")
         return value

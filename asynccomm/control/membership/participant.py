@@ -27,7 +27,7 @@ from asynccomm.control.membership.messages import (
     CoordinatorOrder,
     Excluded,
     Finalized,
-    GarbledError,
+    MembershipMessageError,
     Message,
     ParticipantId,
     ParticipantState,
@@ -133,7 +133,9 @@ class Participant:
     def hear(self, message: object) -> CoordinatorOrder | None:
         """Apply an order of the coordinator, and return it; None: the order is out of date, and has no effect.
 
-        Raises: GarbledError: no coordinator of this agreement sends this order in this state. The order had no effect.
+        Raises:
+            MembershipMessageError: no coordinator of this agreement sends this order in this state. The order had no
+                effect.
         """
         order = parse_order(message, self._ranks)
         match order:
@@ -141,22 +143,22 @@ class Participant:
                 if self._state is not ParticipantState.WANTS:
                     return None
                 if self._who not in decision.members:
-                    raise GarbledError("a decision that is not for this participant")
+                    raise MembershipMessageError("a decision that is not for this participant")
                 self._state, self._decision = ParticipantState.JOINS, decision
             case Commit(key):
                 if self._state is not ParticipantState.PREPARED or not self._holds(key):
-                    raise GarbledError(f"a commit of {key!r}, which is not prepared here")
+                    raise MembershipMessageError(f"a commit of {key!r}, which is not prepared here")
                 self._state = ParticipantState.COMMITTED
             case Retry(key, attempt):
                 if self.committed and self._holds(key):
-                    raise GarbledError(f"{key!r} is committed here, and cannot be undone")
+                    raise MembershipMessageError(f"{key!r} is committed here, and cannot be undone")
                 if not self._holds(key):
                     return None
                 self._state, self._attempt = ParticipantState.WANTS, max(attempt, self._attempt)
                 self._decision, self._why = None, ""
             case Finalized(key):
                 if not self.committed or not self._holds(key):
-                    raise GarbledError(f"{key!r} is over, and was never committed here")
+                    raise MembershipMessageError(f"{key!r} is over, and was never committed here")
                 self._over = True
             case Rejected(attempt):
                 if self._state is not ParticipantState.WANTS or attempt < self._attempt:

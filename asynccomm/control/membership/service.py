@@ -21,7 +21,7 @@ from asynccomm.control.membership.messages import (
     CoordinatorOrder,
     Excluded,
     Finalized,
-    GarbledError,
+    MembershipMessageError,
     ParticipantId,
     Rejected,
     Retry,
@@ -181,7 +181,7 @@ class MembershipService:
         assert isinstance(key, str)
         try:
             order = candidacy.participant.hear(message.get("order"))
-        except GarbledError as exc:
+        except MembershipMessageError as exc:
             _log.warning("rank %s coordinates what it cannot: %s", message.get("from"), exc)
             return
         if order is not None:  # before the report, because the report may bring the next order at once
@@ -226,7 +226,7 @@ class MembershipService:
                 coordinator.left(who)
             else:
                 coordinator.hear(who, report, time.monotonic())
-        except GarbledError as exc:
+        except MembershipMessageError as exc:
             _log.warning("%s reports what it cannot: %s", who, exc)
             return
         self._advance(key)

@@ -13,7 +13,7 @@ import torch
 from asynccomm import CollectiveMismatchError, Comm, ReduceOp, Work, new_comm
 from asynccomm.backends.base import Submission
 from asynccomm.backends.gloo import disputes
-from asynccomm.backends.gloo.collectives import Collectives
+from asynccomm.backends.gloo.collectives import GlooCollectives
 from asynccomm.backends.gloo.frames import Frame, heading_of
 from asynccomm.backends.gloo.payload_collectives import PayloadExchange
 from asynccomm.backends.gloo.predictions import REMEMBERED, Predictor, needs_every_rank
@@ -161,7 +161,7 @@ class Rank:
         self.disputes: list[Any] = []  # what this rank has told of its call
         gloos: Any = GlooGroups(*self.gloos)  # type: ignore[arg-type]
         exchange = PayloadExchange(0, 2, OrderedExecutor("unused", 1), lambda *_: None)
-        self.collectives = Collectives(gloos, "test", 0, 2, exchange, self.failed, self.failed)
+        self.collectives = GlooCollectives(gloos, "test", 0, 2, exchange, self.failed, self.failed)
         self.seq = 0
 
     def failed(self, submission: Submission, exc: Exception) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from asynccomm import ops
 from asynccomm.backends.base import Submission
-from asynccomm.backends.shm.manifest import ROW, Issued, Listed, difference, listing, read_listing
+from asynccomm.backends.shm.manifest import ROW, ManifestEntry, ManifestRow, difference, listing, read_listing
 from asynccomm.ops import Call, Op
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.signature import signature
@@ -49,7 +49,7 @@ ISSUED = st.lists(
 @given(issued=ISSUED, merged=st.booleans())
 def test_a_list_is_read_as_it_was_written(issued: list[Op], merged: bool) -> None:
     """In the order of the program, whatever was merged with what."""
-    expected = [Listed(number, signature(op)) for number, op in enumerate(issued)]
+    expected = [ManifestRow(number, signature(op)) for number, op in enumerate(issued)]
     if not merged:
         found = read_listing(written([one(op, number) for number, op in enumerate(issued)]))
         assert found == expected
@@ -72,25 +72,25 @@ def test_merged_operations_are_listed_one_by_one_if_there_is_room() -> None:
     merged = reduced(5, layout=7)
     submissions = [one(merged, 3, (3, reduced(1)), (5, reduced(4))), one(ops.Barrier(), 4)]
     everything = [
-        Listed(3, signature(reduced(1))),
-        Listed(4, signature(ops.Barrier())),
-        Listed(5, signature(reduced(4))),
+        ManifestRow(3, signature(reduced(1))),
+        ManifestRow(4, signature(ops.Barrier())),
+        ManifestRow(5, signature(reduced(4))),
     ]
     words = written(submissions)
     assert read_listing(words) == everything
     assert read_listing(written(submissions, 8 * len(words))) == everything
     rows = written(submissions, 8 * len(words) - 1)
-    assert read_listing(rows) == [Listed(3, signature(merged)), Listed(4, signature(ops.Barrier()))]
+    assert read_listing(rows) == [ManifestRow(3, signature(merged)), ManifestRow(4, signature(ops.Barrier()))]
     assert 8 * len(rows) == 2 * ROW
 
 
 def test_barriers_that_were_merged_are_listed_as_one() -> None:
     merged = one(ops.Barrier(), 3, (3, ops.Barrier()), (4, ops.Barrier()))
-    assert read_listing(written([merged])) == [Listed(3, signature(ops.Barrier()))]
+    assert read_listing(written([merged])) == [ManifestRow(3, signature(ops.Barrier()))]
 
 
-def issued(total: int, *described: Op) -> Issued:
-    return Issued(total, [Listed(7 + i, signature(op)) for i, op in enumerate(described)])
+def issued(total: int, *described: Op) -> ManifestEntry:
+    return ManifestEntry(total, [ManifestRow(7 + i, signature(op)) for i, op in enumerate(described)])
 
 
 A, B, C, D = reduced(1), reduced(2), ops.Barrier(), reduced(2, layout=5)
@@ -124,12 +124,12 @@ A, B, C, D = reduced(1), reduced(2), ops.Barrier(), reduced(2, layout=5)
         ),
     ],
 )
-def test_differences(mine: Issued, theirs: Issued, expected: tuple[int, str, str]) -> None:
+def test_differences(mine: ManifestEntry, theirs: ManifestEntry, expected: tuple[int, str, str]) -> None:
     assert difference(mine, theirs) == expected
 
 
 def test_what_is_known_better_than_by_its_words_is_named_so() -> None:
     uneven = ops.AllGather(F, 4, layout=9, counts=(1, 4))
-    mine = Issued(2, [Listed(3, signature(uneven)), Listed(4, signature(C))], (uneven, C))
+    mine = ManifestEntry(2, [ManifestRow(3, signature(uneven)), ManifestRow(4, signature(C))], (uneven, C))
     number, own, _ = difference(mine, issued(2, A, C))
     assert (number, own) == (3, "all_gather(float32[1, 4])")

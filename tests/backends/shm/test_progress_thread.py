@@ -11,33 +11,39 @@ from collections.abc import Sequence
 import pytest
 
 from asynccomm.backends.shm import progress_thread as module
-from asynccomm.backends.shm.progress_thread import SWITCH_SECONDS, Turn, Worker, _some_core_is_idle, the_worker
+from asynccomm.backends.shm.progress_thread import (
+    SWITCH_SECONDS,
+    ProgressResult,
+    ProgressThread,
+    _some_core_is_idle,
+    shared_thread,
+)
 
 
 class Script:
     """Takes the turns it was told to; then it is stuck, until it is told more."""
 
     def __init__(
-        self, *turns: Turn, patience: float = 0.0, stretch: float = math.inf, others: Sequence[int] = ()
+        self, *turns: ProgressResult, patience: float = 0.0, stretch: float = math.inf, others: Sequence[int] = ()
     ) -> None:
         self.patience = patience
         self.stretch = stretch
         self.others = others  # processors that the workers of other ranks are awake on
         self.places: list[int] = []
         self.turns = list(turns)
-        self.taken: list[Turn] = []
+        self.taken: list[ProgressResult] = []
         self.threads: set[str] = set()
         self.dozing = threading.Event()
         self.over = threading.Event()
         self.intervals: list[float] = []
         self.failure: Exception | None = None
 
-    def turn(self) -> Turn:
+    def turn(self) -> ProgressResult:
         self.threads.add(threading.current_thread().name)
         self.intervals.append(sys.getswitchinterval())
-        turn = self.turns.pop(0) if self.turns else Turn.STUCK
+        turn = self.turns.pop(0) if self.turns else ProgressResult.STUCK
         self.taken.append(turn)
-        if turn is Turn.OVER:
+        if turn is ProgressResult.OVER:
             self.over.set()
         return turn
 
@@ -57,46 +63,46 @@ class Script:
 
 
 @pytest.fixture
-def worker() -> Worker:
-    return the_worker()
+def worker() -> ProgressThread:
+    return shared_thread()
 
 
-def test_it_drives_until_it_is_over(worker: Worker) -> None:
-    script = Script(Turn.MOVED, Turn.STUCK, Turn.MOVED, Turn.OVER)
+def test_it_drives_until_it_is_over(worker: ProgressThread) -> None:
+    script = Script(ProgressResult.MOVED, ProgressResult.STUCK, ProgressResult.MOVED, ProgressResult.OVER)
     worker.take(script)
     assert script.over.wait(10)
-    assert script.taken == [Turn.MOVED, Turn.STUCK, Turn.MOVED, Turn.OVER]
+    assert script.taken == [ProgressResult.MOVED, ProgressResult.STUCK, ProgressResult.MOVED, ProgressResult.OVER]
     assert script.threads == {"asynccomm shm"}
 
 
-def test_stuck_it_sleeps_until_it_is_rung(worker: Worker) -> None:
-    script = Script(Turn.MOVED)
+def test_stuck_it_sleeps_until_it_is_rung(worker: ProgressThread) -> None:
+    script = Script(ProgressResult.MOVED)
     worker.take(script)
     assert script.dozing.wait(10)
     turns = len(script.taken)
-    script.turns += [Turn.MOVED, Turn.OVER]
+    script.turns += [ProgressResult.MOVED, ProgressResult.OVER]
     worker.ring()
     assert script.over.wait(10)
     assert len(script.taken) == turns + 2
 
 
-def test_one_that_is_stuck_does_not_hold_up_others(worker: Worker) -> None:
-    stuck, other = Script(), Script(Turn.MOVED, Turn.MOVED, Turn.OVER)
+def test_one_that_is_stuck_does_not_hold_up_others(worker: ProgressThread) -> None:
+    stuck, other = Script(), Script(ProgressResult.MOVED, ProgressResult.MOVED, ProgressResult.OVER)
     worker.take(stuck)
     assert stuck.dozing.wait(10)
     worker.take(other)
     assert other.over.wait(10)
-    stuck.turns += [Turn.OVER]
+    stuck.turns += [ProgressResult.OVER]
     worker.ring()
     assert stuck.over.wait(10)
 
 
-def test_one_that_raises_is_told_and_the_others_go_on(worker: Worker) -> None:
+def test_one_that_raises_is_told_and_the_others_go_on(worker: ProgressThread) -> None:
     class Broken(Script):
-        def turn(self) -> Turn:
+        def turn(self) -> ProgressResult:
             raise ValueError("oh")
 
-    broken, other = Broken(), Script(Turn.MOVED, Turn.OVER)
+    broken, other = Broken(), Script(ProgressResult.MOVED, ProgressResult.OVER)
     worker.take(broken)
     worker.take(other)
     assert broken.over.wait(10)
@@ -104,10 +110,10 @@ def test_one_that_raises_is_told_and_the_others_go_on(worker: Worker) -> None:
     assert other.over.wait(10)
 
 
-def test_switch_interval_is_short_only_while_it_drives(worker: Worker) -> None:
+def test_switch_interval_is_short_only_while_it_drives(worker: ProgressThread) -> None:
     before = sys.getswitchinterval()
     assert before > 10 * SWITCH_SECONDS
-    script = Script(Turn.MOVED, Turn.OVER)
+    script = Script(ProgressResult.MOVED, ProgressResult.OVER)
     worker.take(script)
     assert script.over.wait(10)
     assert script.intervals == [pytest.approx(SWITCH_SECONDS, rel=0.1)] * 2
@@ -118,7 +124,7 @@ def test_switch_interval_is_short_only_while_it_drives(worker: Worker) -> None:
     assert sys.getswitchinterval() == pytest.approx(before, rel=0.1)
 
 
-def test_a_pipe_that_nobody_can_write_to_is_reported_once(worker: Worker) -> None:
+def test_a_pipe_that_nobody_can_write_to_is_reported_once(worker: ProgressThread) -> None:
     reading, writing = os.pipe()
     other, other_writing = os.pipe()
     ended = threading.Event()
@@ -129,7 +135,7 @@ def test_a_pipe_that_nobody_can_write_to_is_reported_once(worker: Worker) -> Non
     assert ended.wait(10)
     worker.unwatch(other)
     os.close(other_writing)
-    script = Script(Turn.OVER)  # a full turn of the thread later
+    script = Script(ProgressResult.OVER)  # a full turn of the thread later
     worker.take(script)
     assert script.over.wait(10)
     assert calls == [1]
@@ -138,30 +144,30 @@ def test_a_pipe_that_nobody_can_write_to_is_reported_once(worker: Worker) -> Non
     os.close(other)
 
 
-def test_a_forked_child_makes_its_own(worker: Worker) -> None:
+def test_a_forked_child_makes_its_own(worker: ProgressThread) -> None:
     pid = os.fork()
     if pid == 0:  # pragma: no cover
-        script = Script(Turn.OVER)
-        own = the_worker()
+        script = Script(ProgressResult.OVER)
+        own = shared_thread()
         own.take(script)
         os._exit(0 if own is not worker and script.over.wait(10) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert the_worker() is worker
+    assert shared_thread() is worker
 
 
 def test_it_ends() -> None:
-    worker = Worker()
+    worker = ProgressThread()
     worker.end()
     assert not worker._thread.is_alive()
 
 
 @pytest.mark.parametrize(("stretch", "offers"), [(math.inf, 0), (0.0, 5)])
 def test_it_offers_its_core_as_often_as_it_is_told(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch, stretch: float, offers: int
+    worker: ProgressThread, monkeypatch: pytest.MonkeyPatch, stretch: float, offers: int
 ) -> None:
     offered: list[str] = []
     monkeypatch.setattr(os, "sched_yield", lambda: offered.append(threading.current_thread().name))
-    script = Script(*[Turn.MOVED] * 5, Turn.OVER, stretch=stretch)
+    script = Script(*[ProgressResult.MOVED] * 5, ProgressResult.OVER, stretch=stretch)
     worker.take(script)
     assert script.over.wait(10)
     assert offered.count("asynccomm shm") == offers
@@ -180,7 +186,7 @@ def test_it_offers_its_core_as_often_as_it_is_told(
     ids=str,
 )
 def test_it_goes_where_fewer_workers_are(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch, others: list[int], moves: list[set[int]]
+    worker: ProgressThread, monkeypatch: pytest.MonkeyPatch, others: list[int], moves: list[set[int]]
 ) -> None:
     """On a machine of four processors, of which it has woken up on the first."""
     here = [0]
@@ -194,7 +200,7 @@ def test_it_goes_where_fewer_workers_are(
     monkeypatch.setattr(os, "sched_setaffinity", move)
     monkeypatch.setattr("asynccomm.backends.shm.progress_thread._current_cpu", lambda: here[0])
     monkeypatch.setattr("asynccomm.backends.shm.progress_thread._some_core_is_idle", lambda: True)
-    script = Script(Turn.OVER, others=others)
+    script = Script(ProgressResult.OVER, others=others)
     worker.take(script)
     assert script.over.wait(10)
     assert moved == moves
@@ -203,14 +209,14 @@ def test_it_goes_where_fewer_workers_are(
 
 @pytest.mark.parametrize(("stretch", "places"), [(1.0, [0]), (math.inf, [0, 0])])
 def test_without_an_idle_core_it_stays_if_there_is_a_loop(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch, stretch: float, places: list[int]
+    worker: ProgressThread, monkeypatch: pytest.MonkeyPatch, stretch: float, places: list[int]
 ) -> None:
     cores = os.cpu_count() or 1
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
     monkeypatch.setattr("asynccomm.backends.shm.progress_thread._current_cpu", lambda: 0)
     monkeypatch.setattr(os, "cpu_count", lambda: -1)  # whoever asks is running
-    script = Script(Turn.OVER, others=[0], stretch=stretch)
+    script = Script(ProgressResult.OVER, others=[0], stretch=stretch)
     worker.take(script)
     assert script.over.wait(10)
     assert script.places == places
@@ -219,7 +225,7 @@ def test_without_an_idle_core_it_stays_if_there_is_a_loop(
     assert _some_core_is_idle()
 
 
-def test_it_stays_where_it_is_if_it_may_not_choose(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_stays_where_it_is_if_it_may_not_choose(worker: ProgressThread, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError
 
@@ -227,10 +233,10 @@ def test_it_stays_where_it_is_if_it_may_not_choose(worker: Worker, monkeypatch: 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(os, "sched_setaffinity", refuse)
     monkeypatch.setattr("asynccomm.backends.shm.progress_thread._current_cpu", lambda: 1)
-    script = Script(Turn.MOVED, Turn.OVER, others=[1])
+    script = Script(ProgressResult.MOVED, ProgressResult.OVER, others=[1])
     worker.take(script)
     assert script.over.wait(10)
-    assert script.taken == [Turn.MOVED, Turn.OVER]
+    assert script.taken == [ProgressResult.MOVED, ProgressResult.OVER]
 
 
 def test_systems_that_do_not_name_the_processor_can_import_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from asynccomm.backends.shm.algorithms import Progress, part_bytes
 from asynccomm.backends.shm.board import Board
-from asynccomm.backends.shm.variable_length import Stream, Taker, stream
+from asynccomm.backends.shm.variable_length import PayloadSink, PayloadSource, stream
 from asynccomm.ops import Parcels
 
 from .test_algorithms import finish
@@ -23,7 +23,7 @@ class Collected:
     def __init__(self) -> None:
         self.begun: list[Mapping[int, tuple[int, int]]] = []
         self.data: dict[int, bytearray] = {}
-        self.taker = Taker(self.begin, self.take)
+        self.taker = PayloadSink(self.begin, self.take)
 
     def begin(self, lengths: Mapping[int, tuple[int, int]]) -> None:
         self.begun.append(lengths)
@@ -45,7 +45,7 @@ def shared(board: Board, n: int | None, givers: list[int], into: Collected | Non
     gives = {}
     if n is not None:
         data = content(board.rank, n)
-        gives = {0: Stream(0, n, data.data_ptr())}
+        gives = {0: PayloadSource(0, n, data.data_ptr())}
     first = board.begin(0, OP, 1)
     yield from stream(board, first, board.chunk, 0, gives, givers, into.taker if into else None)
     if n is not None:
@@ -76,7 +76,7 @@ def test_one_for_each(n: int) -> None:
 
     def run(board: Board) -> Progress:
         me = board.rank
-        gives = {r: Stream(0, n + me + r, tensor.data_ptr()) for r, tensor in enumerate(data[me])}
+        gives = {r: PayloadSource(0, n + me + r, tensor.data_ptr()) for r, tensor in enumerate(data[me])}
         return stream(board, board.begin(0, OP, 1), room, me, gives, board.others, collected[me].taker)
 
     finish(*map(run, world))

@@ -17,11 +17,11 @@ from asynccomm.batching.ordering.codec import (
     MAX_TAG,
     MAX_TEXT,
     MISMATCH,
-    GarbledError,
     MessageReader,
     MessageWriter,
     Mismatch,
     OpRequest,
+    OrderMessageError,
     ResponseCache,
     op_request,
 )
@@ -147,7 +147,7 @@ def test_half_a_character_in_a_text_is_no_reason_to_fail() -> None:
     ],
 )
 def test_each_kind_of_nonsense_is_named(message: bytes, text: str) -> None:
-    with pytest.raises(GarbledError, match=text):
+    with pytest.raises(OrderMessageError, match=text):
         read_all(message)
 
 
@@ -155,7 +155,7 @@ def test_each_kind_of_nonsense_is_named(message: bytes, text: str) -> None:
 def test_any_bytes_are_read_or_refused(message: bytes) -> None:
     try:
         count = read_all(message)
-    except GarbledError:
+    except OrderMessageError:
         return
     assert count <= MAX_RUN * len(message)
 
@@ -182,7 +182,7 @@ def test_a_book_forgets_the_oldest() -> None:
     assert book.ids == {plain(number): number for number in (2, 3, 4)}
     assert book.known(2) == plain(2)
     for gone in (1, 5):
-        with pytest.raises(GarbledError, match=f"{gone} is no operation's id"):
+        with pytest.raises(OrderMessageError, match=f"{gone} is no operation's id"):
             book.known(gone)
 
 

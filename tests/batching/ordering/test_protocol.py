@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asynccomm.batching.ordering.codec import MAX_TAG, MAX_TEXT, GarbledError, MessageWriter, Mismatch
+from asynccomm.batching.ordering.codec import MAX_TAG, MAX_TEXT, MessageWriter, Mismatch, OrderMessageError
 from asynccomm.batching.ordering.protocol import Announcer, OrderCoordinator
 from tests.sampling import examples
 
@@ -470,7 +470,7 @@ def test_a_voice_believes_no_decision_on_what_it_has_not_announced(message: byte
         world.issue(0, tag)
     world.announce(0)
     world.issue(0, "not announced")
-    with pytest.raises(GarbledError, match=text):
+    with pytest.raises(OrderMessageError, match=text):
         world.announcers[0].hear(message)
 
 
@@ -488,7 +488,7 @@ def test_a_council_takes_nothing_of_an_announcement_that_it_cannot_read(message:
     world = World(1)
     world.issue(0, "known")
     world.settle()
-    with pytest.raises(GarbledError, match=text):
+    with pytest.raises(OrderMessageError, match=text):
         world.coordinator.hear(0, message)
     assert world.coordinator.message() is None
 
@@ -505,7 +505,7 @@ def test_damaged_messages_are_refused_or_understood(data: st.DataObject, schedul
         message[place : place + 1] = bytes([byte])
     message += data.draw(st.binary(max_size=8))
     for hear in (world.announcers[0].hear, lambda data: world.coordinator.hear(1, data)):
-        with contextlib.suppress(GarbledError, Mismatch):
+        with contextlib.suppress(OrderMessageError, Mismatch):
             hear(bytes(message))
     world.coordinator.message()
 

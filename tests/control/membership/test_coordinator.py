@@ -18,7 +18,7 @@ from asynccomm.control.membership.messages import (
     CoordinatorOrder,
     Excluded,
     Finalized,
-    GarbledError,
+    MembershipMessageError,
     ParticipantId,
     ParticipantState,
     Prepare,
@@ -476,14 +476,14 @@ GARBLED: list[tuple[ParticipantId, object]] = [
 def test_garbled_reports_change_nothing(who: ParticipantId, message: object) -> None:
     chair = Chair(2)
     chair.want(0)
-    with pytest.raises(GarbledError):
+    with pytest.raises(MembershipMessageError):
         chair.coordinator.hear(who, message, chair.now)
     assert len(chair.want(1)) == 2
 
 
 def test_an_heir_believes_in_no_decision_of_its_own_that_it_has_not_made() -> None:
     for by in (1, 2):
-        with pytest.raises(GarbledError, match="nobody has made"):
+        with pytest.raises(MembershipMessageError, match="nobody has made"):
             heir().hold(ParticipantState.COMMITTED, K._replace(by=by), 2)
 
 
@@ -522,7 +522,7 @@ def test_no_peer_can_crash_the_coordinator(succeeds: bool, steps: list[tuple[str
         else:
             try:
                 chair.coordinator.hear(who, report, chair.now)
-            except GarbledError:
+            except MembershipMessageError:
                 continue
         chair.advance()
         due = chair.coordinator.due

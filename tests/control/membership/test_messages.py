@@ -21,7 +21,7 @@ from asynccomm.control.membership.messages import (
     CoordinatorOrder,
     Excluded,
     Finalized,
-    GarbledError,
+    MembershipMessageError,
     ParticipantState,
     Prepare,
     Rejected,
@@ -124,7 +124,7 @@ HOLDS = report_message(StatusReport(ParticipantState.PREPARED, 0, decision=K))
     ],
 )
 def test_garbled_reports(message: object) -> None:
-    with pytest.raises(GarbledError):
+    with pytest.raises(MembershipMessageError):
         parse_report(message, 0, RANKS)
 
 
@@ -144,7 +144,7 @@ def test_garbled_reports(message: object) -> None:
     ],
 )
 def test_garbled_orders(message: object) -> None:
-    with pytest.raises(GarbledError):
+    with pytest.raises(MembershipMessageError):
         parse_order(message, RANKS)
 
 
@@ -160,7 +160,7 @@ ANYTHING = st.recursive(
 def test_whatever_comes_is_read_or_garbled(name: str, value: Any, message: dict[str, object]) -> None:
     for said in (value, {**message, name: value}):
         for read in (lambda said=said: parse_report(said, 0, RANKS), lambda said=said: parse_order(said, RANKS)):
-            with contextlib.suppress(GarbledError):
+            with contextlib.suppress(MembershipMessageError):
                 read()
 
 

@@ -11,7 +11,7 @@ from asynccomm.control.membership.messages import (
     CoordinatorOrder,
     Excluded,
     Finalized,
-    GarbledError,
+    MembershipMessageError,
     ParticipantState,
     Prepare,
     Rejected,
@@ -148,7 +148,7 @@ def test_left_out_is_final(state: str) -> None:
 def test_orders_that_no_coordinator_gives_change_nothing(state: str, order: CoordinatorOrder) -> None:
     participant = at(state)
     before = participant.report()
-    with pytest.raises(GarbledError):
+    with pytest.raises(MembershipMessageError):
         participant.hear(order_message(order))
     assert participant.report() == before
 
