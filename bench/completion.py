@@ -7,7 +7,7 @@ memory, which is what an event's query reads here, without the GIL. Figures are 
 from the launch where that came later, to the next line of the coroutine. The contenders:
 
     poller       Poller, Mailbox and Work, as in the NCCL backend
-    thread only  the same without the looks on the loop's own thread (Poller.hurry)
+    thread only  the same without the looks on the loop's own thread (Poller.before_await)
     executor     a thread of a pool in a blocking read, which the other process ends: like a blocking-sync CUDA event
     sleep        a coroutine that looks and sleeps for 50 us, again and again
 
@@ -161,10 +161,10 @@ class Side:
         self.poller.watch(STREAM, None, work.settle)
         return work
 
-    def hurry(self, work: Work[Any]) -> None:
-        self.poller.hurry(STREAM, until=work.done)
+    def before_await(self, work: Work[Any]) -> None:
+        self.poller.before_await(STREAM, until=work.done)
 
-    def relieve(self, work: Work[Any]) -> None:
+    def before_block(self, work: Work[Any]) -> None:
         pass
 
     async def by_poller(self) -> None:

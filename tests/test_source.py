@@ -76,3 +76,15 @@ def test_every_module_has_its_tests() -> None:
         *folders, last = name.split(".")
         path = ROOT / "tests" / Path(*folders) / f"test_{last}.py"
         assert path.exists(), f"{name} has no {path.relative_to(ROOT)}"
+
+
+def test_a_class_name_means_one_class() -> None:
+    found: dict[str, list[str]] = {}
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(name)
+    # torch's names in ``compat``, the same role in two backends, and one class for two ranges of torch's versions
+    twins = {"Backend", "Work", "HazardTracker", "PointToPoint", "TorchGroup"}
+    several = {name: modules for name, modules in found.items() if len(modules) > 1 and name not in twins}
+    assert not several, several

@@ -72,9 +72,9 @@ class Submission:
     place: PayloadAllocator | None = None
     begin: Begin | None = None
     copies: tuple[tuple[Tensor, Tensor], ...] = ()  #: (memory, source) pairs that ``hazards.load`` copies, then clears
-    #: the result of ``Backend.origin`` at the call, if the call came before the submission; for a fused operation a
-    #: tuple of the results at its members' calls
-    origin: Any = None
+    #: the result of ``Backend.call_context`` at the call, if the call came before the submission; for a fused operation
+    #: a tuple of the results at its members' calls
+    call_context: Any = None
     members: tuple[Op, ...] = ()  #: operations fused into this one, for errors
     numbers: tuple[int, ...] = ()  #: sequence numbers of ``members``
     error: AsyncCommError | None = None  #: the error that fails the Work while the comm stays usable
@@ -158,7 +158,7 @@ class Backend(Handle, abc.ABC):
     any_source: ClassVar[bool] = True  #: whether a receive may leave its source open
     compares: ClassVar[bool] = False  #: whether the backend itself detects that ranks issued different collectives
     uid: int = -1  #: identifies the connection, equal on all ranks; -1: no such number
-    merged_bytes: ClassVar[int] = 1 << 20  #: size of the largest operation that gains from being fused with others
+    fusion_limit: ClassVar[int] = 1 << 20  #: size of the largest operation that gains from being fused with others
 
     @classmethod
     @abc.abstractmethod
@@ -178,11 +178,11 @@ class Backend(Handle, abc.ABC):
     def submit(self, batch: Sequence[Submission]) -> None:
         """Start the operations of ``batch`` in order; they belong together."""
 
-    def origin(self) -> Any:
+    def call_context(self) -> Any:
         """The calling thread's context, such as its CUDA stream, for an operation called now and submitted later.
 
-        The comm stores the result in ``Submission.origin``. None: the backend needs no such context. The comm calls
-        this method from any thread, with or without its lock.
+        The comm stores the result in ``Submission.call_context``. None: the backend needs no such context. The comm
+        calls this method from any thread, with or without its lock.
         """
         return None
 
@@ -197,13 +197,13 @@ class Backend(Handle, abc.ABC):
         """
         raise NotImplementedError(f"backend {self.name!r} cannot estimate how long operations take")
 
-    def hurry(self, work: Work[Any]) -> None:
+    def before_await(self, work: Work[Any]) -> None:
         """Settle ``work`` now if that takes no longer than a wake-up: a task on the event loop is about to await it."""
 
-    def relieve(self, work: Work[Any]) -> None:
+    def before_block(self, work: Work[Any]) -> None:
         """Complete ``work`` without the event loop: a thread is about to block on it, maybe the loop's own."""
 
-    def catch_up(self) -> None:
+    def drain_before_failure(self) -> None:
         """Settle the operations that need no more data from peers: another rank failed, so the rest will fail.
 
         Called from any thread; returns within tens of milliseconds.
@@ -217,7 +217,7 @@ class Backend(Handle, abc.ABC):
     def abort(self) -> None:
         """End all operations in flight at once. Callable from any thread, more than once."""
 
-    def abandon(self) -> None:
+    def close_at_exit(self) -> None:
         """Stop all threads before the interpreter ends: the process exits with this backend open. May block briefly."""
         self.abort()
 

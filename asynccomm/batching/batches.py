@@ -54,7 +54,7 @@ def batches_of(held: Sequence[Submission], size: int, backend: Backend, mailbox:
     Raises: ValueError if the operations cannot be submitted together.
     """
     batches = []
-    for fused_ops in plan([planned(s) for s in held], merged_bytes=backend.merged_bytes):
+    for fused_ops in plan([planned(s) for s in held], fusion_limit=backend.fusion_limit):
         made = [_fused([held[i] for i in fused], size, backend, mailbox) for fused in fused_ops]
         items = (
             held
@@ -92,7 +92,7 @@ def _fused(members: list[Submission], size: int, backend: Backend, mailbox: Mail
     )
     submission = Submission(call, fused_work.work, detached=True)
     submission.members = tuple([member.op for member in members])
-    submission.origin = _origins(members)
+    submission.call_context = _origins(members)
     return FusedOp(submission, members, fused_work)
 
 
@@ -103,5 +103,5 @@ def due(work: Work[Any]) -> float:
 
 def _origins(members: Sequence[Submission]) -> Any:
     """The distinct call contexts of the members."""
-    places = [member.origin for member in members]
+    places = [member.call_context for member in members]
     return places[0] if len(set(places)) == 1 else tuple(dict.fromkeys(places))

@@ -51,15 +51,15 @@ class CompositeWork:
 
     # -- as the driver of its Work ------------------------------------------------------------------------------------
 
-    def hurry(self, work: Work[Any]) -> None:
+    def before_await(self, work: Work[Any]) -> None:
         for part in self.parts:
             if (driver := part.driver) is not None:
-                driver.hurry(part)
+                driver.before_await(part)
 
-    def relieve(self, work: Work[Any]) -> None:
+    def before_block(self, work: Work[Any]) -> None:
         for part in self.parts:
             if (driver := part.driver) is not None:
-                driver.relieve(part)
+                driver.before_block(part)
 
 
 @final
@@ -94,11 +94,11 @@ class FusedWork:
 
     # -- as the driver of the parts' Works ----------------------------------------------------------------------------
 
-    def hurry(self, work: Work[Any]) -> None:
-        self._driver.hurry(self.work)
+    def before_await(self, work: Work[Any]) -> None:
+        self._driver.before_await(self.work)
 
-    def relieve(self, work: Work[Any]) -> None:
-        self._driver.relieve(self.work)
+    def before_block(self, work: Work[Any]) -> None:
+        self._driver.before_block(self.work)
 
 
 @final

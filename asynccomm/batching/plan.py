@@ -97,13 +97,13 @@ class BatchLimiter:
 
 
 def plan(
-    items: Sequence[Item], *, max_ops: int | None = None, max_bytes: int | None = None, merged_bytes: int = MERGED_BYTES
+    items: Sequence[Item], *, max_ops: int | None = None, max_bytes: int | None = None, fusion_limit: int = MERGED_BYTES
 ) -> list[Batch]:
     """Batches of ``items``, as indices, each index once. Fused operations stand at the place of their first member.
 
     Args:
         max_ops, max_bytes: limits of a batch.
-        merged_bytes: size of the largest operation that is fused; a larger operation gains nothing from fusion.
+        fusion_limit: size of the largest operation that is fused; a larger operation gains nothing from fusion.
 
     Raises: ValueError if a message shares memory with another operation sent with it: their order is undefined.
     """
@@ -124,7 +124,7 @@ def plan(
             meter.clear()
         sort = sorts.get(id(op), sorts)
         if sort is sorts:
-            sort = sorts[id(op)] = fusion_key(op, merged_bytes)
+            sort = sorts[id(op)] = fusion_key(op, fusion_limit)
         if sort is None:
             fused_ops[i] = [i]
         elif (fused := fused_ops.get(sort)) is None:
@@ -138,9 +138,9 @@ def plan(
     return batches
 
 
-def fusion_key(op: Op, merged_bytes: int = MERGED_BYTES) -> object:
+def fusion_key(op: Op, fusion_limit: int = MERGED_BYTES) -> object:
     """The key that operations must share to be fused; None: the operation is not fused."""
-    if op.nbytes > merged_bytes:
+    if op.nbytes > fusion_limit:
         return None
     match op:
         case AllReduce(reduction=reduction) if reduction.factor is None:

@@ -22,7 +22,9 @@ def current_owner() -> object:
 
 @final
 class DeferredQueue:
-    """Operations waiting to be submitted together. Used under the comm's lock, except for ``hurry`` and ``relieve``.
+    """Operations waiting to be submitted together.
+
+    Used under the comm's lock, except for ``before_await`` and ``before_block``.
 
     The queue is the driver of its Works: a task that awaits one of them inside the scope must not wait for the scope's
     end.
@@ -77,12 +79,12 @@ class DeferredQueue:
         """Submit the waiting operations, or raise if that is impossible."""
         self._send(self)
 
-    def hurry(self, work: Work[Any]) -> None:
+    def before_await(self, work: Work[Any]) -> None:
         self._send(self)
         if (driver := work.driver) is not None and driver is not self:
-            driver.hurry(work)
+            driver.before_await(work)
 
-    def relieve(self, work: Work[Any]) -> None:
+    def before_block(self, work: Work[Any]) -> None:
         self._send(self)
         if (driver := work.driver) is not None and driver is not self:
-            driver.relieve(work)
+            driver.before_block(work)

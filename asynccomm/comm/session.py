@@ -381,7 +381,7 @@ class Session(Submitter):
         """Settle operations whose data is complete, before the failure or end of a peer fails them."""
         if self._pending and self.backend is not None:
             try:
-                self.backend.catch_up()
+                self.backend.drain_before_failure()
             except Exception:  # the comm fails in any case
                 _log.exception("backend %r could not settle what is done", self.backend_name)
 
@@ -480,7 +480,7 @@ def _abandon_all() -> None:
             continue
         if not session.closed:
             warnings.warn(f"comm {session.group.name!r} was still open when the process ended", ResourceWarning, 1)
-        session.backend.abandon()
+        session.backend.close_at_exit()
 
 
 def _disown_all() -> None:

@@ -71,7 +71,7 @@ class Submitter(InFlight):
             check_fusible(self.group.size, call)
         assert self.backend is not None
         work = self._work(call, limit, hold)
-        submission = self._submission(call, work, None, self.backend.origin())
+        submission = self._submission(call, work, None, self.backend.call_context())
         self._called += 1
         hold.works.append(work)
         self._add(hold, [submission])
@@ -85,7 +85,7 @@ class Submitter(InFlight):
         assert self.backend is not None
         work = self._work(call, limit, None)
         self._called += 1
-        self._issue([self._submission(call, work, None, self.backend.origin())])
+        self._issue([self._submission(call, work, None, self.backend.call_context())])
         self._deadlines.add(work)
         return work
 
@@ -154,12 +154,12 @@ class Submitter(InFlight):
             hold = self._holds.get(current_owner()) if self._holds else None
             agree = hold is None and self.agreement is not None and not calls[0].op.p2p
             driver = None if agree else backend if hold is None else hold
-            origin = None if driver is backend else backend.origin()
+            call_context = None if driver is backend else backend.call_context()
             parts = [self._work(call._replace(result=None), limit, driver, settled=settled) for call in calls]
             whole.expect(parts)
             together = GroupedOp(tuple([call.op for call in calls]))
             whole.work = self._work(Call(together, (), (), result), limit, whole, settled=_nothing)
-            items = [self._submission(call, part, whole, origin) for call, part in zip(calls, parts, strict=True)]
+            items = [self._submission(call, part, whole, call_context) for call, part in zip(calls, parts, strict=True)]
             if hold is not None:
                 self._called += len(items)
                 hold.works.append(whole.work)
@@ -186,11 +186,11 @@ class Submitter(InFlight):
     # -- operations sent together --------------------------------------------------------------------------------------
 
     def _submission(
-        self, call: Call, work: Work[Any], whole: CompositeWork | None = None, origin: Any = None
+        self, call: Call, work: Work[Any], whole: CompositeWork | None = None, call_context: Any = None
     ) -> Submission:
         submission = Submission(call, work)
         submission.whole = whole
-        submission.origin = origin
+        submission.call_context = call_context
         self._pending[work] = submission.nbytes
         if self.error is not None:
             self._check_late([work])

@@ -46,10 +46,10 @@ _finishing = threading.RLock()  # held while a result is decoded; any waiting th
 class Driver(Protocol):
     """A backend's interface for progress on behalf of a waiter."""
 
-    def hurry(self, work: Work[Any]) -> None:
+    def before_await(self, work: Work[Any]) -> None:
         """Settle ``work`` now if this takes no longer than a wake-up would: a task on the loop is about to suspend."""
 
-    def relieve(self, work: Work[Any]) -> None:
+    def before_block(self, work: Work[Any]) -> None:
         """Stop relying on the loop for ``work``: a thread is about to block, possibly the loop's own."""
 
 
@@ -183,7 +183,7 @@ class Work(Handle, Generic[T]):
             raise RuntimeError(f"{self!r} belongs to the event loop its comm was made on, not to the running one")
         driver = self.driver
         if driver is not None:
-            driver.hurry(self)
+            driver.before_await(self)
         if self._done:
             if mailbox.should_yield():
                 yield
@@ -227,7 +227,7 @@ class Work(Handle, Generic[T]):
         end = time.monotonic() + limit
         driver = self.driver
         if driver is not None:
-            driver.relieve(self)
+            driver.before_block(self)
         if self._done:
             return
         event = threading.Event()
@@ -299,9 +299,9 @@ class Work(Handle, Generic[T]):
         """Submit the operation if a scope holds it back: a held-back operation has no position in a stream."""
         if self.seq == UNNUMBERED and (driver := self.driver) is not None:
             if asyncio._get_running_loop() is None:
-                driver.relieve(self)
+                driver.before_block(self)
             else:
-                driver.hurry(self)
+                driver.before_await(self)
 
     def _follow(self, order: StreamOrder, stream: torch.cuda.Stream | None, limit: float) -> T:
         """Order ``stream`` after the operation; returns the output."""

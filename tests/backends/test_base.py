@@ -53,8 +53,8 @@ async def test_the_least_backend() -> None:
     assert (submission.op, submission.work) == (call.op, work)
     assert [t.data_ptr() for t in submission.inputs] == [t.data_ptr() for t in call.inputs]
     assert [t.data_ptr() for t in submission.outputs] == [t.data_ptr() for t in call.outputs]
-    assert backend.origin() is None
-    assert submission.origin is None
+    assert backend.call_context() is None
+    assert submission.call_context is None
     with pytest.raises(NotImplementedError, match=r"^backend 'least' cannot estimate how long operations take$"):
         backend.estimate([submission])
     backend.submit([submission])

@@ -106,7 +106,7 @@ def merged(comm: Comm, *lots: Sequence[int]) -> Work[Any]:
         backend.submit(batch)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comm._session, "backend", SimpleNamespace(submit=submit, hurry=backend.hurry))
+        patch.setattr(comm._session, "backend", SimpleNamespace(submit=submit, before_await=backend.before_await))
         return together(comm, calls)
 
 

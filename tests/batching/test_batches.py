@@ -31,12 +31,12 @@ class World:
         self.mailbox = Mailbox(asyncio.get_running_loop())
         self.settled: list[Work[Any]] = []
 
-    def hold(self, call: Call, timeout: float = 9.0, origin: Any = None) -> Submission:
+    def hold(self, call: Call, timeout: float = 9.0, call_context: Any = None) -> Submission:
         work: Work[Any] = Work(
             call.op, UNNUMBERED, self.mailbox, value=call.result, timeout=timeout, on_settled=self.settled.append
         )
         submission = Submission(call, work)
-        submission.origin = origin
+        submission.call_context = call_context
         return submission
 
     def reduced(self, tensor: Tensor | int, **keywords: Any) -> Submission:
@@ -137,12 +137,12 @@ async def test_places_of_a_gpu_are_passed_on(world: World) -> None:
 
 async def test_where_they_were_called(world: World) -> None:
     origins = ["a", "b", "a"]
-    [batch] = world.batches([world.reduced(n, origin=origin) for n, origin in enumerate(origins)])
-    assert batch.fused_ops[0].submission.origin == ("a", "b"), "each place once"
-    [batch] = world.batches([world.reduced(n, origin="a") for n in range(3)])
-    assert batch.fused_ops[0].submission.origin == "a"
+    [batch] = world.batches([world.reduced(n, call_context=call_context) for n, call_context in enumerate(origins)])
+    assert batch.fused_ops[0].submission.call_context == ("a", "b"), "each place once"
+    [batch] = world.batches([world.reduced(n, call_context="a") for n in range(3)])
+    assert batch.fused_ops[0].submission.call_context == "a"
     [batch] = world.batches([world.reduced(n) for n in range(3)])
-    assert batch.fused_ops[0].submission.origin is None
+    assert batch.fused_ops[0].submission.call_context is None
 
 
 async def test_what_cannot_be_sent_together(world: World) -> None:

@@ -22,11 +22,11 @@ class Driver:
     def __init__(self) -> None:
         self.told: list[tuple[str, Work[Any]]] = []
 
-    def hurry(self, work: Work[Any]) -> None:
-        self.told.append(("hurry", work))
+    def before_await(self, work: Work[Any]) -> None:
+        self.told.append(("before_await", work))
 
-    def relieve(self, work: Work[Any]) -> None:
-        self.told.append(("relieve", work))
+    def before_block(self, work: Work[Any]) -> None:
+        self.told.append(("before_block", work))
 
 
 @pytest.fixture
@@ -107,10 +107,10 @@ async def test_who_waits_for_a_whole_waits_for_each(mailbox: Mailbox) -> None:
     driver = Driver()
     whole = whole_of(mailbox, 3, driver)
     whole.parts[1].settle()
-    whole.hurry(whole.work)
-    whole.relieve(whole.work)
+    whole.before_await(whole.work)
+    whole.before_block(whole.work)
     left = [whole.parts[0], whole.parts[2]]
-    assert driver.told == [(step, part) for step in ("hurry", "relieve") for part in left]
+    assert driver.told == [(step, part) for step in ("before_await", "before_block") for part in left]
     for part in left:
         part.settle()
 
@@ -205,11 +205,11 @@ async def test_who_waits_for_one_waits_for_the_carrier(mailbox: Mailbox) -> None
     waiting = asyncio.ensure_future(_wait(parts[1]))
     while not driver.told:
         await asyncio.sleep(0)
-    assert driver.told == [("hurry", fused_work.work)]
+    assert driver.told == [("before_await", fused_work.work)]
     thread = asyncio.ensure_future(asyncio.to_thread(parts[0].wait, 20))
     while len(driver.told) < 2:
         await asyncio.sleep(0)
-    assert driver.told[1] == ("relieve", fused_work.work)
+    assert driver.told[1] == ("before_block", fused_work.work)
     fused_work.work.settle()
     assert await waiting == 1
     assert await thread == 0

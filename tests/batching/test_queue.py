@@ -182,14 +182,14 @@ class Driver:
     def __init__(self) -> None:
         self.told: list[tuple[str, Work[Any]]] = []
 
-    def hurry(self, work: Work[Any]) -> None:
-        self.told.append(("hurry", work))
+    def before_await(self, work: Work[Any]) -> None:
+        self.told.append(("before_await", work))
 
-    def relieve(self, work: Work[Any]) -> None:
-        self.told.append(("relieve", work))
+    def before_block(self, work: Work[Any]) -> None:
+        self.told.append(("before_block", work))
 
 
-@pytest.mark.parametrize("step", ["hurry", "relieve"])
+@pytest.mark.parametrize("step", ["before_await", "before_block"])
 def test_who_waits_has_it_sent_and_then_moved_on(held: Any, step: str) -> None:
     h = held()
     h.driver = driver = Driver()
@@ -199,7 +199,7 @@ def test_who_waits_has_it_sent_and_then_moved_on(held: Any, step: str) -> None:
     assert driver.told == [(step, second.work)]
 
 
-@pytest.mark.parametrize("step", ["hurry", "relieve"])
+@pytest.mark.parametrize("step", ["before_await", "before_block"])
 @pytest.mark.parametrize("after", ["settled", "not sent"])
 def test_what_has_nobody_to_move_it_on(held: Any, step: str, after: str) -> None:
     h = held()

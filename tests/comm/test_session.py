@@ -470,7 +470,7 @@ class Stuck:
         self.aborted = True
         self._backend.abort()
 
-    def hurry(self, work: object) -> None:
+    def before_await(self, work: object) -> None:
         pass
 
 
@@ -539,10 +539,10 @@ async def test_a_forked_child_does_not_wait_for_threads_that_are_not_in_it() -> 
 async def test_a_loss_breaks_the_comm_whatever_becomes_of_what_is_done(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def catch_up(backend: Backend) -> None:
+    def drain_before_failure(backend: Backend) -> None:
         raise ValueError("oh")
 
-    monkeypatch.setattr(LoopbackBackend, "catch_up", catch_up)
+    monkeypatch.setattr(LoopbackBackend, "drain_before_failure", drain_before_failure)
     async with loopback_world(2) as (a, _):
         work = a.barrier()
         a._session.break_by(PeerLostError(1, "a test says so"))

@@ -617,11 +617,11 @@ async def test_a_driver_hears_of_waits_for_a_stream(bench: Bench) -> None:
     heard: list[str] = []
 
     class Driver:
-        def hurry(self, work: Work[Any]) -> None:
-            heard.append("hurry")
+        def before_await(self, work: Work[Any]) -> None:
+            heard.append("before_await")
 
-        def relieve(self, work: Work[Any]) -> None:
-            heard.append("relieve")
+        def before_block(self, work: Work[Any]) -> None:
+            heard.append("before_block")
             order.issue()
 
     work: Work[Any] = Work(
@@ -629,11 +629,11 @@ async def test_a_driver_hears_of_waits_for_a_stream(bench: Bench) -> None:
     )
     order = placed(work)
     assert work.wait() is VALUE, "before it blocks"
-    assert heard == ["relieve"]
+    assert heard == ["before_block"]
     work.wait()
     work.wait_stream()
     await work.ordered()
-    assert heard == ["relieve"], "the stream waits, and nobody else"
+    assert heard == ["before_block"], "the stream waits, and nobody else"
 
 
 @on_both_loops

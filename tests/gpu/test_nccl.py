@@ -227,7 +227,7 @@ async def test_what_was_held_follows_the_streams_of_the_calls(monkeypatch: pytes
                 with torch.cuda.stream(torch.cuda.Stream()):
                     torch.cuda._sleep(LONG)
                     tensor += comm.rank + 1
-                    noted.append(backend.origin())
+                    noted.append(backend.call_context())
             submit = backend.submit
 
             def with_origins(batch: Sequence[Submission], submit: Any = submit, noted: Any = tuple(noted)) -> None:
@@ -248,9 +248,9 @@ async def test_what_was_called_on_the_other_side_of_a_capture() -> None:
         backend = backend_of(comm)
         await comm.all_reduce(torch.ones(10, device=comm.device))
         graph, stream, tensor = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.ones(10, device=comm.device)
-        outside = backend.origin()
+        outside = backend.call_context()
         with torch.cuda.graph(graph, stream=stream):
-            inside = backend.origin()
+            inside = backend.call_context()
             assert inside.capture > 0 == outside.capture
             submission = Submission(AllReduce.of(comm._group, tensor, ReduceOp.SUM), None)  # type: ignore[arg-type]
             submission.origin = outside

@@ -189,8 +189,8 @@ class GlooBackend(Backend):
             exc = error
         self._on_error(_bare(exc))
 
-    def catch_up(self) -> None:
-        self._collectives.catch_up(CATCH_UP_SECONDS)
+    def drain_before_failure(self) -> None:
+        self._collectives.drain_before_failure(CATCH_UP_SECONDS)
 
     async def aclose(self) -> None:
         await anyio.to_thread.run_sync(self._close)
@@ -220,7 +220,7 @@ class GlooBackend(Backend):
         if ending.is_alive():
             _log.warning("a thread of gloo is stuck in an operation that was aborted; it is left behind")
 
-    def abandon(self) -> None:
+    def close_at_exit(self) -> None:
         self.abort()
         self._close()
 

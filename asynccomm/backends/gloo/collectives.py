@@ -130,9 +130,9 @@ class GlooCollectives:
             except RuntimeError as exc:  # the group is broken, and this call is the first to detect it
                 self._not_started(submission, exc)
 
-    def catch_up(self, timeout: float) -> None:
+    def drain_before_failure(self, timeout: float) -> None:
         """Wait for collectives that have all their data, at most ``timeout`` seconds."""
-        self._in_flight.catch_up(timeout)
+        self._in_flight.drain_before_failure(timeout)
 
     @property
     def ended(self) -> bool:

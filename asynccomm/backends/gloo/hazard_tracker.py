@@ -87,7 +87,7 @@ class HazardTracker:
             self._waiting.clear()
             self._alone = None
 
-    def catch_up(self, timeout: float) -> bool:
+    def drain_before_failure(self, timeout: float) -> bool:
         """Block until all submitted operations are settled; False if that took longer than ``timeout`` seconds."""
         with self._lock:
             return self._resting.wait_for(lambda: self._ended or not self._unsettled, timeout)

@@ -210,7 +210,7 @@ class NcclBackend(Backend):
         for submission, stream in zip(others, alone, strict=True):
             self._tell(submission, stream)
 
-    def origin(self) -> call_streams.CallStream:
+    def call_context(self) -> call_streams.CallStream:
         return call_streams.note(self._device)
 
     def _tell(self, submission: Submission, stream: DeviceStream) -> None:
@@ -438,22 +438,22 @@ class NcclBackend(Backend):
             return False
         return True
 
-    def hurry(self, work: Work[Any]) -> None:
+    def before_await(self, work: Work[Any]) -> None:
         driver = self._driven.get(work)
         if driver is not None:
-            self._side.hurry(driver)
+            self._side.before_await(driver)
         elif not self._waiting and not self._device.capturing():
             with self._device.looking():
-                self._poller.hurry(self._communicator.stream.handle, until=work.done)
+                self._poller.before_await(self._communicator.stream.handle, until=work.done)
 
-    def relieve(self, work: Work[Any]) -> None:
+    def before_block(self, work: Work[Any]) -> None:
         driver = self._driven.get(work)
         if driver is not None:
-            self._side.relieve(driver)
+            self._side.before_block(driver)
         elif not self._in_flight.quiet:  # ``work`` may wait for these parcels; work on a lane needs no event loop
             for submission in self._in_flight.parcels():
                 if (driver := self._driven.get(submission.work)) is not None:
-                    self._side.relieve(driver)
+                    self._side.before_block(driver)
 
     # -- closing ------------------------------------------------------------------------------------------------------
 
@@ -498,9 +498,9 @@ class NcclBackend(Backend):
             self._ending = self._end(abort=True)
         self._side.abort()
 
-    def abandon(self) -> None:
+    def close_at_exit(self) -> None:
         self.abort()
-        self._side.abandon()
+        self._side.close_at_exit()
         if self._ending is not None:
             self._ending.join(END_SECONDS)
 

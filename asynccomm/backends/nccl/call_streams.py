@@ -42,8 +42,8 @@ def streams(device: Device, submissions: Iterable[Submission]) -> list[DeviceStr
     found: dict[int, DeviceStream] = {}
     capture: int | None = None  # looked up only for a deferred operation: most are not deferred
     for submission in submissions:
-        origin = submission.origin
-        for one in origin if isinstance(origin, tuple) else (origin,):
+        call_context = submission.call_context
+        for one in call_context if isinstance(call_context, tuple) else (call_context,):
             if one is None:
                 found[current.handle] = current
                 continue

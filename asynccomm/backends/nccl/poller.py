@@ -3,12 +3,12 @@
 The events of one stream pass in order, so the poller queries only the head of each stream's queue. All events that one
 sweep over the heads finds are handed over back to back, so that a sweep wakes the event loop once.
 
-The event loop's thread is the first to query a new head, in :meth:`Poller.hurry`: operations of microseconds complete
-there, without a switch of threads. The poller's thread starts after that. It spins at first, then sleeps between
+The event loop's thread is the first to query a new head, in :meth:`Poller.before_await`: operations of microseconds
+complete there, without a switch of threads. The poller's thread starts after that. It spins at first, then sleeps between
 queries, for longer the older the youngest head is, so that waiting for a late rank costs next to nothing. With no event
 in flight and no periodic check, the thread is blocked in one system call.
 
-One thread at a time handles a stream, either the poller's own thread or a thread in :meth:`Poller.hurry`: it takes the
+One thread at a time handles a stream, either the poller's own or one in :meth:`Poller.before_await`: it takes the
 passed events, calls their callbacks, and only then releases the stream. This keeps the callbacks in order. The lock is
 held for bookkeeping only, never for a query or a callback.
 """
@@ -32,7 +32,7 @@ from asynccomm.errors import BackendError, BrokenError, ClosedError
 # All values from bench/completion.py, on 2 shared cores. A query takes 15 us of CPU time after a short sleep and 45 us
 # after a long one: most of that is the wake-up. Endless spinning would improve the medians by some 10 us.
 HURRY_SECONDS: Final = 50e-6  # longest stall of the event loop
-HEAD_START: Final = 60e-6  # delay before the thread queries a new head: during ``hurry`` it would only compete
+HEAD_START: Final = 60e-6  # delay before the thread queries a new head: during ``before_await`` it would only compete
 SPIN_SECONDS: Final = 250e-6  # age of a head up to which the thread spins: the duration of small operations
 NAP_SHARE: Final = 0.005  # of the head's age: the share by which a sleep may lengthen an operation
 LEAST_NAP: Final = 50e-6
@@ -209,7 +209,7 @@ class Poller(Generic[E]):
             self._alert(self._clock())
         return asked
 
-    def hurry(
+    def before_await(
         self, stream: Hashable, seconds: float = HURRY_SECONDS, *, until: Callable[[], bool] | None = None
     ) -> None:
         """Poll the head of ``stream`` on the calling thread, which is about to wait anyway.

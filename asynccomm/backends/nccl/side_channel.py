@@ -83,11 +83,11 @@ class SideChannel:
         """Whether a receive may leave its source open."""
         return self._backend.any_source
 
-    def hurry(self, work: Work[None]) -> None:
-        self._backend.hurry(work)
+    def before_await(self, work: Work[None]) -> None:
+        self._backend.before_await(work)
 
-    def relieve(self, work: Work[None]) -> None:
-        self._backend.relieve(work)
+    def before_block(self, work: Work[None]) -> None:
+        self._backend.before_block(work)
 
     async def aclose(self) -> None:
         await self._backend.aclose()
@@ -95,5 +95,5 @@ class SideChannel:
     def abort(self) -> None:
         self._backend.abort()
 
-    def abandon(self) -> None:
-        self._backend.abandon()
+    def close_at_exit(self) -> None:
+        self._backend.close_at_exit()

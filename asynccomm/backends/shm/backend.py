@@ -36,7 +36,7 @@ class ShmBackend(Backend):
     devices = frozenset({"cpu"})
     hints = HINTS
     compares = True
-    merged_bytes = 256 << 10  # larger operations are faster unmerged than in pieces (measured: 2 ranks on 2 cores)
+    fusion_limit = 256 << 10  # larger operations are faster unmerged than in pieces (measured: 2 ranks on 2 cores)
 
     def __init__(
         self, context: BackendContext, engine: Engine, circle: Circle, worker: ProgressThread, bell: int
@@ -88,14 +88,14 @@ class ShmBackend(Backend):
     def submit(self, batch: Sequence[Submission]) -> None:
         self._engine.submit(batch)
 
-    def hurry(self, work: Work[object]) -> None:
-        self._engine.hurry(work)
+    def before_await(self, work: Work[object]) -> None:
+        self._engine.before_await(work)
 
-    def relieve(self, work: Work[object]) -> None:
-        self._engine.relieve(work)
+    def before_block(self, work: Work[object]) -> None:
+        self._engine.before_block(work)
 
-    def catch_up(self) -> None:
-        self._engine.catch_up()
+    def drain_before_failure(self) -> None:
+        self._engine.drain_before_failure()
 
     async def aclose(self) -> None:
         self._engine.leave()
@@ -109,7 +109,7 @@ class ShmBackend(Backend):
         with contextlib.suppress(RuntimeError):  # the loop may be closed
             self._loop.call_soon_threadsafe(self._release)
 
-    def abandon(self) -> None:
+    def close_at_exit(self) -> None:
         self.abort()
         self._engine.idle(QUIET_SECONDS)
 

@@ -3,10 +3,10 @@
 The engine has no thread of its own and never waits. Its drivers are:
 
 1. ``submit`` itself: when the peers have posted already, a small operation is done before the call returns;
-2. a task that is about to wait (``hurry``), which spins for a late peer, at most for the spin budget (``patience``);
+2. a task that is about to wait (``before_await``), which spins for a late peer, for the spin budget (``patience``);
 3. the event loop, when a peer rings its doorbell;
 4. the progress thread (``progress_thread.py``): for large transfers, calls from threads without an event loop, and
-   callers that block (``relieve``).
+   callers that block (``before_block``).
 
 Only one thread drives at a time. A thread that fails to take the lock leaves ``_news`` set and returns. The lock holder
 rechecks ``_news`` after it has released the lock, so no wake-up is lost.
@@ -144,7 +144,7 @@ class Engine:
                 if not submission.work.done():
                     self._without_loop(submission.work)
 
-    def hurry(self, work: Work[Any]) -> None:
+    def before_await(self, work: Work[Any]) -> None:
         """Spin for the peers before a task on the loop waits for ``work``, if spinning has paid off recently."""
         if self._large or self._waited or not self.patience:
             return
@@ -157,7 +157,7 @@ class Engine:
         else:
             self._skip = min(2 * self._skip + 1, MOST_SKIPPED)
 
-    def relieve(self, work: Work[Any]) -> None:
+    def before_block(self, work: Work[Any]) -> None:
         """Make ``work`` complete without the event loop, before a thread blocks for it."""
         if not self._large and (not self.patience or self._look_out(work)):
             self._drive()
@@ -414,7 +414,7 @@ class Engine:
             error = PeerLostError(rank, "its process ended")
         self._on_error(error)
 
-    def catch_up(self) -> None:
+    def drain_before_failure(self) -> None:
         """Finish operations that need not wait, before a failure is reported: posts of a lost rank remain valid."""
         if self._dead or not self._lock.acquire(timeout=LOCK_SECONDS):
             return

@@ -95,16 +95,16 @@ def test_what_shares_nothing_is_started_in_the_call(gloo: Gloo) -> None:
 
 
 def test_catching_up_is_over_once_all_is_settled(gloo: Gloo) -> None:
-    assert gloo.line.catch_up(0)
+    assert gloo.line.drain_before_failure(0)
     gloo.submit("a", writes=[torch.zeros(2)])
-    assert not gloo.line.catch_up(0)
-    waiting = threading.Thread(target=gloo.line.catch_up, args=(60,))
+    assert not gloo.line.drain_before_failure(0)
+    waiting = threading.Thread(target=gloo.line.drain_before_failure, args=(60,))
     waiting.start()
     gloo.over("a")
     waiting.join(30)
     assert not waiting.is_alive()
     gloo.submit("b", writes=[torch.zeros(2)])
-    waiting = threading.Thread(target=gloo.line.catch_up, args=(60,))
+    waiting = threading.Thread(target=gloo.line.drain_before_failure, args=(60,))
     waiting.start()
     gloo.line.end()  # which fails what is left
     waiting.join(30)

@@ -449,31 +449,31 @@ def hold(backend: SimulatedBackend, *origins: Any) -> None:
 
     def with_origin(batch: Sequence[Submission]) -> None:
         for submission in batch:
-            submission.origin = left.pop(0)
+            submission.call_context = left.pop(0)
         submit(backend, batch)
 
     backend.submit = with_origin  # type: ignore[method-assign]
 
 
 def noted(comm: Comm) -> tuple[Any, SimulatedStream, threading.Event]:
-    """The origin of a call on a stream of the user's that is busy until the event is set."""
+    """The call_context of a call on a stream of the user's that is busy until the event is set."""
     backend = backend_of(comm)
     stream, go_on = SimulatedStream(), threading.Event()
     stream.put(lambda: go_on.wait(30))
     before = backend.device.user
     backend.device.user = stream  # type: ignore[assignment]
-    origin = backend.origin()
+    call_context = backend.call_context()
     backend.device.user = before
-    return origin, stream, go_on
+    return call_context, stream, go_on
 
 
 async def test_the_stream_of_the_call_is_followed_and_not_the_current_one(world: World) -> None:
     async with world(1) as (comm,):
         await comm.all_reduce(torch.ones(4))
         tensor = torch.zeros(4)
-        origin, stream, go_on = noted(comm)
+        call_context, stream, go_on = noted(comm)
         stream.run(lambda: tensor.fill_(3.0))  # after the call, and before it is submitted: covered, too
-        hold(backend_of(comm), origin)
+        hold(backend_of(comm), call_context)
         work = comm.all_reduce(tensor, ReduceOp.PREMUL_SUM(2.0))
         assert not work.done()
         go_on.set()
@@ -510,9 +510,9 @@ async def test_a_batch_follows_the_streams_of_all_its_calls_once_each(
 async def test_a_message_that_was_held_follows_its_stream(world: World) -> None:
     async with world(2) as comms:
         source, target = torch.zeros(4), torch.zeros(4)
-        origin, stream, go_on = noted(comms[0])
+        call_context, stream, go_on = noted(comms[0])
         stream.run(lambda: source.fill_(3.0))
-        hold(backend_of(comms[0]), origin)
+        hold(backend_of(comms[0]), call_context)
         work = comms[0].send(source, 1)
         received = comms[1].recv(target, 0)
         go_on.set()
@@ -525,18 +525,18 @@ async def test_what_was_called_in_a_capture_must_be_submitted_in_it(world: World
         await comm.all_reduce(torch.ones(4))
         backend = backend_of(comm)
         await until(lambda: not backend._waiting)
-        outside = backend.origin()
+        outside = backend.call_context()
         backend.device.capture = captured = SimulatedStream()
-        inside = backend.origin()
+        inside = backend.call_context()
         backend.nccl.calls.clear()
         tensor = torch.ones(4)
-        for origin, capture, message in (
+        for call_context, capture, message in (
             (outside, captured, "was called outside of the capture"),
             (inside, None, "was called within the capture"),
         ):
             backend.device.capture = capture
             for call in (AllReduce.of(comm._group, tensor, ReduceOp.SUM), Send.of(comm._group, tensor, 0, 0)):
-                hold(backend, None if capture is None else inside, origin)
+                hold(backend, None if capture is None else inside, call_context)
                 with pytest.raises(RuntimeError, match=message):
                     together(comm, [AllReduce.of(comm._group, torch.ones(4), ReduceOp.SUM), call])
         assert backend.nccl.calls == [], "nothing of the batches was handed on"
@@ -561,7 +561,7 @@ async def test_a_captured_batch_follows_the_streams_of_its_calls(world: World) -
             aside.put(lambda go_on=go_on: go_on.wait(30))
             aside.put(lambda each=each, values=values: each.sums[0].copy_(values))
             there = CallStream(aside, backend.device.capture_of(captured))
-            hold(backend, (there, backend.origin()), *[there, *[backend.origin()] * (len(each.calls) - 2)])
+            hold(backend, (there, backend.call_context()), *[there, *[backend.call_context()] * (len(each.calls) - 2)])
             work = together(comm, each.calls)
             assert work.captured
             assert backend.nccl.calls == ["[", *KINDS, "]"], "one group"

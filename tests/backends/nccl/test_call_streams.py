@@ -20,7 +20,7 @@ def device() -> Any:
 
 
 def of(*noted: Any) -> Any:
-    return [SimpleNamespace(op=Barrier(), origin=origin) for origin in noted]
+    return [SimpleNamespace(op=Barrier(), call_context=call_context) for call_context in noted]
 
 
 def test_a_call_is_noted_with_its_stream_and_capture(device: Any) -> None:

@@ -554,13 +554,13 @@ async def test_a_thread_that_blocks_relieves_the_parcels_before(world: World, mo
         parcels = comms[0].all_gather_v(None, x)
         waits = comms[0].all_reduce(x)
         relieved: list[object] = []
-        monkeypatch.setattr(backend._side, "relieve", relieved.append)
-        backend.relieve(waits)
+        monkeypatch.setattr(backend._side, "before_block", relieved.append)
+        backend.before_block(waits)
         assert relieved == [backend._driven[parcels]]
         y = mine(comms[1])
         await asyncio.gather(parcels, waits, comms[1].all_gather_v(None, y), comms[1].all_reduce(y))
         relieved.clear()
-        backend.relieve(waits)
+        backend.before_block(waits)
         assert relieved == []
 
 

@@ -192,7 +192,7 @@ def test_one_thread_for_all_streams(poller: Poller[Flag], flags: Flags, heard: H
 
 def test_no_thread_before_the_first_event(poller: Poller[Flag]) -> None:
     assert NAME not in {thread.name for thread in threading.enumerate()}
-    poller.hurry("s")
+    poller.before_await("s")
     assert poller.in_flight() == 0
 
 
@@ -486,7 +486,7 @@ def test_hurried_operations_do_not_hold_up_questions(
         flag = Flag()
         flag.passed = True
         poller.watch("s", flag, heard.of("a"))
-        poller.hurry("s", 10)
+        poller.before_await("s", 10)
         return len(asked) > 5
 
     until(hurried)
@@ -518,7 +518,7 @@ def test_a_question_about_a_stream_is_asked_while_that_is_late(
     poller.close(0)
 
 
-# -- hurry ------------------------------------------------------------------------------------------------------------
+# -- before_await -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -533,7 +533,7 @@ def test_hurry_settles_on_the_calling_thread(idle: Poller[Flag], flags: Flags, h
     flag = Flag()
     flag.passed = True
     idle.watch("s", flag, heard.of("a"))
-    idle.hurry("s", 10)
+    idle.before_await("s", 10)
     assert heard.calls == [("a", None)]
     assert flags.threads == {threading.current_thread().name}
     assert idle.in_flight() == 0
@@ -545,7 +545,7 @@ def test_a_new_head_is_hurrys_first(idle: Poller[Flag], flags: Flags, heard: Hea
         flag.passed = True
         idle.watch("s", flag, heard.of(i))
         assert idle._wakes > time.monotonic() + 1e5
-        idle.hurry("s", 10)
+        idle.before_await("s", 10)
     assert heard.names == list(range(100))
     assert NAME not in flags.threads
     assert HEAD_START > module.HURRY_SECONDS
@@ -556,7 +556,7 @@ def test_hurry_looks_until_it_passes(idle: Poller[Flag], flags: Flags, heard: He
     idle.watch("s", flag, heard.of("a"))
     thread = threading.Thread(target=lambda: (until(lambda: flag.queries > 10), setattr(flag, "passed", True)))
     thread.start()
-    idle.hurry("s", 20)
+    idle.before_await("s", 20)
     assert heard.names == ["a"]
     thread.join()
 
@@ -566,7 +566,7 @@ def test_hurry_ends_with_what_it_is_for(idle: Poller[Flag], flags: Flags, heard:
     first.passed = True
     idle.watch("s", first, heard.of("first"))
     idle.watch("s", second, heard.of("second"))
-    idle.hurry("s", 1e6, until=lambda: heard.names == ["first"])
+    idle.before_await("s", 1e6, until=lambda: heard.names == ["first"])
     assert second.queries == 1  # the look that found the first
 
 
@@ -578,7 +578,7 @@ def test_the_thread_takes_over_what_hurry_leaves(
     idle.watch("s", first, heard.of("first"))
     idle.watch("s", second, heard.of("second"))
     monkeypatch.setattr(module, "HEAD_START", HEAD_START)
-    idle.hurry("s", until=lambda: heard.names == ["first"])
+    idle.before_await("s", until=lambda: heard.names == ["first"])
     second.passed = True
     until(lambda: heard.names == ["first", "second"])
     assert NAME in flags.threads
@@ -591,11 +591,11 @@ def test_hurry_ends_in_time(flags: Flags, heard: Heard, without_thread: None) ->
     until(lambda: asleep(poller))
     flag = Flag()
     poller.watch("s", flag, heard.of("a"))
-    poller.hurry("s", 50e-6)
+    poller.before_await("s", 50e-6)
     assert 5 < flag.queries < 50
     for _ in range(100):  # other tasks, which it would keep waiting
         flag.queries = 0
-        poller.hurry("s", 50e-6)
+        poller.before_await("s", 50e-6)
         assert flag.queries == 1
     poller.close(0)
 
@@ -604,7 +604,7 @@ def test_hurry_leaves_other_streams_alone(idle: Poller[Flag], flags: Flags, hear
     flag = Flag()
     flag.passed = True
     idle.watch("other", flag, heard.of("a"))
-    idle.hurry("s", 1e6)
+    idle.before_await("s", 1e6)
     assert heard.calls == []
 
 
@@ -613,7 +613,7 @@ def test_hurry_fails_a_stream_as_the_thread_would(idle: Poller[Flag], flags: Fla
     watched[0].error = BackendError("lost")
     for flag in watched:
         idle.watch("s", flag, heard.of(flag.name))
-    idle.hurry("s")
+    idle.before_await("s")
     assert heard.calls == [(0, watched[0].error), (1, watched[0].error)]
 
 
@@ -628,7 +628,7 @@ def test_an_interrupt_in_hurry_comes_out_after_the_rest_was_told(
         flag.passed = True
         idle.watch("s", flag, done)
     with pytest.raises(KeyboardInterrupt):
-        idle.hurry("s")
+        idle.before_await("s")
     assert heard.names == [1]
     assert idle.in_flight() == 0
 
@@ -647,10 +647,10 @@ def test_hurry_keeps_the_order_beside_the_thread(poller: Poller[Flag], flags: Fl
     poller.watch("s", first, slow)
     assert inside.wait(20)
     poller.watch("s", second, heard.of("second"))
-    poller.hurry("s", 1e-4)
+    poller.before_await("s", 1e-4)
     assert heard.calls == []
     go_on.set()
-    poller.hurry("s", 20)
+    poller.before_await("s", 20)
     until(lambda: heard.names == ["slow", "second"])
 
 
@@ -689,7 +689,7 @@ def test_a_closed_poller_takes_nothing(poller: Poller[Flag], flags: Flags, heard
         poller.watch("s", Flag(), heard.of("a"))
     with pytest.raises(ClosedError):
         poller.ask(lambda: True)
-    poller.hurry("s")
+    poller.before_await("s")
     assert heard.calls == []
 
 
@@ -788,7 +788,7 @@ STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("watch"), st.integers(0, 2)),
         st.tuples(st.just("pass"), st.integers(0, 2)),
-        st.tuples(st.just("hurry"), st.integers(0, 2)),
+        st.tuples(st.just("before_await"), st.integers(0, 2)),
         st.tuples(st.just("fail"), st.integers(0, 2)),
         st.tuples(st.just("turn"), st.integers(0, 50)),
     ),
@@ -814,8 +814,8 @@ def test_each_event_is_told_once_in_order_and_not_before_it_passed(steps: list[t
             case "fail":
                 for flag in [flag for flag in watched[n] if not flag.passed][:1]:
                     flag.error = BackendError("lost")
-            case "hurry":
-                poller.hurry(n, 1e-5)
+            case "before_await":
+                poller.before_await(n, 1e-5)
             case "turn":
                 for _ in range(n):
                     os.sched_yield()
@@ -840,7 +840,7 @@ def test_many_threads_at_once(poller: Poller[Flag], flags: Flags) -> None:
             poller.watch(n, flag, lambda error, i=i: told[n].append(i))  # type: ignore[misc]
             flag.passed = True
             if i % 3 == 0:
-                poller.hurry(n)
+                poller.before_await(n)
 
     threads = [threading.Thread(target=stream, args=(n,)) for n in range(streams)]
     for thread in threads:
@@ -887,7 +887,7 @@ def test_the_pool_is_bounded() -> None:
 
 
 @examples(50)
-@given(st.lists(st.sampled_from(["watch", "pass", "hurry"]), max_size=60))
+@given(st.lists(st.sampled_from(["watch", "pass", "before_await"]), max_size=60))
 def test_an_event_that_is_watched_is_not_handed_out(steps: list[str]) -> None:
     poller = Poller(Flags())
     made = Made()
@@ -910,7 +910,7 @@ def test_an_event_that_is_watched_is_not_handed_out(steps: list[str]) -> None:
             case "pass":
                 for event in watched[:1]:
                     event.passed = True
-            case "hurry":
-                poller.hurry("s", 1e-5)
+            case "before_await":
+                poller.before_await("s", 1e-5)
     poller.close(0)
     assert watched == []

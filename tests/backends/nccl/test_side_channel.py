@@ -53,11 +53,11 @@ class Fake(Backend):
         self.submitted.append(submission)
         self.on_submit(submission)
 
-    def hurry(self, work: Work[Any]) -> None:
-        self.calls.append(("hurry", work))
+    def before_await(self, work: Work[Any]) -> None:
+        self.calls.append(("before_await", work))
 
-    def relieve(self, work: Work[Any]) -> None:
-        self.calls.append(("relieve", work))
+    def before_block(self, work: Work[Any]) -> None:
+        self.calls.append(("before_block", work))
 
     async def aclose(self) -> None:
         self.calls.append("aclose")
@@ -65,8 +65,8 @@ class Fake(Backend):
     def abort(self) -> None:
         self.calls.append("abort")
 
-    def abandon(self) -> None:
-        self.calls.append("abandon")
+    def close_at_exit(self) -> None:
+        self.calls.append("close_at_exit")
 
 
 class First(Fake):
@@ -265,12 +265,18 @@ async def test_what_the_backend_refuses_is_raised() -> None:
 async def test_the_rest_is_passed_on() -> None:
     side = await side_of()
     work = side.submit(barrier(), lambda error: None)
-    side.hurry(work)
-    side.relieve(work)
+    side.before_await(work)
+    side.before_block(work)
     side.abort()
-    side.abandon()
+    side.close_at_exit()
     await side.aclose()
-    assert backend_of(side).calls == [("hurry", work), ("relieve", work), "abort", "abandon", "aclose"]
+    assert backend_of(side).calls == [
+        ("before_await", work),
+        ("before_block", work),
+        "abort",
+        "close_at_exit",
+        "aclose",
+    ]
 
 
 async def test_receives_without_a_source_are_refused_where_the_side_cannot(world: World) -> None:
