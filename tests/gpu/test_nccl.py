@@ -231,7 +231,7 @@ async def test_what_was_held_follows_the_streams_of_the_calls(monkeypatch: pytes
             submit = backend.submit
 
             def with_origins(batch: Sequence[Submission], submit: Any = submit, noted: Any = tuple(noted)) -> None:
-                batch[0].origin = noted
+                batch[0].call_context = noted
                 submit(batch)
 
             with monkeypatch.context() as patch:
@@ -253,11 +253,11 @@ async def test_what_was_called_on_the_other_side_of_a_capture() -> None:
             inside = backend.call_context()
             assert inside.capture > 0 == outside.capture
             submission = Submission(AllReduce.of(comm._group, tensor, ReduceOp.SUM), None)  # type: ignore[arg-type]
-            submission.origin = outside
+            submission.call_context = outside
             with pytest.raises(RuntimeError, match="outside of the capture"):
                 backend.submit([submission])
             tensor += 1
-        submission.origin = inside
+        submission.call_context = inside
         with pytest.raises(RuntimeError, match="within the capture"):
             backend.submit([submission])
         graph.replay()  # it was not spoilt

@@ -4,8 +4,8 @@ The events of one stream pass in order, so the poller queries only the head of e
 sweep over the heads finds are handed over back to back, so that a sweep wakes the event loop once.
 
 The event loop's thread is the first to query a new head, in :meth:`Poller.before_await`: operations of microseconds
-complete there, without a switch of threads. The poller's thread starts after that. It spins at first, then sleeps between
-queries, for longer the older the youngest head is, so that waiting for a late rank costs next to nothing. With no event
+complete there, without a switch of threads. The poller's thread starts after that. It spins at first, then sleeps
+between queries, for longer the older the youngest head is, so that waiting for a late rank costs next to nothing. With no event
 in flight and no periodic check, the thread is blocked in one system call.
 
 One thread at a time handles a stream, either the poller's own or one in :meth:`Poller.before_await`: it takes the
