@@ -5,8 +5,8 @@ sweep over the heads finds are handed over back to back, so that a sweep wakes t
 
 The event loop's thread is the first to query a new head, in :meth:`Poller.before_await`: operations of microseconds
 complete there, without a switch of threads. The poller's thread starts after that. It spins at first, then sleeps
-between queries, for longer the older the youngest head is, so that waiting for a late rank costs next to nothing. With no event
-in flight and no periodic check, the thread is blocked in one system call.
+between queries, for longer the older the youngest head is, so that waiting for a late rank costs next to nothing. With
+no event in flight and no periodic check, the thread is blocked in one system call.
 
 One thread at a time handles a stream, either the poller's own or one in :meth:`Poller.before_await`: it takes the
 passed events, calls their callbacks, and only then releases the stream. This keeps the callbacks in order. The lock is
