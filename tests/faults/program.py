@@ -24,7 +24,7 @@ import torch
 import uvloop
 
 from asynccomm.backends import registry
-from asynccomm.backends.shm.progress_thread import the_worker
+from asynccomm.backends.shm.progress_thread import shared_thread
 from asynccomm.comm import bootstrap
 from asynccomm.comm.comm import Comm
 from asynccomm.comm.new_comm import new_comm
@@ -705,7 +705,7 @@ def _run(case: Case, main: Callable[[list[str]], Coroutine[Any, Any, list[Report
     async def everything() -> list[Report]:
         loop = asyncio.get_running_loop()
         if case.backend == "shm":
-            the_worker()  # stays as long as the process
+            shared_thread()  # stays as long as the process
         loop.set_exception_handler(lambda _, context: _complain(problems, context, case.fault == "descriptors"))
         before = Inventory.take()
         reports = await main(problems)
