@@ -100,6 +100,7 @@ def test_what_was_measured_outlives_an_interruption(tmp_path: Path) -> None:
     assert found == operations("operations.py")[: len(found)]
 
 
+@pytest.mark.exhaustive
 def test_hints_has_a_column_per_value(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     done = bench(
@@ -118,6 +119,7 @@ def test_hints_has_a_column_per_value(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.exhaustive
 def test_loop_lag_measures_each_setting_with_and_without_communication(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     done = bench(
@@ -173,6 +175,7 @@ def test_agreed_simulates_each_number_of_ranks(tmp_path: Path) -> None:
     assert all(0 < row["announcement_bytes"] <= 6 and row["decision_bytes"] <= 6 for row in rows)
 
 
+@pytest.mark.exhaustive
 def test_agreed_measures_real_ranks(tmp_path: Path) -> None:
     out, backend = tmp_path / "rows.json", "gloo"
     done = bench("agreed.py", *("--ranks", 2), *("--backend", backend), *("--rounds", 1), "--json", out)
@@ -249,6 +252,7 @@ def test_bad_arguments_are_named(refusals: dict[str, tuple[int | None, str]], na
     assert BAD_ARGUMENTS[name][1] in said
 
 
+@pytest.mark.exhaustive
 def test_ddp_has_a_row_per_model(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     done = bench("ddp.py", *("--models", "convolutions"), *("--rounds", 1), "--json", out)

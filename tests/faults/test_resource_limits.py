@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sampling import some
+
 ROOT = Path(__file__).parent.parent.parent
 PROGRAM = """
 import os, tempfile
@@ -49,8 +51,7 @@ def test_small_files() -> None:
     assert "memfd:asynccomm" in after
 
 
-@pytest.mark.parametrize("only", [False, True])
-@pytest.mark.parametrize("real", [False, True])
+@pytest.mark.parametrize(("only", "real"), some([(False, False), (True, False), (False, True), (True, True)], 2))
 def test_full_disks(only: bool, real: bool) -> None:
     mounted, empty, full, after, temporary = run(
         f"mounted = {real} and own_disk(only={only})\n"

@@ -295,6 +295,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.exhaustive
 def test_torchrun_restarts(tmp_path: Path) -> None:
     """A rank dies, the others hear of it, and all start again."""
     program = tmp_path / "program.py"

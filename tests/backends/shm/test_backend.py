@@ -6,7 +6,7 @@ import pytest
 
 from asynccomm import new_comm
 from asynccomm.testing import check_backend
-from tests.sampling import some
+from tests.sampling import exhaustive, some
 
 from ..conformance import MANY_RANKS  # noqa: TID252
 
@@ -36,7 +36,8 @@ async def test_many_ranks() -> None:
 
 @pytest.mark.timeout(300)  # thousands of messages of 1 KiB, on cores that other tests use as well
 @pytest.mark.ranks(some([2, 3], 1), backend="shm", timeout=240)
-async def test_conformance_with_tiny_slots_and_everything_on_the_worker() -> None:
+@pytest.mark.parametrize("all_checks", [exhaustive()])
+async def test_conformance_with_tiny_slots_and_everything_on_the_worker(all_checks: bool) -> None:
     hints = {"chunk_bytes": "1024", "whole_bytes": "64", "inline_bytes": "0", "message_bytes": "1024"}
-    only = None if os.environ["WORLD_SIZE"] == "2" else MANY_RANKS
+    only = None if os.environ["WORLD_SIZE"] == "2" and all_checks else MANY_RANKS
     await check_backend(lambda name: new_comm("shm", name=name, timeout=50, hints=hints), only=only)
