@@ -1,8 +1,11 @@
 """The source itself: the order of packages, and one test file per module."""
 
 import ast
+import inspect
 from graphlib import TopologicalSorter
 from pathlib import Path
+
+from asynccomm import ops
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "asynccomm"
@@ -13,6 +16,30 @@ LAYERS = [
     "interop compat cli testing",
 ]
 ORDER = [package for layer in LAYERS for package in layer.split()]
+
+# The modules that do something else for each operation. All others read the attributes that classify operations, so a
+# new operation changes these modules and ``ops`` only.
+BY_OPERATION = {
+    "backends.computing",
+    "backends.gloo.collectives",
+    "backends.gloo.disputes",
+    "backends.gloo.frames",
+    "backends.gloo.hazard_tracker",
+    "backends.gloo.lowering",
+    "backends.gloo.p2p",
+    "backends.gloo.packing",
+    "backends.hazards",
+    "backends.loopback",
+    "backends.nccl.backend",
+    "backends.nccl.lowering",
+    "backends.nccl.p2p",
+    "backends.shm.lowering",
+    "backends.shm.p2p",
+    "backends.shm.payloads",
+    "backends.shm.schedule",
+    "batching.fusion",
+    "compat.c10d.recorder",
+}
 
 
 def modules() -> dict[str, Path]:
@@ -88,3 +115,32 @@ def test_a_class_name_means_one_class() -> None:
     twins = {"Backend", "Work", "HazardTracker", "PointToPoint", "TorchGroup"}
     several = {name: modules for name, modules in found.items() if len(modules) > 1 and name not in twins}
     assert not several, several
+
+
+def test_modules_that_distinguish_operations() -> None:
+    operations = {name for name, kind in vars(ops).items() if inspect.isclass(kind) and "kind" in vars(kind)}
+    assert "AllReduce" in operations
+    found = set()
+    for name, path in MODULES.items():
+        if not name.startswith("ops"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if {each.id for each in _compared(node) if isinstance(each, ast.Name)} & operations:
+                    found.add(name)
+    assert found == BY_OPERATION
+
+
+def _compared(node: ast.AST) -> list[ast.AST]:
+    """The expressions in ``node`` where a class is compared with others, or is one of several classes."""
+    match node:
+        case ast.Call(func=ast.Name("isinstance" | "issubclass"), args=[_, kinds]):
+            return list(ast.walk(kinds))
+        case ast.MatchClass(cls=kind):
+            return [kind]
+        case ast.Dict(keys=kinds):
+            return [kind for kind in kinds if kind is not None]
+        case ast.Set(elts=kinds):
+            return list(kinds)
+        case ast.Compare():
+            return [node.left, *node.comparators]
+        case _:
+            return []

@@ -39,7 +39,7 @@ _NOTHING: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 def contributed_bytes(op: Op, inputs: Sequence[Tensor]) -> int:
     """The length of :func:`contribution`."""
-    reduction: ReduceOp | None = getattr(op, "reduction", None)
+    reduction = op.reduction
     if reduction is None or reduction.factor is None:
         return sum([tensor.nbytes for tensor in inputs])
     dtype = inputs[0].dtype
@@ -49,7 +49,7 @@ def contributed_bytes(op: Op, inputs: Sequence[Tensor]) -> int:
 
 def contribution(op: Op, inputs: Sequence[Tensor]) -> Tensor:
     """The contribution of a rank with these inputs; in the memory of an input if possible."""
-    reduction: ReduceOp | None = getattr(op, "reduction", None)
+    reduction = op.reduction
     if reduction is not None and reduction.factor is not None:
         inputs = [arithmetic.widen(tensor, reduction) for tensor in inputs]
     if len(inputs) == 1:
@@ -74,7 +74,7 @@ def perform(ops: Sequence[Op], given: Sequence[Tensor], outputs: Mapping[int, Se
                 _narrow(total if len(outputs) == 1 else total.clone(), targets, op.reduction, size)
         case ReduceScatter() | ReduceScatterSingle():
             pairs = 2 if op.dtype.is_complex else 1
-            counts = getattr(op, "counts", ()) or [op.numel] * size
+            counts = op.counts or [op.numel] * size
             chunks = _combined(op, given).split_with_sizes([pairs * count for count in counts])
             for rank, targets in outputs.items():
                 _narrow(chunks[rank], targets, op.reduction, size)
@@ -90,7 +90,7 @@ def perform(ops: Sequence[Op], given: Sequence[Tensor], outputs: Mapping[int, Se
             for rank, targets in outputs.items():
                 fill(targets, chunks[rank])
         case AllToAllSingle():
-            share = op.nbytes // size
+            share = op.part_nbytes(size)
             for rank, targets in outputs.items():
                 fill(targets, torch.cat([each[rank * share : (rank + 1) * share] for each in given]))
         case AllToAll():

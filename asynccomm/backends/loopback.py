@@ -31,14 +31,12 @@ from asynccomm.core.handles import Handle
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import (
     AllToAll,
-    MessageSpace,
-    Op,
     Parcel,
     Parcels,
+    PeerOp,
+    PeerParcel,
     Recv,
-    RecvParcel,
     Send,
-    SendParcel,
 )
 from asynccomm.store.base import PrefixStore, Store
 from asynccomm.store.memory import MemoryStore
@@ -94,10 +92,13 @@ class Hub(Handle):
         with self._lock:
             for submission in batch:
                 op = submission.op
-                if isinstance(op, (Send, SendParcel)):
-                    self._send(rank, submission, op.peer, _key(op))
-                elif isinstance(op, (Recv, RecvParcel)):
-                    found = self._messages[rank].post(submission, op.peer, _key(op))
+                if not isinstance(op, PeerOp):
+                    continue
+                if op.is_send:
+                    assert op.peer is not None
+                    self._send(rank, submission, op.peer, op.key)
+                else:
+                    found = self._messages[rank].post(submission, op.peer, op.key)
                     if found is not None:
                         self._meet(found[0], rank, found[1], submission)
             collectives = [submission for submission in batch if not submission.op.p2p]
@@ -152,7 +153,7 @@ class Hub(Handle):
 
     def _transfer(self, source: int, destination: int, send: Submission, recv: Submission) -> None:
         recv.work.source = source
-        if isinstance(recv.op, RecvParcel):
+        if isinstance(recv.op, PeerParcel):
             delivery = Delivery(recv)
             self._deliver(delivery, recv, {source: send.parcels[0]})
             self._settle(delivery, recv)
@@ -226,13 +227,6 @@ def _mismatch(batches: Sequence[Sequence[Submission]]) -> CollectiveMismatchErro
 def _parcels_for(rank: int, op: Parcels, ranks: Sequence[Submission]) -> dict[int, Parcel]:
     givers = [giver for giver in range(len(ranks)) if giver != rank and op.gives(giver) and op.takes(rank)]
     return {giver: ranks[giver].parcels[0 if op.shared else rank] for giver in givers}
-
-
-def _key(op: Op) -> int:
-    if isinstance(op, (SendParcel, RecvParcel)):
-        return op.channel.key(op.tag)
-    assert isinstance(op, (Send, Recv))
-    return MessageSpace.TENSORS.key(op.tag)
 
 
 @final

@@ -23,11 +23,32 @@ from asynccomm.ops import (
 )
 from asynccomm.ops.dtypes import CODES
 
+MERGED_BYTES: Final = 1 << 20  # the largest operation that is fused, unless the backend defines another limit
+
 Tensors = tuple[Tensor, ...]
 
 
+def fusion_key(op: Op, fusion_limit: int = MERGED_BYTES) -> object:
+    """The key that operations must share to be fused; None: the operation is not fused."""
+    if op.nbytes > fusion_limit:
+        return None
+    match op:
+        case AllReduce(reduction=reduction) if reduction.factor is None:
+            return AllReduce, op.dtype, reduction.type
+        case ReduceScatter(reduction=reduction, counts=()) | ReduceScatterSingle(reduction=reduction) if (
+            reduction.factor is None
+        ):
+            return ReduceScatter, op.dtype, reduction.type
+        case Broadcast(root=root):
+            return Broadcast, root
+        case AllGather(counts=()) | AllGatherSingle():
+            return AllGather
+        case _:
+            return None
+
+
 def fuse(size: int, parts: Sequence[Submission]) -> Call:
-    """One call that does the same on ``size`` ranks as ``parts``, at least two of one ``plan.fusion_key``.
+    """One call that does the same on ``size`` ranks as ``parts``, at least two of one :func:`fusion_key`.
 
     Raises: the error of ``check_fusible``.
     """

@@ -21,27 +21,13 @@ the batch nor count towards its limits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, final
+from typing import final
 
 from torch import Tensor
 
 from asynccomm.backends.regions import AccessSet, Region, RegionSet, disjoint, regions
-from asynccomm.ops import (
-    AllGather,
-    AllGatherSingle,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Gather,
-    Op,
-    Parcels,
-    Reduce,
-    ReduceScatter,
-    ReduceScatterSingle,
-    Scatter,
-)
-
-MERGED_BYTES: Final = 1 << 20  # the largest operation that is fused, unless the backend defines another limit
+from asynccomm.batching.fusion import MERGED_BYTES, fusion_key
+from asynccomm.ops import Op
 
 Batch = list[list[int]]  # fused operations: the indices of operations that move as one
 
@@ -138,25 +124,6 @@ def plan(
     return batches
 
 
-def fusion_key(op: Op, fusion_limit: int = MERGED_BYTES) -> object:
-    """The key that operations must share to be fused; None: the operation is not fused."""
-    if op.nbytes > fusion_limit:
-        return None
-    match op:
-        case AllReduce(reduction=reduction) if reduction.factor is None:
-            return AllReduce, op.dtype, reduction.type
-        case ReduceScatter(reduction=reduction, counts=()) | ReduceScatterSingle(reduction=reduction) if (
-            reduction.factor is None
-        ):
-            return ReduceScatter, op.dtype, reduction.type
-        case Broadcast(root=root):
-            return Broadcast, root
-        case AllGather(counts=()) | AllGatherSingle():
-            return AllGather
-        case _:
-            return None
-
-
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -167,22 +134,22 @@ def _disjoint(items: Sequence[Item]) -> bool:
     for op, reads, writes in items:
         written += writes
         if reads:
-            (written if isinstance(op, Broadcast) else read).extend(reads)
+            (written if op.replicates else read).extend(reads)
     return disjoint(read, written)
 
 
 def _cuts_by_kind(items: Sequence[Item]) -> set[int]:
     """The places where a batch must end because ranks have different parts in the operation before or after it."""
-    if not _ONE_SIDED & {type(op) for op, _, _ in items}:
+    alone = [op.one_sided for op, _, _ in items]
+    if not any(alone):
         return set()
     cuts = set()
     before: bool | None = None
     for i, (op, _, _) in enumerate(items):
         if not op.p2p:
-            alone = isinstance(op, (Gather, Scatter, Reduce, AllToAll, Parcels)) or bool(getattr(op, "counts", ()))
-            if before is not None and (alone or before):
+            if before is not None and (alone[i] or before):
                 cuts.add(i)
-            before = alone
+            before = alone[i]
     return cuts
 
 
@@ -243,7 +210,7 @@ def conflict(one: Item, other: Item) -> bool:
 def on_all_ranks(item: Item) -> Item:
     """The item as it counts on all ranks."""
     op, reads, writes = item
-    return (op, (), [*reads, *writes]) if isinstance(op, Broadcast) else item
+    return (op, (), [*reads, *writes]) if op.replicates else item
 
 
 @final
@@ -252,26 +219,20 @@ class _Memory:
 
     def __init__(self) -> None:
         self._accesses = AccessSet()
-        self._broadcast: dict[int, RegionSet] = {}  # by root: memory written only by broadcasts
+        self._broadcast: dict[int | None, RegionSet] = {}  # by root: memory written only by broadcasts
 
     def conflicts(self, item: Item) -> bool:
         """Whether ``item`` must run after the operations of the batch."""
         op, reads, writes = on_all_ranks(item)
         if self._accesses.conflicts(reads, writes):
             return True
-        root = op.root if isinstance(op, Broadcast) else None
+        root = op.root if op.replicates else None
         touched = [*reads, *writes]
         return any(written.overlaps(touched) for other, written in self._broadcast.items() if other != root)
 
     def add(self, item: Item) -> None:
         op, reads, writes = on_all_ranks(item)
-        if isinstance(op, Broadcast):
+        if op.replicates:
             self._broadcast.setdefault(op.root, RegionSet()).add(writes)
         else:
             self._accesses.add(reads, writes)
-
-
-# operations that may touch memory on one rank which the others do not know; the last two, if the shares are uneven
-_ONE_SIDED: Final[frozenset[type[Op]]] = frozenset(
-    {Gather, Scatter, Reduce, AllToAll, Parcels, AllGather, ReduceScatter}
-)

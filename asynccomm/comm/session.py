@@ -46,7 +46,7 @@ from asynccomm.errors import (
     PeerLostError,
     StoreError,
 )
-from asynccomm.ops import MessageSpace, Recv, RecvParcel, Send, SendParcel
+from asynccomm.ops import MessageSpace, PeerOp, PeerParcel
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import CommOptions
 from asynccomm.rendezvous.job import CommIdentity
@@ -447,7 +447,7 @@ class Session(Submitter):
         reporter = self.reporter
         if reporter is None:
             return _RollCall()
-        if isinstance(work.op, (Send, Recv, SendParcel, RecvParcel)):
+        if isinstance(work.op, PeerOp):
             missing = others if work.op.peer is None else [work.op.peer]
             states = await reporter.states(missing, ROLL_CALL_SECONDS)
             return _RollCall(missing, doing=[states[rank].doing for rank in missing])
@@ -462,7 +462,7 @@ class Session(Submitter):
 
 
 def _of_stream(work: Work[Any]) -> bool:
-    return isinstance(work.op, RecvParcel) and work.op.channel is MessageSpace.STREAMS
+    return isinstance(work.op, PeerParcel) and not work.op.is_send and work.op.channel is MessageSpace.STREAMS
 
 
 class _RollCall(NamedTuple):

@@ -22,6 +22,7 @@ from asynccomm.ops.base import GroupedOp as GroupedOp
 from asynccomm.ops.base import Op as Op
 from asynccomm.ops.base import Parcel as Parcel
 from asynccomm.ops.base import PayloadAllocator as PayloadAllocator
+from asynccomm.ops.base import PeerOp as PeerOp
 from asynccomm.ops.base import TensorOp as TensorOp
 from asynccomm.ops.base import layout_of as layout_of
 from asynccomm.ops.movement import AllGather as AllGather
@@ -36,6 +37,7 @@ from asynccomm.ops.p2p import Recv as Recv
 from asynccomm.ops.p2p import Send as Send
 from asynccomm.ops.parcels import MessageSpace as MessageSpace
 from asynccomm.ops.parcels import Parcels as Parcels
+from asynccomm.ops.parcels import PeerParcel as PeerParcel
 from asynccomm.ops.parcels import RecvParcel as RecvParcel
 from asynccomm.ops.parcels import SendParcel as SendParcel
 from asynccomm.ops.reductions import AllReduce as AllReduce

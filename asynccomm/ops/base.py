@@ -10,12 +10,13 @@ import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple, Protocol, final
+from typing import Any, ClassVar, NamedTuple, Protocol, cast, final
 
 import torch
 from torch import Tensor
 
 from asynccomm.ops.dtypes import REAL
+from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.validation import check_label
 
 
@@ -23,12 +24,20 @@ from asynccomm.ops.validation import check_label
 class Op:
     """The description of an operation. Equal on all ranks unless a field is marked as the rank's own.
 
+    The class attributes and properties classify operations, for all modules that only need to know what an operation
+    is like. An operation with one of the properties ``root``, ``reduction`` and ``counts`` has a field of that name,
+    which needs an explicit ``field()``: the property would otherwise become its default.
+
     ``label`` is the ``tag`` argument of a collective; empty if the call gave none. Point-to-point operations have no
     label: their tags are numbers with another meaning.
     """
 
     kind: ClassVar[str]
-    p2p: ClassVar[bool] = False  # point-to-point operations are not part of the sequence of collectives
+    p2p: ClassVar[bool] = False  #: point-to-point operations are not part of the sequence of collectives
+    sizes_known: ClassVar[bool] = True  #: whether every rank knows the sizes of all ranks' data
+    split: ClassVar[bool] = False  #: whether a rank that contributes data has a different part for each rank
+    replicates: ClassVar[bool] = False  #: whether all ranks' tensors become equal to the root's
+    one_sided: ClassVar[bool] = False  #: whether some ranks may use memory of which the other ranks do not know
     label: str = field(default="", kw_only=True)
 
     @property
@@ -36,9 +45,36 @@ class Op:
         """Size of one rank's share, the same on all ranks; the largest share if they differ."""
         return 0
 
+    def part_nbytes(self, size: int) -> int:
+        """Size of one part of a rank's data if it is ``split`` among ``size`` ranks, else of the data."""
+        return self.nbytes
+
+    @property
+    def root(self) -> int | None:
+        """The only rank that gives data, or the only one that gets data, of an operation on tensors."""
+        return None
+
+    @property
+    def reduction(self) -> ReduceOp | None:
+        """The way in which the operation combines the ranks' data."""
+        return None
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of elements of each rank's share; empty if they are equal."""
+        return ()
+
+    @property
+    def needs_every_rank(self) -> bool:
+        """Whether no rank can complete the operation before every rank has started it: each needs data from all."""
+        return False
+
     def fits(self, other: Op) -> bool:
         """Whether ``other``, issued by another rank at the same place, is the same collective."""
         return self == other
+
+    def __str__(self) -> str:
+        return self.shown(self.kind)
 
     def shown(self, name: str, *arguments: object) -> str:
         """The text of a collective, written as a call, with the tag if it has one."""
@@ -65,6 +101,41 @@ class TensorOp(Op):
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    @property
+    def needs_every_rank(self) -> bool:
+        return self.root is None and (min(self.counts) if self.counts else self.numel) > 0
+
+    def fits(self, other: Op) -> bool:
+        mine, theirs = self.reduction, other.reduction
+        if mine is None or theirs is None:
+            return self == other
+        # each rank has its own factor, so only the kind of the reduction must agree
+        return mine.type is theirs.type and self == replace(cast(Any, other), reduction=mine)
+
+    def __str__(self) -> str:
+        root = () if self.root is None else (f"root={self.root}",)
+        reduction = () if self.reduction is None else (self.reduction,)
+        return self.shown(self.kind, described(self), *root, *reduction)
+
+
+class PeerOp(Op):
+    """A point-to-point operation: data to one rank, or from one rank."""
+
+    __slots__ = ()
+    p2p = True
+    is_send: ClassVar[bool]
+    peer: int | None  #: the other rank; None: receive from any rank
+    tag: int
+
+    @property
+    def key(self) -> int:
+        """The tag under which a transport sends the message."""
+        return self.tag
+
+    def shown(self, name: str, *arguments: object) -> str:
+        end = f"dst={self.peer}" if self.is_send else f"src={'any' if self.peer is None else self.peer}"
+        return f"{name}({', '.join([*map(str, arguments), end, f'tag={self.tag}'])})"
 
 
 @final
@@ -158,9 +229,9 @@ def moved(dtype: torch.dtype, numel: int) -> tuple[torch.dtype, int]:
     return (dtype, numel) if real is None else (real, 2 * numel)
 
 
-def described(op: TensorOp, counts: Sequence[int] = ()) -> str:
+def described(op: TensorOp) -> str:
     """Dtype and number of elements, or the numbers of elements of all ranks."""
     dtype = str(op.dtype).removeprefix("torch.")
-    if counts:
-        return f"{dtype}[{', '.join(map(str, counts))}]"
+    if op.counts:
+        return f"{dtype}[{', '.join(map(str, op.counts))}]"
     return f"{dtype}[{op.numel}]" + (" in pieces" if op.layout else "")

@@ -9,7 +9,7 @@ from typing import SupportsIndex, final
 import torch
 from torch import Tensor
 
-from asynccomm.ops.base import Call, Op, TensorOp, described, layout_of, layout_of_shares, moved
+from asynccomm.ops.base import Call, Op, TensorOp, layout_of, layout_of_shares, moved
 from asynccomm.ops.validation import (
     CommInfo,
     as_list,
@@ -32,7 +32,8 @@ class Broadcast(TensorOp):
     """Read on the root, written on the other ranks. Several tensors of any dtypes count as their bytes."""
 
     kind = "broadcast"
-    root: int
+    replicates = True
+    root: int = field()
 
     @classmethod
     def of(cls, group: CommInfo, tensor: Tensor, root: SupportsIndex) -> Call:
@@ -52,9 +53,6 @@ class Broadcast(TensorOp):
         op = cls(torch.uint8, sum(sizes), rank, layout=layout_of(sizes))
         return Call(op, items if mine else (), () if mine else items, tensors)
 
-    def __str__(self) -> str:
-        return self.shown("broadcast", described(self), f"root={self.root}")
-
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -68,6 +66,10 @@ class AllGather(TensorOp):
 
     kind = "all_gather"
     counts: tuple[int, ...] = field(default=(), kw_only=True)
+
+    @property
+    def one_sided(self) -> bool:  # type: ignore[override]  # a class attribute of all other operations
+        return bool(self.counts)
 
     @classmethod
     def of(cls, group: CommInfo, tensor_list: Sequence[Tensor] | None, tensor: Tensor) -> Call:
@@ -96,9 +98,6 @@ class AllGather(TensorOp):
         outputs = tuple([tensor for share in output_lists for tensor in share])
         return Call(op, tuple(inputs), outputs, output_lists)
 
-    def __str__(self) -> str:
-        return self.shown("all_gather", described(self, self.counts))
-
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -120,9 +119,6 @@ class AllGatherSingle(TensorOp):
                 check_numel("output", target, numel, f"{group.size} (ranks) x {source.numel()} (input)")
         return Call(cls(*moved(source.dtype, source.numel())), (source,), (target,), output)
 
-    def __str__(self) -> str:
-        return self.shown("all_gather_single", described(self))
-
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -130,7 +126,8 @@ class Scatter(TensorOp):
     """``output`` becomes the root's ``input_list[rank]``."""
 
     kind = "scatter"
-    root: int
+    split = one_sided = True
+    root: int = field()
 
     @classmethod
     def of(cls, group: CommInfo, output: Tensor, input_list: Sequence[Tensor] | None, root: SupportsIndex) -> Call:
@@ -149,9 +146,6 @@ class Scatter(TensorOp):
             raise ValueError(_not_here("input_list", group, rank, input_list))
         return Call(cls(*moved(target.dtype, target.numel()), rank), tuple(inputs), (target,), output)
 
-    def __str__(self) -> str:
-        return self.shown("scatter", described(self), f"root={self.root}")
-
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -159,7 +153,8 @@ class Gather(TensorOp):
     """On the root ``outputs[r]`` becomes rank r's tensor."""
 
     kind = "gather"
-    root: int
+    one_sided = True
+    root: int = field()
 
     @classmethod
     def of(cls, group: CommInfo, output_list: Sequence[Tensor] | None, input: Tensor, root: SupportsIndex) -> Call:
@@ -179,9 +174,6 @@ class Gather(TensorOp):
             raise ValueError(_not_here("output_list", group, rank, output_list))
         return Call(cls(*moved(source.dtype, source.numel()), rank), (source,), tuple(outputs), result)
 
-    def __str__(self) -> str:
-        return self.shown("gather", described(self), f"root={self.root}")
-
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -189,6 +181,7 @@ class AllToAllSingle(TensorOp):
     """Chunk ``r`` of the input goes to rank r; chunk ``s`` of the output came from rank s; all chunks are equal."""
 
     kind = "all_to_all_single"
+    split = True
 
     @classmethod
     def of(cls, group: CommInfo, output: Tensor | None, input: Tensor) -> Call:
@@ -207,8 +200,8 @@ class AllToAllSingle(TensorOp):
             )
         return Call(cls(*moved(source.dtype, source.numel())), (source,), (target,), output)
 
-    def __str__(self) -> str:
-        return self.shown("all_to_all_single", described(self))
+    def part_nbytes(self, size: int) -> int:
+        return self.nbytes // size
 
 
 @final
@@ -221,6 +214,8 @@ class AllToAll(Op):
     """
 
     kind = "all_to_all"
+    sizes_known = False
+    split = one_sided = True
     dtype: torch.dtype
     sends: tuple[int, ...]  #: elements for each rank
     receives: tuple[int, ...]  #: elements from each rank
@@ -262,13 +257,11 @@ class Barrier(Op):
     """Done when every rank has called it."""
 
     kind = "barrier"
+    needs_every_rank = True
 
     @classmethod
     def of(cls, group: CommInfo) -> Call:
         return Call(cls(), (), (), None)
-
-    def __str__(self) -> str:
-        return self.shown("barrier")
 
 
 def _check_even(name: str, tensors: Sequence[Tensor], numels: Sequence[int], numel: int, like: str) -> None:

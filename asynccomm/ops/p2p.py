@@ -7,17 +7,17 @@ from typing import SupportsIndex, final
 
 from torch import Tensor
 
-from asynccomm.ops.base import Call, TensorOp, described, moved
+from asynccomm.ops.base import Call, PeerOp, TensorOp, moved
 from asynccomm.ops.validation import CommInfo, check_rank, check_tag, check_tensor
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Send(TensorOp):
+class Send(PeerOp, TensorOp):
     """A tensor to ``peer`` under ``tag``."""
 
     kind = "send"
-    p2p = True
+    is_send = True
     peer: int
     tag: int
 
@@ -27,17 +27,14 @@ class Send(TensorOp):
         check_tensor(group, "tensor", tensor)
         return Call(cls(*moved(tensor.dtype, tensor.numel()), rank, check_tag(tag)), (tensor,), (), tensor)
 
-    def __str__(self) -> str:
-        return f"send({described(self)}, dst={self.peer}, tag={self.tag})"
-
 
 @final
 @dataclass(frozen=True, slots=True)
-class Recv(TensorOp):
+class Recv(PeerOp, TensorOp):
     """A tensor from ``peer`` under ``tag``; ``peer`` None: from any rank."""
 
     kind = "recv"
-    p2p = True
+    is_send = False
     peer: int | None
     tag: int
 
@@ -50,6 +47,3 @@ class Recv(TensorOp):
     def takes(self, send: Send) -> bool:
         """Whether the message of ``send`` fits into this receive."""
         return self.dtype == send.dtype and self.numel == send.numel
-
-    def __str__(self) -> str:
-        return f"recv({described(self)}, src={'any' if self.peer is None else self.peer}, tag={self.tag})"

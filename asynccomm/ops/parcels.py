@@ -9,7 +9,7 @@ import enum
 from dataclasses import dataclass
 from typing import Final, final
 
-from asynccomm.ops.base import Op
+from asynccomm.ops.base import Op, PeerOp
 from asynccomm.ops.validation import MAX_TAG
 
 MAX_HEAD: Final = 64 << 20  # bytes; a receiver must receive a head before it can refuse the parcel
@@ -44,6 +44,8 @@ class Parcels(Op):
     """
 
     kind = "parcels"
+    sizes_known = False
+    one_sided = True
     what: str
     shared: bool = True
     giver: int | None = None
@@ -62,33 +64,37 @@ class Parcels(Op):
         return self.shown(self.what, *(() if root is None else (f"root={root}",)))
 
 
-@final
 @dataclass(frozen=True, slots=True)
-class SendParcel(Op):
-    """A parcel to ``peer``, under ``tag`` of ``channel``."""
+class PeerParcel(PeerOp):
+    """A parcel to or from ``peer``, under ``tag`` of ``channel``."""
 
-    kind = "send_parcel"
-    p2p = True
-    what: str
-    peer: int
-    tag: int
-    channel: MessageSpace = MessageSpace.OBJECTS
-
-    def __str__(self) -> str:
-        return f"{self.what}(dst={self.peer}, tag={self.tag})"
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class RecvParcel(Op):
-    """A parcel from ``peer``, under ``tag`` of ``channel``; ``peer`` None: from any rank."""
-
-    kind = "recv_parcel"
-    p2p = True
     what: str
     peer: int | None
     tag: int
     channel: MessageSpace = MessageSpace.OBJECTS
 
+    @property
+    def key(self) -> int:
+        return self.channel.key(self.tag)
+
     def __str__(self) -> str:
-        return f"{self.what}(src={'any' if self.peer is None else self.peer}, tag={self.tag})"
+        return self.shown(self.what)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SendParcel(PeerParcel):
+    """A parcel to ``peer``."""
+
+    kind = "send_parcel"
+    is_send = True
+    peer: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RecvParcel(PeerParcel):
+    """A parcel from ``peer``; None: from any rank."""
+
+    kind = "recv_parcel"
+    is_send = False

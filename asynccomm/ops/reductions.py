@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, SupportsIndex, final
+from typing import SupportsIndex, final
 
 import torch
 from torch import Tensor
 
-from asynccomm.ops.base import Call, Op, TensorOp, described, layout_of, layout_of_shares
+from asynccomm.ops.base import Call, TensorOp, layout_of, layout_of_shares
 from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 from asynccomm.ops.validation import (
     CommInfo,
@@ -38,7 +38,7 @@ class AllReduce(TensorOp):
     """
 
     kind = "all_reduce"
-    reduction: ReduceOp
+    reduction: ReduceOp = field()
 
     @classmethod
     def of(cls, group: CommInfo, tensor: Tensor, op: object, out: Tensor | None = None) -> Call:
@@ -59,12 +59,6 @@ class AllReduce(TensorOp):
         value = cls(dtype, sum(numels), check_reduction(op, dtype), layout=layout_of(numels))
         return Call(value, items, items, tensors)
 
-    def fits(self, other: Op) -> bool:
-        return type(other) is AllReduce and _reductions_fit(self, other)
-
-    def __str__(self) -> str:
-        return self.shown("all_reduce", described(self), self.reduction)
-
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -72,8 +66,9 @@ class Reduce(TensorOp):
     """On the root the output becomes the reduction; the other ranks' tensors stay unchanged."""
 
     kind = "reduce"
-    root: int
-    reduction: ReduceOp
+    one_sided = True
+    root: int = field()
+    reduction: ReduceOp = field()
 
     @classmethod
     def of(cls, group: CommInfo, tensor: Tensor, root: SupportsIndex, op: object, out: Tensor | None = None) -> Call:
@@ -89,12 +84,6 @@ class Reduce(TensorOp):
             return Call(value, inputs, (), None)
         return Call(value, inputs, inputs if out is None else (out,), tensor if out is None else out)
 
-    def fits(self, other: Op) -> bool:
-        return type(other) is Reduce and self.root == other.root and _reductions_fit(self, other)
-
-    def __str__(self) -> str:
-        return self.shown("reduce", described(self), f"root={self.root}", self.reduction)
-
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -106,8 +95,13 @@ class ReduceScatter(TensorOp):
     """
 
     kind = "reduce_scatter"
-    reduction: ReduceOp
+    split = True
+    reduction: ReduceOp = field()
     counts: tuple[int, ...] = field(default=(), kw_only=True)
+
+    @property
+    def one_sided(self) -> bool:  # type: ignore[override]  # a class attribute of all other operations
+        return bool(self.counts)
 
     @classmethod
     def of(cls, group: CommInfo, output: Tensor | None, input_list: Sequence[Tensor], op: object) -> Call:
@@ -139,12 +133,6 @@ class ReduceScatter(TensorOp):
         value = cls(dtype, sum(numels), check_reduction(op, dtype), layout=layout_of(numels))
         return Call(value, tuple([tensor for share in inputs for tensor in share]), tuple(outputs), outputs)
 
-    def fits(self, other: Op) -> bool:
-        return type(other) is ReduceScatter and self.counts == other.counts and _reductions_fit(self, other)
-
-    def __str__(self) -> str:
-        return self.shown("reduce_scatter", described(self, self.counts), self.reduction)
-
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -152,7 +140,8 @@ class ReduceScatterSingle(TensorOp):
     """``output`` becomes chunk ``rank`` of the reduction of all inputs, each of ``size`` times as many elements."""
 
     kind = "reduce_scatter_single"
-    reduction: ReduceOp
+    split = True
+    reduction: ReduceOp = field()
 
     @classmethod
     def of(cls, group: CommInfo, output: Tensor | None, input: Tensor, op: object) -> Call:
@@ -167,12 +156,6 @@ class ReduceScatterSingle(TensorOp):
                 check_numel("input", source, numel, f"{group.size} (ranks) x {target.numel()} (output)")
         reduction = check_reduction(op, source.dtype, paired=output.dtype != input.dtype)
         return Call(cls(source.dtype, target.numel(), reduction), (source,), (target,), output)
-
-    def fits(self, other: Op) -> bool:
-        return type(other) is ReduceScatterSingle and _reductions_fit(self, other)
-
-    def __str__(self) -> str:
-        return self.shown("reduce_scatter_single", described(self), self.reduction)
 
 
 _known: dict[tuple[torch.dtype, int, RedOpType], AllReduce] = {}
@@ -196,14 +179,3 @@ def _check_out(group: CommInfo, out: Tensor, tensor: Tensor) -> None:
     if out.dtype != tensor.dtype:
         raise ValueError(f"out has dtype {out.dtype}, but tensor has {tensor.dtype}")
     check_numel("out", out, tensor.numel(), "as many as tensor")
-
-
-def _reductions_fit(mine: Any, other: Any) -> bool:
-    # each rank has its own factor, so only the kind of the reduction must agree
-    return bool(
-        mine.dtype == other.dtype
-        and mine.numel == other.numel
-        and mine.layout == other.layout
-        and mine.label == other.label
-        and mine.reduction.type is other.reduction.type
-    )

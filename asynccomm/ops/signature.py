@@ -75,7 +75,7 @@ _KIND: Final = _TAGGED - 1  # the bits of the kind
 _TAG: Final = 40  # the lowest bit of the tag's hash in the second word
 REMEMBERED: Final = 4096  # cached tags, for errors: a program may use any number of tags
 # the caches below grow with the number of different calls in a program
-_codes: dict[tuple[type[Op], torch.dtype, RedOpType | None, int], int] = {}
+_codes: dict[tuple[type[Op], torch.dtype, RedOpType | None, int | None], int] = {}
 _hashes: dict[str, int] = {}
 _names: dict[int, str] = {}  # the names that were hashed
 _tag_hashes: dict[str, int] = {}
@@ -85,8 +85,8 @@ _tags: dict[int, str] = {}  # the tags that were hashed
 def signature(op: Op) -> Signature:
     """The two words of ``op``; equal on two ranks if ``op.fits`` the other's, as far as one rank can decide."""
     if isinstance(op, TensorOp):
-        reduction = getattr(op, "reduction", None)
-        key = (type(op), op.dtype, None if reduction is None else reduction.type, getattr(op, "root", -1))
+        reduction = op.reduction
+        key = (type(op), op.dtype, None if reduction is None else reduction.type, op.root)
         code = _codes.get(key)
         if code is None:
             code = _codes[key] = _code(*key)
@@ -113,8 +113,10 @@ def signature_of(ops: Sequence[Op]) -> Signature:
     return int.from_bytes(digest[:8]), int.from_bytes(digest[8:])
 
 
-def _code(kind: type[Op], dtype: torch.dtype, reduced: RedOpType | None = None, root: int = -1) -> int:
-    code = _KINDS.index(kind) | _DTYPES.index(dtype) << _DTYPE | (root + 1) << _ROOT
+def _code(kind: type[Op], dtype: torch.dtype, reduced: RedOpType | None = None, root: int | None = None) -> int:
+    code = _KINDS.index(kind) | _DTYPES.index(dtype) << _DTYPE
+    if root is not None:
+        code |= (root + 1) << _ROOT
     if reduced is not None:
         code |= (_REDUCTIONS.index(reduced) + 1) << _REDUCTION
     return code

@@ -16,8 +16,7 @@ from torch import Tensor
 from asynccomm.backends import loopback
 from asynccomm.backends.base import Submission
 from asynccomm.backends.regions import bytes_of
-from asynccomm.batching.fusion import fuse
-from asynccomm.batching.plan import fusion_key
+from asynccomm.batching.fusion import fuse, fusion_key
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.errors import CollectiveMismatchError

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asynccomm.batching import plan as module
-from asynccomm.batching.plan import MERGED_BYTES, Batch, BatchLimiter, Item, conflict, fusion_key, item_of, plan
+from asynccomm.batching.fusion import MERGED_BYTES, fusion_key
+from asynccomm.batching.plan import Batch, BatchLimiter, Item, conflict, item_of, plan
 from asynccomm.ops import (
     AllGather,
     AllGatherSingle,

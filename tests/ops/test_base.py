@@ -25,6 +25,8 @@ from asynccomm.ops import (
     Op,
     Parcel,
     Parcels,
+    PeerOp,
+    PeerParcel,
     Recv,
     RecvParcel,
     Reduce,
@@ -93,10 +95,20 @@ OTHER: dict[str, Any] = {
     "ops": (),
 }
 
+CLASSES = {  # the kinds of operations that each attribute selects
+    "root": {"broadcast", "reduce", "gather", "scatter"},
+    "reduction": {"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single"},
+    "counts": {"all_gather", "reduce_scatter"},
+    "sizes_known": {op.kind for op, _ in OPS} - {"all_to_all", "parcels"},
+    "split": {"scatter", "all_to_all", "all_to_all_single", "reduce_scatter", "reduce_scatter_single"},
+    "replicates": {"broadcast"},
+    "one_sided": {"reduce", "gather", "scatter", "all_to_all", "parcels", "all_gather", "reduce_scatter"},
+}
+
 
 def test_every_op_is_among_them() -> None:
     found = {cls for cls in vars(ops).values() if isinstance(cls, type) and issubclass(cls, Op)}
-    assert {type(op) for op, _ in OPS} == found - {Op, TensorOp}
+    assert {type(op) for op, _ in OPS} == found - {Op, TensorOp, PeerOp, PeerParcel}
 
 
 @values
@@ -165,7 +177,54 @@ def test_frozen(op: Op, text: str) -> None:
 
 @values
 def test_point_to_point(op: Op, text: str) -> None:
-    assert op.p2p == isinstance(op, (Send, Recv, SendParcel, RecvParcel))
+    assert op.p2p == isinstance(op, PeerOp) == isinstance(op, (Send, Recv, SendParcel, RecvParcel))
+    if isinstance(op, PeerOp):
+        assert op.is_send == isinstance(op, (Send, SendParcel))
+        assert op.key == (MessageSpace.TENSORS if isinstance(op, TensorOp) else op.channel).key(op.tag)
+
+
+def test_classes_of_operations() -> None:
+    for trait, kinds in CLASSES.items():
+        values = [(op.kind, getattr(op, trait)) for op, _ in OPS]
+        assert {kind for kind, value in values if value is not None and value is not False and value != ()} == kinds
+    assert not AllGather(F, 7).one_sided
+    assert AllGather(F, 7, counts=(7, 0, 1)).one_sided
+
+
+NEEDED: list[tuple[Op, bool]] = [
+    (Barrier(), True),
+    (AllReduce(F, 3, SUM), True),
+    (AllReduce(F, 0, SUM), False),
+    (AllGather(F, 3), True),
+    (AllGather(F, 3, counts=(3, 1)), True),
+    (AllGather(F, 3, counts=(3, 0)), False),
+    (ReduceScatter(F, 3, SUM, counts=(3, 1)), True),
+    (ReduceScatter(F, 0, SUM, counts=(3, 0)), False),
+    (AllToAllSingle(F, 3), True),
+    (AllToAllSingle(F, 0), False),
+    (AllToAll(F, (1, 1), (1, 1)), False),
+    (Broadcast(F, 3, 0), False),
+    (Reduce(F, 3, 0, SUM), False),
+    (Gather(F, 3, 0), False),
+    (Scatter(F, 3, 0), False),
+    (Parcels("all_gather_object"), False),
+]
+
+
+@cases("op, needed", NEEDED)
+def test_which_collectives_end_only_when_all_have_called_them(op: Op, needed: bool) -> None:
+    assert op.needs_every_rank is needed
+
+
+def test_required_fields_have_no_defaults() -> None:
+    for kind in (Broadcast, Reduce, Scatter, Gather, AllReduce, ReduceScatter, ReduceScatterSingle):
+        with pytest.raises(TypeError, match="missing 1 required positional argument"):
+            kind(*[F, 7, 0][: 3 if kind is Reduce else 2])  # type: ignore[call-arg, arg-type]
+
+
+def test_size_of_a_part() -> None:
+    assert AllToAllSingle(F, 6).part_nbytes(3) == 8
+    assert ReduceScatter(F, 7, SUM, layout=9, counts=(7, 0, 1)).part_nbytes(3) == 28
 
 
 @values
@@ -209,9 +268,9 @@ def test_layouts_are_the_same_in_every_process() -> None:
 def test_descriptions() -> None:
     op = AllGather(torch.int64, 3)
     assert described(op) == "int64[3]"
-    assert described(op, (1, 2)) == "int64[1, 2]"
+    assert described(dataclasses.replace(op, counts=(1, 2))) == "int64[1, 2]"
     assert described(dataclasses.replace(op, layout=1)) == "int64[3] in pieces"
-    assert described(dataclasses.replace(op, layout=1), (1, 2)) == "int64[1, 2]"
+    assert described(dataclasses.replace(op, layout=1, counts=(1, 2))) == "int64[1, 2]"
 
 
 def test_parcels_have_the_bytes_of_their_payload() -> None:

@@ -33,7 +33,7 @@ from asynccomm.backends.gloo.torch_gloo import LARGE, GlooGroup, GlooGroups
 from asynccomm.backends.ordered_executor import OrderedExecutor
 from asynccomm.core.tasks import shielded
 from asynccomm.errors import BackendError, BrokenError
-from asynccomm.ops import Recv, RecvParcel
+from asynccomm.ops import PeerOp
 from asynccomm.store.torch_store import TorchStoreView
 
 T = TypeVar("T", bound=BaseException)
@@ -143,7 +143,7 @@ class GlooBackend(Backend):
     def submit(self, batch: Sequence[Submission]) -> None:
         assert self._gloos is not None, "submitted to a closed backend"
         for submission in batch:  # before any operation is started
-            if isinstance(submission.op, (Recv, RecvParcel)) and submission.op.peer is None:
+            if isinstance(submission.op, PeerOp) and submission.op.peer is None:
                 raise ValueError("backend 'gloo' cannot receive from any source; name one: src=")
         for submission in batch:
             if submission.op.p2p:

@@ -42,14 +42,14 @@ from asynccomm.backends.gloo.lowering import OUT_OF_PLACE, start
 from asynccomm.backends.gloo.p2p import conclude
 from asynccomm.backends.gloo.packing import chains_of, is_divided
 from asynccomm.backends.gloo.payload_collectives import PayloadExchange
-from asynccomm.backends.gloo.predictions import Predictor, needs_every_rank
+from asynccomm.backends.gloo.predictions import Predictor
 from asynccomm.backends.gloo.staging import unpack
 from asynccomm.backends.gloo.torch_gloo import GlooGroups
 from asynccomm.backends.gloo.transfers import run
 from asynccomm.backends.hazards import separated
 from asynccomm.backends.latch import Latch
 from asynccomm.errors import BackendError
-from asynccomm.ops import AllToAll, Parcels
+from asynccomm.ops import Parcels
 
 Over = Callable[[], object]
 
@@ -158,7 +158,7 @@ class GlooCollectives:
         gloos = self._gloos
         assert gloos is not None, "started on a closed backend"
         heading = heading_of(submission)
-        every_rank = self._size > 1 and needs_every_rank(submission.op)
+        every_rank = self._size > 1 and submission.op.needs_every_rank
         prediction = self._predictor.predict()
         self._predictor.record(heading, every_rank)
         as_predicted = prediction is not None and prediction.heading == heading
@@ -179,7 +179,7 @@ class GlooCollectives:
         if not started.announced:
             self._transfer(submission, partial(self._over_without_frame, started))
             return
-        even = not isinstance(submission.op, (AllToAll, Parcels))  # the heading contains all sizes
+        even = submission.op.sizes_known  # the heading contains all sizes
         if as_predicted and not alarming and even and first and self._predictor.is_long(heading):
             started.latch = Latch(2, lambda _: over())
             self._transfer(submission, started.latch)

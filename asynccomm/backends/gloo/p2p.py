@@ -28,7 +28,7 @@ from asynccomm.backends.matching import MatchQueues
 from asynccomm.backends.ordered_executor import OrderedExecutor
 from asynccomm.backends.regions import bytes_of
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
-from asynccomm.ops import MessageSpace, Recv, RecvParcel, Send, SendParcel
+from asynccomm.ops import MessageSpace, PeerOp, PeerParcel, Recv, Send
 from asynccomm.ops.dtypes import BY_CODE, CODES
 
 HEADER = 16  # bytes: number of elements, and dtype
@@ -70,19 +70,18 @@ class PointToPoint:
     def submit(self, gloo: GlooGroup, submission: Submission) -> None:
         """Start a send or receive. Under the comm's lock."""
         op = submission.op
-        assert isinstance(op, (Send, Recv, SendParcel, RecvParcel))
+        assert isinstance(op, PeerOp)
         assert op.peer is not None, "gloo has no receive from any source that tells the sender"
-        key = op.channel.key(op.tag) if isinstance(op, (SendParcel, RecvParcel)) else op.tag
         if op.peer == self._rank:
-            self._to_self(op, key, submission)
+            self._to_self(op, submission)
         elif isinstance(op, Send):
             self._send(gloo, op, submission)
         elif isinstance(op, Recv):
             self._recv(gloo, op, op.peer, submission)
-        elif isinstance(op, SendParcel):
-            self._send_parcel(gloo, op.peer, key, submission)
+        elif op.is_send:
+            self._send_parcel(gloo, op.peer, op.key, submission)
         else:
-            self._recv_parcel(gloo, op.peer, key, submission)
+            self._recv_parcel(gloo, op.peer, op.key, submission)
 
     def drop(self) -> None:
         """Drop the messages from this rank to itself."""
@@ -153,20 +152,20 @@ class PointToPoint:
     def _lanes_of(self, key: int) -> OrderedExecutor:
         return self._internal if key >= MessageSpace.INTERNAL.key(0) else self._lanes
 
-    def _to_self(self, op: Send | Recv | SendParcel | RecvParcel, key: int, submission: Submission) -> None:
-        if isinstance(op, (Send, SendParcel)):
-            receive = self._own.claim(0, key)
+    def _to_self(self, op: PeerOp, submission: Submission) -> None:
+        if op.is_send:
+            receive = self._own.claim(0, op.key)
             if receive is None:
-                self._own.keep(submission, 0, key)
+                self._own.keep(submission, 0, op.key)
             else:
                 self._meet(submission, receive)
         else:
-            found = self._own.post(submission, 0, key)
+            found = self._own.post(submission, 0, op.key)
             if found is not None:
                 self._meet(found[1], submission)
 
     def _meet(self, send: Submission, recv: Submission) -> None:
-        if isinstance(recv.op, RecvParcel):
+        if isinstance(recv.op, PeerParcel):
             self._complete(recv, [partial(self._hand_over, send, recv)])
         else:
             assert isinstance(send.op, Send)

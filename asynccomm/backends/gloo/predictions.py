@@ -8,17 +8,6 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple, final
 
-from asynccomm.ops import (
-    AllGather,
-    AllGatherSingle,
-    AllReduce,
-    AllToAllSingle,
-    Barrier,
-    Op,
-    ReduceScatter,
-    ReduceScatterSingle,
-)
-
 REMEMBERED: Final = 4096  # pairs of calls with a known successor: more than a training step has
 
 
@@ -68,16 +57,3 @@ class Predictor:
         if len(self._long) >= REMEMBERED:
             self._long.clear()
         self._long.add(heading)
-
-
-def needs_every_rank(op: Op) -> bool:
-    """Whether no rank can complete ``op`` before every rank has started it, because each needs data from all."""
-    match op:
-        case Barrier():
-            return True
-        case AllGather() | ReduceScatter() if op.counts:
-            return min(op.counts) > 0
-        case AllReduce() | AllGather() | AllGatherSingle() | ReduceScatter() | ReduceScatterSingle() | AllToAllSingle():
-            return op.numel > 0
-        case _:
-            return False

@@ -52,7 +52,7 @@ from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.tasks import shielded, shielded_acquire
 from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError
-from asynccomm.ops import Barrier, Call, GroupedOp, Op, Parcels, Recv, RecvParcel, Send, TensorOp
+from asynccomm.ops import Barrier, Call, GroupedOp, Op, Parcels, PeerOp, TensorOp
 
 LOOK_SECONDS: Final = 0.1  # between two checks of a communicator for errors, while an operation takes long
 QUIET_SECONDS: Final = 1.0  # for threads to return from aborted calls
@@ -192,7 +192,7 @@ class NcclBackend(Backend):
     def submit(self, batch: Sequence[Submission]) -> None:
         if not self._side.any_source:
             for submission in batch:  # before the first send
-                if isinstance(submission.op, (Recv, RecvParcel)) and submission.op.peer is None:
+                if isinstance(submission.op, PeerOp) and submission.op.peer is None:
                     raise ValueError(
                         f"backend 'nccl' with {self._side.name!r} on the host cannot receive from any source; "
                         f"name one: src="
@@ -361,7 +361,7 @@ class NcclBackend(Backend):
         for submission in batch:
             if not isinstance(submission.op, TensorOp) and not _is_collective(submission):
                 raise RuntimeError(f"{submission.op} cannot become part of a CUDA graph: it needs the host")
-            if isinstance(submission.op, Send | Recv) and submission.op.peer == self._rank and len(batch) == 1:
+            if isinstance(submission.op, PeerOp) and submission.op.peer == self._rank and len(batch) == 1:
                 raise RuntimeError(f"{submission.op} to oneself can be captured in a batch only: NCCL needs both ends")
         if not self._connected or self._waiting:
             raise RuntimeError(

@@ -11,30 +11,15 @@ place in its batch, as a number.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, final
+from typing import Final, final
 
 from asynccomm.backends.base import Submission
 from asynccomm.backends.shm.layout import rounded_up
 from asynccomm.backends.shm.manifest import ROW
 from asynccomm.backends.shm.reduction import reduction_for
-from asynccomm.ops import (
-    AllReduce,
-    AllToAll,
-    AllToAllSingle,
-    GroupedOp,
-    Op,
-    Parcels,
-    Reduce,
-    ReduceScatter,
-    ReduceScatterSingle,
-    Scatter,
-)
+from asynccomm.ops import GroupedOp, Op, TensorOp
 from asynccomm.ops.signature import signature
 
-_WHOLE: Final = frozenset({AllReduce, Reduce})  # reductions that each rank combines in full
-_REDUCED: Final = frozenset({AllReduce, Reduce, ReduceScatter, ReduceScatterSingle})
-_SPLIT: Final = frozenset({ReduceScatter, ReduceScatterSingle, Scatter, AllToAllSingle})
-_UNKNOWN: Final = frozenset({AllToAll, Parcels})
 _COUNT: Final = 20  # bits of a number of operations
 MOST: Final = 256  # operations in one bundle: a step is never interrupted, and so many take 1 to 2 ms
 
@@ -93,14 +78,12 @@ def extent(op: Op, size: int) -> tuple[int, bool]:
 
     Only for operations with sizes known to all ranks.
     """
-    kind = type(op)
-    if kind in _REDUCED:
-        reduced: Any = op
-        travels = reduction_for(reduced.dtype, reduced.reduction, size).dtype
-        nbytes = reduced.numel * travels.itemsize * (2 if reduced.dtype.is_complex else 1)
-    else:
-        nbytes = op.nbytes // size if kind is AllToAllSingle else op.nbytes
-    return nbytes, kind in _SPLIT
+    nbytes = op.part_nbytes(size)
+    if op.reduction is not None:
+        assert isinstance(op, TensorOp)
+        travels = reduction_for(op.dtype, op.reduction, size).dtype
+        nbytes = op.numel * travels.itemsize * (2 if op.dtype.is_complex else 1)
+    return nbytes, op.split
 
 
 def cut(batch: Sequence[Submission], size: int, chunk: int, whole: int) -> Sequence[Submission | Bundle]:
@@ -146,10 +129,10 @@ def _bundles(
 
 def _needs(op: Op, size: int, chunk: int, whole: int) -> tuple[int, int]:
     """Bytes of an operation's :data:`Place`, and of the slot; more than the slot has if the operation goes alone."""
-    if type(op) in _UNKNOWN:
+    if not op.sizes_known:
         return 0, chunk
     nbytes, split = extent(op, size)
-    if type(op) in _WHOLE and nbytes > whole:
+    if op.reduction is not None and not split and nbytes > whole:
         return 0, chunk
     room = rounded_up(nbytes)
     return room, size * room if split else room

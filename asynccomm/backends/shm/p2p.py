@@ -43,7 +43,7 @@ from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.rings import Mapped
 from asynccomm.backends.shm.vectors import address_of, spans
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
-from asynccomm.ops import MessageSpace, Recv, RecvParcel, Send, SendParcel
+from asynccomm.ops import MessageSpace, PeerOp, PeerParcel, Recv, RecvParcel, Send, SendParcel
 from asynccomm.ops.dtypes import BY_CODE, CODES
 from asynccomm.ops.parcels import MAX_HEAD
 from asynccomm.ops.validation import MAX_TAG
@@ -99,13 +99,14 @@ class Messages:
         """Start a send or receive, as far as the ring has room; ``progress`` continues it."""
         self._tally.pending += 1
         op = submission.op
-        if isinstance(op, (Recv, RecvParcel)):
+        assert isinstance(op, PeerOp)
+        if not op.is_send:
             tag = _tag(op)
             found = self._matching.post(submission, op.peer, tag)
             if found is not None:
                 self._take_kept(submission, tag, *found)
             return
-        assert isinstance(op, (Send, SendParcel))
+        assert op.peer is not None
         message = _outgoing(submission)
         if op.peer == self._rank:
             self._send_to_self(message)
@@ -359,12 +360,10 @@ class Messages:
         self._reading = [entry for entry in self._reading if entry[2] is not link]
 
 
-def _tag(op: Send | Recv | SendParcel | RecvParcel) -> int:
+def _tag(op: PeerOp) -> int:
     """The tag in frames: an operation's tag and channel as one number."""
-    if isinstance(op, (Send, Recv)):
-        return op.tag
-    assert op.channel is not MessageSpace.TENSORS, f"{op} would meet tensors"
-    return op.channel.key(op.tag)
+    assert not isinstance(op, PeerParcel) or op.channel is not MessageSpace.TENSORS, f"{op} would meet tensors"
+    return op.key
 
 
 def _outgoing(submission: Submission) -> Outgoing:

@@ -190,12 +190,11 @@ def _distribute(board: Board, submission: Submission) -> Part:
     copies: Lands = []
     output = landed(place, copies)
     inputs = [arithmetic.plain(tensor) for tensor in given]
+    nbytes = op.part_nbytes(size)
     if isinstance(op, AllToAllSingle):
-        nbytes = op.nbytes // size
         sources, targets = _chunks(inputs[0], nbytes, size), _chunks(output, nbytes, size)
         givers = board.others
     else:
-        nbytes = op.nbytes
         targets = [(me, output.data_ptr(), nbytes)] * size
         sources = by_rank(inputs)
         givers = [] if me == op.root else [op.root]

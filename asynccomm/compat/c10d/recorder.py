@@ -29,46 +29,17 @@ from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.core.callsite import CallSite, line_number
 from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.errors import AbortedError, BrokenError
-from asynccomm.ops import (
-    AllGather,
-    AllGatherSingle,
-    AllReduce,
-    AllToAll,
-    AllToAllSingle,
-    Barrier,
-    Broadcast,
-    Call,
-    Gather,
-    Op,
-    Parcels,
-    Recv,
-    RecvParcel,
-    Reduce,
-    ReduceScatter,
-    ReduceScatterSingle,
-    Scatter,
-    Send,
-    SendParcel,
-)
+from asynccomm.ops import AllToAll, Broadcast, Call, Parcels, PeerOp, Reduce
 
 __all__ = ["FlightRecorder"]
 
 VERSION: Final = "2.10"  # of torch's format
 RECORDS: Final = 2000
 SHOWN: Final = 4  # operations in flight that the log names
-_NAMES: Final[dict[type[Op], str]] = {  # names in torch's backends
-    AllReduce: "all_reduce",
-    Broadcast: "broadcast",
-    Reduce: "reduce",
-    AllGather: "all_gather",
-    AllGatherSingle: "_all_gather_base",
-    ReduceScatter: "reduce_scatter",
-    ReduceScatterSingle: "_reduce_scatter_base",
-    Scatter: "scatter",
-    Gather: "gather",
-    AllToAll: "all_to_all",
-    AllToAllSingle: "all_to_all",
-    Barrier: "barrier",
+_NAMES: Final = {  # names in torch's backends, where they differ
+    "all_gather_single": "_all_gather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "all_to_all",
 }
 
 _log: Final = logging.getLogger("asynccomm")
@@ -328,23 +299,24 @@ def _named(dtype: torch.dtype) -> str:
 def _as_torch(record: Record, rank: int) -> tuple[str, list[Side], list[Side]]:
     """Name, inputs and outputs of an operation, as recorded by torch's backends."""
     op = record.op
+    name = _NAMES.get(op.kind, op.kind)
     inputs = [] if record.inputs is None else [record.inputs]
     outputs = [] if record.outputs is None else [record.outputs]
     unknown: list[Side] = [((0,), (torch.uint8,))]  # of parcels, whose sizes differ by rank
     match op:
         case Broadcast() | Reduce():  # in place everywhere
-            return _NAMES[type(op)], inputs or outputs, inputs or outputs
+            return name, inputs or outputs, inputs or outputs
         case AllToAll():
             dtypes = (op.dtype,)
-            return _NAMES[AllToAll], [((sum(op.sends),), dtypes)], [((sum(op.receives),), dtypes)]
-        case Send() | SendParcel():
+            return name, [((sum(op.sends),), dtypes)], [((sum(op.receives),), dtypes)]
+        case PeerOp() if op.is_send:
             return f"send {rank}->{op.peer}", inputs or unknown, []
-        case Recv() | RecvParcel():
+        case PeerOp():
             return f"recv {rank}<-{'?' if op.peer is None else op.peer}", [], outputs or unknown
         case Parcels():
             return _form(op), unknown, unknown
         case _:
-            return _NAMES.get(type(op), op.kind), inputs, outputs
+            return name, inputs, outputs
 
 
 def _form(op: Parcels) -> str:

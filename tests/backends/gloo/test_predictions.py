@@ -16,23 +16,10 @@ from asynccomm.backends.gloo import disputes
 from asynccomm.backends.gloo.collectives import GlooCollectives
 from asynccomm.backends.gloo.frames import Frame, heading_of
 from asynccomm.backends.gloo.payload_collectives import PayloadExchange
-from asynccomm.backends.gloo.predictions import REMEMBERED, Predictor, needs_every_rank
+from asynccomm.backends.gloo.predictions import REMEMBERED, Predictor
 from asynccomm.backends.gloo.torch_gloo import ALARM_TAG, GlooGroups
 from asynccomm.backends.ordered_executor import OrderedExecutor
-from asynccomm.ops import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    AllToAllSingle,
-    Barrier,
-    Broadcast,
-    Gather,
-    Op,
-    Parcels,
-    Reduce,
-    ReduceScatter,
-    Scatter,
-)
+from asynccomm.ops import AllReduce, Broadcast
 from asynccomm.ops.validation import CommInfo
 from tests.waiting import until
 
@@ -80,32 +67,6 @@ def test_equal_calls_make_equal_predictions_however_many() -> None:
         assert one.predict() == other.predict()
         one.record(heading, True)
         other.record(heading, True)
-
-
-TOTAL = ReduceOp.SUM
-NEEDED: list[tuple[Op, bool]] = [
-    (Barrier(), True),
-    (AllReduce(torch.float32, 3, TOTAL), True),
-    (AllReduce(torch.float32, 0, TOTAL), False),
-    (AllGather(torch.float32, 3), True),
-    (AllGather(torch.float32, 3, counts=(3, 1)), True),
-    (AllGather(torch.float32, 3, counts=(3, 0)), False),
-    (ReduceScatter(torch.float32, 3, TOTAL, counts=(3, 1)), True),
-    (ReduceScatter(torch.float32, 0, TOTAL, counts=(3, 0)), False),
-    (AllToAllSingle(torch.float32, 3), True),
-    (AllToAllSingle(torch.float32, 0), False),
-    (AllToAll(torch.float32, (1, 1), (1, 1)), False),
-    (Broadcast(torch.float32, 3, 0), False),
-    (Reduce(torch.float32, 3, TOTAL, 0), False),
-    (Gather(torch.float32, 3, 0), False),
-    (Scatter(torch.float32, 3, 0), False),
-    (Parcels("all_gather_object"), False),
-]
-
-
-@pytest.mark.parametrize(("op", "needed"), NEEDED)
-def test_which_collectives_end_only_when_all_have_called_them(op: Op, needed: bool) -> None:
-    assert needs_every_rank(op) is needed
 
 
 class FakeWork:
