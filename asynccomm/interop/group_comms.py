@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Final, final
+from typing import Any, Final, Self, final
 
 import torch
 from anyio.from_thread import BlockingPortal
@@ -23,7 +23,9 @@ from torch import distributed as dist
 from asynccomm.comm.comm import Comm
 from asynccomm.comm.new_comm import new_comm
 from asynccomm.errors import ClosedError
-from asynccomm.interop.loop_thread import at_exit, loops, on_a_thread
+from asynccomm.interop.loop_thread import at_exit, detached, loops, on_a_thread
+from asynccomm.interop.torch_version import uncompiled
+from asynccomm.interop.torch_words import check_split
 
 EXIT_SECONDS: Final = 5.0  # for operations in flight, when the process ends with the group open
 
@@ -57,6 +59,29 @@ class GroupComms:
         self._closed = False
         self._process = os.getpid()
         at_exit(self)
+
+    @classmethod
+    def opened(cls, name: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Self:
+        """Create comms, with the CPU comm connected. Blocks until all ranks have connected."""
+        comms = cls(name, store, rank, size, timeout)
+        try:
+            with detached():
+                comms.connect(torch.device("cpu"))
+        except BaseException:
+            comms.close()
+            raise
+        return comms
+
+    def part(self, ranks: list[int], timeout: timedelta | None, name: str) -> GroupComms | None:
+        """The comms of some ranks, connected over the store; None on other ranks. Raises: torch's errors."""
+        if self.store is None:
+            raise RuntimeError(f"group {self.name!r} was made over comms, and cannot be split: split these")
+        check_split(ranks, self.size)
+        if self.rank not in ranks:
+            return None
+        store = dist.PrefixStore(f"{name}/", self.store)
+        limit = self.timeout if timeout is None else timeout
+        return GroupComms.opened(name, store, ranks.index(self.rank), len(ranks), limit)
 
     def connect(self, device: torch.device) -> Comm:
         """The comm of a device; a first call for a type of device blocks until all ranks have connected.
@@ -150,3 +175,45 @@ class GroupComms:
                 with contextlib.suppress(TimeoutError):  # the cancelled aclose() aborts the comm
                     async with asyncio.timeout(limit):
                         await comm.aclose()
+
+
+@uncompiled
+class SplittableGroup:
+    """Mixin for torch's ``ProcessGroup`` over GroupComms: splitting, with names and errors as in torch's groups."""
+
+    comms: GroupComms
+    splits = 0  # number of splits without a description
+
+    def split_group(
+        self: Any,
+        new_ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: list[torch.device] | None = None,
+    ) -> Any:
+        if group_desc is None:
+            self.splits += 1
+            group_desc = f"{self.group_desc}:split:{self.splits - 1}"
+        if timeout is None and opts is not None:
+            timeout = opts._timeout
+        name = part_name(self.group_name, new_ranks) if group_name is None else group_name
+        comms = self.comms.part(new_ranks, timeout, name)
+        if comms is None:
+            return None
+        made = type(self)(comms)
+        made.bound_device_id = self.bound_device_id
+        name_group(made, name, group_desc)
+        return made
+
+
+def part_name(name: str, ranks: list[int]) -> str:
+    """torch's name for a part of the group ``name``."""
+    return f"{name}:split:{list(ranks)}"
+
+
+def name_group(group: Any, name: str, description: str) -> None:
+    """Give a torch group a name and a description."""
+    group._set_group_name(name)
+    group._set_group_desc(description)

@@ -30,6 +30,7 @@ from asynccomm.interop.torch_work import TorchWork
 from asynccomm.ops.reduce_op import ReduceOp
 
 NAME: Final = "asynccomm"  #: of the backend, in torch
+DEVICES: Final = ("cpu", "cuda")
 
 
 @final
