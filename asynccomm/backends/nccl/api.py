@@ -80,7 +80,6 @@ _OPTIONAL: Final = {
     "gather": "Gather",
     "scatter": "Scatter",
     "shrink": "CommShrink",
-    "revoke": "CommRevoke",
     "estimate": "GroupSimulateEnd",
 }
 _NO_COLOR: Final = -1
@@ -165,7 +164,7 @@ class Nccl(Protocol):
 
     @property
     def native(self) -> frozenset[str]:
-        """The subset of all_to_all, gather, scatter, shrink, revoke and estimate that the library has."""
+        """The subset of all_to_all, gather, scatter, shrink and estimate that the library has."""
 
     def unique_id(self) -> bytes:
         """128 bytes, the same for all ranks of one new communicator.
@@ -189,7 +188,7 @@ class Nccl(Protocol):
         """
 
     def finalize(self, comm: CommHandle) -> None:
-        """Finish all operations on all ranks; ``destroy`` comes next. Not allowed after ``revoke``."""
+        """Finish all operations on all ranks; ``destroy`` comes next."""
 
     def destroy(self, comm: CommHandle) -> None:
         """Free this rank's resources of ``comm``. Blocks until that is done, even if ``comm`` is non-blocking."""
@@ -200,9 +199,6 @@ class Nccl(Protocol):
         Communicators that wait for each other end only together, so one call takes all communicators of a process. All
         of ``comms`` are freed after the call, even if it raises.
         """
-
-    def revoke(self, comm: CommHandle) -> None:
-        """End all operations of ``comm`` and keep it, for ``shrink``, ``split`` or ``destroy``."""
 
     def progress(self, comm: CommHandle) -> bool:
         """Whether ``comm`` is ready for the next call; False: busy. Raises if a call or an operation failed."""
@@ -386,9 +382,6 @@ class _Loaded:
             self._awaited.pop(address, None)
         if failed:
             raise failed[0]
-
-    def revoke(self, comm: CommHandle) -> None:
-        self._do("revoke a communicator", comm, self._nccl.comm_revoke, comm, 0)
 
     def progress(self, comm: CommHandle) -> bool:
         code: int = self._do("ask a communicator for its state", comm, self._nccl.comm_get_async_error, comm)

@@ -136,9 +136,9 @@ def test_functions_are_missing(load) -> None:
 
 
 def test_what_is_native_depends_on_the_library(load) -> None:
-    assert load(Bindings()).native == {"all_to_all", "gather", "scatter", "shrink", "revoke", "estimate"}
-    without = ("AlltoAll", "CommRevoke", "GroupSimulateEnd")
-    assert load(Bindings(without=without)).native == {"gather", "scatter", "shrink"}
+    assert load(Bindings()).native == {"all_to_all", "gather", "scatter", "shrink", "estimate"}
+    without = ("AlltoAll", "CommShrink", "GroupSimulateEnd")
+    assert load(Bindings(without=without)).native == {"gather", "scatter"}
 
 
 def test_a_function_that_is_not_there(load) -> None:
@@ -302,7 +302,6 @@ RARE = {
     "group_end()": "ncclGroupEnd",
     f"finalize({COMM})": "ncclCommFinalize 0xab",
     f"destroy({COMM})": "ncclCommDestroy 0xab",
-    f"revoke({COMM})": "ncclCommRevoke 0xab 0",
     f"drop_reduction(17, {COMM})": "ncclRedOpDestroy 17 0xab",
     f"pre_mul_sum(1, 7, {COMM}, on_device=True)": "ncclRedOpCreatePreMulSum 0x1 7 0 0xab",
     f"pre_mul_sum(1, 7, {COMM}, on_device=False)": "ncclRedOpCreatePreMulSum 0x1 7 1 0xab",
