@@ -8,35 +8,32 @@ checks ``_rung``; ``_drain`` first clears ``_rung`` and then empties the deque. 
 or ``post`` sees the cleared flag and wakes the loop again. (Single attribute and deque operations are atomic in
 CPython, with the GIL and in the free-threaded build.)
 
-The mailbox also limits streaks: awaiting finished Works never suspends, so a tight loop of fast collectives would
-starve all other tasks. :meth:`should_yield` reports the end of a streak.
+The mailbox also counts the streak of awaits that do not suspend, as those of finished Works: a tight loop of fast
+collectives would starve all other tasks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Callable
 
-STREAK_AWAITS = 64  # finished Works awaited in a row before one await yields to the loop
-STREAK_SECONDS = 1e-3  # the same limit as a time, for large collectives that finish inside the call
+from asynccomm.core.outcome import Streak
 
 _log = logging.getLogger("asynccomm")
 
 
-class Mailbox:
+class Mailbox(Streak):
     """Runs callables from other threads on one event loop."""
 
-    __slots__ = ("_awaits", "_inbox", "_rung", "_since", "loop")
+    __slots__ = ("_inbox", "_rung", "loop")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
         self.loop = loop
         self._inbox: deque[Callable[[], object]] = deque()
         self._rung = False
-        self._awaits = 0
-        self._since = 0.0
 
     def post(self, call: Callable[[], object]) -> None:
         """Run ``call`` on the loop: at once on the loop's own thread, else in a later loop iteration.
@@ -71,18 +68,3 @@ class Mailbox:
             raise
         except BaseException as exc:
             self.loop.call_exception_handler({"message": "error in a completion callback", "exception": exc})
-
-    def should_yield(self) -> bool:
-        """Count one await that did not suspend; True when other tasks have to run."""
-        now = time.monotonic()
-        if self._awaits == 0:
-            self._since = now
-        self._awaits += 1
-        if self._awaits < STREAK_AWAITS and now - self._since < STREAK_SECONDS:
-            return False
-        self._awaits = 0
-        return True
-
-    def reset_streak(self) -> None:
-        """End the streak: an await did suspend."""
-        self._awaits = 0

@@ -6,10 +6,8 @@ that detects the completion.
 There is no cancel(). The peers have entered the operation, and one rank backing out would hang them. Cancelling a task
 that awaits a Work ends only that wait; ``comm.abort()`` stops operations.
 
-Settling and waiting race without a lock, by the order of two steps on each side. A waiter first registers (appends a
-future, a callback, a listener), then checks ``_done``; the settler first sets ``_done``, then checks for registrations.
-At least one side sees the other. Futures and callbacks belong to the loop, so the settler only posts a wake-up to the
-mailbox, and only if a waiter is registered.
+Settling and waiting race without a lock (``outcome.py``). Futures and callbacks belong to the loop, so the settler only
+posts a wake-up to the mailbox, and only if a waiter is registered.
 """
 
 from __future__ import annotations
@@ -23,14 +21,16 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from datetime import timedelta
-from types import TracebackType
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, final
 
 import torch
 
+from asynccomm.core import outcome
 from asynccomm.core.callsite import CallSite
 from asynccomm.core.handles import Handle
 from asynccomm.core.mailbox import Mailbox
+from asynccomm.core.outcome import Outcome
 from asynccomm.errors import AsyncCommError, WouldBlockError
 from asynccomm.ops import Op
 from asynccomm.options import seconds
@@ -39,7 +39,6 @@ UNNUMBERED = -1  # number of a Work before submission
 GRACE = 2.0  # seconds past the deadline that wait() leaves to the loop to find the missing ranks
 
 T = TypeVar("T")
-_deciding = threading.Lock()  # held for two assignments; one for all Works, because a lock each would cost more
 _finishing = threading.RLock()  # held while a result is decoded; any waiting thread may decode
 
 
@@ -72,7 +71,7 @@ class StreamOrder(Protocol):
 
 
 @final
-class Work(Handle, Generic[T]):
+class Work(Handle, Outcome, Generic[T]):
     """One submitted operation; ``await`` it for its output.
 
     Awaiting returns once the host may read the output. Any number of tasks may await, any number of times; all get the
@@ -87,16 +86,11 @@ class Work(Handle, Generic[T]):
     __slots__ = (
         "__weakref__",
         "_callbacks",
-        "_done",
-        "_error",
         "_finish",
         "_listeners",
         "_mailbox",
         "_on_overdue",
         "_on_settled",
-        "_traceback",
-        "_value",
-        "_waiters",
         "captured",
         "driver",
         "finished",
@@ -130,18 +124,15 @@ class Work(Handle, Generic[T]):
         self.finished: float | None = None  #: time of settling, same clock; None while pending
         self.source: int | None = None  #: the rank that sent a receive's message; None until done and for all others
         self._mailbox = mailbox
-        self._value = value
+        Outcome.__init__(self, value)
+        self._error: AsyncCommError | None
         self._finish = finish  # makes the output from the value, at the first read; then dropped
-        self._error: AsyncCommError | None = None
-        self._traceback: TracebackType | None = None
-        self._done = False
         self.site: CallSite | None = None  #: its call site, if the comm records call sites; for the comm
         self.captured = False  #: whether the operation is part of a CUDA graph, and done whenever the graph has run
         self.order: StreamOrder | None = None  #: position in the streams of a GPU, if any; for backends
         self.driver = driver  #: makes progress for waiters; for backends. Dropped once done, as is ``_on_overdue``
         self._on_overdue = on_overdue
         self._listeners: list[Callable[[], object]] = []
-        self._waiters: list[asyncio.Future[None]] = []
         self._callbacks: list[tuple[Callable[[Work[T]], object], contextvars.Context]] = []
         self._on_settled: Callable[[Work[Any]], object] | None = on_settled  # dropped once called: it holds the comm
 
@@ -188,15 +179,8 @@ class Work(Handle, Generic[T]):
             if mailbox.should_yield():
                 yield
             return self._outcome()
-        waiter: asyncio.Future[None] = loop.create_future()
-        self._waiters.append(waiter)
-        if not self._done:
-            mailbox.reset_streak()
-            try:
-                yield from waiter
-            finally:
-                if not self._done:  # cancelled: the future has no waiter any more
-                    self._waiters.remove(waiter)
+        mailbox.reset_streak()
+        yield from self._suspend(loop)
         return self._outcome()
 
     def wait(self, timeout: float | timedelta | None = None) -> T:
@@ -238,7 +222,7 @@ class Work(Handle, Generic[T]):
         while not (self._done or (issued is not None and issued.issued)):
             now = time.monotonic()
             if now >= end:
-                with _deciding:
+                with outcome.deciding:
                     if not self._done:  # else the settler may be iterating over the list
                         self._listeners.remove(event.set)
                         raise TimeoutError(f"{self!r} was not done within {limit:g} s; it goes on")
@@ -285,11 +269,7 @@ class Work(Handle, Generic[T]):
             raise RuntimeError(f"{self!r} belongs to the event loop its comm was made on, not to the running one")
         if not order.issued and not self._done:
             waiter: asyncio.Future[None] = loop.create_future()
-
-            def wake() -> None:
-                if not waiter.done():
-                    waiter.set_result(None)
-
+            wake = partial(outcome.wake, waiter)
             order.listen(lambda: self._mailbox.post(wake))
             self.add_done_callback(lambda _: wake())
             await waiter
@@ -346,7 +326,7 @@ class Work(Handle, Generic[T]):
         settles it again later.
         """
         value = None  # dropped outside of the lock: a destructor may run any code
-        with _deciding:
+        with outcome.deciding:
             if self._done:
                 return False
             self._error = error
@@ -381,8 +361,7 @@ class Work(Handle, Generic[T]):
     def _wake(self) -> None:
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+            outcome.wake(waiter)
         while self._callbacks:  # always the same list: another thread may be appending
             fn, context = self._callbacks.pop(0)
             self._mailbox.loop.call_soon(fn, self, context=context)
@@ -390,8 +369,7 @@ class Work(Handle, Generic[T]):
     def _outcome(self) -> T:
         if self._error is not None:
             self._error.observed = True
-            # restore the traceback of the failure: each raise would otherwise grow it for all waiters
-            raise self._error.with_traceback(self._traceback)
+            self._result()
         if self.captured:
             raise RuntimeError(
                 f"{self!r} is part of a CUDA graph: it runs when that is replayed; use wait() or wait_stream() while "
@@ -426,8 +404,8 @@ class Work(Handle, Generic[T]):
 
 
 def _renew_lock() -> None:
-    global _deciding, _finishing
-    _deciding, _finishing = threading.Lock(), threading.RLock()  # threads missing in the child may have held these
+    global _finishing
+    _finishing = threading.RLock()  # threads missing in the child may have held it
 
 
 os.register_at_fork(after_in_child=_renew_lock)

@@ -19,32 +19,30 @@ import contextlib
 import os
 import threading
 from collections.abc import Generator, Sequence
-from types import TracebackType
-from typing import Any, Final, final
+from typing import Any, final
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from asynccomm.core import outcome
 from asynccomm.core.handles import Handle
+from asynccomm.core.outcome import Outcome, Streak, wake
 from asynccomm.interop.loop_thread import on_a_thread
 from asynccomm.interop.torch_work import TorchWork
-
-MOST_AWAITS: Final = 64  # consecutive awaits of finished Works before one yields to the loop
 
 _sharing = threading.Lock()
 _shared: WeakValueDictionary[int, _Awaited] = WeakValueDictionary()  # by id of the Work; the value holds the Work
 
 
 @final
-class _Streak(threading.local):
-    """Count of consecutive awaits of finished Works on this thread, without a suspension."""
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self.streak = Streak()
 
-    awaits = 0
 
-
-_streak = _Streak()
+_this_thread = _PerThread()
 
 
 @final
@@ -84,20 +82,15 @@ def _awaited(work: dist.Work) -> _Awaited:
 
 
 @final
-class _Awaited:
-    """Outcome of one Work, and the futures of the tasks that await it."""
+class _Awaited(Outcome):
+    """Outcome of one Work: its tensors. The tasks that await it may be on several loops."""
 
     def __init__(self, work: dist.Work) -> None:
+        super().__init__([])
         self._work: Any = work
         self._future = None if isinstance(work, TorchWork) else _future_of(work)
         self._gpus = [torch.device("cuda", torch.cuda.current_device())] if _uses_gpus() else []
-        self._lock = threading.Lock()
         self._started = False
-        self._done = False
-        self._outputs: list[Tensor] = []
-        self._error: BaseException | None = None
-        self._traceback: TracebackType | None = None
-        self._waiters: list[asyncio.Future[None]] = []
 
     def look(self) -> bool:
         """Poll the Work; return whether it is done."""
@@ -115,32 +108,17 @@ class _Awaited:
     def outcome(self) -> Generator[Any, None, list[Tensor]]:
         """Suspend until the Work is done, and return its outputs."""
         if self.look():
-            _streak.awaits = (_streak.awaits + 1) % MOST_AWAITS
-            if _streak.awaits == 0:
+            if _this_thread.streak.should_yield():
                 yield
         else:
-            _streak.awaits = 0
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            with self._lock:
-                if self._done:
-                    waiter.set_result(None)
-                else:
-                    self._waiters.append(waiter)
+            _this_thread.streak.reset_streak()
             self._start()
-            try:
-                yield from waiter
-            finally:
-                with self._lock:
-                    if waiter in self._waiters:
-                        self._waiters.remove(waiter)
-        if self._error is not None:
-            # with the original traceback, as each raise would otherwise lengthen the shared one
-            raise self._error.with_traceback(self._traceback)
-        return list(self._outputs)
+            yield from self._suspend(asyncio.get_running_loop())
+        return list(self._result())
 
     def _start(self) -> None:
         """Arrange for a callback or a thread to report the outcome, once."""
-        with self._lock:
+        with outcome.deciding:
             if self._started:
                 return
             self._started = True
@@ -201,24 +179,19 @@ class _Awaited:
 
     def _settle(self, outputs: list[Tensor], error: BaseException | None = None) -> None:
         """Store the outcome, and wake the waiters. From any thread; only the first call counts."""
-        with self._lock:
+        with outcome.deciding:
             if self._done:
                 return
             self._error = error
             if error is None:
-                self._outputs = outputs
+                self._value = outputs
             else:
                 self._traceback = error.__traceback__
             self._done = True
-            waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
+        waiters, self._waiters = self._waiters, []
+        for waiter in tuple(waiters):  # a copy, as a cancelled task may remove its own
             with contextlib.suppress(RuntimeError):  # the loop is closed, and its tasks are gone
-                waiter.get_loop().call_soon_threadsafe(_wake, waiter)
-
-
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+                waiter.get_loop().call_soon_threadsafe(wake, waiter)
 
 
 def _future_of(work: Any) -> torch._C.Future[Any] | None:

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from asynccomm.core import mailbox as module
-from asynccomm.core.mailbox import STREAK_AWAITS, STREAK_SECONDS, Mailbox
+from asynccomm.core.mailbox import Mailbox
 
 
 class CountingLoop:
@@ -28,14 +27,6 @@ class CountingLoop:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loop, name)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What ``time.monotonic`` says, to be set by the test."""
-    now = [100.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    return now
 
 
 async def test_posts_of_two_threads_arrive_complete_and_in_order() -> None:
@@ -173,40 +164,3 @@ async def test_another_runtime_error_comes_out() -> None:
 
     with pytest.raises(RuntimeError, match="non-thread-safe"):
         Mailbox(Strange()).post(lambda: None)  # type: ignore[arg-type]
-
-
-async def test_must_yield_after_a_number_of_awaits(clock: list[float]) -> None:
-    mailbox = Mailbox(asyncio.get_running_loop())
-    for _ in range(3):
-        assert [mailbox.should_yield() for _ in range(STREAK_AWAITS)] == [False] * (STREAK_AWAITS - 1) + [True]
-    assert STREAK_AWAITS == 64
-
-
-async def test_must_yield_after_some_time(clock: list[float]) -> None:
-    mailbox = Mailbox(asyncio.get_running_loop())
-    assert not mailbox.should_yield()
-    clock[0] += 0.9 * STREAK_SECONDS
-    assert not mailbox.should_yield()
-    clock[0] += 0.2 * STREAK_SECONDS
-    assert mailbox.should_yield()
-    assert not mailbox.should_yield()  # a new streak, measured anew
-    clock[0] += 0.9 * STREAK_SECONDS
-    assert not mailbox.should_yield()
-    assert STREAK_SECONDS == 1e-3
-
-
-async def test_the_clock_starts_with_the_streak(clock: list[float]) -> None:
-    mailbox = Mailbox(asyncio.get_running_loop())
-    clock[0] += 1.0
-    assert not mailbox.should_yield()
-
-
-async def test_suspending_ends_the_streak(clock: list[float]) -> None:
-    mailbox = Mailbox(asyncio.get_running_loop())
-    for _ in range(STREAK_AWAITS - 1):
-        assert not mailbox.should_yield()
-    mailbox.reset_streak()
-    clock[0] += 1.0
-    for _ in range(STREAK_AWAITS - 1):
-        assert not mailbox.should_yield()
-    assert mailbox.should_yield()

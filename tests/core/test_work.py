@@ -21,7 +21,8 @@ import torch
 import uvloop
 
 from asynccomm.core import work as module
-from asynccomm.core.mailbox import STREAK_AWAITS, Mailbox
+from asynccomm.core.mailbox import Mailbox
+from asynccomm.core.outcome import STREAK_AWAITS
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, BackendError, WouldBlockError
 from asynccomm.ops import AllReduce

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch import distributed as dist
 
 from asynccomm import CollectiveTimeoutError, Comm
+from asynccomm.core.outcome import STREAK_AWAITS
 from asynccomm.interop.torch_backend import group_over
 from asynccomm.interop.torch_work import TorchWork
-from asynccomm.interop.wrapped_work import MOST_AWAITS, WrappedWork
+from asynccomm.interop.wrapped_work import WrappedWork
 from tests.interop.world import store as keys
 from tests.interop.world import world
 
@@ -331,7 +332,7 @@ async def test_finished_ones_let_the_loop_turn_now_and_then() -> None:
     work.is_done = True
     turned = asyncio.Event()
     asyncio.get_running_loop().call_soon(turned.set)
-    for _ in range(MOST_AWAITS):
+    for _ in range(STREAK_AWAITS):
         await WrappedWork([work])
     assert turned.is_set()
 
