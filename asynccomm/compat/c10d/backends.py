@@ -16,19 +16,6 @@ from typing import Any, ClassVar, Final, NamedTuple, cast, final
 import torch
 from torch import distributed as dist
 
-__all__ = [
-    "Backend",
-    "BackendConfig",
-    "backend_of",
-    "get_default_backend_for_device",
-    "is_backend_available",
-    "is_gloo_available",
-    "is_mpi_available",
-    "is_nccl_available",
-    "is_ucc_available",
-    "is_xccl_available",
-]
-
 _log: Final = logging.getLogger("asynccomm")
 
 _GLOO_AVAILABLE: Final = dist.is_gloo_available()

@@ -26,16 +26,6 @@ from asynccomm.compat.c10d.world import Group, group_or_default, world
 from asynccomm.core import work as _ours
 from asynccomm.core.handles import Handle
 
-__all__ = [
-    "CoalescingManager",
-    "CollOp",
-    "IllegalWork",
-    "RecordedCalls",
-    "coalescing_manager",
-    "recording",
-    "time_estimator",
-]
-
 
 @final
 class CollOp:

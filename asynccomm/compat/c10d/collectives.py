@@ -27,20 +27,6 @@ from asynccomm.compat.c10d.validation import (
 from asynccomm.compat.c10d.work import NOTHING, Work, with_future
 from asynccomm.compat.c10d.world import Group
 
-__all__ = [
-    "all_gather",
-    "all_gather_base",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "gather",
-    "monitored_barrier",
-    "scatter",
-]
-
 
 @logged
 def broadcast(

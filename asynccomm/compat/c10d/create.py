@@ -25,8 +25,6 @@ from asynccomm.compat.c10d.world import world
 from asynccomm.options import CommOptions
 from asynccomm.store.base import PrefixStore, Store
 
-__all__ = ["BackendOptions", "BackendPlan", "drop_groups", "end_groups", "give_up", "make_group", "options_of"]
-
 _log: Final = logging.getLogger("asynccomm")
 
 

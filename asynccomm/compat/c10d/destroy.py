@@ -20,13 +20,6 @@ from asynccomm.compat.c10d.world import Group, group_or_default, world
 from asynccomm.core.tasks import shielded
 from asynccomm.errors import ClosedError
 
-__all__ = [
-    "abort_process_group",
-    "add_ephemeral_timeout",
-    "destroy_process_group",
-    "set_pg_timeout",
-]
-
 
 async def destroy_process_group(group: Group = None) -> None:
     """Destroy a group after its operations in flight; None: the default group and all others. Not collective.

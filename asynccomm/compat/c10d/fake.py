@@ -25,8 +25,6 @@ from asynccomm.rendezvous.job import CommIdentity, Job, NameReservation
 from asynccomm.rendezvous.spec import StoreSession
 from asynccomm.store.memory import MemoryStore
 
-__all__ = ["FakeBackend", "fake_comm"]
-
 
 @final
 class FakeBackend(Backend):

@@ -25,17 +25,6 @@ from asynccomm.core.tasks import shielded
 from asynccomm.ops.validation import as_index
 from asynccomm.store.base import PrefixStore
 
-__all__ = [
-    "find_or_create_group",
-    "is_safe_to_split",
-    "new_group",
-    "new_group_with_tag",
-    "new_subgroups",
-    "new_subgroups_by_enumeration",
-    "process_group_color",
-    "split_group",
-]
-
 COLOR_BITS: Final = 31  # a colour is a non-negative C int
 
 

@@ -24,8 +24,6 @@ from asynccomm.core.tasks import shielded
 from asynccomm.store.base import PrefixStore, Store
 from asynccomm.store.memory import MemoryStore
 
-__all__ = ["barrier_after_init", "init_process_group", "run_endings", "update_default_pg"]
-
 
 @timed
 @logged_coroutine

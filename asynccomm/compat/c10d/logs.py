@@ -18,8 +18,6 @@ from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.work import ResultWork, operation_of
 from asynccomm.compat.c10d.world import world
 
-__all__ = ["RankHook", "logged", "logged_coroutine", "timed"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -22,20 +22,6 @@ from asynccomm.compat.c10d.validation import check_not_self, check_root_list, me
 from asynccomm.compat.c10d.work import NOTHING, NoopWork, ResultWork
 from asynccomm.compat.c10d.world import Group, group_or_default
 
-__all__ = [
-    "all_gather_object",
-    "broadcast_object_list",
-    "device_capability",
-    "gather_object",
-    "object_device",
-    "object_to_tensor",
-    "pg_default_device",
-    "recv_object_list",
-    "scatter_object_list",
-    "send_object_list",
-    "tensor_to_object",
-]
-
 
 def object_device(group: Group = None) -> str:
     """Type of device that carries the group's objects: the group's only type, or the CPU if the group serves several.

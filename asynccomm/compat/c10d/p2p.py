@@ -16,8 +16,6 @@ from asynccomm.compat.c10d.work import NOTHING, NoopWork, ResultWork, Work
 from asynccomm.compat.c10d.world import Group, group_or_default
 from asynccomm.core import work as _ours
 
-__all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send", "sender_of"]
-
 
 def isend(
     tensor: Tensor, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None

@@ -21,35 +21,6 @@ from asynccomm.compat.c10d.world import Group, default_group, registered, world
 from asynccomm.errors import AsyncCommError
 from asynccomm.store.base import Store
 
-__all__ = [
-    "all_pg_configs",
-    "as_iterable",
-    "backend_from_str",
-    "check_not_self_rank",
-    "check_op",
-    "check_single_tensor",
-    "check_tensor_list",
-    "default_store",
-    "deprecated_global_rank",
-    "dump_fr_trace",
-    "dump_fr_trace_json",
-    "find_group",
-    "group_size",
-    "group_size_by_name",
-    "group_store",
-    "group_tag",
-    "group_uid",
-    "hash_ranks",
-    "is_not_in_group",
-    "name_of",
-    "pg_config",
-    "process_group_name",
-    "reset_fr_trace",
-    "resolve_name",
-    "validate_output_list",
-    "warn_not_in_group",
-]
-
 
 def default_store() -> Store:
     """The default group's store, under its prefix. Raises: ValueError before ``init_process_group``."""

@@ -12,8 +12,6 @@ from asynccomm.compat.c10d.backends import BackendConfig, backend_of
 from asynccomm.core.handles import Handle
 from asynccomm.errors import AsyncCommError
 
-__all__ = ["ProcessGroup"]
-
 
 class ProcessGroup(Handle):
     """A group of ranks, created by functions such as ``init_process_group`` and ``new_group``.

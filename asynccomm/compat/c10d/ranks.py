@@ -8,21 +8,6 @@ from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.types import NON_GROUP_MEMBER
 from asynccomm.compat.c10d.world import Group, default_group, group_or_default, registered, world
 
-__all__ = [
-    "canonical_rank",
-    "get_backend",
-    "get_backend_config",
-    "get_global_rank",
-    "get_group_rank",
-    "get_node_local_rank",
-    "get_pg_count",
-    "get_process_group_ranks",
-    "get_rank",
-    "get_world_size",
-    "is_torchelastic_launched",
-    "root_rank",
-]
-
 
 def get_rank(group: Group = None) -> int:
     """This process's rank in the group; -1 outside the group. Raises: ValueError before ``init_process_group``."""

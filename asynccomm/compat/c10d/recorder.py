@@ -31,8 +31,6 @@ from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.errors import AbortedError, BrokenError
 from asynccomm.ops import AllToAll, Broadcast, Call, Parcels, PeerOp, Reduce
 
-__all__ = ["FlightRecorder"]
-
 VERSION: Final = "2.10"  # of torch's format
 RECORDS: Final = 2000
 SHOWN: Final = 4  # operations in flight that the log names

@@ -23,15 +23,6 @@ from asynccomm.ops.dtypes import in_reals
 from asynccomm.ops.reduce_op import RedOpType
 from asynccomm.ops.reduce_op import ReduceOp as _OurOp
 
-__all__ = [
-    "all_reduce",
-    "all_reduce_coalesced",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_base",
-    "reduce_scatter_tensor",
-]
-
 
 @logged
 def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Any:

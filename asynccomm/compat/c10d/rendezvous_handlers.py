@@ -23,8 +23,6 @@ from asynccomm.rendezvous.spec import StoreSession, connect_store, resolve_spec
 from asynccomm.store.base import Store, within
 from asynccomm.store.torch_store import TorchStore
 
-__all__ = ["LeaveOnExit", "as_store", "register_rendezvous_handler", "rendezvous", "store_based_barrier"]
-
 Handler: TypeAlias = "Callable[..., Iterable[Any] | AsyncIterator[Any]]"
 
 LEAST_SLICE: Final = 10.0  # seconds between log records of a waiting barrier

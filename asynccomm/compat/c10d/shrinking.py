@@ -17,8 +17,6 @@ from asynccomm.compat.c10d.world import Group, registered, world
 from asynccomm.ops.validation import as_index
 from asynccomm.store.base import PrefixStore, Store
 
-__all__ = ["shrink_group"]
-
 _log: Final = logging.getLogger("asynccomm")
 
 

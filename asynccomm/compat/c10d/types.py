@@ -10,46 +10,21 @@ import warnings
 from datetime import timedelta
 from typing import Any, Final, NewType, final
 
-from torch._C import _DistStoreError as DistStoreError
-from torch._C._distributed_c10d import AllgatherOptions, DebugLevel, PrefixStore, ReduceOp, Store, get_debug_level
+from torch._C import _DistStoreError
+from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
+from torch._C._distributed_c10d import DebugLevel as DebugLevel
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import ReduceOp as ReduceOp
+from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import get_debug_level as get_debug_level
 from torch.distributed import distributed_c10d as _torch
-from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
+from torch.distributed.constants import default_pg_nccl_timeout as default_pg_nccl_timeout
+from torch.distributed.constants import default_pg_timeout as default_pg_timeout
 from typing_extensions import deprecated
 
 from asynccomm.ops import reduce_op as _ours
 
-__all__ = [
-    "NON_GROUP_MEMBER",
-    "PG_WRAPPER_STORE_PREFIX",
-    "SHRINK_ABORT",
-    "SHRINK_DEFAULT",
-    "STORE_BASED_BARRIER_PREFIX",
-    "AllToAllOptions",
-    "AllgatherOptions",
-    "AllreduceCoalescedOptions",
-    "AllreduceOptions",
-    "BarrierOptions",
-    "BroadcastOptions",
-    "DebugLevel",
-    "DistStoreError",
-    "GatherOptions",
-    "GroupName",
-    "PrefixStore",
-    "ReduceOp",
-    "ReduceOptions",
-    "ReduceScatterOptions",
-    "ScatterOptions",
-    "Store",
-    "check_valid_timeout",
-    "default_pg_nccl_timeout",
-    "default_pg_timeout",
-    "default_timeout",
-    "get_debug_level",
-    "reduce_op",
-    "reduction",
-    "supports_complex",
-]
-
+DistStoreError = _DistStoreError
 AllreduceCoalescedOptions = _torch.AllreduceCoalescedOptions
 AllreduceOptions = _torch.AllreduceOptions
 AllToAllOptions = _torch.AllToAllOptions

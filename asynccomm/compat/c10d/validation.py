@@ -17,15 +17,6 @@ from asynccomm.compat.c10d.types import NON_GROUP_MEMBER
 from asynccomm.compat.c10d.world import Group, default_group, world
 from asynccomm.ops.dtypes import REAL
 
-__all__ = [
-    "check_not_self",
-    "check_root_list",
-    "check_same_dtype",
-    "check_tensor",
-    "check_tensor_list",
-    "member_of",
-]
-
 
 def member_of(group: Group, what: str, depth: int = 4) -> ProcessGroup | None:
     """The group; None, with a warning that names the function ``what``, if this rank is not in the group.

@@ -15,8 +15,6 @@ from typing import Any, Final, Generic, ParamSpec, TypeVar, final
 from asynccomm.core import work as _ours
 from asynccomm.core.handles import Handle
 
-__all__ = ["NOTHING", "NoopWork", "ResultWork", "Work", "with_future", "operation_of"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

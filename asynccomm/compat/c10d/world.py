@@ -19,21 +19,6 @@ from asynccomm.compat.c10d.types import NON_GROUP_MEMBER
 from asynccomm.core.handles import Handle
 from asynccomm.store.base import Store
 
-__all__ = [
-    "Ending",
-    "Group",
-    "GroupMember",
-    "Member",
-    "World",
-    "default_group",
-    "group",
-    "group_or_default",
-    "is_initialized",
-    "registered",
-    "use_world",
-    "world",
-]
-
 Group: TypeAlias = "ProcessGroup | int | None"  # argument type: an int is NON_GROUP_MEMBER, None the default group
 Member: TypeAlias = "ProcessGroup | int"  # return type: an int is NON_GROUP_MEMBER
 
