@@ -14,7 +14,7 @@ from typing_extensions import deprecated
 
 from asynccomm.compat.c10d.backends import Backend, accelerator
 from asynccomm.compat.c10d.coalescing import CollOp, recording
-from asynccomm.compat.c10d.logs import logged
+from asynccomm.compat.c10d.logs import collective
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.ranks import canonical_rank, root_rank
 from asynccomm.compat.c10d.validation import (
@@ -22,13 +22,14 @@ from asynccomm.compat.c10d.validation import (
     check_same_dtype,
     check_tensor,
     check_tensor_list,
+    member,
     member_of,
 )
-from asynccomm.compat.c10d.work import NOTHING, Work, with_future
+from asynccomm.compat.c10d.work import NOTHING, with_future
 from asynccomm.compat.c10d.world import Group
 
 
-@logged
+@collective()
 def broadcast(
     tensor: Tensor,
     src: int | None = None,
@@ -37,33 +38,27 @@ def broadcast(
     group_src: int | None = None,
 ) -> Any:
     """Copy one rank's ``tensor`` into the ``tensor`` of all ranks. See ``Comm.broadcast``."""
-    pg = member_of(group, "broadcast")
-    if pg is None:
-        return None if async_op else NOTHING
+    pg = member(group)
     root = canonical_rank(pg, src, group_src, name="src")
     check_tensor("tensor", tensor)
-    work = pg.comm(tensor.device).broadcast(tensor, root)
-    return Work(work) if async_op else work
+    return pg.comm(tensor.device).broadcast(tensor, root)
 
 
-@logged
+@collective()
 def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Group = None, async_op: bool = False) -> Any:
     """Collect every rank's ``tensor`` in ``tensor_list``; sizes may differ. See ``Comm.all_gather``."""
     if has_torch_function_variadic(tensor_list, tensor):
         return handle_torch_function(
             all_gather, (tensor_list, tensor), tensor_list, tensor, group=group, async_op=async_op
         )
-    pg = member_of(group, "all_gather")
-    if pg is None:
-        return None if async_op else NOTHING
+    pg = member(group)
     check_tensor_list("tensor_list", tensor_list)
     check_tensor("tensor", tensor)
     check_same_dtype(tensor_list, tensor)
-    work = pg.comm(tensor.device).all_gather(tensor_list, tensor)
-    return Work(work) if async_op else work
+    return pg.comm(tensor.device).all_gather(tensor_list, tensor)
 
 
-@logged
+@collective()
 def all_gather_into_tensor(
     output_tensor: Tensor, input_tensor: Tensor, group: Group = None, async_op: bool = False
 ) -> Any:
@@ -77,9 +72,7 @@ def all_gather_into_tensor(
             group=group,
             async_op=async_op,
         )
-    pg = member_of(group, "all_gather_into_tensor")
-    if pg is None:
-        return None if async_op else NOTHING
+    pg = member(group)
     check_tensor("output_tensor", output_tensor)
     check_tensor("input_tensor", input_tensor)
     check_same_dtype(output_tensor, input_tensor)
@@ -88,8 +81,7 @@ def all_gather_into_tensor(
     if records is not None:
         record = CollOp(all_gather_into_tensor, input_tensor, output_tensor)
         return records.record(record, comm, lambda: comm.all_gather_single(output_tensor, input_tensor), async_op)
-    work = comm.all_gather_single(output_tensor, input_tensor)
-    return Work(work) if async_op else work
+    return comm.all_gather_single(output_tensor, input_tensor)
 
 
 @deprecated("_all_gather_base is deprecated: use all_gather_into_tensor", category=FutureWarning)
@@ -100,7 +92,7 @@ def all_gather_base(output_tensor: Tensor, input_tensor: Tensor, group: Group = 
 
 @deprecated("all_gather_coalesced is deprecated: use a coalescing manager", category=FutureWarning)
 @with_future
-@logged
+@collective(depth=5)
 def all_gather_coalesced(
     output_tensor_lists: list[list[Tensor]],
     input_tensor_list: list[Tensor],
@@ -111,9 +103,7 @@ def all_gather_coalesced(
 
     ``async_op=True`` returns a future.
     """
-    pg = member_of(group, "all_gather_coalesced", 6)
-    if pg is None:
-        return None if async_op else NOTHING
+    pg = member(group)
     check_tensor_list("input_tensor_list", input_tensor_list)
     if not isinstance(output_tensor_lists, list):
         raise TypeError(f"output_tensor_lists must be a list of lists of torch.Tensor, got {output_tensor_lists!r}")
@@ -122,11 +112,10 @@ def all_gather_coalesced(
         check_same_dtype(outputs)
     check_same_dtype(input_tensor_list)
     comm = pg.comm(input_tensor_list[0].device if input_tensor_list else None)
-    work = comm.all_gather_coalesced(output_tensor_lists, input_tensor_list)
-    return Work(work) if async_op else work
+    return comm.all_gather_coalesced(output_tensor_lists, input_tensor_list)
 
 
-@logged
+@collective()
 def gather(
     tensor: Tensor,
     gather_list: list[Tensor] | None = None,
@@ -140,20 +129,17 @@ def gather(
     Args:
         gather_list: on the root, one output tensor for each rank; None or empty on other ranks.
     """
-    pg = member_of(group, "gather")
-    if pg is None:
-        return None if async_op else NOTHING
+    pg = member(group)
     check_tensor("tensor", tensor)
     if gather_list:
         check_tensor_list("gather_list", gather_list)
         check_same_dtype(tensor, gather_list)
     root = root_rank(pg, dst, group_dst, "dst")
     check_root_list(pg, root, "gather_list", gather_list)
-    work = pg.comm(tensor.device).gather(gather_list or None, tensor, root)
-    return Work(work) if async_op else work
+    return pg.comm(tensor.device).gather(gather_list or None, tensor, root)
 
 
-@logged
+@collective()
 def scatter(
     tensor: Tensor,
     scatter_list: list[Tensor] | None = None,
@@ -167,20 +153,17 @@ def scatter(
     Args:
         scatter_list: on the root, one input tensor for each rank; None or empty on other ranks.
     """
-    pg = member_of(group, "scatter")
-    if pg is None:
-        return None if async_op else NOTHING
+    pg = member(group)
     check_tensor("tensor", tensor)
     if scatter_list:
         check_tensor_list("scatter_list", scatter_list)
         check_same_dtype(tensor, scatter_list)
     root = root_rank(pg, src, group_src, "src")
     check_root_list(pg, root, "scatter_list", scatter_list)
-    work = pg.comm(tensor.device).scatter(tensor, scatter_list or None, root)
-    return Work(work) if async_op else work
+    return pg.comm(tensor.device).scatter(tensor, scatter_list or None, root)
 
 
-@logged
+@collective()
 def all_to_all_single(
     output: Tensor,
     input: Tensor,
@@ -206,20 +189,16 @@ def all_to_all_single(
             group=group,
             async_op=async_op,
         )
-    pg = member_of(group, "all_to_all_single")
-    if pg is None:
-        return None if async_op else NOTHING
+    pg = member(group)
     check_tensor("output", output)
     check_tensor("input", input)
     check_same_dtype(output, input)
     comm = pg.comm(input.device)
     if output_split_sizes or input_split_sizes:
         outputs = output_split_sizes or _even("output", output, pg.size())
-        work = comm.all_to_all_v_single(output, input, outputs, input_split_sizes or _even("input", input, pg.size()))
-    else:
-        _even("input", input, pg.size())
-        work = comm.all_to_all_single(output, input)
-    return Work(work) if async_op else work
+        return comm.all_to_all_v_single(output, input, outputs, input_split_sizes or _even("input", input, pg.size()))
+    _even("input", input, pg.size())
+    return comm.all_to_all_single(output, input)
 
 
 def _even(name: str, tensor: Tensor, size: int) -> list[int]:
@@ -230,7 +209,7 @@ def _even(name: str, tensor: Tensor, size: int) -> list[int]:
     return [rows // size] * size
 
 
-@logged
+@collective()
 def all_to_all(
     output_tensor_list: list[Tensor],
     input_tensor_list: list[Tensor],
@@ -238,19 +217,15 @@ def all_to_all(
     async_op: bool = False,
 ) -> Any:
     """Send one tensor to each rank, and receive one from each, of any sizes. See ``Comm.all_to_all``."""
-    pg = member_of(group, "all_to_all")
-    if pg is None:
-        return None if async_op else NOTHING
+    pg = member(group)
     check_tensor_list("output_tensor_list", output_tensor_list)
     check_tensor_list("input_tensor_list", input_tensor_list)
     check_same_dtype(output_tensor_list, input_tensor_list)
-    work = pg.comm(input_tensor_list[0].device if input_tensor_list else None).all_to_all(
-        output_tensor_list, input_tensor_list
-    )
-    return Work(work) if async_op else work
+    comm = pg.comm(input_tensor_list[0].device if input_tensor_list else None)
+    return comm.all_to_all(output_tensor_list, input_tensor_list)
 
 
-@logged
+@collective()
 def barrier(group: Group = None, async_op: bool = False, device_ids: list[int] | None = None) -> Any:
     """Wait until every rank of the group has called ``barrier``.
 
@@ -258,13 +233,10 @@ def barrier(group: Group = None, async_op: bool = False, device_ids: list[int] |
         device_ids: a list; the first item is the index of this rank's accelerator. None or empty: the bound device,
             else the CPU if the group serves it, else the current accelerator.
     """
-    pg = member_of(group, "barrier")
-    if pg is None:
-        return None if async_op else NOTHING
+    pg = member(group)
     if device_ids is not None and not isinstance(device_ids, list):
         raise TypeError(f"device_ids must be a list of indices, got {device_ids!r}")
-    work = pg.comm(_barrier_device(pg, device_ids)).barrier()
-    return Work(work) if async_op else work
+    return pg.comm(_barrier_device(pg, device_ids)).barrier()
 
 
 def _barrier_device(pg: ProcessGroup, device_ids: list[int] | None) -> torch.device:

@@ -15,8 +15,10 @@ from typing import Any, Final, ParamSpec, TypeVar, final
 from torch.monitor import _WaitCounter
 
 from asynccomm.compat.c10d.process_group import ProcessGroup
-from asynccomm.compat.c10d.work import ResultWork, operation_of
+from asynccomm.compat.c10d.validation import OutsideError, warn_outside
+from asynccomm.compat.c10d.work import NOTHING, ResultWork, Work, operation_of
 from asynccomm.compat.c10d.world import world
+from asynccomm.core import work as _ours
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,6 +44,40 @@ def logged(function: Callable[P, T]) -> Callable[P, T]:
         return awaited
 
     return call
+
+
+def collective(outside: object = NOTHING, depth: int = 3) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorator of a function that submits an operation on a group.
+
+    It logs errors as :func:`logged`. ``async_op=True`` returns the Work as a handle. On a rank outside of the group, it
+    warns, and returns ``outside``, or None in place of a handle.
+
+    Args:
+        depth: ``stacklevel`` of the warning, which points to the caller.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        names = list(inspect.signature(function).parameters)
+        place = names.index("async_op") if "async_op" in names else len(names)
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> Any:
+            async_op = args[place] if len(args) > place else kwargs.get("async_op", False)
+            try:
+                awaited = function(*args, **kwargs)
+            except OutsideError:
+                warn_outside(function.__name__, depth)
+                return None if async_op else outside
+            except Exception as exc:
+                _report(function, _about(function, args, kwargs), exc)
+                raise
+            if _log.isEnabledFor(logging.DEBUG):
+                _watch(awaited, function, args, kwargs)
+            return Work(awaited) if async_op and isinstance(awaited, _ours.Work) else awaited
+
+        return call
+
+    return decorate
 
 
 def _watch(awaited: object, function: Callable[..., Any], args: Any, kwargs: Any) -> None:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asynccomm.compat.c10d.logs import logged
+from asynccomm.compat.c10d.logs import collective
 from asynccomm.compat.c10d.p2p import sender_of
 from asynccomm.compat.c10d.ranks import canonical_rank, root_rank
-from asynccomm.compat.c10d.validation import check_not_self, check_root_list, member_of
-from asynccomm.compat.c10d.work import NOTHING, NoopWork, ResultWork
+from asynccomm.compat.c10d.validation import check_not_self, check_root_list, member
+from asynccomm.compat.c10d.work import NoopWork, ResultWork
 from asynccomm.compat.c10d.world import Group, group_or_default
 
 
@@ -50,17 +50,15 @@ def tensor_to_object(tensor: Tensor, tensor_size: Tensor | int, group: Group = N
     return pickle.Unpickler(io.BytesIO(data)).load()
 
 
-@logged
+@collective()
 def all_gather_object(object_list: list[Any], obj: object, group: Group = None) -> Awaitable[None]:
     """Collect every rank's ``obj`` in ``object_list`` on all ranks; ``await`` fills the list."""
-    pg = member_of(group, "all_gather_object")
-    if pg is None:
-        return NOTHING
+    pg = member(group)
     _check_room("object_list", object_list, pg.size())
     return ResultWork(pg.comm().all_gather_object(obj, weights_only=False), lambda items: _fill(object_list, items))
 
 
-@logged
+@collective()
 def gather_object(
     obj: object,
     object_gather_list: list[Any] | None = None,
@@ -74,9 +72,7 @@ def gather_object(
         object_gather_list: on the root, a list with an item for each rank, which ``await`` fills; None or empty on
             other ranks.
     """
-    pg = member_of(group, "gather_object")
-    if pg is None:
-        return NOTHING
+    pg = member(group)
     root = root_rank(pg, dst, group_dst, "dst")
     check_root_list(pg, root, "object_gather_list", object_gather_list)
     room = object_gather_list
@@ -86,7 +82,7 @@ def gather_object(
     return ResultWork(work, lambda items: _fill(room, items) if room is not None and items is not None else None)
 
 
-@logged
+@collective()
 def broadcast_object_list(
     object_list: list[Any],
     src: int | None = None,
@@ -100,14 +96,12 @@ def broadcast_object_list(
         object_list: of equal length on all ranks; ``await`` fills the list.
         device: selects the comm that carries the objects, if the group has several.
     """
-    pg = member_of(group, "broadcast_object_list")
-    if pg is None:
-        return NOTHING
+    pg = member(group)
     root = root_rank(pg, src, group_src, "src")
     return ResultWork(pg.comm(device).broadcast_object_list(object_list, root, weights_only=False), lambda items: items)
 
 
-@logged
+@collective()
 def scatter_object_list(
     scatter_object_output_list: list[Any],
     scatter_object_input_list: Sequence[object] | None = None,
@@ -121,9 +115,7 @@ def scatter_object_list(
         scatter_object_output_list: a list of at least one item; ``await`` replaces the first.
         scatter_object_input_list: on the root, one object for each rank; ignored on other ranks.
     """
-    pg = member_of(group, "scatter_object_list")
-    if pg is None:
-        return NOTHING
+    pg = member(group)
     room = scatter_object_output_list
     if not isinstance(room, list) or not room:
         raise ValueError(f"scatter_object_output_list must be a list of at least one item, got {room!r}")
@@ -134,7 +126,7 @@ def scatter_object_list(
     return ResultWork(pg.comm().scatter_object_list(given, root, weights_only=False), lambda item: _fill(room, [item]))
 
 
-@logged
+@collective()
 def send_object_list(
     object_list: Sequence[object],
     dst: int | None = None,
@@ -149,15 +141,13 @@ def send_object_list(
         device: selects the comm that carries the objects, if the group has several.
         use_batch: has no effect: no pair of ranks needs a communicator of its own.
     """
-    pg = member_of(group, "send_object_list")
-    if pg is None:
-        return NOTHING
+    pg = member(group)
     to = canonical_rank(pg, dst, group_dst, name="dst")
     check_not_self(pg, to, "dst")
     return pg.comm(device).send_object_list(object_list, to)
 
 
-@logged
+@collective(outside=NoopWork(-1))
 def recv_object_list(
     object_list: list[Any],
     src: int | None = None,
@@ -174,9 +164,7 @@ def recv_object_list(
         object_list: as long as the sender's; ``await`` fills the list.
         device, use_batch: see :func:`send_object_list`.
     """
-    pg = member_of(group, "recv_object_list")
-    if pg is None:
-        return NoopWork(-1)
+    pg = member(group)
     source = None if src is None and group_src is None else canonical_rank(pg, src, group_src, name="src")
     check_not_self(pg, source, "src")
     work = pg.comm(device).recv_object_list(object_list, source, weights_only=False)

@@ -7,12 +7,12 @@ from typing import Any, final
 
 from torch import Tensor
 
-from asynccomm.compat.c10d.logs import logged
+from asynccomm.compat.c10d.logs import collective
 from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.compat.c10d.ranks import canonical_rank
 from asynccomm.compat.c10d.types import NON_GROUP_MEMBER
-from asynccomm.compat.c10d.validation import check_not_self, check_tensor, member_of
-from asynccomm.compat.c10d.work import NOTHING, NoopWork, ResultWork, Work
+from asynccomm.compat.c10d.validation import check_not_self, check_tensor, member, member_of
+from asynccomm.compat.c10d.work import NoopWork, ResultWork, Work
 from asynccomm.compat.c10d.world import Group, group_or_default
 from asynccomm.core import work as _ours
 
@@ -46,21 +46,19 @@ def irecv(
     return Work(pg.comm(tensor.device).recv(tensor, _source(pg, src, group_src), tag))
 
 
-@logged
+@collective()
 def send(
     tensor: Tensor, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
 ) -> Awaitable[Any]:
     """Send as by :func:`isend`, but not to this rank itself; ``await`` it."""
-    pg = member_of(group, "send")
-    if pg is None:
-        return NOTHING
+    pg = member(group)
     check_tensor("tensor", tensor)
     to = canonical_rank(pg, dst, group_dst, name="dst")
     check_not_self(pg, to, "dst")
     return pg.comm(tensor.device).send(tensor, to, tag)
 
 
-@logged
+@collective(outside=NoopWork(-1))
 def recv(
     tensor: Tensor, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
 ) -> Awaitable[int]:
@@ -68,9 +66,7 @@ def recv(
 
     ``await`` it for the sender's global rank; -1 if this rank is not in the group.
     """
-    pg = member_of(group, "recv")
-    if pg is None:
-        return NoopWork(-1)
+    pg = member(group)
     check_tensor("tensor", tensor)
     source = _source(pg, src, group_src)
     check_not_self(pg, source, "src")

@@ -115,7 +115,7 @@ def is_not_in_group(group: object) -> bool:
 
 def warn_not_in_group(op_name: str) -> None:
     """Warn that ``op_name`` does nothing on this rank."""
-    validation.member_of(NON_GROUP_MEMBER, op_name, 3)
+    validation.warn_outside(op_name, 3)
 
 
 def check_not_self_rank(group: Group, rank: int, rank_type: str) -> None:

@@ -11,11 +11,11 @@ from typing_extensions import deprecated
 
 from asynccomm.comm.comm import Comm
 from asynccomm.compat.c10d.coalescing import CollOp, recording
-from asynccomm.compat.c10d.logs import logged
+from asynccomm.compat.c10d.logs import collective
 from asynccomm.compat.c10d.ranks import canonical_rank
 from asynccomm.compat.c10d.types import ReduceOp, reduction
-from asynccomm.compat.c10d.validation import check_same_dtype, check_tensor, check_tensor_list, member_of
-from asynccomm.compat.c10d.work import NOTHING, Work, with_future
+from asynccomm.compat.c10d.validation import check_same_dtype, check_tensor, check_tensor_list, member
+from asynccomm.compat.c10d.work import with_future
 from asynccomm.compat.c10d.world import Group
 from asynccomm.core import work as _ours
 from asynccomm.ops import AllReduce, lists
@@ -24,7 +24,7 @@ from asynccomm.ops.reduce_op import RedOpType
 from asynccomm.ops.reduce_op import ReduceOp as _OurOp
 
 
-@logged
+@collective()
 def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Any:
     """Reduce all ranks' ``tensor`` in place, on all ranks, with bitwise equal results. See ``Comm.all_reduce``.
 
@@ -35,17 +35,14 @@ def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None, asyn
     """
     if has_torch_function_unary(tensor):
         return handle_torch_function(all_reduce, (tensor,), tensor, op=op, group=group, async_op=async_op)
-    pg = member_of(group, "all_reduce")
-    if pg is None:
-        return None if async_op else NOTHING
+    pg = member(group)
     check_tensor("tensor", tensor)
     comm = pg.comm(tensor.device)
     records = recording(pg)
     if records is not None:
         record = CollOp(all_reduce, tensor, None, op)
         return records.record(record, comm, lambda: _all_reduce(comm, tensor, op), async_op)
-    work = _all_reduce(comm, tensor, op)
-    return Work(work) if async_op else work
+    return _all_reduce(comm, tensor, op)
 
 
 def _all_reduce(comm: Comm, tensor: Tensor, op: Any) -> _ours.Work[Any]:
@@ -72,14 +69,12 @@ def _go_in_parts(tensors: Sequence[Tensor], op: _OurOp) -> bool:
 
 @deprecated("all_reduce_coalesced is deprecated: use a coalescing manager", category=FutureWarning)
 @with_future
-@logged
+@collective(depth=5)
 def all_reduce_coalesced(
     tensors: list[Tensor] | Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Any:
     """All-reduce each of ``tensors``, all of one dtype; ``async_op=True`` returns a future."""
-    pg = member_of(group, "all_reduce_coalesced", 6)
-    if pg is None:
-        return None if async_op else NOTHING
+    pg = member(group)
     if isinstance(tensors, Tensor):
         tensors = [tensors]
     check_tensor_list("tensors", tensors)
@@ -87,13 +82,11 @@ def all_reduce_coalesced(
     comm, kind = pg.comm(tensors[0].device if tensors else None), reduction(op)
     if _go_in_parts(tensors, kind):
         reals = [in_reals(tensor) for tensor in tensors]
-        work = comm._submit_together(lists.all_reduce(comm._group, reals, kind), tensors, None, None)
-    else:
-        work = comm.all_reduce_coalesced(tensors, kind)
-    return Work(work) if async_op else work
+        return comm._submit_together(lists.all_reduce(comm._group, reals, kind), tensors, None, None)
+    return comm.all_reduce_coalesced(tensors, kind)
 
 
-@logged
+@collective()
 def reduce(
     tensor: Tensor,
     dst: int | None = None,
@@ -103,31 +96,25 @@ def reduce(
     group_dst: int | None = None,
 ) -> Any:
     """Reduce all ranks' ``tensor`` in place on one rank; other ranks' tensors stay unchanged. See ``Comm.reduce``."""
-    pg = member_of(group, "reduce")
-    if pg is None:
-        return None if async_op else NOTHING
+    pg = member(group)
     root = canonical_rank(pg, dst, group_dst, name="dst")
     check_tensor("tensor", tensor)
-    work = pg.comm(tensor.device).reduce(tensor, root, reduction(op))
-    return Work(work) if async_op else work
+    return pg.comm(tensor.device).reduce(tensor, root, reduction(op))
 
 
-@logged
+@collective()
 def reduce_scatter(
     output: Tensor, input_list: list[Tensor], op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Any:
     """Reduce all ranks' ``input_list[r]`` into ``output`` of each rank r. See ``Comm.reduce_scatter``."""
-    pg = member_of(group, "reduce_scatter")
-    if pg is None:
-        return None if async_op else NOTHING
+    pg = member(group)
     check_tensor("output", output)
     check_tensor_list("input_list", input_list)
     check_same_dtype(output, input_list)
-    work = pg.comm(output.device).reduce_scatter(output, input_list, reduction(op))
-    return Work(work) if async_op else work
+    return pg.comm(output.device).reduce_scatter(output, input_list, reduction(op))
 
 
-@logged
+@collective()
 def reduce_scatter_tensor(
     output: Tensor, input: Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Any:
@@ -136,9 +123,7 @@ def reduce_scatter_tensor(
         return handle_torch_function(
             reduce_scatter_tensor, (output, input), output, input, op=op, group=group, async_op=async_op
         )
-    pg = member_of(group, "reduce_scatter_tensor")
-    if pg is None:
-        return None if async_op else NOTHING
+    pg = member(group)
     check_tensor("output", output)
     check_tensor("input", input)
     comm = pg.comm(output.device)
@@ -146,8 +131,7 @@ def reduce_scatter_tensor(
     if records is not None:
         record = CollOp(reduce_scatter_tensor, input, output, op)
         return records.record(record, comm, lambda: comm.reduce_scatter_single(output, input, reduction(op)), async_op)
-    work = comm.reduce_scatter_single(output, input, reduction(op))
-    return Work(work) if async_op else work
+    return comm.reduce_scatter_single(output, input, reduction(op))
 
 
 @deprecated("_reduce_scatter_base is deprecated: use reduce_scatter_tensor", category=FutureWarning)

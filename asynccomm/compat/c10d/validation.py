@@ -18,22 +18,35 @@ from asynccomm.compat.c10d.world import Group, default_group, world
 from asynccomm.ops.dtypes import REAL
 
 
-def member_of(group: Group, what: str, depth: int = 4) -> ProcessGroup | None:
-    """The group; None, with a warning that names the function ``what``, if this rank is not in the group.
+class OutsideError(Exception):
+    """This rank is not in the group of a call, so the call does nothing."""
 
-    Args:
-        depth: the ``stacklevel`` of the warning, which points to the caller of ``what``.
-    """
+
+def member(group: Group) -> ProcessGroup:
+    """The group. Raises: OutsideError; TypeError if ``group`` is not a group."""
     if group is None:
         return default_group()
     if isinstance(group, ProcessGroup):
         return group
     if group == NON_GROUP_MEMBER:
-        default = world().default_pg
-        rank = -1 if default is None else default.rank()
-        warnings.warn(f"{what} does nothing on global rank {rank}, which is not in the group", stacklevel=depth)
-        return None
+        raise OutsideError
     raise TypeError(f"group must be a ProcessGroup, got {group!r} ({type(group).__name__})")
+
+
+def member_of(group: Group, what: str, depth: int = 3) -> ProcessGroup | None:
+    """The group; None, with a warning, if this rank is not in the group: see :func:`warn_outside`."""
+    try:
+        return member(group)
+    except OutsideError:
+        warn_outside(what, depth + 1)
+        return None
+
+
+def warn_outside(what: str, depth: int) -> None:
+    """Warn that the function ``what`` does nothing. ``depth``: the ``stacklevel``, which points to its caller."""
+    default = world().default_pg
+    rank = -1 if default is None else default.rank()
+    warnings.warn(f"{what} does nothing on global rank {rank}, which is not in the group", stacklevel=depth)
 
 
 def check_tensor(name: str, tensor: object) -> None:
