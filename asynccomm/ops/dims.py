@@ -18,6 +18,7 @@ from asynccomm.ops.validation import (
     CommInfo,
     as_index,
     check_dim,
+    check_dtype,
     check_rank,
     check_reduction,
     check_sizes,
@@ -186,8 +187,7 @@ def room_for_rows(group: CommInfo, output: Tensor | None, input: Tensor, rows: i
     if output is None:
         return empty(input, [rows, *input.shape[1:]])
     check_tensor(group, "output", output, written=True)
-    if output.dtype != input.dtype:
-        raise ValueError(f"output has dtype {output.dtype}, but input has {input.dtype}")
+    check_dtype("output", output, "input", input)
     if output.shape[1:] != input.shape[1:] or not output.dim() or output.shape[0] < rows:
         raise ValueError(
             f"output must have at least {rows} rows of shape {tuple(input.shape[1:])}, got shape {tuple(output.shape)}"
@@ -210,8 +210,7 @@ def whole_of(
     if tensor is None:
         return empty(like, shape)
     check_tensor(group, name, tensor, written=True)
-    if tensor.dtype != like.dtype:
-        raise ValueError(f"{name} has dtype {tensor.dtype}, but {like_name} has {like.dtype}")
+    check_dtype(name, tensor, like_name, like)
     if list(tensor.shape) != list(shape):
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
     return tensor

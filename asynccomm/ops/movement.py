@@ -12,9 +12,9 @@ from torch import Tensor
 from asynccomm.ops.base import Call, Op, TensorOp, layout_of, layout_of_shares, moved
 from asynccomm.ops.validation import (
     CommInfo,
-    as_list,
     check_list,
     check_numel,
+    check_off_root,
     check_pair,
     check_rank,
     check_several,
@@ -142,8 +142,8 @@ class Scatter(TensorOp):
                 raise ValueError(f"input_list must be given on the root (rank {rank}), got None")
             inputs, target, numels = check_list(group, "input_list", input_list, output, "output")
             _check_even("input_list", inputs, numels, target.numel(), "output")
-        elif input_list is not None and len(as_list("input_list", input_list)):
-            raise ValueError(_not_here("input_list", group, rank, input_list))
+        else:
+            check_off_root(group, rank, "input_list", input_list)
         return Call(cls(*moved(target.dtype, target.numel()), rank), tuple(inputs), (target,), output)
 
 
@@ -170,8 +170,8 @@ class Gather(TensorOp):
                 outputs, source, numels = check_list(group, "output_list", output_list, input, "input", written=True)
                 _check_even("output_list", outputs, numels, source.numel(), "input")
                 result = output_list
-        elif output_list is not None and len(as_list("output_list", output_list)):
-            raise ValueError(_not_here("output_list", group, rank, output_list))
+        else:
+            check_off_root(group, rank, "output_list", output_list)
         return Call(cls(*moved(source.dtype, source.numel()), rank), (source,), tuple(outputs), result)
 
 
@@ -268,10 +268,3 @@ def _check_even(name: str, tensors: Sequence[Tensor], numels: Sequence[int], num
     for i, found in enumerate(numels):
         if found != numel:
             check_numel(f"{name}[{i}]", tensors[i], numel, f"as many as {like}")
-
-
-def _not_here(name: str, group: CommInfo, root: int, tensors: Sequence[Tensor]) -> str:
-    return (
-        f"{name} must be None or empty off the root: this is rank {group.rank}, the root is {root}, "
-        f"got {len(tensors)} tensors"
-    )

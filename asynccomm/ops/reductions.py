@@ -14,6 +14,7 @@ from asynccomm.ops.reduce_op import RedOpType, ReduceOp
 from asynccomm.ops.validation import (
     CommInfo,
     as_list,
+    check_dtype,
     check_length,
     check_list,
     check_numel,
@@ -176,6 +177,5 @@ def _all_reduce(dtype: torch.dtype, numel: int, op: object) -> AllReduce:
 
 def _check_out(group: CommInfo, out: Tensor, tensor: Tensor) -> None:
     check_tensor(group, "out", out, written=True)
-    if out.dtype != tensor.dtype:
-        raise ValueError(f"out has dtype {out.dtype}, but tensor has {tensor.dtype}")
+    check_dtype("out", out, "tensor", tensor)
     check_numel("out", out, tensor.numel(), "as many as tensor")

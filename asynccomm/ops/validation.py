@@ -72,6 +72,15 @@ def as_list(name: str, tensors: object) -> Sequence[Any]:
     return tensors
 
 
+def check_off_root(group: CommInfo, root: int, name: str, tensors: object) -> None:
+    """Check that there are no tensors: this rank is not the root."""
+    if tensors is not None and (count := len(as_list(name, tensors))):
+        raise ValueError(
+            f"{name} must be None or empty off the root: this is rank {group.rank}, the root is {root}, "
+            f"got {count} tensors"
+        )
+
+
 def check_length(name: str, items: Sequence[Any], size: int, what: str = "tensor") -> None:
     if len(items) != size:
         raise ValueError(f"{name} must have one {what} for each of the {size} ranks, got {len(items)}")
@@ -111,16 +120,16 @@ def counts_of(numels: Sequence[int]) -> tuple[int, tuple[int, ...]]:
 
 
 def check_dtype(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
-    """Check for the same dtype, or a complex dtype and the corresponding real one."""
-    if tensor.dtype == like.dtype or REAL.get(tensor.dtype) == like.dtype or REAL.get(like.dtype) == tensor.dtype:
-        return
-    raise ValueError(f"{name} has dtype {tensor.dtype}, but {like_name} has {like.dtype}")
+    if tensor.dtype != like.dtype:
+        raise ValueError(f"{name} has dtype {tensor.dtype}, but {like_name} has {like.dtype}")
 
 
 def one_dtype(names: Sequence[str], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Complex ``tensors`` as pairs of reals, which share their memory; real ``tensors`` unchanged."""
+    like = tensors[0]
     for name, tensor in zip(names[1:], tensors[1:], strict=True):
-        check_dtype(name, tensor, names[0], tensors[0])
+        if REAL.get(tensor.dtype, tensor.dtype) != REAL.get(like.dtype, like.dtype):
+            check_dtype(name, tensor, names[0], like)
     reals = []
     for name, tensor in zip(names, tensors, strict=True):
         if tensor.is_conj():

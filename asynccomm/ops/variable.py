@@ -23,9 +23,10 @@ from asynccomm.ops.lists import as_many, one_extent
 from asynccomm.ops.parcels import Parcels
 from asynccomm.ops.validation import (
     CommInfo,
-    as_list,
     check_dim,
+    check_dtype,
     check_numel,
+    check_off_root,
     check_rank,
     check_several,
     check_tensor,
@@ -73,8 +74,7 @@ def all_to_all_v_single(group: CommInfo, output: Tensor | None, input: Tensor, i
 def _check_output(group: CommInfo, name: str, output: Tensor, like_name: str, like: Tensor, dim: int) -> None:
     """Check the output as far as possible before any data has arrived."""
     check_tensor(group, name, output, written=True)
-    if output.dtype != like.dtype:
-        raise ValueError(f"{name} has dtype {output.dtype}, but {like_name} has {like.dtype}")
+    check_dtype(name, output, like_name, like)
     found, own = list(output.shape), list(like.shape)
     fits = len(found) == len(own)
     if fits:
@@ -108,11 +108,7 @@ def gather_v(group: CommInfo, output_list: Sequence[Tensor] | None, input: Tenso
     check_tensor(group, "input", input)
     op = Parcels("gather_v", taker=rank)
     if rank != group.rank:
-        if output_list is not None and len(as_list("output_list", output_list)):
-            raise ValueError(
-                f"output_list must be None or empty off the root: this is rank {group.rank}, the root is {rank}, "
-                f"got {len(output_list)} tensors"
-            )
+        check_off_root(group, rank, "output_list", output_list)
         return Call(op, (), (), None, None, (_shaped_parcel(input),))
     if output_list is not None:
         check_several(group, "output_list", output_list, length=group.size, written=True)
@@ -128,11 +124,7 @@ def scatter_v(group: CommInfo, output: Tensor | None, input_list: Sequence[Tenso
     op = Parcels("scatter_v", shared=False, giver=rank)
     shaped = _WithShapes(group, None if output is None else [output], [rank], single=True)
     if rank != group.rank:
-        if input_list is not None and len(as_list("input_list", input_list)):
-            raise ValueError(
-                f"input_list must be None or empty off the root: this is rank {group.rank}, the root is {rank}, "
-                f"got {len(input_list)} tensors"
-            )
+        check_off_root(group, rank, "input_list", input_list)
         return shaped.call(op, (), expected=0 if output is None else output.nbytes)
     if input_list is None:
         raise ValueError(f"input_list must be given on the root (rank {rank}), got None")
@@ -143,10 +135,8 @@ def scatter_v(group: CommInfo, output: Tensor | None, input_list: Sequence[Tenso
 
 
 def _check_own(name: str, tensors: Sequence[Tensor], like: Tensor, rank: int, like_name: str) -> None:
-    own = tensors[rank]
-    if own.dtype != like.dtype:
-        raise ValueError(f"{name}[{rank}] has dtype {own.dtype}, but {like_name} has {like.dtype}")
-    check_numel(f"{name}[{rank}]", own, like.numel(), f"as many as {like_name}")
+    check_dtype(f"{name}[{rank}]", tensors[rank], like_name, like)
+    check_numel(f"{name}[{rank}]", tensors[rank], like.numel(), f"as many as {like_name}")
 
 
 @final

@@ -389,11 +389,17 @@ def test_a_factor_is_read_at_the_call(use: Reduction) -> None:
 def test_complex_goes_with_its_own_reals() -> None:
     for pair, real in REAL.items():
         for dtype in (pair, real):
-            check_dtype("a", t(2, dtype=dtype), "b", t(2, dtype=pair))
-            check_dtype("a", t(2, dtype=dtype), "b", t(2, dtype=real))
+            one_dtype(["b", "a"], [t(2, dtype=pair), t(2, dtype=dtype)])
+            one_dtype(["b", "a"], [t(2, dtype=real), t(2, dtype=dtype)])
         for other in {*REAL, *REAL.values(), torch.int32, torch.bfloat16} - {pair, real}:
-            text = fails(ValueError, check_dtype, "a", t(2, dtype=pair), "b", t(2, dtype=other))
+            text = fails(ValueError, one_dtype, ["b", "a"], [t(2, dtype=other), t(2, dtype=pair)])
             assert text == f"a has dtype {pair}, but b has {other}"
+
+
+def test_one_dtype() -> None:
+    check_dtype("a", t(2), "b", t(3))
+    text = fails(ValueError, check_dtype, "a", t(2, dtype=torch.complex64), "b", t(2))
+    assert text == "a has dtype torch.complex64, but b has torch.float32"
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
