@@ -46,7 +46,7 @@ class Streak:
 
 
 class Outcome:
-    """Base of what is settled once and awaited by any number of tasks.
+    """Base of classes that are settled once and awaited by any number of tasks.
 
     A subclass decides the outcome under :data:`deciding`, sets ``_done`` last, and then wakes the waiters.
     """

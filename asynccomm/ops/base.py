@@ -24,8 +24,8 @@ from asynccomm.ops.validation import check_label
 class Op:
     """The description of an operation. Equal on all ranks unless a field is marked as the rank's own.
 
-    The class attributes and properties classify operations, for all modules that only need to know what an operation
-    is like. An operation with one of the properties ``root``, ``reduction`` and ``counts`` has a field of that name,
+    The class attributes and properties classify operations, for the modules that do the same for all operations
+    of a class. An operation with one of the properties ``root``, ``reduction`` and ``counts`` has a field of that name,
     which needs an explicit ``field()``: the property would otherwise become its default.
 
     ``label`` is the ``tag`` argument of a collective; empty if the call gave none. Point-to-point operations have no

@@ -154,8 +154,8 @@ def all_to_all_v_single(
     receives = check_sizes("output_split_sizes", output_split_sizes, group.size)
     if sends[group.rank] != receives[group.rank]:
         raise ValueError(
-            f"output_split_sizes[{group.rank}] must be input_split_sizes[{group.rank}], {sends[group.rank]}: both are "
-            f"what this rank sends itself; got {receives[group.rank]}"
+            f"output_split_sizes[{group.rank}] must be input_split_sizes[{group.rank}], {sends[group.rank]}: both "
+            f"count the rows from this rank to itself; got {receives[group.rank]}"
         )
     output = room_for_rows(group, output, input, sum(receives))
     row = input[0:1].numel() if input.shape[0] else input.shape[1:].numel()

@@ -133,7 +133,7 @@ class Scatter(TensorOp):
     def of(cls, group: CommInfo, output: Tensor, input_list: Sequence[Tensor] | None, root: SupportsIndex) -> Call:
         rank = check_rank(group, "root", root)
         if output is None:
-            raise TypeError("output must be a torch.Tensor, got None: only scatter_v makes room for what comes")
+            raise TypeError("output must be a torch.Tensor, got None: only scatter_v allocates the output")
         check_tensor(group, "output", output, written=True)
         inputs: Sequence[Tensor] = ()
         target = output

@@ -208,8 +208,8 @@ class _Concatenated:
         extent, checksum = _ROWS.unpack(head)
         if checksum != self._sum:
             raise PayloadError(
-                f"what rank {source} sent differs in dtype or in a dimension that must be equal from what this rank "
-                f"has: {self._kind}"
+                f"rank {source} sent a tensor that differs in dtype or in a dimension that must be equal from this "
+                f"rank's: {self._kind}"
             )
         if extent * self._unit != lengths[source]:
             raise PayloadError(f"rank {source} sent {lengths[source]} bytes for an extent of {extent}")
@@ -249,7 +249,7 @@ class _Concatenated:
                 fits = found[1:] == shape[1:] and found[0] >= total
             if not fits:
                 at_least = " at least" if self._spare else ""
-                raise PayloadError(f"output must have{at_least} shape {tuple(shape)} for what came, got {tuple(found)}")
+                raise PayloadError(f"output must have{at_least} shape {tuple(shape)} for all parts, got {tuple(found)}")
 
     def outputs(self) -> Sequence[Tensor]:
         """The complete tensors, when all parts have arrived."""

@@ -279,7 +279,7 @@ def test_all_to_all_v_is_checked() -> None:
     assert text == "input_split_sizes must add up to at most the 4 rows of input, got [2, 2, 1]"
     text = fails(ValueError, all_to_all_v_single, GROUP, None, t(4), [1, 2, 3], [1, 1, 1])
     assert text == (
-        "output_split_sizes[1] must be input_split_sizes[1], 1: both are what this rank sends itself; got 2"
+        "output_split_sizes[1] must be input_split_sizes[1], 1: both count the rows from this rank to itself; got 2"
     )
     for wrong in (t(5, 2), t(12), t(6, 3), t(6, 2, 1), t()):
         text = fails(ValueError, all_to_all_v_single, GROUP, wrong, t(4, 2), [1, 2, 3], [1, 2, 1])

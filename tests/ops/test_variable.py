@@ -79,7 +79,7 @@ def test_all_gather_v_of_nothing_but_sizes() -> None:
     assert bring(all_gather_v(GROUP, output, t(1, 0), 0), everybody(calls)) is output
     mine = all_gather_v(GROUP, t(5, 0), t(1, 0), 0)
     for _ in range(2):
-        with pytest.raises(PayloadError, match=r"output must have shape \(6, 0\) for what came, got \(5, 0\)"):
+        with pytest.raises(PayloadError, match=r"output must have shape \(6, 0\) for all parts, got \(5, 0\)"):
             bring(mine, everybody(calls))
 
 
@@ -87,7 +87,7 @@ def test_all_gather_v_into_what_is_too_small_or_too_large() -> None:
     calls = [all_gather_v(group(r), None, t(n, 2), 0) for r, n in enumerate((3, 1, 2))]
     for rows in (1, 5, 7):
         mine = all_gather_v(GROUP, t(rows, 2), t(1, 2), 0)
-        with pytest.raises(PayloadError, match=rf"output must have shape \(6, 2\) for what came, got \({rows}, 2\)"):
+        with pytest.raises(PayloadError, match=rf"output must have shape \(6, 2\) for all parts, got \({rows}, 2\)"):
             bring(mine, everybody(calls))
 
 
@@ -105,7 +105,7 @@ def test_what_is_wrong_with_an_output_whatever_comes() -> None:
 def test_others_that_differ_are_refused() -> None:
     mine = all_gather_v(GROUP, None, t(1, 2), 0)
     for other in (t(1, 2, dtype=torch.int32), t(1, 3), t(1, 2, 1), t(1)):
-        with pytest.raises(PayloadError, match=r"what rank 2 sent differs in dtype or .*: float32 \[n, 2\]"):
+        with pytest.raises(PayloadError, match=r"rank 2 sent a tensor that differs in dtype or .*: float32 \[n, 2\]"):
             bring(mine, everybody([mine, mine, all_gather_v(group(2), None, other, 0)]))
 
 
@@ -217,7 +217,7 @@ def test_all_to_all_v() -> None:
 def test_all_to_all_v_into_what_is_too_small() -> None:
     calls = [all_to_all_v_single(group(r), None, t(6, 2), None) for r in range(SIZE)]
     mine = all_to_all_v_single(GROUP, t(5, 2), t(6, 2), None)
-    with pytest.raises(PayloadError, match=r"output must have at least shape \(6, 2\) for what came, got \(5, 2\)"):
+    with pytest.raises(PayloadError, match=r"output must have at least shape \(6, 2\) for all parts, got \(5, 2\)"):
         bring(mine, everybody(calls))
     text = fails(ValueError, all_to_all_v_single, GROUP, t(1, 2), t(6, 2), None)
     assert text == "output must have at least 2 rows of shape (2,), got shape (1, 2)"

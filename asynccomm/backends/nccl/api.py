@@ -388,7 +388,7 @@ class _Loaded:
         if code == _IN_PROGRESS:
             return False
         if code:
-            raise self._error("finish what was queued", code, comm)
+            raise self._error("finish the queued calls", code, comm)
         if self._awaited:
             self._awaited.pop(int(comm), None)
         return True
@@ -424,7 +424,7 @@ class _Loaded:
             self._nccl.group_end()
         except self._errors:
             return
-        raise BackendError("NCCL took a call with a wrong root, and so may have run what was only to be estimated")
+        raise BackendError("NCCL accepted an invalid root, and so may have run calls that were to be estimated")
 
     def all_reduce(self, send: int, recv: int, count: int, dtype: int, op: int, comm: CommHandle, stream: int) -> None:
         self._do("start all_reduce", comm, self._nccl.all_reduce, send, recv, count, dtype, op, comm, stream)

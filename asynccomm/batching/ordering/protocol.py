@@ -291,7 +291,7 @@ class OrderCoordinator:
             if len(found) == most:
                 raise OrderMessageError(f"it has announced more than {UNDECIDED} operations that are undecided")
             if token < FULL:
-                raise OrderMessageError("a rank announces what only the coordinator decides")
+                raise OrderMessageError("a rank announces a decision, and only the coordinator decides")
             found.append(self._book.known(token) if token >= 0 else reader.announced())
         if not found:
             raise OrderMessageError("it announces nothing")

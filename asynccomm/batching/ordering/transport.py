@@ -154,7 +154,7 @@ class OrderingSession:
             try:
                 self._run(batch)
             except Exception as exc:  # no caller can get the error, and the other ranks have started the batch
-                error = BackendError(f"what was agreed on cannot be submitted: {type(exc).__name__}: {exc}")
+                error = BackendError(f"the agreed operations cannot be submitted: {type(exc).__name__}: {exc}")
                 error.__cause__ = exc
                 self._fail(error)
                 return
@@ -177,7 +177,7 @@ class OrderingSession:
                 self._listen(peer)
 
     def _garbled(self, peer: int, exc: Exception) -> None:
-        error = BackendError(f"rank {peer} sent what is no message of agreed ordering: {exc}")
+        error = BackendError(f"rank {peer} sent an invalid message of agreed ordering: {exc}")
         error.__cause__ = exc
         self._fail(error)
 

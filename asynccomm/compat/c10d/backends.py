@@ -163,8 +163,8 @@ class BackendConfig:
             self.device_backend_map = _pairs(name)
         else:
             warnings.warn(
-                f"nobody has said which devices backend {name!r} serves: it is taken to serve 'cpu', 'cuda' and "
-                f"'xpu'; 'device:backend' would say so",
+                f"the devices of backend {name!r} are not known: it is taken to serve 'cpu', 'cuda' and 'xpu'; "
+                f"name them as in 'device:backend'",
                 stacklevel=2,
             )
             self.device_backend_map = dict.fromkeys(("cpu", "cuda", "xpu"), Backend(name))

@@ -159,7 +159,7 @@ class CoalescingScope(Handle):
 
     def __enter__(self) -> CoalescingManager:
         if not self._async_ops:
-            raise RuntimeError("use `async with`, which waits for what was sent, or async_ops=True")
+            raise RuntimeError("use `async with`, which waits for the operations, or async_ops=True")
         return self._enter()
 
     def __exit__(

@@ -63,7 +63,7 @@ def rendezvous(
         raise RuntimeError(f"an URL to meet at must be a str, got {url!r}")
     handler = _handlers.get(urlsplit(url).scheme)
     if handler is None:
-        raise RuntimeError(f"nobody handles the scheme of {url!r}; known: {', '.join(sorted(_handlers))}")
+        raise RuntimeError(f"no handler is registered for the scheme of {url!r}; known: {', '.join(sorted(_handlers))}")
     found = handler(_with_query(url, rank, world_size), timeout=timeout, **options)
     return found if isinstance(found, AsyncGenerator) else _each(found)
 

@@ -415,7 +415,7 @@ def test_progress(stub: Stub) -> None:
     assert stub.run(f"nccl.progress({COMM})", ASYNC=7)["value"] == 0
     error = stub.run(f"nccl.progress({COMM})", ASYNC=6, LAST_ERROR="no route")["error"]
     assert error["code"] == 6
-    assert error["text"] == "NCCL could not finish what was queued: error 6 (no route)"
+    assert error["text"] == "NCCL could not finish the queued calls: error 6 (no route)"
 
 
 @pytest.mark.parametrize("made", [f"split({COMM}, 0, 0, None)", f"shrink({COMM}, [1], None, abort=False)"])
@@ -482,4 +482,4 @@ def test_what_was_estimated_is_dropped_by_a_group_that_fails(stub: Stub) -> None
 
 def test_a_group_that_should_have_failed_is_told_of(stub: Stub) -> None:
     error = stub.run(f"nccl.drop_queued({COMM}, 1, 9)", TAKES_ANY_ROOT=1)["error"]
-    assert error["text"] == "NCCL took a call with a wrong root, and so may have run what was only to be estimated"
+    assert error["text"] == "NCCL accepted an invalid root, and so may have run calls that were to be estimated"

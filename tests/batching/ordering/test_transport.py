@@ -917,7 +917,7 @@ async def test_what_cannot_be_submitted_breaks_the_comm(monkeypatch: pytest.Monk
         for work in works:
             error = await error_of(work)
             assert isinstance(error, BackendError)
-            assert "what was agreed on cannot be submitted: ValueError: no room" in str(error)
+            assert "the agreed operations cannot be submitted: ValueError: no room" in str(error)
         monkeypatch.undo()
 
 
@@ -1088,7 +1088,7 @@ async def test_nonsense_breaks_the_comm_everywhere(what: str, source: int) -> No
         push(comms[source], victim, NONSENSE[what])
         error = await error_of(work)
         assert isinstance(error, BackendError)
-        assert f"rank {source} sent what is no message of agreed ordering: " in str(error)
+        assert f"rank {source} sent an invalid message of agreed ordering: " in str(error)
         await until(lambda: all("broken" in repr(comm) for comm in comms))
 
 
@@ -1101,7 +1101,7 @@ async def test_nonsense_between_processes(comm: Comm) -> None:
             if comm.rank == source:
                 push(shared, 1 - source, NONSENSE["with a payload"])
             await until(lambda: "broken" in repr(shared))
-            with pytest.raises(BackendError, match=f"rank {source} sent what is no message"):
+            with pytest.raises(BackendError, match=f"rank {source} sent an invalid message"):
                 shared.barrier()
         await comm.barrier()
 

@@ -262,7 +262,7 @@ def test_gather_v_and_scatter_v(world: World, tensors: list[Tensor], root: int, 
 async def test_what_does_not_fit_fails_one_work_and_nothing_else() -> None:
     async with loopback_world(3) as comms:
         works = [comm.all_gather_v(torch.zeros(5) if r == 1 else None, torch.ones(r)) for r, comm in enumerate(comms)]
-        with pytest.raises(PayloadError, match=r"output must have shape \(3,\) for what came, got \(5,\)"):
+        with pytest.raises(PayloadError, match=r"output must have shape \(3,\) for all parts, got \(5,\)"):
             await works[1]
         assert (await works[0]).tolist() == [1, 1, 1]
         works = [

@@ -93,7 +93,7 @@ def test_config_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_config_of_a_name() -> None:
     assert repr(dist.BackendConfig("gloo")) == "cpu:gloo,cuda:gloo"
     assert dist.BackendConfig("GLOO").get_device_backend_map() == {"cpu": "gloo", "cuda": "gloo"}
-    with pytest.warns(UserWarning, match="nobody has said which devices backend 'Unheard' serves"):
+    with pytest.warns(UserWarning, match="the devices of backend 'Unheard' are not known"):
         assert repr(dist.BackendConfig("Unheard")) == "cpu:unheard,cuda:unheard,xpu:unheard"
 
 
