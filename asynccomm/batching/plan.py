@@ -11,7 +11,7 @@ different parts in an operation, the rule is stricter than this rank's own memor
 - ``broadcast`` counts as writing its tensor on every rank. Two broadcasts from one root may write the same memory,
   though, since the root only reads it.
 - ``reduce``, ``gather`` and ``scatter`` are batches by themselves, since on the root they may use memory unknown to the
-  other ranks. So are uneven operations, where a rank may have an empty share, and parcels, whose memory is not known
+  other ranks. So are uneven operations, where a rank may have an empty share, and parcels: their memory is not known
   yet.
 
 Point-to-point operations differ from rank to rank. They are part of the current batch, in their order; they neither end

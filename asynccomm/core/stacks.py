@@ -17,7 +17,7 @@ def format_stacks(thread_id: int, loop: asyncio.AbstractEventLoop | None, caller
     """The stack of the thread, and of the loop's tasks if the loop runs there. From any thread.
 
     Args:
-        caller: a file whose frames are left out, such as the test runner's.
+        caller: a file, such as the test runner's; its frames are left out.
     """
     parts = []
     frame = sys._current_frames().get(thread_id)

@@ -33,7 +33,7 @@ from asynccomm.errors import AsyncCommError
 from asynccomm.interop.loop_thread import detached, on_a_thread
 from asynccomm.interop.torch_version import uncompiled
 
-KEPT: Final = 1024  # number of Works whose Python objects are held
+KEPT: Final = 1024  # number of Works with Python objects that are held
 SMALL: Final = 4096  # limit on bytes of tensors held with a Work
 
 _making = threading.RLock()

@@ -16,7 +16,7 @@ MAX_HEAD: Final = 64 << 20  # bytes; a receiver must receive a head before it ca
 
 
 class MessageSpace(enum.IntEnum):
-    """Separate spaces of tags: messages of different spaces never match, whatever their tags."""
+    """Separate spaces of tags: messages of different spaces never match, even under equal tags."""
 
     TENSORS = 0
     OBJECTS = 1
@@ -37,7 +37,7 @@ class Parcels(Op):
     """A collective with parcels. No rank sends a parcel to itself.
 
     Fields:
-        what: the name of the method, the same on all ranks.
+        method: its name, the same on all ranks.
         shared: True: a rank sends one parcel, to all receiving ranks; False: it sends a parcel to each rank.
         giver: the only sending rank; None: all ranks send.
         taker: the only receiving rank; None: all ranks receive.
@@ -46,7 +46,7 @@ class Parcels(Op):
     kind = "parcels"
     sizes_known = False
     one_sided = True
-    what: str
+    method: str
     shared: bool = True
     giver: int | None = None
     taker: int | None = None
@@ -61,14 +61,14 @@ class Parcels(Op):
 
     def __str__(self) -> str:
         root = self.giver if self.giver is not None else self.taker
-        return self.shown(self.what, *(() if root is None else (f"root={root}",)))
+        return self.shown(self.method, *(() if root is None else (f"root={root}",)))
 
 
 @dataclass(frozen=True, slots=True)
 class PeerParcel(PeerOp):
     """A parcel to or from ``peer``, under ``tag`` of ``channel``."""
 
-    what: str
+    method: str
     peer: int | None
     tag: int
     channel: MessageSpace = MessageSpace.OBJECTS
@@ -78,7 +78,7 @@ class PeerParcel(PeerOp):
         return self.channel.key(self.tag)
 
     def __str__(self) -> str:
-        return self.shown(self.what)
+        return self.shown(self.method)
 
 
 @final

@@ -135,10 +135,10 @@ def _hash_of_tag(tag: str) -> int:
 
 
 def _of_parcels(op: Parcels) -> Signature:
-    hashed = _hashes.get(op.what)
+    hashed = _hashes.get(op.method)
     if hashed is None:
-        hashed = _hashes[op.what] = zlib.crc32(op.what.encode())
-        _names[hashed] = op.what
+        hashed = _hashes[op.method] = zlib.crc32(op.method.encode())
+        _names[hashed] = op.method
     code = _KINDS.index(Parcels)
     if op.shared:
         code |= _SHARED

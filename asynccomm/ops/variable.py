@@ -1,6 +1,6 @@
 """Collectives on tensors of a size that only their owner knows; the other ranks allocate memory when the data arrives.
 
-All of them are parcels whose head describes the payload, so the ranks need to agree only on the call.
+All of them are parcels. The head of a parcel describes the payload, so the ranks need to agree only on the call.
 """
 
 from __future__ import annotations

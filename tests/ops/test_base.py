@@ -87,7 +87,7 @@ OTHER: dict[str, Any] = {
     "reduction": ReduceOp.MIN,
     "peer": 0,
     "tag": 0,
-    "what": "another",
+    "method": "another",
     "shared": None,
     "giver": 1,
     "taker": 1,

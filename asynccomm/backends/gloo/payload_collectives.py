@@ -112,4 +112,4 @@ class _Receive:
 
 
 def _code(op: Parcels, seq: int) -> int:
-    return zlib.crc32(repr((seq, op.what, op.shared, op.giver, op.taker)).encode())
+    return zlib.crc32(repr((seq, op.method, op.shared, op.giver, op.taker)).encode())

@@ -43,7 +43,7 @@ import torch
 from asynccomm.errors import BackendError
 from asynccomm.ops.reduce_op import RedOpType
 
-REMOTE_ERROR: Final = 6  #: the error code whose usual cause is the end of a peer, or of the network
+REMOTE_ERROR: Final = 6  #: an error code; its usual cause is the end of a peer, or of the network
 
 DTYPES: Final[Mapping[torch.dtype, int]] = {
     torch.int8: 0,
@@ -97,18 +97,18 @@ class NcclError(BackendError):
     """An error of NCCL: a refused call, or a failed operation.
 
     Args:
-        what: the failed action.
+        action: the failed action.
         code: NCCL's ``ncclResult_t``.
         text: NCCL's words for the code.
         detail: the last error that the library noted in this process, maybe an older one; or empty.
     """
 
-    def __init__(self, what: str, code: int, text: str, detail: str) -> None:
-        super().__init__(what, code, text, detail)
-        self.what, self.code, self.text, self.detail = what, code, text, detail
+    def __init__(self, action: str, code: int, text: str, detail: str) -> None:
+        super().__init__(action, code, text, detail)
+        self.action, self.code, self.text, self.detail = action, code, text, detail
 
     def __str__(self) -> str:
-        return f"NCCL could not {self.what}: {self.text}" + (f" ({self.detail})" if self.detail else "")
+        return f"NCCL could not {self.action}: {self.text}" + (f" ({self.detail})" if self.detail else "")
 
 
 class CommHandle(Protocol):

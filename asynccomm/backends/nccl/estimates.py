@@ -15,7 +15,7 @@ from asynccomm.backends.nccl.api import Config, Nccl
 from asynccomm.backends.nccl.communicator import Communicator
 from asynccomm.backends.nccl.plan import NcclCall
 
-SPREAD: Final = 4  # NCCL fuses like calls whose sizes differ by less than this factor
+SPREAD: Final = 4  # NCCL fuses like calls if their sizes differ by less than this factor
 _MESSAGES: Final = frozenset({"send", "recv", "all_to_all", "gather", "scatter"})
 
 

@@ -227,7 +227,7 @@ class MessageReader:
         return tag, (first, second), text, nbytes
 
     def tag(self) -> str:
-        """The tag whose oldest operation was decided."""
+        """The tag of the decided operation, which is its oldest."""
         try:
             return self._blob(MAX_TAG).decode()
         except UnicodeDecodeError:

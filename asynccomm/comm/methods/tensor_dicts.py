@@ -73,7 +73,7 @@ class TensorDicts(CommBase):
         if giver == self.rank:
             described = describe(_checked(tensor_dict), self.device)
             return self._submit_dict(op, (EVERYBODY, EVERYBODY), described, tensor_dict, timeout, hints, tag)
-        inbox = _DictReceiver(op.what, self._group, EVERYBODY, terms, self._received_schemas, None)
+        inbox = _DictReceiver(op.method, self._group, EVERYBODY, terms, self._received_schemas, None)
         return self._submit(Call(op, (), (), None, inbox.finish, place=inbox), timeout, hints, tag)
 
     def send_tensor_dict(
@@ -135,7 +135,7 @@ class TensorDicts(CommBase):
         op = RecvParcel("recv_tensor_dict", peer, check_tag(tag))
         group = _checked_group(all_gather_group)
         terms = ReceivePolicy.of(weights_only, max_bytes)
-        inbox = _DictReceiver(op.what, self._group, op.tag, terms, self._received_schemas, group)
+        inbox = _DictReceiver(op.method, self._group, op.tag, terms, self._received_schemas, group)
         work = self._submit(Call(op, (), (), None, inbox.finish, place=inbox), timeout, hints)
         return work if group is None else _GatheredDict(work, inbox, group, timeout)
 

@@ -56,7 +56,7 @@ class BackendPlan:
     tag: str | None = None
     desc: str | None = None
     device: torch.device | None = None  #: bound to the group
-    parent: ProcessGroup | None = None  #: the default group, whose connections may be split
+    parent: ProcessGroup | None = None  #: the default group; its connections may be split
 
     @property
     def own_store(self) -> PrefixStore:

@@ -300,7 +300,7 @@ def _as_torch(record: Record, rank: int) -> tuple[str, list[Side], list[Side]]:
     name = _NAMES.get(op.kind, op.kind)
     inputs = [] if record.inputs is None else [record.inputs]
     outputs = [] if record.outputs is None else [record.outputs]
-    unknown: list[Side] = [((0,), (torch.uint8,))]  # of parcels, whose sizes differ by rank
+    unknown: list[Side] = [((0,), (torch.uint8,))]  # of parcels: their sizes differ by rank
     match op:
         case Broadcast() | Reduce():  # in place everywhere
             return name, inputs or outputs, inputs or outputs

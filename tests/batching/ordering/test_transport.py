@@ -118,7 +118,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Op]]:
 
 def messages(sent: list[tuple[int, Op]]) -> Counter[tuple[int, int]]:
     """How many of those were the agreement's, by sender and receiver."""
-    return Counter([(rank, op.peer) for rank, op in sent if isinstance(op, SendParcel) and op.what == "agree"])
+    return Counter([(rank, op.peer) for rank, op in sent if isinstance(op, SendParcel) and op.method == "agree"])
 
 
 # -- whole programs ---------------------------------------------------------------------------------------------------
