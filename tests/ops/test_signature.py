@@ -171,7 +171,7 @@ VALUES: dict[str, st.SearchStrategy[object]] = {
     "counts": st.lists(st.integers(0, 2), max_size=2).map(tuple),
     "reduction": st.sampled_from(REDUCTIONS),
     "root": ranks,
-    "what": st.sampled_from(["all_gather_v", "gather_object"]),
+    "method": st.sampled_from(["all_gather_v", "gather_object"]),
     "shared": st.booleans(),
     "giver": st.none() | ranks,
     "taker": st.none() | ranks,
@@ -197,7 +197,8 @@ def pairs(draw: st.DrawFn) -> tuple[Op, Op]:
     other = replace(one, **{name: draw(VALUES[name]) for name in names})
     if draw(st.integers(0, 9)) == 0:
         another = draw(st.sampled_from(KINDS))
-        same = {f.name: getattr(one, f.name) if hasattr(one, f.name) else draw(VALUES[f.name]) for f in fields(another)}
+        known = {f.name for f in fields(one)}
+        same = {f.name: getattr(one, f.name) if f.name in known else draw(VALUES[f.name]) for f in fields(another)}
         other = another(**same)
     return consistent(one), consistent(other)
 
