@@ -26,6 +26,8 @@ from asynccomm.ops import (
     Broadcast,
     Gather,
     Parcel,
+    PeerOp,
+    PeerParcel,
     Recv,
     Reduce,
     ReduceScatter,
@@ -324,7 +326,7 @@ def swaps_parcels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lets_objects_meet_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loopback, "_key", lambda op: op.tag)
+    monkeypatch.setattr(PeerParcel, "key", PeerOp.key)
 
 
 def trusts_everybody(monkeypatch: pytest.MonkeyPatch) -> None:

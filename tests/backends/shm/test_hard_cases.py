@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from asynccomm import AsyncCommError, Comm, ReduceOp, new_comm
-from asynccomm.core import work as work_module
+from asynccomm.core import outcome
 from tests.waiting import until
 
 
@@ -304,7 +304,7 @@ def test_a_fork_within_settle_leaves_the_child_able_to_settle() -> None:
     held, go_on = threading.Event(), threading.Event()
 
     def settle() -> None:  # as the worker does; here it loses the interpreter's lock
-        with work_module._deciding:
+        with outcome.deciding:
             held.set()
             go_on.wait(5)
 
@@ -313,7 +313,7 @@ def test_a_fork_within_settle_leaves_the_child_able_to_settle() -> None:
     held.wait()
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if work_module._deciding.acquire(timeout=1) else 1)
+        os._exit(0 if outcome.deciding.acquire(timeout=1) else 1)
     go_on.set()
     thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
