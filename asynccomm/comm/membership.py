@@ -235,7 +235,7 @@ async def _regroup(
     ranks = {job: rank for rank, job in enumerate(identity.job_ranks)}
     if invite:
         await lobby_of(session).invite(invite, session.invitation())
-    await session.come_to_rest()
+    await session.wait_idle()
 
     async def form(decision: View) -> Session:
         me = decision.members.index(channel.rank)
@@ -273,7 +273,7 @@ async def _yield_store(session: Session, members: Sequence[int]) -> None:
     assert session.reporter is not None
     session.reporter.followers = [session.identity.job_ranks[rank] for rank in members]
     session.identity.job.followed = True
-    session.give_way()
+    session.retire()
     closing = asyncio.ensure_future(session.aclose())
     detach(closing)
     await asyncio.wait([closing], timeout=CLOSE_SECONDS)
@@ -304,7 +304,7 @@ async def _place(session: Session, decision: View, place: RendezvousSpec) -> Ren
     assert channel is not None
     first = next(who for who in decision.members if isinstance(who, int))
     if first != channel.rank:
-        address = (await reporter.heard_of(decision.key))["store"]
+        address = await reporter.receive_store(decision.key)
         if address is None:
             return place
         return replace(place, store=None, path=None, host=address[0], port=address[1], hosting=False, server=None)
@@ -315,7 +315,7 @@ async def _place(session: Session, decision: View, place: RendezvousSpec) -> Ren
         contact = channel.topology.contacts[channel.rank]
         place = await anyio.to_thread.run_sync(partial(rehost, place, contact.address or "127.0.0.1"))
         address = [place.host, place.port]
-    reporter.say({"kind": "meet", "key": decision.key, "store": address})
+    reporter.send_store(decision.key, address)
     return place
 
 

@@ -1,4 +1,4 @@
-"""A comm's side of the control channel: what it remembers, answers, and makes of what it hears."""
+"""A comm's side of the control channel: its messages, its replies, and the errors that messages cause."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from asynccomm import AbortedError, BrokenError, CollectiveMismatchError, Comm, PeerLostError
-from asynccomm.comm.reporter import COMPARED, REMEMBERED, Reporter
+from asynccomm.comm.in_flight import InFlight
+from asynccomm.comm.reporter import Reporter
+from asynccomm.comm.submission import COMPARED, REMEMBERED, Submitter
 from asynccomm.comm.wire_errors import encode_error
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.transport.framing import ControlMessage
@@ -26,27 +28,8 @@ from asynccomm.ops.p2p import Send
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.signature import signature
 from asynccomm.ops.validation import CommInfo
+from asynccomm.options import CommOptions
 from asynccomm.testing.local import loopback_world
-
-
-class Session:
-    """What a reporter needs of one."""
-
-    error: Any = None
-    counts = (3, 1)
-
-    def __init__(self) -> None:
-        self.broken: list[BrokenError] = []
-        self.works: list[Work[Any]] = []
-
-    def pending(self) -> list[Work[Any]]:
-        return self.works
-
-    def outstanding(self, tag: str) -> int:
-        return {"x": 2}.get(tag, 0)
-
-    def break_by(self, error: BrokenError) -> None:
-        self.broken.append(error)
 
 
 class Line:
@@ -78,14 +61,20 @@ class Line:
 
 
 class Parts:
+    """A reporter on a submitter without a backend, of which 3 collectives and 1 message are numbered."""
+
     def __init__(self) -> None:
-        self.session = Session()
         self.line = Line()
-        loop = asyncio.get_running_loop()
+        self.broken: list[BrokenError] = []
+        self.mailbox = Mailbox(asyncio.get_running_loop())
         group = CommInfo("grads", 0, 3, torch.device("cpu"))
+        self.in_flight = InFlight(CommOptions(), self.mailbox, lambda work: None)
+        self.submitter = Submitter(group, self.mailbox, self.in_flight, self.broken.append)
+        self.submitter.numbers = [3, 1]
+        ordering: Any = SimpleNamespace(outstanding={"x": 2}.__getitem__)
+        self.submitter.ordering = ordering
         channel: Any = self.line
-        self.reporter = Reporter(group, channel, "key", [10, 11, 12], self.session, loop)
-        self.mailbox = Mailbox(loop)
+        self.reporter = Reporter(channel, "key", [10, 11, 12], self.submitter, self.broken.append)
 
     def work(self, op: Any, seq: int) -> Work[Any]:
         work: Work[Any] = Work(op, seq, self.mailbox, value=None, timeout=60.0, on_settled=lambda work: None)
@@ -94,7 +83,9 @@ class Parts:
 
     def issue(self, op: Any, seq: int, batch: int = 1) -> Work[Any]:
         work = self.work(op, seq)
-        self.reporter.issued(work, batch)
+        self.submitter.recent.append((work.op, work.site, work.seq, work.started))
+        if self.submitter._compare is not None:
+            self.submitter._compare(work, batch)
         return work
 
 
@@ -119,17 +110,17 @@ async def test_it_enrols_and_withdraws(parts: Parts) -> None:
 
 
 async def test_who_closes_it_because_of_a_loss_says_so(parts: Parts) -> None:
-    parts.session.error = PeerLostError(2, "its connection ended")
+    parts.submitter.error = PeerLostError(2, "its connection ended")
     parts.reporter.end()
     assert parts.line.withdrawn == [{"rank": 0, "kind": "closed", "lost": 2, "reason": "its connection ended"}]
-    parts.session.error = AbortedError(1, "enough")  # which everybody has been told
+    parts.submitter.error = AbortedError(1, "enough")  # which everybody has been told
     parts.reporter.end()
     assert parts.line.withdrawn[1:] == [{"rank": 0, "kind": "closed"}]
 
 
 async def test_what_breaks_it_is_told_with_its_rank(parts: Parts) -> None:
     done = threading.Event()
-    parts.reporter.tell(AbortedError(0, "enough"), done.set)
+    parts.reporter.send_error(AbortedError(0, "enough"), done.set)
     assert parts.line.told == [{"rank": 0, "kind": "abort", "reason": "enough"}]
     assert done.is_set()
 
@@ -138,7 +129,7 @@ async def test_fingerprints_are_taken_only_if_the_backend_does_not_compare(parts
     parts.issue(REDUCE, 0)
     assert parts.reporter.fingerprints() == (3, [])
     assert parts.line.looks == 0
-    parts.reporter.compare_fingerprints()
+    parts.submitter.compare(parts.reporter.compare)
     parts.issue(REDUCE, 1, 2)
     parts.issue(Barrier(), 2, 0)
     parts.issue(Send(torch.float32, 3, 1, 0), 0)
@@ -151,7 +142,7 @@ async def test_fingerprints_are_taken_only_if_the_backend_does_not_compare(parts
 
 
 async def test_a_state(parts: Parts) -> None:
-    parts.session.works = [parts.issue(REDUCE, number) for number in range(20)]
+    parts.in_flight.works = dict.fromkeys([parts.issue(REDUCE, number) for number in range(20)], 0)
     state = parts.reporter.answer({"what": "state", "tag": "x"})
     assert {key: state[key] for key in ("comm", "rank", "size", "state", "collectives", "messages", "in_flight")} == {
         "comm": "grads",
@@ -177,7 +168,7 @@ async def test_a_state(parts: Parts) -> None:
     [(None, "open"), (AbortedError(1, "enough"), "broken: aborted by rank 1: enough"), (ValueError(), "closed")],
 )
 async def test_how_it_is(parts: Parts, error: Any, text: str) -> None:
-    parts.session.error = error
+    parts.submitter.error = error
     assert parts.reporter.answer({"what": "state"})["state"] == text
 
 
@@ -194,7 +185,7 @@ async def test_what_was_issued_under_a_number(parts: Parts) -> None:
 
 
 async def test_what_is_in_flight_is_known_however_long_ago_it_was_called(parts: Parts) -> None:
-    parts.session.works = [parts.issue(REDUCE, 5)]
+    parts.in_flight.works = dict.fromkeys([parts.issue(REDUCE, 5)], 0)
     for number in range(REMEMBERED):
         parts.issue(Barrier(), 100 + number)
     assert parts.reporter.answer({"what": "explain", "seq": 5})["op"] == str(REDUCE)
@@ -202,7 +193,7 @@ async def test_what_is_in_flight_is_known_however_long_ago_it_was_called(parts: 
 
 async def test_more_is_remembered_where_fingerprints_are_compared(parts: Parts) -> None:
     parts.issue(REDUCE, 5)
-    parts.reporter.compare_fingerprints()
+    parts.submitter.compare(parts.reporter.compare)
     for number in range(COMPARED - 1):
         parts.issue(Barrier(), 100 + number)
     assert parts.reporter.answer({"what": "explain", "seq": 5})["op"] == str(REDUCE)
@@ -216,7 +207,7 @@ async def test_a_question_that_nobody_knows(parts: Parts) -> None:
 
 
 async def test_a_session_that_was_dropped(parts: Parts) -> None:
-    parts.session = None  # type: ignore[assignment]
+    del parts.submitter
     gc.collect()
     assert parts.reporter.answer({"what": "state"}) == {}
     parts.reporter.hear(11, {"rank": 1, **encode_error(AbortedError(1, "enough"))})
@@ -245,50 +236,50 @@ async def test_ranks_that_do_not_answer(parts: Parts) -> None:
 
 async def test_news_of_others_break_it(parts: Parts) -> None:
     parts.reporter.hear(12, {"rank": 77, **encode_error(AbortedError(77, "enough"))})
-    (error,) = parts.session.broken
+    (error,) = parts.broken
     assert str(error) == "aborted by rank 2: enough", "who sent it, whatever it says"
 
 
 @pytest.mark.parametrize("item", [{"kind": "closed"}, {"kind": "unheard of"}])
 async def test_other_news_do_not(parts: Parts, item: ControlMessage) -> None:
     parts.reporter.hear(11, {"rank": 1, **item})
-    assert parts.session.broken == []
+    assert parts.broken == []
 
 
 async def test_news_of_who_is_not_in_the_comm(parts: Parts) -> None:
     parts.reporter.hear(99, {"rank": 0, **encode_error(AbortedError(0, "enough"))})
     parts.reporter.lose(99, "its process ended")
-    assert parts.session.broken == []
+    assert parts.broken == []
 
 
 async def test_that_others_take_this_rank_for_lost_is_no_news_to_it(parts: Parts) -> None:
     parts.reporter.hear(11, {"rank": 1, **encode_error(PeerLostError(0, "it was silent"))})
-    assert parts.session.broken == []
+    assert parts.broken == []
     parts.reporter.hear(11, {"rank": 1, **encode_error(PeerLostError(2, "it was silent"))})
-    assert [str(error) for error in parts.session.broken] == ["rank 2 was lost: it was silent"]
+    assert [str(error) for error in parts.broken] == ["rank 2 was lost: it was silent"]
 
 
 async def test_who_has_closed_it_because_of_a_loss_breaks_it(parts: Parts) -> None:
     parts.reporter.hear(11, {"rank": 1, "kind": "closed", "lost": 2, "reason": "its connection ended"})
     parts.reporter.hear(11, {"rank": 1, "kind": "closed", "lost": 0, "reason": "its connection ended"})
     parts.reporter.hear(11, {"rank": 1, "kind": "closed", "lost": [], "reason": "its connection ended"})
-    assert [str(error) for error in parts.session.broken] == [
+    assert [str(error) for error in parts.broken] == [
         "rank 2 was lost: its connection ended",
         "rank 1 was lost: it has given this rank up: its connection ended",
         "rank 1 reports an error that cannot be read, of the kind 'lost'",
     ]
     parts.reporter.lose(11, "its process ended")
-    assert len(parts.session.broken) == 3, "it had closed this comm"
+    assert len(parts.broken) == 3, "it had closed this comm"
 
 
 async def test_a_lost_rank_breaks_it_unless_it_had_closed(parts: Parts) -> None:
     parts.reporter.lose(11, "")
-    assert parts.session.broken == [], "it has left in good order"
+    assert parts.broken == [], "it has left in good order"
     parts.reporter.hear(11, {"rank": 1, "kind": "closed"})
     parts.reporter.lose(11, "its process ended")
-    assert parts.session.broken == [], "it had closed this comm"
+    assert parts.broken == [], "it had closed this comm"
     parts.reporter.lose(12, "its process ended")
-    (error,) = parts.session.broken
+    (error,) = parts.broken
     assert isinstance(error, PeerLostError)
     assert error.args == (2, "its process ended")
 
@@ -296,7 +287,7 @@ async def test_a_lost_rank_breaks_it_unless_it_had_closed(parts: Parts) -> None:
 async def test_a_difference_names_both_sides(parts: Parts) -> None:
     sides = [{"op": "barrier()", "site": "a.py:1 in f"}, {}]
     parts.reporter.hear(99, {"kind": "differs", "seq": 4, "jobs": [12, 10], "sides": sides})  # by the job's root
-    (error,) = parts.session.broken
+    (error,) = parts.broken
     assert isinstance(error, CollectiveMismatchError)
     assert error.args == (4, 2, "barrier()", 0, "something that it does not remember", "a.py:1 in f", "")
 
@@ -311,7 +302,7 @@ async def test_states_of_the_others() -> None:
         assert reporter is not None
         states = await reporter.states([1, 2], 10)
         assert [states[rank].collectives for rank in (1, 2)] == [1, 0]
-        assert await reporter.ask([], 10, what="state") == {}
+        assert await reporter.request([], 10, what="state") == {}
         comms[2].barrier()
         await asyncio.gather(*works)
 
@@ -322,7 +313,7 @@ async def test_asking_a_channel_that_has_ended() -> None:
     reporter = a._session.reporter
     assert reporter is not None
     async with asyncio.timeout(10):
-        assert await reporter.ask([1], 60, what="state") == {}
+        assert await reporter.request([1], 60, what="state") == {}
     del b
 
 
@@ -333,7 +324,7 @@ async def test_a_comm_that_was_dropped_is_not_kept_alive() -> None:
         other = await making
         reporter = child._session.reporter
         assert reporter is not None
-        reference = reporter._session
+        reference = reporter._submitter
         with pytest.warns(ResourceWarning, match="never closed"):
             del child
             gc.collect()
@@ -367,5 +358,5 @@ async def test_a_split_comm_has_ranks_of_its_own() -> None:
 
 
 async def test_how_many_collectives_are_done(parts: Parts) -> None:
-    parts.session.works = [parts.issue(REDUCE, 2), parts.issue(Send(torch.float32, 3, 1, 0), 0)]
+    parts.in_flight.works = dict.fromkeys([parts.issue(REDUCE, 2), parts.issue(Send(torch.float32, 3, 1, 0), 0)], 0)
     assert parts.reporter.answer({"what": "state"})["finished"] == 2, "of three, of which one is not"

@@ -1,4 +1,4 @@
-"""How a session ends: every way there is. On loopback where one process is enough, else on gloo."""
+"""How a session connects and ends. On loopback where one process is enough, else on gloo."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,8 @@ import threading
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Self
 
 import pytest
 import torch
@@ -24,16 +25,23 @@ from asynccomm import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     Comm,
+    CommOptions,
     MemoryStore,
     PeerLostError,
     ReduceOp,
     Work,
     new_comm,
 )
-from asynccomm.backends.base import Backend
+from asynccomm.backends.base import Backend, BackendContext, RankInfo, UnsuitableError
 from asynccomm.backends.loopback import Hub, LoopbackBackend
+from asynccomm.comm.session import Session
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.diagnosis import RankState
+from asynccomm.core.mailbox import Mailbox
+from asynccomm.ops import Barrier, Recv
+from asynccomm.ops.validation import CommInfo
+from asynccomm.rendezvous.job import CommIdentity, Job, NameReservation
+from asynccomm.rendezvous.spec import StoreSession
 from asynccomm.testing.local import loopback_world
 from tests.waiting import until
 
@@ -48,6 +56,91 @@ def channel_of(comm: Comm) -> ControlChannel:
     channel = comm._session.identity.job.channel
     assert channel is not None
     return channel
+
+
+# -- alone, with one rank and without a control channel
+
+
+def alone(room: MemoryStore, **options: Any) -> Session:
+    group = CommInfo("alone", 0, 1, torch.device("cpu"))
+    member = RankInfo(0, "host", 1)
+    job = Job((room, 0), group, room, StoreSession(room, owned=True))
+    identity = CommIdentity(job, NameReservation((room, 0), "alone"), room, [member], [0], [0])
+    return Session(group, CommOptions(**options), Mailbox(asyncio.get_running_loop()), identity)
+
+
+class Unsuitable(LoopbackBackend):
+    @classmethod
+    async def connect(cls, context: BackendContext) -> Self:
+        raise UnsuitableError("not here")
+
+
+async def test_a_session_uses_the_first_backend_that_suits() -> None:
+    session = alone(MemoryStore())
+    assert session.backend is None
+    await session.connect({"unsuitable": Unsuitable, "loopback": LoopbackBackend}, 10)
+    assert session.backend_name == "loopback"
+    assert session.submitter.backend is session.backend
+    work = session.submitter.submit(Barrier.of(session.group), None, None)
+    assert await work is None
+    await session.aclose()
+    assert session.ended
+    assert isinstance(session.error, ClosedError)
+
+
+async def test_a_session_without_a_backend_frees_its_name() -> None:
+    room = MemoryStore()
+    session = alone(room)
+    with pytest.raises(UnsuitableError, match="not here"):
+        await session.connect({"unsuitable": Unsuitable}, 10)
+    assert session.ended
+    await alone(room).aclose()
+
+
+async def test_a_failure_settles_works_aborts_the_backend_and_notifies_the_observer() -> None:
+    session = alone(MemoryStore())
+    await session.connect({"loopback": LoopbackBackend}, 10)
+    observed: list[BrokenError] = []
+    observer: Any = SimpleNamespace(called=lambda call, work: None, broke=observed.append)
+    session.submitter.observer = observer
+    work = session.submitter.submit(Recv.of(session.group, torch.ones(1), 0, 0), None, None)
+    error = BackendError("cut")
+    session.submitter.on_failure(error)
+    assert work.exception() is error
+    assert observed == [error]
+    session.submitter.on_failure(BackendError("again"))
+    assert observed == [error], "the first error is final"
+    assert session.error is error
+    await session.aclose()
+
+
+async def test_a_new_time_limit_shows_in_the_options() -> None:
+    session = alone(MemoryStore(), timeout=30)
+    session.set_timeout(5)
+    assert (session.options.timeout, session.in_flight.limit) == (5, 5)
+    await session.aclose()
+
+
+async def test_an_operation_aside_is_settled_by_its_steps() -> None:
+    session = alone(MemoryStore())
+
+    async def steps(work: Work[Any]) -> None:
+        await asyncio.sleep(0)
+        raise BackendError("failed")
+
+    async def hang(work: Work[Any]) -> None:
+        await asyncio.sleep(60)
+
+    failed, hanging = session.run_aside(Barrier(), steps, None), session.run_aside(Barrier(), hang, None)
+    with pytest.raises(BackendError, match="failed"):
+        await failed
+    session.abort("enough")
+    with pytest.raises(AbortedError, match="enough"):
+        await hanging
+    await session.aclose()
+
+
+# -- on several ranks
 
 
 async def test_mismatched_collectives_fail_everywhere_with_both_descriptions() -> None:
@@ -481,7 +574,7 @@ async def test_abort_while_another_thread_is_stuck_in_the_backend(monkeypatch: p
         assert backend is not None
         pending = a.barrier()
         stuck = Stuck(backend)
-        monkeypatch.setattr(a._session, "backend", stuck)
+        monkeypatch.setattr(a._submitter, "backend", stuck)
         calling = asyncio.ensure_future(asyncio.to_thread(a.all_reduce, torch.ones(1)))
         assert await asyncio.to_thread(stuck.inside.wait, 10)
         await asyncio.wait_for(asyncio.to_thread(a.abort, "from a third thread"), 10)

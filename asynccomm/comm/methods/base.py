@@ -13,6 +13,7 @@ from torch import Tensor
 from asynccomm.backends.base import Backend
 from asynccomm.comm.in_flight import CommStatistics
 from asynccomm.comm.session import Session
+from asynccomm.core.callsite import call_site
 from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
 from asynccomm.errors import ClosedError, PayloadError
@@ -23,6 +24,7 @@ from asynccomm.serialization.objects import IncomingObject, PayloadKind, clone_o
 from asynccomm.serialization.tensor_dicts import ReceiverSchemaCache, SenderSchemaCache
 
 MAX_BYTES: Final = 1 << 32  # of head and payload from one sender, unless the caller gives another limit
+_DEPTH: Final = 3  # frames from call_site() to the user's call: call_site, _submit, and a method
 
 
 class CommBase(Handle):
@@ -33,6 +35,7 @@ class CommBase(Handle):
     def __init__(self, session: Session, backend_name: str) -> None:
         """Not for users: see ``asynccomm.new_comm``."""
         self._session = session
+        self._submitter = session.submitter
         self._group = session.group
         self._backend_name = backend_name
         self._sent_schemas = SenderSchemaCache()
@@ -77,13 +80,13 @@ class CommBase(Handle):
 
     def unsafe_get_backend(self) -> Backend:
         """The backend object: an escape hatch, without promises of compatibility."""
-        self._session.check_open()
-        assert self._session.backend is not None
-        return self._session.backend
+        self._submitter.check_open()
+        assert self._submitter.backend is not None
+        return self._submitter.backend
 
     def statistics(self) -> CommStatistics:
         """Counts of operations submitted, in flight and held, at this time."""
-        return self._session.statistics()
+        return self._session.in_flight.statistics()
 
     def __repr__(self) -> str:
         error = self._session.error
@@ -102,7 +105,7 @@ class CommBase(Handle):
     ) -> Work[Any]:
         if tag is not None:
             call = call.labelled(tag)
-        return self._session.submit(call, timeout, hints)
+        return self._submitter.submit(call, timeout, hints, call_site(_DEPTH))
 
     def _submit_together(
         self,
@@ -115,9 +118,10 @@ class CommBase(Handle):
         """Submit ``calls`` under one Work, whose result is ``result``."""
         if tag is not None:
             calls = [call.labelled(tag) for call in calls]
+        site = call_site(_DEPTH)
         if len(calls) == 1:
-            return self._session.submit(calls[0]._replace(result=result), timeout, hints)
-        return self._session.submit_together(calls, result, timeout, hints)
+            return self._submitter.submit(calls[0]._replace(result=result), timeout, hints, site)
+        return self._submitter.submit_together(calls, result, timeout, hints, site)
 
 
 @final

@@ -179,7 +179,7 @@ class Groups(CommBase):
             checked = check_hints(hints, backend.hints, self._backend_name)
             backend.check_hints(checked)
             options = replace(options, hints=checked)
-        parent.check_loop()
+        self._submitter.check_loop()
         if not ranks:
             return PendingComm(_nobody)
         job = parent.identity.job
@@ -189,7 +189,7 @@ class Groups(CommBase):
         called = [reservation]  # the await takes it, so a second await finds none
 
         async def connect() -> Self:
-            parent.check_loop()
+            self._submitter.check_loop()
             if not called:
                 raise RuntimeError(f"this split of {child.name!r} was awaited before; call split() again")
             jobs = [parent.identity.job_ranks[rank] for rank in ranks]
@@ -275,22 +275,21 @@ class Groups(CommBase):
         Each process is asked whether it still waits, which takes half a second if one does not answer. Not collective.
         Cancelling is safe. Raises: StoreError; ClosedError, BrokenError.
         """
-        session = self._session
-        session.check_loop()
-        session.check_open()
-        return await lobby_of(session).waiting()
+        self._submitter.check_loop()
+        self._submitter.check_open()
+        return await lobby_of(self._session).waiting()
 
     def _regroup(self, proposal: Sequence[int | str], timeout: float | timedelta | None) -> PendingComm[Self]:
         session = self._session
         wait = seconds("timeout", timeout, session.options.timeout)
-        session.check_loop()
+        self._submitter.check_loop()
         self._check_regrouping()
         if (reason := self._why_fixed()) is not None:
             raise RuntimeError(reason)
         jobs = [who if isinstance(who, str) else session.identity.job_ranks[who] for who in proposal]
 
         async def connect() -> Self:
-            session.check_loop()
+            self._submitter.check_loop()
             self._check_regrouping()  # the state may have changed since the call
             new = await reconfigure(session, jobs, wait, [who for who in jobs if isinstance(who, str)])
             return type(self)(new, new.backend_name)

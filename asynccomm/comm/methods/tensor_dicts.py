@@ -153,7 +153,7 @@ class TensorDicts(CommBase):
         if described.values:
             head, more = encode(PayloadKind.TENSOR_DICT, described.values, "tensor_dict")
             tensors.extend(more)
-        now = self._session.sends_now(p2p=op.p2p)
+        now = self._submitter.sends_now(p2p=op.p2p)
         with self._sent_schemas.heading(channel, described.schema, now=now) as heading:
             parcel = Parcel(heading + head, tuple(tensors))
             return self._submit(Call(op, (), (), result, parcels=(parcel,)), timeout, hints, tag)

@@ -51,13 +51,13 @@ class Heads:
 
     def __init__(self, comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sizes: list[int] = []
-        submit = comm._session.submit
+        submit = comm._submitter.submit
 
         def watched(call: Any, *rest: Any) -> Any:
             self.sizes += [len(parcel.head) for parcel in call.parcels]
             return submit(call, *rest)
 
-        monkeypatch.setattr(comm._session, "submit", watched)
+        monkeypatch.setattr(comm._submitter, "submit", watched)
 
 
 async def test_broadcast() -> None:
