@@ -21,8 +21,6 @@ from asynccomm.comm.methods.groups import Groups
 from asynccomm.comm.methods.lists import CoalescedCollectives
 from asynccomm.comm.methods.objects import Objects
 from asynccomm.comm.methods.p2p import P2P
-from asynccomm.comm.methods.state_dict import StateDicts
-from asynccomm.comm.methods.streams import Streams
 from asynccomm.comm.methods.tensor_dicts import TensorDicts
 from asynccomm.comm.methods.variable import VariableCollectives
 from asynccomm.comm.monitored_barrier import MonitoredBarrier
@@ -49,8 +47,6 @@ class Comm(
     P2P,
     Objects,
     TensorDicts,
-    StateDicts,
-    Streams,
     Groups,
 ):
     """A group of ranks that exchange tensors; made by :func:`asynccomm.new_comm`.

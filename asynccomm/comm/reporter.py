@@ -221,13 +221,13 @@ class Reporter:
         error = decode_error({**item, "kind": "lost", "rank": rank})
         assert error is not None
         if isinstance(error, PeerLostError) and error.rank == self._group.rank:
-            return PeerLostError(rank, f"it has given this rank up: {error.detail}")
+            return PeerLostError(rank, f"it has declared this rank lost: {error.detail}")
         return error
 
     def _mismatch(self, item: ControlMessage) -> CollectiveMismatchError:
         seq, sides = int(item["seq"]), item["sides"]
         ranks = [self._ranks[int(job)] for job in item["jobs"]]
-        mine, theirs = (str(side.get("op", "something that it does not remember")) for side in sides)
+        mine, theirs = (str(side.get("op", "a call that is no longer recorded")) for side in sides)
         sites = [str(side.get("site", "")) for side in sides]
         return CollectiveMismatchError(seq, ranks[0], mine, ranks[1], theirs, *sites)
 

@@ -266,7 +266,7 @@ class Session:
         task = asyncio.current_task()
         assert task is not None
         work.add_done_callback(lambda _: task.cancel())
-        error: AsyncCommError | None = AbortedError(self.group.rank, f"{work.op} was cut off")
+        error: AsyncCommError | None = AbortedError(self.group.rank, f"{work.op} was interrupted")
         try:
             await steps(work)
             error = None

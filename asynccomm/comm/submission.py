@@ -487,7 +487,7 @@ class Submitter:
     # -- ending -------------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Settle operations whose data is complete, before the failure or end of a peer fails them."""
+        """Settle operations that have all their data, before the failure or end of a peer fails them."""
         if self.in_flight.works and self.backend is not None:
             try:
                 self.backend.drain_before_failure()

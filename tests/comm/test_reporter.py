@@ -265,7 +265,7 @@ async def test_who_has_closed_it_because_of_a_loss_breaks_it(parts: Parts) -> No
     parts.reporter.hear(11, {"rank": 1, "kind": "closed", "lost": [], "reason": "its connection ended"})
     assert [str(error) for error in parts.broken] == [
         "rank 2 was lost: its connection ended",
-        "rank 1 was lost: it has given this rank up: its connection ended",
+        "rank 1 was lost: it has declared this rank lost: its connection ended",
         "rank 1 reports an error that cannot be read, of the kind 'lost'",
     ]
     parts.reporter.lose(11, "its process ended")
@@ -289,7 +289,7 @@ async def test_a_difference_names_both_sides(parts: Parts) -> None:
     parts.reporter.hear(99, {"kind": "differs", "seq": 4, "jobs": [12, 10], "sides": sides})  # by the job's root
     (error,) = parts.broken
     assert isinstance(error, CollectiveMismatchError)
-    assert error.args == (4, 2, "barrier()", 0, "something that it does not remember", "a.py:1 in f", "")
+    assert error.args == (4, 2, "barrier()", 0, "a call that is no longer recorded", "a.py:1 in f", "")
 
 
 # -- on real channels -------------------------------------------------------------------------------------------------

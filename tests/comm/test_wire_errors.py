@@ -85,7 +85,7 @@ def test_an_error_that_cannot_be_read_is_one_of_the_transport(item: dict[str, ob
 def test_news_of_nothing_are_passed_over(kind: object, caplog: pytest.LogCaptureFixture) -> None:
     assert decode_error({"rank": 2, "kind": kind, "reason": "x"}) is None
     assert decode_error({"rank": 2}) is None
-    assert "rank 2 has news that say not of what" in caplog.text
+    assert "rank 2 sent a message without a kind" in caplog.text
 
 
 def test_long_reasons_are_cut_off() -> None:

@@ -17,8 +17,8 @@ from asynccomm.core.callsite import call_site
 from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
 from asynccomm.errors import ClosedError, PayloadError
-from asynccomm.ops import Call, Parcel
-from asynccomm.ops.validation import as_index
+from asynccomm.ops import Call, Parcel, RecvParcel
+from asynccomm.ops.validation import as_index, check_rank, check_tag
 from asynccomm.options import CommOptions
 from asynccomm.serialization.objects import IncomingObject, PayloadKind, clone_out, kind_of
 from asynccomm.serialization.tensor_dicts import ReceiverSchemaCache, SenderSchemaCache
@@ -36,6 +36,7 @@ class CommBase(Handle):
         """Not for users: see ``asynccomm.new_comm``."""
         self._session = session
         self._submitter = session.submitter
+        self._records_sites = session.reporter is not None  # which the other ranks may request
         self._group = session.group
         self._backend_name = backend_name
         self._sent_schemas = SenderSchemaCache()
@@ -105,7 +106,8 @@ class CommBase(Handle):
     ) -> Work[Any]:
         if tag is not None:
             call = call.labelled(tag)
-        return self._submitter.submit(call, timeout, hints, call_site(_DEPTH))
+        site = call_site(_DEPTH) if self._records_sites else None
+        return self._submitter.submit(call, timeout, hints, site)
 
     def _submit_together(
         self,
@@ -118,10 +120,13 @@ class CommBase(Handle):
         """Submit ``calls`` under one Work, whose result is ``result``."""
         if tag is not None:
             calls = [call.labelled(tag) for call in calls]
-        site = call_site(_DEPTH)
+        site = call_site(_DEPTH) if self._records_sites else None
         if len(calls) == 1:
             return self._submitter.submit(calls[0]._replace(result=result), timeout, hints, site)
         return self._submitter.submit_together(calls, result, timeout, hints, site)
+
+    def _receive_op(self, method: str, src: SupportsIndex | None, tag: SupportsIndex) -> RecvParcel:
+        return RecvParcel(method, None if src is None else check_rank(self._group, "src", src), check_tag(tag))
 
 
 @final
@@ -199,4 +204,4 @@ class ObjectReceiver:
 
 def wrong_kind(method: str, rank: int, source: int, kind: PayloadKind) -> PayloadError:
     """The error of a receive that gets a parcel of another kind."""
-    return PayloadError(f"{method}() of rank {rank} got what rank {source} sent by {kind.sender}()")
+    return PayloadError(f"{method}() of rank {rank} received the payload that rank {source} sent by {kind.sender}()")

@@ -286,12 +286,12 @@ class Groups(CommBase):
         self._check_regrouping()
         if (reason := self._why_fixed()) is not None:
             raise RuntimeError(reason)
-        jobs = [who if isinstance(who, str) else session.identity.job_ranks[who] for who in proposal]
+        jobs = [each if isinstance(each, str) else session.identity.job_ranks[each] for each in proposal]
 
         async def connect() -> Self:
             self._submitter.check_loop()
             self._check_regrouping()  # the state may have changed since the call
-            new = await reconfigure(session, jobs, wait, [who for who in jobs if isinstance(who, str)])
+            new = await reconfigure(session, jobs, wait, [job for job in jobs if isinstance(job, str)])
             return type(self)(new, new.backend_name)
 
         return PendingComm(connect)

@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex
 from asynccomm.comm.methods.base import MAX_BYTES, CommBase, ObjectReceiver, ReceivePolicy
 from asynccomm.core.work import Work
 from asynccomm.errors import PayloadError
-from asynccomm.ops import Call, Parcel, Parcels, RecvParcel, SendParcel
+from asynccomm.ops import Call, Parcel, Parcels, SendParcel
 from asynccomm.ops.validation import check_rank, check_tag
 from asynccomm.serialization.objects import PayloadKind, encode
 
@@ -251,9 +251,6 @@ class Objects(CommBase):
         inbox = self._inbox("recv_object_list", PayloadKind.OBJECT_LIST, weights_only, max_bytes, op.tag)
         return self._submit(Call(op, (), (), object_list, _filling(inbox), place=inbox), timeout, hints)
 
-    def _receive_op(self, method: str, src: SupportsIndex | None, tag: SupportsIndex) -> RecvParcel:
-        return RecvParcel(method, None if src is None else check_rank(self._group, "src", src), check_tag(tag))
-
     def _inbox(
         self, method: str, kind: PayloadKind, weights_only: object, max_bytes: int, tag: int | None = None
     ) -> ObjectReceiver:
@@ -274,7 +271,7 @@ def _filling(inbox: ObjectReceiver) -> Callable[[list[object]], list[object]]:
         items = inbox.only()
         (source,) = inbox.incoming
         if type(items) is not list:
-            raise PayloadError(f"rank {source} sent {type(items).__name__} where a list was to come")
+            raise PayloadError(f"rank {source} sent {type(items).__name__} instead of a list")
         if len(items) != len(object_list):
             raise PayloadError(f"rank {source} sent {len(items)} objects, but object_list has {len(object_list)}")
         object_list[:] = items

@@ -1,4 +1,4 @@
-"""Dicts of tensors: structure and contents are sent in one message."""
+"""Dicts of tensors, with structure and contents in one message; and the state of modules."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import zlib
 from collections.abc import Awaitable, Generator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Final, SupportsIndex, final
+from typing import Any, Final, SupportsIndex, TypeVar, final
 
 import torch
 from torch import Tensor
 
 from asynccomm.comm.methods.base import MAX_BYTES, CommBase, ReceivePolicy, wrong_kind
 from asynccomm.comm.methods.collectives import Collectives
+from asynccomm.comm.methods.state_dict import StateReceiver
 from asynccomm.core.handles import Handle
 from asynccomm.core.tasks import detach
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, PayloadError
-from asynccomm.ops import Call, Op, Parcel, Parcels, RecvParcel, SendParcel
+from asynccomm.ops import Call, Op, Parcel, Parcels, SendParcel
 from asynccomm.ops.validation import CommInfo, check_rank, check_tag
 from asynccomm.serialization.objects import IncomingObject, PayloadKind, encode, kind_of, reading
 from asynccomm.serialization.tensor_dicts import (
@@ -33,7 +34,8 @@ from asynccomm.serialization.tensor_dicts import (
     describe,
 )
 
-_TOLD: Final = struct.Struct("<?I251s")  # whether the share is here, CRC-32 of the tensors to gather, why it is not
+_STATUS: Final = struct.Struct("<?I251s")  # whether the share is here, CRC-32 of the tensors to gather, why it is not
+State = TypeVar("State", bound=torch.nn.Module | Mapping[str, Tensor])
 
 
 class TensorDicts(CommBase):
@@ -131,13 +133,42 @@ class TensorDicts(CommBase):
 
         Returns: an awaitable of the dict; without ``all_gather_group`` a Work.
         """
-        peer = None if src is None else check_rank(self._group, "src", src)
-        op = RecvParcel("recv_tensor_dict", peer, check_tag(tag))
+        op = self._receive_op("recv_tensor_dict", src, tag)
         group = _checked_group(all_gather_group)
         terms = ReceivePolicy.of(weights_only, max_bytes)
         inbox = _DictReceiver(op.what, self._group, op.tag, terms, self._received_schemas, group)
         work = self._submit(Call(op, (), (), None, inbox.finish, place=inbox), timeout, hints)
         return work if group is None else _GatheredDict(work, inbox, group, timeout)
+
+    def broadcast_state(
+        self,
+        state: State,
+        root: SupportsIndex,
+        *,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
+    ) -> Work[State]:
+        """Copy all tensors of rank ``root``'s ``state`` into the tensors of the same names on all ranks, in place.
+
+        Names, shapes and dtypes must be the same on all ranks, in any order; so must the groups of names that stand for
+        one tensor (tied weights, which are sent once). A rank with another state raises a PayloadError that lists the
+        differences, no tensor of its state is changed, and the comm goes on. Cancelling the await is safe.
+
+        Args:
+            state: a module, for all parameters and buffers in its ``state_dict()``, or a mapping of names to tensors on
+                the comm's device. A value that is no tensor raises a TypeError with its name.
+
+        Returns: Work of ``state``.
+        """
+        giver = check_rank(self._group, "root", root)
+        receiver = StateReceiver(self._group, state, written=giver != self.rank)
+        op = Parcels("broadcast_state", giver=giver)
+        if giver == self.rank:
+            call = Call(op, (), (), state, parcels=(Parcel(receiver.head, tuple(receiver.tensors)),))
+        else:
+            call = Call(op, (), (), state, place=receiver, expected=sum([tensor.nbytes for tensor in receiver.tensors]))
+        return self._submit(call, timeout, hints, tag)
 
     def _submit_dict(
         self,
@@ -269,7 +300,7 @@ class _GatheredDict(Handle, Awaitable[dict[Any, Any]]):
             refusal = exc
             if not self._inbox.arrived:
                 with suppress(AsyncCommError):  # the group itself may be broken
-                    self._tell(exc)
+                    self._exchange(exc)
                 raise
         problem = await self._problem() if self._group.size > 1 else None
         if problem is None:
@@ -287,23 +318,23 @@ class _GatheredDict(Handle, Awaitable[dict[Any, Any]]):
         for gather in gathers:
             await gather
 
-    def _tell(self, refusal: Exception | None) -> Work[Tensor]:
+    def _exchange(self, refusal: Exception | None) -> Work[Tensor]:
         """Start to exchange with the group whether this rank has its share, and if not, why."""
         wholes = [(str(whole.dtype), whole.numel()) for whole, _ in self._inbox.shares]
         reason = b"" if refusal is None else str(refusal).encode()
-        told = bytearray(_TOLD.pack(refusal is None, zlib.crc32(repr(wholes).encode()), reason))  # cut if too long
-        mine = torch.frombuffer(told, dtype=torch.uint8).to(self._group.device)
+        status = bytearray(_STATUS.pack(refusal is None, zlib.crc32(repr(wholes).encode()), reason))  # cut if too long
+        mine = torch.frombuffer(status, dtype=torch.uint8).to(self._group.device)
         return self._group.all_gather_single(None, mine, timeout=self._timeout)
 
     async def _problem(self) -> str | None:
         """The reason why the ranks of the group cannot gather the dict; None: they can."""
-        group, told = self._group, await self._tell(None)
+        group, status = self._group, await self._exchange(None)
         forms = {}
-        for rank, row in enumerate(told.view(group.size, -1).tolist()):
-            taken, forms[rank], reason = _TOLD.unpack(bytes(row))
-            if not taken:
+        for rank, row in enumerate(status.view(group.size, -1).tolist()):
+            received, forms[rank], reason = _STATUS.unpack(bytes(row))
+            if not received:
                 text = reason.rstrip(b"\0").decode(errors="replace")
-                return f"rank {rank} of comm {group.name!r} could not take its share of the dict: {text}"
+                return f"rank {rank} of comm {group.name!r} could not receive its share of the dict: {text}"
         others = [rank for rank, form in forms.items() if form != forms[group.rank]]
         if not others:
             return None

@@ -163,7 +163,8 @@ async def test_both_ends_agree_also_after_what_was_refused() -> None:
         e = {"u": torch.ones(3)}
         a.send_tensor_dict(e, 1)
         with pytest.raises(
-            PayloadError, match=r"recv_object\(\) of rank 1 got what rank 0 sent by send_tensor_dict\(\)"
+            PayloadError,
+            match=r"recv_object\(\) of rank 1 received the payload that rank 0 sent by send_tensor_dict\(\)",
         ):
             await b.recv_object(0)
         a.send_tensor_dict(e, 1)
@@ -225,7 +226,8 @@ async def test_other_kinds_are_refused() -> None:
     async with loopback_world(2) as (a, b):
         a.send_object({"a": 1}, 1)
         with pytest.raises(
-            PayloadError, match=r"recv_tensor_dict\(\) of rank 1 got what rank 0 sent by send_object\(\)"
+            PayloadError,
+            match=r"recv_tensor_dict\(\) of rank 1 received the payload that rank 0 sent by send_object\(\)",
         ):
             await b.recv_tensor_dict(0)
 
@@ -366,7 +368,7 @@ async def test_a_head_that_cannot_be_read_is_told_to_the_group() -> None:
             a._submit(Call(SendParcel("x", 1, 1), (), (), None, parcels=(Parcel(head, ()),)), None, None)
             told, own = await outcomes(*receives)
             assert own.startswith("what rank 0 sent cannot be read")
-            assert told == f"rank 1 of comm 'g' could not take its share of the dict: {own}"
+            assert told == f"rank 1 of comm 'g' could not receive its share of the dict: {own}"
         assert [comm.statistics().submitted for comm in group] == [4, 4]
 
 
@@ -376,7 +378,7 @@ async def test_a_rank_that_refuses_a_share_does_not_wait_for_the_group() -> None
         with pytest.raises(PayloadError, match="max_bytes is 1"):
             await b.recv_tensor_dict(0, max_bytes=1, all_gather_group=group[0])
         a.send_tensor_dict({"t": torch.arange(4)}, 1, all_gather_group=group[1])
-        with pytest.raises(PayloadError, match=r"rank 0 of comm 'g' could not take its share .* max_bytes is 1"):
+        with pytest.raises(PayloadError, match=r"rank 0 of comm 'g' could not receive its share .* max_bytes is 1"):
             await b.recv_tensor_dict(0, all_gather_group=group[1])
 
 
