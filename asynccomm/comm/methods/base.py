@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from types import UnionType
 from typing import Any, Final, NamedTuple, Self, SupportsIndex, final
 
 import torch
@@ -23,6 +24,7 @@ from asynccomm.options import CommOptions
 from asynccomm.serialization.objects import IncomingObject, PayloadKind, clone_out, kind_of
 from asynccomm.serialization.tensor_dicts import ReceiverSchemaCache, SenderSchemaCache
 
+ENDING: Final = 4096  # bytes of an end-of-stream message, which is accepted even above ``max_bytes``
 MAX_BYTES: Final = 1 << 32  # of head and payload from one sender, unless the caller gives another limit
 _DEPTH: Final = 3  # frames from call_site() to the user's call: call_site, _submit, and a method
 
@@ -160,30 +162,33 @@ class ObjectReceiver:
     Args:
         method: the receiving method, for error texts.
         rank: this rank.
-        kind: the kind that the objects must have.
+        kinds: the kinds that the objects may have.
         missed: called with every parcel of another kind.
     """
 
-    __slots__ = ("_kind", "_method", "_missed", "_rank", "_terms", "incoming")
+    __slots__ = ("_kinds", "_method", "_missed", "_rank", "_terms", "incoming", "kind")
 
     def __init__(
         self,
         method: str,
         rank: int,
-        kind: PayloadKind,
+        kinds: Sequence[PayloadKind],
         terms: ReceivePolicy,
         missed: Callable[[int, bytes], object] | None = None,
     ) -> None:
-        self._method, self._rank, self._kind, self._terms, self._missed = method, rank, kind, terms, missed
+        self._method, self._rank, self._kinds, self._terms, self._missed = method, rank, kinds, terms, missed
+        self.kind = kinds[0]  #: of the last parcel
         self.incoming: dict[int, IncomingObject] = {}  #: by source
 
     def __call__(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
         length = lengths[source]
-        if (kind := kind_of(source, head)) is not self._kind:
+        self.kind = kind = kind_of(source, head)
+        if kind not in self._kinds:
             if self._missed is not None:
                 self._missed(source, head)
             raise wrong_kind(self._method, self._rank, source, kind)
-        self._terms.check(source, len(head) + length)
+        if kind not in (PayloadKind.END, PayloadKind.FAILURE) or len(head) + length > ENDING:
+            self._terms.check(source, len(head) + length)
         incoming = self.incoming[source] = IncomingObject(source, head, length)
         return incoming.places
 
@@ -200,6 +205,12 @@ class ObjectReceiver:
     def all(self, _: object = None) -> list[object]:
         """The objects in rank order. Raises: PayloadError."""
         return [incoming.decode(weights_only=self._terms.weights_only) for _, incoming in sorted(self.incoming.items())]
+
+
+def check_type(name: str, value: object, kind: type | UnionType, text: str) -> None:
+    """Check that ``value`` is a ``kind``, which ``text`` describes."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {text}, got {value!r} ({type(value).__name__})")
 
 
 def wrong_kind(method: str, rank: int, source: int, kind: PayloadKind) -> PayloadError:

@@ -181,7 +181,7 @@ class Groups(CommBase):
             options = replace(options, hints=checked)
         self._submitter.check_loop()
         if not ranks:
-            return PendingComm(_nobody)
+            return PendingComm(_no_comm)
         job = parent.identity.job
         reservation = NameReservation(job.world, f"{group.name}/{name}")
         room = parent.identity.child_prefix(name, ranks)
@@ -282,19 +282,25 @@ class Groups(CommBase):
     def _regroup(self, proposal: Sequence[int | str], timeout: float | timedelta | None) -> PendingComm[Self]:
         session = self._session
         wait = seconds("timeout", timeout, session.options.timeout)
-        self._submitter.check_loop()
         self._check_regrouping()
-        if (reason := self._why_fixed()) is not None:
-            raise RuntimeError(reason)
         jobs = [each if isinstance(each, str) else session.identity.job_ranks[each] for each in proposal]
 
         async def connect() -> Self:
-            self._submitter.check_loop()
             self._check_regrouping()  # the state may have changed since the call
             new = await reconfigure(session, jobs, wait, [job for job in jobs if isinstance(job, str)])
             return type(self)(new, new.backend_name)
 
         return PendingComm(connect)
+
+    def _check_regrouping(self) -> None:
+        session, name = self._session, self.name
+        self._submitter.check_loop()
+        if session.closed or isinstance(session.error, ClosedError):
+            raise ClosedError(f"comm {name!r} is closed") from session.error
+        if session.regrouping is not None:
+            raise RuntimeError(f"comm {name!r} is being regrouped already, by another task")
+        if (reason := self._why_fixed()) is not None:
+            raise RuntimeError(reason)
 
     def _why_fixed(self) -> str | None:
         """The reason why the comm cannot be regrouped, a missing control channel here or on another rank; else None."""
@@ -307,15 +313,8 @@ class Groups(CommBase):
             return f"ranks {absent} of comm {self.name!r} have no control channel: it cannot be regrouped"
         return None
 
-    def _check_regrouping(self) -> None:
-        session = self._session
-        if session.closed or isinstance(session.error, ClosedError):
-            raise ClosedError(f"comm {self.name!r} is closed") from session.error
-        if session.regrouping is not None:
-            raise RuntimeError(f"comm {self.name!r} is being regrouped already, by another task")
 
-
-async def _nobody() -> None:
+async def _no_comm() -> None:
     """Gives None: there is no comm for this rank."""
 
 

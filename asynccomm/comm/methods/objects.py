@@ -7,7 +7,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, SupportsIndex
 
-from asynccomm.comm.methods.base import MAX_BYTES, CommBase, ObjectReceiver, ReceivePolicy
+from asynccomm.comm.methods.base import MAX_BYTES, CommBase, ObjectReceiver, ReceivePolicy, check_type
 from asynccomm.core.work import Work
 from asynccomm.errors import PayloadError
 from asynccomm.ops import Call, Parcel, Parcels, SendParcel
@@ -122,7 +122,7 @@ class Objects(CommBase):
         """
         giver = check_rank(self._group, "root", root)
         inbox = self._inbox("broadcast_object_list", PayloadKind.OBJECT_LIST, weights_only, max_bytes)
-        _check_list("object_list", object_list)
+        check_type("object_list", object_list, list, "a list")
         op = Parcels("broadcast_object_list", giver=giver)
         if giver == self.rank:
             parcel = encode(PayloadKind.OBJECT_LIST, list(object_list), "object_list")
@@ -247,7 +247,7 @@ class Objects(CommBase):
         Returns: Work of ``object_list``.
         """
         op = self._receive_op("recv_object_list", src, tag)
-        _check_list("object_list", object_list)
+        check_type("object_list", object_list, list, "a list")
         inbox = self._inbox("recv_object_list", PayloadKind.OBJECT_LIST, weights_only, max_bytes, op.tag)
         return self._submit(Call(op, (), (), object_list, _filling(inbox), place=inbox), timeout, hints)
 
@@ -261,7 +261,7 @@ class Objects(CommBase):
         """
         terms = ReceivePolicy.of(weights_only, max_bytes)
         missed = None if tag is None else lambda source, head: self._received_schemas.missed((source, tag), head)
-        return ObjectReceiver(method, self.rank, kind, terms, missed)
+        return ObjectReceiver(method, self.rank, [kind], terms, missed)
 
 
 def _filling(inbox: ObjectReceiver) -> Callable[[list[object]], list[object]]:
@@ -282,8 +282,3 @@ def _filling(inbox: ObjectReceiver) -> Callable[[list[object]], list[object]]:
 
 def _is_sequence(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
-
-
-def _check_list(name: str, value: object) -> None:
-    if not isinstance(value, list):
-        raise TypeError(f"{name} must be a list, got {value!r} ({type(value).__name__})")

@@ -11,16 +11,16 @@ from typing import Any, Final, Self, SupportsIndex, final
 
 from torch import Tensor
 
-from asynccomm.comm.methods.base import MAX_BYTES, CommBase, ReceivePolicy, wrong_kind
+from asynccomm.comm.methods.base import ENDING, MAX_BYTES, CommBase, ObjectReceiver, ReceivePolicy
 from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, PayloadError
 from asynccomm.ops import Call, MessageSpace, Recv, RecvParcel, Send, SendParcel
 from asynccomm.ops.validation import CommInfo, check_rank, check_tag
 from asynccomm.options import seconds
-from asynccomm.serialization.objects import IncomingObject, PayloadKind, encode, kind_of
+from asynccomm.serialization.objects import PayloadKind, encode
 
-ENDING: Final = 4096  # bytes of an end-of-stream message, which is accepted even above ``max_bytes``
+_KINDS: Final = PayloadKind.ITEM, PayloadKind.END, PayloadKind.FAILURE  # of the messages of a stream
 
 
 @final
@@ -272,8 +272,8 @@ class Stream(Handle, AsyncIterator[Any]):
             self._raise_failure()
             raise StopAsyncIteration
         if self._receive is None:
-            inbox = _ItemReceiver(self._comm.rank, self._terms)
-            call = Call(self._op, (), (), None, inbox.finish, place=inbox)
+            inbox = ObjectReceiver("stream", self._comm.rank, _KINDS, self._terms)
+            call = Call(self._op, (), (), None, lambda _: (inbox.kind, inbox.only()), place=inbox)
             self._receive = self._comm._submit(call, self._timeout, self._hints)
         self._reading = True
         try:
@@ -300,28 +300,3 @@ class Stream(Handle, AsyncIterator[Any]):
 
     def __repr__(self) -> str:
         return f"<Stream from rank {self._op.peer}, tag {self._op.tag}{', ended' if self._ended else ''}>"
-
-
-@final
-class _ItemReceiver:
-    """Receives one item of a stream: the ``place`` of its receive."""
-
-    def __init__(self, rank: int, terms: ReceivePolicy) -> None:
-        self._rank, self._terms = rank, terms
-        self._kind = PayloadKind.ITEM
-        self._incoming: IncomingObject | None = None
-
-    def __call__(self, source: int, head: bytes, lengths: Mapping[int, int]) -> list[Tensor]:
-        self._kind = kind_of(source, head)
-        if self._kind not in (PayloadKind.ITEM, PayloadKind.END, PayloadKind.FAILURE):
-            raise wrong_kind("stream", self._rank, source, self._kind)
-        size = len(head) + lengths[source]
-        if self._kind is PayloadKind.ITEM or size > ENDING:
-            self._terms.check(source, size)
-        self._incoming = IncomingObject(source, head, lengths[source])
-        return self._incoming.places
-
-    def finish(self, _: object) -> tuple[PayloadKind, Any]:
-        """The kind of the item, and the item. Raises: PayloadError."""
-        assert self._incoming is not None
-        return self._kind, self._incoming.decode(weights_only=self._terms.weights_only)

@@ -13,7 +13,7 @@ from typing import Any, Final, SupportsIndex, TypeVar, final
 import torch
 from torch import Tensor
 
-from asynccomm.comm.methods.base import MAX_BYTES, CommBase, ReceivePolicy, wrong_kind
+from asynccomm.comm.methods.base import MAX_BYTES, CommBase, ReceivePolicy, check_type, wrong_kind
 from asynccomm.comm.methods.collectives import Collectives
 from asynccomm.comm.methods.state_dict import StateReceiver
 from asynccomm.core.handles import Handle
@@ -101,7 +101,8 @@ class TensorDicts(CommBase):
                 nested ones. False is required for tensors that differ among the ranks of the group.
         """
         op = SendParcel("send_tensor_dict", check_rank(self._group, "dst", dst), check_tag(tag))
-        group = _checked_group(all_gather_group)
+        group = all_gather_group
+        check_type("all_gather_group", group, Collectives | None, "a Comm")
         if all_gather_tensors is not None and not isinstance(all_gather_tensors, Mapping):
             raise TypeError(f"all_gather_tensors must be a mapping of keys to bools, got {all_gather_tensors!r}")
         slices = None if group is None else Slices(group.size, group.rank, all_gather_tensors or {})
@@ -134,7 +135,8 @@ class TensorDicts(CommBase):
         Returns: an awaitable of the dict; without ``all_gather_group`` a Work.
         """
         op = self._receive_op("recv_tensor_dict", src, tag)
-        group = _checked_group(all_gather_group)
+        group = all_gather_group
+        check_type("all_gather_group", group, Collectives | None, "a Comm")
         terms = ReceivePolicy.of(weights_only, max_bytes)
         inbox = _DictReceiver(op.what, self._group, op.tag, terms, self._received_schemas, group)
         work = self._submit(Call(op, (), (), None, inbox.finish, place=inbox), timeout, hints)
@@ -190,16 +192,9 @@ class TensorDicts(CommBase):
             return self._submit(Call(op, (), (), result, parcels=(parcel,)), timeout, hints, tag)
 
 
-def _checked(tensor_dict: object) -> dict[Any, Any]:
-    if not isinstance(tensor_dict, dict):
-        raise TypeError(f"tensor_dict must be a dict, got {tensor_dict!r} ({type(tensor_dict).__name__})")
-    return tensor_dict
-
-
-def _checked_group(group: object) -> Collectives | None:
-    if group is not None and not isinstance(group, Collectives):
-        raise TypeError(f"all_gather_group must be a Comm, got {group!r} ({type(group).__name__})")
-    return group
+def _checked(tensor_dict: Any) -> dict[Any, Any]:
+    check_type("tensor_dict", tensor_dict, dict, "a dict")
+    return tensor_dict  # type: ignore[no-any-return]
 
 
 @final

@@ -165,18 +165,18 @@ def test_terms_are_checked() -> None:
 def test_the_limit_is_looked_at_before_anything_else() -> None:
     parcel = encode(PayloadKind.OBJECT, torch.ones(1000))
     size = len(parcel.head) + parcel.nbytes
-    inbox = ObjectReceiver("recv_object", 0, PayloadKind.OBJECT, ReceivePolicy(True, size - 1))
+    inbox = ObjectReceiver("recv_object", 0, [PayloadKind.OBJECT], ReceivePolicy(True, size - 1))
     with pytest.raises(PayloadError, match=f"rank 1 sent {size} bytes, but max_bytes is {size - 1}"):
         inbox(1, parcel.head, {1: parcel.nbytes})
     assert not inbox.incoming
-    inbox = ObjectReceiver("recv_object", 0, PayloadKind.OBJECT, ReceivePolicy(True, size))
+    inbox = ObjectReceiver("recv_object", 0, [PayloadKind.OBJECT], ReceivePolicy(True, size))
     assert [t.nbytes for t in inbox(1, parcel.head, {1: parcel.nbytes})] == [4000]
 
 
 def test_another_kind_is_told_of() -> None:
     missed = []
     inbox = ObjectReceiver(
-        "recv_object", 2, PayloadKind.OBJECT, ReceivePolicy(True, 1000), lambda *args: missed.append(args)
+        "recv_object", 2, [PayloadKind.OBJECT], ReceivePolicy(True, 1000), lambda *args: missed.append(args)
     )
     head = encode(PayloadKind.OBJECT_LIST, [1]).head
     with pytest.raises(
@@ -187,7 +187,7 @@ def test_another_kind_is_told_of() -> None:
 
 
 def test_own_and_others_in_rank_order() -> None:
-    inbox = ObjectReceiver("all_gather_object", 1, PayloadKind.OBJECT, ReceivePolicy(True, 1000))
+    inbox = ObjectReceiver("all_gather_object", 1, [PayloadKind.OBJECT], ReceivePolicy(True, 1000))
     tensor = torch.zeros(2)
     parcel = encode(PayloadKind.OBJECT, tensor)
     tensor.fill_(3)  # by an operation before it

@@ -234,7 +234,9 @@ async def test_lists() -> None:
 async def test_kinds_that_do_not_belong_together() -> None:
     async with loopback_world(2) as (a, b):
         a.send_object_list([1], 1)
-        with pytest.raises(PayloadError, match=r"recv_object\(\) of rank 1 received .* rank 0 sent by send_object_list\(\)"):
+        with pytest.raises(
+            PayloadError, match=r"recv_object\(\) of rank 1 received .* rank 0 sent by send_object_list\(\)"
+        ):
             await b.recv_object(0)
         a.send_object([1], 1)
         with pytest.raises(PayloadError, match=r"recv_object_list\(\) of rank 1 received .* sent by send_object\(\)"):
