@@ -97,10 +97,10 @@ async def parts() -> Parts:
 REDUCE = AllReduce(torch.float32, 7, ReduceOp.SUM)
 
 
-# -- what it tells ----------------------------------------------------------------------------------------------------
+# -- messages to the other ranks --------------------------------------------------------------------------------------
 
 
-async def test_it_enrols_and_withdraws(parts: Parts) -> None:
+async def test_a_reporter_subscribes_and_unsubscribes(parts: Parts) -> None:
     assert parts.line.enrolled == ["key"]
     parts.reporter.end()
     parts.reporter.followers = [0, 2]
@@ -109,7 +109,7 @@ async def test_it_enrols_and_withdraws(parts: Parts) -> None:
     assert parts.line.withdrawn == [{"rank": 0, "kind": "closed"}, followed]
 
 
-async def test_who_closes_it_because_of_a_loss_says_so(parts: Parts) -> None:
+async def test_closing_because_of_a_loss_reports_the_loss(parts: Parts) -> None:
     parts.submitter.error = PeerLostError(2, "its connection ended")
     parts.reporter.end()
     assert parts.line.withdrawn == [{"rank": 0, "kind": "closed", "lost": 2, "reason": "its connection ended"}]
@@ -118,7 +118,7 @@ async def test_who_closes_it_because_of_a_loss_says_so(parts: Parts) -> None:
     assert parts.line.withdrawn[1:] == [{"rank": 0, "kind": "closed"}]
 
 
-async def test_what_breaks_it_is_told_with_its_rank(parts: Parts) -> None:
+async def test_the_error_that_breaks_the_comm_is_sent_with_its_rank(parts: Parts) -> None:
     done = threading.Event()
     parts.reporter.send_error(AbortedError(0, "enough"), done.set)
     assert parts.line.told == [{"rank": 0, "kind": "abort", "reason": "enough"}]
@@ -138,7 +138,7 @@ async def test_fingerprints_are_taken_only_if_the_backend_does_not_compare(parts
     assert parts.reporter.fingerprints() == (3, []), "each once"
 
 
-# -- what it answers --------------------------------------------------------------------------------------------------
+# -- replies ----------------------------------------------------------------------------------------------------------
 
 
 async def test_a_state(parts: Parts) -> None:
@@ -167,12 +167,12 @@ async def test_a_state(parts: Parts) -> None:
     ("error", "text"),
     [(None, "open"), (AbortedError(1, "enough"), "broken: aborted by rank 1: enough"), (ValueError(), "closed")],
 )
-async def test_how_it_is(parts: Parts, error: Any, text: str) -> None:
+async def test_the_state_of_the_comm(parts: Parts, error: Any, text: str) -> None:
     parts.submitter.error = error
     assert parts.reporter.answer({"what": "state"})["state"] == text
 
 
-async def test_what_was_issued_under_a_number(parts: Parts) -> None:
+async def test_the_operation_of_a_number(parts: Parts) -> None:
     parts.issue(REDUCE, 5)
     parts.issue(Send(torch.float32, 3, 1, 0), 6)
     found = parts.reporter.answer({"what": "explain", "seq": 5})
@@ -184,14 +184,14 @@ async def test_what_was_issued_under_a_number(parts: Parts) -> None:
     assert parts.reporter.answer({"what": "explain", "seq": 5}) == {}, "long ago"
 
 
-async def test_what_is_in_flight_is_known_however_long_ago_it_was_called(parts: Parts) -> None:
+async def test_operations_in_flight_are_explained_at_any_age(parts: Parts) -> None:
     parts.in_flight.works = dict.fromkeys([parts.issue(REDUCE, 5)], 0)
     for number in range(REMEMBERED):
         parts.issue(Barrier(), 100 + number)
     assert parts.reporter.answer({"what": "explain", "seq": 5})["op"] == str(REDUCE)
 
 
-async def test_more_is_remembered_where_fingerprints_are_compared(parts: Parts) -> None:
+async def test_more_calls_are_stored_where_fingerprints_are_compared(parts: Parts) -> None:
     parts.issue(REDUCE, 5)
     parts.submitter.compare(parts.reporter.compare)
     for number in range(COMPARED - 1):
@@ -201,7 +201,7 @@ async def test_more_is_remembered_where_fingerprints_are_compared(parts: Parts) 
     assert parts.reporter.answer({"what": "explain", "seq": 5}) == {}
 
 
-async def test_a_question_that_nobody_knows(parts: Parts) -> None:
+async def test_an_unknown_request(parts: Parts) -> None:
     assert parts.reporter.answer({"what": "is love"}) == {}
     assert parts.reporter.answer({}) == {}
 
@@ -213,7 +213,7 @@ async def test_a_session_that_was_dropped(parts: Parts) -> None:
     parts.reporter.hear(11, {"rank": 1, **encode_error(AbortedError(1, "enough"))})
 
 
-async def test_a_loop_that_does_not_turn_is_blocked(parts: Parts) -> None:
+async def test_a_loop_that_does_not_run_is_blocked(parts: Parts) -> None:
     parts.reporter.answer({"what": "ping"})
     time.sleep(0.1)  # nothing turns meanwhile
     assert parts.reporter.answer({"what": "state"})["blocked"]
@@ -223,7 +223,7 @@ async def test_a_loop_that_does_not_turn_is_blocked(parts: Parts) -> None:
     assert not parts.reporter.answer({"what": "state"})["blocked"], "it has had no time yet"
 
 
-async def test_ranks_that_do_not_answer(parts: Parts) -> None:
+async def test_ranks_that_do_not_reply(parts: Parts) -> None:
     states = {rank: parts.reporter._state(rank, None) for rank in range(3)}
     assert (states[0].answered, states[0].silent) == (False, 2.5)
     assert states[1].gone == "its process ended"
@@ -231,35 +231,35 @@ async def test_ranks_that_do_not_answer(parts: Parts) -> None:
     assert parts.reporter._state(1, {"state": "open", "pid": []}).gone == "its process ended", "nonsense is no answer"
 
 
-# -- what it hears ----------------------------------------------------------------------------------------------------
+# -- messages from the other ranks ------------------------------------------------------------------------------------
 
 
-async def test_news_of_others_break_it(parts: Parts) -> None:
+async def test_an_error_of_another_rank_breaks_the_comm(parts: Parts) -> None:
     parts.reporter.hear(12, {"rank": 77, **encode_error(AbortedError(77, "enough"))})
     (error,) = parts.broken
     assert str(error) == "aborted by rank 2: enough", "who sent it, whatever it says"
 
 
 @pytest.mark.parametrize("item", [{"kind": "closed"}, {"kind": "unheard of"}])
-async def test_other_news_do_not(parts: Parts, item: ControlMessage) -> None:
+async def test_other_messages_do_not_break_the_comm(parts: Parts, item: ControlMessage) -> None:
     parts.reporter.hear(11, {"rank": 1, **item})
     assert parts.broken == []
 
 
-async def test_news_of_who_is_not_in_the_comm(parts: Parts) -> None:
+async def test_messages_about_ranks_outside_the_comm(parts: Parts) -> None:
     parts.reporter.hear(99, {"rank": 0, **encode_error(AbortedError(0, "enough"))})
     parts.reporter.lose(99, "its process ended")
     assert parts.broken == []
 
 
-async def test_that_others_take_this_rank_for_lost_is_no_news_to_it(parts: Parts) -> None:
+async def test_the_loss_of_this_rank_does_not_break_the_comm(parts: Parts) -> None:
     parts.reporter.hear(11, {"rank": 1, **encode_error(PeerLostError(0, "it was silent"))})
     assert parts.broken == []
     parts.reporter.hear(11, {"rank": 1, **encode_error(PeerLostError(2, "it was silent"))})
     assert [str(error) for error in parts.broken] == ["rank 2 was lost: it was silent"]
 
 
-async def test_who_has_closed_it_because_of_a_loss_breaks_it(parts: Parts) -> None:
+async def test_closing_because_of_a_loss_breaks_the_comm(parts: Parts) -> None:
     parts.reporter.hear(11, {"rank": 1, "kind": "closed", "lost": 2, "reason": "its connection ended"})
     parts.reporter.hear(11, {"rank": 1, "kind": "closed", "lost": 0, "reason": "its connection ended"})
     parts.reporter.hear(11, {"rank": 1, "kind": "closed", "lost": [], "reason": "its connection ended"})
@@ -272,7 +272,7 @@ async def test_who_has_closed_it_because_of_a_loss_breaks_it(parts: Parts) -> No
     assert len(parts.broken) == 3, "it had closed this comm"
 
 
-async def test_a_lost_rank_breaks_it_unless_it_had_closed(parts: Parts) -> None:
+async def test_a_lost_rank_breaks_the_comm_unless_it_had_closed(parts: Parts) -> None:
     parts.reporter.lose(11, "")
     assert parts.broken == [], "it has left in good order"
     parts.reporter.hear(11, {"rank": 1, "kind": "closed"})

@@ -557,7 +557,7 @@ class Gpu:
             part.settle(error)
 
 
-async def test_a_batch_stands_where_all_of_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_batch_is_issued_once_all_parts_are(monkeypatch: pytest.MonkeyPatch) -> None:
     async with loopback_world(1) as (comm,):
         gpu = Gpu(comm, monkeypatch)
         places = [Place(), Place()]
@@ -586,7 +586,7 @@ async def test_a_batch_stands_where_all_of_it_does(monkeypatch: pytest.MonkeyPat
         assert await work == "all"
 
 
-async def test_listening_to_a_batch_that_is_there_already(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_listening_to_a_batch_that_is_issued_already(monkeypatch: pytest.MonkeyPatch) -> None:
     async with loopback_world(1) as (comm,):
         gpu = Gpu(comm, monkeypatch)
         places = [Place(), Place()]
@@ -764,7 +764,7 @@ class Turns:
             self._changed.notify_all()
 
 
-async def test_it_may_be_dropped_and_runs_on() -> None:
+async def test_a_dropped_work_runs_on() -> None:
     async with loopback_world(2) as (a, b):
         tensors = [torch.ones(1), torch.ones(1)]
         work = together(a, [reduced(a, x) for x in tensors], None)
@@ -778,7 +778,7 @@ async def test_it_may_be_dropped_and_runs_on() -> None:
         assert gone() is None, "nothing keeps it"
 
 
-async def test_an_error_that_nobody_looks_at_is_reported_once() -> None:
+async def test_an_error_that_is_not_retrieved_is_reported_once() -> None:
     reports: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: reports.append(context))
     async with loopback_world(2) as (a, b):
@@ -789,7 +789,7 @@ async def test_an_error_that_nobody_looks_at_is_reported_once() -> None:
         assert [type(report["exception"]) for report in reports] == [PayloadError]
 
 
-async def test_an_error_that_somebody_looks_at_is_not_reported() -> None:
+async def test_a_retrieved_error_is_not_reported() -> None:
     reports: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: reports.append(context))
     async with loopback_world(2) as (a, b):

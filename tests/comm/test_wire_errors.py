@@ -37,7 +37,7 @@ def test_these_are_the_same_everywhere(error: BrokenError) -> None:
     assert again.args == error.args
 
 
-def test_an_error_of_the_transport_says_who_saw_it() -> None:
+def test_an_error_of_the_transport_names_the_reporting_rank() -> None:
     again = heard(BackendError("the cable is cut"))
     assert type(again) is BackendError
     assert str(again) == "rank 2 reports: BackendError: the cable is cut"

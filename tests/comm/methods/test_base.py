@@ -105,7 +105,7 @@ async def test_a_timeout_is_kept(comms: list[Comm], method: str) -> None:
 
 
 @good
-async def test_a_closed_comm_takes_nothing(comms: list[Comm], use: Callable[..., Any]) -> None:
+async def test_a_closed_comm_accepts_no_calls(comms: list[Comm], use: Callable[..., Any]) -> None:
     await comms[RANK].aclose()
     with pytest.raises(ClosedError, match="comm 'test' is closed"):
         use(comms[RANK])
@@ -113,7 +113,7 @@ async def test_a_closed_comm_takes_nothing(comms: list[Comm], use: Callable[...,
 
 
 @good
-async def test_an_aborted_comm_says_why(comms: list[Comm], use: Callable[..., Any]) -> None:
+async def test_an_aborted_comm_raises_the_reason(comms: list[Comm], use: Callable[..., Any]) -> None:
     comms[RANK].abort("enough")
     with pytest.raises(AbortedError, match="enough"):
         use(comms[RANK])
@@ -173,7 +173,7 @@ def test_the_limit_is_looked_at_before_anything_else() -> None:
     assert [t.nbytes for t in inbox(1, parcel.head, {1: parcel.nbytes})] == [4000]
 
 
-def test_another_kind_is_told_of() -> None:
+def test_a_parcel_of_another_kind_is_reported() -> None:
     missed = []
     inbox = ObjectReceiver(
         "recv_object", 2, [PayloadKind.OBJECT], ReceivePolicy(True, 1000), lambda *args: missed.append(args)

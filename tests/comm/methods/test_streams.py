@@ -63,7 +63,7 @@ async def test_to_oneself_and_both_ways() -> None:
             await sending
 
 
-async def test_leaving_the_loop_early_loses_nothing() -> None:
+async def test_leaving_the_loop_early_keeps_all_items() -> None:
     async with loopback_world(2) as (a, b):
         sending = asyncio.ensure_future(put_all(a, range(5)))
         stream = b.stream(0)
@@ -74,7 +74,7 @@ async def test_leaving_the_loop_early_loses_nothing() -> None:
         await sending
 
 
-async def test_cancelling_loses_nothing() -> None:
+async def test_cancelling_keeps_all_items() -> None:
     async with loopback_world(2) as (a, b):
         stream = b.stream(0)
         for _ in range(2):
@@ -156,7 +156,7 @@ async def test_a_sender_that_fails_is_no_end() -> None:
             await anext(b.stream(0, 6, max_bytes=0))
 
 
-async def test_a_body_that_fails_after_closing_says_nothing_more() -> None:
+async def test_a_body_that_fails_after_closing_sends_no_more() -> None:
     async with loopback_world(2) as (a, b):
         with pytest.raises(KeyError):
             async with a.sink(1) as sink:
@@ -175,7 +175,7 @@ async def test_the_error_of_the_body_wins_over_that_of_the_comm() -> None:
             await anext(b.stream(0))
 
 
-async def test_what_cannot_be_taken_does_not_end_the_stream() -> None:
+async def test_a_refused_item_does_not_end_the_stream() -> None:
     async with loopback_world(2) as (a, b):
         sink, stream = a.sink(1), b.stream(0, max_bytes=1000)
         sink.put(torch.ones(1000))

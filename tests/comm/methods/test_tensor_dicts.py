@@ -92,7 +92,7 @@ async def test_to_oneself() -> None:
             assert (await comm.recv_tensor_dict(0))["s"] == step
 
 
-def test_a_tensor_lands_on_the_device_if_it_comes_from_one() -> None:
+def test_a_tensor_from_a_device_arrives_on_the_device() -> None:
     sender, receiver = CommInfo("x", 0, 2, torch.device("cuda")), CommInfo("x", 1, 2, torch.device("meta"))
     described = describe({"c": torch.ones(2), "g": torch.ones(3).as_subclass(OnGPU)}, sender.device)
     inbox = _DictReceiver("recv_tensor_dict", receiver, 0, ReceivePolicy(True, 1000), ReceiverSchemaCache(), None)
@@ -124,7 +124,7 @@ async def test_any_source() -> None:
             assert got["t"].shape == (work.source,)
 
 
-async def test_what_repeats_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_repeated_structure_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async with loopback_world(2) as (a, b):
         heads = Heads(a, monkeypatch)
         for step in range(4):
@@ -143,7 +143,7 @@ async def test_what_repeats_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -
         assert heads.sizes[-1] < 60
 
 
-async def test_comms_do_not_share_what_they_remember(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_comms_do_not_share_their_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     async with loopback_world(2, name="one") as (a, b), loopback_world(2, name="two") as (c, d):
         for sender, receiver in ((a, b), (c, d)):
             heads = Heads(sender, monkeypatch)
@@ -152,7 +152,7 @@ async def test_comms_do_not_share_what_they_remember(monkeypatch: pytest.MonkeyP
             assert (await receiver.recv_tensor_dict(0))["t"].tolist() == [1] * 5
 
 
-async def test_both_ends_agree_also_after_what_was_refused() -> None:
+async def test_both_ends_agree_also_after_a_refusal() -> None:
     async with loopback_world(2) as (a, b):
         d = {"t": torch.ones(100), "s": 1}
         a.send_tensor_dict(d, 1)
@@ -177,7 +177,7 @@ async def test_both_ends_agree_also_after_what_was_refused() -> None:
         assert list(await b.recv_tensor_dict(0)) == ["v"]
 
 
-async def test_a_call_that_fails_is_not_remembered() -> None:
+async def test_the_structure_of_a_failed_call_is_not_cached() -> None:
     async with loopback_world(2) as (a, b):
         d = {"t": torch.ones(3)}
         with pytest.raises(TypeError, match="hints"):
@@ -360,7 +360,7 @@ async def test_groups_must_fit() -> None:
         assert await outcomes(*receives) == ["{'t': [0, 1, 2, 3]}"] * 2
 
 
-async def test_a_head_that_cannot_be_read_is_told_to_the_group() -> None:
+async def test_an_unreadable_head_fails_the_dict_on_the_whole_group() -> None:
     async with loopback_world(2) as (a, b), loopback_world(2, name="g") as group:
         for head in (b"", b"\1\3\7", b"\1\3garbage garbage", b"\xff" * 40):
             receives = [b.recv_tensor_dict(0, comm.rank, all_gather_group=comm, timeout=5) for comm in group]
