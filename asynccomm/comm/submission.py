@@ -102,37 +102,26 @@ class Submitter:
     ) -> Work[Any]:
         """Number ``call`` and hand it to the backend, or defer it. From any thread.
 
-        This is the path of every small operation, so a call that is sent at once runs only the code in here.
+        The path of every small operation: a call that is sent at once runs little more than the code in here.
         """
         in_flight, running = self.in_flight, asyncio._get_running_loop()
         if timeout is None and hints is None and (running is self.mailbox.loop or running is None):
             limit = in_flight.limit
         else:
             limit = self._checked(timeout, hints)
-        op = call.op
         with self.lock:
             if self.error is not None:
                 self.check_open()
             if self._queues and (queue := self._queues.get(current_owner())) is not None:
                 work = self._defer(call, limit, site, queue)
-            elif self.ordering is not None and not op.p2p:
-                work = self._propose(call, limit, site)
+            elif self.ordering is not None and not call.op.p2p:
+                work = self._work(call, limit, site, None)  # until the ranks have agreed on it
+                self._issue([self._submission(call, work, self._context())])
             else:
-                backend, seq = self.backend, self.numbers[op.p2p]
+                backend, p2p = self.backend, call.op.p2p
                 assert backend is not None
-                work = Work(
-                    op,
-                    seq,
-                    self.mailbox,
-                    value=call.result,
-                    finish=call.finish,
-                    timeout=limit,
-                    on_settled=in_flight.settled,
-                    on_overdue=self._overdue,
-                    driver=backend,
-                )
-                work.site = site
-                self.recent.append((op, site, seq, work.started))
+                work = self._work(call, limit, site, backend, self.numbers[p2p])
+                self.recent.append((work.op, site, work.seq, work.started))
                 submission = Submission(call, work)
                 in_flight.works[work] = submission.nbytes
                 try:
@@ -140,13 +129,13 @@ class Submitter:
                 except BaseException:
                     in_flight.settled(work)
                     raise
-                self.numbers[op.p2p] += 1
+                self.numbers[p2p] += 1
                 in_flight.submitted += 1
                 if self._compare is not None:
                     self._compare(work, 1)
                 if self.error is not None:
                     self._check_late(work)
-                if not work.done():
+                if work in in_flight.works:  # not settled in submit(), as most small operations are
                     in_flight.deadlines.add(work)
             if self.observer is not None:
                 self.observer.called(call, work)
@@ -163,12 +152,6 @@ class Submitter:
         if work.seq == UNNUMBERED and (due := work.started + limit) < queue.due:
             queue.due = due
             self.in_flight.deadlines.add(work)
-        return work
-
-    def _propose(self, call: Call, limit: float, site: CallSite | None) -> Work[Any]:
-        """Hold ``call`` until the ranks have agreed on it."""
-        work = self._work(call, limit, site, None)
-        self._issue([self._submission(call, work, self._context())])
         return work
 
     def submit_together(
@@ -197,10 +180,10 @@ class Submitter:
             propose = queue is None and self.ordering is not None and not calls[0].op.p2p
             driver = None if propose else self.backend if queue is None else queue
             context = self._context() if propose or queue is not None else None
-            parts = [self._work(call._replace(result=None), limit, site, driver, settled) for call in calls]
+            parts = [self._work(call._replace(result=None), limit, site, driver, on_settled=settled) for call in calls]
             whole.expect(parts)
             together = GroupedOp(tuple([call.op for call in calls]))
-            whole.work = self._work(Call(together, (), (), result), limit, site, whole, _ignore)
+            whole.work = self._work(Call(together, (), (), result), limit, site, whole, on_settled=_ignore)
             items = [self._submission(call, part, context, whole) for call, part in zip(calls, parts, strict=True)]
             if queue is not None:
                 queue.works.append(whole.work)
@@ -279,12 +262,12 @@ class Submitter:
         limit: float,
         site: CallSite | None,
         driver: Driver | None,
+        seq: int = UNNUMBERED,
         on_settled: Callable[[Work[Any]], object] | None = None,
     ) -> Work[Any]:
-        """The Work of an operation that is numbered later."""
         work: Work[Any] = Work(
             call.op,
-            UNNUMBERED,
+            seq,
             self.mailbox,
             value=call.result,
             finish=call.finish,
