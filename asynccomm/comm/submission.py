@@ -252,7 +252,9 @@ class Submitter:
 
     def _overdue(self, work: Work[Any]) -> None:
         """Break when a thread has waited for ``work`` past its deadline, so the loop must be blocked."""
-        self.on_failure(timeout_error(self.group, work, RollCall()))
+        error = timeout_error(self.group, work, RollCall())
+        self.on_failure(error)
+        work.settle(error)  # if the comm was dropped, so that no session is left to break
 
     # -- operations sent together --------------------------------------------------------------------------------------
 
