@@ -166,17 +166,17 @@ class ObjectReceiver:
         missed: called with every parcel of another kind.
     """
 
-    __slots__ = ("_kinds", "_method", "_missed", "_rank", "_terms", "incoming", "kind")
+    __slots__ = ("_kinds", "_method", "_missed", "_policy", "_rank", "incoming", "kind")
 
     def __init__(
         self,
         method: str,
         rank: int,
         kinds: Sequence[PayloadKind],
-        terms: ReceivePolicy,
+        policy: ReceivePolicy,
         missed: Callable[[int, bytes], object] | None = None,
     ) -> None:
-        self._method, self._rank, self._kinds, self._terms, self._missed = method, rank, kinds, terms, missed
+        self._method, self._rank, self._kinds, self._policy, self._missed = method, rank, kinds, policy, missed
         self.kind = kinds[0]  #: of the last parcel
         self.incoming: dict[int, IncomingObject] = {}  #: by source
 
@@ -188,7 +188,7 @@ class ObjectReceiver:
                 self._missed(source, head)
             raise wrong_kind(self._method, self._rank, source, kind)
         if kind not in (PayloadKind.END, PayloadKind.FAILURE) or len(head) + length > ENDING:
-            self._terms.check(source, len(head) + length)
+            self._policy.check(source, len(head) + length)
         incoming = self.incoming[source] = IncomingObject(source, head, length)
         return incoming.places
 
@@ -200,11 +200,13 @@ class ObjectReceiver:
     def only(self, _: object = None) -> Any:
         """The object of the only sender. Raises: PayloadError."""
         (incoming,) = self.incoming.values()
-        return incoming.decode(weights_only=self._terms.weights_only)
+        return incoming.decode(weights_only=self._policy.weights_only)
 
     def all(self, _: object = None) -> list[object]:
         """The objects in rank order. Raises: PayloadError."""
-        return [incoming.decode(weights_only=self._terms.weights_only) for _, incoming in sorted(self.incoming.items())]
+        return [
+            incoming.decode(weights_only=self._policy.weights_only) for _, incoming in sorted(self.incoming.items())
+        ]
 
 
 def check_type(name: str, value: object, kind: type | UnionType, text: str) -> None:

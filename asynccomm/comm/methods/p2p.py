@@ -248,14 +248,14 @@ class Stream(Handle, AsyncIterator[Any]):
         comm: CommBase,
         peer: int,
         tag: int,
-        terms: ReceivePolicy,
+        policy: ReceivePolicy,
         timeout: float,
         hints: Mapping[str, str] | None,
     ) -> None:
         self._comm = comm
         self._timeout, self._hints = timeout, hints
         self._op = RecvParcel("stream", peer, tag, MessageSpace.STREAMS)
-        self._terms = terms
+        self._policy = policy
         self._receive: Work[tuple[PayloadKind, Any]] | None = None  # kept until its item was returned
         self._reading = False
         self._ended = False
@@ -272,8 +272,8 @@ class Stream(Handle, AsyncIterator[Any]):
             self._raise_failure()
             raise StopAsyncIteration
         if self._receive is None:
-            inbox = ObjectReceiver("stream", self._comm.rank, _KINDS, self._terms)
-            call = Call(self._op, (), (), None, lambda _: (inbox.kind, inbox.only()), place=inbox)
+            receiver = ObjectReceiver("stream", self._comm.rank, _KINDS, self._policy)
+            call = Call(self._op, (), (), None, lambda _: (receiver.kind, receiver.only()), place=receiver)
             self._receive = self._comm._submit(call, self._timeout, self._hints)
         self._reading = True
         try:

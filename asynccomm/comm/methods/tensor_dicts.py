@@ -70,13 +70,13 @@ class TensorDicts(CommBase):
         Returns: Work of a new dict; on the root of ``tensor_dict`` itself.
         """
         giver = check_rank(self._group, "root", root)
-        terms = ReceivePolicy.of(weights_only, max_bytes)
+        policy = ReceivePolicy.of(weights_only, max_bytes)
         op = Parcels("broadcast_tensor_dict", giver=giver)
         if giver == self.rank:
             described = describe(_checked(tensor_dict), self.device)
             return self._submit_dict(op, (EVERYBODY, EVERYBODY), described, tensor_dict, timeout, hints, tag)
-        inbox = _DictReceiver(op.what, self._group, EVERYBODY, terms, self._received_schemas, None)
-        return self._submit(Call(op, (), (), None, inbox.finish, place=inbox), timeout, hints, tag)
+        receiver = _DictReceiver(op.what, self._group, EVERYBODY, policy, self._received_schemas, None)
+        return self._submit(Call(op, (), (), None, receiver.finish, place=receiver), timeout, hints, tag)
 
     def send_tensor_dict(
         self,
@@ -137,10 +137,10 @@ class TensorDicts(CommBase):
         op = self._receive_op("recv_tensor_dict", src, tag)
         group = all_gather_group
         check_type("all_gather_group", group, Collectives | None, "a Comm")
-        terms = ReceivePolicy.of(weights_only, max_bytes)
-        inbox = _DictReceiver(op.what, self._group, op.tag, terms, self._received_schemas, group)
-        work = self._submit(Call(op, (), (), None, inbox.finish, place=inbox), timeout, hints)
-        return work if group is None else _GatheredDict(work, inbox, group, timeout)
+        policy = ReceivePolicy.of(weights_only, max_bytes)
+        receiver = _DictReceiver(op.what, self._group, op.tag, policy, self._received_schemas, group)
+        work = self._submit(Call(op, (), (), None, receiver.finish, place=receiver), timeout, hints)
+        return work if group is None else _GatheredDict(work, receiver, group, timeout)
 
     def broadcast_state(
         self,
@@ -206,11 +206,11 @@ class _DictReceiver:
         method: str,
         own: CommInfo,
         tag: int,
-        terms: ReceivePolicy,
+        policy: ReceivePolicy,
         schemas: ReceiverSchemaCache,
         group: Collectives | None,
     ) -> None:
-        self._method, self._own, self._tag, self._terms, self._schemas = method, own, tag, terms, schemas
+        self._method, self._own, self._tag, self._policy, self._schemas = method, own, tag, policy, schemas
         self._group = group
         self._source = 0
         self._schema: Schema | None = None
@@ -224,7 +224,7 @@ class _DictReceiver:
         if (kind := kind_of(source, head)) is not PayloadKind.TENSOR_DICT:
             raise wrong_kind(self._method, self._own.rank, source, kind)
         schema, rest = self._schemas.read((source, self._tag), head)
-        self._terms.check(source, len(head) + length)
+        self._policy.check(source, len(head) + length)
         for meta in schema.metas:
             if meta.parts:
                 self._check_share(source, meta)
@@ -260,7 +260,7 @@ class _DictReceiver:
         """The dict. Raises: PayloadError."""
         assert self._schema is not None
         self.arrived = True
-        values = [] if self._values is None else self._values.decode(weights_only=self._terms.weights_only)
+        values = [] if self._values is None else self._values.decode(weights_only=self._policy.weights_only)
         with reading(self._source):
             return self._schema.build(self._tensors, values)
 
@@ -276,9 +276,9 @@ class _GatheredDict(Handle, Awaitable[dict[Any, Any]]):
     _instead = "await it here, and send the dict there"
 
     def __init__(
-        self, work: Work[dict[Any, Any]], inbox: _DictReceiver, group: Collectives, timeout: float | timedelta | None
+        self, work: Work[dict[Any, Any]], receiver: _DictReceiver, group: Collectives, timeout: float | timedelta | None
     ) -> None:
-        self._work, self._inbox, self._group, self._timeout = work, inbox, group, timeout
+        self._work, self._receiver, self._group, self._timeout = work, receiver, group, timeout
         self._task: asyncio.Task[dict[Any, Any]] | None = None  # goes on when an await is cancelled
 
     def __await__(self) -> Generator[Any, None, dict[Any, Any]]:
@@ -293,7 +293,7 @@ class _GatheredDict(Handle, Awaitable[dict[Any, Any]]):
             result = await self._work
         except AsyncCommError as exc:
             refusal = exc
-            if not self._inbox.arrived:
+            if not self._receiver.arrived:
                 with suppress(AsyncCommError):  # the group itself may be broken
                     self._exchange(exc)
                 raise
@@ -308,14 +308,14 @@ class _GatheredDict(Handle, Awaitable[dict[Any, Any]]):
 
     async def _gather(self) -> None:
         gathers = [
-            self._group.all_gather_single(whole, share, timeout=self._timeout) for whole, share in self._inbox.shares
+            self._group.all_gather_single(whole, share, timeout=self._timeout) for whole, share in self._receiver.shares
         ]
         for gather in gathers:
             await gather
 
     def _exchange(self, refusal: Exception | None) -> Work[Tensor]:
         """Start to exchange with the group whether this rank has its share, and if not, why."""
-        wholes = [(str(whole.dtype), whole.numel()) for whole, _ in self._inbox.shares]
+        wholes = [(str(whole.dtype), whole.numel()) for whole, _ in self._receiver.shares]
         reason = b"" if refusal is None else str(refusal).encode()
         status = bytearray(_STATUS.pack(refusal is None, zlib.crc32(repr(wholes).encode()), reason))  # cut if too long
         mine = torch.frombuffer(status, dtype=torch.uint8).to(self._group.device)
@@ -336,4 +336,4 @@ class _GatheredDict(Handle, Awaitable[dict[Any, Any]]):
         return f"the dicts of ranks {others} of comm {group.name!r} have other tensors to be gathered than this rank's"
 
     def __repr__(self) -> str:
-        return f"<{self._work!r}, then {len(self._inbox.shares)} all_gathers>"
+        return f"<{self._work!r}, then {len(self._receiver.shares)} all_gathers>"

@@ -292,9 +292,9 @@ async def test_only_a_share_is_sent() -> None:
             await work
         receive: Any = b.recv_tensor_dict(0, all_gather_group=group[1])
         a.send_tensor_dict({"t": torch.arange(1000.0)}, 1, all_gather_group=group[1])
-        (share,) = receive._inbox._tensors
+        (share,) = receive._receiver._tensors
         assert share[500:].tolist() == list(range(500, 1000)), "in its place in the whole"
-        assert receive._inbox.shares[0][1].data_ptr() == share[500:].data_ptr()
+        assert receive._receiver.shares[0][1].data_ptr() == share[500:].data_ptr()
 
 
 async def test_gathers_wait_for_the_await_and_go_on_when_it_is_cancelled() -> None:
@@ -390,7 +390,7 @@ async def test_a_long_reason_is_cut() -> None:
         receives: list[Any] = [b.recv_tensor_dict(0, comm.rank, all_gather_group=comm) for comm in group]
         a.send_tensor_dict({"t": torch.arange(4)}, 1, 0, all_gather_group=group[0])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(receives[1]._inbox, "_place", refuse)
+            patch.setattr(receives[1]._receiver, "_place", refuse)
             a.send_tensor_dict({"t": torch.arange(4)}, 1, 1, all_gather_group=group[1])
         told, own = await outcomes(*receives)
         assert own.count("ü") == 999
