@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from asynccomm.comm.comm import coalesce as coalesce
     from asynccomm.comm.in_flight import CommStatistics as CommStatistics
     from asynccomm.comm.methods.p2p import BatchSendRecv as BatchSendRecv
-    from asynccomm.comm.methods.streams import Sink as Sink
-    from asynccomm.comm.methods.streams import Stream as Stream
+    from asynccomm.comm.methods.p2p import Sink as Sink
+    from asynccomm.comm.methods.p2p import Stream as Stream
     from asynccomm.comm.new_comm import join_comm as join_comm
     from asynccomm.comm.new_comm import new_comm as new_comm
     from asynccomm.comm.scopes import CoalesceScope as CoalesceScope
@@ -85,8 +85,8 @@ _HOMES = {
     "wrap": "asynccomm.interop.wrap",
     "BatchSendRecv": "asynccomm.comm.methods.p2p",
     "coalesce": "asynccomm.comm.comm",
-    "Sink": "asynccomm.comm.methods.streams",
-    "Stream": "asynccomm.comm.methods.streams",
+    "Sink": "asynccomm.comm.methods.p2p",
+    "Stream": "asynccomm.comm.methods.p2p",
     "CommOptions": "asynccomm.options",
     "RedOpType": "asynccomm.ops.reduce_op",
     "ReduceOp": "asynccomm.ops.reduce_op",

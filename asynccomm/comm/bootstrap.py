@@ -30,7 +30,7 @@ RETRY_SECONDS = 0.05  # between attempts of a rank that lost its store to reach 
 async def bootstrap(
     place: RendezvousSpec,
     group: CommInfo,
-    asked: str,
+    requested: str,
     backends: Mapping[str, type[Backend]],
     options: CommOptions,
     *,
@@ -41,7 +41,7 @@ async def bootstrap(
     """Meet the other ranks at ``place``, and connect the first of ``backends`` that suits. Cancelling is safe.
 
     Args:
-        asked: name of the requested backend, the same on all ranks.
+        requested: name of the backend, the same on all ranks.
         origin: the rendezvous of the first in a series of comms that replace each other; None: this comm is the first.
         parent_ranks: the ranks' numbers in the comm that this one replaces.
         limit: seconds; None: ``options.timeout``.
@@ -55,16 +55,16 @@ async def bootstrap(
     async with contextlib.AsyncExitStack() as unless_met:
         reservation = NameReservation(world, group.name)
         unless_met.callback(reservation.release)
-        doors = None
+        sockets = None
         if options.hints.get("control") != "off":
-            doors = ListeningSockets(group.rank, place.run)
-            unless_met.callback(doors.close)
-        meeting, joined = await _join(place, group, asked, options.ordering, limit, doors, start)
+            sockets = ListeningSockets(group.rank, place.run)
+            unless_met.callback(sockets.close)
+        meeting, joined = await _join(place, group, requested, options.ordering, limit, sockets, start)
         unless_met.push_async_callback(meeting.aclose)
         room = meeting.store.prefix(place.scope).prefix(group.name).prefix(joined.epoch)
         if meeting.hosted is not None:
             await room.set(STORE_HOST_KEY, str(group.rank))
-        channel = None if doors is None else await _open_channel(room, joined, doors, start + limit)
+        channel = None if sockets is None else await _open_channel(room, joined, sockets, start + limit)
         unless_met.pop_all()
     ranks = range(group.size)
     job = Job(world, group, room, meeting, channel, origin)
@@ -79,14 +79,14 @@ async def bootstrap(
 async def _join(
     place: RendezvousSpec,
     group: CommInfo,
-    asked: str,
+    requested: str,
     ordering: str,
     timeout: float,
-    doors: ListeningSockets | None,
+    sockets: ListeningSockets | None,
     start: float,
 ) -> tuple[StoreSession, HandshakeResult]:
     """Meet the other ranks; retry if the store closes meanwhile, since its host had closed an earlier comm there."""
-    contact = None if doors is None else doors.contact
+    contact = None if sockets is None else sockets.contact
     spent = 0.0
     while True:
         meeting = await connect_store(place, max(0.0, timeout - spent))
@@ -97,7 +97,7 @@ async def _join(
                 group.name,
                 group.rank,
                 group.size,
-                asked,
+                requested,
                 timeout,
                 ordering=ordering,
                 contact=contact,
@@ -115,15 +115,15 @@ async def _join(
 
 
 async def _open_channel(
-    room: Store, joined: HandshakeResult, doors: ListeningSockets, deadline: float
+    room: Store, joined: HandshakeResult, sockets: ListeningSockets, deadline: float
 ) -> ControlChannel | None:
     """Open the control channel of the ranks that have met."""
     contacts = joined.contacts
     if len({member.host for member in joined.members}) > 1:
-        doors.open_tcp(room.local_address() or address_towards(socket.gethostname(), 9) or "127.0.0.1")
-        await room.set(f"control/{doors.contact.rank}", json.dumps(doors.contact.as_json()))
+        sockets.open_tcp(room.local_address() or address_towards(socket.gethostname(), 9) or "127.0.0.1")
+        await room.set(f"control/{sockets.contact.rank}", json.dumps(sockets.contact.as_json()))
         keys = [f"control/{contact.rank}" for contact in contacts]
-        said = await room.multi_get(keys, max(LEAST_SECONDS, deadline - time.monotonic()))
-        contacts = [RankAddress.of_json(json.loads(text)) for text in said]
+        texts = await room.multi_get(keys, max(LEAST_SECONDS, deadline - time.monotonic()))
+        contacts = [RankAddress.of_json(json.loads(text)) for text in texts]
     left = max(LEAST_SECONDS, deadline - time.monotonic())
-    return await ControlChannel.open(doors.contact.rank, contacts, joined.tokens, doors, left)
+    return await ControlChannel.open(sockets.contact.rank, contacts, joined.tokens, sockets, left)

@@ -21,8 +21,6 @@ from asynccomm.comm.methods.groups import Groups
 from asynccomm.comm.methods.lists import CoalescedCollectives
 from asynccomm.comm.methods.objects import Objects
 from asynccomm.comm.methods.p2p import P2P
-from asynccomm.comm.methods.state_dict import StateDicts
-from asynccomm.comm.methods.streams import Streams
 from asynccomm.comm.methods.tensor_dicts import TensorDicts
 from asynccomm.comm.methods.variable import VariableCollectives
 from asynccomm.comm.monitored_barrier import MonitoredBarrier
@@ -49,8 +47,6 @@ class Comm(
     P2P,
     Objects,
     TensorDicts,
-    StateDicts,
-    Streams,
     Groups,
 ):
     """A group of ranks that exchange tensors; made by :func:`asynccomm.new_comm`.
@@ -94,7 +90,7 @@ class Comm(
         if not isinstance(wait_all_ranks, bool):
             raise TypeError(f"wait_all_ranks must be a bool, got {wait_all_ranks!r}")
         session = self._session
-        return session.submit_aside(MonitoredBarrier(wait_all_ranks), session.barriers.pass_through, timeout)
+        return session.run_aside(MonitoredBarrier(wait_all_ranks), session.barriers.pass_through, timeout)
 
     def coalesce(self, *, max_bytes: int | None = None, max_ops: int | None = None) -> CoalesceScope:
         """Send the calls of this task in the scope as one batch, when the scope ends. ``with`` or ``async with``.
@@ -125,7 +121,7 @@ class Comm(
             max_bytes, max_ops: limits of the collectives in a batch, counted as the program calls them: a full batch is
                 sent at once, and the next batch begins. None: no limit.
         """
-        return CoalesceScope([self._session], max_bytes, max_ops)
+        return CoalesceScope([self._submitter], max_bytes, max_ops)
 
     def time_estimator(self) -> Estimate:
         """Estimate the time that the operations called in the scope would take, without running them.
@@ -142,8 +138,8 @@ class Comm(
         Raises: NotImplementedError for backends other than NCCL, which can simulate; and on leaving, for operations
             that NCCL cannot estimate since it builds them from messages (gather, scatter, all_to_all).
         """
-        self._session.check_estimates()
-        return Estimate(self._session)
+        self._submitter.check_estimates()
+        return Estimate(self._submitter)
 
     @contextmanager
     def graph_capture(self, stream: torch.cuda.Stream | None = None) -> Iterator[GraphCapture]:
@@ -192,9 +188,9 @@ class Comm(
         """
         limit = seconds("timeout", timeout, ANSWER_SECONDS)
         session = self._session
-        session.check_loop()
+        self._submitter.check_loop()
         if session.ended:
-            session.check_open()
+            self._submitter.check_open()
         if session.reporter is None:
             raise RuntimeError(
                 f"comm {self.name!r} has no control channel here (hint control='off', or a warning said why)"
@@ -209,7 +205,8 @@ class Comm(
         the ranks have not agreed on yet (else two ranks that call in different orders might wait for each other here).
         Cancelling is safe. Raises: ClosedError, BrokenError.
         """
-        await self._session.ready()
+        self._submitter.check_loop()
+        await self._session.in_flight.ready(self._submitter.check_open)
 
     def set_timeout(self, timeout: float | timedelta) -> None:
         """Change the time limit of later operations without ``timeout=``, on this rank alone.
@@ -230,7 +227,9 @@ class Comm(
 
         Raises: TypeError, ValueError. From any thread.
         """
-        self._session.extend_timeout(duration("extra", extra))
+        more = duration("extra", extra)
+        with self._submitter.lock:
+            self._session.in_flight.extend_timeout(more)
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Stop everything at once, here and on the other ranks, without waiting for them. From any thread.
@@ -269,7 +268,7 @@ class Comm(
         if session is None or session.closed or session.backend is None:
             return
         warnings.warn(f"{self!r} was never closed: use `async with` or `await comm.aclose()`", ResourceWarning, 1, self)
-        session.forget()
+        session.discard()
 
 
 def coalesce(*comms: Comm, max_bytes: int | None = None, max_ops: int | None = None) -> CoalesceScope:
@@ -289,4 +288,4 @@ def coalesce(*comms: Comm, max_bytes: int | None = None, max_ops: int | None = N
             raise TypeError(f"comms[{i}] must be a Comm, got {comm!r}")
     if len({id(comm) for comm in comms}) < len(comms):
         raise ValueError(f"comms must be different ones, got {[comm.name for comm in comms]}")
-    return CoalesceScope([comm._session for comm in comms], max_bytes, max_ops)
+    return CoalesceScope([comm._submitter for comm in comms], max_bytes, max_ops)

@@ -12,13 +12,14 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final, Protocol, final
+from typing import Final, final
 
 import anyio.to_thread
 
 from asynccomm.comm.bootstrap import bootstrap
 from asynccomm.comm.session import Session
 from asynccomm.control.channel import ControlChannel
+from asynccomm.control.membership.joiner import Joiner
 from asynccomm.control.membership.messages import (
     Commit,
     CoordinatorOrder,
@@ -42,17 +43,6 @@ CONNECT_SECONDS: Final = 20.0  # for the members to connect, once they are decid
 CLOSE_SECONDS: Final = 2.0  # for the old comm to close; later it goes on closing in the background
 
 
-class MembershipClient(Protocol):
-    """A participant in the agreement; see ``control.membership.service``."""
-
-    def ask(
-        self, proposal: Sequence[ParticipantId] | None, wait: float, hear: Callable[[CoordinatorOrder], object]
-    ) -> None: ...
-    def prepared(self, decision: str) -> None: ...
-    def failed(self, decision: str, why: str) -> None: ...
-    def give_up(self) -> None: ...  # final
-
-
 @final
 class _RankClient:
     """Lets a rank of the old comm take part in the agreement, over the control channel."""
@@ -64,10 +54,10 @@ class _RankClient:
         self.has_asked = False
 
     def ask(
-        self, proposal: Sequence[ParticipantId] | None, wait: float, hear: Callable[[CoordinatorOrder], object]
+        self, proposal: Sequence[ParticipantId] | None, wait: float, on_order: Callable[[CoordinatorOrder], object]
     ) -> None:
         self.has_asked = True
-        self._call(lambda: self._channel.service.ask(self._key, self._ranks, proposal, wait, hear))
+        self._call(lambda: self._channel.service.ask(self._key, self._ranks, proposal, wait, on_order))
 
     def prepared(self, decision: str) -> None:
         self._call(lambda: self._channel.service.prepared(self._key, decision))
@@ -75,11 +65,14 @@ class _RankClient:
     def failed(self, decision: str, why: str) -> None:
         self._call(lambda: self._channel.service.failed(self._key, decision, why))
 
-    def give_up(self) -> None:
+    def give_up(self) -> None:  # final
         self._call(lambda: self._channel.service.give_up(self._key))
 
     def _call(self, call: Callable[[], object]) -> None:
         self._channel.call(call)
+
+
+MembershipClient = _RankClient | Joiner  # a participant in the agreement; see ``control.membership.service``
 
 
 async def await_commit(
@@ -104,13 +97,13 @@ async def await_commit(
     loop = asyncio.get_running_loop()
     orders: asyncio.Queue[CoordinatorOrder | LeftOutError] = asyncio.Queue()
 
-    def hear(order: CoordinatorOrder) -> None:
+    def on_order(order: CoordinatorOrder) -> None:
         with contextlib.suppress(RuntimeError):  # the loop may be closed
             loop.call_soon_threadsafe(orders.put_nowait, order)
 
     attempt: _JoinAttempt | None = None
     asking = True
-    client.ask(proposal, wait, hear)
+    client.ask(proposal, wait, on_order)
     try:
         while True:
             match await orders.get():
@@ -235,7 +228,7 @@ async def _regroup(
     ranks = {job: rank for rank, job in enumerate(identity.job_ranks)}
     if invite:
         await lobby_of(session).invite(invite, session.invitation())
-    await session.come_to_rest()
+    await session.wait_idle()
 
     async def form(decision: View) -> Session:
         me = decision.members.index(channel.rank)
@@ -248,7 +241,7 @@ async def _regroup(
             backends,
             options,
             origin=replace(origin, place=place),
-            parent_ranks=[ranks[who] if isinstance(who, int) else -1 for who in decision.members],
+            parent_ranks=[ranks[member] if isinstance(member, int) else -1 for member in decision.members],
             limit=min(options.timeout, CONNECT_SECONDS),
         )
 
@@ -273,7 +266,7 @@ async def _yield_store(session: Session, members: Sequence[int]) -> None:
     assert session.reporter is not None
     session.reporter.followers = [session.identity.job_ranks[rank] for rank in members]
     session.identity.job.followed = True
-    session.give_way()
+    session.retire()
     closing = asyncio.ensure_future(session.aclose())
     detach(closing)
     await asyncio.wait([closing], timeout=CLOSE_SECONDS)
@@ -302,9 +295,9 @@ async def _place(session: Session, decision: View, place: RendezvousSpec) -> Ren
     reporter, channel = session.reporter, session.identity.job.channel
     assert reporter is not None
     assert channel is not None
-    first = next(who for who in decision.members if isinstance(who, int))
+    first = next(member for member in decision.members if isinstance(member, int))
     if first != channel.rank:
-        address = (await reporter.heard_of(decision.key))["store"]
+        address = await reporter.receive_store(decision.key)
         if address is None:
             return place
         return replace(place, store=None, path=None, host=address[0], port=address[1], hosting=False, server=None)
@@ -315,7 +308,7 @@ async def _place(session: Session, decision: View, place: RendezvousSpec) -> Ren
         contact = channel.topology.contacts[channel.rank]
         place = await anyio.to_thread.run_sync(partial(rehost, place, contact.address or "127.0.0.1"))
         address = [place.host, place.port]
-    reporter.say({"kind": "meet", "key": decision.key, "store": address})
+    reporter.send_store(decision.key, address)
     return place
 
 
@@ -345,4 +338,4 @@ async def _survives(session: Session, decision: View) -> bool:
     except (AsyncCommError, OSError):  # TimeoutError is an OSError
         return False
     # newcomers know no other store
-    return host in decision.members or not all(isinstance(who, int) for who in decision.members)
+    return host in decision.members or not all(isinstance(member, int) for member in decision.members)

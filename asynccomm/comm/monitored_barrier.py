@@ -88,10 +88,10 @@ class MonitoredBarriers:
 
     async def _collect(self, room: Store, work: Work[None]) -> dict[str, Any]:
         """Do rank 0's part of a round; returns the verdict."""
-        await room.set("came/0", b"1")
-        everybody = [f"came/{rank}" for rank in range(self._group.size)]
+        await room.set("arrived/0", b"1")
+        arrivals = [f"arrived/{rank}" for rank in range(self._group.size)]
         try:
-            await _first(room.wait(everybody, _left(work)), room.wait(["verdict"], _left(work)))
+            await _first(room.wait(arrivals, _left(work)), room.wait(["verdict"], _left(work)))
         except StoreTimeoutError:
             missing = await self._missing(room)
         else:
@@ -100,17 +100,17 @@ class MonitoredBarriers:
 
     async def _report(self, room: Store, work: Work[None]) -> dict[str, Any]:
         """Do the part of a rank other than 0; returns the verdict."""
-        await room.set(f"came/{self._group.rank}", b"1")
+        await room.set(f"arrived/{self._group.rank}", b"1")
         with contextlib.suppress(StoreTimeoutError):
             return self._read(await room.get("verdict", _left(work)))
-        if await room.check(["came/0"]):
+        if await room.check(["arrived/0"]):
             with contextlib.suppress(StoreTimeoutError):
                 return self._read(await room.get("verdict", VERDICT_SECONDS))
         return await self._decide(room, work, await self._missing(room) or [0])
 
     async def _missing(self, room: Store) -> list[int]:
         ranks = range(self._group.size)
-        came = await asyncio.gather(*(room.check([f"came/{rank}"]) for rank in ranks))
+        came = await asyncio.gather(*(room.check([f"arrived/{rank}"]) for rank in ranks))
         return [rank for rank in ranks if not came[rank]]
 
     async def _decide(self, room: Store, work: Work[None], missing: list[int]) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class MonitoredBarriers:
             verdict = None
         if type(verdict) is not dict or not self._is_verdict(verdict):
             shown = repr(text[:SHOWN]) + ("..." if len(text) > SHOWN else "")
-            raise StoreProtocolError(f"what is in the store as the verdict of a monitored barrier is none: {shown}")
+            raise StoreProtocolError(f"the store has an invalid verdict for a monitored barrier: {shown}")
         return verdict
 
     def _is_verdict(self, verdict: dict[str, Any]) -> bool:
@@ -152,7 +152,7 @@ class MonitoredBarriers:
 
         This rank has left the round; if all ranks came, they all have left the earlier rounds.
         """
-        deletions = [self._room.delete(f"{number}/came/{self._group.rank}")]
+        deletions = [self._room.delete(f"{number}/arrived/{self._group.rank}")]
         if self._group.rank == 0 and not verdict["missing"]:
             for old in range(self._swept, number):
                 deletions += [self._room.delete(f"{old}/{key}") for key in ("decided", "verdict")]

@@ -178,13 +178,13 @@ def _choice(
 
 
 async def join_existing(
-    place: RendezvousSpec, name: str, device: torch.device, asked: str, allowed: Sequence[str], options: CommOptions
+    place: RendezvousSpec, name: str, device: torch.device, requested: str, allowed: Sequence[str], options: CommOptions
 ) -> Session:
     """Wait in the lobby for an invitation to comm ``name``, and take part in the agreement of its ranks.
 
     Args:
         place: the rendezvous of the comm's ranks.
-        asked, allowed: the requested backend, and the backends that satisfy the request.
+        requested, allowed: the name of the backend, and the backends that satisfy the request.
 
     Raises: the errors of awaiting ``join_comm``.
     """
@@ -202,12 +202,12 @@ async def join_existing(
                 me, number = await lobby.enter()
                 invitation = await lobby.invited(me, number)
         except TimeoutError:
-            raise RendezvousError(f"nobody took this process into comm {name!r} within {limit:g} s") from None
+            raise RendezvousError(f"no rank of comm {name!r} has added this process within {limit:g} s") from None
     finally:
         await meeting.aclose()
     joiner = Joiner(me, invitation.key, invitation.ranks, invitation.contacts, invitation.tokens)
     try:
-        backends = _backends(invitation.backend, name, device, asked, allowed)
+        backends = _backends(invitation.backend, name, device, requested, allowed)
     except BaseException:
         joiner.give_up()  # the ranks wait for the invited process
         raise
@@ -223,7 +223,7 @@ async def join_existing(
             backends,
             theirs,
             origin=JobOrigin(place, -number),  # negative: not a rank of the first rendezvous
-            parent_ranks=[ranks[who] if isinstance(who, int) else -1 for who in decision.members],
+            parent_ranks=[ranks[member] if isinstance(member, int) else -1 for member in decision.members],
             limit=min(limit, CONNECT_SECONDS),
         )
 
@@ -231,17 +231,19 @@ async def join_existing(
         async with within(max(LAST_SECONDS, left())):
             return await await_commit(joiner, None, math.inf, form, name)
     except TimeoutError:
-        raise RendezvousError(f"comm {name!r} has invited this process, and not gone on within {limit:g} s") from None
+        raise RendezvousError(
+            f"comm {name!r} has invited this process, but did not connect within {limit:g} s"
+        ) from None
     finally:
         joiner.close()
 
 
 def _backends(
-    name: str, comm: str, device: torch.device, asked: str, allowed: Sequence[str]
+    name: str, comm: str, device: torch.device, requested: str, allowed: Sequence[str]
 ) -> dict[str, type[Backend]]:
     """The backend ``name`` that comm ``comm`` uses. Raises: RendezvousError if this process cannot use it."""
-    if name not in allowed and asked != "auto":
-        raise RendezvousError(f"comm {comm!r} uses backend {name!r}, and {asked!r} was asked for here")
+    if name not in allowed and requested != "auto":
+        raise RendezvousError(f"comm {comm!r} uses backend {name!r}, but this process requests {requested!r}")
     try:
         return {name: load_backend(name, device)}
     except ValueError as exc:

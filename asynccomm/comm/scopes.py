@@ -14,9 +14,10 @@ from asynccomm.backends.regions import AccessSet
 from asynccomm.batching.batches import planned
 from asynccomm.batching.plan import BatchLimiter, Item, conflict
 from asynccomm.batching.queue import DeferredQueue
-from asynccomm.comm.submission import Submitter, named
+from asynccomm.comm.submission import Submitter, describe_exception
 from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
+from asynccomm.errors import AbortedError
 
 
 def check_limit(name: str, value: int | None) -> None:
@@ -39,14 +40,14 @@ class CoalesceScope(Handle):
 
     _instead = "open a scope there"
 
-    def __init__(self, many: Sequence[Submitter], max_bytes: int | None, max_ops: int | None) -> None:
+    def __init__(self, submitters: Sequence[Submitter], max_bytes: int | None, max_ops: int | None) -> None:
         """Not for users: see ``comm.coalesce``."""
         check_limit("max_bytes", max_bytes)
         check_limit("max_ops", max_ops)
         self._limits = max_ops, max_bytes
         # by name, so that all ranks with several comms in common send in the same order
-        self._many: Final = sorted(many, key=lambda calls: calls.group.name)
-        self._holds: list[DeferredQueue] = []  # one queue for each comm
+        self._submitters: Final = sorted(submitters, key=lambda submitter: submitter.group.name)
+        self._queues: list[DeferredQueue] = []  # one queue for each comm
         self._since: list[tuple[int, int]] = []  # operations and Works in each queue before this scope
         self._entered = False
         self._works: list[Work[Any]] | None = None  # set when the scope is left
@@ -56,8 +57,8 @@ class CoalesceScope(Handle):
         """The Works of the calls in the scope so far."""
         if self._works is not None:
             return self._works
-        pairs = zip(self._holds, self._since, strict=True)
-        return [work for hold, (_, since) in pairs for work in hold.works[since:]]
+        pairs = zip(self._queues, self._since, strict=True)
+        return [work for queue, (_, since) in pairs for work in queue.works[since:]]
 
     def flush(self) -> None:
         """Send the operations held by this scope and the scopes around it. All ranks flush at the same place.
@@ -65,8 +66,8 @@ class CoalesceScope(Handle):
         Raises: ValueError if operations of different comms, or messages, share memory with other held operations.
         """
         self._check_apart()
-        for hold in self._holds:
-            hold.send()
+        for queue in self._queues:
+            queue.send()
 
     def __await__(self) -> Generator[Any, None, list[Any]]:
         return self._all().__await__()
@@ -85,10 +86,10 @@ class CoalesceScope(Handle):
             raise RuntimeError("a scope is entered once; make a new one")
         self._entered = True
         try:
-            for calls in self._many:
-                hold = calls.open_hold(BatchLimiter(*self._limits))
-                self._holds.append(hold)
-                self._since.append((hold.count, len(hold.works)))
+            for submitter in self._submitters:
+                queue = submitter.open_queue(BatchLimiter(*self._limits))
+                self._queues.append(queue)
+                self._since.append((queue.count, len(queue.works)))
         except BaseException:
             self._close()
             raise
@@ -101,7 +102,7 @@ class CoalesceScope(Handle):
             if exc is None:
                 self._leave()
             else:
-                self._drop(f"the scope was left by {named(exc)}")
+                self._drop(f"the scope was left by {describe_exception(exc)}")
         finally:
             self._close()
 
@@ -115,48 +116,48 @@ class CoalesceScope(Handle):
 
     def _drop(self, reason: str) -> None:
         """Fail the operations of this scope that are still held."""
-        for calls, hold, (since, _) in zip(self._many, self._holds, self._since, strict=False):
-            calls.drop(calls.give_up(hold, since), reason)
+        for submitter, queue, (since, _) in zip(self._submitters, self._queues, self._since, strict=False):
+            submitter.drop(submitter.take(queue, since), reason)
 
     def _leave(self) -> None:
         try:
-            if all(hold.depth == 1 for hold in self._holds):
+            if all(queue.depth == 1 for queue in self._queues):
                 self.flush()
             else:
-                for calls, hold in zip(self._many, self._holds, strict=True):
-                    if hold.depth == 1:  # else the outer scope sends it
-                        calls.flush(hold)
+                for submitter, queue in zip(self._submitters, self._queues, strict=True):
+                    if queue.depth == 1:  # else the outer scope sends it
+                        submitter.flush(queue)
         except BaseException as exc:
-            self._drop(named(exc))
+            self._drop(describe_exception(exc))
             raise
 
     def _close(self) -> None:
-        if len(self._holds) == len(self._many):
+        if len(self._queues) == len(self._submitters):
             self._works = self.works
-        for calls, hold in zip(self._many, self._holds, strict=False):
-            calls.close_hold(hold)
+        for submitter, queue in zip(self._submitters, self._queues, strict=False):
+            submitter.close_queue(queue)
 
     def _check_apart(self) -> None:
         """Raise ValueError if operations of different comms share memory: no order is promised between comms."""
-        if len(self._holds) < 2:
+        if len(self._queues) < 2:
             return
         before = AccessSet()
-        for i, (calls, hold) in enumerate(zip(self._many, self._holds, strict=True)):
-            items = [planned(submission) for submission in hold.items]
+        for i, (submitter, queue) in enumerate(zip(self._submitters, self._queues, strict=True)):
+            items = [planned(submission) for submission in queue.items]
             for item in items:
                 if before.conflicts(*item[1:]):
                     name, other = self._partner(item, i)
                     raise ValueError(
-                        f"{item[0]} on comm {calls.group.name!r} shares memory with {other[0]} on comm {name!r}, which "
-                        f"is held in the same scope; await one of them before the other is called"
+                        f"{item[0]} on comm {submitter.group.name!r} shares memory with {other[0]} on comm {name!r}, "
+                        f"which is held in the same scope; await one of them before the other is called"
                     )
             for item in items:
                 before.add(*item[1:])
 
     def _partner(self, item: Item, end: int) -> tuple[str, Item]:
         """The comm, before number ``end``, and its held operation that shares memory with ``item``."""
-        pairs = zip(self._many[:end], self._holds, strict=False)
-        held = [(calls.group.name, planned(submission)) for calls, hold in pairs for submission in hold.items]
+        pairs = zip(self._submitters[:end], self._queues, strict=False)
+        held = [(submitter.group.name, planned(submission)) for submitter, queue in pairs for submission in queue.items]
         return next((name, other) for name, other in held if conflict(item, other))
 
 
@@ -170,49 +171,50 @@ class Estimate(Handle):
 
     _instead = "send its seconds"
 
-    def __init__(self, calls: Submitter) -> None:
+    def __init__(self, submitter: Submitter) -> None:
         """Not for users: see ``comm.time_estimator``."""
         self.seconds = 0.0
-        self._calls = calls
-        self._hold: DeferredQueue | None = None
+        self._submitter = submitter
+        self._queue: DeferredQueue | None = None
 
     async def __aenter__(self) -> Self:
-        if self._hold is not None:
+        if self._queue is not None:
             raise RuntimeError("a scope is entered once; make a new one")
-        hold = self._calls.open_hold(BatchLimiter(), _only_estimated)
-        if hold.depth > 1:
-            self._calls.close_hold(hold)
+        queue = self._submitter.open_queue(BatchLimiter(), _only_estimated)
+        if queue.depth > 1:
+            self._submitter.close_queue(queue)
             raise RuntimeError("time_estimator() cannot be used within another scope of the same task")
-        self._hold = hold
+        self._queue = queue
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._hold is not None
-        calls = self._calls
-        held = calls.give_up(self._hold)
-        calls.close_hold(self._hold)
+        assert self._queue is not None
+        submitter = self._submitter
+        held = submitter.take(self._queue)
+        submitter.close_queue(self._queue)
         try:
             if exc is None:
                 self.seconds = await self._estimate(held)
         finally:
-            calls.drop(held, "it was only estimated")
+            submitter.drop(held, "it was only estimated")
 
     async def _estimate(self, held: Sequence[Submission]) -> float:
         total = 0.0
-        limit = self._calls.options.timeout
+        limit = self._submitter.in_flight.timeout
         try:
             async with asyncio.timeout(None if limit == math.inf else limit):
-                futures = self._calls.estimate(held)
-                self._calls.drop(held, "it was only estimated")
+                futures = self._submitter.estimate(held)
+                self._submitter.drop(held, "it was only estimated")
                 for batch in futures:
                     total += await asyncio.wrap_future(batch)
         except TimeoutError:  # other ranks did not come; the operations that wait for them cannot be taken back
-            self._calls.abort(f"time_estimator() was not done within {limit:g} s")
+            reason = f"time_estimator() was not done within {limit:g} s"
+            self._submitter.on_failure(AbortedError(self._submitter.group.rank, reason))
             raise
         return total
 
 
-def _only_estimated(hold: DeferredQueue) -> None:
+def _only_estimated(queue: DeferredQueue) -> None:
     raise RuntimeError("operations within time_estimator() are not sent, so they cannot be awaited")

@@ -1,7 +1,10 @@
-"""Calls become operations of a comm: sent at once, held in a scope, or ordered by agreement of all ranks.
+"""Calls become operations of a comm: sent at once, deferred in a scope, or ordered by agreement of all ranks.
 
-A call in a scope of ``coalesce()`` is held. When the scope is left, its operations are planned (``batching.plan``),
-merged, numbered and handed to the backend. On a comm with agreed ordering a collective waits until all ranks have
+Submitting happens under one lock: so calls may come from any thread, and the order of numbers is the order on the wire.
+Afterwards the backend settles the Work; ``in_flight`` has the operations that are not settled.
+
+A call in a scope of ``coalesce()`` is deferred. When the scope is left, its operations are planned (``batching.plan``),
+fused, numbered and handed to the backend. On a comm with agreed ordering a collective waits until all ranks have
 called it (``batching.ordering.transport``).
 """
 
@@ -9,10 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final, Protocol, final
 
 from asynccomm.backends.base import Backend, Submission
 from asynccomm.batching.batches import Batch, FusedOp, batches_of, planned
@@ -22,118 +29,138 @@ from asynccomm.batching.hazards import PendingHazards
 from asynccomm.batching.ordering.transport import SELF, OrderingSession
 from asynccomm.batching.plan import BatchLimiter, check_apart, check_messages, item_of
 from asynccomm.batching.queue import DeferredQueue, current_owner
-from asynccomm.comm.in_flight import InFlight
-from asynccomm.core.callsite import call_site
+from asynccomm.comm.in_flight import InFlight, RollCall, timeout_error
+from asynccomm.core.callsite import CallSite
 from asynccomm.core.mailbox import Mailbox
-from asynccomm.core.work import UNNUMBERED, Work
-from asynccomm.errors import NotSentError
-from asynccomm.ops import Call, GroupedOp
+from asynccomm.core.work import UNNUMBERED, Driver, Work
+from asynccomm.errors import AsyncCommError, BrokenError, NotSentError, StoreTimeoutError
+from asynccomm.ops import Call, GroupedOp, Op
 from asynccomm.ops.signature import signature_of
 from asynccomm.ops.validation import CommInfo
-from asynccomm.options import CommOptions
+from asynccomm.options import check_strings, seconds
 
-_DEPTH = 5  # frames from the user's call to the capture of the call site: a method, _submit, submit, _sent, call_site
+REMEMBERED: Final = 64  # number of last calls stored; few, so that their memory stays in the cache
+COMPARED: Final = 1024  # the same where fingerprints are compared, which may find a difference long after the call
+
+Called = tuple[Op, CallSite | None, int, float]  # operation, call site, number, time of the call
+
+_log = logging.getLogger("asynccomm")
 
 
-class Submitter(InFlight):
-    """Takes calls; arguments as for :class:`InFlight`."""
+class Observer(Protocol):
+    """Is notified of the calls and the failure of a comm. Its methods must be quick, and not raise."""
 
-    def __init__(self, group: CommInfo, options: CommOptions, mailbox: Mailbox) -> None:
-        super().__init__(group, options, mailbox)
-        self._holds: dict[object, DeferredQueue] = {}  # by the task or thread that is in a scope
-        self.agreement: OrderingSession | None = None  #: orders the operations; None: the program does
+    def called(self, call: Call, work: Work[Any]) -> object:
+        """An operation of the backend was called. In the order of the calls, on the caller's thread."""
+
+    def broke(self, error: BrokenError) -> object:
+        """The comm has broken, and the other ranks were notified. From any thread."""
+
+
+@final
+class Submitter:
+    """Numbers operations and hands them to a backend.
+
+    Args:
+        group, mailbox: the comm, and the mailbox of its loop.
+        in_flight: gets every operation that is called.
+        on_failure: called with an error that breaks the comm, on any thread.
+    """
+
+    def __init__(
+        self, group: CommInfo, mailbox: Mailbox, in_flight: InFlight, on_failure: Callable[[BrokenError], object]
+    ) -> None:
+        self.group = group
+        self.mailbox = mailbox
+        self.in_flight = in_flight
+        self.on_failure = on_failure
+        self.backend: Backend | None = None  #: None until connected, and in a forked child
+        self.error: AsyncCommError | None = None  #: the error that later calls raise
+        self.ordering: OrderingSession | None = None  #: orders the collectives; None: the program does
+        self.observer: Observer | None = None
+        self.lock = threading.RLock()  #: held while submitting, so that calls have one order
+        self.numbers = [0, 0]  #: collectives, and point-to-point operations, numbered so far
+        self.recent: deque[Called] = deque(maxlen=REMEMBERED)  #: the last calls that were numbered
+        self._compare: Callable[[Work[Any], int], object] | None = None
+        self._aside = 0  # operations that do not use the backend
+        self._queues: dict[object, DeferredQueue] = {}  # by the task or thread that is in a scope
         self._undecided = PendingHazards()
 
-    def submit(self, call: Call, timeout: float | timedelta | None, hints: Mapping[str, str] | None) -> Work[Any]:
-        """Number ``call`` and hand it to the backend, or hold it in the caller's scope. From any thread."""
-        running = asyncio._get_running_loop()
+    def compare(self, compare: Callable[[Work[Any], int], object]) -> None:
+        """Call ``compare(work, batch)`` with each later operation; ``batch`` as for ``Reporter.compare``."""
+        self._compare = compare
+        self.recent = deque(self.recent, COMPARED)
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        call: Call,
+        timeout: float | timedelta | None,
+        hints: Mapping[str, str] | None,
+        site: CallSite | None = None,
+    ) -> Work[Any]:
+        """Number ``call`` and hand it to the backend, or defer it. From any thread.
+
+        The path of every small operation: a call that is sent at once runs little more than the code in here.
+        """
+        in_flight, running = self.in_flight, asyncio._get_running_loop()
         if timeout is None and hints is None and (running is self.mailbox.loop or running is None):
-            limit = self._limit
+            limit = in_flight.limit
         else:
             limit = self._checked(timeout, hints)
-        op = call.op
-        with self._lock:
+        with self.lock:
             if self.error is not None:
                 self.check_open()
-            if self._holds and (hold := self._holds.get(current_owner())) is not None:
-                work = self._held_back(call, limit, hold)
-            elif self.agreement is not None and not op.p2p:
-                work = self._put_forward(call, limit)
+            if self._queues and (queue := self._queues.get(current_owner())) is not None:
+                work = self._defer(call, limit, site, queue)
+            elif self.ordering is not None and not call.op.p2p:
+                work = self._work(call, limit, site, None)  # until the ranks have agreed on it
+                self._issue([self._submission(call, work, self._context())])
             else:
-                work = self._sent(call, limit)
+                backend, p2p = self.backend, call.op.p2p
+                assert backend is not None
+                work = self._work(call, limit, site, backend, self.numbers[p2p])
+                self.recent.append((work.op, site, work.seq, work.started))
+                submission = Submission(call, work)
+                in_flight.works[work] = submission.nbytes
+                try:
+                    backend.submit((submission,))
+                except BaseException:
+                    in_flight.settled(work)
+                    raise
+                self.numbers[p2p] += 1
+                in_flight.submitted += 1
+                if self._compare is not None:
+                    self._compare(work, 1)
+                if self.error is not None:
+                    self._check_late(work)
+                if work in in_flight.works:  # not settled in submit(), as most small operations are
+                    in_flight.deadlines.add(work)
             if self.observer is not None:
                 self.observer.called(call, work)
         return work
 
-    def _held_back(self, call: Call, limit: float, hold: DeferredQueue) -> Work[Any]:
+    def _defer(self, call: Call, limit: float, site: CallSite | None, queue: DeferredQueue) -> Work[Any]:
         """Hold ``call`` until the scope sends its operations."""
-        if self.agreement is None:
+        if self.ordering is None:
             check_fusible(self.group.size, call)
-        assert self.backend is not None
-        work = self._work(call, limit, hold)
-        submission = self._submission(call, work, None, self.backend.call_context())
-        self._called += 1
-        hold.works.append(work)
-        self._add(hold, [submission])
-        if work.seq == UNNUMBERED and (due := work.started + limit) < hold.due:
-            hold.due = due
-            self._deadlines.add(work)
+        work = self._work(call, limit, site, queue)
+        item = self._submission(call, work, self._context())
+        queue.works.append(work)
+        self._add(queue, [item])
+        if work.seq == UNNUMBERED and (due := work.started + limit) < queue.due:
+            queue.due = due
+            self.in_flight.deadlines.add(work)
         return work
-
-    def _put_forward(self, call: Call, limit: float) -> Work[Any]:
-        """Hold ``call`` until the ranks have agreed on it."""
-        assert self.backend is not None
-        work = self._work(call, limit, None)
-        self._called += 1
-        self._issue([self._submission(call, work, None, self.backend.call_context())])
-        self._deadlines.add(work)
-        return work
-
-    def _sent(self, call: Call, limit: float) -> Work[Any]:
-        """Send ``call`` at once. On the path of every small operation, so only the cheapest code is in here."""
-        op, backend, reporter = call.op, self.backend, self.reporter
-        assert backend is not None
-        seq = self._p2p if op.p2p else self._collectives
-        work: Work[Any] = Work(
-            op,
-            seq,
-            self.mailbox,
-            value=call.result,
-            finish=call.finish,
-            timeout=limit,
-            on_settled=self._settled,
-            on_overdue=self._overdue,
-            driver=backend,
-        )
-        if reporter is not None:
-            work.site = call_site(_DEPTH)
-            reporter.recent.append((op, work.site, seq, work.started))
-        submission = Submission(call, work)
-        self._pending[work] = submission.nbytes
-        try:
-            backend.submit((submission,))
-        except BaseException:
-            self._settled(work)
-            raise
-        if op.p2p:
-            self._p2p += 1
-        else:
-            self._collectives += 1
-        self._called += 1
-        if reporter is not None and reporter.compares:
-            reporter.compare(work, 1)
-        if self.error is not None:
-            self._check_late([work])
-        if not work.done():
-            self._deadlines.add(work)
-        return work
-
-    def sends_now(self, *, p2p: bool) -> bool:
-        """Whether operations of the caller are sent in the call, in the order of the calls."""
-        return (p2p or self.agreement is None) and not (self._holds and current_owner() in self._holds)
 
     def submit_together(
-        self, calls: Sequence[Call], result: Any, timeout: float | timedelta | None, hints: Mapping[str, str] | None
+        self,
+        calls: Sequence[Call],
+        result: Any,
+        timeout: float | timedelta | None,
+        hints: Mapping[str, str] | None,
+        site: CallSite | None = None,
     ) -> Work[Any]:
         """Number ``calls`` and submit them as one batch, with one Work of ``result`` for all. From any thread.
 
@@ -144,119 +171,274 @@ class Submitter(InFlight):
         whole = CompositeWork()
 
         def settled(part: Work[Any]) -> None:
-            self._settled(part)
+            self.in_flight.settled(part)
             whole.settled(part)
 
-        with self._lock:
+        with self.lock:
             self.check_open()
-            backend = self.backend
-            assert backend is not None
-            hold = self._holds.get(current_owner()) if self._holds else None
-            agree = hold is None and self.agreement is not None and not calls[0].op.p2p
-            driver = None if agree else backend if hold is None else hold
-            call_context = None if driver is backend else backend.call_context()
-            parts = [self._work(call._replace(result=None), limit, driver, settled=settled) for call in calls]
+            queue = self._queues.get(current_owner()) if self._queues else None
+            propose = queue is None and self.ordering is not None and not calls[0].op.p2p
+            driver = None if propose else self.backend if queue is None else queue
+            context = self._context() if propose or queue is not None else None
+            parts = [self._work(call._replace(result=None), limit, site, driver, on_settled=settled) for call in calls]
             whole.expect(parts)
             together = GroupedOp(tuple([call.op for call in calls]))
-            whole.work = self._work(Call(together, (), (), result), limit, whole, settled=_nothing)
-            items = [self._submission(call, part, whole, call_context) for call, part in zip(calls, parts, strict=True)]
-            if hold is not None:
-                self._called += len(items)
-                hold.works.append(whole.work)
-                self._add(hold, items)
-                self._deadlines.add(parts[0])
-            elif agree:
-                self._called += len(items)
+            whole.work = self._work(Call(together, (), (), result), limit, site, whole, on_settled=_ignore)
+            items = [self._submission(call, part, context, whole) for call, part in zip(calls, parts, strict=True)]
+            if queue is not None:
+                queue.works.append(whole.work)
+                self._add(queue, items)
+                self.in_flight.deadlines.add(parts[0])
+            elif propose:
                 self._issue(items)
-                self._deadlines.add(parts[0])
             else:
-                fused_ops = [FusedOp(item, (item,)) for item in items]
                 try:
-                    self._hand_on(Batch(items, fused_ops))
+                    self._send(Batch(items, [FusedOp(item, (item,)) for item in items]))
                 except BaseException:
                     for part in parts:
-                        self._pending.pop(part, None)
+                        self.in_flight.works.pop(part, None)
+                    self.in_flight.submitted -= len(parts)
                     raise
-                self._called += len(items)
             if self.observer is not None:
                 for call, part in zip(calls, parts, strict=True):
                     self.observer.called(call, part)
         return whole.work
 
+    def add_aside(self, op: Op, timeout: float | timedelta | None) -> Work[Any]:
+        """The Work of an operation outside the backend and all sequences; the caller settles it. From any thread."""
+        limit = self._checked(timeout, None)
+        with self.lock:
+            self.check_open()
+            on_settled = self.in_flight.settled
+            work: Work[Any] = Work(
+                op, self._aside, self.mailbox, value=None, timeout=limit, on_settled=on_settled, on_overdue=_settle_late
+            )
+            self._aside += 1
+            self.in_flight.submitted += 1
+            self.in_flight.works[work] = 0
+        self._check_late(work)
+        return work
+
+    def sends_now(self, *, p2p: bool) -> bool:
+        """Whether operations of the caller are sent in the call, in the order of the calls."""
+        return (p2p or self.ordering is None) and not (self._queues and current_owner() in self._queues)
+
+    def _checked(self, timeout: float | timedelta | None, hints: Mapping[str, str] | None) -> float:
+        """Check ``timeout``, ``hints`` and the calling thread; returns the time limit in seconds."""
+        if hints is not None:
+            check_strings(hints)
+        self.check_loop()
+        return self.in_flight.limit if timeout is None else seconds("timeout", timeout, 0.0)
+
+    def check_loop(self) -> None:
+        running = asyncio._get_running_loop()
+        if running is not None and running is not self.mailbox.loop:
+            raise RuntimeError(
+                f"comm {self.group.name!r} belongs to another event loop than the running one; a comm is used on the "
+                f"loop it was made on, and from threads that run none"
+            )
+
+    def check_open(self) -> None:
+        error = self.error
+        if error is not None:
+            again = type(error)(*error.args)  # a new error: the pending Works raise the first
+            raise again from error
+
+    def _check_late(self, work: Work[Any]) -> None:
+        """Settle ``work``, now in flight, if the comm broke meanwhile: the failure may have missed it."""
+        error = self.error
+        if isinstance(error, BrokenError):
+            work.settle(error)
+
+    def _overdue(self, work: Work[Any]) -> None:
+        """Break when a thread has waited for ``work`` past its deadline, so the loop must be blocked."""
+        error = timeout_error(self.group, work, RollCall())
+        self.on_failure(error)
+        work.settle(error)  # if the comm was dropped, so that no session is left to break
+
     # -- operations sent together --------------------------------------------------------------------------------------
 
+    def _work(
+        self,
+        call: Call,
+        limit: float,
+        site: CallSite | None,
+        driver: Driver | None,
+        seq: int = UNNUMBERED,
+        on_settled: Callable[[Work[Any]], object] | None = None,
+    ) -> Work[Any]:
+        work: Work[Any] = Work(
+            call.op,
+            seq,
+            self.mailbox,
+            value=call.result,
+            finish=call.finish,
+            timeout=limit,
+            on_settled=self.in_flight.settled if on_settled is None else on_settled,
+            on_overdue=self._overdue,
+            driver=driver,
+        )
+        work.site = site
+        return work
+
+    def _context(self) -> Any:
+        assert self.backend is not None
+        return self.backend.call_context()
+
     def _submission(
-        self, call: Call, work: Work[Any], whole: CompositeWork | None = None, call_context: Any = None
+        self, call: Call, work: Work[Any], call_context: Any, whole: CompositeWork | None = None
     ) -> Submission:
+        """The submission of ``call``, which is now in flight."""
         submission = Submission(call, work)
         submission.whole = whole
         submission.call_context = call_context
-        self._pending[work] = submission.nbytes
-        if self.error is not None:
-            self._check_late([work])
+        self.in_flight.works[work] = submission.nbytes
+        self.in_flight.submitted += 1
+        self._check_late(work)
         return submission
 
-    def _add(self, hold: DeferredQueue, items: Sequence[Submission]) -> None:
-        """Hold the operations of one call. A full batch is sent; if that fails, this call fails with it."""
+    def _send(self, batch: Batch) -> None:
+        """Number a batch and submit it to the backend. Under the lock."""
+        backend = self.backend
+        assert backend is not None
+        numbers = self.numbers.copy()
+        for item in batch.items:
+            item.work.seq = numbers[item.op.p2p]
+            numbers[item.op.p2p] += 1
+        for fused in batch.fused_ops:
+            fused.prepare(backend)
+        try:
+            backend.submit([fused.submission for fused in batch.fused_ops])
+        except BaseException:
+            for item in batch.items:
+                item.work.seq = UNNUMBERED
+            raise
+        self.numbers = numbers
+        self.in_flight.batches += len(batch.items) > 1
+        collectives = sum([not item.op.p2p for item in batch.items])
+        for item in batch.items:
+            work = item.work
+            self.recent.append((work.op, work.site, work.seq, work.started))
+            if self._compare is not None:
+                self._compare(work, collectives)
+            if not item.op.p2p:
+                collectives = 0  # compared with the first
+            self._check_late(work)
+        for fused in batch.fused_ops:
+            fused.sent()
+            if not fused.submission.work.done():
+                self.in_flight.deadlines.add(fused.most_urgent)
+        for whole in dict.fromkeys([item.whole for item in batch.items if item.whole is not None]):
+            whole.sent()
+
+    def _send_planned(self, items: Sequence[Submission]) -> None:
+        assert self.backend is not None
+        for batch in batches_of(items, self.group.size, self.backend, self.mailbox):
+            self._send(batch)
+
+    def _add(self, queue: DeferredQueue, items: Sequence[Submission]) -> None:
+        """Defer the operations of one call. A full batch is sent; if that fails, this call fails with it."""
         try:
             for item in items:
-                hold.add(item)
+                queue.add(item)
         except BaseException as exc:
-            self.drop(items, named(exc))
+            self.drop(items, describe_exception(exc))
             raise
 
-    def open_hold(self, meter: BatchLimiter, send: Callable[[DeferredQueue], object] | None = None) -> DeferredQueue:
-        """Hold later operations of the caller; an open queue of the same caller serves both scopes."""
+    def open_queue(self, meter: BatchLimiter, send: Callable[[DeferredQueue], object] | None = None) -> DeferredQueue:
+        """Defer later operations of the caller; an open queue of the same caller serves both scopes."""
         self.check_loop()
-        with self._lock:
+        with self.lock:
             self.check_open()
             owner = current_owner()
-            hold = self._holds.get(owner)
-            if hold is None:
-                hold = self._holds[owner] = DeferredQueue(owner, meter, self.flush if send is None else send)
+            queue = self._queues.get(owner)
+            if queue is None:
+                queue = self._queues[owner] = DeferredQueue(owner, meter, self.flush if send is None else send)
             else:
-                hold.depth += 1
-            return hold
+                queue.depth += 1
+            return queue
 
-    def close_hold(self, hold: DeferredQueue) -> None:
-        """Leave one scope of ``hold``; the last one ends the holding."""
-        with self._lock:
-            hold.depth -= 1
-            if not hold.depth:
-                self._holds.pop(hold.owner, None)
+    def close_queue(self, queue: DeferredQueue) -> None:
+        """Leave one scope of ``queue``; the last one ends the deferring."""
+        with self.lock:
+            queue.depth -= 1
+            if not queue.depth:
+                self._queues.pop(queue.owner, None)
 
-    def flush(self, hold: DeferredQueue) -> None:
-        """Send the operations in ``hold``. From any thread.
+    def flush(self, queue: DeferredQueue) -> None:
+        """Send the operations in ``queue``. From any thread.
 
         Raises: ValueError if they cannot be sent together; none is sent then.
         """
-        with self._lock:
-            held = [item for item in hold.take() if not item.work.done()]
+        with self.lock:
+            held = [item for item in queue.take() if not item.work.done()]
             if not held:
-                return  # nothing was held, or the comm has broken
-            assert self.backend is not None
+                return  # nothing was deferred, or the comm has broken
             try:
-                if self.agreement is not None:
+                if self.ordering is not None:
                     check_messages([planned(item) for item in held])
                     held = self._issue_all(held)
-                for batch in batches_of(held, self.group.size, self.backend, self.mailbox):
-                    self._hand_on(batch)
+                self._send_planned(held)
             except BaseException as exc:
-                self.drop(held, named(exc))
+                self.drop(held, describe_exception(exc))
                 raise
+
+    def flush_all(self) -> None:
+        """Send the operations of all scopes: the comm is closing. Operations that cannot be sent have failed."""
+        for queue in list(self._queues.values()):
+            with contextlib.suppress(Exception):
+                queue.send()
+            self.drop(queue.take(), "the comm was closed")  # the operations of a time_estimator()
+
+    def take(self, queue: DeferredQueue, since: int = 0) -> list[Submission]:
+        """Take the items of ``queue``, from number ``since`` on, out of it."""
+        with self.lock:
+            return queue.take(since)
+
+    def drop(self, items: Sequence[Submission], reason: str) -> None:
+        """Fail the operations of ``items`` that were not sent. From any thread."""
+        for item in items:
+            work = item.work
+            if work.seq == UNNUMBERED:
+                error = NotSentError(work.op, self.group.name, reason)
+                error.observed = True  # the cause of the drop was raised already
+                work.settle(error)
+
+    def check_estimates(self) -> None:
+        """Raise NotImplementedError if the backend has no estimates."""
+        self.check_open()
+        assert self.backend is not None
+        if type(self.backend).estimate is Backend.estimate:
+            self.backend.estimate(())
+
+    def estimate(self, held: Sequence[Submission]) -> list[Future[float]]:
+        """The seconds for each batch of ``held``. Raises: the errors of ``flush`` and ``Backend.estimate``."""
+        with self.lock:
+            self.check_open()
+            assert self.backend is not None
+            batches = batches_of(held, self.group.size, self.backend, self.mailbox)
+            return [self.backend.estimate([fused.submission for fused in batch.fused_ops]) for batch in batches]
 
     # -- the order agreed by the ranks ---------------------------------------------------------------------------------
 
+    def start_ordering(self) -> OrderingSession:
+        """Have the ranks agree on the order of collectives."""
+        assert self.backend is not None
+        args = self.group, self.mailbox, self.backend, self.lock
+        self.ordering = OrderingSession(*args, weak_callback(self.run_agreed), self.on_failure)
+        return self.ordering
+
     def _issue(self, items: Sequence[Submission]) -> None:
         """Announce ``items``, of one call, for an agreed place in the order. Under the lock."""
-        assert self.agreement is not None
+        assert self.ordering is not None
         ops = [item.op for item in items]
         nbytes = sum([op.nbytes for op in ops])
         conflicts = self._undecided.enter(items)
         if conflicts or not all(can_fuse(self.group.size, item) for item in items):
             nbytes = SELF  # a separate batch on all ranks: their tensors may not conflict
         text = str(ops[0] if len(ops) == 1 else GroupedOp(tuple(ops)))
-        self.agreement.issue(ops[0].label, signature_of(ops), text, nbytes, items)
+        self.ordering.issue(ops[0].label, signature_of(ops), text, nbytes, items)
+        self.in_flight.deadlines.add(items[0].work)
 
     def _issue_all(self, held: Sequence[Submission]) -> list[Submission]:
         """Announce the collectives of ``held``; returns the remaining items, which are messages."""
@@ -270,63 +452,69 @@ class Submitter(InFlight):
                 wholes.setdefault(item if item.whole is None else item.whole, []).append(item)
         for items in wholes.values():
             self._issue(items)
-            self._deadlines.add(items[0].work)
         return messages
 
     def run_agreed(self, batch: Sequence[Sequence[Submission]]) -> None:
         """Hand an agreed batch to the backend, all calls at once. On the loop."""
-        with self._lock:
+        with self.lock:
             items = [item for call in batch for item in call]
             self._undecided.leave(items)
-            items = [item for item in items if not item.work.done()]
-            if not items:
-                return  # the comm has broken
-            assert self.backend is not None
-            for part in batches_of(items, self.group.size, self.backend, self.mailbox):
-                self._hand_on(part)
+            self._send_planned([item for item in items if not item.work.done()])  # done: the comm has broken
 
-    def flush_all(self) -> None:
-        """Send the operations of all scopes: the comm is closing. Operations that cannot be sent have failed."""
-        for hold in list(self._holds.values()):
-            with contextlib.suppress(Exception):
-                hold.send()
-            self.drop(hold.take(), "the comm was closed")  # the operations of a time_estimator()
+    def is_held(self, work: Work[Any]) -> bool:
+        """Whether ``work`` is not numbered, and the other ranks have no announcement of it."""
+        return work.seq == UNNUMBERED and (self.ordering is None or isinstance(work.driver, DeferredQueue))
 
-    def give_up(self, hold: DeferredQueue, since: int = 0) -> list[Submission]:
-        """Take the items of ``hold``, from number ``since`` on, out of it."""
-        with self._lock:
-            return hold.take(since)
+    def outstanding(self, tag: str) -> int:
+        """The number of operations under ``tag`` that were issued and not agreed on yet. From any thread."""
+        return 0 if self.ordering is None else self.ordering.outstanding(tag)
 
-    def check_estimates(self) -> None:
-        """Raise NotImplementedError if the backend has no estimates."""
-        self.check_open()
-        assert self.backend is not None
-        if type(self.backend).estimate is Backend.estimate:
-            self.backend.estimate(())
+    # -- ending -------------------------------------------------------------------------------------------------------
 
-    def estimate(self, held: Sequence[Submission]) -> list[Future[float]]:
-        """The seconds for each batch of ``held``. Raises: the errors of ``flush`` and ``Backend.estimate``."""
-        with self._lock:
-            self.check_open()
-            assert self.backend is not None
-            batches = batches_of(held, self.group.size, self.backend, self.mailbox)
-            return [self.backend.estimate([fused.submission for fused in batch.fused_ops]) for batch in batches]
+    def drain(self) -> None:
+        """Settle operations that have all their data, before the failure or end of a peer fails them."""
+        if self.in_flight.works and self.backend is not None:
+            try:
+                self.backend.drain_before_failure()
+            except Exception:  # the comm fails in any case
+                _log.exception("comm %r: the backend could not settle completed operations", self.group.name)
 
-    def drop(self, items: Sequence[Submission], reason: str) -> None:
-        """Fail the operations of ``items`` that were not sent. From any thread."""
-        for item in items:
-            work = item.work
-            if work.seq == UNNUMBERED:
-                error = NotSentError(work.op, self.group.name, reason)
-                error.observed = True  # the cause of the drop was raised already
-                work.settle(error)
+    def abort(self) -> None:
+        """Abort the transport. From any thread."""
+        if self.ordering is not None:
+            self.ordering.end()
+        if self.backend is not None:
+            self.backend.abort()
+
+    def detach_in_child(self, error: AsyncCommError) -> None:
+        """Raise ``error`` from all calls in a forked child, which owns neither the threads nor the connections."""
+        self.lock = threading.RLock()  # a thread of the parent may have held the old one
+        self.error = error
+        self.backend = None
 
 
-def _nothing(work: Work[Any]) -> None:
+def weak_callback(method: Callable[[Any], object]) -> Callable[[Any], None]:
+    """A callback that calls ``method`` without keeping its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(argument: Any) -> None:
+        target = reference()
+        if target is not None:
+            target(argument)
+
+    return call
+
+
+def _ignore(work: Work[Any]) -> None:
     pass
 
 
-def named(exc: BaseException) -> str:
+def _settle_late(work: Work[Any]) -> None:
+    """Settle ``work`` when a thread has waited for it past its deadline, so the loop must be blocked."""
+    work.settle(StoreTimeoutError(f"{work.op} was not done within {work.timeout:g} s: the event loop is blocked"))
+
+
+def describe_exception(exc: BaseException) -> str:
     """The text that describes ``exc`` in errors."""
     text = str(exc)
     return f"{type(exc).__name__}: {text}" if text else type(exc).__name__

@@ -1,6 +1,6 @@
 """Encodes the error that breaks a comm as a message for the other ranks, and decodes it.
 
-Messages from other ranks are validated: an unreadable error of a known kind is decoded as a BackendError that says so.
+Messages from other ranks are validated: an unreadable error of a known kind is decoded as a BackendError about it.
 Texts are cut at ``TEXT`` characters.
 """
 
@@ -39,7 +39,7 @@ def decode_error(item: dict[str, Any]) -> BrokenError | None:
     """
     rank, kind, reason = item["rank"], item.get("kind"), item.get("reason")
     if type(kind) is not str:
-        _log.warning("rank %d has news that say not of what", rank)
+        _log.warning("rank %d sent a message without a kind", rank)
         return None
     match kind:
         case "abort" if type(reason) is str:

@@ -91,7 +91,7 @@ def reduced(comm: Comm, *numels: int) -> list[Call]:
 
 
 def together(comm: Comm, calls: Sequence[Call]) -> Work[Any]:
-    return comm._session.submit_together(calls, None, None, None)
+    return comm._submitter.submit_together(calls, None, None, None)
 
 
 def merged(comm: Comm, *lots: Sequence[int]) -> Work[Any]:
@@ -106,7 +106,7 @@ def merged(comm: Comm, *lots: Sequence[int]) -> Work[Any]:
         backend.submit(batch)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comm._session, "backend", SimpleNamespace(submit=submit, before_await=backend.before_await))
+        patch.setattr(comm._submitter, "backend", SimpleNamespace(submit=submit, before_await=backend.before_await))
         return together(comm, calls)
 
 
@@ -286,7 +286,7 @@ async def test_a_split_ends_where_the_parent_breaks_before_all_have_come() -> No
             await child
 
         splitting = asyncio.create_task(split())
-        await until(lambda: bool(a._session._growing))
+        await until(lambda: bool(a._session._children))
         b.abort("no longer wanted")
         with pytest.raises(AbortedError, match="no longer wanted"):
             await splitting

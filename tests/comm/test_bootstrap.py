@@ -163,7 +163,7 @@ async def test_a_store_that_ends_meanwhile_is_looked_for_again(monkeypatch: pyte
     assert [meeting.closed for meeting in meetings] == [1]
 
 
-async def test_who_hosts_the_store_says_so() -> None:
+async def test_the_rank_that_hosts_the_store_records_it() -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]

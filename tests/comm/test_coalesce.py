@@ -143,7 +143,7 @@ STEPS: dict[str, Callable[[Comm, Tensor, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-async def test_what_depends_on_one_another_takes_effect_in_order(comms: list[Comm], name: str) -> None:
+async def test_dependent_operations_take_effect_in_order(comms: list[Comm], name: str) -> None:
     records = [Recorder(comm) for comm in comms]
     found: list[list[tuple[list[float], list[float]]]] = []
     for held in (False, True):
@@ -215,7 +215,7 @@ async def test_messages_of_objects_share_no_memory_with_others() -> None:
                 await work
 
 
-async def test_a_message_may_be_sent_of_what_others_read(comms: list[Comm]) -> None:
+async def test_a_message_may_share_memory_that_is_only_read(comms: list[Comm]) -> None:
     """On this rank, whatever others do with theirs."""
 
     async def run(comm: Comm) -> list[float]:

@@ -26,7 +26,7 @@ def hub_of(comm: Comm) -> Hub:
     return backend.hub
 
 
-async def test_what_it_is() -> None:
+async def test_the_properties_of_a_comm() -> None:
     async with loopback_world(3, timeout=7.5, max_ops=5, max_bytes=1000) as comms:
         for rank, comm in enumerate(comms):
             assert (comm.rank, comm.size, comm.name, comm.backend) == (rank, 3, "test", "loopback")
@@ -54,7 +54,7 @@ async def test_collectives_and_messages_are_numbered_apart() -> None:
         assert comm.barrier().seq == 2
 
 
-async def test_a_receive_says_whose_message_it_got() -> None:
+async def test_a_receive_names_its_source() -> None:
     async with loopback_world(3) as comms:
         work = comms[0].recv(torch.zeros(2))
         assert work.source is None

@@ -84,7 +84,7 @@ async def test_on_a_broken_comm() -> None:
         assert [state.state for state in found.ranks] == ["broken: aborted by rank 1: enough"] * 2
 
 
-async def test_of_a_comm_that_others_have_closed() -> None:
+async def test_a_comm_that_other_ranks_have_closed() -> None:
     async with loopback_world(2) as (a, b):
         await b.aclose()
         found = await a.diagnose()
@@ -94,7 +94,7 @@ async def test_of_a_comm_that_others_have_closed() -> None:
         await a.diagnose()
 
 
-async def test_of_a_child_that_others_have_closed() -> None:
+async def test_a_child_that_other_ranks_have_closed() -> None:
     async with loopback_world(2) as (a, b):
         one, other = await asyncio.gather(a.dup("child"), b.dup("child"))
         await other.aclose()

@@ -1,4 +1,4 @@
-"""What is in flight, counted, and held back where it is too much."""
+"""Operations in flight: their statistics, deadlines and limits."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from asynccomm import Comm, CommStatistics, Work
+from asynccomm import ClosedError, Comm, CommOptions, CommStatistics, Work
 from asynccomm.backends.loopback import Hub, LoopbackBackend
+from asynccomm.comm.in_flight import InFlight, RollCall, timeout_error
+from asynccomm.core.mailbox import Mailbox
+from asynccomm.core.work import UNNUMBERED
+from asynccomm.ops import Barrier
+from asynccomm.ops.validation import CommInfo
 from asynccomm.testing.local import loopback_world
 
 
@@ -42,21 +47,21 @@ async def test_every_number_of_the_statistics() -> None:
         assert a.statistics() == CommStatistics(submitted=3, in_flight=0, bytes_in_flight=0, batches=1)
 
 
-async def test_what_is_done_is_not_in_flight_any_more() -> None:
+async def test_a_done_work_is_not_in_flight() -> None:
     """Not even before the thread that settles it has come to the end of that."""
     async with loopback_world(2) as (a, b):
         hub_of(a).hold()
         work = a.all_reduce(torch.ones(4))
         seen: list[tuple[bool, CommStatistics, list[Work[Any]]]] = []
-        work.listen(lambda: seen.append((work.done(), a.statistics(), a._session.pending())))
-        assert a._session.pending() == [work]
+        work.listen(lambda: seen.append((work.done(), a.statistics(), a._session.in_flight.pending())))
+        assert a._session.in_flight.pending() == [work]
         b.all_reduce(torch.ones(4))
         hub_of(a).release()
         await work
         assert seen == [(True, CommStatistics(submitted=1, in_flight=0, bytes_in_flight=0), [])]
 
 
-async def test_who_waits_until_there_is_less() -> None:
+async def test_ready_waits_and_counts_its_waits() -> None:
     async with loopback_world(2, max_bytes=100) as (a, b):
         hub_of(a).hold()
         await a.ready()
@@ -103,3 +108,96 @@ async def test_an_extended_timeout_ends_with_the_first_call_after_it() -> None:
         with pytest.raises(ValueError, match="extra must be positive, got -1"):
             a.extend_timeout(-1)
         await asyncio.gather(*(b.all_reduce(torch.ones(1)) for _ in range(3)))
+
+
+# -- alone, without a submitter
+
+
+class Alone:
+    """An InFlight whose Works are added and settled by the test."""
+
+    def __init__(self, **options: Any) -> None:
+        self.expired: list[Work[Any]] = []
+        self.mailbox = Mailbox(asyncio.get_running_loop())
+        self.in_flight = InFlight(CommOptions(**options), self.mailbox, self.expired.append)
+
+    def work(self, nbytes: int = 0, seq: int = 0, timeout: float = 60.0) -> Work[Any]:
+        work: Work[Any] = Work(
+            Barrier(), seq, self.mailbox, value=None, timeout=timeout, on_settled=self.in_flight.settled
+        )
+        self.in_flight.works[work] = nbytes
+        self.in_flight.submitted += 1
+        return work
+
+
+def stay_open() -> None:
+    """For a comm that is open."""
+
+
+async def test_settling_removes_a_work() -> None:
+    alone = Alone()
+    late, early = alone.work(8), alone.work(4, UNNUMBERED)
+    early.started = late.started - 1
+    assert alone.in_flight.pending() == [early, late]
+    assert alone.in_flight.statistics()[:4] == (2, 2, 12, 1)
+    late.settle()
+    assert alone.in_flight.works == {early: 4}
+    assert alone.in_flight.statistics()[:4] == (2, 1, 4, 1)
+
+
+async def test_held_operations_do_not_count_for_ready() -> None:
+    alone = Alone(max_ops=1)
+    alone.work(seq=UNNUMBERED)
+    await asyncio.wait_for(alone.in_flight.ready(stay_open), 10)
+    sent = alone.work()
+    waiting = asyncio.ensure_future(alone.in_flight.ready(stay_open))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    sent.settle()
+    await asyncio.wait_for(waiting, 10)
+
+
+async def test_ready_raises_the_error_of_a_comm_that_ends() -> None:
+    alone = Alone(max_ops=1)
+    works = [alone.work(), alone.work()]
+    errors: list[Exception] = []
+
+    def check_open() -> None:
+        for error in errors:
+            raise error
+
+    waiting = asyncio.ensure_future(alone.in_flight.ready(check_open))
+    await asyncio.sleep(0)
+    errors.append(ClosedError("closed"))
+    works[0].settle()
+    with pytest.raises(ClosedError):
+        await asyncio.wait_for(waiting, 10)
+    assert alone.in_flight.statistics().waiting == 0
+
+
+async def test_waiting_for_operations_that_threads_settle() -> None:
+    alone = Alone()
+    works = [alone.work() for _ in range(3)]
+    waiting = asyncio.ensure_future(alone.in_flight.wait_while(lambda: bool(alone.in_flight.works)))
+    for work in works:
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await asyncio.to_thread(work.settle)
+    await asyncio.wait_for(waiting, 10)
+
+
+async def test_the_first_work_past_its_deadline_is_reported() -> None:
+    alone = Alone()
+    works = [alone.work(timeout=timeout) for timeout in (30, 0.01)]
+    for work in works:
+        alone.in_flight.deadlines.add(work)
+    await asyncio.sleep(0.1)
+    assert alone.expired == works[1:]
+
+
+async def test_the_error_of_a_timeout() -> None:
+    work = Alone().work(seq=4, timeout=0.5)
+    group = CommInfo("grads", 1, 3, torch.device("cpu"))
+    error = timeout_error(group, work, RollCall([2], [0, 1], ["busy"]))
+    assert (error.op, error.seq, error.timeout) == (Barrier(), 4, 0.5)
+    assert (error.missing, error.arrived) == ((2,), (0, 1))

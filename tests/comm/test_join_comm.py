@@ -86,7 +86,7 @@ async def check(comms: Sequence[Comm]) -> None:
 
 
 @pytest.mark.parametrize("backend", ["loopback", "gloo", "shm"])
-async def test_one_comes_in(backend: str) -> None:
+async def test_a_newcomer_joins(backend: str) -> None:
     store = MemoryStore()
     async with world(2, store, backend) as comms:
         coming = joining(store)
@@ -120,7 +120,7 @@ async def test_several_come_in_anywhere_and_go_on_as_all_others() -> None:
         await close([*last, *newer, *found])
 
 
-async def test_a_comm_whose_ranks_are_called_otherwise_in_the_job() -> None:
+async def test_a_comm_with_other_ranks_in_the_job() -> None:
     store = MemoryStore()
     async with world(3, store) as comms:
         parts = await asyncio.gather(*(comm.split([2, 1], "part") for comm in comms[1:]))
@@ -173,16 +173,16 @@ async def test_on_a_store_that_a_rank_hosts_which_leaves() -> None:
         await close(found)
 
 
-async def test_nobody_takes_it_in() -> None:
+async def test_no_rank_adds_the_process() -> None:
     store = MemoryStore()
-    with pytest.raises(RendezvousError, match=r"nobody took this process into comm 'main' within 0.1 s"):
+    with pytest.raises(RendezvousError, match=r"no rank of comm 'main' has added this process within 0.1 s"):
         await joining(store, timeout=0.1)
     with pytest.raises(StoreError):
         await joining("tcp://127.0.0.1:9", timeout=0.1)
     async with world(1, store) as comms:
         coming = joining(store, name="another", timeout=0.2)
         assert await comms[0].newcomers() == []
-        with pytest.raises(RendezvousError, match=r"comm 'another' within 0\.2 s"):
+        with pytest.raises(RendezvousError, match=r"comm 'another' has added this process within 0\.2 s"):
             await coming
 
 
@@ -203,7 +203,7 @@ async def test_another_backend_does_not_hold_up_the_others() -> None:
         (name,) = await waiting(comms[0], 1)
         found = await together([*(comm.reconfigure([0, 1, name], timeout=600) for comm in comms), coming])
         assert isinstance(found[2], RendezvousError)
-        assert "comm 'main' uses backend 'loopback', and 'gloo' was asked for here" in str(found[2])
+        assert "comm 'main' uses backend 'loopback', but this process requests 'gloo'" in str(found[2])
         assert [comm.size for comm in found[:2]] == [2, 2]
         await check(found[:2])
         await close(found[:2])
@@ -263,7 +263,7 @@ async def test_one_that_dies_while_they_connect(monkeypatch: pytest.MonkeyPatch)
         await close(found)
 
 
-async def test_one_that_never_comes_is_left_out_in_time() -> None:
+async def test_an_invited_process_that_never_joins_is_left_out_in_time() -> None:
     store = MemoryStore()
     async with world(2, store) as comms:
         found = await together([comm.reconfigure([0, 1, "nobody"], timeout=0.2) for comm in comms])
@@ -317,19 +317,21 @@ async def test_it_cannot_connect(monkeypatch: pytest.MonkeyPatch) -> None:
         await check(comms)  # as they were
 
 
-async def test_it_does_not_wait_for_ever_once_it_is_invited() -> None:
+async def test_the_wait_of_an_invited_process_has_a_limit() -> None:
     store = MemoryStore()
     async with world(2, store) as comms:
         coming = joining(store, timeout=1)
         (name,) = await waiting(comms[0], 1)
         call = asyncio.ensure_future(_await(comms[0].reconfigure([0, 1, name])))  # and the other one does not
-        with pytest.raises(RendezvousError, match="comm 'main' has invited this process, and not gone on within 1 s"):
+        with pytest.raises(
+            RendezvousError, match="comm 'main' has invited this process, but did not connect within 1 s"
+        ):
             await coming
         call.cancel()
         await asyncio.wait([call])
 
 
-async def test_all_that_have_invited_it_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_all_inviting_ranks_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guest_module, "REACH_SECONDS", 0.2)
     store = MemoryStore()
     async with world(2, store) as comms:
@@ -347,7 +349,7 @@ async def test_all_that_have_invited_it_are_gone(monkeypatch: pytest.MonkeyPatch
         await asyncio.wait([call])
 
 
-async def test_the_root_dies_while_it_waits_for_a_decision() -> None:
+async def test_the_root_dies_before_the_decision() -> None:
     store = MemoryStore()
     async with world(3, store) as comms:
         coming = joining(store)

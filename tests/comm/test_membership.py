@@ -155,7 +155,7 @@ def decided(key: str) -> Prepare:
     return Prepare(View(key, 0, 0, (0, 1)))
 
 
-async def test_what_is_committed_is_what_comes_back() -> None:
+async def test_the_committed_session_is_returned() -> None:
     client, formed = Voter(), Formed()
 
     async def form(decision: View) -> Any:
@@ -215,7 +215,7 @@ async def test_an_attempt_that_still_connects_is_cancelled() -> None:
 @pytest.mark.parametrize(
     "error", [BackendError("no route"), OSError("no route"), KeyError("no route"), AssertionError("no route")]
 )
-async def test_the_others_hear_of_any_failure(error: Exception) -> None:
+async def test_any_failure_is_reported_to_the_other_ranks(error: Exception) -> None:
     client = Voter()
 
     async def form(decision: View) -> Any:
@@ -341,7 +341,7 @@ async def test_one_dies_after_the_other_until_one_is_left() -> None:
         await close(left)
 
 
-async def test_nobody_has_to_be_lost() -> None:
+async def test_shrinking_without_a_loss() -> None:
     async with loopback_world(3) as comms:
         for _ in range(3):
             new = await shrunk(comms)
@@ -412,7 +412,7 @@ async def test_a_rank_that_cannot_connect_is_tried_again(monkeypatch: pytest.Mon
         await close(new)
 
 
-async def test_ranks_that_cannot_connect_at_all_are_told_so_and_the_comm_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ranks_that_cannot_connect_get_an_error_and_keep_the_comm(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = True
 
     async def failing(place: Any, group: Any, *arguments: Any, **more: Any) -> Any:
@@ -434,7 +434,7 @@ async def test_ranks_that_cannot_connect_at_all_are_told_so_and_the_comm_lives(m
         await close(new)
 
 
-async def test_all_hear_of_different_wishes_and_may_call_again() -> None:
+async def test_different_proposals_fail_on_all_ranks_and_may_be_repeated() -> None:
     async with loopback_world(3) as comms:
         for _ in range(2):
             errors = await together([comm.shrink([2] if comm.rank == 0 else []) for comm in comms])
@@ -447,7 +447,7 @@ async def test_all_hear_of_different_wishes_and_may_call_again() -> None:
         await close(new)
 
 
-async def test_who_is_excluded_is_told() -> None:
+async def test_an_excluded_rank_gets_an_error() -> None:
     async with loopback_world(3) as comms:
         waiting = comms[2].recv(torch.zeros(1), 0)
         new = await shrunk(comms[:2], exclude=[2])
@@ -461,7 +461,7 @@ async def test_who_is_excluded_is_told() -> None:
         await close(new)
 
 
-async def test_who_does_not_come_in_time_is_left_out_and_told() -> None:
+async def test_a_late_rank_is_left_out_and_gets_an_error() -> None:
     async with loopback_world(3) as comms:
         new = await shrunk(comms[1:], timeout=0.2)
         assert new[0].parent_ranks == (1, 2)
@@ -471,7 +471,7 @@ async def test_who_does_not_come_in_time_is_left_out_and_told() -> None:
         await close(new)
 
 
-async def test_who_does_not_answer_is_left_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_rank_that_does_not_reply_is_left_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async with loopback_world(3) as comms:
         _stop(comms, 2, monkeypatch)
         new = await shrunk(comms[:2], timeout=60)
@@ -493,7 +493,7 @@ async def test_a_root_that_does_not_answer_does_not_go_on_alone(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("alone_first", [False, True])
-async def test_ranks_that_cannot_hear_of_each_other_do_not_all_go_on(alone_first: bool) -> None:
+async def test_ranks_cut_off_from_each_other_do_not_all_go_on(alone_first: bool) -> None:
     async with loopback_world(3) as comms:
         channel = comms[2]._session.identity.job.channel
         assert channel is not None
@@ -532,7 +532,7 @@ def _stop(comms: Sequence[Comm], rank: int, monkeypatch: pytest.MonkeyPatch) -> 
             monkeypatch.setattr(channel._router, "silence", lambda r, heard=heard: 9.0 if r == rank else heard(r))
 
 
-async def test_a_rank_that_is_given_up_while_it_asks_is_left_out() -> None:
+async def test_a_rank_declared_lost_during_its_request_is_left_out() -> None:
     async with loopback_world(3) as comms:
         asking = asyncio.ensure_future(_await(comms[1].shrink()))
         await until(lambda: _asking(comms[1]))
@@ -549,7 +549,7 @@ async def test_a_rank_that_is_given_up_while_it_asks_is_left_out() -> None:
 # -- the old comm -----------------------------------------------------------------------------------------------------
 
 
-async def test_what_is_in_flight_comes_in_first() -> None:
+async def test_operations_in_flight_complete_first() -> None:
     async with loopback_world(2) as comms:
         tensor = torch.zeros(1)
         received = comms[0].recv(tensor, 1)
@@ -579,7 +579,7 @@ async def test_an_idle_stream_is_no_obstacle() -> None:
         await close(new)
 
 
-async def test_what_was_called_meanwhile_does_not_hold_it_up() -> None:
+async def test_later_calls_do_not_delay_shrinking() -> None:
     async with loopback_world(2) as comms:
         calls = [asyncio.ensure_future(_await(comms[0].shrink()))]
         await until(lambda: _asking(comms[0]))
@@ -591,7 +591,7 @@ async def test_what_was_called_meanwhile_does_not_hold_it_up() -> None:
         await close(new)
 
 
-async def test_closing_it_meanwhile_ends_the_wait() -> None:
+async def test_closing_the_comm_meanwhile_ends_the_wait() -> None:
     async with loopback_world(2) as comms:
         calls = [asyncio.ensure_future(_await(comms[0].shrink()))]
         await until(lambda: _asking(comms[0]))
@@ -635,7 +635,7 @@ async def test_cancelling_leaves_the_others_alone_and_is_final() -> None:
 
 
 @pytest.mark.parametrize("turns", [1, 2, 3])
-async def test_cancelling_before_it_has_asked_is_final_too(turns: int) -> None:
+async def test_cancelling_before_the_request_is_final(turns: int) -> None:
     async with loopback_world(2, timeout=3600) as comms:
         call = asyncio.ensure_future(_await(comms[0].shrink()))
         for _ in range(turns):
@@ -649,7 +649,7 @@ async def test_cancelling_before_it_has_asked_is_final_too(turns: int) -> None:
         await close(new)
 
 
-async def test_a_rank_that_closed_it_before_anybody_asked_is_not_waited_for() -> None:
+async def test_a_rank_that_closed_the_comm_before_is_not_awaited() -> None:
     async with loopback_world(3, timeout=3600) as comms:
         left = await asyncio.gather(*(comm.split([0, 1, 2], "part") for comm in comms))
         await left[1].aclose()  # and stays, with the other comm
@@ -819,7 +819,7 @@ async def test_on_a_store_that_one_of_them_hosts() -> None:
         await thrice(comms)
 
 
-async def test_the_survivors_host_a_store_when_theirs_is_gone() -> None:
+async def test_the_survivors_host_a_store_when_the_old_store_is_lost() -> None:
     server = serve("127.0.0.1", listen("127.0.0.1", 0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
@@ -852,7 +852,7 @@ async def test_hosts_that_differ_meet_by_tcp(monkeypatch: pytest.MonkeyPatch) ->
         await close(new)
 
 
-async def test_the_last_one_dies_while_they_connect_and_the_root_goes_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_root_goes_on_alone_if_the_last_peer_dies_while_connecting(monkeypatch: pytest.MonkeyPatch) -> None:
     async def dying(place: Any, group: Any, *arguments: Any, **more: Any) -> Any:
         if group.size == 2 and group.rank == 1:
             die(comms[1])
@@ -960,7 +960,7 @@ def test_a_rank_that_is_stopped(nursery: Nursery, victim: int, agent: bool) -> N
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_that_is_stopped_while_it_is_idle(nursery: Nursery, victim: int) -> None:
+def test_a_rank_that_is_stopped_while_idle(nursery: Nursery, victim: int) -> None:
     found = nursery.run(stop_idle, 3, victim)
     left = [rank for rank in range(3) if rank != victim]
     error, reason = found.pop(victim)

@@ -63,7 +63,7 @@ async def test_on_every_kind_of_store(store: Store) -> None:
     assert await asyncio.gather(*(take_part(side, 20) for side in (c, b, a))) == [None] * 3
 
 
-async def test_all_who_decide_at_once_agree() -> None:
+async def test_ranks_that_decide_at_once_agree() -> None:
     for _ in range(20):
         store = MemoryStore()
         group = sides(store, 6)
@@ -104,12 +104,12 @@ async def test_the_first_verdict_counts() -> None:
         b'{"rank": 0, "missing": [1], "elapsed": -1}',
     ],
 )
-async def test_what_is_no_verdict_is_named(rank: int, text: bytes) -> None:
+async def test_an_invalid_verdict_is_shown(rank: int, text: bytes) -> None:
     store = MemoryStore()
     side = sides(store, 2)[rank]
     for key in ("decided", "verdict"):
         await store.set(f"monitored/0/{key}", text)
-    with pytest.raises(StoreProtocolError, match="as the verdict of a monitored barrier is none: b'") as caught:
+    with pytest.raises(StoreProtocolError, match="invalid verdict for a monitored barrier: b'") as caught:
         await take_part(side, 5)
     assert len(str(caught.value)) < 1000
 
@@ -157,7 +157,7 @@ async def test_bad_arguments_raise_at_the_call() -> None:
 
 
 @pytest.mark.parametrize(("wait_all_ranks", "missing"), [(False, (1,)), (True, (1, 3))])
-async def test_who_is_missing_is_named_on_all(wait_all_ranks: bool, missing: tuple[int, ...]) -> None:
+async def test_missing_ranks_are_named_on_all_ranks(wait_all_ranks: bool, missing: tuple[int, ...]) -> None:
     async with loopback_world(5) as comms:
         start = time.monotonic()
         works = [comms[rank].monitored_barrier(0.1, wait_all_ranks) for rank in (0, 2, 4)]
@@ -190,7 +190,7 @@ async def test_rank_0_and_others_are_missing() -> None:
         assert missing_of(errors) == [(0, 2), (0, 2)]
 
 
-async def test_word_of_a_failed_round_does_not_count_in_the_next() -> None:
+async def test_arrivals_of_a_failed_round_do_not_count_in_the_next() -> None:
     async with loopback_world(2) as (a, b):
         for turn in range(3):  # each has given up before the other comes, and leaves word that it came
             first, second = (a, b) if turn % 2 else (b, a)
@@ -225,7 +225,7 @@ async def test_a_rank_with_less_patience_fails_the_round_for_all() -> None:
         assert missing_of(await outcomes([comms[3].monitored_barrier(30)])) == [(3,)]
 
 
-async def test_rank_0_came_and_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rank_0_arrives_and_publishes_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     async with loopback_world(2) as (a, b):
 
         async def stuck(*_: Any) -> None:
@@ -237,7 +237,7 @@ async def test_rank_0_came_and_does_not_answer(monkeypatch: pytest.MonkeyPatch) 
         assert isinstance((await outcomes(works[:1]))[0], StoreTimeoutError)
 
 
-async def test_a_rank_0_that_decides_a_little_later_is_heard() -> None:
+async def test_a_slightly_late_verdict_of_rank_0_counts() -> None:
     async with loopback_world(3) as comms:
         early = comms[1].monitored_barrier(0.1)
         await asyncio.sleep(0.05)
@@ -371,7 +371,7 @@ async def test_a_store_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.undo()
 
 
-def test_waiting_for_it_when_the_loop_does_not_turn() -> None:
+def test_waiting_in_a_thread_while_the_loop_is_blocked() -> None:
     with asyncio.Runner() as runner:
         comm = runner.run(_open_one())
         work = comm.monitored_barrier(0.05)

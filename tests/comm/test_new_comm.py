@@ -165,7 +165,7 @@ async def test_loopback_needs_a_memory_store(environ: pytest.MonkeyPatch) -> Non
         await new_comm("loopback")
 
 
-async def test_a_backend_that_cannot_connect_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failure_to_connect_is_sent_to_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     connect = LoopbackBackend.connect.__func__  # type: ignore[attr-defined]
 
     async def half_broken(cls: type[Backend], context: BackendContext) -> Backend:
@@ -269,7 +269,7 @@ async def test_a_transport_that_fails_when_a_rank_dies_is_a_lost_rank(monkeypatc
     assert [str(error) for error in errors] == ["rank 1 was lost: its control connection ended"] * 2
 
 
-async def test_what_has_broken_the_parent_needs_no_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_error_of_a_broken_parent_is_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CONNECT_SECONDS", "EXPLAIN_SECONDS"):
         monkeypatch.setattr(session_module, name, 3600.0)
     async with loopback_world(2) as (a, b):
@@ -352,7 +352,7 @@ async def test_auto_takes_the_first_that_suits(caplog: pytest.LogCaptureFixture)
 
 
 @pytest.mark.usefixtures("auto")
-async def test_auto_goes_on_to_the_next_and_says_why(
+async def test_auto_tries_the_next_backend_and_logs_the_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(First, "problem", "rank 1 is on the moon")
@@ -365,7 +365,9 @@ async def test_auto_goes_on_to_the_next_and_says_why(
 
 @pytest.mark.usefixtures("auto")
 @pytest.mark.parametrize("backend", ["auto", "first"])
-async def test_when_none_suits_the_last_one_says_why(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+async def test_without_a_suitable_backend_the_last_error_is_raised(
+    monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
     monkeypatch.setattr(First, "problem", "the first has no hands")
     monkeypatch.setattr(Second, "problem", "the second has no feet")
     reason = "the first has no hands" if backend == "first" else "the second has no feet"
@@ -374,7 +376,7 @@ async def test_when_none_suits_the_last_one_says_why(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("auto")
-async def test_only_what_does_not_suit_leads_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_an_unsuitable_backend_leads_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(context: BackendContext) -> Backend:
         raise BackendError("broken on one rank, for all we know")
 

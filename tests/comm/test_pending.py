@@ -28,13 +28,13 @@ def connecting(thing: Thing | None) -> PendingComm[Thing | None]:
     return PendingComm(connect)
 
 
-async def test_awaiting_gives_it_open() -> None:
+async def test_awaiting_gives_an_open_comm() -> None:
     thing = Thing()
     assert await connecting(thing) is thing
     assert thing.left_with == []
 
 
-async def test_entering_gives_it_and_closes_it() -> None:
+async def test_entering_gives_the_comm_and_leaving_closes_it() -> None:
     thing = Thing()
     async with connecting(thing) as entered:
         assert entered is thing

@@ -1,4 +1,4 @@
-"""A comm's side of the control channel: what it remembers, answers, and makes of what it hears."""
+"""A comm's side of the control channel: its messages, its replies, and the errors that messages cause."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from asynccomm import AbortedError, BrokenError, CollectiveMismatchError, Comm, PeerLostError
-from asynccomm.comm.reporter import COMPARED, REMEMBERED, Reporter
+from asynccomm.comm.in_flight import InFlight
+from asynccomm.comm.reporter import Reporter
+from asynccomm.comm.submission import COMPARED, REMEMBERED, Submitter
 from asynccomm.comm.wire_errors import encode_error
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.transport.framing import ControlMessage
@@ -26,27 +28,8 @@ from asynccomm.ops.p2p import Send
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.signature import signature
 from asynccomm.ops.validation import CommInfo
+from asynccomm.options import CommOptions
 from asynccomm.testing.local import loopback_world
-
-
-class Session:
-    """What a reporter needs of one."""
-
-    error: Any = None
-    counts = (3, 1)
-
-    def __init__(self) -> None:
-        self.broken: list[BrokenError] = []
-        self.works: list[Work[Any]] = []
-
-    def pending(self) -> list[Work[Any]]:
-        return self.works
-
-    def outstanding(self, tag: str) -> int:
-        return {"x": 2}.get(tag, 0)
-
-    def break_by(self, error: BrokenError) -> None:
-        self.broken.append(error)
 
 
 class Line:
@@ -78,14 +61,20 @@ class Line:
 
 
 class Parts:
+    """A reporter on a submitter without a backend, of which 3 collectives and 1 message are numbered."""
+
     def __init__(self) -> None:
-        self.session = Session()
         self.line = Line()
-        loop = asyncio.get_running_loop()
+        self.broken: list[BrokenError] = []
+        self.mailbox = Mailbox(asyncio.get_running_loop())
         group = CommInfo("grads", 0, 3, torch.device("cpu"))
+        self.in_flight = InFlight(CommOptions(), self.mailbox, lambda work: None)
+        self.submitter = Submitter(group, self.mailbox, self.in_flight, self.broken.append)
+        self.submitter.numbers = [3, 1]
+        ordering: Any = SimpleNamespace(outstanding={"x": 2}.__getitem__)
+        self.submitter.ordering = ordering
         channel: Any = self.line
-        self.reporter = Reporter(group, channel, "key", [10, 11, 12], self.session, loop)
-        self.mailbox = Mailbox(loop)
+        self.reporter = Reporter(channel, "key", [10, 11, 12], self.submitter, self.broken.append)
 
     def work(self, op: Any, seq: int) -> Work[Any]:
         work: Work[Any] = Work(op, seq, self.mailbox, value=None, timeout=60.0, on_settled=lambda work: None)
@@ -94,7 +83,9 @@ class Parts:
 
     def issue(self, op: Any, seq: int, batch: int = 1) -> Work[Any]:
         work = self.work(op, seq)
-        self.reporter.issued(work, batch)
+        self.submitter.recent.append((work.op, work.site, work.seq, work.started))
+        if self.submitter._compare is not None:
+            self.submitter._compare(work, batch)
         return work
 
 
@@ -106,10 +97,10 @@ async def parts() -> Parts:
 REDUCE = AllReduce(torch.float32, 7, ReduceOp.SUM)
 
 
-# -- what it tells ----------------------------------------------------------------------------------------------------
+# -- messages to the other ranks --------------------------------------------------------------------------------------
 
 
-async def test_it_enrols_and_withdraws(parts: Parts) -> None:
+async def test_a_reporter_subscribes_and_unsubscribes(parts: Parts) -> None:
     assert parts.line.enrolled == ["key"]
     parts.reporter.end()
     parts.reporter.followers = [0, 2]
@@ -118,18 +109,18 @@ async def test_it_enrols_and_withdraws(parts: Parts) -> None:
     assert parts.line.withdrawn == [{"rank": 0, "kind": "closed"}, followed]
 
 
-async def test_who_closes_it_because_of_a_loss_says_so(parts: Parts) -> None:
-    parts.session.error = PeerLostError(2, "its connection ended")
+async def test_closing_because_of_a_loss_reports_the_loss(parts: Parts) -> None:
+    parts.submitter.error = PeerLostError(2, "its connection ended")
     parts.reporter.end()
     assert parts.line.withdrawn == [{"rank": 0, "kind": "closed", "lost": 2, "reason": "its connection ended"}]
-    parts.session.error = AbortedError(1, "enough")  # which everybody has been told
+    parts.submitter.error = AbortedError(1, "enough")  # which everybody has been told
     parts.reporter.end()
     assert parts.line.withdrawn[1:] == [{"rank": 0, "kind": "closed"}]
 
 
-async def test_what_breaks_it_is_told_with_its_rank(parts: Parts) -> None:
+async def test_the_error_that_breaks_the_comm_is_sent_with_its_rank(parts: Parts) -> None:
     done = threading.Event()
-    parts.reporter.tell(AbortedError(0, "enough"), done.set)
+    parts.reporter.send_error(AbortedError(0, "enough"), done.set)
     assert parts.line.told == [{"rank": 0, "kind": "abort", "reason": "enough"}]
     assert done.is_set()
 
@@ -138,7 +129,7 @@ async def test_fingerprints_are_taken_only_if_the_backend_does_not_compare(parts
     parts.issue(REDUCE, 0)
     assert parts.reporter.fingerprints() == (3, [])
     assert parts.line.looks == 0
-    parts.reporter.compare_fingerprints()
+    parts.submitter.compare(parts.reporter.compare)
     parts.issue(REDUCE, 1, 2)
     parts.issue(Barrier(), 2, 0)
     parts.issue(Send(torch.float32, 3, 1, 0), 0)
@@ -147,11 +138,11 @@ async def test_fingerprints_are_taken_only_if_the_backend_does_not_compare(parts
     assert parts.reporter.fingerprints() == (3, []), "each once"
 
 
-# -- what it answers --------------------------------------------------------------------------------------------------
+# -- replies ----------------------------------------------------------------------------------------------------------
 
 
 async def test_a_state(parts: Parts) -> None:
-    parts.session.works = [parts.issue(REDUCE, number) for number in range(20)]
+    parts.in_flight.works = dict.fromkeys([parts.issue(REDUCE, number) for number in range(20)], 0)
     state = parts.reporter.answer({"what": "state", "tag": "x"})
     assert {key: state[key] for key in ("comm", "rank", "size", "state", "collectives", "messages", "in_flight")} == {
         "comm": "grads",
@@ -176,12 +167,12 @@ async def test_a_state(parts: Parts) -> None:
     ("error", "text"),
     [(None, "open"), (AbortedError(1, "enough"), "broken: aborted by rank 1: enough"), (ValueError(), "closed")],
 )
-async def test_how_it_is(parts: Parts, error: Any, text: str) -> None:
-    parts.session.error = error
+async def test_the_state_of_the_comm(parts: Parts, error: Any, text: str) -> None:
+    parts.submitter.error = error
     assert parts.reporter.answer({"what": "state"})["state"] == text
 
 
-async def test_what_was_issued_under_a_number(parts: Parts) -> None:
+async def test_the_operation_of_a_number(parts: Parts) -> None:
     parts.issue(REDUCE, 5)
     parts.issue(Send(torch.float32, 3, 1, 0), 6)
     found = parts.reporter.answer({"what": "explain", "seq": 5})
@@ -193,16 +184,16 @@ async def test_what_was_issued_under_a_number(parts: Parts) -> None:
     assert parts.reporter.answer({"what": "explain", "seq": 5}) == {}, "long ago"
 
 
-async def test_what_is_in_flight_is_known_however_long_ago_it_was_called(parts: Parts) -> None:
-    parts.session.works = [parts.issue(REDUCE, 5)]
+async def test_operations_in_flight_are_explained_at_any_age(parts: Parts) -> None:
+    parts.in_flight.works = dict.fromkeys([parts.issue(REDUCE, 5)], 0)
     for number in range(REMEMBERED):
         parts.issue(Barrier(), 100 + number)
     assert parts.reporter.answer({"what": "explain", "seq": 5})["op"] == str(REDUCE)
 
 
-async def test_more_is_remembered_where_fingerprints_are_compared(parts: Parts) -> None:
+async def test_more_calls_are_stored_where_fingerprints_are_compared(parts: Parts) -> None:
     parts.issue(REDUCE, 5)
-    parts.reporter.compare_fingerprints()
+    parts.submitter.compare(parts.reporter.compare)
     for number in range(COMPARED - 1):
         parts.issue(Barrier(), 100 + number)
     assert parts.reporter.answer({"what": "explain", "seq": 5})["op"] == str(REDUCE)
@@ -210,19 +201,19 @@ async def test_more_is_remembered_where_fingerprints_are_compared(parts: Parts) 
     assert parts.reporter.answer({"what": "explain", "seq": 5}) == {}
 
 
-async def test_a_question_that_nobody_knows(parts: Parts) -> None:
+async def test_an_unknown_request(parts: Parts) -> None:
     assert parts.reporter.answer({"what": "is love"}) == {}
     assert parts.reporter.answer({}) == {}
 
 
 async def test_a_session_that_was_dropped(parts: Parts) -> None:
-    parts.session = None  # type: ignore[assignment]
+    del parts.submitter
     gc.collect()
     assert parts.reporter.answer({"what": "state"}) == {}
     parts.reporter.hear(11, {"rank": 1, **encode_error(AbortedError(1, "enough"))})
 
 
-async def test_a_loop_that_does_not_turn_is_blocked(parts: Parts) -> None:
+async def test_a_loop_that_does_not_run_is_blocked(parts: Parts) -> None:
     parts.reporter.answer({"what": "ping"})
     time.sleep(0.1)  # nothing turns meanwhile
     assert parts.reporter.answer({"what": "state"})["blocked"]
@@ -232,7 +223,7 @@ async def test_a_loop_that_does_not_turn_is_blocked(parts: Parts) -> None:
     assert not parts.reporter.answer({"what": "state"})["blocked"], "it has had no time yet"
 
 
-async def test_ranks_that_do_not_answer(parts: Parts) -> None:
+async def test_ranks_that_do_not_reply(parts: Parts) -> None:
     states = {rank: parts.reporter._state(rank, None) for rank in range(3)}
     assert (states[0].answered, states[0].silent) == (False, 2.5)
     assert states[1].gone == "its process ended"
@@ -240,55 +231,55 @@ async def test_ranks_that_do_not_answer(parts: Parts) -> None:
     assert parts.reporter._state(1, {"state": "open", "pid": []}).gone == "its process ended", "nonsense is no answer"
 
 
-# -- what it hears ----------------------------------------------------------------------------------------------------
+# -- messages from the other ranks ------------------------------------------------------------------------------------
 
 
-async def test_news_of_others_break_it(parts: Parts) -> None:
+async def test_an_error_of_another_rank_breaks_the_comm(parts: Parts) -> None:
     parts.reporter.hear(12, {"rank": 77, **encode_error(AbortedError(77, "enough"))})
-    (error,) = parts.session.broken
+    (error,) = parts.broken
     assert str(error) == "aborted by rank 2: enough", "who sent it, whatever it says"
 
 
 @pytest.mark.parametrize("item", [{"kind": "closed"}, {"kind": "unheard of"}])
-async def test_other_news_do_not(parts: Parts, item: ControlMessage) -> None:
+async def test_other_messages_do_not_break_the_comm(parts: Parts, item: ControlMessage) -> None:
     parts.reporter.hear(11, {"rank": 1, **item})
-    assert parts.session.broken == []
+    assert parts.broken == []
 
 
-async def test_news_of_who_is_not_in_the_comm(parts: Parts) -> None:
+async def test_messages_about_ranks_outside_the_comm(parts: Parts) -> None:
     parts.reporter.hear(99, {"rank": 0, **encode_error(AbortedError(0, "enough"))})
     parts.reporter.lose(99, "its process ended")
-    assert parts.session.broken == []
+    assert parts.broken == []
 
 
-async def test_that_others_take_this_rank_for_lost_is_no_news_to_it(parts: Parts) -> None:
+async def test_the_loss_of_this_rank_does_not_break_the_comm(parts: Parts) -> None:
     parts.reporter.hear(11, {"rank": 1, **encode_error(PeerLostError(0, "it was silent"))})
-    assert parts.session.broken == []
+    assert parts.broken == []
     parts.reporter.hear(11, {"rank": 1, **encode_error(PeerLostError(2, "it was silent"))})
-    assert [str(error) for error in parts.session.broken] == ["rank 2 was lost: it was silent"]
+    assert [str(error) for error in parts.broken] == ["rank 2 was lost: it was silent"]
 
 
-async def test_who_has_closed_it_because_of_a_loss_breaks_it(parts: Parts) -> None:
+async def test_closing_because_of_a_loss_breaks_the_comm(parts: Parts) -> None:
     parts.reporter.hear(11, {"rank": 1, "kind": "closed", "lost": 2, "reason": "its connection ended"})
     parts.reporter.hear(11, {"rank": 1, "kind": "closed", "lost": 0, "reason": "its connection ended"})
     parts.reporter.hear(11, {"rank": 1, "kind": "closed", "lost": [], "reason": "its connection ended"})
-    assert [str(error) for error in parts.session.broken] == [
+    assert [str(error) for error in parts.broken] == [
         "rank 2 was lost: its connection ended",
-        "rank 1 was lost: it has given this rank up: its connection ended",
+        "rank 1 was lost: it has declared this rank lost: its connection ended",
         "rank 1 reports an error that cannot be read, of the kind 'lost'",
     ]
     parts.reporter.lose(11, "its process ended")
-    assert len(parts.session.broken) == 3, "it had closed this comm"
+    assert len(parts.broken) == 3, "it had closed this comm"
 
 
-async def test_a_lost_rank_breaks_it_unless_it_had_closed(parts: Parts) -> None:
+async def test_a_lost_rank_breaks_the_comm_unless_it_had_closed(parts: Parts) -> None:
     parts.reporter.lose(11, "")
-    assert parts.session.broken == [], "it has left in good order"
+    assert parts.broken == [], "it has left in good order"
     parts.reporter.hear(11, {"rank": 1, "kind": "closed"})
     parts.reporter.lose(11, "its process ended")
-    assert parts.session.broken == [], "it had closed this comm"
+    assert parts.broken == [], "it had closed this comm"
     parts.reporter.lose(12, "its process ended")
-    (error,) = parts.session.broken
+    (error,) = parts.broken
     assert isinstance(error, PeerLostError)
     assert error.args == (2, "its process ended")
 
@@ -296,9 +287,9 @@ async def test_a_lost_rank_breaks_it_unless_it_had_closed(parts: Parts) -> None:
 async def test_a_difference_names_both_sides(parts: Parts) -> None:
     sides = [{"op": "barrier()", "site": "a.py:1 in f"}, {}]
     parts.reporter.hear(99, {"kind": "differs", "seq": 4, "jobs": [12, 10], "sides": sides})  # by the job's root
-    (error,) = parts.session.broken
+    (error,) = parts.broken
     assert isinstance(error, CollectiveMismatchError)
-    assert error.args == (4, 2, "barrier()", 0, "something that it does not remember", "a.py:1 in f", "")
+    assert error.args == (4, 2, "barrier()", 0, "a call that is no longer recorded", "a.py:1 in f", "")
 
 
 # -- on real channels -------------------------------------------------------------------------------------------------
@@ -311,7 +302,7 @@ async def test_states_of_the_others() -> None:
         assert reporter is not None
         states = await reporter.states([1, 2], 10)
         assert [states[rank].collectives for rank in (1, 2)] == [1, 0]
-        assert await reporter.ask([], 10, what="state") == {}
+        assert await reporter.request([], 10, what="state") == {}
         comms[2].barrier()
         await asyncio.gather(*works)
 
@@ -322,7 +313,7 @@ async def test_asking_a_channel_that_has_ended() -> None:
     reporter = a._session.reporter
     assert reporter is not None
     async with asyncio.timeout(10):
-        assert await reporter.ask([1], 60, what="state") == {}
+        assert await reporter.request([1], 60, what="state") == {}
     del b
 
 
@@ -333,7 +324,7 @@ async def test_a_comm_that_was_dropped_is_not_kept_alive() -> None:
         other = await making
         reporter = child._session.reporter
         assert reporter is not None
-        reference = reporter._session
+        reference = reporter._submitter
         with pytest.warns(ResourceWarning, match="never closed"):
             del child
             gc.collect()
@@ -367,5 +358,5 @@ async def test_a_split_comm_has_ranks_of_its_own() -> None:
 
 
 async def test_how_many_collectives_are_done(parts: Parts) -> None:
-    parts.session.works = [parts.issue(REDUCE, 2), parts.issue(Send(torch.float32, 3, 1, 0), 0)]
+    parts.in_flight.works = dict.fromkeys([parts.issue(REDUCE, 2), parts.issue(Send(torch.float32, 3, 1, 0), 0)], 0)
     assert parts.reporter.answer({"what": "state"})["finished"] == 2, "of three, of which one is not"

@@ -142,7 +142,7 @@ async def test_a_scope_is_entered_once(comm: Comm) -> None:
     assert comm.barrier().done(), "nothing is held any more"
 
 
-async def test_before_it_is_entered(comm: Comm) -> None:
+async def test_a_scope_before_it_is_entered(comm: Comm) -> None:
     batch = comm.coalesce()
     assert batch.works == []
     assert await batch == []
@@ -151,7 +151,7 @@ async def test_before_it_is_entered(comm: Comm) -> None:
     assert batch.works == []
 
 
-async def test_after_it_was_left(comm: Comm) -> None:
+async def test_a_scope_after_it_was_left(comm: Comm) -> None:
     with comm.coalesce() as batch:
         comm.barrier()
     works = batch.works
@@ -179,7 +179,7 @@ async def test_await_the_batch(pair: list[Comm]) -> None:
     assert len(await batches[1]) == 4
 
 
-async def test_awaiting_a_work_inside_sends_what_is_held(comm: Comm) -> None:
+async def test_awaiting_a_work_inside_sends_the_held_operations(comm: Comm) -> None:
     record = Recorder(comm)
     async with comm.coalesce() as batch:
         works = [comm.all_reduce(ones()) for _ in range(3)]
@@ -275,7 +275,7 @@ async def test_wait_on_a_loop_blocks_nothing(comm: Comm) -> None:
             work.wait()
 
 
-async def test_ready_does_not_wait_for_what_is_held() -> None:
+async def test_ready_does_not_wait_for_held_operations() -> None:
     async with loopback_world(1, max_ops=2, max_bytes=10) as (comm,), comm.coalesce():
         for _ in range(5):
             comm.all_reduce(ones(100))
@@ -284,7 +284,7 @@ async def test_ready_does_not_wait_for_what_is_held() -> None:
         assert comm.statistics().held == 5
 
 
-async def test_ready_waits_for_what_was_sent() -> None:
+async def test_ready_waits_for_sent_operations() -> None:
     async with loopback_world(2, max_ops=2) as (a, b):
         with a.coalesce() as batch:
             a.barrier()
@@ -443,7 +443,7 @@ async def test_an_inner_scope_joins(comm: Comm) -> None:
     assert outer.works == [first, second, third, last]
 
 
-async def test_awaiting_what_an_inner_scope_had(comm: Comm) -> None:
+async def test_awaiting_a_work_of_an_inner_scope(comm: Comm) -> None:
     async with comm.coalesce():
         first = comm.barrier()
         async with comm.coalesce() as inner:
@@ -452,7 +452,7 @@ async def test_awaiting_what_an_inner_scope_had(comm: Comm) -> None:
         assert first.done()
 
 
-async def test_flushing_an_inner_scope_sends_what_is_held_around_it(comm: Comm) -> None:
+async def test_flushing_an_inner_scope_sends_the_outer_scopes_operations(comm: Comm) -> None:
     with comm.coalesce():
         first = comm.barrier()
         with comm.coalesce() as inner:
@@ -512,7 +512,7 @@ async def test_limits_count_anew_after_an_inner_exception(comm: Comm) -> None:
         assert record.sizes == [3]
 
 
-async def test_the_outer_exception_drops_what_an_inner_scope_left(comm: Comm) -> None:
+async def test_an_outer_exception_drops_the_operations_of_inner_scopes(comm: Comm) -> None:
     works = []
     with contextlib.suppress(KeyError), comm.coalesce():
         with comm.coalesce() as inner:
@@ -565,7 +565,7 @@ async def test_an_exception_sends_nothing(pair: list[Comm], kind: str) -> None:
     assert [comm.barrier().seq for comm in pair] == [1, 1]
 
 
-async def test_what_was_sent_before_the_exception_goes_on(comm: Comm) -> None:
+async def test_operations_sent_before_the_exception_go_on(comm: Comm) -> None:
     with contextlib.suppress(KeyError):
         async with comm.coalesce():
             sent = comm.all_reduce(ones())
@@ -646,7 +646,7 @@ async def test_a_wrong_argument_holds_nothing(comm: Comm) -> None:
     await asyncio.gather(first, second)
 
 
-async def test_what_cannot_be_sent_together_fails_and_the_comm_goes_on(comm: Comm) -> None:
+async def test_operations_that_cannot_be_sent_together_fail_and_the_comm_goes_on(comm: Comm) -> None:
     with nothing_reported():
         t = ones()
         with pytest.raises(ValueError, match="shares memory with"):
@@ -662,7 +662,7 @@ async def test_what_cannot_be_sent_together_fails_and_the_comm_goes_on(comm: Com
         comm.send(ones(), 0)
 
 
-async def test_what_cannot_be_sent_is_told_to_who_awaits_inside(comm: Comm) -> None:
+async def test_awaiting_inside_raises_the_error_of_sending(comm: Comm) -> None:
     t = ones()
     async with comm.coalesce():
         works: list[Work[Any]] = [comm.all_reduce(t), comm.send(t, 0)]
@@ -773,7 +773,7 @@ async def test_limits_are_checked(comm: Comm, name: str) -> None:
     check_limit(name, 1)
 
 
-async def test_what_is_in_the_way_of_a_full_batch_is_told_at_the_call(comm: Comm) -> None:
+async def test_the_call_that_fills_a_batch_raises_the_error_of_sending(comm: Comm) -> None:
     """And what was being called is not lost: it fails, so that closing does not wait for it."""
     t = ones(10)
     with pytest.raises(ValueError, match="shares memory"), comm.coalesce(max_bytes=60) as batch:
@@ -841,7 +841,7 @@ async def test_broken_elsewhere_while_held(pair: list[Comm]) -> None:
         assert a.statistics().held == 0
 
 
-async def test_closing_sends_what_is_held(pair: list[Comm]) -> None:
+async def test_closing_sends_the_held_operations(pair: list[Comm]) -> None:
     a, b = pair
     async with a.coalesce():
         work = a.barrier()
@@ -856,7 +856,7 @@ async def test_closing_sends_what_is_held(pair: list[Comm]) -> None:
     await work
 
 
-async def test_closing_with_what_cannot_be_sent(comm: Comm) -> None:
+async def test_closing_with_operations_that_cannot_be_sent(comm: Comm) -> None:
     t = ones()
     async with comm.coalesce():
         works: list[Work[Any]] = [comm.all_reduce(t), comm.send(t, 0)]
@@ -867,13 +867,13 @@ async def test_closing_with_what_cannot_be_sent(comm: Comm) -> None:
             await work
 
 
-async def test_closed_comms_open_nothing(comm: Comm) -> None:
+async def test_closed_comms_open_no_scope(comm: Comm) -> None:
     await comm.aclose()
     with pytest.raises(ClosedError), comm.coalesce():
         pass
 
 
-async def test_a_deadline_counts_from_the_call_and_says_that_it_is_held(pair: list[Comm]) -> None:
+async def test_a_deadline_counts_from_the_call_and_names_the_held_operation(pair: list[Comm]) -> None:
     a, _ = pair
     async with a.coalesce():
         work = a.all_reduce(ones(3), timeout=0.05)
@@ -947,7 +947,7 @@ async def test_a_deadline_after_a_nearer_one_was_dropped(pair: list[Comm]) -> No
         await held
 
 
-async def test_a_deadline_of_the_most_urgent_of_what_was_merged(pair: list[Comm]) -> None:
+async def test_a_fused_operation_has_the_earliest_deadline_of_its_members(pair: list[Comm]) -> None:
     a, _ = pair
     with a.coalesce():
         a.all_reduce(ones(1))
@@ -999,7 +999,7 @@ ORDERED: dict[str, Callable[[Work[Any]], Any]] = {
 
 
 @pytest.mark.parametrize("how", ORDERED)
-async def test_ordering_a_stream_after_what_is_held_sends_it(comm: Comm, how: str) -> None:
+async def test_ordering_a_stream_after_a_held_operation_sends_it(comm: Comm, how: str) -> None:
     """On a GPU these do not block, so they are as good as awaiting."""
     gpu = Gpu(comm)
     works: list[Work[Any]] = []
@@ -1274,7 +1274,7 @@ async def test_estimates_of_another_task(comm: Comm, estimator: Estimator) -> No
     assert estimator.record.sizes == [1]
 
 
-async def test_what_is_called_while_the_estimate_is_made_is_sent(comm: Comm, estimator: Estimator) -> None:
+async def test_calls_during_the_estimate_are_sent(comm: Comm, estimator: Estimator) -> None:
     estimator.futures = []
     found: list[float] = []
 

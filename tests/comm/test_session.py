@@ -1,4 +1,4 @@
-"""How a session ends: every way there is. On loopback where one process is enough, else on gloo."""
+"""How a session connects and ends. On loopback where one process is enough, else on gloo."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,8 @@ import threading
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Self
 
 import pytest
 import torch
@@ -24,16 +25,23 @@ from asynccomm import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     Comm,
+    CommOptions,
     MemoryStore,
     PeerLostError,
     ReduceOp,
     Work,
     new_comm,
 )
-from asynccomm.backends.base import Backend
+from asynccomm.backends.base import Backend, BackendContext, RankInfo, UnsuitableError
 from asynccomm.backends.loopback import Hub, LoopbackBackend
+from asynccomm.comm.session import Session
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.diagnosis import RankState
+from asynccomm.core.mailbox import Mailbox
+from asynccomm.ops import Barrier, Recv
+from asynccomm.ops.validation import CommInfo
+from asynccomm.rendezvous.job import CommIdentity, Job, NameReservation
+from asynccomm.rendezvous.spec import StoreSession
 from asynccomm.testing.local import loopback_world
 from tests.waiting import until
 
@@ -48,6 +56,91 @@ def channel_of(comm: Comm) -> ControlChannel:
     channel = comm._session.identity.job.channel
     assert channel is not None
     return channel
+
+
+# -- alone, with one rank and without a control channel
+
+
+def alone(room: MemoryStore, **options: Any) -> Session:
+    group = CommInfo("alone", 0, 1, torch.device("cpu"))
+    member = RankInfo(0, "host", 1)
+    job = Job((room, 0), group, room, StoreSession(room, owned=True))
+    identity = CommIdentity(job, NameReservation((room, 0), "alone"), room, [member], [0], [0])
+    return Session(group, CommOptions(**options), Mailbox(asyncio.get_running_loop()), identity)
+
+
+class Unsuitable(LoopbackBackend):
+    @classmethod
+    async def connect(cls, context: BackendContext) -> Self:
+        raise UnsuitableError("not here")
+
+
+async def test_a_session_uses_the_first_backend_that_suits() -> None:
+    session = alone(MemoryStore())
+    assert session.backend is None
+    await session.connect({"unsuitable": Unsuitable, "loopback": LoopbackBackend}, 10)
+    assert session.backend_name == "loopback"
+    assert session.submitter.backend is session.backend
+    work = session.submitter.submit(Barrier.of(session.group), None, None)
+    assert await work is None
+    await session.aclose()
+    assert session.ended
+    assert isinstance(session.error, ClosedError)
+
+
+async def test_a_session_without_a_backend_frees_its_name() -> None:
+    room = MemoryStore()
+    session = alone(room)
+    with pytest.raises(UnsuitableError, match="not here"):
+        await session.connect({"unsuitable": Unsuitable}, 10)
+    assert session.ended
+    await alone(room).aclose()
+
+
+async def test_a_failure_settles_works_aborts_the_backend_and_notifies_the_observer() -> None:
+    session = alone(MemoryStore())
+    await session.connect({"loopback": LoopbackBackend}, 10)
+    observed: list[BrokenError] = []
+    observer: Any = SimpleNamespace(called=lambda call, work: None, broke=observed.append)
+    session.submitter.observer = observer
+    work = session.submitter.submit(Recv.of(session.group, torch.ones(1), 0, 0), None, None)
+    error = BackendError("cut")
+    session.submitter.on_failure(error)
+    assert work.exception() is error
+    assert observed == [error]
+    session.submitter.on_failure(BackendError("again"))
+    assert observed == [error], "the first error is final"
+    assert session.error is error
+    await session.aclose()
+
+
+async def test_a_new_time_limit_shows_in_the_options() -> None:
+    session = alone(MemoryStore(), timeout=30)
+    session.set_timeout(5)
+    assert (session.options.timeout, session.in_flight.limit) == (5, 5)
+    await session.aclose()
+
+
+async def test_an_operation_aside_is_settled_by_its_steps() -> None:
+    session = alone(MemoryStore())
+
+    async def steps(work: Work[Any]) -> None:
+        await asyncio.sleep(0)
+        raise BackendError("failed")
+
+    async def hang(work: Work[Any]) -> None:
+        await asyncio.sleep(60)
+
+    failed, hanging = session.run_aside(Barrier(), steps, None), session.run_aside(Barrier(), hang, None)
+    with pytest.raises(BackendError, match="failed"):
+        await failed
+    session.abort("enough")
+    with pytest.raises(AbortedError, match="enough"):
+        await hanging
+    await session.aclose()
+
+
+# -- on several ranks
 
 
 async def test_mismatched_collectives_fail_everywhere_with_both_descriptions() -> None:
@@ -123,7 +216,7 @@ async def test_deadline_of_a_receive_from_any_source_names_all_others() -> None:
         assert caught.value.missing == (0, 2)
 
 
-async def test_an_operation_that_comes_in_during_the_roll_call_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_operation_that_completes_during_the_roll_call_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     async with loopback_world(2) as (a, b):
         asked, released = asyncio.Event(), asyncio.Event()
         reporter = a._session.reporter
@@ -147,7 +240,7 @@ async def test_an_operation_that_comes_in_during_the_roll_call_is_no_failure(mon
         assert work.exception() is None
 
 
-async def test_abort_is_immediate_here_and_heard_there() -> None:
+async def test_abort_fails_this_rank_at_once_and_the_others_soon() -> None:
     async with loopback_world(3) as comms:
         works = [comm.barrier() for comm in comms[:2]]
         comms[1].abort("I have seen enough")
@@ -182,7 +275,7 @@ async def test_one_failure_among_tasks_ends_the_others() -> None:
         assert str(results[r]) == "aborted by rank 1: ZeroDivisionError: rank 1 cannot divide"
 
 
-async def test_errors_nobody_saw_are_reported_once() -> None:
+async def test_unretrieved_errors_are_reported_once() -> None:
     reports: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: reports.append(context))
     async with loopback_world(2) as (a, b):
@@ -198,7 +291,7 @@ async def test_errors_nobody_saw_are_reported_once() -> None:
     assert "nobody listens" in str(reports[0]["exception"])
 
 
-async def test_aclose_waits_for_what_is_in_flight_and_refuses_more() -> None:
+async def test_aclose_waits_for_operations_in_flight_and_refuses_calls() -> None:
     async with loopback_world(2) as (a, b):
         work = a.barrier()
         closing = asyncio.ensure_future(a.aclose())
@@ -231,7 +324,7 @@ async def test_cancelling_aclose_aborts() -> None:
         await until(lambda: "broken" in repr(b))
 
 
-def test_dropping_it_when_its_loop_is_closed_ends_the_control_channel() -> None:
+def test_dropping_a_comm_of_a_closed_loop_ends_the_control_channel() -> None:
     async def make() -> list[Comm]:
         store = MemoryStore()
         return list(await asyncio.gather(*(new_comm("loopback", store=store, rank=r, size=3) for r in range(3))))
@@ -245,7 +338,7 @@ def test_dropping_it_when_its_loop_is_closed_ends_the_control_channel() -> None:
     assert not thread.is_alive()
 
 
-def test_dropping_it_at_the_end_of_its_loop_ends_the_control_channel() -> None:
+def test_dropping_a_comm_at_the_end_of_its_loop_ends_the_control_channel() -> None:
     """What it puts on the loop is not done any more."""
 
     async def make() -> Comm:
@@ -273,7 +366,7 @@ async def test_forgetting_to_close_warns() -> None:
         await again.barrier()
 
 
-async def test_a_forked_child_is_told() -> None:
+async def test_calls_in_a_forked_child_raise() -> None:
     async with loopback_world(1) as (comm,):
         read, write = os.pipe()
         with warnings.catch_warnings():
@@ -322,7 +415,7 @@ async def test_a_deadline_on_processes_names_the_absent_rank(comm: Comm) -> None
 
 
 @pytest.mark.ranks(2, backend="gloo")
-async def test_a_stopped_rank_is_the_deadlines_business(comm: Comm) -> None:
+async def test_a_stopped_rank_is_found_by_a_deadline(comm: Comm) -> None:
     """SIGSTOP: the connection stays, nothing answers."""
     if comm.rank == 1:
         with pytest.raises(BrokenError):
@@ -394,7 +487,7 @@ async def test_ranks_that_do_not_answer_do_not_hold_up_deadlines(monkeypatch: py
         assert "rank 1: does not answer" in str(caught.value)
 
 
-async def test_a_deadline_without_a_control_channel_names_nobody() -> None:
+async def test_a_deadline_without_a_control_channel_names_no_rank() -> None:
     async with loopback_world(2, hints={"control": "off"}) as (a, b):
         with pytest.raises(CollectiveTimeoutError) as caught:
             await a.barrier(timeout=0.05)
@@ -481,7 +574,7 @@ async def test_abort_while_another_thread_is_stuck_in_the_backend(monkeypatch: p
         assert backend is not None
         pending = a.barrier()
         stuck = Stuck(backend)
-        monkeypatch.setattr(a._session, "backend", stuck)
+        monkeypatch.setattr(a._submitter, "backend", stuck)
         calling = asyncio.ensure_future(asyncio.to_thread(a.all_reduce, torch.ones(1)))
         assert await asyncio.to_thread(stuck.inside.wait, 10)
         await asyncio.wait_for(asyncio.to_thread(a.abort, "from a third thread"), 10)
@@ -497,7 +590,7 @@ async def test_abort_while_another_thread_is_stuck_in_the_backend(monkeypatch: p
         monkeypatch.undo()
 
 
-async def test_nothing_stays_pending_that_was_called_while_the_comm_broke() -> None:
+async def test_no_call_made_while_the_comm_breaks_stays_pending() -> None:
     for turn in range(40):
         async with loopback_world(2) as (a, b):
             works: list[Work[Any]] = []
@@ -536,7 +629,7 @@ async def test_a_forked_child_does_not_wait_for_threads_that_are_not_in_it() -> 
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-async def test_a_loss_breaks_the_comm_whatever_becomes_of_what_is_done(
+async def test_a_loss_breaks_the_comm_even_if_draining_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def drain_before_failure(backend: Backend) -> None:
@@ -551,7 +644,7 @@ async def test_a_loss_breaks_the_comm_whatever_becomes_of_what_is_done(
     assert "ValueError: oh" in caplog.text
 
 
-async def test_who_left_the_child_in_good_order_may_die_in_peace() -> None:
+async def test_the_death_of_a_rank_that_closed_a_child_does_not_break_the_child() -> None:
     async with loopback_world(2) as (a, b):
         one, other = await asyncio.gather(a.dup("child"), b.dup("child"))
         await other.aclose()
@@ -633,7 +726,7 @@ def test_a_process_that_leaves_with_an_idle_comm_exits_cleanly(tmp_path: Path) -
         assert [process.returncode for process in processes] == [0, 0], errors
 
 
-async def test_ranks_that_cannot_be_asked_are_not_said_to_be_missing() -> None:
+async def test_unreachable_ranks_do_not_count_as_missing() -> None:
     store = MemoryStore()
     off = {"control": "off"}
     comms = await asyncio.gather(

@@ -1,4 +1,4 @@
-"""Several operations as one: one Work that is done when all are."""
+"""A submitter alone; and several operations as one, with one Work that is done when all are."""
 
 from __future__ import annotations
 
@@ -21,18 +21,27 @@ from asynccomm import (
     AbortedError,
     AsyncCommError,
     BackendError,
+    BrokenError,
     ClosedError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
     Comm,
+    CommOptions,
+    NotSentError,
     PayloadError,
     ReduceOp,
     WouldBlockError,
 )
 from asynccomm.backends.base import Submission
 from asynccomm.backends.loopback import Hub, LoopbackBackend
-from asynccomm.core.work import Work
+from asynccomm.batching.plan import BatchLimiter
+from asynccomm.comm.in_flight import InFlight
+from asynccomm.comm.submission import COMPARED, REMEMBERED, Submitter
+from asynccomm.core.callsite import call_site
+from asynccomm.core.mailbox import Mailbox
+from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.ops import AllReduce, Barrier, Call, GroupedOp, Recv, Send, variable
+from asynccomm.ops.validation import CommInfo
 from asynccomm.testing.local import loopback_world
 from tests.fake_streams import STREAM, Place
 
@@ -44,7 +53,7 @@ def hub_of(comm: Comm) -> Hub:
 
 
 def together(comm: Comm, calls: Sequence[Call], result: object = "all", timeout: float | None = None) -> Work[Any]:
-    return comm._session.submit_together(calls, result, timeout, None)
+    return comm._submitter.submit_together(calls, result, timeout, None)
 
 
 def reduced(comm: Comm, tensor: Tensor) -> Call:
@@ -61,6 +70,172 @@ def wait_for(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < end, "waited for ever"
         time.sleep(1e-4)
+
+
+# -- alone, on a backend that keeps what it gets
+
+
+class Keeper:
+    """A backend that keeps the submissions, or raises ``failure``."""
+
+    fusion_limit = 1 << 20
+
+    def __init__(self) -> None:
+        self.batches: list[list[Submission]] = []
+        self.failure: BaseException | None = None
+        self.aborted = False
+
+    def submit(self, batch: Sequence[Submission]) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.batches.append(list(batch))
+
+    def call_context(self) -> None:
+        return None
+
+    def before_block(self, work: Work[Any]) -> None:
+        pass
+
+    def drain_before_failure(self) -> None:
+        for batch in self.batches:
+            for submission in batch:
+                submission.work.settle()
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+class Alone:
+    """A submitter of rank 0 of two ranks, without a session."""
+
+    def __init__(self) -> None:
+        self.failures: list[BrokenError] = []
+        self.group = CommInfo("alone", 0, 2, torch.device("cpu"))
+        mailbox = Mailbox(asyncio.get_running_loop())
+        self.in_flight = InFlight(CommOptions(timeout=30), mailbox, lambda work: None)
+        self.submitter = Submitter(self.group, mailbox, self.in_flight, self.failures.append)
+        self.keeper = Keeper()
+        backend: Any = self.keeper
+        self.submitter.backend = backend
+
+    def reduce(self) -> Call:
+        return AllReduce.of(self.group, torch.ones(2), ReduceOp.SUM)
+
+    def submit(self, call: Call | None = None) -> Work[Any]:
+        return self.submitter.submit(self.reduce() if call is None else call, None, None)
+
+
+async def test_a_call_is_numbered_recorded_and_in_flight() -> None:
+    alone = Alone()
+    site = call_site()
+    work = alone.submitter.submit(alone.reduce(), 7, {"hint": "x"}, site)
+    message = alone.submit(Send.of(alone.group, torch.ones(1), 1, 0))
+    again = alone.submit()
+    assert [(each.seq, each.timeout) for each in (work, message, again)] == [(0, 7), (0, 30), (1, 30)]
+    assert alone.submitter.numbers == [2, 1]
+    assert list(alone.in_flight.works.items()) == [(work, 8), (message, 4), (again, 8)]
+    assert alone.submitter.recent[0] == (work.op, site, 0, work.started)
+    assert [[item.work for item in batch] for batch in alone.keeper.batches] == [[work], [message], [again]]
+
+
+async def test_a_refused_call_takes_no_number() -> None:
+    alone = Alone()
+    alone.keeper.failure = BackendError("full")
+    with pytest.raises(BackendError, match="full"):
+        alone.submit()
+    alone.keeper.failure = None
+    assert alone.in_flight.works == {}
+    assert alone.submit().seq == 0
+
+
+async def test_a_deferred_call_is_numbered_when_it_is_sent() -> None:
+    alone = Alone()
+    queue = alone.submitter.open_queue(BatchLimiter())
+    work = alone.submit()
+    assert (work.seq, alone.keeper.batches) == (UNNUMBERED, [])
+    assert alone.submitter.is_held(work)
+    assert not alone.submitter.sends_now(p2p=True)
+    alone.submitter.flush(queue)
+    assert (work.seq, len(alone.keeper.batches)) == (0, 1)
+    dropped = alone.submit()
+    alone.submitter.drop(alone.submitter.take(queue), "a test says so")
+    assert isinstance(dropped.exception(), NotSentError)
+    alone.submitter.close_queue(queue)
+    assert alone.submitter.sends_now(p2p=False)
+    assert alone.submit().seq == 1
+
+
+async def test_an_error_ends_all_calls() -> None:
+    alone = Alone()
+    alone.submitter.error = AbortedError(1, "enough")
+    with pytest.raises(AbortedError, match="enough") as caught:
+        alone.submit()
+    assert caught.value is not alone.submitter.error
+    alone.submitter.detach_in_child(ClosedError("forked"))
+    with pytest.raises(ClosedError, match="forked"):
+        alone.submit()
+
+
+async def test_a_call_that_the_comm_breaks_meanwhile_fails() -> None:
+    alone = Alone()
+
+    def break_it(batch: object) -> None:
+        alone.submitter.error = AbortedError(1, "enough")
+
+    alone.keeper.submit = break_it  # type: ignore[method-assign]
+    assert isinstance(alone.submit().exception(), AbortedError)
+
+
+async def test_compared_calls_are_remembered_longer() -> None:
+    alone = Alone()
+    compared: list[tuple[int, int]] = []
+    for _ in range(REMEMBERED + 1):
+        alone.submit()
+    assert len(alone.submitter.recent) == REMEMBERED
+    alone.submitter.compare(lambda work, batch: compared.append((work.seq, batch)))
+    alone.submit()
+    alone.submitter.submit_together([alone.reduce(), alone.reduce()], None, None, None)
+    assert compared == [(65, 1), (66, 2), (67, 0)], "the batch's size comes with its first operation"
+    assert alone.submitter.recent.maxlen == COMPARED
+
+
+async def test_a_work_that_a_thread_awaits_past_its_deadline_is_a_failure() -> None:
+    alone = Alone()
+    work = alone.submitter.submit(alone.reduce(), 0.01, None)
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        await asyncio.to_thread(work.wait, 30)
+    assert alone.failures == [caught.value]
+    assert (caught.value.op, caught.value.missing) == (work.op, ())
+
+
+async def test_an_operation_aside_has_a_number_of_its_own() -> None:
+    alone = Alone()
+    alone.submit()
+    work = alone.submitter.add_aside(Barrier(), 5)
+    assert (work.seq, work.timeout, alone.in_flight.works[work]) == (0, 5, 0)
+    assert alone.in_flight.statistics().submitted == 2
+    work.settle()
+    assert work not in alone.in_flight.works
+
+
+async def test_draining_and_aborting_reach_the_backend(caplog: pytest.LogCaptureFixture) -> None:
+    alone = Alone()
+    work = alone.submit()
+    alone.submitter.drain()
+    assert work.done()
+    alone.submitter.abort()
+    assert alone.keeper.aborted
+
+    def fail() -> None:
+        raise ValueError("oh")
+
+    alone.submit()
+    alone.keeper.drain_before_failure = fail  # type: ignore[method-assign]
+    alone.submitter.drain()
+    assert "comm 'alone': the backend could not settle completed operations" in caplog.text
+
+
+# -- several operations as one
 
 
 async def test_done_when_all_are() -> None:
@@ -381,7 +556,7 @@ class Gpu:
             part.settle(error)
 
 
-async def test_a_batch_stands_where_all_of_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_batch_is_issued_once_all_parts_are(monkeypatch: pytest.MonkeyPatch) -> None:
     async with loopback_world(1) as (comm,):
         gpu = Gpu(comm, monkeypatch)
         places = [Place(), Place()]
@@ -410,7 +585,7 @@ async def test_a_batch_stands_where_all_of_it_does(monkeypatch: pytest.MonkeyPat
         assert await work == "all"
 
 
-async def test_listening_to_a_batch_that_is_there_already(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_listening_to_a_batch_that_is_issued_already(monkeypatch: pytest.MonkeyPatch) -> None:
     async with loopback_world(1) as (comm,):
         gpu = Gpu(comm, monkeypatch)
         places = [Place(), Place()]
@@ -588,7 +763,7 @@ class Turns:
             self._changed.notify_all()
 
 
-async def test_it_may_be_dropped_and_runs_on() -> None:
+async def test_a_dropped_work_runs_on() -> None:
     async with loopback_world(2) as (a, b):
         tensors = [torch.ones(1), torch.ones(1)]
         work = together(a, [reduced(a, x) for x in tensors], None)
@@ -602,7 +777,7 @@ async def test_it_may_be_dropped_and_runs_on() -> None:
         assert gone() is None, "nothing keeps it"
 
 
-async def test_an_error_that_nobody_looks_at_is_reported_once() -> None:
+async def test_an_error_that_is_not_retrieved_is_reported_once() -> None:
     reports: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: reports.append(context))
     async with loopback_world(2) as (a, b):
@@ -613,7 +788,7 @@ async def test_an_error_that_nobody_looks_at_is_reported_once() -> None:
         assert [type(report["exception"]) for report in reports] == [PayloadError]
 
 
-async def test_an_error_that_somebody_looks_at_is_not_reported() -> None:
+async def test_a_retrieved_error_is_not_reported() -> None:
     reports: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: reports.append(context))
     async with loopback_world(2) as (a, b):

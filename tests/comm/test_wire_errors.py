@@ -37,7 +37,7 @@ def test_these_are_the_same_everywhere(error: BrokenError) -> None:
     assert again.args == error.args
 
 
-def test_an_error_of_the_transport_says_who_saw_it() -> None:
+def test_an_error_of_the_transport_names_the_reporting_rank() -> None:
     again = heard(BackendError("the cable is cut"))
     assert type(again) is BackendError
     assert str(again) == "rank 2 reports: BackendError: the cable is cut"
@@ -85,7 +85,7 @@ def test_an_error_that_cannot_be_read_is_one_of_the_transport(item: dict[str, ob
 def test_news_of_nothing_are_passed_over(kind: object, caplog: pytest.LogCaptureFixture) -> None:
     assert decode_error({"rank": 2, "kind": kind, "reason": "x"}) is None
     assert decode_error({"rank": 2}) is None
-    assert "rank 2 has news that say not of what" in caplog.text
+    assert "rank 2 sent a message without a kind" in caplog.text
 
 
 def test_long_reasons_are_cut_off() -> None:

@@ -126,7 +126,7 @@ def backend_of(comm: Comm) -> NcclBackend:
 
 
 def together(comm: Comm, calls: Sequence[Call]) -> Work[Any]:
-    return comm._session.submit_together(calls, None, None, None)
+    return comm._submitter.submit_together(calls, None, None, None)
 
 
 def estimated(comm: Comm, *calls: Call) -> asyncio.Future[float]:

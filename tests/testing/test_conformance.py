@@ -344,7 +344,7 @@ def sorts_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ignores_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_dict._Entry, "__call__", lambda self, *args: self.tensors)
+    monkeypatch.setattr(state_dict.StateReceiver, "__call__", lambda self, *args: self.tensors)
 
 
 def sends_the_first_share(monkeypatch: pytest.MonkeyPatch) -> None:

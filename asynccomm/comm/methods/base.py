@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from types import UnionType
 from typing import Any, Final, NamedTuple, Self, SupportsIndex, final
 
 import torch
@@ -13,16 +14,19 @@ from torch import Tensor
 from asynccomm.backends.base import Backend
 from asynccomm.comm.in_flight import CommStatistics
 from asynccomm.comm.session import Session
+from asynccomm.core.callsite import call_site
 from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
 from asynccomm.errors import ClosedError, PayloadError
-from asynccomm.ops import Call, Parcel
-from asynccomm.ops.validation import as_index
+from asynccomm.ops import Call, Parcel, RecvParcel
+from asynccomm.ops.validation import as_index, check_rank, check_tag
 from asynccomm.options import CommOptions
 from asynccomm.serialization.objects import IncomingObject, PayloadKind, clone_out, kind_of
 from asynccomm.serialization.tensor_dicts import ReceiverSchemaCache, SenderSchemaCache
 
+ENDING: Final = 4096  # bytes of an end-of-stream message, which is accepted even above ``max_bytes``
 MAX_BYTES: Final = 1 << 32  # of head and payload from one sender, unless the caller gives another limit
+_DEPTH: Final = 3  # frames from call_site() to the user's call: call_site, _submit, and a method
 
 
 class CommBase(Handle):
@@ -33,6 +37,8 @@ class CommBase(Handle):
     def __init__(self, session: Session, backend_name: str) -> None:
         """Not for users: see ``asynccomm.new_comm``."""
         self._session = session
+        self._submitter = session.submitter
+        self._records_sites = session.reporter is not None  # which the other ranks may request
         self._group = session.group
         self._backend_name = backend_name
         self._sent_schemas = SenderSchemaCache()
@@ -77,13 +83,13 @@ class CommBase(Handle):
 
     def unsafe_get_backend(self) -> Backend:
         """The backend object: an escape hatch, without promises of compatibility."""
-        self._session.check_open()
-        assert self._session.backend is not None
-        return self._session.backend
+        self._submitter.check_open()
+        assert self._submitter.backend is not None
+        return self._submitter.backend
 
     def statistics(self) -> CommStatistics:
         """Counts of operations submitted, in flight and held, at this time."""
-        return self._session.statistics()
+        return self._session.in_flight.statistics()
 
     def __repr__(self) -> str:
         error = self._session.error
@@ -102,7 +108,8 @@ class CommBase(Handle):
     ) -> Work[Any]:
         if tag is not None:
             call = call.labelled(tag)
-        return self._session.submit(call, timeout, hints)
+        site = call_site(_DEPTH) if self._records_sites else None
+        return self._submitter.submit(call, timeout, hints, site)
 
     def _submit_together(
         self,
@@ -115,9 +122,13 @@ class CommBase(Handle):
         """Submit ``calls`` under one Work, whose result is ``result``."""
         if tag is not None:
             calls = [call.labelled(tag) for call in calls]
+        site = call_site(_DEPTH) if self._records_sites else None
         if len(calls) == 1:
-            return self._session.submit(calls[0]._replace(result=result), timeout, hints)
-        return self._session.submit_together(calls, result, timeout, hints)
+            return self._submitter.submit(calls[0]._replace(result=result), timeout, hints, site)
+        return self._submitter.submit_together(calls, result, timeout, hints, site)
+
+    def _receive_op(self, method: str, src: SupportsIndex | None, tag: SupportsIndex) -> RecvParcel:
+        return RecvParcel(method, None if src is None else check_rank(self._group, "src", src), check_tag(tag))
 
 
 @final
@@ -151,30 +162,33 @@ class ObjectReceiver:
     Args:
         method: the receiving method, for error texts.
         rank: this rank.
-        kind: the kind that the objects must have.
+        kinds: the kinds that the objects may have.
         missed: called with every parcel of another kind.
     """
 
-    __slots__ = ("_kind", "_method", "_missed", "_rank", "_terms", "incoming")
+    __slots__ = ("_kinds", "_method", "_missed", "_policy", "_rank", "incoming", "kind")
 
     def __init__(
         self,
         method: str,
         rank: int,
-        kind: PayloadKind,
-        terms: ReceivePolicy,
+        kinds: Sequence[PayloadKind],
+        policy: ReceivePolicy,
         missed: Callable[[int, bytes], object] | None = None,
     ) -> None:
-        self._method, self._rank, self._kind, self._terms, self._missed = method, rank, kind, terms, missed
+        self._method, self._rank, self._kinds, self._policy, self._missed = method, rank, kinds, policy, missed
+        self.kind = kinds[0]  #: of the last parcel
         self.incoming: dict[int, IncomingObject] = {}  #: by source
 
     def __call__(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
         length = lengths[source]
-        if (kind := kind_of(source, head)) is not self._kind:
+        self.kind = kind = kind_of(source, head)
+        if kind not in self._kinds:
             if self._missed is not None:
                 self._missed(source, head)
             raise wrong_kind(self._method, self._rank, source, kind)
-        self._terms.check(source, len(head) + length)
+        if kind not in (PayloadKind.END, PayloadKind.FAILURE) or len(head) + length > ENDING:
+            self._policy.check(source, len(head) + length)
         incoming = self.incoming[source] = IncomingObject(source, head, length)
         return incoming.places
 
@@ -186,13 +200,21 @@ class ObjectReceiver:
     def only(self, _: object = None) -> Any:
         """The object of the only sender. Raises: PayloadError."""
         (incoming,) = self.incoming.values()
-        return incoming.decode(weights_only=self._terms.weights_only)
+        return incoming.decode(weights_only=self._policy.weights_only)
 
     def all(self, _: object = None) -> list[object]:
         """The objects in rank order. Raises: PayloadError."""
-        return [incoming.decode(weights_only=self._terms.weights_only) for _, incoming in sorted(self.incoming.items())]
+        return [
+            incoming.decode(weights_only=self._policy.weights_only) for _, incoming in sorted(self.incoming.items())
+        ]
+
+
+def check_type(name: str, value: object, kind: type | UnionType, text: str) -> None:
+    """Check that ``value`` is a ``kind``, which ``text`` describes."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {text}, got {value!r} ({type(value).__name__})")
 
 
 def wrong_kind(method: str, rank: int, source: int, kind: PayloadKind) -> PayloadError:
     """The error of a receive that gets a parcel of another kind."""
-    return PayloadError(f"{method}() of rank {rank} got what rank {source} sent by {kind.sender}()")
+    return PayloadError(f"{method}() of rank {rank} received the payload that rank {source} sent by {kind.sender}()")

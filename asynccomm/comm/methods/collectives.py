@@ -1,4 +1,4 @@
-"""Collectives on tensors whose sizes all ranks know."""
+"""Collectives on tensors of sizes that all ranks know."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asynccomm.ops.reduce_op import ReduceOp
 
 
 class Collectives(CommBase):
-    """Collectives on tensors whose sizes all ranks know."""
+    """Collectives on tensors of sizes that all ranks know."""
 
     def all_reduce(
         self,
@@ -238,7 +238,7 @@ class Collectives(CommBase):
         Args:
             output: the tensor that gets the chunk; on the root None means a new tensor. In place: on the root its chunk
                 of ``input``.
-            input: on the root a tensor whose extent along ``dim`` is a multiple of ``size``; elsewhere None.
+            input: on the root a tensor with a multiple of ``size`` as its extent along ``dim``; elsewhere None.
 
         Returns: Work of ``output``.
         """

@@ -179,9 +179,9 @@ class Groups(CommBase):
             checked = check_hints(hints, backend.hints, self._backend_name)
             backend.check_hints(checked)
             options = replace(options, hints=checked)
-        parent.check_loop()
+        self._submitter.check_loop()
         if not ranks:
-            return PendingComm(_nobody)
+            return PendingComm(_no_comm)
         job = parent.identity.job
         reservation = NameReservation(job.world, f"{group.name}/{name}")
         room = parent.identity.child_prefix(name, ranks)
@@ -189,7 +189,7 @@ class Groups(CommBase):
         called = [reservation]  # the await takes it, so a second await finds none
 
         async def connect() -> Self:
-            parent.check_loop()
+            self._submitter.check_loop()
             if not called:
                 raise RuntimeError(f"this split of {child.name!r} was awaited before; call split() again")
             jobs = [parent.identity.job_ranks[rank] for rank in ranks]
@@ -275,27 +275,32 @@ class Groups(CommBase):
         Each process is asked whether it still waits, which takes half a second if one does not answer. Not collective.
         Cancelling is safe. Raises: StoreError; ClosedError, BrokenError.
         """
-        session = self._session
-        session.check_loop()
-        session.check_open()
-        return await lobby_of(session).waiting()
+        self._submitter.check_loop()
+        self._submitter.check_open()
+        return await lobby_of(self._session).waiting()
 
     def _regroup(self, proposal: Sequence[int | str], timeout: float | timedelta | None) -> PendingComm[Self]:
         session = self._session
         wait = seconds("timeout", timeout, session.options.timeout)
-        session.check_loop()
         self._check_regrouping()
-        if (reason := self._why_fixed()) is not None:
-            raise RuntimeError(reason)
-        jobs = [who if isinstance(who, str) else session.identity.job_ranks[who] for who in proposal]
+        jobs = [each if isinstance(each, str) else session.identity.job_ranks[each] for each in proposal]
 
         async def connect() -> Self:
-            session.check_loop()
             self._check_regrouping()  # the state may have changed since the call
-            new = await reconfigure(session, jobs, wait, [who for who in jobs if isinstance(who, str)])
+            new = await reconfigure(session, jobs, wait, [job for job in jobs if isinstance(job, str)])
             return type(self)(new, new.backend_name)
 
         return PendingComm(connect)
+
+    def _check_regrouping(self) -> None:
+        session, name = self._session, self.name
+        self._submitter.check_loop()
+        if session.closed or isinstance(session.error, ClosedError):
+            raise ClosedError(f"comm {name!r} is closed") from session.error
+        if session.regrouping is not None:
+            raise RuntimeError(f"comm {name!r} is being regrouped already, by another task")
+        if (reason := self._why_fixed()) is not None:
+            raise RuntimeError(reason)
 
     def _why_fixed(self) -> str | None:
         """The reason why the comm cannot be regrouped, a missing control channel here or on another rank; else None."""
@@ -308,15 +313,8 @@ class Groups(CommBase):
             return f"ranks {absent} of comm {self.name!r} have no control channel: it cannot be regrouped"
         return None
 
-    def _check_regrouping(self) -> None:
-        session = self._session
-        if session.closed or isinstance(session.error, ClosedError):
-            raise ClosedError(f"comm {self.name!r} is closed") from session.error
-        if session.regrouping is not None:
-            raise RuntimeError(f"comm {self.name!r} is being regrouped already, by another task")
 
-
-async def _nobody() -> None:
+async def _no_comm() -> None:
     """Gives None: there is no comm for this rank."""
 
 

@@ -7,10 +7,10 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, SupportsIndex
 
-from asynccomm.comm.methods.base import MAX_BYTES, CommBase, ObjectReceiver, ReceivePolicy
+from asynccomm.comm.methods.base import MAX_BYTES, CommBase, ObjectReceiver, ReceivePolicy, check_type
 from asynccomm.core.work import Work
 from asynccomm.errors import PayloadError
-from asynccomm.ops import Call, Parcel, Parcels, RecvParcel, SendParcel
+from asynccomm.ops import Call, Parcel, Parcels, SendParcel
 from asynccomm.ops.validation import check_rank, check_tag
 from asynccomm.serialization.objects import PayloadKind, encode
 
@@ -49,10 +49,10 @@ class Objects(CommBase):
 
         Returns: Work of a list in rank order; each rank gets a copy of its own object.
         """
-        inbox = self._inbox("all_gather_object", PayloadKind.OBJECT, weights_only, max_bytes)
+        receiver = self._receiver("all_gather_object", PayloadKind.OBJECT, weights_only, max_bytes)
         parcel = encode(PayloadKind.OBJECT, obj)
-        begin = partial(inbox.begin, parcel)
-        call = Call(Parcels("all_gather_object"), (), (), None, inbox.all, (parcel,), inbox, begin=begin)
+        begin = partial(receiver.begin, parcel)
+        call = Call(Parcels("all_gather_object"), (), (), None, receiver.all, (parcel,), receiver, begin=begin)
         return self._submit(call, timeout, hints, tag)
 
     def gather_object(
@@ -71,12 +71,12 @@ class Objects(CommBase):
         Returns: Work of a list in rank order on the root, with a copy of its own object; of None elsewhere.
         """
         taker = check_rank(self._group, "root", root)
-        inbox = self._inbox("gather_object", PayloadKind.OBJECT, weights_only, max_bytes)
+        receiver = self._receiver("gather_object", PayloadKind.OBJECT, weights_only, max_bytes)
         parcel = encode(PayloadKind.OBJECT, obj)
         op = Parcels("gather_object", taker=taker)
         if taker != self.rank:
             return self._submit(Call(op, (), (), None, parcels=(parcel,)), timeout, hints, tag)
-        call = Call(op, (), (), None, inbox.all, (parcel,), inbox, begin=partial(inbox.begin, parcel))
+        call = Call(op, (), (), None, receiver.all, (parcel,), receiver, begin=partial(receiver.begin, parcel))
         return self._submit(call, timeout, hints, tag)
 
     def broadcast_object(
@@ -95,11 +95,11 @@ class Objects(CommBase):
         Returns: Work of the object; on the root of ``obj`` itself.
         """
         giver = check_rank(self._group, "root", root)
-        inbox = self._inbox("broadcast_object", PayloadKind.OBJECT, weights_only, max_bytes)
+        receiver = self._receiver("broadcast_object", PayloadKind.OBJECT, weights_only, max_bytes)
         op = Parcels("broadcast_object", giver=giver)
         if giver == self.rank:
             return self._submit(Call(op, (), (), obj, parcels=(encode(PayloadKind.OBJECT, obj),)), timeout, hints, tag)
-        return self._submit(Call(op, (), (), None, inbox.only, place=inbox), timeout, hints, tag)
+        return self._submit(Call(op, (), (), None, receiver.only, place=receiver), timeout, hints, tag)
 
     def broadcast_object_list(
         self,
@@ -121,13 +121,13 @@ class Objects(CommBase):
         Returns: Work of ``object_list``.
         """
         giver = check_rank(self._group, "root", root)
-        inbox = self._inbox("broadcast_object_list", PayloadKind.OBJECT_LIST, weights_only, max_bytes)
-        _check_list("object_list", object_list)
+        receiver = self._receiver("broadcast_object_list", PayloadKind.OBJECT_LIST, weights_only, max_bytes)
+        check_type("object_list", object_list, list, "a list")
         op = Parcels("broadcast_object_list", giver=giver)
         if giver == self.rank:
             parcel = encode(PayloadKind.OBJECT_LIST, list(object_list), "object_list")
             return self._submit(Call(op, (), (), object_list, parcels=(parcel,)), timeout, hints, tag)
-        return self._submit(Call(op, (), (), object_list, _filling(inbox), place=inbox), timeout, hints, tag)
+        return self._submit(Call(op, (), (), object_list, _filling(receiver), place=receiver), timeout, hints, tag)
 
     def scatter_object_list(
         self,
@@ -148,14 +148,14 @@ class Objects(CommBase):
         Returns: Work of the object; on the root of a copy.
         """
         giver = check_rank(self._group, "root", root)
-        inbox = self._inbox("scatter_object_list", PayloadKind.OBJECT, weights_only, max_bytes)
+        receiver = self._receiver("scatter_object_list", PayloadKind.OBJECT, weights_only, max_bytes)
         op = Parcels("scatter_object_list", shared=False, giver=giver)
         if giver != self.rank:
             if input_list is not None and (not _is_sequence(input_list) or len(input_list)):
                 raise ValueError(
                     f"input_list must be None or empty except on the root (rank {giver}), got {input_list!r}"
                 )
-            return self._submit(Call(op, (), (), None, inbox.only, place=inbox), timeout, hints, tag)
+            return self._submit(Call(op, (), (), None, receiver.only, place=receiver), timeout, hints, tag)
         if input_list is None:
             raise ValueError(f"input_list must be given on the root (rank {giver}), got None")
         if not _is_sequence(input_list):
@@ -166,8 +166,8 @@ class Objects(CommBase):
             )
         parcels = [encode(PayloadKind.OBJECT, obj, f"input_list[{r}]") for r, obj in enumerate(input_list)]
         kept, parcels[giver] = parcels[giver], _NOTHING  # read when the operation takes effect, and not sent
-        begin = partial(inbox.begin, kept)
-        call = Call(op, kept.tensors, (), None, inbox.only, tuple(parcels), inbox, begin=begin)
+        begin = partial(receiver.begin, kept)
+        call = Call(op, kept.tensors, (), None, receiver.only, tuple(parcels), receiver, begin=begin)
         return self._submit(call, timeout, hints, tag)
 
     def send_object(
@@ -206,8 +206,8 @@ class Objects(CommBase):
         Returns: Work of the object.
         """
         op = self._receive_op("recv_object", src, tag)
-        inbox = self._inbox("recv_object", PayloadKind.OBJECT, weights_only, max_bytes, op.tag)
-        return self._submit(Call(op, (), (), None, inbox.only, place=inbox), timeout, hints)
+        receiver = self._receiver("recv_object", PayloadKind.OBJECT, weights_only, max_bytes, op.tag)
+        return self._submit(Call(op, (), (), None, receiver.only, place=receiver), timeout, hints)
 
     def send_object_list(
         self,
@@ -247,14 +247,11 @@ class Objects(CommBase):
         Returns: Work of ``object_list``.
         """
         op = self._receive_op("recv_object_list", src, tag)
-        _check_list("object_list", object_list)
-        inbox = self._inbox("recv_object_list", PayloadKind.OBJECT_LIST, weights_only, max_bytes, op.tag)
-        return self._submit(Call(op, (), (), object_list, _filling(inbox), place=inbox), timeout, hints)
+        check_type("object_list", object_list, list, "a list")
+        receiver = self._receiver("recv_object_list", PayloadKind.OBJECT_LIST, weights_only, max_bytes, op.tag)
+        return self._submit(Call(op, (), (), object_list, _filling(receiver), place=receiver), timeout, hints)
 
-    def _receive_op(self, method: str, src: SupportsIndex | None, tag: SupportsIndex) -> RecvParcel:
-        return RecvParcel(method, None if src is None else check_rank(self._group, "src", src), check_tag(tag))
-
-    def _inbox(
+    def _receiver(
         self, method: str, kind: PayloadKind, weights_only: object, max_bytes: int, tag: int | None = None
     ) -> ObjectReceiver:
         """The receiver of ``method``'s objects.
@@ -262,19 +259,19 @@ class Objects(CommBase):
         A point-to-point receive gives its ``tag``: a dict of tensors that it refuses may carry a schema that the next
         dicts under that tag rely on, so the schema is stored.
         """
-        terms = ReceivePolicy.of(weights_only, max_bytes)
+        policy = ReceivePolicy.of(weights_only, max_bytes)
         missed = None if tag is None else lambda source, head: self._received_schemas.missed((source, tag), head)
-        return ObjectReceiver(method, self.rank, kind, terms, missed)
+        return ObjectReceiver(method, self.rank, [kind], policy, missed)
 
 
-def _filling(inbox: ObjectReceiver) -> Callable[[list[object]], list[object]]:
+def _filling(receiver: ObjectReceiver) -> Callable[[list[object]], list[object]]:
     """A function that fills a list with the received items."""
 
     def fill(object_list: list[object]) -> list[object]:
-        items = inbox.only()
-        (source,) = inbox.incoming
+        items = receiver.only()
+        (source,) = receiver.incoming
         if type(items) is not list:
-            raise PayloadError(f"rank {source} sent {type(items).__name__} where a list was to come")
+            raise PayloadError(f"rank {source} sent {type(items).__name__} instead of a list")
         if len(items) != len(object_list):
             raise PayloadError(f"rank {source} sent {len(items)} objects, but object_list has {len(object_list)}")
         object_list[:] = items
@@ -285,8 +282,3 @@ def _filling(inbox: ObjectReceiver) -> Callable[[list[object]], list[object]]:
 
 def _is_sequence(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
-
-
-def _check_list(name: str, value: object) -> None:
-    if not isinstance(value, list):
-        raise TypeError(f"{name} must be a list, got {value!r} ({type(value).__name__})")

@@ -1,64 +1,26 @@
-"""Broadcast of a module's state from one rank to all ranks."""
+"""The tensors of a module's state by name, for its broadcast from one rank to all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
-from typing import Any, SupportsIndex, TypeVar, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from asynccomm.comm.methods.base import CommBase
-from asynccomm.core.work import Work
+from asynccomm.comm.methods.base import wrong_kind
 from asynccomm.errors import PayloadError
-from asynccomm.ops import Call, Parcel, Parcels
 from asynccomm.ops.parcels import MAX_HEAD
-from asynccomm.ops.validation import CommInfo, check_rank, check_tensor
+from asynccomm.ops.validation import CommInfo, check_tensor
 from asynccomm.serialization.objects import DTYPES, PayloadKind, dtype_code, kind_of, pack_value, reading, unpack_value
 
 _USUAL = (Tensor, torch.nn.Parameter)
-State = TypeVar("State", bound=torch.nn.Module | Mapping[str, Tensor])
 SEVERAL = 4  # names that an error lists for each difference
 
 
-class StateDicts(CommBase):
-    """Broadcast of a module's state."""
-
-    def broadcast_state(
-        self,
-        state: State,
-        root: SupportsIndex,
-        *,
-        timeout: float | timedelta | None = None,
-        hints: Mapping[str, str] | None = None,
-        tag: str | None = None,
-    ) -> Work[State]:
-        """Copy all tensors of rank ``root``'s ``state`` into the tensors of the same names on all ranks, in place.
-
-        Names, shapes and dtypes must be the same on all ranks, in any order; so must the groups of names that stand for
-        one tensor (tied weights, which are sent once). A rank with another state raises a PayloadError that lists the
-        differences, no tensor of its state is changed, and the comm goes on. Cancelling the await is safe.
-
-        Args:
-            state: a module, for all parameters and buffers in its ``state_dict()``, or a mapping of names to tensors on
-                the comm's device. A value that is no tensor raises a TypeError with its name.
-
-        Returns: Work of ``state``.
-        """
-        giver = check_rank(self._group, "root", root)
-        named = _Entry(self._group, state, written=giver != self.rank)
-        op = Parcels("broadcast_state", giver=giver)
-        if giver == self.rank:
-            call = Call(op, (), (), state, parcels=(Parcel(named.head, tuple(named.tensors)),))
-        else:
-            call = Call(op, (), (), state, place=named, expected=sum([tensor.nbytes for tensor in named.tensors]))
-        return self._submit(call, timeout, hints, tag)
-
-
 @final
-class _Entry:
+class StateReceiver:
     """The tensors of one state by name; on receiving ranks the ``place`` of the operation."""
 
     def __init__(self, group: CommInfo, state: object, *, written: bool) -> None:
@@ -96,7 +58,7 @@ class _Entry:
         if head == self.head:  # the usual case
             return self.tensors
         if (kind := kind_of(source, head)) is not PayloadKind.STATE:
-            raise PayloadError(f"broadcast_state() got what rank {source} sent by {kind.sender}()")
+            raise wrong_kind("broadcast_state", self._rank, source, kind)
         with reading(source):
             names, numbers, metas = _checked(unpack_value(source, head))
             problems = self._problems(source, names, numbers, metas)
@@ -139,7 +101,7 @@ class _Entry:
 
 def _entries(state: object) -> Mapping[Any, Any]:
     if isinstance(state, torch.nn.Module):
-        return state.state_dict(keep_vars=True)  # each tensor is detached once, by ``_Entry``
+        return state.state_dict(keep_vars=True)  # each tensor is detached once, by ``StateReceiver``
     if not isinstance(state, Mapping):
         raise TypeError(f"state must be a torch.nn.Module or a mapping of names to tensors, got {type(state).__name__}")
     return state
@@ -153,7 +115,7 @@ def _identity(tensor: Tensor) -> object:
 
 
 def _checked(value: Any) -> tuple[list[str], list[int], list[tuple[torch.dtype, tuple[int, ...]]]]:
-    """The contents of a head with the structure of :attr:`_Entry.head`. Raises any exception for another structure."""
+    """The contents of a head, as :attr:`StateReceiver.head` has them. Raises any exception for another structure."""
     names, numbers, metas = value
     if not all(type(name) is str for name in names) or len(set(names)) != len(names) or len(numbers) != len(names):
         raise ValueError("its names are wrong")

@@ -1,4 +1,4 @@
-"""Dicts of tensors: structure and contents are sent in one message."""
+"""Dicts of tensors, with structure and contents in one message; and the state of modules."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import zlib
 from collections.abc import Awaitable, Generator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Final, SupportsIndex, final
+from typing import Any, Final, SupportsIndex, TypeVar, final
 
 import torch
 from torch import Tensor
 
-from asynccomm.comm.methods.base import MAX_BYTES, CommBase, ReceivePolicy, wrong_kind
+from asynccomm.comm.methods.base import MAX_BYTES, CommBase, ReceivePolicy, check_type, wrong_kind
 from asynccomm.comm.methods.collectives import Collectives
+from asynccomm.comm.methods.state_dict import StateReceiver
 from asynccomm.core.handles import Handle
 from asynccomm.core.tasks import detach
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, PayloadError
-from asynccomm.ops import Call, Op, Parcel, Parcels, RecvParcel, SendParcel
+from asynccomm.ops import Call, Op, Parcel, Parcels, SendParcel
 from asynccomm.ops.validation import CommInfo, check_rank, check_tag
 from asynccomm.serialization.objects import IncomingObject, PayloadKind, encode, kind_of, reading
 from asynccomm.serialization.tensor_dicts import (
@@ -33,7 +34,8 @@ from asynccomm.serialization.tensor_dicts import (
     describe,
 )
 
-_TOLD: Final = struct.Struct("<?I251s")  # whether the share is here, CRC-32 of the tensors to gather, why it is not
+_STATUS: Final = struct.Struct("<?I251s")  # whether the share is here, CRC-32 of the tensors to gather, why it is not
+State = TypeVar("State", bound=torch.nn.Module | Mapping[str, Tensor])
 
 
 class TensorDicts(CommBase):
@@ -68,13 +70,13 @@ class TensorDicts(CommBase):
         Returns: Work of a new dict; on the root of ``tensor_dict`` itself.
         """
         giver = check_rank(self._group, "root", root)
-        terms = ReceivePolicy.of(weights_only, max_bytes)
+        policy = ReceivePolicy.of(weights_only, max_bytes)
         op = Parcels("broadcast_tensor_dict", giver=giver)
         if giver == self.rank:
             described = describe(_checked(tensor_dict), self.device)
             return self._submit_dict(op, (EVERYBODY, EVERYBODY), described, tensor_dict, timeout, hints, tag)
-        inbox = _DictReceiver(op.method, self._group, EVERYBODY, terms, self._received_schemas, None)
-        return self._submit(Call(op, (), (), None, inbox.finish, place=inbox), timeout, hints, tag)
+        receiver = _DictReceiver(op.method, self._group, EVERYBODY, policy, self._received_schemas, None)
+        return self._submit(Call(op, (), (), None, receiver.finish, place=receiver), timeout, hints, tag)
 
     def send_tensor_dict(
         self,
@@ -99,7 +101,8 @@ class TensorDicts(CommBase):
                 nested ones. False is required for tensors that differ among the ranks of the group.
         """
         op = SendParcel("send_tensor_dict", check_rank(self._group, "dst", dst), check_tag(tag))
-        group = _checked_group(all_gather_group)
+        group = all_gather_group
+        check_type("all_gather_group", group, Collectives | None, "a Comm")
         if all_gather_tensors is not None and not isinstance(all_gather_tensors, Mapping):
             raise TypeError(f"all_gather_tensors must be a mapping of keys to bools, got {all_gather_tensors!r}")
         slices = None if group is None else Slices(group.size, group.rank, all_gather_tensors or {})
@@ -131,13 +134,43 @@ class TensorDicts(CommBase):
 
         Returns: an awaitable of the dict; without ``all_gather_group`` a Work.
         """
-        peer = None if src is None else check_rank(self._group, "src", src)
-        op = RecvParcel("recv_tensor_dict", peer, check_tag(tag))
-        group = _checked_group(all_gather_group)
-        terms = ReceivePolicy.of(weights_only, max_bytes)
-        inbox = _DictReceiver(op.method, self._group, op.tag, terms, self._received_schemas, group)
-        work = self._submit(Call(op, (), (), None, inbox.finish, place=inbox), timeout, hints)
-        return work if group is None else _GatheredDict(work, inbox, group, timeout)
+        op = self._receive_op("recv_tensor_dict", src, tag)
+        group = all_gather_group
+        check_type("all_gather_group", group, Collectives | None, "a Comm")
+        policy = ReceivePolicy.of(weights_only, max_bytes)
+        receiver = _DictReceiver(op.method, self._group, op.tag, policy, self._received_schemas, group)
+        work = self._submit(Call(op, (), (), None, receiver.finish, place=receiver), timeout, hints)
+        return work if group is None else _GatheredDict(work, receiver, group, timeout)
+
+    def broadcast_state(
+        self,
+        state: State,
+        root: SupportsIndex,
+        *,
+        timeout: float | timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+        tag: str | None = None,
+    ) -> Work[State]:
+        """Copy all tensors of rank ``root``'s ``state`` into the tensors of the same names on all ranks, in place.
+
+        Names, shapes and dtypes must be the same on all ranks, in any order; so must the groups of names that stand for
+        one tensor (tied weights, which are sent once). A rank with another state raises a PayloadError that lists the
+        differences, no tensor of its state is changed, and the comm goes on. Cancelling the await is safe.
+
+        Args:
+            state: a module, for all parameters and buffers in its ``state_dict()``, or a mapping of names to tensors on
+                the comm's device. A value that is no tensor raises a TypeError with its name.
+
+        Returns: Work of ``state``.
+        """
+        giver = check_rank(self._group, "root", root)
+        receiver = StateReceiver(self._group, state, written=giver != self.rank)
+        op = Parcels("broadcast_state", giver=giver)
+        if giver == self.rank:
+            call = Call(op, (), (), state, parcels=(Parcel(receiver.head, tuple(receiver.tensors)),))
+        else:
+            call = Call(op, (), (), state, place=receiver, expected=sum([tensor.nbytes for tensor in receiver.tensors]))
+        return self._submit(call, timeout, hints, tag)
 
     def _submit_dict(
         self,
@@ -153,22 +186,15 @@ class TensorDicts(CommBase):
         if described.values:
             head, more = encode(PayloadKind.TENSOR_DICT, described.values, "tensor_dict")
             tensors.extend(more)
-        now = self._session.sends_now(p2p=op.p2p)
+        now = self._submitter.sends_now(p2p=op.p2p)
         with self._sent_schemas.heading(channel, described.schema, now=now) as heading:
             parcel = Parcel(heading + head, tuple(tensors))
             return self._submit(Call(op, (), (), result, parcels=(parcel,)), timeout, hints, tag)
 
 
-def _checked(tensor_dict: object) -> dict[Any, Any]:
-    if not isinstance(tensor_dict, dict):
-        raise TypeError(f"tensor_dict must be a dict, got {tensor_dict!r} ({type(tensor_dict).__name__})")
-    return tensor_dict
-
-
-def _checked_group(group: object) -> Collectives | None:
-    if group is not None and not isinstance(group, Collectives):
-        raise TypeError(f"all_gather_group must be a Comm, got {group!r} ({type(group).__name__})")
-    return group
+def _checked(tensor_dict: Any) -> dict[Any, Any]:
+    check_type("tensor_dict", tensor_dict, dict, "a dict")
+    return tensor_dict  # type: ignore[no-any-return]
 
 
 @final
@@ -180,11 +206,11 @@ class _DictReceiver:
         method: str,
         own: CommInfo,
         tag: int,
-        terms: ReceivePolicy,
+        policy: ReceivePolicy,
         schemas: ReceiverSchemaCache,
         group: Collectives | None,
     ) -> None:
-        self._method, self._own, self._tag, self._terms, self._schemas = method, own, tag, terms, schemas
+        self._method, self._own, self._tag, self._policy, self._schemas = method, own, tag, policy, schemas
         self._group = group
         self._source = 0
         self._schema: Schema | None = None
@@ -198,7 +224,7 @@ class _DictReceiver:
         if (kind := kind_of(source, head)) is not PayloadKind.TENSOR_DICT:
             raise wrong_kind(self._method, self._own.rank, source, kind)
         schema, rest = self._schemas.read((source, self._tag), head)
-        self._terms.check(source, len(head) + length)
+        self._policy.check(source, len(head) + length)
         for meta in schema.metas:
             if meta.parts:
                 self._check_share(source, meta)
@@ -234,7 +260,7 @@ class _DictReceiver:
         """The dict. Raises: PayloadError."""
         assert self._schema is not None
         self.arrived = True
-        values = [] if self._values is None else self._values.decode(weights_only=self._terms.weights_only)
+        values = [] if self._values is None else self._values.decode(weights_only=self._policy.weights_only)
         with reading(self._source):
             return self._schema.build(self._tensors, values)
 
@@ -250,9 +276,9 @@ class _GatheredDict(Handle, Awaitable[dict[Any, Any]]):
     _instead = "await it here, and send the dict there"
 
     def __init__(
-        self, work: Work[dict[Any, Any]], inbox: _DictReceiver, group: Collectives, timeout: float | timedelta | None
+        self, work: Work[dict[Any, Any]], receiver: _DictReceiver, group: Collectives, timeout: float | timedelta | None
     ) -> None:
-        self._work, self._inbox, self._group, self._timeout = work, inbox, group, timeout
+        self._work, self._receiver, self._group, self._timeout = work, receiver, group, timeout
         self._task: asyncio.Task[dict[Any, Any]] | None = None  # goes on when an await is cancelled
 
     def __await__(self) -> Generator[Any, None, dict[Any, Any]]:
@@ -267,9 +293,9 @@ class _GatheredDict(Handle, Awaitable[dict[Any, Any]]):
             result = await self._work
         except AsyncCommError as exc:
             refusal = exc
-            if not self._inbox.arrived:
+            if not self._receiver.arrived:
                 with suppress(AsyncCommError):  # the group itself may be broken
-                    self._tell(exc)
+                    self._exchange(exc)
                 raise
         problem = await self._problem() if self._group.size > 1 else None
         if problem is None:
@@ -282,32 +308,32 @@ class _GatheredDict(Handle, Awaitable[dict[Any, Any]]):
 
     async def _gather(self) -> None:
         gathers = [
-            self._group.all_gather_single(whole, share, timeout=self._timeout) for whole, share in self._inbox.shares
+            self._group.all_gather_single(whole, share, timeout=self._timeout) for whole, share in self._receiver.shares
         ]
         for gather in gathers:
             await gather
 
-    def _tell(self, refusal: Exception | None) -> Work[Tensor]:
+    def _exchange(self, refusal: Exception | None) -> Work[Tensor]:
         """Start to exchange with the group whether this rank has its share, and if not, why."""
-        wholes = [(str(whole.dtype), whole.numel()) for whole, _ in self._inbox.shares]
+        wholes = [(str(whole.dtype), whole.numel()) for whole, _ in self._receiver.shares]
         reason = b"" if refusal is None else str(refusal).encode()
-        told = bytearray(_TOLD.pack(refusal is None, zlib.crc32(repr(wholes).encode()), reason))  # cut if too long
-        mine = torch.frombuffer(told, dtype=torch.uint8).to(self._group.device)
+        status = bytearray(_STATUS.pack(refusal is None, zlib.crc32(repr(wholes).encode()), reason))  # cut if too long
+        mine = torch.frombuffer(status, dtype=torch.uint8).to(self._group.device)
         return self._group.all_gather_single(None, mine, timeout=self._timeout)
 
     async def _problem(self) -> str | None:
         """The reason why the ranks of the group cannot gather the dict; None: they can."""
-        group, told = self._group, await self._tell(None)
+        group, status = self._group, await self._exchange(None)
         forms = {}
-        for rank, row in enumerate(told.view(group.size, -1).tolist()):
-            taken, forms[rank], reason = _TOLD.unpack(bytes(row))
-            if not taken:
+        for rank, row in enumerate(status.view(group.size, -1).tolist()):
+            received, forms[rank], reason = _STATUS.unpack(bytes(row))
+            if not received:
                 text = reason.rstrip(b"\0").decode(errors="replace")
-                return f"rank {rank} of comm {group.name!r} could not take its share of the dict: {text}"
+                return f"rank {rank} of comm {group.name!r} could not receive its share of the dict: {text}"
         others = [rank for rank, form in forms.items() if form != forms[group.rank]]
         if not others:
             return None
         return f"the dicts of ranks {others} of comm {group.name!r} have other tensors to be gathered than this rank's"
 
     def __repr__(self) -> str:
-        return f"<{self._work!r}, then {len(self._inbox.shares)} all_gathers>"
+        return f"<{self._work!r}, then {len(self._receiver.shares)} all_gathers>"

@@ -135,7 +135,7 @@ class FlightRecorder:
             self._ring = deque(maxlen=size)
         groups = self._groups[pg] = []
         for comm in pg.comms:
-            comm._session.observer = group = GroupRecorder(self, next(self._group_numbers), pg, comm)
+            comm._submitter.observer = group = GroupRecorder(self, next(self._group_numbers), pg, comm)
             groups.append(group)
 
     def forget(self, pg: ProcessGroup) -> None:

@@ -39,7 +39,7 @@ def data(nbytes: int, salt: int = 0) -> Tensor:
 
 
 def submit(comm: Comm, call: Call) -> Work[Any]:
-    return comm._session.submit(call, None, None)
+    return comm._submit(call, None, None)
 
 
 def send(comm: Comm, parcel: Parcel, dst: int, tag: int = 0, channel: MessageSpace = MessageSpace.OBJECTS) -> Work[Any]:

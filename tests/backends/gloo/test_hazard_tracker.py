@@ -442,7 +442,7 @@ async def test_a_batch_of_vectors_and_others(comm: Comm) -> None:
         Send.of(group, torch.full((2,), rank + 7.0), other, 0),
         Barrier.of(group),
     ]
-    works = [comm._session.submit_together(calls, "all", None, None) for _ in range(2)]  # of which one must wait
+    works = [comm._submitter.submit_together(calls, "all", None, None) for _ in range(2)]  # of which one must wait
     assert await asyncio.gather(*works) == ["all"] * 2
     assert all(tensor.eq(6).all() for tensor in floats)
     assert all(tensor.eq(1.5).all() for tensor in halves)
@@ -484,7 +484,7 @@ async def test_a_failing_operation_of_a_batch_names_itself_and_fails_what_waits(
             Broadcast.of(group, tensor, 0),
         ]
         if one.rank == 0:
-            works = [one._session.submit_together(calls, None, None, None)]
+            works = [one._submitter.submit_together(calls, None, None, None)]
             works += [one.all_reduce(half), one.all_reduce(torch.ones(1))]
             assert waiting_in(one) == 2
             await comm.barrier()
@@ -494,7 +494,7 @@ async def test_a_failing_operation_of_a_batch_names_itself_and_fails_what_waits(
         else:
             await comm.barrier()  # nothing of the other's can be done before
             with pytest.raises(BrokenError, match="no luck"):
-                await one._session.submit_together(calls, None, None, None)
+                await one._submitter.submit_together(calls, None, None, None)
                 await one.all_reduce(half)
 
 

@@ -190,7 +190,7 @@ RANKS = pytest.mark.ranks(some([2, 1, 4, 3], 2), backend="gloo")
 
 
 async def run(comm: Comm, call: Call) -> Any:
-    return await comm._session.submit(call, None, None)
+    return await comm._submit(call, None, None)
 
 
 @RANKS

@@ -250,7 +250,7 @@ KINDS = [
 
 
 def together(comm: Comm, calls: Sequence[Call]) -> Work[Any]:
-    return comm._session.submit_together(calls, None, None, None)
+    return comm._submitter.submit_together(calls, None, None, None)
 
 
 async def idle(comms: Sequence[Comm]) -> None:

@@ -633,7 +633,7 @@ async def test_this_ranks_own_share_is_read_behind_the_callers_stream(world: Wor
                     order.append(f"place {rank}")
                     return [torch.zeros(7)]
 
-                works.append(comm._session.submit(call._replace(place=place), None, None))
+                works.append(comm._submit(call._replace(place=place), None, None))
             assert held is backend_of(comms[0]).device.user
             gate.set()
             await asyncio.gather(*works)

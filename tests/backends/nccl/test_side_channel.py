@@ -356,7 +356,7 @@ async def test_objects_dicts_and_barriers_between_processes(comm: Comm, side: st
 
                 op = Parcels("one to one", False, giver, taker)
                 given = (Parcel(b"x", (torch.ones(9),)),) * size if rank == giver else ()
-                await own._session.submit(Call(op, (), (), None, parcels=given, place=place), None, None)
+                await own._submit(Call(op, (), (), None, parcels=given, place=place), None, None)
                 assert seen == ([giver] if rank == taker != giver else [])
 
 
@@ -381,7 +381,7 @@ async def test_the_answer_of_one_that_refuses_and_leaves_arrives(comm: Comm, sid
             if own.rank == 0:
                 parcel = Parcel(b"", (torch.ones(3, dtype=torch.float64),))
                 op = SendParcel("send_object", 1, 0)
-                work = own._session.submit(Call(op, (), (), None, parcels=(parcel,)), None, None)
+                work = own._submit(Call(op, (), (), None, parcels=(parcel,)), None, None)
                 await work
             else:
 
@@ -390,6 +390,6 @@ async def test_the_answer_of_one_that_refuses_and_leaves_arrives(comm: Comm, sid
 
                 call = Call(RecvParcel("recv_object", 0, 0), (), (), None, place=refuse)
                 with pytest.raises(PayloadError, match="not wanted"):
-                    await own._session.submit(call, None, None)
+                    await own._submit(call, None, None)
         await comm.barrier()
         assert turn >= 0

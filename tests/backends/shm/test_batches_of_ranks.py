@@ -22,7 +22,7 @@ LARGE = 1 << 20  # elements: for the worker, in many steps
 
 def batch(comm: Comm, calls: Sequence[Call]) -> Work[Any]:
     """As one batch."""
-    return comm._session.submit_together(calls, None, None, None)
+    return comm._submitter.submit_together(calls, None, None, None)
 
 
 def reduced(comm: Comm, *tensors: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> list[Call]:
@@ -61,7 +61,7 @@ async def test_any_batch_is_what_one_by_one_is(comm: Comm, late: bool) -> None:
         await asyncio.gather(*works)
         for calls in alone:
             for call in calls:
-                await comm._session.submit(call, None, None)
+                await comm._submit(call, None, None)
         for mine, others in zip(together, alone, strict=True):
             for one, other in zip(mine, others, strict=True):
                 for a, b in zip((*one.inputs, *one.outputs), (*other.inputs, *other.outputs), strict=True):
@@ -159,7 +159,7 @@ async def test_messages_of_a_batch_wait_for_no_collective(comm: Comm) -> None:
     if comm.rank == 0:
         work = batch(comm, [reduces[0], messages[0], reduces[1], messages[1]])
     else:
-        await asyncio.gather(*[comm._session.submit(call, None, None) for call in messages])  # rank 0's batch waits
+        await asyncio.gather(*[comm._submit(call, None, None) for call in messages])  # rank 0's batch waits
         work = batch(comm, reduces)
     await work
     assert got.eq(other + 1).all()

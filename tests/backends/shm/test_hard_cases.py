@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 import os
 import threading
 import time
@@ -223,21 +224,21 @@ async def test_ready_sees_what_settles_meanwhile(comm: Comm) -> None:
     async with new_comm("shm", name="ready", timeout=10, max_ops=2) as few:
         if comm.rank == 0:
             first, second = few.recv(torch.zeros(1), 1, 1), few.recv(torch.zeros(1), 1, 2)
-            session: Any = few._session
-            statistics, once = session.statistics, [True]
+            in_flight: Any = few._session.in_flight
+            crowded, calls = in_flight._crowded, itertools.count()
 
             def interrupted() -> Any:
-                now = statistics()
-                if once:
-                    once.clear()
+                now = crowded()
+                if next(calls) == 1:  # the last call before the waiter is registered
                     thread = threading.Thread(target=first.wait)
                     thread.start()
                     thread.join()
                 return now
 
-            session.statistics = interrupted
+            in_flight._crowded = interrupted
             async with asyncio.timeout(3):
                 await few.ready()
+            assert next(calls) > 2
             await few.send(torch.zeros(1), 1, 3)
             await second
         else:

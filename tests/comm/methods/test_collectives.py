@@ -27,7 +27,7 @@ ALL = [0, 1, 2]
 
 
 @pytest.mark.parametrize("root", ALL)
-async def test_what_was_given_comes_back(comms: list[Comm], root: int) -> None:
+async def test_results_are_the_tensors_passed_in(comms: list[Comm], root: int) -> None:
     given: list[Any] = [torch.zeros(6) for _ in ALL]
     lists: list[Any] = [[torch.zeros(6) for _ in ALL] for _ in ALL]
     wide: list[Any] = [torch.zeros(18) for _ in ALL]

@@ -322,7 +322,7 @@ async def test_a_name_is_in_use_until_its_comm_is_closed() -> None:
         await on_all(comms, part)
 
 
-async def test_a_name_is_free_after_a_split_that_nobody_awaited() -> None:
+async def test_a_name_is_free_after_a_split_that_was_not_awaited() -> None:
     async with loopback_world(1) as (comm,):
         connecting = comm.split([0], "x")
         with pytest.raises(ValueError, match="in use"):
@@ -588,7 +588,7 @@ async def test_a_dropped_child_warns_and_leaves_its_family() -> None:
     await until(lambda: job._over)
 
 
-async def test_a_forked_child_process_is_told() -> None:
+async def test_splits_in_a_forked_child_raise() -> None:
     async with loopback_world(1) as (comm,), comm.dup() as child:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads is what is tested

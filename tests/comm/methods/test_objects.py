@@ -121,14 +121,14 @@ async def test_scatter_object_list() -> None:
         assert (await works[2]).tolist() == [1, 1]  # type: ignore[attr-defined]
 
 
-async def test_what_the_root_of_a_scatter_keeps_is_not_sent() -> None:
+async def test_the_roots_own_object_of_a_scatter_is_not_sent() -> None:
     async with loopback_world(2) as (a, b):
         a.scatter_object_list([torch.ones(1000), 1], 0)
         assert a.statistics().bytes_in_flight == 0
         assert await b.scatter_object_list(None, 0) == 1
 
 
-async def test_what_the_root_of_a_scatter_keeps_is_read_nevertheless() -> None:
+async def test_the_roots_own_object_of_a_scatter_is_unpickled() -> None:
     async with loopback_world(1) as (comm,):
         tensor = torch.ones(2)
         with pytest.raises(ValueError, match="shares memory with"):
@@ -148,7 +148,7 @@ async def test_different_methods_do_not_meet() -> None:
             await b.gather_object(1, 0)
 
 
-async def test_what_a_collective_brings_may_be_refused_on_one_rank_alone() -> None:
+async def test_one_rank_alone_may_refuse_the_object_of_a_collective() -> None:
     async with loopback_world(3, timeout=10) as comms:
         works = [comm.all_gather_object(comm.rank, max_bytes=0 if comm.rank == 1 else 1000) for comm in comms]
         with pytest.raises(PayloadError, match="max_bytes is 0"):
@@ -234,10 +234,12 @@ async def test_lists() -> None:
 async def test_kinds_that_do_not_belong_together() -> None:
     async with loopback_world(2) as (a, b):
         a.send_object_list([1], 1)
-        with pytest.raises(PayloadError, match=r"recv_object\(\) of rank 1 got .* rank 0 sent by send_object_list\(\)"):
+        with pytest.raises(
+            PayloadError, match=r"recv_object\(\) of rank 1 received .* rank 0 sent by send_object_list\(\)"
+        ):
             await b.recv_object(0)
         a.send_object([1], 1)
-        with pytest.raises(PayloadError, match=r"recv_object_list\(\) of rank 1 got .* sent by send_object\(\)"):
+        with pytest.raises(PayloadError, match=r"recv_object_list\(\) of rank 1 received .* sent by send_object\(\)"):
             await b.recv_object_list([None], 0)
         a.send_object("next", 1)
         assert await b.recv_object(0) == "next"
@@ -311,7 +313,7 @@ async def test_more_than_is_wanted_is_thrown_away() -> None:
         assert await b.recv_object(0, max_bytes=4000) == "small"
 
 
-async def test_cancelling_the_await_loses_nothing() -> None:
+async def test_cancelling_the_await_keeps_the_object() -> None:
     async with loopback_world(2) as (a, b):
         work = b.recv_object(0)
         task = asyncio.ensure_future(_awaited(work))
@@ -353,7 +355,7 @@ async def test_mixed_with_everything_else_in_flight() -> None:
 # -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
-async def test_what_cannot_be_pickled_is_refused_at_the_call() -> None:
+async def test_an_object_that_cannot_be_pickled_is_refused_at_the_call() -> None:
     async with loopback_world(2) as (a, b):
         for call in (
             lambda: a.all_gather_object(lambda: 0),

@@ -19,7 +19,7 @@ def full(value: float, n: int = 2) -> torch.Tensor:
     return torch.full((n,), float(value))
 
 
-async def test_what_was_given_comes_back() -> None:
+async def test_results_are_the_tensors_passed_in() -> None:
     async with loopback_world(2) as (a, b):
         sent, received = full(7), full(0)
         results = await asyncio.gather(a.send(sent, 1), b.recv(received, 0))
@@ -103,7 +103,7 @@ async def test_a_batch_is_issued_once() -> None:
         assert len(batch.ops) == 2
 
 
-async def test_what_was_not_issued_can_be_issued_again() -> None:
+async def test_a_batch_that_failed_to_issue_can_be_issued_again() -> None:
     async with loopback_world(1) as (comm,):
         batch = comm.batch_op_create()
         batch.send(full(1), 0)

@@ -67,7 +67,7 @@ async def test_bad_members_raise_at_the_call(comms: list[Comm], members: Any, me
         comms[1].reconfigure(members)
 
 
-async def test_what_is_asked(comms: list[Comm], asked: list[tuple[Any, ...]]) -> None:
+async def test_the_proposal(comms: list[Comm], asked: list[tuple[Any, ...]]) -> None:
     comm = comms[1]
     for call in (
         comm.shrink(),
@@ -85,7 +85,7 @@ async def test_what_is_asked(comms: list[Comm], asked: list[tuple[Any, ...]]) ->
     ]
 
 
-async def test_ranks_are_asked_for_by_what_the_job_calls_them(comms: list[Comm], asked: list[tuple[Any, ...]]) -> None:
+async def test_the_proposal_has_job_ranks(comms: list[Comm], asked: list[tuple[Any, ...]]) -> None:
     parts = await asyncio.gather(*(comms[rank].split([2, 0], "part") for rank in (2, 0)))
     with pytest.raises(Asked):
         await parts[0].reconfigure([1, "a", 0])
@@ -134,7 +134,7 @@ async def test_another_loop_and_a_thread(comms: list[Comm]) -> None:
         await asyncio.to_thread(elsewhere)
 
 
-async def test_a_store_that_is_gone(comms: list[Comm], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lost_store(comms: list[Comm], monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(*arguments: Any) -> Any:
         raise StoreError("it has gone")
 

@@ -104,7 +104,7 @@ async def test_tied_weights_are_sent_once() -> None:
 
 
 @pytest.mark.parametrize("there", [True, False])
-async def test_what_is_tied_must_be_so_everywhere(there: bool) -> None:
+async def test_tied_tensors_must_be_tied_on_all_ranks(there: bool) -> None:
     async with loopback_world(2) as (a, b):
         target = Tied(not there)
         before = target.one.weight.tolist()
@@ -123,7 +123,7 @@ async def test_the_bytes_are_counted_on_both_sides() -> None:
             await work
 
 
-async def test_differences_are_told_and_nothing_is_changed() -> None:
+async def test_differences_are_listed_and_no_tensor_is_changed() -> None:
     async with loopback_world(3) as comms:
         source = {"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(2), "d": torch.ones(1), "same": torch.ones(1)}
         wrong = {"a": torch.zeros(3), "b": torch.zeros(3).half(), "x": torch.zeros(1), "same": torch.zeros(1)}
@@ -144,7 +144,7 @@ async def test_differences_are_told_and_nothing_is_changed() -> None:
         await last
 
 
-async def test_only_the_first_differences_are_told() -> None:
+async def test_only_the_first_differences_are_listed() -> None:
     async with loopback_world(2) as (a, b):
         a.broadcast_state({f"n{i}": torch.ones(1) for i in range(10)}, 0)
         with pytest.raises(PayloadError, match=r"missing here: n0, n1, n2, n3 and 6 more$"):

@@ -63,7 +63,7 @@ async def test_to_oneself_and_both_ways() -> None:
             await sending
 
 
-async def test_leaving_the_loop_early_loses_nothing() -> None:
+async def test_leaving_the_loop_early_keeps_all_items() -> None:
     async with loopback_world(2) as (a, b):
         sending = asyncio.ensure_future(put_all(a, range(5)))
         stream = b.stream(0)
@@ -74,7 +74,7 @@ async def test_leaving_the_loop_early_loses_nothing() -> None:
         await sending
 
 
-async def test_cancelling_loses_nothing() -> None:
+async def test_cancelling_keeps_all_items() -> None:
     async with loopback_world(2) as (a, b):
         stream = b.stream(0)
         for _ in range(2):
@@ -122,7 +122,7 @@ async def test_nothing_is_put_after_the_end() -> None:
             ending = asyncio.ensure_future(anext(b.stream(0, 3), "ended"))
         assert await ending == "ended"
         assert repr(sink) == "<Sink to rank 1, tag 3, closed>"
-        with pytest.raises(RuntimeError, match="closed, so nothing can be put into it"):
+        with pytest.raises(RuntimeError, match="closed, and accepts no more items"):
             sink.put(1)
         assert a.statistics().submitted == 1
 
@@ -138,23 +138,25 @@ async def test_a_sender_that_fails_is_no_end() -> None:
                 raise KeyError("lost")
         assert await first == 1
         for _ in range(2):
-            with pytest.raises(PayloadError, match=r"rank 0 gave up its stream \(tag 4\): KeyError: 'lost'"):
+            with pytest.raises(
+                PayloadError, match=r"the stream of rank 0 \(tag 4\) ended with an error: KeyError: 'lost'"
+            ):
                 await anext(stream)
         with pytest.raises(RuntimeError):
             sink.put(2)
         with pytest.raises(asyncio.CancelledError):
             async with a.sink(1, 5):
                 raise asyncio.CancelledError
-        with pytest.raises(PayloadError, match=r"gave up its stream .*: CancelledError$"):
+        with pytest.raises(PayloadError, match=r"ended with an error: CancelledError$"):
             await anext(b.stream(0, 5))
         with pytest.raises(ValueError):
             async with a.sink(1, 6):
                 raise ValueError("x" * 1_000_000)
-        with pytest.raises(PayloadError, match=r"gave up .* ValueError: xxx"):
+        with pytest.raises(PayloadError, match=r"ended with an error: ValueError: xxx"):
             await anext(b.stream(0, 6, max_bytes=0))
 
 
-async def test_a_body_that_fails_after_closing_says_nothing_more() -> None:
+async def test_a_body_that_fails_after_closing_sends_no_more() -> None:
     async with loopback_world(2) as (a, b):
         with pytest.raises(KeyError):
             async with a.sink(1) as sink:
@@ -173,7 +175,7 @@ async def test_the_error_of_the_body_wins_over_that_of_the_comm() -> None:
             await anext(b.stream(0))
 
 
-async def test_what_cannot_be_taken_does_not_end_the_stream() -> None:
+async def test_a_refused_item_does_not_end_the_stream() -> None:
     async with loopback_world(2) as (a, b):
         sink, stream = a.sink(1), b.stream(0, max_bytes=1000)
         sink.put(torch.ones(1000))
@@ -206,7 +208,9 @@ async def test_other_kinds_are_refused() -> None:
         a._submit(call, None, None)
         a.sink(1).put(2)
         stream = b.stream(0)
-        with pytest.raises(PayloadError, match=r"stream\(\) of rank 1 got what rank 0 sent by send_object\(\)"):
+        with pytest.raises(
+            PayloadError, match=r"stream\(\) of rank 1 received the payload that rank 0 sent by send_object\(\)"
+        ):
             await anext(stream)
         assert await anext(stream) == 2
 

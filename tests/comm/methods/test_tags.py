@@ -73,7 +73,7 @@ async def _fails(work: Any) -> CollectiveMismatchError:
 
 @collectives
 @pytest.mark.parametrize("theirs", ["layer4.bias", None])
-async def test_ranks_that_differ_in_the_tag_are_told(
+async def test_ranks_that_differ_in_the_tag_get_an_error(
     comms: list[Comm], use: Callable[..., Any], theirs: str | None
 ) -> None:
     works = [use(comm, tag=theirs if comm.rank == 2 else TAG) for comm in comms]

@@ -51,13 +51,13 @@ class Heads:
 
     def __init__(self, comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sizes: list[int] = []
-        submit = comm._session.submit
+        submit = comm._submitter.submit
 
         def watched(call: Any, *rest: Any) -> Any:
             self.sizes += [len(parcel.head) for parcel in call.parcels]
             return submit(call, *rest)
 
-        monkeypatch.setattr(comm._session, "submit", watched)
+        monkeypatch.setattr(comm._submitter, "submit", watched)
 
 
 async def test_broadcast() -> None:
@@ -92,7 +92,7 @@ async def test_to_oneself() -> None:
             assert (await comm.recv_tensor_dict(0))["s"] == step
 
 
-def test_a_tensor_lands_on_the_device_if_it_comes_from_one() -> None:
+def test_a_tensor_from_a_device_arrives_on_the_device() -> None:
     sender, receiver = CommInfo("x", 0, 2, torch.device("cuda")), CommInfo("x", 1, 2, torch.device("meta"))
     described = describe({"c": torch.ones(2), "g": torch.ones(3).as_subclass(OnGPU)}, sender.device)
     inbox = _DictReceiver("recv_tensor_dict", receiver, 0, ReceivePolicy(True, 1000), ReceiverSchemaCache(), None)
@@ -124,7 +124,7 @@ async def test_any_source() -> None:
             assert got["t"].shape == (work.source,)
 
 
-async def test_what_repeats_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_repeated_structure_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async with loopback_world(2) as (a, b):
         heads = Heads(a, monkeypatch)
         for step in range(4):
@@ -143,7 +143,7 @@ async def test_what_repeats_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -
         assert heads.sizes[-1] < 60
 
 
-async def test_comms_do_not_share_what_they_remember(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_comms_do_not_share_their_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     async with loopback_world(2, name="one") as (a, b), loopback_world(2, name="two") as (c, d):
         for sender, receiver in ((a, b), (c, d)):
             heads = Heads(sender, monkeypatch)
@@ -152,7 +152,7 @@ async def test_comms_do_not_share_what_they_remember(monkeypatch: pytest.MonkeyP
             assert (await receiver.recv_tensor_dict(0))["t"].tolist() == [1] * 5
 
 
-async def test_both_ends_agree_also_after_what_was_refused() -> None:
+async def test_both_ends_agree_also_after_a_refusal() -> None:
     async with loopback_world(2) as (a, b):
         d = {"t": torch.ones(100), "s": 1}
         a.send_tensor_dict(d, 1)
@@ -163,7 +163,8 @@ async def test_both_ends_agree_also_after_what_was_refused() -> None:
         e = {"u": torch.ones(3)}
         a.send_tensor_dict(e, 1)
         with pytest.raises(
-            PayloadError, match=r"recv_object\(\) of rank 1 got what rank 0 sent by send_tensor_dict\(\)"
+            PayloadError,
+            match=r"recv_object\(\) of rank 1 received the payload that rank 0 sent by send_tensor_dict\(\)",
         ):
             await b.recv_object(0)
         a.send_tensor_dict(e, 1)
@@ -176,7 +177,7 @@ async def test_both_ends_agree_also_after_what_was_refused() -> None:
         assert list(await b.recv_tensor_dict(0)) == ["v"]
 
 
-async def test_a_call_that_fails_is_not_remembered() -> None:
+async def test_the_structure_of_a_failed_call_is_not_cached() -> None:
     async with loopback_world(2) as (a, b):
         d = {"t": torch.ones(3)}
         with pytest.raises(TypeError, match="hints"):
@@ -225,7 +226,8 @@ async def test_other_kinds_are_refused() -> None:
     async with loopback_world(2) as (a, b):
         a.send_object({"a": 1}, 1)
         with pytest.raises(
-            PayloadError, match=r"recv_tensor_dict\(\) of rank 1 got what rank 0 sent by send_object\(\)"
+            PayloadError,
+            match=r"recv_tensor_dict\(\) of rank 1 received the payload that rank 0 sent by send_object\(\)",
         ):
             await b.recv_tensor_dict(0)
 
@@ -290,9 +292,9 @@ async def test_only_a_share_is_sent() -> None:
             await work
         receive: Any = b.recv_tensor_dict(0, all_gather_group=group[1])
         a.send_tensor_dict({"t": torch.arange(1000.0)}, 1, all_gather_group=group[1])
-        (share,) = receive._inbox._tensors
+        (share,) = receive._receiver._tensors
         assert share[500:].tolist() == list(range(500, 1000)), "in its place in the whole"
-        assert receive._inbox.shares[0][1].data_ptr() == share[500:].data_ptr()
+        assert receive._receiver.shares[0][1].data_ptr() == share[500:].data_ptr()
 
 
 async def test_gathers_wait_for_the_await_and_go_on_when_it_is_cancelled() -> None:
@@ -358,7 +360,7 @@ async def test_groups_must_fit() -> None:
         assert await outcomes(*receives) == ["{'t': [0, 1, 2, 3]}"] * 2
 
 
-async def test_a_head_that_cannot_be_read_is_told_to_the_group() -> None:
+async def test_an_unreadable_head_fails_the_dict_on_the_whole_group() -> None:
     async with loopback_world(2) as (a, b), loopback_world(2, name="g") as group:
         for head in (b"", b"\1\3\7", b"\1\3garbage garbage", b"\xff" * 40):
             receives = [b.recv_tensor_dict(0, comm.rank, all_gather_group=comm, timeout=5) for comm in group]
@@ -366,7 +368,7 @@ async def test_a_head_that_cannot_be_read_is_told_to_the_group() -> None:
             a._submit(Call(SendParcel("x", 1, 1), (), (), None, parcels=(Parcel(head, ()),)), None, None)
             told, own = await outcomes(*receives)
             assert own.startswith("what rank 0 sent cannot be read")
-            assert told == f"rank 1 of comm 'g' could not take its share of the dict: {own}"
+            assert told == f"rank 1 of comm 'g' could not receive its share of the dict: {own}"
         assert [comm.statistics().submitted for comm in group] == [4, 4]
 
 
@@ -376,7 +378,7 @@ async def test_a_rank_that_refuses_a_share_does_not_wait_for_the_group() -> None
         with pytest.raises(PayloadError, match="max_bytes is 1"):
             await b.recv_tensor_dict(0, max_bytes=1, all_gather_group=group[0])
         a.send_tensor_dict({"t": torch.arange(4)}, 1, all_gather_group=group[1])
-        with pytest.raises(PayloadError, match=r"rank 0 of comm 'g' could not take its share .* max_bytes is 1"):
+        with pytest.raises(PayloadError, match=r"rank 0 of comm 'g' could not receive its share .* max_bytes is 1"):
             await b.recv_tensor_dict(0, all_gather_group=group[1])
 
 
@@ -388,7 +390,7 @@ async def test_a_long_reason_is_cut() -> None:
         receives: list[Any] = [b.recv_tensor_dict(0, comm.rank, all_gather_group=comm) for comm in group]
         a.send_tensor_dict({"t": torch.arange(4)}, 1, 0, all_gather_group=group[0])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(receives[1]._inbox, "_place", refuse)
+            patch.setattr(receives[1]._receiver, "_place", refuse)
             a.send_tensor_dict({"t": torch.arange(4)}, 1, 1, all_gather_group=group[1])
         told, own = await outcomes(*receives)
         assert own.count("ü") == 999

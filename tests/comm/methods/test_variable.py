@@ -259,7 +259,7 @@ def test_gather_v_and_scatter_v(world: World, tensors: list[Tensor], root: int, 
 # -- what does not fit
 
 
-async def test_what_does_not_fit_fails_one_work_and_nothing_else() -> None:
+async def test_data_that_does_not_fit_fails_one_work_only() -> None:
     async with loopback_world(3) as comms:
         works = [comm.all_gather_v(torch.zeros(5) if r == 1 else None, torch.ones(r)) for r, comm in enumerate(comms)]
         with pytest.raises(PayloadError, match=r"output must have shape \(3,\) for all parts, got \(5,\)"):
@@ -301,7 +301,7 @@ async def test_rows_that_disagree_are_a_mismatch() -> None:
                 await work
 
 
-async def test_ranks_that_mean_different_dimensions_are_told() -> None:
+async def test_ranks_with_different_dimensions_get_an_error() -> None:
     async with loopback_world(2) as (a, b):
         square = torch.arange(16.0).view(4, 4)
         works = [a.reduce_scatter_v(None, square, [1, 3], dim=0), b.reduce_scatter_v(None, square, [1, 3], dim=1)]
@@ -311,7 +311,7 @@ async def test_ranks_that_mean_different_dimensions_are_told() -> None:
 
 
 @pytest.mark.ranks([2, 3], backend=["shm", "gloo"])
-async def test_what_is_read_is_what_the_operation_before_has_written(comm: Comm) -> None:
+async def test_an_operation_reads_the_result_of_the_one_before(comm: Comm) -> None:
     """Also if nothing is awaited in between, whether sizes are exchanged or not."""
     size = comm.size
     for n in (5, 20_011, 300_007):
