@@ -19,7 +19,6 @@ import json
 import os
 import re
 import socket
-import struct
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,7 +28,7 @@ from typing import Any, Final, Self, final
 from asynccomm.cli.run import Commands
 from asynccomm.control.diagnosis import Diagnosis, RankState
 from asynccomm.control.transport.framing import MESSAGE_BYTES, ControlMessage, Decoder, encode
-from asynccomm.control.transport.sockets import run_name
+from asynccomm.control.transport.sockets import peer_user, run_name
 
 _DESCRIPTION = """\
 Show what each rank of a running job is at: what it called last and where, what it waits for, who is behind, who does
@@ -46,7 +45,6 @@ LOOK_SECONDS: Final = 5.0  # for a rank to ask the other ranks, for which the ra
 
 _LISTENS: Final = 0x10000  # __SO_ACCEPTCON, of a socket in /proc/net/unix
 _line = re.compile(r"[0-9a-f]+: \S+ \S+ (?P<flags>[0-9A-F]+) \S+ \S+ +\d+ @(?P<name>asynccomm/.*)")  # of any user
-_credentials = struct.Struct("=iII")  # process, user, group
 
 
 @final
@@ -235,8 +233,7 @@ def _connect(door: ProcessSocket) -> socket.socket:
     try:
         sock.setblocking(False)
         sock.connect(f"\0{door.name}")  # immediate: succeeds or fails
-        user = _credentials.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size))[1]
-        if user != os.geteuid():
+        if (user := peer_user(sock)) != os.geteuid():
             raise PermissionError(f"who listens there is user {user}'s")
     except BaseException:
         sock.close()

@@ -60,7 +60,7 @@ class ControlChannel:
         self._thread: ControlThread = control_thread()
         self._router = router = Router(rank, self.topology, self._deliver, self._on_gone)
         self.gone = router.gone  #: the reason for each rank of the job that is gone; readable from any thread
-        self._listener = Listener(tokens, self._refusal, self._accept, self._on_look)
+        self._listener = Listener(tokens, self._refusal, self._accept, self._on_look, len(contacts))
         self._members = Subscribers(router.gone)
         self._requests = Requests(router, self._members)
         self._fingerprints = MismatchDetector(self._thread, router, self._members, self._requests, self._begin)

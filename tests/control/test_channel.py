@@ -255,7 +255,7 @@ async def test_a_channel_may_end_while_others_keep_coming(turn: int) -> None:
         threads = [threading.Thread(target=come, args=(name,)) for _ in range(4)]
         for thread in threads:
             thread.start()
-        await until(lambda: channel._listener._refused > 100, "many strangers")
+        await until(lambda: channel._listener.admission.refused.total() > 100, "many strangers")
         await channel.aclose()
         await ended(channel)
         over.set()

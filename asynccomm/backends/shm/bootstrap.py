@@ -14,10 +14,8 @@ The connections stay open until all results are in the store, so a connection th
 Callbacks that never block serve the connections, and coroutines await only their results: the bootstrap can therefore
 be cancelled at any point.
 
-Any process on the host can connect to rank 0. A connection is unauthenticated until it has sent the hello of a rank:
-the number of unauthenticated connections is limited, and each has ``HELLO_SECONDS``. A rank sends its hello as soon as
-it has connected, so a flood of connections can at most force the rank to connect again. Rank 0 logs the number of
-rejected connections by reason, once, when it stops listening.
+Any process on the host can connect to rank 0, which admits connections as :mod:`asynccomm.control.transport.admission`
+describes. A rank sends its hello as soon as it has connected.
 
 No data from another process is trusted to be well formed, neither in the store nor on a connection.
 """
@@ -29,7 +27,6 @@ import contextlib
 import errno
 import functools
 import json
-import logging
 import math
 import os
 import resource
@@ -37,24 +34,22 @@ import secrets
 import socket
 import struct
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, NoReturn, final
 
 from asynccomm.backends.base import BackendContext, UnsuitableError
-from asynccomm.backends.shm.fd_socket import MESSAGE_DESCRIPTORS, Descriptors, Line, Message, user_of
+from asynccomm.backends.shm.fd_socket import MESSAGE_DESCRIPTORS, Descriptors, Line, Message
 from asynccomm.backends.shm.layout import Layout
 from asynccomm.backends.shm.segment import Segment, create
+from asynccomm.control.transport.admission import CROWDED, LATE, WRONG_TOKEN, Admission
+from asynccomm.control.transport.sockets import peer_user
 from asynccomm.errors import BackendError, PeerLostError
 from asynccomm.ops.validation import CommInfo
 from asynccomm.store.base import Store
 
-_log = logging.getLogger("asynccomm")
-
 RETRY_SECONDS: Final = 0.005  # between attempts to connect to rank 0, which may be flooded with connections
-HELLO_SECONDS: Final = 5.0  # within which a connection must send its hello
-STRANGERS: Final = 64  # unauthenticated connections at once, plus the number of ranks; more close the oldest
 BACKLOG: Final = 4096  # of the listening socket; the kernel may have a lower limit
 ACCEPTS: Final = 64  # connections accepted per loop iteration
 TOKEN_BYTES: Final = 16
@@ -266,8 +261,7 @@ class _Host:
         self._name = f"asynccomm-{secrets.token_hex(16)}"
         self._ask, self._answer = secrets.token_bytes(TOKEN_BYTES), secrets.token_bytes(TOKEN_BYTES)
         self._lines: dict[int, Line] = {}  # by rank
-        self._strangers: dict[Line, asyncio.TimerHandle] = {}  # unauthenticated, with timeouts; oldest first
-        self._refused: Counter[str] = Counter()  # rejected connections, by reason
+        self._admission = Admission(f"rank 0 of comm {group.name!r}", self._refuse, group.size, Line.read)
         self._listener: socket.socket | None = None
         if group.size > 1:
             self._listen()
@@ -301,42 +295,22 @@ class _Host:
             except BlockingIOError:
                 return
             except OSError as exc:
-                if self._strangers:  # their descriptors may be the ones too many
-                    self._drop_oldest()
+                if self._admission.waiting:  # their descriptors may be the ones too many
+                    self._admission.drop_oldest()
                     continue
                 self.problem = f"rank 0 cannot share memory: it cannot take connections: {exc.strerror}"
                 self.stop_listening()
                 return
-            if user_of(sock) != os.geteuid():
-                self._refused["of another user"] += 1
-                with contextlib.suppress(OSError):
-                    sock.send(REFUSED, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-                sock.close()
-                continue
-            while len(self._strangers) >= STRANGERS + self._size:
-                self._drop_oldest()
             self._watch(sock)
 
     def _watch(self, sock: socket.socket) -> None:
         line = Line(sock, lambda message: self._greet(line, message))
-
-        def too_late() -> None:
-            line.read()
-            if line in self._strangers:
-                self._refuse(line, f"silent for {HELLO_SECONDS:g} s")
-
-        self._strangers[line] = self._loop.call_later(HELLO_SECONDS, too_late)
-
-    def _drop_oldest(self) -> None:
-        """Close the oldest unauthenticated connection, unless its hello has arrived."""
-        line = next(iter(self._strangers))
-        line.read()
-        if line in self._strangers:
-            self._refuse(line, "too many at once")
+        self._admission.add(line, peer_user(sock))
 
     def _refuse(self, line: Line, reason: str) -> None:
-        self._strangers.pop(line).cancel()
-        self._refused[reason] += 1
+        if reason not in (LATE, CROWDED):  # else a rank may connect again
+            with contextlib.suppress(OSError):
+                line.send_now(REFUSED)
         line.close()
 
     def _greet(self, line: Line, message: Message) -> None:
@@ -345,11 +319,9 @@ class _Host:
         if wrong:
             for fd in message.fds:
                 os.close(fd)
-            with contextlib.suppress(OSError):
-                line.send_now(REFUSED)
-            self._refuse(line, wrong)
+            self._admission.refuse(line, wrong)
             return
-        self._strangers.pop(line).cancel()
+        self._admission.remove(line)
         bell, second_bell, life = (self.ours.add(fd) for fd in message.fds)
         self.handed[rank] = (bell, second_bell, life)
         self._lines[rank] = line
@@ -366,7 +338,7 @@ class _Host:
             return 0, "without a hello"
         token, rank = _hello.unpack(message.data)
         if not secrets.compare_digest(token, self._ask):
-            return 0, "with a wrong token"
+            return 0, WRONG_TOKEN
         if not 0 < rank < self._size or rank in self._lines:
             return 0, "as a rank that has come already or does not exist"
         if not message.whole:
@@ -408,17 +380,13 @@ class _Host:
                     await line.send(b"{}", fds[i : i + MESSAGE_DESCRIPTORS])
 
     def stop_listening(self) -> None:
-        for line in list(self._strangers):
-            self._refuse(line, "silent")
+        for line in list(self._admission.waiting):
+            self._admission.refuse(line, "silent")
         if self._listener is not None:
             self._loop.remove_reader(self._listener.fileno())
             self._listener.close()
             self._listener = None
-        if self._refused:
-            reasons = ", ".join([f"{count} {reason}" for reason, count in self._refused.items()])
-            total = self._refused.total()
-            _log.warning("comm %r: rank 0 refused %d connections of strangers: %s", self._comm, total, reasons)
-            self._refused.clear()
+        self._admission.log_refusals()
 
     def close(self) -> None:
         self.stop_listening()
@@ -459,7 +427,7 @@ class _Guest:
             self._sock.connect(f"\0{address.name}")
         except BlockingIOError:  # unlike TCP's, the connection does not continue in the background
             return False
-        if (user := user_of(self._sock)) != os.geteuid():
+        if (user := peer_user(self._sock)) != os.geteuid():
             raise PermissionError(errno.EPERM, f"it runs as user {user}, this rank as user {os.geteuid()}")
         self._line = Line(self._sock, self._receive)
         try:

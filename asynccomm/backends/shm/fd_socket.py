@@ -7,7 +7,6 @@ import asyncio
 import errno
 import os
 import socket
-import struct
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, final
@@ -15,8 +14,6 @@ from typing import Final, NamedTuple, final
 MESSAGE_DESCRIPTORS: Final = 198  # in one message; Linux allows 253
 MESSAGE_BYTES: Final = 4096
 RETRY_SECONDS: Final = 0.005  # between attempts to send while the kernel has no room
-
-_credentials = struct.Struct("=iII")  # process, user, group
 
 
 @final
@@ -125,9 +122,3 @@ class Line:
         if self._sock.fileno() >= 0:
             self._loop.remove_reader(self._sock.fileno())
             self._sock.close()
-
-
-def user_of(sock: socket.socket) -> int:
-    """The user id of the peer process; a user of another namespace has the overflow id (*nobody*)."""
-    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size)
-    return int(_credentials.unpack(data)[1])

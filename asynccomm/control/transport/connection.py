@@ -14,11 +14,11 @@ import errno
 import os
 import secrets
 import socket
-import struct
 from collections.abc import Callable
 from typing import Any, Final, final
 
 from asynccomm.control.transport.framing import MESSAGE_BYTES, ControlMessage, Decoder, GarbledError, encode
+from asynccomm.control.transport.sockets import peer_user
 from asynccomm.control.transport.topology import RankAddress
 
 UNSENT_BYTES: Final = 64 << 20  # unsent data after which a peer that does not read counts as lost
@@ -28,7 +28,6 @@ USER_TIMEOUT_MS: Final = 10_000  # for a host to acknowledge sent data
 
 ENDED: Final = "its control connection ended"  # the prefix of most reasons
 
-_credentials = struct.Struct("=iII")  # process, user, group
 _open: set[Connection] = set()
 
 
@@ -93,7 +92,7 @@ class Connection(asyncio.Protocol):
         sock = self._transport.get_extra_info("socket")
         if sock.family != socket.AF_UNIX:
             return None
-        return _user(sock)
+        return peer_user(sock)
 
     def data_received(self, data: bytes) -> None:
         self.decoder.feed(data)
@@ -220,7 +219,7 @@ async def _connect(
     sock = None
     if isinstance(address, str):
         sock = await _local(address)
-        user = _user(sock)
+        user = peer_user(sock)
         if user != os.geteuid():
             sock.close()
             # the rank is gone, and another user's process has its name: read nothing from that process
@@ -249,7 +248,7 @@ async def listens(contact: RankAddress, local: bool) -> bool:
     try:
         if isinstance(address, str):
             with await _local(address) as sock:
-                return _user(sock) == os.geteuid()
+                return peer_user(sock) == os.geteuid()
         transport, _ = await loop.create_connection(asyncio.Protocol, *address)
     except ConnectionRefusedError:
         return False
@@ -270,11 +269,6 @@ async def end_connections() -> None:
             connection.close()
             connection.drop(ENDED)
         await asyncio.sleep(0)
-
-
-def _user(sock: socket.socket) -> int:
-    """The user id of the process at the other end of a local socket."""
-    return int(_credentials.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size))[1])
 
 
 def _same(token: Any, expected: str) -> bool:

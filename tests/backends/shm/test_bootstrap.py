@@ -277,7 +277,7 @@ async def test_other_users_are_dropped_on_both_sides(
         one = asyncio.ensure_future(world.rank(1))
         return list(await asyncio.gather(zero, one, return_exceptions=True))
 
-    monkeypatch.setattr(bootstrap, "user_of", lambda sock: next(users))
+    monkeypatch.setattr(bootstrap, "peer_user", lambda sock: next(users))
     reason = "rank 1 on host 'here' cannot reach rank 0 on host 'here' by a local socket"
     found = await outcomes(world_of(2))
     all_unsuitable(found, f"comm 'test': {reason}: it runs as user {real + 1}, this rank as user {real}")
