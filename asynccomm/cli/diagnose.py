@@ -27,7 +27,10 @@ from typing import Any, Final, Self, final
 
 from asynccomm.cli.run import Commands
 from asynccomm.control.diagnosis import Diagnosis, RankState
-from asynccomm.control.transport.framing import MESSAGE_BYTES, ControlMessage, Decoder, encode
+from asynccomm.control.messages import JobOverview, RankAnswer
+from asynccomm.control.transport.connection import Look
+from asynccomm.control.transport.framing import MESSAGE_BYTES, Decoder, encode
+from asynccomm.control.transport.schema import MessageError, decode
 from asynccomm.control.transport.sockets import peer_user, run_name
 
 _DESCRIPTION = """\
@@ -117,12 +120,12 @@ class Answer:
     silent: dict[int, float | None] = field(default_factory=dict)
     gone: dict[int, str] = field(default_factory=dict)
 
-    def take(self, message: ControlMessage) -> None:
-        """Add a message. Raises: ValueError, TypeError, KeyError, AttributeError for a malformed message."""
-        self.answers |= {int(rank): dict(answer["comms"]) for rank, answer in message.get("said", {}).items()}
-        for rank, seconds in message.get("silent", {}).items():
-            self.silent[int(rank)] = None if seconds is None else float(seconds)
-        self.gone |= {int(rank): str(how) for rank, how in message.get("gone", {}).items()}
+    def add(self, message: RankAnswer | JobOverview) -> None:
+        if isinstance(message, RankAnswer):
+            self.answers[message.rank] = message.comms
+        else:
+            self.silent |= message.silent
+            self.gone |= message.gone
 
 
 @final
@@ -241,35 +244,35 @@ def _connect(door: ProcessSocket) -> socket.socket:
     return sock
 
 
-async def _ask(door: ProcessSocket, question: ControlMessage, seconds: float) -> list[ControlMessage]:
-    """All messages of the answer. Raises: OSError, TimeoutError being one; ValueError for a malformed message."""
+async def _ask(door: ProcessSocket, look: Look, seconds: float) -> tuple[list[RankAnswer | JobOverview], JobOverview]:
+    """All messages of the answer, and the last. Raises: OSError, TimeoutError being one; MessageError."""
     reader, writer = await asyncio.open_unix_connection(sock=_connect(door))
-    messages: list[ControlMessage] = []
+    messages: list[RankAnswer | JobOverview] = []
     try:
-        writer.write(encode({"look": True, **question}))
+        writer.write(encode(look))
         decoder = Decoder(limit=MESSAGE_BYTES)
         async with asyncio.timeout(seconds):
             while data := await reader.read(1 << 20):
                 decoder.feed(data)
                 while (message := decoder.next()) is not None:
-                    messages.append(message)
+                    messages.append(decode(RankAnswer | JobOverview, message))
     finally:
         writer.transport.abort()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
-    if not messages or "doors" not in messages[-1]:
-        raise ConnectionResetError("it broke off")
-    return messages
+    if not messages or not isinstance(messages[-1], JobOverview):
+        raise ConnectionResetError("the answer is incomplete")
+    return messages, messages[-1]
 
 
 async def _knock(door: ProcessSocket) -> tuple[bool, list[str] | None]:
     """Whether the socket exists and is this user's; the names of its process tree's sockets, if it answers."""
     try:
-        said = await _ask(door, {"ranks": []}, KNOCK_SECONDS)
-        return True, [str(name) for name in said[-1]["doors"].values()]
+        _, overview = await _ask(door, Look(ranks=[]), KNOCK_SECONDS)
+        return True, list(overview.sockets.values())
     except (PermissionError, ConnectionRefusedError):  # refused: the socket has just closed
         return False, None
-    except (OSError, ValueError, AttributeError):
+    except (OSError, MessageError):
         return True, None
 
 
@@ -293,18 +296,19 @@ async def _listen(family: ProcessTree, stacks: bool) -> Answer:
     """The state of all ranks of the process tree, as far as any answering rank can find out."""
     said = Answer()
 
-    async def ask(door: ProcessSocket, **question: Any) -> bool:
+    async def ask(door: ProcessSocket, ranks: list[int] | None = None) -> bool:
         try:
-            for message in await _ask(door, {"stacks": stacks, **question}, LOOK_SECONDS):
-                said.take(message)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            messages, _ = await _ask(door, Look(stacks, ranks), LOOK_SECONDS)
+        except (OSError, MessageError):
             return False
+        for message in messages:
+            said.add(message)
         return True
 
     for door in family.opened:
         if await ask(door):
             break
-    await asyncio.gather(*(ask(door, ranks=[door.rank]) for door in family.opened if door.rank not in said.answers))
+    await asyncio.gather(*(ask(door, [door.rank]) for door in family.opened if door.rank not in said.answers))
     return said
 
 
@@ -327,7 +331,7 @@ def _diagnoses(family: ProcessTree, said: Answer) -> dict[str, Diagnosis]:
 
 def _state(rank: int, job: int, key: str, family: ProcessTree, said: Answer) -> RankState:
     if job in said.answers:
-        return RankState.of_answer(rank, said.answers[job].get(key, {}))
+        return RankState.from_answer(rank, said.answers[job].get(key, {}))
     if job in said.gone:
         return RankState(rank, False, gone=said.gone[job])
     pid = next((door.pid for door in family.doors if door.rank == job), 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from asynccomm.backends.base import Backend
 from asynccomm.comm.session import Session
 from asynccomm.control.channel import ControlChannel
+from asynccomm.control.transport.schema import dumps, loads
 from asynccomm.control.transport.sockets import ListeningSockets
 from asynccomm.control.transport.topology import RankAddress
 from asynccomm.core.mailbox import Mailbox
@@ -121,9 +121,9 @@ async def _open_channel(
     contacts = joined.contacts
     if len({member.host for member in joined.members}) > 1:
         doors.open_tcp(room.local_address() or address_towards(socket.gethostname(), 9) or "127.0.0.1")
-        await room.set(f"control/{doors.contact.rank}", json.dumps(doors.contact.as_json()))
+        await room.set(f"control/{doors.contact.rank}", dumps(doors.contact))
         keys = [f"control/{contact.rank}" for contact in contacts]
         said = await room.multi_get(keys, max(LEAST_SECONDS, deadline - time.monotonic()))
-        contacts = [RankAddress.of_json(json.loads(text)) for text in said]
+        contacts = [loads(RankAddress, text) for text in said]
     left = max(LEAST_SECONDS, deadline - time.monotonic())
     return await ControlChannel.open(doors.contact.rank, contacts, joined.tokens, doors, left)

@@ -23,7 +23,7 @@ from asynccomm.control.channel import ControlChannel
 from asynccomm.control.diagnosis import Diagnosis, RankState
 from asynccomm.control.fingerprints import Fingerprint
 from asynccomm.control.timing import PING_SECONDS
-from asynccomm.control.transport.framing import ControlMessage
+from asynccomm.control.transport.schema import JsonObject
 from asynccomm.core.callsite import CallSite, show
 from asynccomm.core.stacks import format_stacks
 from asynccomm.core.work import UNNUMBERED, Work
@@ -97,7 +97,7 @@ class Reporter:
         self._main = threading.get_ident()
         self._closed: set[int] = set()  # ranks that have left in an orderly way
         self._fingerprints: deque[tuple[int, Op, int]] = deque()
-        self._met: dict[str, ControlMessage] = {}  # messages naming the next comm's store, by decision key
+        self._met: dict[str, JsonObject] = {}  # messages naming the next comm's store, by decision key
         self._meeting: list[asyncio.Future[None]] = []
         self._ping: float | None = None  # when a callback was posted to the loop; None: it has run
         if channel is not None:
@@ -130,12 +130,12 @@ class Reporter:
         else:
             self.channel.tell(self._key, {"rank": self._group.rank, **encode_error(error)}, then)
 
-    def say(self, item: ControlMessage) -> None:
+    def say(self, item: JsonObject) -> None:
         """Send the other ranks a message that is no error. From any thread."""
         assert self.channel is not None
         self.channel.tell(self._key, {"rank": self._group.rank, **item})
 
-    async def heard_of(self, key: str) -> ControlMessage:
+    async def heard_of(self, key: str) -> JsonObject:
         """Wait for the message that says where the members of decision ``key`` meet. On the comm's loop."""
         while key not in self._met:
             waiter: asyncio.Future[None] = self._loop.create_future()
@@ -153,7 +153,7 @@ class Reporter:
     def end(self) -> None:
         """Stop receiving messages, and notify the other ranks."""
         if self.channel is not None:
-            item: ControlMessage = {"rank": self._group.rank, "kind": "closed"}
+            item: JsonObject = {"rank": self._group.rank, "kind": "closed"}
             session = self._session()
             error = None if session is None else session.error
             if isinstance(error, PeerLostError):  # the others may not see it: each rank has its own connections
@@ -162,7 +162,7 @@ class Reporter:
                 item = {"rank": self._group.rank, "kind": "followed", "members": self.followers}
             self.channel.unsubscribe(self._key, item)
 
-    async def ask(self, ranks: Sequence[int], timeout: float, **question: Any) -> dict[int, ControlMessage]:
+    async def ask(self, ranks: Sequence[int], timeout: float, **question: Any) -> dict[int, JsonObject]:
         """The answers of ``ranks`` of the comm within ``timeout`` seconds. On the comm's loop."""
         channel = self.channel
         if channel is None or not ranks:
@@ -184,11 +184,11 @@ class Reporter:
         said = await self.ask(ranks, timeout, what="state", stacks=stacks, tag=tag)
         return {rank: self._state(rank, said.get(rank)) for rank in ranks}
 
-    def _state(self, rank: int, answer: ControlMessage | None) -> RankState:
+    def _state(self, rank: int, answer: JsonObject | None) -> RankState:
         channel, job = self.channel, self._jobs[rank]
         if answer is not None:
             with contextlib.suppress(TypeError, ValueError, KeyError, AttributeError):
-                return RankState.of_answer(rank, answer)
+                return RankState.from_answer(rank, answer)
         if channel is None or job not in channel.topology.contacts:
             return RankState(rank, False, reachable=False)
         if job in channel.gone:
@@ -200,7 +200,7 @@ class Reporter:
         group = self._group
         others = [rank for rank in range(group.size) if rank != group.rank]
         states = await self.states(others, timeout, stacks=stacks)
-        mine = RankState.of_answer(group.rank, self.answer({"what": "state", "stacks": stacks}))
+        mine = RankState.from_answer(group.rank, self.answer({"what": "state", "stacks": stacks}))
         states[group.rank] = mine
         return Diagnosis(group.name, tuple(states[rank] for rank in range(group.size)))
 
@@ -216,7 +216,7 @@ class Reporter:
 
     # -- from the channel, on its thread ------------------------------------------------------------------------------
 
-    def hear(self, job: int, item: ControlMessage) -> None:
+    def hear(self, job: int, item: JsonObject) -> None:
         """Handle a message of the rank ``job`` of the job."""
         if item.get("kind") == "differs":  # sent by the job's root, which may not be in this comm
             self._break(self._difference(item))
@@ -245,7 +245,7 @@ class Reporter:
         if error is not None and not (isinstance(error, PeerLostError) and error.rank == self._group.rank):
             self._break(error)
 
-    def _given_up(self, rank: int, item: ControlMessage) -> BrokenError:
+    def _given_up(self, rank: int, item: JsonObject) -> BrokenError:
         """The error where ``rank`` has closed the comm because a rank was lost, which may be this one."""
         error = decode_error({**item, "kind": "lost", "rank": rank})
         assert error is not None
@@ -253,7 +253,7 @@ class Reporter:
             return PeerLostError(rank, f"it has given this rank up: {error.detail}")
         return error
 
-    def _difference(self, item: ControlMessage) -> CollectiveMismatchError:
+    def _difference(self, item: JsonObject) -> CollectiveMismatchError:
         seq, sides = int(item["seq"]), item["sides"]
         ranks = [self._ranks[int(job)] for job in item["jobs"]]
         mine, theirs = (str(side.get("op", "something that it does not remember")) for side in sides)
@@ -271,7 +271,7 @@ class Reporter:
         if session is not None:
             session.break_by(error)
 
-    def answer(self, question: ControlMessage) -> ControlMessage:
+    def answer(self, question: JsonObject) -> JsonObject:
         """The answer to a request of another rank or of a diagnosing process."""
         match question.get("what"):
             case "ping":
@@ -292,7 +292,7 @@ class Reporter:
             found.append((seq, *signature(op), batch))
         return self._group.size, found
 
-    def _explain(self, seq: int) -> ControlMessage:
+    def _explain(self, seq: int) -> JsonObject:
         session = self._session()
         calls = [call[:3] for call in self.recent.copy()]  # a copy: other threads append calls
         if session is not None:
@@ -311,7 +311,7 @@ class Reporter:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(turned)
 
-    def _describe(self, stacks: bool, tag: Any) -> ControlMessage:
+    def _describe(self, stacks: bool, tag: Any) -> JsonObject:
         session = self._session()
         if session is None:
             return {}
@@ -319,7 +319,7 @@ class Reporter:
         collectives, messages = session.counts
         pending = session.pending()
         last = self.recent[-1] if self.recent else None
-        answer: ControlMessage = {
+        answer: JsonObject = {
             "comm": self._group.name,
             "rank": self._group.rank,
             "size": self._group.size,

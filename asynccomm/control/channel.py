@@ -20,14 +20,27 @@ from functools import partial
 from typing import Any, Final, TypeVar, final
 
 from asynccomm.control.membership.service import MembershipService
+from asynccomm.control.messages import (
+    ALL,
+    Body,
+    Heartbeat,
+    IssuedCollectives,
+    News,
+    OrderMessage,
+    ParticipantReport,
+    Presence,
+    Reply,
+    ReportRequest,
+    Request,
+)
 from asynccomm.control.mismatch import MismatchDetector
 from asynccomm.control.requests import Requests
-from asynccomm.control.router import ALL, HERE, Router
+from asynccomm.control.router import Router
 from asynccomm.control.subscribers import Subscriber, Subscribers
 from asynccomm.control.timing import LINGER_SECONDS
-from asynccomm.control.transport.connection import Connection, Tokens
-from asynccomm.control.transport.framing import ControlMessage
+from asynccomm.control.transport.connection import Connection, Look, Tokens
 from asynccomm.control.transport.listener import Listener
+from asynccomm.control.transport.schema import JsonObject, decode
 from asynccomm.control.transport.sockets import ListeningSockets
 from asynccomm.control.transport.thread import ControlThread, control_thread
 from asynccomm.control.transport.topology import RankAddress, Topology
@@ -71,16 +84,6 @@ class ControlChannel:
         self._pulse: asyncio.TimerHandle | None = None
         self._leaving: asyncio.Future[None] | None = None  # done once the leave is acknowledged
         self._closed = False
-        self._handlers: dict[str, Callable[[ControlMessage], object]] = {
-            "news": self._on_news,
-            "ask": self._requests.hear_question,
-            "reply": self._requests.hear_reply,
-            "prints": self._fingerprints.hear,
-            "report": self.service.hear_report,
-            "order": self.service.hear_order,
-            "poll": lambda message: self.service.hear_poll(message, self._members.__contains__),
-            HERE: lambda message: self.service.here(message["from"]),
-        }
 
     # -- from any thread ----------------------------------------------------------------------------------------------
 
@@ -112,23 +115,23 @@ class ControlChannel:
         """Deliver the news of comm ``key`` to ``member`` from now on. Thread-safe."""
         self._thread.call(lambda: self._members.subscribe(key, member))
 
-    def unsubscribe(self, key: str, item: ControlMessage | None = None) -> None:
+    def unsubscribe(self, key: str, item: JsonObject | None = None) -> None:
         """End the subscription of comm ``key``, after sending ``item`` to all ranks. Thread-safe."""
 
         def leave() -> None:
             if item is not None and not self._closed:
-                self._router.send(ALL, "news", comm=key, item=item)
+                self._router.send(ALL, News(key, item))
             self._members.unsubscribe(key)
 
         self._thread.call(leave)
 
-    def tell(self, key: str, item: ControlMessage, then: Callable[[], object] | None = None) -> None:
+    def tell(self, key: str, item: JsonObject, then: Callable[[], object] | None = None) -> None:
         """Send ``item`` to all ranks of comm ``key``, then call ``then`` on the control thread. Thread-safe."""
 
         def send() -> None:
             try:
                 if not self._closed:
-                    self._router.send(ALL, "news", comm=key, item=item)
+                    self._router.send(ALL, News(key, item))
             finally:
                 if then is not None:
                     then()
@@ -137,8 +140,8 @@ class ControlChannel:
             then()
 
     def ask(
-        self, key: str, ranks: Sequence[int], question: ControlMessage, timeout: float
-    ) -> Future[dict[int, ControlMessage]]:
+        self, key: str, ranks: Sequence[int], question: JsonObject, timeout: float
+    ) -> Future[dict[int, JsonObject]]:
         """The answers of ``ranks`` of the job within ``timeout`` seconds, by rank. From any other thread."""
         return self._thread.run(self._requests.gather(key, ranks, question, timeout))
 
@@ -238,23 +241,21 @@ class ControlChannel:
     def _send_heartbeats(self) -> None:
         self._router.pulse()
         for joiner in self._joiners.values():
-            joiner.send({"kind": "pulse"})
+            joiner.send(Heartbeat())
         self._uplink.search()
         self.service.look_around()
         self._pulse = self._thread.loop.call_later(PULSE_SECONDS, self._send_heartbeats)
 
     # -- on the control thread: connections and messages --------------------------------------------------------------
 
-    def _refusal(self, who: Any) -> str:
-        if type(who) is int:
+    def _refusal(self, who: int | str) -> str:
+        if isinstance(who, int):
             return self._router.refusal(who)
-        if not isinstance(who, str) or not who:
-            return "it does not say which rank it is"
         if not self._router.is_root or self._router.fenced:
             return NOT_THE_ROOT
-        return "there is one of that name already" if who in self._joiners else ""
+        return f"there is a newcomer {who!r} already" if who in self._joiners else ""
 
-    def _accept(self, who: Any, connection: Connection) -> None:
+    def _accept(self, who: int | str, connection: Connection) -> None:
         if isinstance(who, str):
             self._joiners[who] = connection
             connection.received, connection.ended = partial(self._on_report, who), partial(self._on_joiner_end, who)
@@ -262,7 +263,7 @@ class ControlChannel:
         connection.received, connection.ended = self._received, self._ended
         self._router.welcome(who, connection)
 
-    def _received(self, connection: Connection, message: ControlMessage) -> None:
+    def _received(self, connection: Connection, message: JsonObject) -> None:
         self._router.received(connection, message)
         self._check_departed()
 
@@ -272,10 +273,24 @@ class ControlChannel:
             self._uplink.climb()
             self._check_departed()
 
-    def _deliver(self, message: ControlMessage) -> None:
-        handler = self._handlers.get(message["kind"])
-        if handler is not None:
-            handler(message)
+    def _deliver(self, source: int, body: Body) -> None:
+        match body:
+            case News():
+                self._on_news(source, body.comm, body.item)
+            case Request():
+                self._requests.on_request(source, body)
+            case Reply():
+                self._requests.on_reply(source, body)
+            case IssuedCollectives():
+                self._fingerprints.on_issued(source, body)
+            case ParticipantReport():
+                self.service.on_report(source, body)
+            case OrderMessage():
+                self.service.on_order(source, body)
+            case ReportRequest(key):
+                self.service.on_report_request(key, self._members.__contains__)
+            case Presence():
+                self.service.on_presence(source)
 
     def _on_gone(self, rank: int, how: str) -> None:
         self._members.lose(rank, how)
@@ -291,10 +306,7 @@ class ControlChannel:
             if self._router.is_root:  # this rank may be the new root
                 self._thread.loop.call_soon(self.service.attached)
 
-    def _on_news(self, message: ControlMessage) -> None:
-        key, item, rank = message.get("comm"), message.get("item"), message["from"]
-        if not isinstance(key, str) or not isinstance(item, dict):
-            raise ValueError("news of no comm")
+    def _on_news(self, rank: int, key: str, item: JsonObject) -> None:
         if item.get("kind") == "closed":
             self.service.left(key, rank)
             self._fingerprints.forget(key)
@@ -304,25 +316,21 @@ class ControlChannel:
         if rank != self.rank:
             self._members.hear(key, rank, item)
 
-    def _on_look(self, onlooker: Connection, message: ControlMessage) -> None:
-        asked = message.get("ranks")
-        ranks = [rank for rank in self.topology.contacts if not isinstance(asked, list) or rank in asked]
-        showing = self._begin(self._requests.show(onlooker, ranks, bool(message.get("stacks"))))
+    def _on_look(self, onlooker: Connection, look: Look) -> None:
+        ranks = [rank for rank in self.topology.contacts if look.ranks is None or rank in look.ranks]
+        showing = self._begin(self._requests.show(onlooker, ranks, look.stacks))
         showing.add_done_callback(lambda _: onlooker.close())  # also if the channel ends before the task starts
 
     # -- newcomers ----------------------------------------------------------------------------------------------------
 
-    def send(self, name: str, message: ControlMessage) -> None:
+    def send(self, name: str, message: OrderMessage) -> None:
         """Send ``message`` to the newcomer ``name``, if it is connected."""
         joiner = self._joiners.get(name)
         if joiner is not None:
             joiner.send(message)
 
-    def _on_report(self, name: str, connection: Connection, message: ControlMessage) -> None:
-        key, ranks = message.get("comm"), message.get("ranks")
-        if not isinstance(key, str) or not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
-            raise ValueError("a report of no comm")
-        self.service.take_report(key, ranks, name, message.get("report"))
+    def _on_report(self, name: str, connection: Connection, data: JsonObject) -> None:
+        self.service.on_report(name, decode(ParticipantReport, data))
 
     def _on_joiner_end(self, name: str, connection: Connection, how: str) -> None:
         if self._joiners.get(name) is connection:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final, final
 
 from asynccomm.control.fingerprints import FingerprintMismatch, FingerprintTables
+from asynccomm.control.messages import ALL, ROOT, IssuedCollectives, News
 from asynccomm.control.requests import ANSWER_SECONDS, Requests
-from asynccomm.control.router import ALL, ROOT, Router
+from asynccomm.control.router import Router
 from asynccomm.control.subscribers import Subscribers
-from asynccomm.control.transport.framing import ControlMessage
 from asynccomm.control.transport.thread import ControlThread
 
 PRINT_SECONDS: Final = 0.05  # between two polls
@@ -75,23 +75,21 @@ class MismatchDetector:
         for key, size, fingerprints in self._members.fingerprints():
             for first in range(0, len(fingerprints), PRINTS):
                 found = True
-                self._router.send(ROOT, "prints", comm=key, size=size, prints=fingerprints[first : first + PRINTS])
+                self._router.send(ROOT, IssuedCollectives(key, size, list(fingerprints[first : first + PRINTS])))
         return found
 
-    def hear(self, message: ControlMessage) -> None:
-        """At the root: compare the fingerprints of a rank. Raises: ValueError: the message has none."""
-        key = message.get("comm")
-        found = self._tables.take(key, message["from"], message.get("size"), message.get("prints"))
+    def on_issued(self, rank: int, message: IssuedCollectives) -> None:
+        """At the root: compare the fingerprints of a rank."""
+        found = self._tables.take(message.comm, rank, message.size, message.fingerprints)
         if found is not None:
-            assert isinstance(key, str)
-            self._begin(self._report(key, found))
+            self._begin(self._report(message.comm, found))
 
     async def _report(self, key: str, found: FingerprintMismatch) -> None:
         """Ask the two ranks for their operations, and send the mismatch to all ranks."""
         sides = [found.rank, found.other]
         said = await self._requests.gather(key, sides, {"what": "explain", "seq": found.seq}, ANSWER_SECONDS)
         item = {"kind": "differs", "seq": found.seq, "jobs": sides, "sides": [said.get(side, {}) for side in sides]}
-        self._router.send(ALL, "news", comm=key, item=item)
+        self._router.send(ALL, News(key, item))
         self._members.tell(key, self._router.rank, item)
 
     def forget(self, key: str) -> None:

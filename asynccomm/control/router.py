@@ -2,7 +2,7 @@
 
 A message is addressed to a rank, to ``"root"``, or to ``"all"``. A message to all goes up to the root, which sends it
 down the whole tree, so all ranks receive such messages in the same order. Each node learns the routes to the ranks
-below it from their HERE messages.
+below it from their Presence messages.
 
 While ranks go, a node may be without a route until it reconnects. Each sender therefore numbers its messages to all,
 and repeats each message until the root has returned it; each node keeps the last ``LOGGED`` messages to all for ranks
@@ -18,25 +18,30 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import Any, Final, Protocol, final
+from typing import Final, Protocol, final
 
-from asynccomm.control.transport.framing import ControlMessage
+from asynccomm.control.messages import (
+    ALL,
+    ROOT,
+    Address,
+    Body,
+    Departure,
+    DepartureAck,
+    Heartbeat,
+    Presence,
+    RoutedMessage,
+)
+from asynccomm.control.transport.schema import JsonObject, MessageError, decode, shown
 from asynccomm.control.transport.topology import Topology
 
-ALL: Final = "all"
-ROOT: Final = "root"
 KEPT: Final = 4096  # messages that wait for a connection to the rank above
 LOGGED: Final = 64  # messages to all that are kept for ranks that connect later
-FOREVER: Final = 1e9  # seconds
-
-# message kinds that the nodes themselves handle
-LOST, LEFT, BYE, PULSE, HERE = "lost", "left", "bye", "pulse", "here"
 
 
 class Transport(Protocol):
     """A connection to another rank."""
 
-    def send(self, message: ControlMessage) -> None:
+    def send(self, message: object) -> None:
         """Queue ``message`` for sending."""
 
     def close(self) -> None:
@@ -49,7 +54,7 @@ class Router:
 
     Args:
         topology: of the job.
-        deliver: called with each message for this rank.
+        deliver: called with the source and the body of each message for this rank.
         gone: called once with each rank that is gone, and the reason; an empty reason means an orderly leave.
     """
 
@@ -57,7 +62,7 @@ class Router:
         self,
         rank: int,
         topology: Topology,
-        deliver: Callable[[ControlMessage], object],
+        deliver: Callable[[int, Body], object],
         gone: Callable[[int, str], object],
     ) -> None:
         self.rank = rank
@@ -71,10 +76,10 @@ class Router:
         self._up_rank: int | None = None
         self._down: dict[Transport, int] = {}  # connections from ranks below
         self._routes: dict[int, Transport] = {}  # towards each rank below
-        self._waiting: deque[ControlMessage] = deque(maxlen=KEPT)
+        self._waiting: deque[RoutedMessage] = deque(maxlen=KEPT)
         self._sent = 0  # messages to all
-        self._unacked: OrderedDict[tuple[int, int], ControlMessage] = OrderedDict()  # sent up, not returned by the root
-        self._log: deque[ControlMessage] = deque(maxlen=LOGGED)  # the last messages to all
+        self._unacked: OrderedDict[tuple[int, int], RoutedMessage] = OrderedDict()  # sent up, not returned by the root
+        self._log: deque[RoutedMessage] = deque(maxlen=LOGGED)  # the last messages to all
         self._last: dict[int, int] = {}  # by rank, the number of its last message to all
         self._departing = False
         self._acknowledged: set[int] = set()  # ranks that have acknowledged the leave
@@ -104,16 +109,14 @@ class Router:
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
-    def send(self, to: int | str, kind: str, **content: Any) -> None:
+    def send(self, to: Address, body: Body) -> None:
         """Send a message; without a route, it waits for a connection, or is dropped at the root."""
-        message = {"to": to, "from": self.rank, "kind": kind, **content}
         if to == ALL:
             self._sent += 1
-            message["nth"] = self._sent
-        self._route(message, None)
+        self._route(RoutedMessage(to, self.rank, body, self._sent if to == ALL else None), None)
 
-    def _route(self, message: ControlMessage, came_by: Transport | None) -> None:
-        to = message["to"]
+    def _route(self, message: RoutedMessage, came_by: Transport | None) -> None:
+        to = message.to
         if to == self.rank:
             self._handle(message, came_by)
         elif to == ALL and self.is_root:
@@ -126,10 +129,10 @@ class Router:
                 self._handle(message, came_by)
         elif to == ROOT and self.is_root:
             self._handle(message, came_by)
-        elif to in self._routes:
+        elif isinstance(to, int) and to in self._routes:
             self._routes[to].send(message)
-        elif to == ALL and "nth" in message:
-            self._unacked[message["from"], message["nth"]] = message
+        elif to == ALL and message.number is not None:
+            self._unacked[message.source, message.number] = message
             if len(self._unacked) > KEPT:
                 self._unacked.popitem(last=False)
             if self.up is not None:
@@ -140,7 +143,7 @@ class Router:
         elif not self.is_root:
             self._waiting.append(message)
 
-    def _broadcast(self, message: ControlMessage, came_by: Transport | None) -> None:
+    def _broadcast(self, message: RoutedMessage, came_by: Transport | None) -> None:
         """Send a message to all ranks, at the root."""
         if self._is_new(message):
             for link in list(self._down):
@@ -156,8 +159,8 @@ class Router:
         for message in waiting:
             self._route(message, None)
 
-    def _is_new(self, message: ControlMessage) -> bool:
-        number, source = message.get("nth"), message["from"]
+    def _is_new(self, message: RoutedMessage) -> bool:
+        number, source = message.number, message.source
         if number is None:
             return True
         self._unacked.pop((source, number), None)
@@ -167,12 +170,14 @@ class Router:
         self._log.append(message)
         return True
 
-    def _handle(self, message: ControlMessage, came_by: Transport | None) -> None:
-        kind = message["kind"]
-        if kind in (LOST, LEFT):
-            self._on_gone(message)
-        elif kind != PULSE:
-            self._deliver(message)
+    def _handle(self, message: RoutedMessage, came_by: Transport | None) -> None:
+        match message.body:
+            case Departure():
+                self._on_departure(message.to, message.body)
+            case Heartbeat():
+                pass
+            case body:
+                self._deliver(message.source, body)
 
     # -- connections --------------------------------------------------------------------------------------------------
 
@@ -192,7 +197,7 @@ class Router:
         self._down[link] = rank
         self._routes[rank] = link
         self.heard[rank] = time.monotonic()
-        self.send(ROOT, HERE)
+        self.send(ROOT, Presence())
         for gone, how in self.gone.items():  # the rank, or ranks below it, may have missed the news
             link.send(self._gone_message(gone, how, ALL))
         for message in self._log:
@@ -204,9 +209,9 @@ class Router:
         """Add the connection to ``rank``, above this node."""
         self.up, self._up_rank = link, rank
         self.heard[rank] = time.monotonic()
-        self.send(ROOT, HERE)
+        self.send(ROOT, Presence())
         for below in self._routes:
-            link.send({"to": ROOT, "from": below, "kind": HERE})
+            link.send(RoutedMessage(ROOT, below, Presence()))
         for gone, how in self.gone.items():
             link.send(self._gone_message(gone, how, ROOT))
         for message in self._log:  # a lost root may have reached some ranks only
@@ -215,33 +220,34 @@ class Router:
         if self._departing:
             link.send(self._gone_message(self.rank, "", ALL))
 
-    def received(self, link: Transport, message: ControlMessage) -> None:
-        """Handle a message from ``link``. Raises: ValueError: no node sends such a message."""
-        to, source = message.get("to"), message.get("from")
-        if not isinstance(message.get("kind"), str) or type(source) is not int or source not in self.topology.contacts:
-            raise ValueError(f"no message of a control channel: {message!r:.200}")
-        if (type(to) is not int and to not in (ALL, ROOT)) or type(message.get("nth", 0)) is not int:
-            raise ValueError(f"no message of a control channel: {message!r:.200}")
-        if message["kind"] == BYE:
-            self._on_bye(link)
+    def received(self, link: Transport, data: JsonObject) -> None:
+        """Handle a message from ``link``. Raises: MessageError."""
+        message: RoutedMessage = decode(RoutedMessage, data)
+        source, body = message.source, message.body
+        if source not in self.topology.contacts:
+            raise MessageError(f"source {source} is no rank of the job, got {shown(data)}")
+        if isinstance(body, DepartureAck):
+            self._on_departure_ack(link)
             return
         now = time.monotonic()
         below = self._down.get(link)
         if below is not None:
             self.heard[below] = now
             if source in self.gone:
-                if to != ALL:
+                if message.to != ALL:
                     return  # sent before the rank was gone
-            elif message["kind"] == HERE:  # no other kind: a repeated message may come from any rank
+            elif isinstance(body, Presence):  # no other message: a repeated message may come from any rank
                 self._routes[source] = link
-            if message["kind"] == PULSE:
-                self._on_ages(message.get("ages", {}), now)
+            if isinstance(body, Heartbeat):
+                self.heard.update(
+                    (rank, now - age) for rank, age in body.ages.items() if rank in self.topology.contacts
+                )
                 return
-            if message["kind"] == LEFT and message.get("rank") == source == below:
+            if body == Departure(below, "") and source == below:
                 self._on_leave(below, link)
         elif link is self.up and self._up_rank is not None:
             self.heard[self._up_rank] = now
-            if message["kind"] == PULSE:
+            if isinstance(body, Heartbeat):
                 return
         else:
             return  # from a dropped connection
@@ -253,16 +259,8 @@ class Router:
         self._forward_down(self._gone_message(rank, "", ALL))  # this node may go, too, before the root sends the news
         if not self._departing:  # else the next root must receive the leave, too
             self._drop_link(link)
-            link.send({"to": rank, "from": self.rank, "kind": BYE})
+            link.send(RoutedMessage(rank, self.rank, DepartureAck()))
             link.close()
-
-    def _on_ages(self, ages: Any, now: float) -> None:
-        if not isinstance(ages, dict):
-            raise ValueError(f"no ages: {ages!r:.200}")
-        ranks = {str(rank): rank for rank in self.topology.contacts}
-        for name, age in ages.items():
-            if name in ranks and isinstance(age, (int, float)) and 0 <= age < FOREVER:
-                self.heard[ranks[name]] = now - age
 
     def ended(self, link: Transport, how: str) -> None:
         """Handle the end of a connection."""
@@ -283,11 +281,10 @@ class Router:
         """Declare ``rank`` lost on this node's own evidence, and send the loss to the other ranks."""
         if rank in self.gone:
             return
-        message = self._gone_message(rank, how, ROOT)
         self._mark_gone(rank, how)
-        self._forward_down(message)
+        self._forward_down(self._gone_message(rank, how, ALL))
         if not self.is_root:
-            self._route(message, None)
+            self._route(self._gone_message(rank, how, ROOT), None)
 
     def fence(self, why: str) -> None:
         """Cut this rank off: the other ranks have declared it lost, and continue without it."""
@@ -327,7 +324,7 @@ class Router:
         below = [rank for rank in others if self.topology.above(rank, self.gone) == self.rank]
         return not below and self.above is None
 
-    def _on_bye(self, link: Transport) -> None:
+    def _on_departure_ack(self, link: Transport) -> None:
         """Handle an acknowledgement of our leave: the peer on ``link`` needs this node no longer."""
         if link is self.up and self._up_rank is not None:
             self._acknowledged.add(self._up_rank)
@@ -338,29 +335,24 @@ class Router:
             self._drop_link(link)
         link.close()
 
-    def _gone_message(self, rank: int, how: str, to: int | str) -> ControlMessage:
-        kind = LOST if how else LEFT
-        return {"to": to, "from": self.rank, "kind": kind, "rank": rank, "how": how}
+    def _gone_message(self, rank: int, how: str, to: Address) -> RoutedMessage:
+        return RoutedMessage(to, self.rank, Departure(rank, how))
 
-    def _on_gone(self, message: ControlMessage) -> None:
-        rank, how = message.get("rank"), message.get("how", "")
-        if type(rank) is not int or rank not in self.topology.contacts or not isinstance(how, str):
-            raise ValueError(f"no message of a control channel: {message!r:.200}")
-        if message["kind"] == LOST:
-            how = how or "it was lost"
+    def _on_departure(self, to: Address, departure: Departure) -> None:
+        rank, how = departure.rank, departure.reason
+        if rank not in self.topology.contacts:
+            raise MessageError(f"the departure of rank {rank}, which is no rank of the job")
         if rank == self.rank:
-            if message["kind"] == LOST and message["to"] != ROOT:
+            if how and to != ROOT:
                 self.fence(how)
-            return
-        if rank in self.gone:
-            return
-        self._mark_gone(rank, how)
-        if message["to"] == ROOT:
-            self._forward_down(self._gone_message(rank, how, ALL))
+        elif rank not in self.gone:
+            self._mark_gone(rank, how)
+            if to == ROOT:
+                self._forward_down(self._gone_message(rank, how, ALL))
 
-    def _forward_down(self, message: ControlMessage) -> None:
+    def _forward_down(self, message: RoutedMessage) -> None:
         for link in list(self._down):
-            link.send({**message, "to": ALL})
+            link.send(message)
 
     def _mark_gone(self, rank: int, how: str) -> None:
         if rank in self.gone:
@@ -373,7 +365,7 @@ class Router:
             link.send(self._gone_message(rank, how, rank))  # the rank may not know of its loss
             link.close()
         if self._up_rank == rank and self.up is not None:
-            self.up.send(self._gone_message(rank, how, rank) if how else {"to": rank, "from": self.rank, "kind": BYE})
+            self.up.send(self._gone_message(rank, how, rank) if how else RoutedMessage(rank, self.rank, DepartureAck()))
             self.up.close()
             self.up = self._up_rank = None
         self._notify_gone(rank, how)
@@ -391,12 +383,11 @@ class Router:
     def pulse(self) -> None:
         """Send a heartbeat over each connection. The channel calls this every ``PULSE_SECONDS``."""
         now = time.monotonic()
-        message: ControlMessage = {"to": ROOT, "from": self.rank, "kind": PULSE}
         if self.up is not None:
-            below = {str(rank): round(now - self.heard[rank], 3) for rank in self._routes if rank in self.heard}
-            self.up.send({**message, "ages": below} if below else message)
+            ages = {rank: round(now - self.heard[rank], 3) for rank in self._routes if rank in self.heard}
+            self.up.send(RoutedMessage(ROOT, self.rank, Heartbeat(ages)))
         for link in list(self._down):
-            link.send(message)
+            link.send(RoutedMessage(ROOT, self.rank, Heartbeat()))
 
     def listen_anew(self) -> None:
         """Measure the silence of all ranks from now on."""

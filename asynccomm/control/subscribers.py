@@ -12,7 +12,7 @@ from functools import partial
 from typing import Final, Protocol, final
 
 from asynccomm.control.fingerprints import Fingerprint
-from asynccomm.control.transport.framing import ControlMessage
+from asynccomm.control.transport.schema import JsonObject
 
 EVERY: Final = "*"  # all comms, in place of a comm's key
 KEPT_COMMS: Final = 256  # comms not subscribed yet, for which news are kept
@@ -24,13 +24,13 @@ _log = logging.getLogger("asynccomm")
 class Subscriber(Protocol):
     """A comm on one rank, as the control channel sees it. All methods run on the control thread, and must not block."""
 
-    def hear(self, rank: int, item: ControlMessage) -> None:
+    def hear(self, rank: int, item: JsonObject) -> None:
         """Handle news from ``rank`` of the job."""
 
     def lose(self, rank: int, how: str) -> None:
         """Handle the end of ``rank`` of the job; ``how`` is empty after an orderly leave."""
 
-    def answer(self, question: ControlMessage) -> ControlMessage:
+    def answer(self, question: JsonObject) -> JsonObject:
         """Answer a request of a rank of the comm, or of a diagnosing process."""
 
     def fingerprints(self) -> tuple[int, Sequence[Fingerprint]]:
@@ -48,7 +48,7 @@ class Subscribers:
     def __init__(self, gone: Mapping[int, str]) -> None:
         self._gone = gone
         self._members: dict[str, Subscriber] = {}
-        self._kept: OrderedDict[str, list[tuple[int, ControlMessage]]] = OrderedDict()
+        self._kept: OrderedDict[str, list[tuple[int, JsonObject]]] = OrderedDict()
 
     def __contains__(self, key: object) -> bool:
         return key in self._members
@@ -65,7 +65,7 @@ class Subscribers:
         """End the subscription of comm ``key``."""
         self._members.pop(key, None)
 
-    def hear(self, key: str, rank: int, item: ControlMessage) -> None:
+    def hear(self, key: str, rank: int, item: JsonObject) -> None:
         """Deliver news from ``rank`` to comm ``key``, or keep them until the comm subscribes."""
         if self.tell(key, rank, item):
             return
@@ -75,7 +75,7 @@ class Subscribers:
         if len(self._kept) > KEPT_COMMS:
             self._kept.popitem(last=False)
 
-    def tell(self, key: str, rank: int, item: ControlMessage) -> bool:
+    def tell(self, key: str, rank: int, item: JsonObject) -> bool:
         """Deliver news from ``rank`` to comm ``key`` if it is subscribed. Returns whether it is."""
         member = self._members.get(key)
         if member is not None:
@@ -87,7 +87,7 @@ class Subscribers:
         for key, member in list(self._members.items()):
             _guarded(partial(member.lose, rank, how), key)
 
-    def answer(self, key: str, question: ControlMessage) -> ControlMessage:
+    def answer(self, key: str, question: JsonObject) -> JsonObject:
         """The answer of comm ``key``, or of all comms; empty if the comm is not subscribed."""
         if key == EVERY:
             return {"comms": {each: self.answer(each, question) for each in list(self._members)}}

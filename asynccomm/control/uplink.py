@@ -13,7 +13,7 @@ from typing import Any, Final, final
 from asynccomm.control.router import Router
 from asynccomm.control.timing import REACH_SECONDS
 from asynccomm.control.transport.connection import Connection, Tokens, connect, listens
-from asynccomm.control.transport.framing import ControlMessage
+from asynccomm.control.transport.schema import JsonObject
 
 RETRY_SECONDS: Final = 0.02  # between attempts to reach the rank above
 REFUSED_SECONDS: Final = 0.2  # after which a rank that does not listen, without news of its leave, counts as lost
@@ -37,7 +37,7 @@ class Uplink:
         router: Router,
         tokens: Tokens,
         begin: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-        received: Callable[[Connection, ControlMessage], object],
+        received: Callable[[Connection, JsonObject], object],
         ended: Callable[[Connection, str], object],
         attached: Callable[[], object],
     ) -> None:

@@ -17,7 +17,7 @@ from asynccomm import AbortedError, BrokenError, CollectiveMismatchError, Comm, 
 from asynccomm.comm.reporter import COMPARED, REMEMBERED, Reporter
 from asynccomm.comm.wire_errors import encode_error
 from asynccomm.control.channel import ControlChannel
-from asynccomm.control.transport.framing import ControlMessage
+from asynccomm.control.transport.schema import JsonObject
 from asynccomm.core.callsite import call_site
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import Work
@@ -54,8 +54,8 @@ class Line:
 
     def __init__(self) -> None:
         self.enrolled: list[str] = []
-        self.told: list[ControlMessage] = []
-        self.withdrawn: list[ControlMessage | None] = []
+        self.told: list[JsonObject] = []
+        self.withdrawn: list[JsonObject | None] = []
         self.looks = 0
         self.gone = {11: "its process ended"}
         self.topology = SimpleNamespace(contacts={10: None, 11: None})
@@ -63,10 +63,10 @@ class Line:
     def subscribe(self, key: str, member: object) -> None:
         self.enrolled.append(key)
 
-    def unsubscribe(self, key: str, item: ControlMessage | None = None) -> None:
+    def unsubscribe(self, key: str, item: JsonObject | None = None) -> None:
         self.withdrawn.append(item)
 
-    def tell(self, key: str, item: ControlMessage, then: Callable[[], object]) -> None:
+    def tell(self, key: str, item: JsonObject, then: Callable[[], object]) -> None:
         self.told.append(item)
         then()
 
@@ -250,7 +250,7 @@ async def test_news_of_others_break_it(parts: Parts) -> None:
 
 
 @pytest.mark.parametrize("item", [{"kind": "closed"}, {"kind": "unheard of"}])
-async def test_other_news_do_not(parts: Parts, item: ControlMessage) -> None:
+async def test_other_news_do_not(parts: Parts, item: JsonObject) -> None:
     parts.reporter.hear(11, {"rank": 1, **item})
     assert parts.session.broken == []
 

@@ -7,16 +7,16 @@ import logging
 import socket
 import threading
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from asynccomm.control import channel as module
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.transport import thread as thread_module
 from asynccomm.control.transport.connection import Tokens
-from asynccomm.control.transport.framing import ControlMessage
+from asynccomm.control.transport.schema import JsonObject
 from asynccomm.control.transport.sockets import ListeningSockets
 from asynccomm.control.transport.topology import RankAddress
 
@@ -127,7 +127,7 @@ async def test_who_cannot_reach_the_others_has_no_channel(
     held = descriptors()
     doors = ListeningSockets(1, "run")
     nobody = RankAddress(0, doors.contact.host, 1, "asynccomm/nobody")
-    assert await ControlChannel.open(1, [nobody, doors.contact], Tokens(), doors) is None
+    assert await ControlChannel.open(1, [nobody, doors.contact], Tokens.random(), doors) is None
     assert "rank 1 has no control channel: rank 0 cannot be reached" in caplog.text
     await until(lambda: descriptors() <= held, "all descriptors closed")
 
@@ -138,7 +138,7 @@ async def test_opening_can_be_cancelled() -> None:
     nobody = RankAddress(0, doors.contact.host, 1, "asynccomm/nobody")
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
-            await ControlChannel.open(1, [nobody, doors.contact], Tokens(), doors)
+            await ControlChannel.open(1, [nobody, doors.contact], Tokens.random(), doors)
     await until(lambda: descriptors() <= held, "all descriptors closed")
     await until(lambda: thread_module._thread is None, "the thread's end")
 
@@ -146,7 +146,7 @@ async def test_opening_can_be_cancelled() -> None:
 async def test_ranks_without_a_channel_are_left_out() -> None:
     doors = doors_of("aa")
     contacts = [doors[0].contact, replace(doors[1].contact, local="")]
-    channel = await ControlChannel.open(0, contacts, Tokens(), doors[0])
+    channel = await ControlChannel.open(0, contacts, Tokens.random(), doors[0])
     assert channel is not None
     assert await asyncio.wrap_future(channel.ask("main", [1], {}, 10)) == {}
     await channel.aclose()
@@ -170,18 +170,17 @@ async def test_later_and_whatever_comes_first() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        {"kind": "news"},
-        {"kind": "news", "comm": "main", "item": 5},
-        {"kind": "ask"},
-        {"kind": "ask", "comm": "main", "question": []},
-        {"kind": "prints", "comm": "main", "size": 2, "prints": [1]},
-        {"kind": "reply", "number": []},
+        {"kind": "News"},
+        {"kind": "News", "comm": "main", "item": 5},
+        {"kind": "Request", "comm": "main", "question": [], "number": 0},
+        {"kind": "IssuedCollectives", "comm": "main", "size": 2, "fingerprints": [1]},
+        {"kind": "Departure", "rank": 77, "reason": ""},
     ],
 )
-async def test_nonsense_ends_the_connection_of_who_sends_it_and_nothing_else(message: ControlMessage) -> None:
+async def test_nonsense_ends_the_connection_of_who_sends_it_and_nothing_else(message: JsonObject) -> None:
     async with job("aaa") as found:
         sender: Any = found.channels[1]
-        text = {"to": 0, "from": 1, **message}
+        text = {"to": 0, "source": 1, "body": message}
         sender._thread.call(lambda: sender._router.up.send(text))
         await found.lost(1, [0, 2])
         assert "nonsense" in found.channels[0].gone[1]
@@ -204,7 +203,7 @@ def test_nothing_is_logged_of_a_usual_life(caplog: pytest.LogCaptureFixture) -> 
 
 async def alone() -> ControlChannel:
     doors = doors_of("a")
-    channel = await ControlChannel.open(0, [doors[0].contact], Tokens(), doors[0])
+    channel = await ControlChannel.open(0, [doors[0].contact], Tokens.random(), doors[0])
     assert channel is not None
     return channel
 
@@ -267,7 +266,7 @@ async def test_opening_can_be_cut_short_in_any_turn() -> None:
     with nothing_unclosed():
         for turns in range(12):
             doors = doors_of("aaa")
-            contacts, tokens = [one.contact for one in doors], Tokens()
+            contacts, tokens = [one.contact for one in doors], Tokens.random()
             opening = [
                 asyncio.ensure_future(ControlChannel.open(rank, contacts, tokens, one))
                 for rank, one in enumerate(doors)

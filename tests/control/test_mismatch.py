@@ -8,11 +8,11 @@ import pytest
 
 from asynccomm.control import mismatch as module
 from asynccomm.control.fingerprints import Fingerprint
+from asynccomm.control.messages import IssuedCollectives
 from asynccomm.control.mismatch import MismatchDetector
 from asynccomm.control.requests import Requests
 from asynccomm.control.router import Router
 from asynccomm.control.subscribers import Subscribers
-from asynccomm.control.transport.framing import ControlMessage
 from asynccomm.control.transport.topology import RankAddress, Topology
 
 from .channel_pairs import HOSTS, Member, job
@@ -86,10 +86,10 @@ class Rank:
     """Rank 0 of two, with one comm."""
 
     def __init__(self) -> None:
-        self.heard: list[ControlMessage] = []
+        self.heard: list[Any] = []
         self.began: list[Any] = []
         topology = Topology(RankAddress(rank, "h", rank, "x") for rank in range(2))
-        self.router = Router(0, topology, self.heard.append, lambda *_: None)
+        self.router = Router(0, topology, lambda _, body: self.heard.append(body), lambda *_: None)
         members = Subscribers(self.router.gone)
         self.member = Member()
         members.subscribe("main", self.member)
@@ -98,7 +98,7 @@ class Rank:
         self.fingerprints = MismatchDetector(self.clock, self.router, members, self.requests, self.began.append)
 
     def hear(self, rank: int, *found: Fingerprint, key: str = "main") -> None:
-        self.fingerprints.hear({"from": rank, "comm": key, "size": 2, "prints": list(found)})
+        self.fingerprints.on_issued(rank, IssuedCollectives(key, 2, list(found)))
 
 
 def test_it_looks_as_long_as_there_is_something_and_then_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_it_looks_as_long_as_there_is_something_and_then_not_at_all(monkeypatch:
     assert len(rank.clock.timers) == 1
     rank.member.issued = fingerprints(2)
     rank.clock.turn()
-    assert [message["prints"] for message in rank.heard] == [fingerprints(0, 1), fingerprints(2)]
+    assert [message.fingerprints for message in rank.heard] == [fingerprints(0, 1), fingerprints(2)]
     for _ in range(2):
         assert len(rank.clock.timers) == 1
         rank.clock.turn()
@@ -125,7 +125,7 @@ def test_what_comes_as_the_looking_ends_is_not_forgotten(monkeypatch: pytest.Mon
     looks = iter([[], fingerprints(0)])
     monkeypatch.setattr(rank.member, "fingerprints", lambda: (2, next(looks, [])))
     rank.fingerprints.issued()
-    assert [message["prints"] for message in rank.heard] == [fingerprints(0)]
+    assert [message.fingerprints for message in rank.heard] == [fingerprints(0)]
     assert not rank.fingerprints._looking
 
 
@@ -134,8 +134,8 @@ def test_many_go_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank()
     rank.member.issued = fingerprints(*range(7))
     rank.fingerprints.issued()
-    assert [len(message["prints"]) for message in rank.heard] == [3, 3, 1]
-    assert all(message["comm"] == "main" and message["size"] == 2 for message in rank.heard)
+    assert [len(message.fingerprints) for message in rank.heard] == [3, 3, 1]
+    assert all(message.comm == "main" and message.size == 2 for message in rank.heard)
 
 
 def test_nothing_is_sent_once_it_is_closed() -> None:
@@ -157,7 +157,7 @@ async def test_the_first_difference_is_reported_with_what_both_say() -> None:
     rank.requests.close()  # nobody answers
     await report
     item = {"kind": "differs", "seq": 1, "jobs": [0, 1], "sides": [{}, {}]}
-    assert [message["item"] for message in rank.heard] == [item]
+    assert [message.item for message in rank.heard] == [item]
     assert rank.member.heard == [(0, item)], "the root has no news of itself"
 
 
@@ -167,9 +167,3 @@ def test_a_comm_that_has_ended_is_forgotten() -> None:
     rank.fingerprints.forget("main")
     rank.hear(1, *fingerprints(0, word=7))
     assert rank.began == []
-
-
-@pytest.mark.parametrize("message", [{}, {"comm": "main"}, {"comm": "main", "size": 2, "prints": [1]}])
-def test_fingerprints_that_are_none(message: ControlMessage) -> None:
-    with pytest.raises(ValueError, match="no fingerprint"):
-        Rank().fingerprints.hear({"from": 1, **message})

@@ -45,7 +45,7 @@ class Slope:
     """One rank of three on one host, and the sockets of the others."""
 
     def __init__(self, rank: int) -> None:
-        self.tokens = Tokens()
+        self.tokens = Tokens.random()
         names = [f"asynccomm/test/{os.getpid()}/{secrets.token_hex(8)}" for _ in range(3)]
         self.contacts = [RankAddress(one, "here", os.getpid(), name) for one, name in enumerate(names)]
         self.router = Router(rank, Topology(self.contacts), lambda _: None, lambda rank, how: None)

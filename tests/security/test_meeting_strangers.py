@@ -533,7 +533,9 @@ async def test_a_host_that_sends_descriptors_without_end(world_of: Callable[[int
                         break
                 assert len(os.listdir("/proc/self/fd")) < before + 20
     await world.store.set("mapped/0", "ok")
-    with pytest.raises(UnsuitableError, match="rank 1 cannot share memory: rank 0 sends what cannot be read") as caught:
+    with pytest.raises(
+        UnsuitableError, match="rank 1 cannot share memory: rank 0 sends an unreadable message"
+    ) as caught:
         await one
     caught.value.__traceback__ = None
     os.close(null)

@@ -26,7 +26,6 @@ import asyncio
 import contextlib
 import errno
 import functools
-import json
 import math
 import os
 import resource
@@ -37,13 +36,16 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, NoReturn, final
+from typing import Annotated, Any, Final, NoReturn, TypeAlias, cast, final
+
+from msgspec import Meta
 
 from asynccomm.backends.base import BackendContext, UnsuitableError
-from asynccomm.backends.shm.fd_socket import MESSAGE_DESCRIPTORS, Descriptors, Line, Message
+from asynccomm.backends.shm.fd_socket import MESSAGE_DESCRIPTORS, Datagram, Descriptors, Line
 from asynccomm.backends.shm.layout import Layout
 from asynccomm.backends.shm.segment import Segment, create
 from asynccomm.control.transport.admission import CROWDED, LATE, WRONG_TOKEN, Admission
+from asynccomm.control.transport.schema import Message, MessageError, dumps, loads
 from asynccomm.control.transport.sockets import peer_user
 from asynccomm.errors import BackendError, PeerLostError
 from asynccomm.ops.validation import CommInfo
@@ -56,6 +58,7 @@ TOKEN_BYTES: Final = 16
 OK: Final = "ok"
 REFUSED: Final = b"refused"  # sent to a connection that is rejected for good
 
+_HexToken: TypeAlias = Annotated[str, Meta(pattern=f"^([0-9a-f]{{{2 * TOKEN_BYTES}}})?$")]
 _hello = struct.Struct(f"={TOKEN_BYTES}sI")  # token, rank
 _Handed = tuple[int, int, int]  # descriptors that each rank sends to the others: two doorbells and its liveness pipe
 
@@ -88,7 +91,7 @@ async def decline(context: BackendContext, reason: str) -> NoReturn:
     """
     problem = f"rank {context.group.rank} cannot share memory: {reason}"
     if context.group.rank == 0:
-        await context.store.set("address", json.dumps({"problem": problem}))
+        await context.store.set("address", dumps(_Address(problem)))
     await _agree(context, "reach", problem, asyncio.get_running_loop().create_future())
     raise AssertionError("agreed to share memory with a rank that declined")
 
@@ -138,7 +141,7 @@ async def _receive_guests(
     context: BackendContext, settings: Mapping[str, int], layout: Layout, host: _Host
 ) -> tuple[Segment, dict[int, _Handed]]:
     """Rank 0's side; returns the segment and all ranks' descriptors."""
-    await context.store.set("address", host.address(settings).written())
+    await context.store.set("address", dumps(host.address(settings)))
     await _hear(context.store, "reach", range(1, context.group.size), host.gone)
     host.stop_listening()
     await _agree(context, "reach", host.problem, host.gone)
@@ -150,7 +153,7 @@ async def _receive_guests(
         host.ours.close_one(fd)
     except BackendError as exc:
         problem = f"rank 0 cannot share memory: {exc}"
-        await host.tell({"problem": problem})
+        await host.send(_News(problem=problem))
     await _agree(context, "mapped", problem, host.gone)
     return segment, host.handed
 
@@ -161,8 +164,8 @@ async def _visit(
     """Any other rank's side; returns the segment and all other ranks' descriptors."""
     rank, hosts = context.group.rank, [member.host for member in context.members]
     address = _address_from(await context.store.get("address", math.inf))
-    problem = address if isinstance(address, str) else _difference(settings, address.settings, rank)
-    if not problem and isinstance(address, _Address):
+    problem = address.problem or _difference(settings, address.settings, rank)
+    if not problem:
         try:
             await guest.introduce(rank, address)
         except OSError as exc:
@@ -181,32 +184,33 @@ async def _visit(
     return segment, handed
 
 
-class _Address(NamedTuple):
-    """Rank 0's entry in the store: its settings, address and tokens."""
+class _Address(Message, frozen=True):
+    """Rank 0's entry in the store: its problem, or its settings, address and tokens."""
 
-    settings: Mapping[str, object]
-    name: str
-    ask: bytes  # token that rank 0 expects
-    answer: bytes  # token that rank 0 replies with
+    problem: str = ""
+    settings: dict[str, Any] = {}  # noqa: RUF012 (msgspec copies it)
+    name: Annotated[str, Meta(pattern="^[!-~]*$")] = ""
+    ask: _HexToken = ""  #: token that rank 0 expects
+    answer: _HexToken = ""  #: token that rank 0 replies with
 
-    def written(self) -> str:
-        tokens = {"ask": self.ask.hex(), "answer": self.answer.hex()}
-        return json.dumps({"problem": "", "settings": dict(self.settings), "name": self.name, **tokens})
+    def __post_init__(self) -> None:
+        if not self.problem and not (self.name and self.ask and self.answer):
+            raise ValueError("neither an address nor a problem")
 
 
-def _address_from(said: bytes) -> _Address | str:
-    """Rank 0's entry in the store; the text of the problem if the entry is a problem or unreadable."""
+class _News(Message, frozen=True):
+    """A message of rank 0 after its reply, which may carry descriptors."""
+
+    lost: Annotated[int, Meta(ge=0)] = -1  #: a rank
+    problem: str = ""
+
+
+def _address_from(said: bytes) -> _Address:
+    """Rank 0's entry in the store."""
     try:
-        match json.loads(said):
-            case {"problem": str(problem)} if problem:
-                return problem
-            case {"settings": dict(settings), "name": str(name), "ask": str(ask), "answer": str(answer)}:
-                address = _Address(settings, name, bytes.fromhex(ask), bytes.fromhex(answer))
-                if name.isascii() and len(address.ask) == len(address.answer) == TOKEN_BYTES:
-                    return address
-    except (ValueError, RecursionError):
-        pass
-    return "the address of rank 0 in the store cannot be read"
+        return cast(_Address, loads(_Address, said))
+    except MessageError:
+        return _Address("the address of rank 0 in the store cannot be read")
 
 
 def _difference(mine: Mapping[str, int], host: Mapping[str, object], rank: int) -> str:
@@ -269,7 +273,7 @@ class _Host:
     def address(self, settings: Mapping[str, int]) -> _Address:
         """The entry of rank 0 in the store."""
         # tokens are needed because the name is no secret: any process on the host can list the names in use
-        return _Address(settings, self._name, self._ask, self._answer)
+        return _Address("", dict(settings), self._name, self._ask.hex(), self._answer.hex())
 
     def _listen(self) -> None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -313,7 +317,7 @@ class _Host:
                 line.send_now(REFUSED)
         line.close()
 
-    def _greet(self, line: Line, message: Message) -> None:
+    def _greet(self, line: Line, message: Datagram) -> None:
         """Handle the first message of a connection: register a rank and its descriptors, reject anything else."""
         rank, wrong = self._look_at(message)
         if wrong:
@@ -330,7 +334,7 @@ class _Host:
             line.send_now(self._answer)
         self._tell_who_is_gone()
 
-    def _look_at(self, message: Message) -> tuple[int, str]:
+    def _look_at(self, message: Datagram) -> tuple[int, str]:
         """The rank of a hello, and the reason to reject it (empty: none)."""
         if not message.data:
             return 0, "gone without a word"
@@ -347,7 +351,7 @@ class _Host:
             return 0, "without the descriptors of a rank"
         return rank, ""
 
-    def _leaves(self, rank: int, message: Message) -> None:
+    def _leaves(self, rank: int, message: Datagram) -> None:
         """Handle a later message of a rank: the end of its connection, or garbage, which also ends the connection."""
         for fd in message.fds:
             os.close(fd)
@@ -364,12 +368,12 @@ class _Host:
         if self.gone.done():
             for line in self._lines.values():
                 with contextlib.suppress(OSError):
-                    line.send_now(json.dumps({"lost": self.gone.result().rank}).encode())
+                    line.send_now(dumps(_News(lost=self.gone.result().rank)).encode())
 
-    async def tell(self, news: dict[str, Any]) -> None:
+    async def send(self, news: _News) -> None:
         for line in self._lines.values():
             with contextlib.suppress(OSError):  # the connection reports its own end
-                await line.send(json.dumps(news).encode())
+                await line.send(dumps(news).encode())
 
     async def hand_out(self, segment: int) -> None:
         """Send each rank the segment, then the other ranks' descriptors in rank order."""
@@ -406,7 +410,7 @@ class _Guest:
         self._sock = _socket()
         self._line: Line | None = None
         self._answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._inbox: deque[tuple[str, Message]] = deque()  # problems, and messages that carry descriptors
+        self._inbox: deque[tuple[str, Datagram]] = deque()  # problems, and messages that carry descriptors
         self._welcome = b""
         self._due = 1 + 3 * (size - 1)  # descriptors that have not arrived yet
         self._garbled = False
@@ -414,7 +418,7 @@ class _Guest:
 
     async def introduce(self, rank: int, address: _Address) -> None:
         """Connect to rank 0, send this rank's descriptors and wait for the reply. Raises: OSError."""
-        self._welcome = address.answer
+        self._welcome = bytes.fromhex(address.answer)
         while not await self._try(rank, address):  # a flood of connections may have closed this one
             await asyncio.sleep(RETRY_SECONDS)
             self.close()
@@ -431,18 +435,18 @@ class _Guest:
             raise PermissionError(errno.EPERM, f"it runs as user {user}, this rank as user {os.geteuid()}")
         self._line = Line(self._sock, self._receive)
         try:
-            await self._line.send(_hello.pack(address.ask, rank), self._mine)
+            await self._line.send(_hello.pack(bytes.fromhex(address.ask), rank), self._mine)
         except OSError as exc:
             # rank 0 has closed the connection, perhaps after a reply
             if not (self._answer.done() or isinstance(exc, (BrokenPipeError, ConnectionResetError))):
                 raise
         await asyncio.wait([self._answer])  # wait() does not cancel the future when it is cancelled itself
         answer = self._answer.result()
-        if answer and answer != address.answer:
+        if answer and answer != self._welcome:
             raise ConnectionResetError(errno.ECONNRESET, "it hung up")
         return bool(answer)
 
-    def _receive(self, message: Message) -> None:
+    def _receive(self, message: Datagram) -> None:
         if not self._answer.done():
             for fd in message.fds:
                 os.close(fd)
@@ -453,13 +457,13 @@ class _Guest:
         self._due -= len(message.fds)
         for fd in message.fds:
             self.ours.add(fd)
-        lost, problem = _news_from(message.data, self._size)
-        if lost is not None:
+        news = _news_from(message.data, self._size)
+        if news.lost >= 0:
             if not self.gone.done():
-                self.gone.set_result(_lost(lost))
+                self.gone.set_result(_lost(news.lost))
         elif not self._garbled:  # after garbage, all messages are ignored
-            if problem is None or self._due < 0:
-                problem, self._garbled = "rank 0 sends what cannot be read", True
+            self._garbled = news is _GARBAGE or self._due < 0
+            problem = _GARBAGE.problem if self._garbled else news.problem
             if problem or message.fds:
                 self._inbox.append((problem, message))
         if self._due < 0:
@@ -490,24 +494,18 @@ class _Guest:
         self._sock.close()
 
 
-def _news_from(data: bytes, size: int) -> tuple[int | None, str | None]:
-    """Parse a message of rank 0 after its reply: the lost rank (None: no rank is lost), and the problem.
+_GARBAGE: Final = _News(problem="rank 0 sends an unreadable message")
 
-    The problem is empty if there is none, and None if the message is unreadable or reports a lost rank.
-    """
+
+def _news_from(data: bytes, size: int) -> _News:
+    """A message of rank 0 after its reply."""
     if not data:
-        return 0, None
-    try:
-        match json.loads(data):
-            case {"lost": int(rank)} if 0 <= rank < size:
-                return rank, None
-            case {"problem": str(problem)}:
-                return None, problem
-            case {**others} if not others:
-                return None, ""
-    except (ValueError, RecursionError):
-        pass
-    return None, None
+        return _News(lost=0)
+    with contextlib.suppress(MessageError):
+        news: _News = loads(_News, data)
+        if news.lost < size:
+            return news
+    return _GARBAGE
 
 
 def _socket() -> socket.socket:

@@ -58,7 +58,7 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-class Message(NamedTuple):
+class Datagram(NamedTuple):
     """A received datagram; the receiver closes its descriptors."""
 
     data: bytes  #: content; empty: the connection has ended
@@ -70,7 +70,7 @@ class Message(NamedTuple):
 class Line:
     """A connection that preserves message boundaries and calls ``receive`` with each message as it arrives."""
 
-    def __init__(self, sock: socket.socket, receive: Callable[[Message], object]) -> None:
+    def __init__(self, sock: socket.socket, receive: Callable[[Datagram], object]) -> None:
         self.receive = receive
         self._sock = sock
         self._loop = asyncio.get_running_loop()
@@ -98,7 +98,7 @@ class Line:
                 fds.frombytes(content[: len(content) // fds.itemsize * fds.itemsize])
         if not data:
             self._loop.remove_reader(self._sock.fileno())
-        self.receive(Message(data, list(fds), not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)))
+        self.receive(Datagram(data, list(fds), not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)))
 
     async def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
         """Send a message, waiting for room. Raises: OSError if the peer has closed the connection."""

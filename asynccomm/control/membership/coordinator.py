@@ -66,8 +66,6 @@ from asynccomm.control.membership.messages import (
     CoordinatorOrder,
     Excluded,
     Finalized,
-    MembershipMessageError,
-    Message,
     ParticipantId,
     ParticipantState,
     Prepare,
@@ -75,18 +73,18 @@ from asynccomm.control.membership.messages import (
     Retry,
     StatusReport,
     View,
+    check_proposal,
     describe_many,
     describe_participant,
-    order_message,
-    parse_report,
     plain,
 )
+from asynccomm.control.transport.schema import MessageError
 
 TRIES: Final = 3  # times that the same members may fail to connect; an undetected loss takes one
 COMING: Final = 10.0  # seconds for newcomers to arrive, once all ranks that have invited them are there
 PATIENCE: Final = 60.0  # seconds; a rank that takes longer to connect or to report counts as silent
 
-Letter: TypeAlias = tuple[ParticipantId, Message]  # the recipient, and the order as a message
+Letter: TypeAlias = tuple[ParticipantId, CoordinatorOrder]  # the recipient, and the order
 
 
 @final
@@ -147,16 +145,15 @@ class Coordinator:
     def committed(self) -> bool:
         return self._round is not None and self._round.committed
 
-    def hear(self, who: ParticipantId, message: object, now: float) -> None:
+    def on_report(self, who: ParticipantId, report: StatusReport | None, now: float) -> None:
         """Take a report; None: the participant is on the channel and has nothing to report.
 
-        Raises: MembershipMessageError: no participant sends this report. The report had no effect.
+        Raises: MessageError: no participant sends this report. The report had no effect.
         """
         if isinstance(who, int) and who not in self._known:
-            raise MembershipMessageError(f"rank {who} is not of the comm")
-        report = None if message is None else parse_report(message, who, self._known)
-        if report is not None and report.decision is not None:
-            self._check_maker(report.decision)
+            raise MessageError(f"rank {who} is not of the comm")
+        if report is not None:
+            self._check(who, report)
         if who in self._gone:
             return
         if report is not None and report.state is ParticipantState.OUT:
@@ -176,25 +173,25 @@ class Coordinator:
                 self._rejected = Rejected(report.attempt, report.why, report.mistake)
 
     def lost(self, who: ParticipantId) -> None:
-        """Record that ``who`` died."""
+        """Message that ``who`` died."""
         self._remove(who, "was lost")
 
     def left(self, who: ParticipantId) -> None:
-        """Record that ``who`` has closed the comm, and takes no further part."""
+        """Message that ``who`` has closed the comm, and takes no further part."""
         self._remove(who, "has left")
 
     def silent(self, who: ParticipantId) -> None:
-        """Record that ``who`` is alive and does not answer; the coordinator stops waiting for its report."""
+        """Message that ``who`` is alive and does not answer; the coordinator stops waiting for its report."""
         if who not in self._gone:
             self._silent.add(who)
 
     def advance(self, now: float) -> list[Letter]:
         """The messages to send now, in this order."""
-        out: list[tuple[ParticipantId, CoordinatorOrder]] = []
+        out: list[Letter] = []
         if self._all_reported(now):
             while self._step(now, out):
                 pass
-        return [(who, order_message(order)) for who, order in out]
+        return out
 
     @property
     def due(self) -> float | None:
@@ -212,7 +209,7 @@ class Coordinator:
 
     # each step makes at most one transition, and returns whether another may follow
 
-    def _step(self, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> bool:
+    def _step(self, now: float, out: list[Letter]) -> bool:
         if self._round is None or not self._round.committed:
             if self._adopt(now, out):
                 return True
@@ -225,7 +222,7 @@ class Coordinator:
         self._settle(now, out)
         return False
 
-    def _adopt(self, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> bool:
+    def _adopt(self, now: float, out: list[Letter]) -> bool:
         """Continue a decision of an earlier coordinator."""
         for state in (ParticipantState.COMMITTED, ParticipantState.PREPARED):
             held = [r.decision for _, r in self._reports() if r.state is state and r.decision is not None]
@@ -253,7 +250,7 @@ class Coordinator:
                 return False
         return True
 
-    def _withdraw_stale(self, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
+    def _withdraw_stale(self, now: float, out: list[Letter]) -> None:
         """Withdraw all decisions that no member can commit any more."""
         for who, report in self._reports():
             if report.decision is None or report.decision == self.decision:
@@ -264,7 +261,7 @@ class Coordinator:
                 why = f"rank {report.decision.by}, which decided, has not seen it through"
                 self._send_retry(who, report.decision, why, now, out)
 
-    def _reject_late(self, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
+    def _reject_late(self, out: list[Letter]) -> None:
         """Reject late calls up to the rejected attempt, for the rejection is for the calls of all ranks."""
         for who, report in self._reports():
             # a newcomer's first attempt may be later than the rejection
@@ -276,7 +273,7 @@ class Coordinator:
             elif self._known <= self._gone.keys():
                 self._exclude(who, "no rank of the comm is left to go on", out)
 
-    def _decide(self, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> bool:
+    def _decide(self, now: float, out: list[Letter]) -> bool:
         first, wants = self._asking()
         if first is None:
             return False
@@ -307,7 +304,7 @@ class Coordinator:
         out += [(who, Prepare(decision)) for who in members]
         return True
 
-    def _prepare(self, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> bool:
+    def _prepare(self, now: float, out: list[Letter]) -> bool:
         assert self._round is not None
         decision = self._round.decision
         waiting: list[ParticipantId] = []
@@ -335,7 +332,7 @@ class Coordinator:
             self._round.committed, self._round.since = True, now
         return not waiting
 
-    def _settle(self, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
+    def _settle(self, now: float, out: list[Letter]) -> None:
         """Send Commit to the members, Excluded to the other participants, and Finalized in the end."""
         assert self._round is not None
         decision = self._round.decision
@@ -393,15 +390,23 @@ class Coordinator:
         if not missing:
             return -math.inf
         asked = [(h.since, h.report.wait) for who, h in wants.items() if h.report and isinstance(who, int)]
-        until = min(since + wait for since, wait in asked)
+        until = min(math.inf if wait is None else since + wait for since, wait in asked)
         if all(isinstance(who, str) for who in missing):  # a living newcomer has its invitation by now
             until = min(until, max(since for since, _ in asked) + COMING)
         return max(until, *(self._retry_deadlines.get(who, -math.inf) for who in missing))
 
-    def _check_maker(self, decision: View) -> None:
-        """Raises: MembershipMessageError: neither this nor an earlier coordinator can have made the decision."""
+    def _check(self, who: ParticipantId, report: StatusReport) -> None:
+        """Raises: MessageError: the participant cannot have made this report."""
+        decision = report.decision
+        for members in (report.proposal, None if decision is None else decision.members):
+            if members is not None:
+                check_proposal(members, self._known)
+        if decision is None:
+            return
+        if who not in decision.members:
+            raise MessageError(f"{describe_participant(who)} holds the decision {decision.key!r}, which is not for it")
         if decision.key not in self._made if decision.by == self._by else decision.by > self._by or not self._heir:
-            raise MembershipMessageError(f"nobody has made the decision {decision.key!r}")
+            raise MessageError(f"no coordinator has made the decision {decision.key!r}")
 
     def _committed_members(self) -> set[ParticipantId]:
         assert self._round is not None
@@ -419,7 +424,7 @@ class Coordinator:
         self._silent.discard(who)
         self._retry_deadlines.pop(who, None)
 
-    def _retry(self, round_: _Attempt, why: str, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
+    def _retry(self, round_: _Attempt, why: str, now: float, out: list[Letter]) -> None:
         """Order all members to retry; after too many failures, reject their next calls."""
         decision = round_.decision
         members, tries = self._tries
@@ -446,7 +451,7 @@ class Coordinator:
         decision: View,
         why: str,
         now: float,
-        out: list[tuple[ParticipantId, CoordinatorOrder]],
+        out: list[Letter],
     ) -> None:
         self._forget(who, now)
         self._withdrawn.add((who, decision.key))
@@ -454,19 +459,17 @@ class Coordinator:
         self._retry_deadlines.setdefault(who, now + self._patience)
         out.append((who, Retry(decision.key, decision.attempt + 1, why)))
 
-    def _reject_all(
-        self, wants: Iterable[ParticipantId], refused: Rejected, out: list[tuple[ParticipantId, CoordinatorOrder]]
-    ) -> bool:
+    def _reject_all(self, wants: Iterable[ParticipantId], refused: Rejected, out: list[Letter]) -> bool:
         self._rejected = refused
         for who in wants:
             self._reject(who, out)
         return True
 
-    def _reject(self, who: ParticipantId, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
+    def _reject(self, who: ParticipantId, out: list[Letter]) -> None:
         self._forget(who, self._received[who].since)
         out.append((who, self._rejected))
 
-    def _exclude(self, who: ParticipantId, why: str, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
+    def _exclude(self, who: ParticipantId, why: str, out: list[Letter]) -> None:
         self._forget(who, self._received[who].since)
         out.append((who, Excluded(why)))
 

@@ -21,16 +21,16 @@ from asynccomm.control.membership.messages import (
     CoordinatorOrder,
     Excluded,
     Finalized,
-    MembershipMessageError,
     ParticipantId,
     Rejected,
     Retry,
-    order_message,
+    describe_participant,
 )
 from asynccomm.control.membership.participant import Participant
-from asynccomm.control.router import ROOT, Router
+from asynccomm.control.messages import ROOT, OrderMessage, ParticipantReport, ReportRequest
+from asynccomm.control.router import Router
 from asynccomm.control.timing import SILENT_SECONDS
-from asynccomm.control.transport.framing import ControlMessage
+from asynccomm.control.transport.schema import MessageError
 
 PATIENCE: Final = 30.0  # seconds for a member to connect the new comm, or to report to a new root
 ORDERS: Final = 1024  # comms that each table keeps
@@ -41,7 +41,7 @@ _log = logging.getLogger("asynccomm")
 class Joiners(Protocol):
     """The newcomers that are connected to the root."""
 
-    def send(self, name: str, message: ControlMessage) -> None:
+    def send(self, name: str, message: OrderMessage) -> None:
         """Send ``message`` to the newcomer ``name``, if it is connected."""
 
 
@@ -111,14 +111,14 @@ class MembershipService:
         self._report(key)
 
     def prepared(self, key: str, decision: str) -> None:
-        """Record and report that the members of a decision are connected."""
+        """Message and report that the members of a decision are connected."""
         candidacy = self._candidacies.get(key)
         if candidacy is not None:
             candidacy.participant.prepared(decision)
             self._report(key)
 
     def failed(self, key: str, decision: str, why: str) -> None:
-        """Record and report that the members of a decision could not connect."""
+        """Message and report that the members of a decision could not connect."""
         candidacy = self._candidacies.get(key)
         if candidacy is not None:
             candidacy.participant.failed(decision, why)
@@ -128,11 +128,11 @@ class MembershipService:
         """Leave the agreement for good: the others may have gone on without this rank."""
         self._candidacies.pop(key, None)
         self._mark_excluded(key, "it has given up waiting for that")
-        self._router.send(ROOT, "report", comm=key, ranks=[], report=None, left=True)
+        self._router.send(ROOT, ParticipantReport(key, [], None, left=True))
         self._notify()
 
     def followed(self, key: str, members: Collection[object]) -> None:
-        """Record that ``members`` have continued the comm ``key`` as another comm, and leave the channel."""
+        """Message that ``members`` have continued the comm ``key`` as another comm, and leave the channel."""
         if self._router.rank not in members:
             self._exclude(key, f"ranks {sorted(rank for rank in members if isinstance(rank, int))} have gone on")
 
@@ -140,7 +140,7 @@ class MembershipService:
         self._mark_excluded(key, why)
         candidacy = self._candidacies.get(key)
         if candidacy is not None and candidacy.participant.asking:
-            order = candidacy.participant.hear(order_message(Excluded(why)))
+            order = candidacy.participant.on_order(Excluded(why))
             if order is not None:
                 candidacy.on_order(order)
         self._notify()
@@ -170,19 +170,18 @@ class MembershipService:
         report = None if candidacy is None else candidacy.participant.report()
         if report is not None or even_nothing:
             ranks = [] if candidacy is None else candidacy.ranks
-            self._router.send(ROOT, "report", comm=key, ranks=ranks, report=report, left=False)
+            self._router.send(ROOT, ParticipantReport(key, ranks, report))
 
-    def hear_order(self, message: ControlMessage) -> None:
+    def on_order(self, source: int, message: OrderMessage) -> None:
         """Pass an order of the coordinator to this rank's participant."""
-        key = message.get("comm")
-        candidacy = self._candidacies.get(key) if isinstance(key, str) else None
+        key = message.comm
+        candidacy = self._candidacies.get(key)
         if candidacy is None:
             return
-        assert isinstance(key, str)
         try:
-            order = candidacy.participant.hear(message.get("order"))
-        except MembershipMessageError as exc:
-            _log.warning("rank %s coordinates what it cannot: %s", message.get("from"), exc)
+            order = candidacy.participant.on_order(message.order)
+        except MessageError as exc:
+            _log.warning("rank %d sends an invalid order: %s", source, exc)
             return
         if order is not None:  # before the report, because the report may bring the next order at once
             candidacy.on_order(order)
@@ -191,43 +190,32 @@ class MembershipService:
         if isinstance(order, (Finalized, Excluded)):
             self._notify()
 
-    def hear_poll(self, message: ControlMessage, known: Callable[[str], bool]) -> None:
+    def on_report_request(self, key: str, known: Callable[[str], bool]) -> None:
         """Report this rank's state to a new coordinator."""
-        key = message.get("comm")
-        if not isinstance(key, str):
-            return
         if key in self._candidacies or (key not in self._out and known(key)):
             self._report(key, even_nothing=True)
         else:
-            self._router.send(ROOT, "report", comm=key, ranks=[], report=None, left=True)
+            self._router.send(ROOT, ParticipantReport(key, [], None, left=True))
 
     # -- this rank coordinates ----------------------------------------------------------------------------------------
 
-    def hear_report(self, message: ControlMessage) -> None:
-        """Pass the report of a rank to this rank's coordinator."""
-        key, ranks, who = message.get("comm"), message.get("ranks"), message["from"]
-        if not isinstance(key, str) or not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
-            raise ValueError("a report of no comm")
-        self.take_report(key, ranks, who, message.get("report"), left=message.get("left") is True)
-
-    def take_report(
-        self, key: str, ranks: Sequence[int], who: ParticipantId, report: Any, *, left: bool = False
-    ) -> None:
-        """Pass the report of ``who`` to the coordinator of comm ``key``, which the first report creates."""
+    def on_report(self, who: ParticipantId, message: ParticipantReport) -> None:
+        """Pass the report of ``who`` to the coordinator of its comm, which the first report creates."""
+        key, left = message.comm, message.left
         coordinator = self._coordinators.get(key)
         if coordinator is None:
             if left and isinstance(who, int):
                 self._note_leaving(key, who)
-            if report is None or not ranks:
+            if message.report is None or not message.ranks:
                 return  # no rank asks
-            coordinator = self._coordinate(key, ranks)
+            coordinator = self._coordinate(key, message.ranks)
         try:
             if left:
                 coordinator.left(who)
             else:
-                coordinator.hear(who, report, time.monotonic())
-        except MembershipMessageError as exc:
-            _log.warning("%s reports what it cannot: %s", who, exc)
+                coordinator.on_report(who, message.report, time.monotonic())
+        except MessageError as exc:
+            _log.warning("%s sends an invalid report: %s", describe_participant(who), exc)
             return
         self._advance(key)
 
@@ -249,7 +237,7 @@ class MembershipService:
     def _poll(self, key: str, ranks: Iterable[int]) -> None:
         for rank in ranks:
             if rank not in self._router.gone:
-                self._router.send(rank, "poll", comm=key)
+                self._router.send(rank, ReportRequest(key))
 
     def _advance(self, key: str) -> None:
         """Send the orders of the coordinator, and run again when the coordinator is due."""
@@ -266,9 +254,9 @@ class MembershipService:
         try:
             for who, order in coordinator.advance(time.monotonic()):
                 if isinstance(who, int):
-                    self._router.send(who, "order", comm=key, order=order)
+                    self._router.send(who, OrderMessage(key, order))
                 else:
-                    self._joiners.send(who, {"comm": key, "order": order})
+                    self._joiners.send(who, OrderMessage(key, order))
         finally:
             self._sending = False
         due = coordinator.due
@@ -279,7 +267,7 @@ class MembershipService:
     # -- changes of other ranks ---------------------------------------------------------------------------------------
 
     def gone(self, who: ParticipantId, how: str) -> None:
-        """Record that ``who`` is gone; ``how`` is empty after an orderly leave."""
+        """Message that ``who`` is gone; ``how`` is empty after an orderly leave."""
         if self._router.fenced:  # this rank itself was declared lost
             for key in list(self._candidacies):
                 self._exclude(key, self._router.fenced)
@@ -289,7 +277,7 @@ class MembershipService:
             self._loop.call_soon(self._advance, key)  # not now: another rank may become the root first
 
     def left(self, key: str, rank: int) -> None:
-        """Record that ``rank`` has closed one comm."""
+        """Message that ``rank`` has closed one comm."""
         coordinator = self._coordinators.get(key)
         if coordinator is None:
             self._note_leaving(key, rank)
@@ -306,7 +294,7 @@ class MembershipService:
         for key in list(self._candidacies):
             self._report(key)
 
-    def here(self, rank: int) -> None:
+    def on_presence(self, rank: int) -> None:
         """At the root: poll ``rank``, which has just connected, unless this is the job's first root."""
         for key in self._coordinators:
             if self._router.rank != self._first_root:

@@ -15,9 +15,12 @@ import os
 import secrets
 import socket
 from collections.abc import Callable
-from typing import Any, Final, final
+from typing import Annotated, Any, Final, Self, TypeAlias, final
 
-from asynccomm.control.transport.framing import MESSAGE_BYTES, ControlMessage, Decoder, GarbledError, encode
+from msgspec import Meta
+
+from asynccomm.control.transport.framing import MESSAGE_BYTES, Decoder, encode
+from asynccomm.control.transport.schema import JsonObject, Message, MessageError, TaggedMessage, decode
 from asynccomm.control.transport.sockets import peer_user
 from asynccomm.control.transport.topology import RankAddress
 
@@ -28,26 +31,56 @@ USER_TIMEOUT_MS: Final = 10_000  # for a host to acknowledge sent data
 
 ENDED: Final = "its control connection ended"  # the prefix of most reasons
 
+Token: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1024)]
+
 _open: set[Connection] = set()
 
 
 @final
-class Tokens:
+class Tokens(Message, frozen=True):
     """The secrets that the ranks of a job share."""
 
-    __slots__ = ("answer", "ask")
+    ask: Token  #: shown by the connecting side
+    answer: Token  #: shown by the listening side
 
-    def __init__(self, ask: str = "", answer: str = "") -> None:
-        self.ask = ask or secrets.token_hex(16)  #: shown by the connecting side
-        self.answer = answer or secrets.token_hex(16)  #: shown by the listening side
+    @classmethod
+    def random(cls) -> Self:
+        return cls(secrets.token_hex(16), secrets.token_hex(16))
 
-    def may_ask(self, token: Any) -> bool:
+    def __repr__(self) -> str:
+        return "Tokens(...)"  # they are not for logs
+
+    def may_ask(self, token: str) -> bool:
         """Whether ``token`` allows a peer to connect."""
         return _same(token, self.ask)
 
-    def may_answer(self, token: Any) -> bool:
+    def may_answer(self, token: str) -> bool:
         """Whether ``token`` proves that a peer may listen."""
         return _same(token, self.answer)
+
+
+@final
+class Hello(TaggedMessage, frozen=True):
+    """The first message of a connecting rank or newcomer."""
+
+    token: str
+    who: int | str
+
+
+@final
+class Look(TaggedMessage, frozen=True):
+    """The request of a process outside the job for the states of ranks, in place of a token."""
+
+    stacks: bool = False
+    ranks: list[int] | None = None  #: None: all
+
+
+@final
+class Welcome(TaggedMessage, frozen=True):
+    """The reply of a listening rank."""
+
+    token: str
+    refused: str = ""  #: why the rank refuses the connection; empty: the rank accepts it
 
 
 @final
@@ -62,7 +95,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(
         self,
-        received: Callable[[Connection, ControlMessage], object],
+        received: Callable[[Connection, JsonObject], object],
         ended: Callable[[Connection, str], object],
         made: Callable[[Connection], object] | None = None,
     ) -> None:
@@ -114,7 +147,7 @@ class Connection(asyncio.Protocol):
         self._held = False
         self._read()
 
-    def send(self, message: ControlMessage) -> None:
+    def send(self, message: object) -> None:
         """Queue ``message`` for sending."""
         transport = self._transport
         if transport is None or transport.is_closing():
@@ -165,7 +198,7 @@ async def connect(
     local: bool,
     tokens: Tokens,
     who: int | str,
-    received: Callable[[Connection, ControlMessage], object],
+    received: Callable[[Connection, JsonObject], object],
     ended: Callable[[Connection, str], object],
 ) -> Connection:
     """Connect to a rank and complete the handshake.
@@ -192,19 +225,20 @@ async def _connect(
     address: str | tuple[str, int],
     tokens: Tokens,
     who: int | str,
-    received: Callable[[Connection, ControlMessage], object],
+    received: Callable[[Connection, JsonObject], object],
     ended: Callable[[Connection, str], object],
 ) -> Connection:
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[None] = loop.create_future()
 
-    def on_answer(connection: Connection, message: ControlMessage) -> None:
+    def on_answer(connection: Connection, data: JsonObject) -> None:
         if answer.done():
             return
-        if not tokens.may_answer(message.get("token")):
-            raise GarbledError("it does not know the answer")
-        if refused := message.get("refused"):
-            answer.set_exception(PermissionError(errno.EACCES, str(refused)))
+        welcome: Welcome = decode(Welcome, data)
+        if not tokens.may_answer(welcome.token):
+            raise MessageError("its token is wrong")
+        if welcome.refused:
+            answer.set_exception(PermissionError(errno.EACCES, welcome.refused))
             return
         connection.decoder.limit = MESSAGE_BYTES
         connection.received, connection.ended = received, ended
@@ -230,7 +264,7 @@ async def _connect(
         else:
             assert not isinstance(address, str)
             await loop.create_connection(lambda: connection, *address)
-        connection.send({"token": tokens.ask, "who": who})
+        connection.send(Hello(tokens.ask, who))
         await answer
         return connection
     except BaseException:
@@ -271,8 +305,8 @@ async def end_connections() -> None:
         await asyncio.sleep(0)
 
 
-def _same(token: Any, expected: str) -> bool:
-    return isinstance(token, str) and secrets.compare_digest(token.encode(errors="replace"), expected.encode())
+def _same(token: str, expected: str) -> bool:
+    return secrets.compare_digest(token.encode(errors="replace"), expected.encode())
 
 
 async def _local(address: str) -> socket.socket:

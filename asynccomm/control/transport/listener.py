@@ -14,13 +14,15 @@ import logging
 import os
 import socket
 from collections.abc import Callable
-from typing import Any, Final, final
+from typing import Final, final
 
 from asynccomm.control.transport.admission import WRONG_TOKEN, Admission
-from asynccomm.control.transport.connection import ENDED, Connection, Tokens, close_inherited
-from asynccomm.control.transport.framing import MESSAGE_BYTES, ControlMessage
+from asynccomm.control.transport.connection import ENDED, Connection, Hello, Look, Tokens, Welcome, close_inherited
+from asynccomm.control.transport.framing import MESSAGE_BYTES
+from asynccomm.control.transport.schema import JsonObject, decode
 
 AT_ONCE: Final = 128  # connections accepted before other callbacks run
+OTHER_HOST: Final = "a diagnosis from another host"
 PAUSE_SECONDS: Final = 1.0  # before accepting again after an error, such as a lack of descriptors
 
 _log = logging.getLogger("asynccomm")
@@ -41,9 +43,9 @@ class Listener:
     def __init__(
         self,
         tokens: Tokens,
-        refusal: Callable[[Any], str],
-        welcome: Callable[[Any, Connection], object],
-        look: Callable[[Connection, ControlMessage], object],
+        refusal: Callable[[int | str], str],
+        welcome: Callable[[int | str, Connection], object],
+        look: Callable[[Connection, Look], object],
         expected: int = 0,
     ) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None  #: None before the first ``listen``
@@ -105,24 +107,28 @@ class Listener:
             return
         self.admission.add(connection, connection.user)
 
-    def _on_hello(self, connection: Connection, message: ControlMessage) -> None:
-        if not self.admission.remove(connection):
+    def _on_hello(self, connection: Connection, data: JsonObject) -> None:
+        if connection not in self.admission.waiting:
             return  # already refused
-        if "look" in message and connection.user is not None:
-            connection.ended = _nothing
-            self._look(connection, message)
+        hello: Hello | Look = decode(Hello | Look, data)
+        self.admission.remove(connection)
+        if isinstance(hello, Look):
+            if connection.user is None:
+                self.admission.refuse(connection, OTHER_HOST)
+            else:
+                connection.ended = _nothing
+                self._look(connection, hello)
             return
-        if not self._tokens.may_ask(message.get("token")):
+        if not self._tokens.may_ask(hello.token):
             self.admission.refuse(connection, WRONG_TOKEN)
             return
-        who = message.get("who")
-        problem = self._refusal(who)
-        connection.send({"token": self._tokens.answer, "refused": problem})
+        problem = self._refusal(hello.who)
+        connection.send(Welcome(self._tokens.answer, problem))
         if problem:
             connection.close()
         else:
             connection.decoder.limit = MESSAGE_BYTES
-            self._welcome(who, connection)
+            self._welcome(hello.who, connection)
 
     def _ended(self, connection: Connection, how: str) -> None:
         if self.admission.remove(connection) and not how.startswith(ENDED):  # else the peer only disconnected

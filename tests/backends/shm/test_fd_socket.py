@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 from asynccomm.backends.shm import fd_socket
-from asynccomm.backends.shm.fd_socket import Descriptors, Line, Message
+from asynccomm.backends.shm.fd_socket import Datagram, Descriptors, Line
 from tests.waiting import until
 
 
@@ -33,7 +33,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 def test_messages_stay_whole_and_end(loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
     async def main() -> None:
         ours, theirs = pair()
-        got: list[Message] = []
+        got: list[Datagram] = []
         left, right = Line(ours, got.append), Line(theirs, lambda message: None)
         null = os.open(os.devnull, os.O_RDONLY)
         await right.send(b"one")
@@ -53,7 +53,7 @@ def test_messages_stay_whole_and_end(loop_factory: Callable[[], asyncio.Abstract
         right.close()
         right.close()
         await until(lambda: len(got) == 4)
-        assert got[3] == Message(b"", [], True)
+        assert got[3] == Datagram(b"", [], True)
         await asyncio.sleep(0.01)
         assert len(got) == 4, "an end comes once"
         with pytest.raises(OSError):
@@ -66,7 +66,7 @@ def test_messages_stay_whole_and_end(loop_factory: Callable[[], asyncio.Abstract
 
 async def test_too_much_is_not_whole() -> None:
     ours, theirs = pair()
-    got: list[Message] = []
+    got: list[Datagram] = []
     left = Line(ours, got.append)
     theirs.send(b"x" * (fd_socket.MESSAGE_BYTES + 1))
     await until(lambda: len(got) == 1)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from asynccomm.control.membership.coordinator import COMING, PATIENCE, TRIES, Coordinator
 from asynccomm.control.membership.messages import (
@@ -18,7 +19,6 @@ from asynccomm.control.membership.messages import (
     CoordinatorOrder,
     Excluded,
     Finalized,
-    MembershipMessageError,
     ParticipantId,
     ParticipantState,
     Prepare,
@@ -26,9 +26,8 @@ from asynccomm.control.membership.messages import (
     Retry,
     StatusReport,
     View,
-    parse_order,
-    report_message,
 )
+from asynccomm.control.transport.schema import MessageError, decode
 from tests.control.simulated_job import Job
 from tests.sampling import examples
 
@@ -42,17 +41,17 @@ class Chair:
         self.now = 100.0
 
     def advance(self) -> list[tuple[ParticipantId, CoordinatorOrder]]:
-        return [(who, parse_order(said, self.ranks)) for who, said in self.coordinator.advance(self.now)]
+        return self.coordinator.advance(self.now)
 
     def tell(
         self, who: ParticipantId, state: ParticipantState, attempt: int = 0, **more: Any
     ) -> list[tuple[ParticipantId, CoordinatorOrder]]:
-        self.coordinator.hear(who, report_message(StatusReport(state, attempt, **more)), self.now)
+        self.coordinator.on_report(who, StatusReport(state, attempt, **more), self.now)
         return self.advance()
 
     def idle(self, *people: ParticipantId) -> list[tuple[ParticipantId, CoordinatorOrder]]:
         for who in people:
-            self.coordinator.hear(who, None, self.now)
+            self.coordinator.on_report(who, None, self.now)
         return self.advance()
 
     def want(self, *people: ParticipantId, **more: Any) -> list[tuple[ParticipantId, CoordinatorOrder]]:
@@ -152,7 +151,7 @@ def test_who_is_silent_is_not_waited_for_until_it_is_heard() -> None:
     chair = Chair()
     chair.want(0, 1)
     chair.coordinator.silent(2)
-    chair.coordinator.hear(2, None, chair.now)
+    chair.coordinator.on_report(2, None, chair.now)
     assert chair.advance() == []
     chair.coordinator.silent(2)
     assert len(chair.advance()) == 2
@@ -387,7 +386,7 @@ def test_an_heir_tries_again_what_not_all_are_prepared_for(third: str) -> None:
 def test_an_heir_leaves_out_who_is_not_of_what_is_committed() -> None:
     chair = heir()
     chair.want(3)
-    other = K._replace(members=(1, 2))
+    other = replace(K, members=(1, 2))
     said = chair.hold(ParticipantState.COMMITTED, other, 1, 2)
     assert (3, Excluded("the comm goes on as [1, 2]")) in said
 
@@ -401,7 +400,7 @@ def test_an_heir_refuses_late_calls_as_its_predecessor_did() -> None:
 
 def test_an_heir_waits_for_newcomers_that_are_members() -> None:
     chair = heir()
-    mixed = K._replace(members=(1, "n"))
+    mixed = replace(K, members=(1, "n"))
     chair.idle(2, 3)
     assert chair.hold(ParticipantState.PREPARED, mixed, 1) == []
     assert chair.hold(ParticipantState.COMMITTED, mixed, "n") == [(1, Commit("k"))]
@@ -432,7 +431,7 @@ def test_an_heir_goes_on_without_who_is_silent_and_its_comm_is_void(known: bool)
 
 def test_what_a_silent_one_has_committed_counts_if_nobody_has_dropped_it() -> None:
     chair = heir()
-    alone = K._replace(members=(3,))
+    alone = replace(K, members=(3,))
     chair.want(1, 2)
     chair.coordinator.silent(3)
     said = chair.advance()
@@ -450,7 +449,7 @@ def test_what_a_silent_one_has_committed_is_void_once_another_one_is_committed()
     decision = chair.coordinator.decision
     assert decision is not None
     chair.hold(ParticipantState.PREPARED, decision, 1, 2)
-    said = chair.hold(ParticipantState.COMMITTED, K._replace(members=(3,)), 3)
+    said = chair.hold(ParticipantState.COMMITTED, replace(K, members=(3,)), 3)
     assert [(who, type(order)) for who, order in said] == [(3, Excluded)]
 
 
@@ -461,30 +460,29 @@ def test_of_two_commits_the_later_coordinators_counts() -> None:
     assert [(who, type(order)) for who, order in said] == [(3, Excluded), (2, Finalized)]
 
 
-GARBLED: list[tuple[ParticipantId, object]] = [
+GARBLED: list[tuple[ParticipantId, StatusReport | None]] = [
     (7, None),
-    (7, report_message(StatusReport(ParticipantState.WANTS, 0))),
-    (0, "wants"),
-    (0, report_message(StatusReport(ParticipantState.COMMITTED, 0, decision=View("x", 0, 0, (0, 1))))),
-    (0, report_message(StatusReport(ParticipantState.PREPARED, 0, decision=View("x", 3, 0, (0, 1))))),
-    (0, report_message(StatusReport(ParticipantState.PREPARED, 0, decision=View("x", 0, 0, (1, 2))))),
-    (0, report_message(StatusReport(ParticipantState.WANTS, 0, proposal=(0, 0)))),
+    (7, StatusReport(ParticipantState.WANTS, 0)),
+    (0, StatusReport(ParticipantState.COMMITTED, 0, decision=View("x", 0, 0, (0, 1)))),
+    (0, StatusReport(ParticipantState.PREPARED, 0, decision=View("x", 3, 0, (0, 1)))),
+    (0, StatusReport(ParticipantState.PREPARED, 0, decision=View("x", 0, 0, (1, 2)))),
+    (0, StatusReport(ParticipantState.WANTS, 0, proposal=(0, 0))),
 ]
 
 
 @pytest.mark.parametrize(("who", "message"), GARBLED)
-def test_garbled_reports_change_nothing(who: ParticipantId, message: object) -> None:
+def test_garbled_reports_change_nothing(who: ParticipantId, message: StatusReport | None) -> None:
     chair = Chair(2)
     chair.want(0)
-    with pytest.raises(MembershipMessageError):
-        chair.coordinator.hear(who, message, chair.now)
+    with pytest.raises(MessageError):
+        chair.coordinator.on_report(who, message, chair.now)
     assert len(chair.want(1)) == 2
 
 
 def test_an_heir_believes_in_no_decision_of_its_own_that_it_has_not_made() -> None:
     for by in (1, 2):
-        with pytest.raises(MembershipMessageError, match="nobody has made"):
-            heir().hold(ParticipantState.COMMITTED, K._replace(by=by), 2)
+        with pytest.raises(MessageError, match="no coordinator has made"):
+            heir().hold(ParticipantState.COMMITTED, replace(K, by=by), 2)
 
 
 STATES = st.sampled_from([state.value for state in ParticipantState])
@@ -521,8 +519,8 @@ def test_no_peer_can_crash_the_coordinator(succeeds: bool, steps: list[tuple[str
             getattr(chair.coordinator, what)(who)
         else:
             try:
-                chair.coordinator.hear(who, report, chair.now)
-            except MembershipMessageError:
+                chair.coordinator.on_report(who, decode(StatusReport | None, report), chair.now)
+            except MessageError:
                 continue
         chair.advance()
         due = chair.coordinator.due

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 
@@ -17,13 +16,17 @@ from asynccomm.control.membership.messages import (
     Excluded,
     Finalized,
     ParticipantId,
+    ParticipantState,
     Prepare,
     Rejected,
     Retry,
+    StatusReport,
+    View,
 )
 from asynccomm.control.membership.service import MembershipService
+from asynccomm.control.messages import Body, OrderMessage, ParticipantReport, Presence, ReportRequest
 from asynccomm.control.router import Router
-from asynccomm.control.transport.framing import ControlMessage
+from asynccomm.control.transport.schema import dumps
 from asynccomm.control.transport.topology import RankAddress, Topology
 
 KEY = "comm"
@@ -37,10 +40,10 @@ class Wire:
         self.other: Wire | None = None
         self.open = True
 
-    def send(self, message: ControlMessage) -> None:
+    def send(self, message: object) -> None:
         assert self.other is not None
         if self.open and not self.job.ranks[self.rank].dead:
-            text = json.dumps(message)
+            text = dumps(message)
             self.job.loop.call_soon(self.other.receive, text)
 
     def receive(self, text: str) -> None:
@@ -74,23 +77,23 @@ class Rank:
         self.dead = self.stopped = False
         self.unread: list[Callable[[], object]] = []
         self.orders: list[CoordinatorOrder] = []
-        self.joiners: list[tuple[str, ControlMessage]] = []
+        self.joiners: list[tuple[str, OrderMessage]] = []
         self.router = Router(rank, topology, self.deliver, self.gone)
         self.service = MembershipService(self.router, job.loop, self)
 
-    def send(self, name: str, message: ControlMessage) -> None:
+    def send(self, name: str, message: OrderMessage) -> None:
         self.joiners.append((name, message))
 
-    def deliver(self, message: ControlMessage) -> None:
-        match message["kind"]:
-            case "report":
-                self.service.hear_report(message)
-            case "order":
-                self.service.hear_order(message)
-            case "poll":
-                self.service.hear_poll(message, [KEY].__contains__)
-            case "here":
-                self.service.here(message["from"])
+    def deliver(self, source: int, body: Body) -> None:
+        match body:
+            case ParticipantReport():
+                self.service.on_report(source, body)
+            case OrderMessage():
+                self.service.on_order(source, body)
+            case ReportRequest(key):
+                self.service.on_report_request(key, [KEY].__contains__)
+            case Presence():
+                self.service.on_presence(source)
 
     def gone(self, rank: int, how: str) -> None:
         self.service.gone(rank, how)
@@ -436,43 +439,31 @@ async def test_a_wait_has_an_end() -> None:
 async def test_newcomers_are_answered() -> None:
     job = Job(1)
     root = job.ranks[0]
-    report: dict[str, Any] = {
-        "state": "wants",
-        "attempt": 0,
-        "proposal": None,
-        "wait": None,
-        "decision": None,
-        "why": "",
-        "mistake": False,
-    }
-    root.service.take_report(KEY, [0], "new", report)
+    root.service.on_report("new", ParticipantReport(KEY, [0], StatusReport(ParticipantState.WANTS, 0)))
     root.ask([0, "new"])
     await heard([root], Prepare)
     assert root.members == (0, "new")
-    assert [(name, message["comm"]) for name, message in root.joiners] == [("new", KEY)]
+    assert [(name, message.comm) for name, message in root.joiners] == [("new", KEY)]
     root.service.gone("new", "it died")
     await heard([root], Retry)
     await until(lambda: root.members == (0,))
     job.close()
 
 
-async def test_nonsense_is_told_from_reports(caplog: pytest.LogCaptureFixture) -> None:
+async def test_messages_that_fit_no_state_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     job = Job(1)
     service = job.ranks[0].service
-    for message in ({}, {"comm": 1, "ranks": [0]}, {"comm": KEY, "ranks": ["0"]}, {"comm": KEY, "ranks": 0}):
-        with pytest.raises(ValueError, match="a report of no comm"):
-            service.hear_report({"from": 0, **message})
+    foreign = StatusReport(ParticipantState.PREPARED, 0, decision=View("k", 3, 0, (0,)))
     with caplog.at_level(logging.WARNING, "asynccomm"):
-        service.take_report(KEY, [0], 0, {"state": "sleeps"})
+        service.on_report(0, ParticipantReport(KEY, [0], foreign))
         job.ranks[0].ask()
-        service.hear_order({"from": 3, "comm": KEY, "order": {"say": "boo"}})
-    assert "0 reports what it cannot" in caplog.text
-    assert "rank 3 coordinates what it cannot" in caplog.text
-    for message in ({"comm": "unknown", "order": 1}, {"comm": [1]}, {}):
-        service.hear_order({"from": 0, **message})
-        service.hear_poll({"from": 0, **message}, [KEY].__contains__)
-    service.take_report("nobody asks", [0], 0, None)
-    service.take_report("of no ranks", [], 0, {})
+        service.on_order(3, OrderMessage(KEY, Finalized("k")))
+    assert "rank 0 sends an invalid report: no coordinator has made the decision 'k'" in caplog.text
+    assert "rank 3 sends an invalid order: 'k' is over" in caplog.text
+    service.on_order(0, OrderMessage("unknown", Commit("k")))
+    service.on_report_request("unknown", [KEY].__contains__)
+    service.on_report(0, ParticipantReport("nobody asks", [0], None))
+    service.on_report(0, ParticipantReport("of no ranks", [], foreign))
     job.close()
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from asynccomm.control.transport import admission, listener
 from asynccomm.control.transport import connection as connection_module
-from asynccomm.control.transport.connection import Tokens
+from asynccomm.control.transport.connection import Hello, Look, Tokens
 from asynccomm.control.transport.framing import HELLO_BYTES, Decoder, encode
 from asynccomm.control.transport.listener import Listener, end_listening
 from tests.control.fake_listener import Door, Guest, refused, stranger
@@ -40,7 +40,7 @@ async def test_a_wrong_token(door: Door, caplog: pytest.LogCaptureFixture) -> No
 @pytest.mark.parametrize("token", [None, 5, ["ask"], "", "as", "ask ", "äsk", "\ud800"])
 async def test_tokens_that_are_none(door: Door, token: Any) -> None:
     reader, writer = await stranger(door)
-    writer.write(encode({"token": token, "who": 7}))
+    writer.write(encode({"kind": "Hello", "token": token, "who": 7}))
     await refused(reader, writer)
     assert door.welcomed == []
 
@@ -53,7 +53,7 @@ async def test_tokens_that_are_none(door: Door, token: Any) -> None:
         struct.pack(">I", 2**32 - 1) + b"x" * 1000,
         struct.pack(">I", 3) + b"\xff\xff\xff",
         struct.pack(">I", 2) + b"[]",
-        encode({"token": "ask", "who": "x" * HELLO_BYTES}),
+        encode(Hello("ask", "x" * HELLO_BYTES)),
         encode({}),
         os.urandom(500),
     ],
@@ -74,7 +74,7 @@ async def test_refusals_are_logged_once_and_counted(door: Door, caplog: pytest.L
     with caplog.at_level(logging.WARNING, "asynccomm"):
         for number in range(5):
             reader, writer = await stranger(door)
-            writer.write(b"garbage!" if number % 2 else encode({"token": "no"}))
+            writer.write(b"garbage!" if number % 2 else encode(Hello("no", 7)))
             await refused(reader, writer)
         await until(lambda: door.listener.admission.refused.total() == 5, "all refused")
         assert len(caplog.records) == 1
@@ -96,7 +96,7 @@ async def test_who_does_not_say_hello_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(admission, "HELLO_SECONDS", 0.05)
     reader, writer = await stranger(door)
-    writer.write(encode({"token": "ask", "who": 7})[:-1])
+    writer.write(encode(Hello("ask", 7))[:-1])
     await refused(reader, writer)
     assert "without a hello in time" in caplog.text
 
@@ -146,17 +146,17 @@ async def test_other_users_are_refused(
 
 async def test_who_only_looks(local_door: Door) -> None:
     reader, writer = await stranger(local_door)
-    writer.write(encode({"look": True}))
+    writer.write(encode(Look()))
     decoder = Decoder()
     decoder.feed(await reader.read())
     assert decoder.next() == {"seen": True}
-    assert local_door.looks == [{"look": True}]
+    assert local_door.looks == [Look()]
     writer.close()
 
 
 async def test_nobody_looks_in_from_another_host(tcp_door: Door) -> None:
     reader, writer = await stranger(tcp_door)
-    writer.write(encode({"look": True}))
+    writer.write(encode(Look()))
     await refused(reader, writer)
     assert tcp_door.looks == []
 
@@ -267,7 +267,7 @@ def without_descriptors(monkeypatch: pytest.MonkeyPatch) -> tuple[Listener, Scar
     sock = Scarce(socket.AF_INET, socket.SOCK_STREAM)
     sock.bind(("127.0.0.1", 0))
     sock.listen()
-    one = Listener(Tokens(), lambda who: "", lambda who, connection: None, lambda *_: None)
+    one = Listener(Tokens.random(), lambda who: "", lambda who, connection: None, lambda *_: None)
     one.listen(sock)
     return one, sock
 
