@@ -50,7 +50,7 @@ class MembershipClient(Protocol):
     ) -> None: ...
     def prepared(self, decision: str) -> None: ...
     def failed(self, decision: str, why: str) -> None: ...
-    def give_up(self) -> None: ...  # final
+    def withdraw(self) -> None: ...  # final
 
 
 @final
@@ -75,8 +75,8 @@ class _RankClient:
     def failed(self, decision: str, why: str) -> None:
         self._call(lambda: self._channel.service.failed(self._key, decision, why))
 
-    def give_up(self) -> None:
-        self._call(lambda: self._channel.service.give_up(self._key))
+    def withdraw(self) -> None:
+        self._call(lambda: self._channel.service.withdraw(self._key))
 
     def _call(self, call: Callable[[], object]) -> None:
         self._channel.call(call)
@@ -137,7 +137,7 @@ async def await_commit(
                     pass
     except BaseException:
         if asking:
-            client.give_up()
+            client.withdraw()
         if attempt is not None:
             await attempt.drop()
             attempt = None  # the error keeps this frame alive, and with it the store that the attempt may host
@@ -213,7 +213,7 @@ async def reconfigure(
         task.cancel()
         await asyncio.wait([task])
         if not client.has_asked:
-            client.give_up()  # the other ranks must not wait for this one
+            client.withdraw()  # the other ranks must not wait for this one
         if not task.cancelled() and task.exception() is None:
             await _drop(task.result())
         raise

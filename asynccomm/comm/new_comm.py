@@ -209,7 +209,7 @@ async def join_existing(
     try:
         backends = _backends(invitation.backend, name, device, asked, allowed)
     except BaseException:
-        joiner.give_up()  # the ranks wait for the invited process
+        joiner.withdraw()  # the ranks wait for the invited process
         raise
     theirs = replace(options, ordering=invitation.ordering)
     ranks = {job: rank for rank, job in enumerate(invitation.ranks)}

@@ -121,19 +121,19 @@ class Reporter:
         if not work.op.p2p:
             self._fingerprints.append((work.seq, work.op, batch))
             assert self.channel is not None
-            self.channel.issued()
+            self.channel.fingerprints_ready()
 
     def tell(self, error: BrokenError, then: Callable[[], object]) -> None:
         """Send the error that breaks the comm to the other ranks; then call ``then``, on any thread."""
         if self.channel is None:
             then()
         else:
-            self.channel.tell(self._key, {"rank": self._group.rank, **encode_error(error)}, then)
+            self.channel.broadcast(self._key, {"rank": self._group.rank, **encode_error(error)}, then)
 
     def say(self, item: JsonObject) -> None:
         """Send the other ranks a message that is no error. From any thread."""
         assert self.channel is not None
-        self.channel.tell(self._key, {"rank": self._group.rank, **item})
+        self.channel.broadcast(self._key, {"rank": self._group.rank, **item})
 
     async def heard_of(self, key: str) -> JsonObject:
         """Wait for the message that says where the members of decision ``key`` meet. On the comm's loop."""
@@ -169,7 +169,7 @@ class Reporter:
             return {}
         jobs = [self._jobs[rank] for rank in ranks]
         try:
-            said = await asyncio.wrap_future(channel.ask(self._key, jobs, question, timeout))
+            said = await asyncio.wrap_future(channel.request(self._key, jobs, question, timeout))
         except RuntimeError:  # the channel has ended
             return {}
         return {self._ranks[job]: answer for job, answer in said.items()}
@@ -200,7 +200,7 @@ class Reporter:
         group = self._group
         others = [rank for rank in range(group.size) if rank != group.rank]
         states = await self.states(others, timeout, stacks=stacks)
-        mine = RankState.from_answer(group.rank, self.answer({"what": "state", "stacks": stacks}))
+        mine = RankState.from_answer(group.rank, self.on_request({"what": "state", "stacks": stacks}))
         states[group.rank] = mine
         return Diagnosis(group.name, tuple(states[rank] for rank in range(group.size)))
 
@@ -216,7 +216,7 @@ class Reporter:
 
     # -- from the channel, on its thread ------------------------------------------------------------------------------
 
-    def hear(self, job: int, item: JsonObject) -> None:
+    def on_news(self, job: int, item: JsonObject) -> None:
         """Handle a message of the rank ``job`` of the job."""
         if item.get("kind") == "differs":  # sent by the job's root, which may not be in this comm
             self._break(self._difference(item))
@@ -260,7 +260,7 @@ class Reporter:
         sites = [str(side.get("site", "")) for side in sides]
         return CollectiveMismatchError(seq, ranks[0], mine, ranks[1], theirs, *sites)
 
-    def lose(self, job: int, how: str) -> None:
+    def on_departure(self, job: int, how: str) -> None:
         """Handle the loss of the rank ``job`` of the job; ``how`` is empty if it has left."""
         rank = self._ranks.get(job)
         if rank is not None and how and rank not in self._closed:
@@ -271,7 +271,7 @@ class Reporter:
         if session is not None:
             session.break_by(error)
 
-    def answer(self, question: JsonObject) -> JsonObject:
+    def on_request(self, question: JsonObject) -> JsonObject:
         """The answer to a request of another rank or of a diagnosing process."""
         match question.get("what"):
             case "ping":
@@ -284,7 +284,7 @@ class Reporter:
             case _:
                 return {}
 
-    def fingerprints(self) -> tuple[int, Sequence[Fingerprint]]:
+    def take_fingerprints(self) -> tuple[int, Sequence[Fingerprint]]:
         """The size of the comm, and the fingerprints of the operations issued since the last call."""
         found: list[Fingerprint] = []
         while self._fingerprints:

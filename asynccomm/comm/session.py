@@ -399,10 +399,10 @@ class Session(Submitter):
         if channel is None or reporter is None:
             self._fail(error, tell=True)
         elif isinstance(error, CollectiveMismatchError):
-            channel.start(self._explain_difference(reporter, error))
+            channel.spawn(self._explain_difference(reporter, error))
         elif isinstance(error, (BackendError, PeerLostError)):
             seconds = LOST_SECONDS if isinstance(error, PeerLostError) else EXPLAIN_SECONDS
-            channel.later(seconds, lambda: self._fail(error, tell=True))
+            channel.call_later(seconds, lambda: self._fail(error, tell=True))
         else:
             self._fail(error, tell=True)
 

@@ -47,8 +47,8 @@ from asynccomm.control.transport.topology import RankAddress, Topology
 from asynccomm.control.uplink import Uplink
 
 ATTACH_SECONDS: Final = 10.0  # for the first connection; without it, there is no control channel
-GOODBYE_SECONDS: Final = 0.5  # for the connected ranks to acknowledge this rank's leave
-PULSE_SECONDS: Final = 1.0  # between heartbeats
+LEAVE_ACK_SECONDS: Final = 0.5  # for the connected ranks to acknowledge this rank's leave
+HEARTBEAT_SECONDS: Final = 1.0  # between heartbeats
 
 NOT_THE_ROOT: Final = "newcomers talk to the root"
 
@@ -79,7 +79,7 @@ class ControlChannel:
         self._fingerprints = MismatchDetector(self._thread, router, self._members, self._requests, self._begin)
         self._joiners: dict[str, Connection] = {}
         self.service = MembershipService(router, self._thread.loop, self)  #: on the control thread
-        self._uplink = Uplink(router, tokens, self._begin, self._received, self._ended, self.service.attached)
+        self._uplink = Uplink(router, tokens, self._begin, self._received, self._ended, self.service.on_attached)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._pulse: asyncio.TimerHandle | None = None
         self._leaving: asyncio.Future[None] | None = None  # done once the leave is acknowledged
@@ -125,7 +125,7 @@ class ControlChannel:
 
         self._thread.call(leave)
 
-    def tell(self, key: str, item: JsonObject, then: Callable[[], object] | None = None) -> None:
+    def broadcast(self, key: str, item: JsonObject, then: Callable[[], object] | None = None) -> None:
         """Send ``item`` to all ranks of comm ``key``, then call ``then`` on the control thread. Thread-safe."""
 
         def send() -> None:
@@ -139,17 +139,17 @@ class ControlChannel:
         if not self._thread.call(send) and then is not None:
             then()
 
-    def ask(
+    def request(
         self, key: str, ranks: Sequence[int], question: JsonObject, timeout: float
     ) -> Future[dict[int, JsonObject]]:
         """The answers of ``ranks`` of the job within ``timeout`` seconds, by rank. From any other thread."""
         return self._thread.run(self._requests.gather(key, ranks, question, timeout))
 
-    def issued(self) -> None:
+    def fingerprints_ready(self) -> None:
         """Signal that a collective was issued and has a fingerprint. Thread-safe; costs the check of a flag."""
-        self._fingerprints.issued()
+        self._fingerprints.start_polling()
 
-    def later(self, seconds: float, call: Callable[[], object]) -> None:
+    def call_later(self, seconds: float, call: Callable[[], object]) -> None:
         """Make ``call`` on the control thread after ``seconds``, or when the channel ends. Thread-safe."""
 
         def begin() -> None:
@@ -158,7 +158,7 @@ class ControlChannel:
         if not self._thread.call(begin):
             call()
 
-    def start(self, coroutine: Coroutine[Any, Any, object]) -> None:
+    def spawn(self, coroutine: Coroutine[Any, Any, object]) -> None:
         """Run ``coroutine`` on the control thread. Thread-safe."""
         self._thread.call(lambda: self._begin(coroutine))
 
@@ -190,24 +190,24 @@ class ControlChannel:
         for sock in socks:
             self._listener.listen(sock)
         self._send_heartbeats()
-        return "" if await self._uplink.reach(timeout) else f"rank {self._router.above} cannot be reached"
+        return "" if await self._uplink.wait_connected(timeout) else f"rank {self._router.above} cannot be reached"
 
     async def _close(self) -> None:
         if self._closed:
             return
-        if self.service.lingers:
+        if self.service.must_stay:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_SECONDS):
-                    await self.service.settled()
+                    await self.service.wait_settled()
         if self._leaving is None:
             self._leaving = self._thread.loop.create_future()
-            self._router.depart()
+            self._router.leave()
             self._check_departed()
-        await asyncio.wait([self._leaving], timeout=GOODBYE_SECONDS)
+        await asyncio.wait([self._leaving], timeout=LEAVE_ACK_SECONDS)
         self._begin_closing()
 
     def _check_departed(self) -> None:
-        if self._leaving is not None and not self._leaving.done() and self._router.departed:
+        if self._leaving is not None and not self._leaving.done() and self._router.leave_acknowledged:
             self._leaving.set_result(None)
 
     def _abort_start(self, socks: Sequence[socket.socket]) -> None:
@@ -239,12 +239,12 @@ class ControlChannel:
         return task
 
     def _send_heartbeats(self) -> None:
-        self._router.pulse()
+        self._router.send_heartbeats()
         for joiner in self._joiners.values():
             joiner.send(Heartbeat())
-        self._uplink.search()
-        self.service.look_around()
-        self._pulse = self._thread.loop.call_later(PULSE_SECONDS, self._send_heartbeats)
+        self._uplink.check_absent()
+        self.service.tick()
+        self._pulse = self._thread.loop.call_later(HEARTBEAT_SECONDS, self._send_heartbeats)
 
     # -- on the control thread: connections and messages --------------------------------------------------------------
 
@@ -261,7 +261,7 @@ class ControlChannel:
             connection.received, connection.ended = partial(self._on_report, who), partial(self._on_joiner_end, who)
             return
         connection.received, connection.ended = self._received, self._ended
-        self._router.welcome(who, connection)
+        self._router.accept(who, connection)
 
     def _received(self, connection: Connection, message: JsonObject) -> None:
         self._router.received(connection, message)
@@ -270,7 +270,7 @@ class ControlChannel:
     def _ended(self, connection: Connection, how: str) -> None:
         if not self._closed:
             self._router.ended(connection, how)
-            self._uplink.climb()
+            self._uplink.connect()
             self._check_departed()
 
     def _deliver(self, source: int, body: Body) -> None:
@@ -293,33 +293,33 @@ class ControlChannel:
                 self.service.on_presence(source)
 
     def _on_gone(self, rank: int, how: str) -> None:
-        self._members.lose(rank, how)
-        self._requests.gone(rank)
-        self.service.gone(rank, how)
+        self._members.on_departure(rank, how)
+        self._requests.on_departure(rank)
+        self.service.on_departure(rank, how)
         if self._router.fenced:
             for joiner in list(self._joiners.values()):
                 joiner.drop("the others go on without its rank")
         if not self._closed:
-            self._thread.loop.call_soon(self._uplink.climb)
-            self._uplink.search()
+            self._thread.loop.call_soon(self._uplink.connect)
+            self._uplink.check_absent()
             self._thread.loop.call_soon(self._check_departed)
             if self._router.is_root:  # this rank may be the new root
-                self._thread.loop.call_soon(self.service.attached)
+                self._thread.loop.call_soon(self.service.on_attached)
 
     def _on_news(self, rank: int, key: str, item: JsonObject) -> None:
         if item.get("kind") == "closed":
-            self.service.left(key, rank)
+            self.service.on_left(key, rank)
             self._fingerprints.forget(key)
         members = item.get("members")
         if item.get("kind") == "followed" and isinstance(members, list):
-            self.service.followed(key, members)
+            self.service.on_followed(key, members)
         if rank != self.rank:
-            self._members.hear(key, rank, item)
+            self._members.on_news(key, rank, item)
 
-    def _on_look(self, onlooker: Connection, look: Look) -> None:
+    def _on_look(self, observer: Connection, look: Look) -> None:
         ranks = [rank for rank in self.topology.contacts if look.ranks is None or rank in look.ranks]
-        showing = self._begin(self._requests.show(onlooker, ranks, look.stacks))
-        showing.add_done_callback(lambda _: onlooker.close())  # also if the channel ends before the task starts
+        showing = self._begin(self._requests.send_overview(observer, ranks, look.stacks))
+        showing.add_done_callback(lambda _: observer.close())  # also if the channel ends before the task starts
 
     # -- newcomers ----------------------------------------------------------------------------------------------------
 
@@ -335,4 +335,4 @@ class ControlChannel:
     def _on_joiner_end(self, name: str, connection: Connection, how: str) -> None:
         if self._joiners.get(name) is connection:
             del self._joiners[name]
-            self.service.gone(name, how)
+            self.service.on_departure(name, how)

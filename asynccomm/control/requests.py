@@ -80,9 +80,9 @@ class Requests:
 
     def _fitting(self, key: str, question: JsonObject) -> JsonObject:
         """The answer; without stacks if it would exceed a message with them, as with ten thousand tasks."""
-        answer = self._members.answer(key, question)
+        answer = self._members.on_request(key, question)
         if question.get("stacks") and len(json.dumps(answer)) > ANSWER_BYTES:
-            return self._members.answer(key, {**question, "stacks": False})
+            return self._members.on_request(key, {**question, "stacks": False})
         return answer
 
     def on_reply(self, rank: int, reply: Reply) -> None:
@@ -93,7 +93,7 @@ class Requests:
             asked.answers[rank] = reply.answer
             asked.end_if_all_have_answered()
 
-    def gone(self, rank: int) -> None:
+    def on_departure(self, rank: int) -> None:
         """Stop waiting for ``rank``."""
         for asked in self._pending.values():
             asked.due.discard(rank)
@@ -105,7 +105,7 @@ class Requests:
         for asked in self._pending.values():
             asked.end()
 
-    async def show(self, onlooker: Transport, ranks: Sequence[int], stacks: bool) -> None:
+    async def send_overview(self, observer: Transport, ranks: Sequence[int], stacks: bool) -> None:
         """Send the states of ``ranks`` to a diagnosing process, one per message: all in one could be too long."""
         router = self._router
         said: dict[int, JsonObject] = {}
@@ -114,7 +114,7 @@ class Requests:
             await asyncio.sleep(PING_SECONDS)
             said = await self.gather(EVERY, ranks, {"what": "state", "stacks": stacks}, ANSWER_SECONDS)
         for rank, answer in said.items():
-            onlooker.send(RankAnswer(rank, answer.get("comms", {})))
+            observer.send(RankAnswer(rank, answer.get("comms", {})))
         silent = {rank: router.silence(rank) for rank in ranks if rank not in said and rank not in router.gone}
         sockets = {rank: contact.local for rank, contact in router.topology.contacts.items()}
-        onlooker.send(JobOverview(silent, router.gone, sockets))
+        observer.send(JobOverview(silent, router.gone, sockets))

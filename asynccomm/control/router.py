@@ -69,7 +69,7 @@ class Router:
         self.topology = topology
         self.up: Transport | None = None  #: the connection to the rank above
         self.gone: dict[int, str] = {}  #: by rank, the reason; empty: an orderly leave
-        self.heard: dict[int, float] = {}  #: time of the last message of each rank, as far as this node can tell
+        self.last_heard: dict[int, float] = {}  #: time of the last message of each rank, as far as this node can tell
         self.fenced = ""  #: why the others continue without this rank; empty: not fenced
         self._deliver = deliver
         self._notify_gone = gone
@@ -81,7 +81,7 @@ class Router:
         self._unacked: OrderedDict[tuple[int, int], RoutedMessage] = OrderedDict()  # sent up, not returned by the root
         self._log: deque[RoutedMessage] = deque(maxlen=LOGGED)  # the last messages to all
         self._last: dict[int, int] = {}  # by rank, the number of its last message to all
-        self._departing = False
+        self._leaving = False
         self._acknowledged: set[int] = set()  # ranks that have acknowledged the leave
         self._acknowledged_above = False  # whether the rank above has acknowledged the leave
 
@@ -103,7 +103,7 @@ class Router:
     @property
     def absent(self) -> list[int]:
         """At the root: the ranks that are not gone, as far as this node can tell, and not connected."""
-        if not self.is_root or self._departing:
+        if not self.is_root or self._leaving:
             return []
         return [r for r in self.topology.contacts if r != self.rank and r not in self.gone and r not in self._routes]
 
@@ -120,7 +120,7 @@ class Router:
         if to == self.rank:
             self._handle(message, came_by)
         elif to == ALL and self.is_root:
-            if not self._departing:  # else the next root sends the message: some ranks are already connected there
+            if not self._leaving:  # else the next root sends the message: some ranks are already connected there
                 self._broadcast(message, came_by)
         elif to == ALL and came_by is not None and came_by is self.up:
             for link in list(self._down):
@@ -186,29 +186,29 @@ class Router:
         if rank == self.rank or rank not in self.topology.contacts:
             return f"there is no rank {rank} to be let in"
         # a rank that leaves together with this one may connect: the next root may learn of its leave from no other rank
-        if rank in self.gone and (self.gone[rank] or not self._departing):
+        if rank in self.gone and (self.gone[rank] or not self._leaving):
             return f"rank {rank} was given up: {self.gone[rank] or 'it has left'}"
         if rank in self._down.values():
             return f"rank {rank} is here already"
         return ""
 
-    def welcome(self, rank: int, link: Transport) -> None:
+    def accept(self, rank: int, link: Transport) -> None:
         """Add the connection of ``rank``, below this node."""
         self._down[link] = rank
         self._routes[rank] = link
-        self.heard[rank] = time.monotonic()
+        self.last_heard[rank] = time.monotonic()
         self.send(ROOT, Presence())
         for gone, how in self.gone.items():  # the rank, or ranks below it, may have missed the news
             link.send(self._gone_message(gone, how, ALL))
         for message in self._log:
             link.send(message)
-        if self._departing:
+        if self._leaving:
             link.send(self._gone_message(self.rank, "", ALL))
 
     def attach(self, rank: int, link: Transport) -> None:
         """Add the connection to ``rank``, above this node."""
         self.up, self._up_rank = link, rank
-        self.heard[rank] = time.monotonic()
+        self.last_heard[rank] = time.monotonic()
         self.send(ROOT, Presence())
         for below in self._routes:
             link.send(RoutedMessage(ROOT, below, Presence()))
@@ -217,7 +217,7 @@ class Router:
         for message in self._log:  # a lost root may have reached some ranks only
             link.send(message)
         self._route_again()
-        if self._departing:
+        if self._leaving:
             link.send(self._gone_message(self.rank, "", ALL))
 
     def received(self, link: Transport, data: JsonObject) -> None:
@@ -232,21 +232,21 @@ class Router:
         now = time.monotonic()
         below = self._down.get(link)
         if below is not None:
-            self.heard[below] = now
+            self.last_heard[below] = now
             if source in self.gone:
                 if message.to != ALL:
                     return  # sent before the rank was gone
             elif isinstance(body, Presence):  # no other message: a repeated message may come from any rank
                 self._routes[source] = link
             if isinstance(body, Heartbeat):
-                self.heard.update(
+                self.last_heard.update(
                     (rank, now - age) for rank, age in body.ages.items() if rank in self.topology.contacts
                 )
                 return
             if body == Departure(below, "") and source == below:
                 self._on_leave(below, link)
         elif link is self.up and self._up_rank is not None:
-            self.heard[self._up_rank] = now
+            self.last_heard[self._up_rank] = now
             if isinstance(body, Heartbeat):
                 return
         else:
@@ -257,7 +257,7 @@ class Router:
         """Handle the orderly leave of ``rank``, directly below this node: its last message."""
         self._mark_gone(rank, "")
         self._forward_down(self._gone_message(rank, "", ALL))  # this node may go, too, before the root sends the news
-        if not self._departing:  # else the next root must receive the leave, too
+        if not self._leaving:  # else the next root must receive the leave, too
             self._drop_link(link)
             link.send(RoutedMessage(rank, self.rank, DepartureAck()))
             link.close()
@@ -267,9 +267,9 @@ class Router:
         if link is self.up:
             rank, self.up, self._up_rank = self._up_rank, None, None
             assert rank is not None
-            self._declare_lost(rank, how)
+            self.declare_lost(rank, how)
         elif (below := self._drop_link(link)) is not None:
-            self._declare_lost(below, how)
+            self.declare_lost(below, how)
 
     def _drop_link(self, link: Transport) -> int | None:
         """Remove a connection from below and its routes; the ranks behind it reconnect elsewhere."""
@@ -277,8 +277,8 @@ class Router:
             del self._routes[rank]
         return self._down.pop(link, None)
 
-    def _declare_lost(self, rank: int, how: str) -> None:
-        """Declare ``rank`` lost on this node's own evidence, and send the loss to the other ranks."""
+    def declare_lost(self, rank: int, how: str) -> None:
+        """Declare ``rank`` lost, even if its connection is open, and send the loss to the other ranks."""
         if rank in self.gone:
             return
         self._mark_gone(rank, how)
@@ -298,27 +298,23 @@ class Router:
             if other != self.rank:
                 self._mark_gone(other, f"it goes on without rank {self.rank}: {why}")
 
-    def give_up(self, rank: int, how: str) -> None:
-        """Declare ``rank`` lost though its connection is open, because it does not answer any more."""
-        self._declare_lost(rank, how)
-
-    def give_up_silent(self, seconds: float) -> None:
+    def expire_silent(self, seconds: float) -> None:
         """Declare the rank above lost if its last message is more than ``seconds`` old."""
         rank = self._up_rank
         if rank is not None and (silence := self.silence(rank)) is not None and silence > seconds:
-            self._declare_lost(rank, f"it was silent for {silence:.1f} s, and others go on without it")
+            self.declare_lost(rank, f"it was silent for {silence:.1f} s, and others go on without it")
 
-    def depart(self) -> None:
-        """Announce this rank's orderly leave; :attr:`departed` turns true with the last acknowledgement."""
-        self._departing = True
+    def leave(self) -> None:
+        """Announce this rank's orderly leave; :attr:`leave_acknowledged` turns true with the last acknowledgement."""
+        self._leaving = True
         message = self._gone_message(self.rank, "", ALL)
         for link in self.links:
             link.send(message)
 
     @property
-    def departed(self) -> bool:
+    def leave_acknowledged(self) -> bool:
         """Whether all ranks that are, or would now be, connected to this node have acknowledged its leave."""
-        if not self._departing:
+        if not self._leaving:
             return False
         others = [rank for rank in self.topology.contacts if rank not in self.gone and rank not in self._acknowledged]
         below = [rank for rank in others if self.topology.above(rank, self.gone) == self.rank]
@@ -373,28 +369,28 @@ class Router:
             now = time.monotonic()
             for other in self.topology.contacts:  # all connect here now; an absent rank is silent from now on
                 if other != self.rank and other not in self.gone:
-                    self.heard.setdefault(other, now)
+                    self.last_heard.setdefault(other, now)
             for other, why in self.gone.items():  # the last root may have reached some ranks only
                 self._forward_down(self._gone_message(other, why, ALL))
             self._route_again()
 
     # -- heartbeats ---------------------------------------------------------------------------------------------------
 
-    def pulse(self) -> None:
-        """Send a heartbeat over each connection. The channel calls this every ``PULSE_SECONDS``."""
+    def send_heartbeats(self) -> None:
+        """Send a heartbeat over each connection. The channel calls this every ``HEARTBEAT_SECONDS``."""
         now = time.monotonic()
         if self.up is not None:
-            ages = {rank: round(now - self.heard[rank], 3) for rank in self._routes if rank in self.heard}
+            ages = {rank: round(now - self.last_heard[rank], 3) for rank in self._routes if rank in self.last_heard}
             self.up.send(RoutedMessage(ROOT, self.rank, Heartbeat(ages)))
         for link in list(self._down):
             link.send(RoutedMessage(ROOT, self.rank, Heartbeat()))
 
-    def listen_anew(self) -> None:
+    def reset_heartbeats(self) -> None:
         """Measure the silence of all ranks from now on."""
         now = time.monotonic()
-        self.heard = dict.fromkeys(self.heard, now)
+        self.last_heard = dict.fromkeys(self.last_heard, now)
 
     def silence(self, rank: int) -> float | None:
         """Seconds since the last message of ``rank``, as far as this node can tell; None: unknown."""
-        heard = self.heard.get(rank)
-        return None if heard is None else time.monotonic() - heard
+        last_heard = self.last_heard.get(rank)
+        return None if last_heard is None else time.monotonic() - last_heard

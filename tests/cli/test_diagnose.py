@@ -658,12 +658,12 @@ class Talker:
     def __init__(self) -> None:
         self.lost: list[int] = []
 
-    def hear(self, rank: int, item: dict[str, Any]) -> None: ...
+    def on_news(self, rank: int, item: dict[str, Any]) -> None: ...
 
-    def lose(self, rank: int, how: str) -> None:
+    def on_departure(self, rank: int, how: str) -> None:
         self.lost.append(rank)
 
-    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+    def on_request(self, question: dict[str, Any]) -> dict[str, Any]:
         return {"comm": "world", "size": 2} | ({"stacks": "x" * MESSAGE_BYTES} if question.get("stacks") else {})
 
     def prints(self) -> tuple[int, list[Any]]:

@@ -131,7 +131,7 @@ class Voter:
     def failed(self, decision: str, why: str) -> None:
         self.said.append(f"failed {decision} {why}")
 
-    def give_up(self) -> None:
+    def withdraw(self) -> None:
         self.said.append("give up")
 
 
@@ -364,7 +364,7 @@ async def test_a_rank_dies_while_the_others_agree() -> None:
 
 def _asking(comm: Comm) -> bool:
     channel, key = comm._session.identity.job.channel, comm._session.identity.key
-    return channel is not None and key in channel.service._candidacies
+    return channel is not None and key in channel.service._participations
 
 
 async def _await(connecting: Awaitable[Any]) -> Any:
@@ -519,7 +519,7 @@ def _cut_off(channel: ControlChannel) -> None:
     router.ended(link, "its connection ended")
     for rank in router.topology.contacts:
         if rank != router.rank:
-            router.give_up(rank, "it does not listen")
+            router.declare_lost(rank, "it does not listen")
 
 
 def _stop(comms: Sequence[Comm], rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -538,7 +538,7 @@ async def test_a_rank_that_is_given_up_while_it_asks_is_left_out() -> None:
         await until(lambda: _asking(comms[1]))
         channel = comms[0]._session.identity.job.channel
         assert channel is not None
-        channel.call(lambda: channel._router.give_up(1, "it was silent"))
+        channel.call(lambda: channel._router.declare_lost(1, "it was silent"))
         (error,) = await together([asking])
         assert isinstance(error, LeftOutError)
         new = await shrunk([comms[0], comms[2]])

@@ -32,21 +32,21 @@ class Member:
         self.issued: list[Fingerprint] = []
         self.size = 2
 
-    def hear(self, rank: int, item: JsonObject) -> None:
+    def on_news(self, rank: int, item: JsonObject) -> None:
         self.threads.add(threading.current_thread().name)
         if "bad" in item:
             raise ZeroDivisionError(item["bad"])
         self.heard.append((rank, item))
 
-    def lose(self, rank: int, how: str) -> None:
+    def on_departure(self, rank: int, how: str) -> None:
         self.lost.append((rank, how))
 
-    def answer(self, question: JsonObject) -> JsonObject:
+    def on_request(self, question: JsonObject) -> JsonObject:
         if "bad" in question:
             raise ZeroDivisionError(question["bad"])
         return {"asked": question, "on": threading.current_thread().name}
 
-    def fingerprints(self) -> tuple[int, Sequence[Fingerprint]]:
+    def take_fingerprints(self) -> tuple[int, Sequence[Fingerprint]]:
         found, self.issued = self.issued, []
         return self.size, found
 

@@ -70,7 +70,7 @@ class Process:
             self.who,
             job.ranks,
             patience=job.patience,
-            heir=self.who != min(r for r in job.everybody if isinstance(r, int)),
+            successor=self.who != min(r for r in job.everybody if isinstance(r, int)),
             gone={who: "was lost" for who in self.knows_lost if who in job.ranks or isinstance(who, str)},
             newcomers=[name for name in newcomers if isinstance(name, str)] if job.newcomers_known else (),
             place=lambda members: {"at": self.who, "of": len(members)},
@@ -233,7 +233,7 @@ class Job:
     def exits(self, p: Process) -> None:
         """A rank whose decision is over leaves the channel: nobody who lives may need it any more."""
         assert p.participant is not None
-        assert p.participant.may_leave
+        assert p.participant.can_leave
         if p.comm is not None and self.calm:
             for who in p.comm[1]:
                 other = self.everybody[who]
@@ -314,6 +314,6 @@ class Job:
             assert p.outcome or waits, f"{p.who} hears nothing: {p.participant.report()}"
             if p.comm is not None:
                 alone = not any(q.alive and isinstance(q.who, int) for q in self.everybody.values())
-                assert p.participant.may_leave or alone, f"{p.who} lingers for ever"
+                assert p.participant.can_leave or alone, f"{p.who} must_stay for ever"
                 assert p.participant.committed
             assert (p.outcome == "committed") == (p.comm is not None)

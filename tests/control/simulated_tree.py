@@ -76,7 +76,7 @@ class Place:
 
     def leave(self) -> None:
         self.leaving = True
-        self.router.depart()
+        self.router.leave()
 
     def receive(self, end: End) -> None:
         message = end.coming.popleft()
@@ -101,7 +101,7 @@ class Place:
         mine.other, theirs.other = theirs, mine
         self.ends.append(mine)
         there.ends.append(theirs)
-        there.router.welcome(self.rank, theirs)
+        there.router.accept(self.rank, theirs)
         self.router.attach(above, mine)
 
 
@@ -122,7 +122,7 @@ class Tree:
         found: list[Callable[[], object]] = []
         for place in self.running:
             above = place.router.above
-            if place.leaving and place.router.departed:
+            if place.leaving and place.router.leave_acknowledged:
                 found.append(partial(self._gone, place))
             if place.router.up is None and above is not None and self.places[above].listens:
                 found.append(place.climb)
@@ -136,7 +136,7 @@ class Tree:
             missed = place.router.absent if place.router.above is None else [place.router.above]
             for rank in missed:
                 if not self.places[rank].listens:
-                    found.append(partial(place.router.give_up, rank, "it does not listen"))
+                    found.append(partial(place.router.declare_lost, rank, "it does not listen"))
         return found or [partial(self._gone, place) for place in self.running if place.leaving]
 
     def _gone(self, place: Place) -> None:

@@ -28,47 +28,47 @@ pytestmark = pytest.mark.usefixtures("quiet")
 @HOSTS
 async def test_questions_are_answered(hosts: str) -> None:
     async with job(hosts) as found:
-        said = await asyncio.wrap_future(found.channels[3].ask("main", range(4), {"what": "now"}, 10))
+        said = await asyncio.wrap_future(found.channels[3].request("main", range(4), {"what": "now"}, 10))
         assert said == {rank: {"asked": {"what": "now"}, "on": "asynccomm control"} for rank in range(4)}
-        assert await asyncio.wrap_future(found.channels[0].ask("other", [1], {"what": "now"}, 10)) == {1: {}}
-        assert await asyncio.wrap_future(found.channels[0].ask("main", [], {}, 10)) == {}
-        assert await asyncio.wrap_future(found.channels[0].ask("main", [77], {}, 10)) == {}
+        assert await asyncio.wrap_future(found.channels[0].request("other", [1], {"what": "now"}, 10)) == {1: {}}
+        assert await asyncio.wrap_future(found.channels[0].request("main", [], {}, 10)) == {}
+        assert await asyncio.wrap_future(found.channels[0].request("main", [77], {}, 10)) == {}
 
 
 async def test_a_question_that_cannot_be_answered(caplog: pytest.LogCaptureFixture) -> None:
     async with job("aa") as found:
-        said = await asyncio.wrap_future(found.channels[0].ask("main", [1], {"bad": "luck"}, 10))
+        said = await asyncio.wrap_future(found.channels[0].request("main", [1], {"bad": "luck"}, 10))
         assert said == {1: {"problem": "ZeroDivisionError: luck"}}
 
 
 async def test_who_is_lost_meanwhile_is_not_waited_for() -> None:
     async with job("aaa") as found:
         found.channels[2]._router.send = lambda *args, **kwargs: None  # type: ignore[method-assign]  # it says nothing
-        asking = found.channels[0].ask("main", [1, 2], {"what": 1}, 60)
+        asking = found.channels[0].request("main", [1, 2], {"what": 1}, 60)
         await found.kill(2)
         said = await asyncio.wait_for(asyncio.wrap_future(asking), 20)
         assert sorted(said) == [1]
-        assert await asyncio.wrap_future(found.channels[0].ask("main", [2], {"what": 1}, 60)) == {}
+        assert await asyncio.wrap_future(found.channels[0].request("main", [2], {"what": 1}, 60)) == {}
 
 
 async def test_asking_ends_when_the_channel_does() -> None:
     async with job("aa") as found:
         found.channels[1]._router.send = lambda *args, **kwargs: None  # type: ignore[method-assign]
-        asking = found.channels[0].ask("main", [1], {"what": 1}, 60)
+        asking = found.channels[0].request("main", [1], {"what": 1}, 60)
         await found.kill(0)
         assert await asyncio.wait_for(asyncio.wrap_future(asking), 20) == {}
 
 
 async def test_a_rank_whose_control_thread_is_stuck_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PULSE_SECONDS", 0.02)
+    monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.02)
     zero, one, own = await two_threads(monkeypatch)
     one.subscribe("main", Member())
-    assert 1 in await asyncio.wrap_future(zero.ask("main", [1], {}, 10))
+    assert 1 in await asyncio.wrap_future(zero.request("main", [1], {}, 10))
     assert zero.silence(0) is None
     release = threading.Event()
     own.call(release.wait)
     await until(lambda: (zero.silence(1) or 0) > 0.2, "silence")
-    assert await asyncio.wrap_future(zero.ask("main", [1], {}, 0.05)) == {}
+    assert await asyncio.wrap_future(zero.request("main", [1], {}, 0.05)) == {}
     assert zero.gone == {}, "it may still come back"
     release.set()
     await until(lambda: (zero.silence(1) or 0) < 0.2, "it to be heard again")
@@ -127,10 +127,10 @@ class Side:
         self.requests = Requests(self.router, self.members)
         self.lines = {rank: Line() for rank in (1, 2)}
         for rank, line in self.lines.items():
-            self.router.welcome(rank, line)
+            self.router.accept(rank, line)
 
     def _gone(self, rank: int, how: str) -> None:
-        self.requests.gone(rank)
+        self.requests.on_departure(rank)
 
     def reply(self, rank: int, answer: JsonObject, number: int = 0) -> None:
         self.requests.on_reply(rank, Reply(number, answer))
@@ -172,7 +172,7 @@ async def test_each_question_has_its_own_answers() -> None:
 async def test_who_goes_is_not_waited_for_and_who_is_gone_not_asked() -> None:
     side = Side()
     task = await begun(side)
-    side.router.give_up(2, "it was silent")
+    side.router.declare_lost(2, "it was silent")
     side.reply(1, {"a": 1})
     assert await task == {1: {"a": 1}}
     assert await side.requests.gather("main", [2], {}, 60.0) == {}
@@ -205,7 +205,7 @@ def test_a_question_has_its_answer_sent() -> None:
 
 def test_stacks_are_left_out_of_answers_that_would_be_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     class Talkative(Member):
-        def answer(self, question: JsonObject) -> JsonObject:
+        def on_request(self, question: JsonObject) -> JsonObject:
             return {"stacks": "x" * 1000 if question["stacks"] else ""}
 
     side = Side()
@@ -222,16 +222,16 @@ def test_stacks_are_left_out_of_answers_that_would_be_too_long(monkeypatch: pyte
 async def test_an_onlooker_is_shown_each_rank_and_who_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(questions_module, "PING_SECONDS", 0.0)
     monkeypatch.setattr(questions_module, "ANSWER_SECONDS", 0.05)
-    side, onlooker = Side(), Line()
-    side.router.give_up(2, "it was silent")
-    showing = asyncio.ensure_future(side.requests.show(onlooker, [0, 1, 2], False))
+    side, observer = Side(), Line()
+    side.router.declare_lost(2, "it was silent")
+    showing = asyncio.ensure_future(side.requests.send_overview(observer, [0, 1, 2], False))
     await showing
-    last = onlooker.sent[-1]
+    last = observer.sent[-1]
     assert 1 in last.silent
     assert last.gone == {2: "it was silent"}
     assert last.sockets == dict.fromkeys(range(3), "x")
     assert {request.question["what"] for request in side.lines[1].take(Request)} == {"ping", "state"}
     nobody = Line()
-    await side.requests.show(nobody, [], False)
+    await side.requests.send_overview(nobody, [], False)
     assert len(nobody.sent) == 1
     assert nobody.sent[0].silent == {}

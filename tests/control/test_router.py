@@ -188,14 +188,14 @@ def test_one_whose_goodbye_only_those_have_heard_who_leave_themselves() -> None:
 def test_who_has_not_come_to_a_new_root_is_silent() -> None:
     tree = Tree("aaa", 0)
     tree.settle()
-    heir = tree.places[1].router
-    assert heir.silence(2) is None, "it has nothing to do with that one"
+    successor = tree.places[1].router
+    assert successor.silence(2) is None, "it has nothing to do with that one"
     tree.places[2].runs = False  # it is stopped, and comes to nobody
     tree.places[0].kill()
     tree.settle()
-    assert heir.is_root
-    assert heir.silence(2) is not None
-    assert 2 not in heir.gone
+    assert successor.is_root
+    assert successor.silence(2) is not None
+    assert 2 not in successor.gone
 
 
 @examples(200)
@@ -220,9 +220,9 @@ def test_a_leader_that_leaves_tells_the_ranks_below_it() -> None:
 def test_leaving_waits_until_those_below_have_heard() -> None:
     tree = up("aab")
     zero = tree.places[0]
-    assert not zero.router.departed
+    assert not zero.router.leave_acknowledged
     zero.leave()
-    assert not zero.router.departed
+    assert not zero.router.leave_acknowledged
     for place in tree.places[1:]:
         while place.router.up is not None:
             place.receive(end_of(place))
@@ -230,19 +230,19 @@ def test_leaving_waits_until_those_below_have_heard() -> None:
     for end in zero.ends:
         while end.coming and end.open:
             zero.receive(end)
-    assert zero.router.departed
+    assert zero.router.leave_acknowledged
     assert zero.gone == []
 
 
 def test_who_is_alone_leaves_at_once() -> None:
     tree = up("a")
     tree.places[0].leave()
-    assert tree.places[0].router.departed
+    assert tree.places[0].router.leave_acknowledged
 
 
 def test_who_was_given_up_sees_all_others_gone() -> None:
     tree = up("aabb")
-    tree.places[0].router.give_up(3, "it is silent")
+    tree.places[0].router.declare_lost(3, "it is silent")
     tree.settle()
     assert sorted(rank for rank, _ in tree.places[3].gone) == [0, 1, 2]
     assert all("it goes on without rank 3: it is silent" in how for _, how in tree.places[3].gone)
@@ -257,7 +257,7 @@ def test_whoever_gives_up_whom(hosts: str, seed: int, data: st.DataObject) -> No
     ranks = range(len(tree.places))
     neighbours = [(rank, above) for rank in ranks if (above := tree.topology.above(rank, ())) is not None]
     one, other = data.draw(st.sampled_from([*neighbours, *((above, rank) for rank, above in neighbours)]))
-    tree.places[one].router.give_up(other, "it is silent")
+    tree.places[one].router.declare_lost(other, "it is silent")
     tree.settle()
     assert sorted(rank for rank, _ in tree.places[other].gone) == [rank for rank in ranks if rank != other]
     for place in tree.places:
@@ -267,7 +267,7 @@ def test_whoever_gives_up_whom(hosts: str, seed: int, data: st.DataObject) -> No
 
 def test_the_children_of_who_was_given_up_go_on() -> None:
     tree = up("abb")
-    tree.places[0].router.give_up(1, "it is silent")
+    tree.places[0].router.declare_lost(1, "it is silent")
     tree.settle()
     assert tree.places[2].gone == [(1, "it is silent")] or tree.places[2].gone[0][0] == 1
     assert end_of(tree.places[2]).other in tree.places[0].ends
@@ -328,16 +328,16 @@ def test_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = up("aabb")
     assert tree.places[0].router.silence(0) is None
     now += 5
-    tree.places[3].router.pulse()
+    tree.places[3].router.send_heartbeats()
     tree.settle()
     assert tree.places[2].router.silence(3) == 0
     assert tree.places[0].router.silence(2) == 5
     now += 1
-    tree.places[2].router.pulse()
+    tree.places[2].router.send_heartbeats()
     tree.settle()
     assert tree.places[0].router.silence(2) == 0
     assert tree.places[0].router.silence(3) == 1, "told by its leader"
-    tree.places[0].router.listen_anew()
+    tree.places[0].router.reset_heartbeats()
     assert tree.places[0].router.silence(3) == 0
     assert tree.places[3].router.silence(0) is None
     assert tree.places[3].router.silence(2) == 0
@@ -347,10 +347,10 @@ def test_silence(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ages_of_ranks_that_are_none_are_left_out() -> None:
     tree = up("abb")
     link = tree.places[0].ends[0]
-    heard = dict(tree.places[0].router.heard)
+    heard = dict(tree.places[0].router.last_heard)
     body = {"kind": "Heartbeat", "ages": {"9": 1}}
     tree.places[0].router.received(link, {"to": ROOT, "source": 1, "body": body})
-    assert tree.places[0].router.heard.keys() == heard.keys()
+    assert tree.places[0].router.last_heard.keys() == heard.keys()
 
 
 GOOD: JsonObject = {"to": ALL, "source": 1, "body": {"kind": "Presence"}}

@@ -95,7 +95,7 @@ class Coordinator:
         by: the rank of this process in the job; it may be outside the comm.
         ranks: of the comm, in order.
         patience: seconds for a participant's own steps: to connect, to report, to take a commit.
-        heir: whether this comm had an earlier coordinator; then all participants must report first.
+        successor: whether this comm had an earlier coordinator; then all participants must report first.
         gone: ranks known to be lost or to have left, with the reason.
         newcomers: the newcomers known to be on the channel.
         place: makes a decision's place from its members.
@@ -108,7 +108,7 @@ class Coordinator:
         ranks: Iterable[int],
         *,
         patience: float = PATIENCE,
-        heir: bool = False,
+        successor: bool = False,
         gone: Mapping[ParticipantId, str] | None = None,
         newcomers: Iterable[str] = (),
         place: Callable[[tuple[ParticipantId, ...]], object] = lambda members: None,
@@ -118,7 +118,7 @@ class Coordinator:
         self._known = frozenset(self._ranks)
         self._patience, self._place, self._fresh = patience, place, fresh
         self._must_report: set[ParticipantId] = (
-            {*self._ranks, *newcomers} if heir else set()
+            {*self._ranks, *newcomers} if successor else set()
         )  # participants that must report first
         self._first_report: float | None = None  # time of the first report that is not None
         self._received: dict[ParticipantId, _Received] = {}
@@ -128,7 +128,7 @@ class Coordinator:
         self._round: _Attempt | None = None
         self._withdrawn: set[tuple[ParticipantId, str]] = set()  # participants ordered to retry, and the decision
         self._made: set[str] = set()  # keys of this coordinator's decisions
-        self._heir = heir
+        self._successor = successor
         self._rejected = Rejected(-1, "", False)
         self._attempt = 0  # the highest attempt sent in any order
         self._tries: tuple[tuple[ParticipantId, ...], int] = (
@@ -405,7 +405,7 @@ class Coordinator:
             return
         if who not in decision.members:
             raise MessageError(f"{describe_participant(who)} holds the decision {decision.key!r}, which is not for it")
-        if decision.key not in self._made if decision.by == self._by else decision.by > self._by or not self._heir:
+        if decision.key not in self._made if decision.by == self._by else decision.by > self._by or not self._successor:
             raise MessageError(f"no coordinator has made the decision {decision.key!r}")
 
     def _committed_members(self) -> set[ParticipantId]:

@@ -94,7 +94,7 @@ class Joiner:
 
         self._thread.call(failed)
 
-    def give_up(self) -> None:
+    def withdraw(self) -> None:
         """Leave, and report the exit: the others may be waiting for this newcomer. Thread-safe."""
 
         def leave() -> None:
@@ -121,7 +121,7 @@ class Joiner:
         self._thread.call(close)
 
     def _end_if_over(self) -> None:
-        if self._closing and self._participant.may_leave:
+        if self._closing and self._participant.can_leave:
             self._end()
 
     def _end(self) -> None:

@@ -80,12 +80,12 @@ class Participant:
         return self._state is ParticipantState.COMMITTED
 
     @property
-    def left_out(self) -> bool:
+    def excluded(self) -> bool:
         """Whether the others continued without this participant, for good. A newcomer may return under another name."""
         return self._state is ParticipantState.OUT
 
     @property
-    def may_leave(self) -> bool:
+    def can_leave(self) -> bool:
         """Whether the participant may leave the channel: it is not committed, or has received Finalized."""
         return not self.committed or self._over
 

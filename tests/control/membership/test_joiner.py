@@ -98,7 +98,7 @@ async def place(*refusals: str, mute: int = 0) -> AsyncIterator[Place]:
         yield Place(roots, joiner)
     finally:
         joiner.close()
-        joiner.give_up()
+        joiner.withdraw()
         for root in roots[mute:]:
             root.close()
         for root in roots[:mute]:
@@ -186,14 +186,14 @@ async def test_giving_up_is_said() -> None:
     async with place("") as here:
         here.ask()
         await until(lambda: bool(here.roots[0].heard))
-        here.joiner.give_up()
+        here.joiner.withdraw()
         await until(lambda: here.roots[0].ended)
         assert here.roots[0].states == ["wants", "out"]
 
 
 async def test_giving_up_is_said_even_by_one_that_has_not_asked() -> None:
     async with place("newcomers talk to the root", "") as here:
-        here.joiner.give_up()
+        here.joiner.withdraw()
         await until(lambda: bool(here.roots[1].heard) and here.roots[1].ended)
         assert here.roots[1].states == ["out"]
 
@@ -201,7 +201,7 @@ async def test_giving_up_is_said_even_by_one_that_has_not_asked() -> None:
 async def test_giving_up_ends_when_nobody_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guest_module, "REACH_SECONDS", 0.1)
     async with place("newcomers talk to the root") as here:
-        here.joiner.give_up()
+        here.joiner.withdraw()
         await until(lambda: not [t for t in threading.enumerate() if t.name == "asynccomm control"])
 
 

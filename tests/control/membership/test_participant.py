@@ -62,7 +62,7 @@ def at(state: str) -> Participant:
 def test_who_has_not_asked_has_nothing_to_report() -> None:
     participant = at("idle")
     assert participant.report() is None
-    assert participant.may_leave
+    assert participant.can_leave
     assert not participant.asking
 
 
@@ -83,15 +83,15 @@ def test_a_report_is_the_whole_state(state: str, said: StatusReport) -> None:
     assert report(participant) == said
     assert participant.asking == (state in ("wants", "joins", "prepared", "failed"))
     assert participant.committed == (state == "committed")
-    assert participant.may_leave == (state != "committed")
-    assert participant.left_out == (state == "out")
+    assert participant.can_leave == (state != "committed")
+    assert participant.excluded == (state == "out")
     assert participant.decision == said.decision
 
 
 def test_it_lingers_until_it_is_over() -> None:
     participant = at("committed")
     assert hear(participant, Finalized("k")) == Finalized("k")
-    assert participant.may_leave
+    assert participant.can_leave
     assert report(participant).state is ParticipantState.COMMITTED  # for coordinators that come later
 
 
@@ -125,9 +125,9 @@ def test_a_refused_call_may_be_made_again() -> None:
 def test_left_out_is_final(state: str) -> None:
     participant = at(state)
     assert hear(participant, Excluded("late")) == Excluded("late")
-    assert participant.left_out
+    assert participant.excluded
     assert participant.decision is None
-    assert participant.may_leave
+    assert participant.can_leave
     assert participant.on_order(Prepare(K)) is None
     with pytest.raises(AssertionError, match="asked while out"):
         participant.ask(None)

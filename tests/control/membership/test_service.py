@@ -96,10 +96,10 @@ class Rank:
                 self.service.on_presence(source)
 
     def gone(self, rank: int, how: str) -> None:
-        self.service.gone(rank, how)
+        self.service.on_departure(rank, how)
         self.job.loop.call_soon(self.job.climb, self)
         if self.router.is_root:
-            self.job.loop.call_soon(self.service.attached)
+            self.job.loop.call_soon(self.service.on_attached)
 
     def ask(self, proposal: Sequence[ParticipantId] | None = None, wait: float = 60.0) -> None:
         self.service.ask(KEY, self.job.all, proposal, wait, self.orders.append)
@@ -145,7 +145,7 @@ class Job:
             return
         chief = self.ranks[above]
         if chief.dead:
-            rank.router.give_up(above, "nobody listens")
+            rank.router.declare_lost(above, "nobody listens")
             self.climb(rank)
             return
         problem = chief.router.refusal(rank.router.rank)
@@ -154,9 +154,9 @@ class Job:
             return
         up, down = Wire(self, rank.router.rank), Wire(self, above)
         up.other, down.other = down, up
-        chief.router.welcome(rank.router.rank, down)
+        chief.router.accept(rank.router.rank, down)
         rank.router.attach(above, up)
-        rank.service.attached()
+        rank.service.on_attached()
 
     def close(self) -> None:
         for rank in self.ranks:
@@ -187,12 +187,12 @@ async def test_all_ask_and_go_on(size: int) -> None:
     await heard(job.ranks, Prepare)
     assert {rank.decision for rank in job.ranks} == {job.ranks[0].decision}
     assert tuple(job.ranks[0].members) == tuple(range(size))
-    assert not any(rank.service.lingers for rank in job.ranks)
+    assert not any(rank.service.must_stay for rank in job.ranks)
     await commit(job.ranks)
     await heard(job.ranks, Finalized)
     for rank in job.ranks:
         assert rank.said() == ["Prepare", "Commit", "Finalized"]
-        assert not rank.service.lingers
+        assert not rank.service.must_stay
     job.close()
 
 
@@ -208,10 +208,10 @@ async def test_who_has_committed_lingers_until_all_have() -> None:
     for rank in job.ranks[:2]:
         rank.service.prepared(KEY, rank.decision)
     await heard(job.ranks[:2], Commit)
-    waiting = [asyncio.ensure_future(rank.service.settled()) for rank in job.ranks[:2]]
+    waiting = [asyncio.ensure_future(rank.service.wait_settled()) for rank in job.ranks[:2]]
     for _ in range(50):
         await asyncio.sleep(0)
-    assert [rank.service.lingers for rank in job.ranks] == [True, True, False]
+    assert [rank.service.must_stay for rank in job.ranks] == [True, True, False]
     assert not any(task.done() for task in waiting)
     job.ranks[2].go_on()
     async with asyncio.timeout(10):
@@ -237,8 +237,8 @@ async def test_a_failure_makes_all_try_again() -> None:
 async def test_a_rank_that_gives_up_takes_no_part_any_more() -> None:
     job = Job(3)
     job.ranks[1].ask()
-    job.ranks[1].service.give_up(KEY)
-    job.ranks[1].service.give_up(KEY)
+    job.ranks[1].service.withdraw(KEY)
+    job.ranks[1].service.withdraw(KEY)
     job.ranks[1].service.prepared(KEY, "late")
     job.ranks[1].service.failed(KEY, "late", "late")
     for rank in (job.ranks[0], job.ranks[2]):
@@ -256,7 +256,7 @@ async def test_a_rank_that_gives_up_takes_no_part_any_more() -> None:
 async def test_a_rank_that_is_given_up_does_not_go_on_alone() -> None:
     job = Job(3)
     job.ranks[1].ask()
-    job.ranks[0].router.give_up(1, "it was silent")
+    job.ranks[0].router.declare_lost(1, "it was silent")
     await until(lambda: bool(job.ranks[1].router.fenced))
     assert [type(order) for order in job.ranks[1].orders] == [Excluded]
     assert "it was silent" in str(job.ranks[1].orders[0])
@@ -264,7 +264,7 @@ async def test_a_rank_that_is_given_up_does_not_go_on_alone() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
     assert job.ranks[1].said() == ["Excluded", "Excluded"]
-    assert not job.ranks[1].service.lingers
+    assert not job.ranks[1].service.must_stay
     for rank in (job.ranks[0], job.ranks[2]):
         rank.ask()
     await heard([job.ranks[0], job.ranks[2]], Prepare)
@@ -277,8 +277,8 @@ async def test_a_root_that_is_given_up_is_told() -> None:
     job.ranks[0].stopped = True
     for rank in job.ranks[1:]:
         rank.ask()
-        rank.router.heard[0] -= 60
-        rank.service.look_around()
+        rank.router.last_heard[0] -= 60
+        rank.service.tick()
     await heard(job.ranks[1:], Prepare)
     assert job.ranks[1].members == (1, 2)
     await commit(job.ranks[1:])
@@ -293,15 +293,15 @@ async def test_who_was_stopped_itself_gives_nobody_up_before_it_has_read_what_ca
     job = Job(3)
     rank = job.ranks[1]
     rank.ask()
-    rank.service.look_around()
-    rank.router.heard[0] -= 60
-    rank.service._looked -= 60
-    rank.service.look_around()
+    rank.service.tick()
+    rank.router.last_heard[0] -= 60
+    rank.service._last_tick -= 60
+    rank.service.tick()
     assert not rank.router.gone
-    rank.service.look_around()
+    rank.service.tick()
     assert not rank.router.gone
-    rank.router.heard[0] -= 60
-    rank.service.look_around()
+    rank.router.last_heard[0] -= 60
+    rank.service.tick()
     assert 0 in rank.router.gone
     job.close()
 
@@ -313,8 +313,8 @@ async def test_who_is_silent_is_not_waited_for() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
     assert job.ranks[0].said() == []
-    job.ranks[0].router.heard[2] -= 60
-    job.ranks[0].service.look_around()
+    job.ranks[0].router.last_heard[2] -= 60
+    job.ranks[0].service.tick()
     await heard(job.ranks[:2], Prepare)
     assert job.ranks[0].members == (0, 1)
     await commit(job.ranks[:2])
@@ -325,8 +325,8 @@ async def test_who_is_silent_is_not_waited_for() -> None:
 
 async def test_who_comes_late_to_those_that_have_gone_on() -> None:
     job = Job(3)
-    job.ranks[2].service.followed(KEY, [0, 1])
-    job.ranks[1].service.followed(KEY, [0, 1])
+    job.ranks[2].service.on_followed(KEY, [0, 1])
+    job.ranks[1].service.on_followed(KEY, [0, 1])
     job.ranks[2].ask()
     assert job.ranks[2].orders == [Excluded("ranks [0, 1] have gone on")]
     for rank in job.ranks[:2]:
@@ -338,9 +338,9 @@ async def test_who_comes_late_to_those_that_have_gone_on() -> None:
 async def test_who_asks_while_the_others_have_gone_on() -> None:
     job = Job(2)
     job.ranks[1].ask()
-    job.ranks[1].service.followed("another", [0])
+    job.ranks[1].service.on_followed("another", [0])
     assert job.ranks[1].orders == []
-    job.ranks[1].service.followed(KEY, [0])
+    job.ranks[1].service.on_followed(KEY, [0])
     assert job.ranks[1].orders == [Excluded("ranks [0] have gone on")]
     job.close()
 
@@ -384,8 +384,8 @@ async def test_a_rank_that_closes_the_comm_is_not_waited_for() -> None:
     job.ranks[0].ask()
     for _ in range(10):
         await asyncio.sleep(0)
-    job.ranks[0].service.left(KEY, 1)
-    job.ranks[0].service.left("another", 1)
+    job.ranks[0].service.on_left(KEY, 1)
+    job.ranks[0].service.on_left("another", 1)
     await heard(job.ranks[:1], Prepare)
     assert job.ranks[0].members == (0,)
     job.close()
@@ -393,8 +393,8 @@ async def test_a_rank_that_closes_the_comm_is_not_waited_for() -> None:
 
 async def test_a_rank_that_left_before_anybody_asked_is_not_waited_for() -> None:
     job = Job(3)
-    job.ranks[0].service.left(KEY, 1)
-    job.ranks[2].service.give_up(KEY)
+    job.ranks[0].service.on_left(KEY, 1)
+    job.ranks[2].service.withdraw(KEY)
     for _ in range(10):
         await asyncio.sleep(0)
     job.ranks[0].ask()
@@ -407,7 +407,7 @@ async def test_of_comms_long_past_nothing_is_kept(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(elections_module, "ORDERS", 2)
     job = Job(2)
     for key in ("a", "b", KEY):
-        job.ranks[0].service.left(key, 1)
+        job.ranks[0].service.on_left(key, 1)
     assert len(job.ranks[0].service._left) == 2
     job.ranks[0].ask()
     await heard(job.ranks[:1], Prepare)
@@ -444,7 +444,7 @@ async def test_newcomers_are_answered() -> None:
     await heard([root], Prepare)
     assert root.members == (0, "new")
     assert [(name, message.comm) for name, message in root.joiners] == [("new", KEY)]
-    root.service.gone("new", "it died")
+    root.service.on_departure("new", "it died")
     await heard([root], Retry)
     await until(lambda: root.members == (0,))
     job.close()
@@ -473,7 +473,7 @@ async def test_there_may_be_many_comms(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = job.ranks[0]
     for number in range(5):  # each waits for the other rank, and has a timer
         rank.service.ask(f"comm {number}", [0, 1], None, 0.01, rank.orders.append)
-        rank.service.followed(f"other {number}", [1])
+        rank.service.on_followed(f"other {number}", [1])
     await until(lambda: len(rank.orders) == 2)  # the last two
     assert not rank.service._timers or len(rank.service._timers) <= 2
     assert len(rank.service._out) == 2
