@@ -28,6 +28,7 @@ from typing import Any, Final, Self, final
 from asynccomm.cli.run import Commands
 from asynccomm.control.diagnosis import Diagnosis, RankState
 from asynccomm.control.messages import JobOverview, RankAnswer
+from asynccomm.control.timing import ANSWER_SECONDS
 from asynccomm.control.transport.connection import Look
 from asynccomm.control.transport.framing import MESSAGE_BYTES, Decoder, encode
 from asynccomm.control.transport.schema import MessageError, decode
@@ -43,8 +44,8 @@ not answer or is gone. Works while the job hangs, and disturbs nothing.
 The exit code is 1 if a rank of a comm is behind, silent, gone or broken, 0 if none is, and 2 if there is no such run.
 """
 
-KNOCK_SECONDS: Final = 1.5  # for a rank to collect the other ranks' answers, for which the rank allows about two
-LOOK_SECONDS: Final = 5.0  # for a rank to ask the other ranks, for which the rank allows about two
+KNOCK_SECONDS: Final = 1.5  # for a rank to answer with the names of the job's sockets
+LOOK_SECONDS: Final = 2 * ANSWER_SECONDS + 3.0  # for a rank to request the states of the other ranks
 
 _LISTENS: Final = 0x10000  # __SO_ACCEPTCON, of a socket in /proc/net/unix
 _line = re.compile(r"[0-9a-f]+: \S+ \S+ (?P<flags>[0-9A-F]+) \S+ \S+ +\d+ @(?P<name>asynccomm/.*)")  # of any user

@@ -30,6 +30,7 @@ from asynccomm.control.membership.messages import (
     View,
     describe_many,
 )
+from asynccomm.control.timing import CONNECT_SECONDS
 from asynccomm.core.tasks import detach, shielded
 from asynccomm.errors import AsyncCommError, BackendError, ClosedError, LeftOutError
 from asynccomm.ops.validation import CommInfo
@@ -38,7 +39,6 @@ from asynccomm.rendezvous.lobby import Lobby
 from asynccomm.rendezvous.spec import RendezvousSpec, rehost
 
 STORE_SECONDS: Final = 1.0  # for a store to answer, else it counts as dead
-CONNECT_SECONDS: Final = 20.0  # for the members to connect, once they are decided
 CLOSE_SECONDS: Final = 2.0  # for the old comm to close; later it goes on closing in the background
 
 

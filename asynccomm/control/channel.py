@@ -37,7 +37,7 @@ from asynccomm.control.mismatch import MismatchDetector
 from asynccomm.control.requests import Requests
 from asynccomm.control.router import Router
 from asynccomm.control.subscribers import Subscriber, Subscribers
-from asynccomm.control.timing import LINGER_SECONDS
+from asynccomm.control.timing import HEARTBEAT_SECONDS, LINGER_SECONDS
 from asynccomm.control.transport.connection import Connection, Look, Tokens
 from asynccomm.control.transport.listener import Listener
 from asynccomm.control.transport.schema import JsonObject, decode
@@ -48,7 +48,6 @@ from asynccomm.control.uplink import Uplink
 
 ATTACH_SECONDS: Final = 10.0  # for the first connection; without it, there is no control channel
 LEAVE_ACK_SECONDS: Final = 0.5  # for the connected ranks to acknowledge this rank's leave
-HEARTBEAT_SECONDS: Final = 1.0  # between heartbeats
 
 NOT_THE_ROOT: Final = "newcomers talk to the root"
 

@@ -97,18 +97,9 @@ class OrderMessage(TaggedMessage, frozen=True):
     order: CoordinatorOrder
 
 
+_Membership: TypeAlias = ParticipantReport | ReportRequest | OrderMessage
 Body: TypeAlias = (
-    Presence
-    | Heartbeat
-    | Departure
-    | DepartureAck
-    | News
-    | Request
-    | Reply
-    | IssuedCollectives
-    | ParticipantReport
-    | ReportRequest
-    | OrderMessage
+    Presence | Heartbeat | Departure | DepartureAck | News | Request | Reply | IssuedCollectives | _Membership
 )
 
 

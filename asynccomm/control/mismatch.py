@@ -11,9 +11,10 @@ from typing import Any, Final, final
 
 from asynccomm.control.fingerprints import FingerprintMismatch, FingerprintTables
 from asynccomm.control.messages import ALL, ROOT, IssuedCollectives, News
-from asynccomm.control.requests import ANSWER_SECONDS, Requests
+from asynccomm.control.requests import Requests
 from asynccomm.control.router import Router
 from asynccomm.control.subscribers import Subscribers
+from asynccomm.control.timing import ANSWER_SECONDS
 from asynccomm.control.transport.thread import ControlThread
 
 POLL_SECONDS: Final = 0.05  # between two polls

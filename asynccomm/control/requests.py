@@ -12,11 +12,10 @@ from typing import Final, NamedTuple, final
 from asynccomm.control.messages import JobOverview, RankAnswer, Reply, Request
 from asynccomm.control.router import Router, Transport
 from asynccomm.control.subscribers import EVERY, Subscribers
-from asynccomm.control.timing import PING_SECONDS
+from asynccomm.control.timing import ANSWER_SECONDS, PING_SECONDS
 from asynccomm.control.transport.framing import MESSAGE_BYTES
 from asynccomm.control.transport.schema import JsonObject
 
-ANSWER_SECONDS: Final = 1.0  # for ranks to answer with an issued operation, or with their state
 ANSWER_BYTES: Final = MESSAGE_BYTES - 4096  # the rest is for the enclosing message
 
 

@@ -1,4 +1,4 @@
-"""Strangers at the socket that ranks meet at, a host and a store that lie, and crowds.
+"""Strangers at the socket of the bootstrap, a host and a store that lie, and crowds.
 
 Rank 0 must let every rank in, keep nothing of anybody else, and complain twice.
 """
@@ -28,7 +28,7 @@ import uvloop
 from asynccomm import MemoryStore, PeerLostError
 from asynccomm.backends.base import BackendContext, RankInfo, UnsuitableError
 from asynccomm.backends.shm import bootstrap
-from asynccomm.backends.shm.bootstrap import Circle, meet
+from asynccomm.backends.shm.bootstrap import PeerMapping, bootstrap_segment
 from asynccomm.backends.shm.fd_socket import MESSAGE_BYTES
 from asynccomm.backends.shm.layout import Layout
 from asynccomm.control.transport import admission
@@ -49,7 +49,7 @@ class World:
         self.store = MemoryStore()
         self.bells = [(os.eventfd(0, os.EFD_NONBLOCK), os.eventfd(0, os.EFD_NONBLOCK)) for _ in range(size)]
 
-    def rank(self, rank: int) -> Awaitable[Circle]:
+    def rank(self, rank: int) -> Awaitable[PeerMapping]:
         context = BackendContext(
             group=CommInfo("test", rank, self.size, torch.device("cpu")),
             members=[RankInfo(r, "here", r) for r in range(self.size)],
@@ -58,7 +58,7 @@ class World:
             timeout=20,
             on_error=lambda error: None,
         )
-        return meet(context, SETTINGS, Layout(self.size, 4096, 2, 1024), self.bells[rank])
+        return bootstrap_segment(context, SETTINGS, Layout(self.size, 4096, 2, 1024), self.bells[rank])
 
     async def address(self) -> dict[str, Any]:
         return dict(json.loads(await self.store.get("address", 20)))
@@ -101,15 +101,15 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return lambda: [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
 
 
-def close_all(circles: Sequence[object]) -> None:
-    assert all(isinstance(circle, Circle) for circle in circles), circles
-    for circle in circles:
-        assert isinstance(circle, Circle)
-        circle.segment.words[0] = 1
-        circle.close()
+def close_all(mappings: Sequence[object]) -> None:
+    assert all(isinstance(mapping, PeerMapping) for mapping in mappings), mappings
+    for mapping in mappings:
+        assert isinstance(mapping, PeerMapping)
+        mapping.segment.words[0] = 1
+        mapping.close()
 
 
-async def all_come(world: World, zero: Awaitable[Circle]) -> None:
+async def all_come(world: World, zero: Awaitable[PeerMapping]) -> None:
     async with asyncio.timeout(20):
         close_all(await asyncio.gather(zero, *(world.rank(rank) for rank in range(1, world.size))))
 
@@ -254,9 +254,9 @@ async def test_who_was_dropped_for_its_silence_comes_again(
 ) -> None:
     """A rank may be stopped just between connecting and saying who it is."""
     world = world_of(2)
-    send, tries = bootstrap.Line.send, 0
+    send, tries = bootstrap.FdSocket.send, 0
 
-    async def slow(self: bootstrap.Line, data: bytes, fds: Sequence[int] = ()) -> None:
+    async def slow(self: bootstrap.FdSocket, data: bytes, fds: Sequence[int] = ()) -> None:
         nonlocal tries
         if len(data) == bootstrap._hello.size:
             tries += 1
@@ -265,7 +265,7 @@ async def test_who_was_dropped_for_its_silence_comes_again(
         await send(self, data, fds)
 
     monkeypatch.setattr(admission, "HELLO_SECONDS", 0.01)
-    monkeypatch.setattr(bootstrap.Line, "send", slow)
+    monkeypatch.setattr(bootstrap.FdSocket, "send", slow)
     await all_come(world, asyncio.ensure_future(world.rank(0)))
     assert tries == 3
 
@@ -316,23 +316,23 @@ async def test_a_rank_whose_hello_is_there_is_not_dropped_as_the_oldest(
     address = await world.address()
     one = asyncio.ensure_future(world.rank(1))
     tries = 0
-    introduce = bootstrap._Guest._try
+    connect = bootstrap._PeerSide._connect_once
 
     async def counted(self: Any, rank: int, there: Any) -> bool:
         nonlocal tries
         tries += 1
-        return await introduce(self, rank, there)
+        return await connect(self, rank, there)
 
-    monkeypatch.setattr(bootstrap._Guest, "_try", counted)
-    send = bootstrap.Line.send
+    monkeypatch.setattr(bootstrap._PeerSide, "_connect_once", counted)
+    send = bootstrap.FdSocket.send
     strangers: list[socket.socket] = []
 
-    async def crowd(self: bootstrap.Line, data: bytes, fds: Sequence[int] = ()) -> None:
+    async def crowd(self: bootstrap.FdSocket, data: bytes, fds: Sequence[int] = ()) -> None:
         await send(self, data, fds)
         if len(data) == bootstrap._hello.size:  # right behind the rank, before the loop sees any of it
             strangers.extend(world.stranger(address) for _ in range(20))
 
-    monkeypatch.setattr(bootstrap.Line, "send", crowd)
+    monkeypatch.setattr(bootstrap.FdSocket, "send", crowd)
     async with asyncio.timeout(20):
         close_all(await asyncio.gather(zero, one))
     assert tries == 1
@@ -458,7 +458,7 @@ class LyingHost:
         self.listener.listen(5)
         self.listener.setblocking(False)
 
-    async def receive(self) -> tuple[socket.socket, asyncio.Future[Circle]]:
+    async def receive(self) -> tuple[socket.socket, asyncio.Future[PeerMapping]]:
         name = self.listener.getsockname()[1:].decode()
         await self.world.store.set("address", json.dumps({**RIGHT, "name": name}))
         one = asyncio.ensure_future(self.world.rank(1))

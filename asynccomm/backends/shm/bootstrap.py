@@ -41,9 +41,10 @@ from typing import Annotated, Any, Final, NoReturn, TypeAlias, cast, final
 from msgspec import Meta
 
 from asynccomm.backends.base import BackendContext, UnsuitableError
-from asynccomm.backends.shm.fd_socket import MESSAGE_DESCRIPTORS, Datagram, Descriptors, Line
+from asynccomm.backends.shm.fd_socket import MESSAGE_DESCRIPTORS, Datagram, FdBag, FdSocket
 from asynccomm.backends.shm.layout import Layout
 from asynccomm.backends.shm.segment import Segment, create
+from asynccomm.control.timing import RETRY_SECONDS
 from asynccomm.control.transport.admission import CROWDED, LATE, WRONG_TOKEN, Admission
 from asynccomm.control.transport.schema import Message, MessageError, dumps, loads
 from asynccomm.control.transport.sockets import peer_user
@@ -51,7 +52,6 @@ from asynccomm.errors import BackendError, PeerLostError
 from asynccomm.ops.validation import CommInfo
 from asynccomm.store.base import Store
 
-RETRY_SECONDS: Final = 0.005  # between attempts to connect to rank 0, which may be flooded with connections
 BACKLOG: Final = 4096  # of the listening socket; the kernel may have a lower limit
 ACCEPTS: Final = 64  # connections accepted per loop iteration
 TOKEN_BYTES: Final = 16
@@ -65,14 +65,14 @@ _Handed = tuple[int, int, int]  # descriptors that each rank sends to the others
 
 @final
 @dataclass(frozen=True, slots=True)
-class Circle:
+class PeerMapping:
     """The segment and the descriptors that a rank shares with its peers."""
 
     segment: Segment
-    bells: list[tuple[int, int]]  #: eventfds by rank; the caller of ``meet`` owns those of this rank
-    lives: list[int]  #: by rank, the end of a pipe that reads EOF when the rank is lost; -1 for this rank
-    life: int  #: the writing end of this rank's own pipe
-    descriptors: Descriptors = field(repr=False)  #: the descriptors that ``close`` closes
+    bells: list[tuple[int, int]]  #: eventfds by rank; the caller of ``bootstrap_segment`` owns those of this rank
+    liveness_fds: list[int]  #: by rank, the end of a pipe that reads EOF when the rank is lost; -1 for this rank
+    liveness_fd: int  #: the writing end of this rank's own pipe
+    descriptors: FdBag = field(repr=False)  #: the descriptors that ``close`` closes
 
     def close(self) -> None:
         """Close all descriptors but this rank's own bells; peers then see EOF on its pipe. Idempotent."""
@@ -84,10 +84,10 @@ def unsupported() -> str:
     return "" if sys.platform == "linux" else f"needs Linux, and this is {sys.platform}"
 
 
-async def decline(context: BackendContext, reason: str) -> NoReturn:
+async def report_unsupported(context: BackendContext, reason: str) -> NoReturn:
     """Take part in the bootstrap only to report that this rank cannot share memory.
 
-    Raises: UnsuitableError, as ``meet`` does on the other ranks.
+    Raises: UnsuitableError, as ``bootstrap_segment`` does on the other ranks.
     """
     problem = f"rank {context.group.rank} cannot share memory: {reason}"
     if context.group.rank == 0:
@@ -96,7 +96,9 @@ async def decline(context: BackendContext, reason: str) -> NoReturn:
     raise AssertionError("agreed to share memory with a rank that declined")
 
 
-async def meet(context: BackendContext, settings: Mapping[str, int], layout: Layout, bells: tuple[int, int]) -> Circle:
+async def bootstrap_segment(
+    context: BackendContext, settings: Mapping[str, int], layout: Layout, bells: tuple[int, int]
+) -> PeerMapping:
     """Bootstrap a segment that all ranks share. Collective, without a timeout; cancellation closes all descriptors.
 
     Args:
@@ -109,47 +111,47 @@ async def meet(context: BackendContext, settings: Mapping[str, int], layout: Lay
         PeerLostError: if a rank is lost during the bootstrap.
     """
     if reason := unsupported():
-        await decline(context, reason)
+        await report_unsupported(context, reason)
     rank, size = context.group.rank, context.group.size
     with contextlib.ExitStack() as unless_shared:
-        ours = Descriptors()
+        ours = FdBag()
         unless_shared.callback(ours.close)
         try:
-            there, life = (ours.add(fd) for fd in os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
+            there, liveness_fd = (ours.add(fd) for fd in os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
             mine = (*bells, there)
-            side = _Host(context.group, ours, mine) if rank == 0 else _Guest(size, ours, mine)
+            side = _RootSide(context.group, ours, mine) if rank == 0 else _PeerSide(size, ours, mine)
         except OSError as exc:
-            await decline(context, str(exc.strerror))
+            await report_unsupported(context, str(exc.strerror))
         with contextlib.closing(side):
-            if isinstance(side, _Host):
-                segment, handed = await _receive_guests(context, settings, layout, side)
+            if isinstance(side, _RootSide):
+                segment, handed = await _accept_peers(context, settings, layout, side)
             else:
-                segment, handed = await _visit(context, settings, layout, side)
+                segment, handed = await _connect_to_root(context, settings, layout, side)
         ours.close_one(there)  # the peers have duplicates, and a rank does not watch itself
         unless_shared.pop_all()
     handed[rank] = (*bells, -1)
-    return Circle(
+    return PeerMapping(
         segment=segment,
         bells=[handed[r][:2] for r in range(size)],
-        lives=[handed[r][2] for r in range(size)],
-        life=life,
+        liveness_fds=[handed[r][2] for r in range(size)],
+        liveness_fd=liveness_fd,
         descriptors=ours,
     )
 
 
-async def _receive_guests(
-    context: BackendContext, settings: Mapping[str, int], layout: Layout, host: _Host
+async def _accept_peers(
+    context: BackendContext, settings: Mapping[str, int], layout: Layout, host: _RootSide
 ) -> tuple[Segment, dict[int, _Handed]]:
     """Rank 0's side; returns the segment and all ranks' descriptors."""
     await context.store.set("address", dumps(host.address(settings)))
-    await _hear(context.store, "reach", range(1, context.group.size), host.gone)
+    await _read_results(context.store, "reach", range(1, context.group.size), host.gone)
     host.stop_listening()
     await _agree(context, "reach", host.problem, host.gone)
     problem = ""
     try:
         fd = host.ours.add(create(layout.total))
         segment = Segment(fd, layout.total)
-        await host.hand_out(fd)
+        await host.distribute_fds(fd)
         host.ours.close_one(fd)
     except BackendError as exc:
         problem = f"rank 0 cannot share memory: {exc}"
@@ -158,8 +160,8 @@ async def _receive_guests(
     return segment, host.handed
 
 
-async def _visit(
-    context: BackendContext, settings: Mapping[str, int], layout: Layout, guest: _Guest
+async def _connect_to_root(
+    context: BackendContext, settings: Mapping[str, int], layout: Layout, peer: _PeerSide
 ) -> tuple[Segment, dict[int, _Handed]]:
     """Any other rank's side; returns the segment and all other ranks' descriptors."""
     rank, hosts = context.group.rank, [member.host for member in context.members]
@@ -167,20 +169,20 @@ async def _visit(
     problem = address.problem or _difference(settings, address.settings, rank)
     if not problem:
         try:
-            await guest.introduce(rank, address)
+            await peer.connect(rank, address)
         except OSError as exc:
             problem = (
                 f"rank {rank} on host {hosts[rank]!r} cannot reach rank 0 on host {hosts[0]!r} by a local socket: "
                 f"{exc.strerror or exc}"
             )
-    await _agree(context, "reach", problem, guest.gone)
+    await _agree(context, "reach", problem, peer.gone)
     try:
-        fd, handed = await guest.take([r for r in range(context.group.size) if r != rank])
+        fd, handed = await peer.receive_fds([r for r in range(context.group.size) if r != rank])
         segment = Segment(fd, layout.total)
-        guest.ours.close_one(fd)
+        peer.ours.close_one(fd)
     except BackendError as exc:
         problem = f"rank {rank} cannot share memory: {exc}"
-    await _agree(context, "mapped", problem, guest.gone)
+    await _agree(context, "mapped", problem, peer.gone)
     return segment, handed
 
 
@@ -226,12 +228,14 @@ async def _agree(context: BackendContext, what: str, problem: str, gone: asyncio
     Raises: UnsuitableError, the same on all ranks, with the problem of the lowest rank that has one.
     """
     await context.store.set(f"{what}/{context.group.rank}", problem or OK)
-    for said in await _hear(context.store, what, range(context.group.size), gone):
+    for said in await _read_results(context.store, what, range(context.group.size), gone):
         if said != OK:
             raise UnsuitableError(f"comm {context.group.name!r}: {said}")
 
 
-async def _hear(store: Store, what: str, ranks: Iterable[int], gone: asyncio.Future[PeerLostError]) -> list[str]:
+async def _read_results(
+    store: Store, what: str, ranks: Iterable[int], gone: asyncio.Future[PeerLostError]
+) -> list[str]:
     """The results of ``ranks`` in the store. Raises: PeerLostError if a rank is lost before it has written one."""
     keys = [f"{what}/{rank}" for rank in ranks]
     asking = asyncio.ensure_future(store.multi_get(keys, math.inf))
@@ -247,7 +251,7 @@ async def _hear(store: Store, what: str, ranks: Iterable[int], gone: asyncio.Fut
 
 
 @final
-class _Host:
+class _RootSide:
     """Rank 0's side of the connections.
 
     Args:
@@ -255,7 +259,7 @@ class _Host:
         mine: the descriptors that this rank sends to the others.
     """
 
-    def __init__(self, group: CommInfo, ours: Descriptors, mine: _Handed) -> None:
+    def __init__(self, group: CommInfo, ours: FdBag, mine: _Handed) -> None:
         self.ours = ours
         self.handed = {0: mine}  #: descriptors by rank
         self.problem = ""  #: why rank 0 could not connect all ranks
@@ -264,8 +268,8 @@ class _Host:
         self._loop = asyncio.get_running_loop()
         self._name = f"asynccomm-{secrets.token_hex(16)}"
         self._ask, self._answer = secrets.token_bytes(TOKEN_BYTES), secrets.token_bytes(TOKEN_BYTES)
-        self._lines: dict[int, Line] = {}  # by rank
-        self._admission = Admission(f"rank 0 of comm {group.name!r}", self._refuse, group.size, Line.read)
+        self._lines: dict[int, FdSocket] = {}  # by rank
+        self._admission = Admission(f"rank 0 of comm {group.name!r}", self._refuse, group.size, FdSocket.read)
         self._listener: socket.socket | None = None
         if group.size > 1:
             self._listen()
@@ -308,33 +312,33 @@ class _Host:
             self._watch(sock)
 
     def _watch(self, sock: socket.socket) -> None:
-        line = Line(sock, lambda message: self._greet(line, message))
+        line = FdSocket(sock, lambda message: self._on_hello(line, message))
         self._admission.add(line, peer_user(sock))
 
-    def _refuse(self, line: Line, reason: str) -> None:
+    def _refuse(self, line: FdSocket, reason: str) -> None:
         if reason not in (LATE, CROWDED):  # else a rank may connect again
             with contextlib.suppress(OSError):
                 line.send_now(REFUSED)
         line.close()
 
-    def _greet(self, line: Line, message: Datagram) -> None:
+    def _on_hello(self, line: FdSocket, message: Datagram) -> None:
         """Handle the first message of a connection: register a rank and its descriptors, reject anything else."""
-        rank, wrong = self._look_at(message)
+        rank, wrong = self._check_hello(message)
         if wrong:
             for fd in message.fds:
                 os.close(fd)
             self._admission.refuse(line, wrong)
             return
         self._admission.remove(line)
-        bell, second_bell, life = (self.ours.add(fd) for fd in message.fds)
-        self.handed[rank] = (bell, second_bell, life)
+        bell, second_bell, liveness_fd = (self.ours.add(fd) for fd in message.fds)
+        self.handed[rank] = (bell, second_bell, liveness_fd)
         self._lines[rank] = line
-        line.receive = functools.partial(self._leaves, rank)
+        line.receive = functools.partial(self._on_end, rank)
         with contextlib.suppress(OSError):  # the connection reports its own end
             line.send_now(self._answer)
-        self._tell_who_is_gone()
+        self._send_loss()
 
-    def _look_at(self, message: Datagram) -> tuple[int, str]:
+    def _check_hello(self, message: Datagram) -> tuple[int, str]:
         """The rank of a hello, and the reason to reject it (empty: none)."""
         if not message.data:
             return 0, "gone without a word"
@@ -351,16 +355,16 @@ class _Host:
             return 0, "without the descriptors of a rank"
         return rank, ""
 
-    def _leaves(self, rank: int, message: Datagram) -> None:
+    def _on_end(self, rank: int, message: Datagram) -> None:
         """Handle a later message of a rank: the end of its connection, or garbage, which also ends the connection."""
         for fd in message.fds:
             os.close(fd)
         self._lines[rank].close()
         if not self.gone.done():
             self.gone.set_result(_lost(rank))
-            self._tell_who_is_gone()
+            self._send_loss()
 
-    def _tell_who_is_gone(self) -> None:
+    def _send_loss(self) -> None:
         """Report a lost rank to the others, which would otherwise take the end of this side for the loss of rank 0.
 
         Repeated reports are harmless.
@@ -375,7 +379,7 @@ class _Host:
             with contextlib.suppress(OSError):  # the connection reports its own end
                 await line.send(dumps(news).encode())
 
-    async def hand_out(self, segment: int) -> None:
+    async def distribute_fds(self, segment: int) -> None:
         """Send each rank the segment, then the other ranks' descriptors in rank order."""
         for rank, line in self._lines.items():
             fds = [segment, *(fd for r in range(self._size) if r != rank for fd in self.handed[r])]
@@ -399,16 +403,16 @@ class _Host:
 
 
 @final
-class _Guest:
-    """Any other rank's side of the connection; arguments as for ``_Host``."""
+class _PeerSide:
+    """Any other rank's side of the connection; arguments as for ``_RootSide``."""
 
-    def __init__(self, size: int, ours: Descriptors, mine: _Handed) -> None:
+    def __init__(self, size: int, ours: FdBag, mine: _Handed) -> None:
         self.ours = ours
         self.gone: asyncio.Future[PeerLostError] = asyncio.get_running_loop().create_future()
         self._size = size
         self._mine = mine
         self._sock = _socket()
-        self._line: Line | None = None
+        self._line: FdSocket | None = None
         self._answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._inbox: deque[tuple[str, Datagram]] = deque()  # problems, and messages that carry descriptors
         self._welcome = b""
@@ -416,16 +420,16 @@ class _Guest:
         self._garbled = False
         self._news = asyncio.Event()
 
-    async def introduce(self, rank: int, address: _Address) -> None:
+    async def connect(self, rank: int, address: _Address) -> None:
         """Connect to rank 0, send this rank's descriptors and wait for the reply. Raises: OSError."""
         self._welcome = bytes.fromhex(address.answer)
-        while not await self._try(rank, address):  # a flood of connections may have closed this one
+        while not await self._connect_once(rank, address):  # a flood of connections may have closed this one
             await asyncio.sleep(RETRY_SECONDS)
             self.close()
             self._sock = _socket()
             self._answer = asyncio.get_running_loop().create_future()
 
-    async def _try(self, rank: int, address: _Address) -> bool:
+    async def _connect_once(self, rank: int, address: _Address) -> bool:
         """Connect once; returns whether rank 0 has replied. Raises: OSError if the reply is a rejection."""
         try:
             self._sock.connect(f"\0{address.name}")
@@ -433,7 +437,7 @@ class _Guest:
             return False
         if (user := peer_user(self._sock)) != os.geteuid():
             raise PermissionError(errno.EPERM, f"it runs as user {user}, this rank as user {os.geteuid()}")
-        self._line = Line(self._sock, self._receive)
+        self._line = FdSocket(self._sock, self._receive)
         try:
             await self._line.send(_hello.pack(bytes.fromhex(address.ask), rank), self._mine)
         except OSError as exc:
@@ -472,7 +476,7 @@ class _Guest:
             self._due += len(message.fds)
         self._news.set()
 
-    async def take(self, others: Sequence[int]) -> tuple[int, dict[int, _Handed]]:
+    async def receive_fds(self, others: Sequence[int]) -> tuple[int, dict[int, _Handed]]:
         """Receive the segment's descriptor and those of each of ``others``. Raises: BackendError, PeerLostError."""
         fds: list[int] = []
         while len(fds) < 1 + 3 * len(others):
@@ -515,7 +519,7 @@ def _socket() -> socket.socket:
 
 
 def _lost(rank: int) -> PeerLostError:
-    return PeerLostError(rank, "it left while the ranks were meeting")
+    return PeerLostError(rank, "it left while the ranks were connecting")
 
 
 def _too_many(size: int) -> str:

@@ -11,13 +11,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, final
 
+from asynccomm.control.timing import RETRY_SECONDS
+
 MESSAGE_DESCRIPTORS: Final = 198  # in one message; Linux allows 253
 MESSAGE_BYTES: Final = 4096
-RETRY_SECONDS: Final = 0.005  # between attempts to send while the kernel has no room
 
 
 @final
-class Descriptors:
+class FdBag:
     """File descriptors that are closed together, once.
 
     A forked child closes its copies at once: while the child held its parent's end of the liveness pipe, no rank would
@@ -47,7 +48,7 @@ class Descriptors:
             os.close(self._fds.pop())
 
 
-_alive: weakref.WeakSet[Descriptors] = weakref.WeakSet()
+_alive: weakref.WeakSet[FdBag] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
@@ -67,7 +68,7 @@ class Datagram(NamedTuple):
 
 
 @final
-class Line:
+class FdSocket:
     """A connection that preserves message boundaries and calls ``receive`` with each message as it arrives."""
 
     def __init__(self, sock: socket.socket, receive: Callable[[Datagram], object]) -> None:

@@ -29,10 +29,9 @@ from asynccomm.control.membership.messages import (
 from asynccomm.control.membership.participant import Participant
 from asynccomm.control.messages import ROOT, OrderMessage, ParticipantReport, ReportRequest
 from asynccomm.control.router import Router
-from asynccomm.control.timing import SILENT_SECONDS
+from asynccomm.control.timing import PATIENCE_SECONDS, SILENT_SECONDS
 from asynccomm.control.transport.schema import MessageError
 
-PATIENCE: Final = 30.0  # seconds for a member to connect the new comm, or to report to a new root
 ORDERS: Final = 1024  # comms that each table keeps
 
 _log = logging.getLogger("asynccomm")
@@ -225,7 +224,7 @@ class MembershipService:
         gone: Mapping[ParticipantId, str] = {
             r: "was lost" if how else "has left" for r, how in router.gone.items() if r in ranks
         }
-        coordinator = Coordinator(router.rank, ranks, patience=PATIENCE, successor=successor, gone=gone)
+        coordinator = Coordinator(router.rank, ranks, patience=PATIENCE_SECONDS, successor=successor, gone=gone)
         for rank in self._left.pop(key, ()):
             coordinator.left(rank)
         self._coordinators[key] = coordinator

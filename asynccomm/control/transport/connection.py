@@ -19,13 +19,13 @@ from typing import Annotated, Any, Final, Self, TypeAlias, final
 
 from msgspec import Meta
 
+from asynccomm.control.timing import RETRY_SECONDS
 from asynccomm.control.transport.framing import MESSAGE_BYTES, Decoder, encode
 from asynccomm.control.transport.schema import JsonObject, Message, MessageError, TaggedMessage, decode
 from asynccomm.control.transport.sockets import peer_user
 from asynccomm.control.transport.topology import RankAddress
 
 UNSENT_BYTES: Final = 64 << 20  # unsent data after which a peer that does not read counts as lost
-RETRY_SECONDS: Final = 0.005  # between attempts to connect to a local socket with a full backlog
 KEEP_ALIVE: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # a silent host is lost after about 11 s
 USER_TIMEOUT_MS: Final = 10_000  # for a host to acknowledge sent data
 

@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 from asynccomm.backends.shm import fd_socket
-from asynccomm.backends.shm.fd_socket import Datagram, Descriptors, Line
+from asynccomm.backends.shm.fd_socket import Datagram, FdBag, FdSocket
 from tests.waiting import until
 
 
@@ -34,7 +34,7 @@ def test_messages_stay_whole_and_end(loop_factory: Callable[[], asyncio.Abstract
     async def main() -> None:
         ours, theirs = pair()
         got: list[Datagram] = []
-        left, right = Line(ours, got.append), Line(theirs, lambda message: None)
+        left, right = FdSocket(ours, got.append), FdSocket(theirs, lambda message: None)
         null = os.open(os.devnull, os.O_RDONLY)
         await right.send(b"one")
         await right.send(b"two", [null] * fd_socket.MESSAGE_DESCRIPTORS)
@@ -67,7 +67,7 @@ def test_messages_stay_whole_and_end(loop_factory: Callable[[], asyncio.Abstract
 async def test_too_much_is_not_whole() -> None:
     ours, theirs = pair()
     got: list[Datagram] = []
-    left = Line(ours, got.append)
+    left = FdSocket(ours, got.append)
     theirs.send(b"x" * (fd_socket.MESSAGE_BYTES + 1))
     await until(lambda: len(got) == 1)
     assert not got[0].whole
@@ -77,7 +77,7 @@ async def test_too_much_is_not_whole() -> None:
 
 async def test_sending_waits_for_room() -> None:
     ours, theirs = pair()
-    left = Line(ours, lambda message: None)
+    left = FdSocket(ours, lambda message: None)
     sent = 0
 
     async def send() -> None:
@@ -104,15 +104,15 @@ async def test_sending_waits_for_room() -> None:
 
 async def test_too_many_descriptors_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pair()
-    left = Line(ours, lambda message: None)
-    send_now, refusals = Line.send_now, [errno.ETOOMANYREFS, errno.ETOOMANYREFS]
+    left = FdSocket(ours, lambda message: None)
+    send_now, refusals = FdSocket.send_now, [errno.ETOOMANYREFS, errno.ETOOMANYREFS]
 
-    def refuse(self: Line, data: bytes, fds: list[int]) -> None:
+    def refuse(self: FdSocket, data: bytes, fds: list[int]) -> None:
         if refusals:
             raise OSError(refusals.pop(), "Too many references")
         send_now(self, data, fds)
 
-    monkeypatch.setattr(Line, "send_now", refuse)
+    monkeypatch.setattr(FdSocket, "send_now", refuse)
     await left.send(b"at last")
     assert theirs.recv(100) == b"at last"
     refusals.append(errno.EPERM)
@@ -123,7 +123,7 @@ async def test_too_many_descriptors_under_way(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_descriptors_close_once() -> None:
-    owned = Descriptors()
+    owned = FdBag()
     fds = [owned.add(os.open(os.devnull, os.O_RDONLY)) for _ in range(3)]
     owned.close_one(fds[1])
     owned.close_one(fds[1])
