@@ -35,8 +35,8 @@ from asynccomm.control.transport.schema import MessageError, decode
 from asynccomm.control.transport.sockets import peer_user, run_name
 
 _DESCRIPTION = """\
-Show what each rank of a running job is at: what it called last and where, what it waits for, who is behind, who does
-not answer or is gone. Works while the job hangs, and disturbs nothing.
+Show the state of each rank of a running job: its last call and the line of the call, the calls it waits for, and
+whether it is behind, silent or gone. Works while the job hangs, and disturbs nothing.
 
     asynccomm diagnose              the only run that you have on this host
     asynccomm diagnose RUN          its id (as given to run --run-id, or by torchrun), or the pid of a rank or launcher
@@ -144,7 +144,11 @@ class Snapshot:
 
     def __str__(self) -> str:
         text = str(self.diagnosis)
-        return text if self.late or not self.diagnosis.behind else f"{text}\nwho is behind catches up: nobody is stuck"
+        return (
+            text
+            if self.late or not self.diagnosis.behind
+            else f"{text}\nthe ranks that are behind catch up: none is stuck"
+        )
 
 
 # -- finding ranks ----------------------------------------------------------------------------------------------------
@@ -238,7 +242,7 @@ def _connect(door: ProcessSocket) -> socket.socket:
         sock.setblocking(False)
         sock.connect(f"\0{door.name}")  # immediate: succeeds or fails
         if (user := peer_user(sock)) != os.geteuid():
-            raise PermissionError(f"who listens there is user {user}'s")
+            raise PermissionError(f"a process of user {user} listens there")
     except BaseException:
         sock.close()
         raise
@@ -375,7 +379,7 @@ def add_command(commands: Commands) -> None:
     """Register ``diagnose`` with the command line."""
     parser = commands.add_parser(
         "diagnose",
-        help="show what the ranks of a running job are at",
+        help="show the states of the ranks of a running job",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -58,14 +58,14 @@ class RankState:
     def doing(self) -> str:
         """The rank's last operation, and whether the rank can make progress, in one line."""
         if self.gone is not None:
-            return f"is gone: {self.gone}" if self.gone else "has left in good order"
+            return f"is gone: {self.gone}" if self.gone else "has left"
         if not self.reachable:
             return "has no control channel"
         if not self.answered:
             heard = "" if self.silent is None else f": it was last heard {self.silent:.1f} s ago"
             return f"does not answer{heard}; it is stopped, or something holds its interpreter lock"
         if self.problem:
-            return f"could not say: {self.problem}"
+            return f"could not report its state: {self.problem}"
         parts = []
         if self.state not in ("", "open"):
             parts.append(f"is {self.state}")

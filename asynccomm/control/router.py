@@ -184,12 +184,12 @@ class Router:
     def refusal(self, rank: int) -> str:
         """Why ``rank`` may not connect to this node; empty: it may."""
         if rank == self.rank or rank not in self.topology.contacts:
-            return f"there is no rank {rank} to be let in"
+            return f"the job has no other rank {rank}"
         # a rank that leaves together with this one may connect: the next root may learn of its leave from no other rank
         if rank in self.gone and (self.gone[rank] or not self._leaving):
             return f"rank {rank} was given up: {self.gone[rank] or 'it has left'}"
         if rank in self._down.values():
-            return f"rank {rank} is here already"
+            return f"rank {rank} is connected already"
         return ""
 
     def accept(self, rank: int, link: Transport) -> None:

@@ -97,7 +97,7 @@ class Subscribers:
         try:
             return member.on_request(question)
         except Exception as exc:
-            _log.exception("comm %s could not answer a question of the control channel", key)
+            _log.exception("comm %s could not answer a request of the control channel", key)
             return {"problem": f"{type(exc).__name__}: {exc}"}
 
     def take_fingerprints(self) -> Iterator[tuple[str, int, Sequence[Fingerprint]]]:
@@ -111,4 +111,4 @@ def _guarded(call: Callable[[], object], key: str) -> None:
     try:
         call()
     except Exception:
-        _log.exception("comm %s could not take a message of the control channel", key)
+        _log.exception("comm %s could not handle a message of the control channel", key)

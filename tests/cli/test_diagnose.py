@@ -555,7 +555,7 @@ async def test_who_is_behind_for_a_moment_is_not_late(
     assert not left
     assert view.late == late
     assert text in str(view)
-    assert ("nobody is stuck" in str(view)) == (not late and "behind" in text)
+    assert ("none is stuck" in str(view)) == (not late and "behind" in text)
 
 
 def test_states_that_are_late() -> None:

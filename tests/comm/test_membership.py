@@ -629,7 +629,7 @@ async def test_cancelling_leaves_the_others_alone_and_is_final() -> None:
         assert call.cancelled()
         new = await shrunk(comms[1:])
         await check(new)
-        with pytest.raises(LeftOutError, match="it has given up waiting for that"):
+        with pytest.raises(LeftOutError, match="it has withdrawn"):
             await comms[0].shrink()
         await close(new)
 
@@ -644,7 +644,7 @@ async def test_cancelling_before_it_has_asked_is_final_too(turns: int) -> None:
         await asyncio.wait([call])
         new = await shrunk(comms[1:])  # at once
         assert new[0].parent_ranks == (1,)
-        with pytest.raises(LeftOutError, match="it has given up waiting for that"):
+        with pytest.raises(LeftOutError, match="it has withdrawn"):
             await comms[0].shrink()
         await close(new)
 

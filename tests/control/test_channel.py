@@ -183,7 +183,7 @@ async def test_nonsense_ends_the_connection_of_who_sends_it_and_nothing_else(mes
         text = {"to": 0, "source": 1, "body": message}
         sender._thread.call(lambda: sender._router.up.send(text))
         await found.lost(1, [0, 2])
-        assert "nonsense" in found.channels[0].gone[1]
+        assert "an invalid message" in found.channels[0].gone[1]
         found.channels[2].broadcast("main", {"still": "here"})
         await until(lambda: any("still" in item for _, item in found.members[0].heard), "the news")
 

@@ -64,12 +64,15 @@ def test_a_state_as_text() -> None:
         (state(blocked=True), "; its event loop is blocked"),
         (state(state="broken: rank 3 was lost"), "is broken: rank 3 was lost; called last"),
         (RankState.from_answer(1, {}), "is closed; has called nothing"),
-        (RankState.from_answer(1, {"problem": "ZeroDivisionError: no"}), "could not say: ZeroDivisionError: no"),
+        (
+            RankState.from_answer(1, {"problem": "ZeroDivisionError: no"}),
+            "could not report its state: ZeroDivisionError: no",
+        ),
         (RankState(1, False, silent=2.52), "does not answer: it was last heard 2.5 s ago; it is stopped, or"),
         (RankState(1, False), "does not answer; it is stopped, or something holds its interpreter lock"),
         (RankState(1, False, reachable=False), "has no control channel"),
         (RankState(1, False, gone="its process ended"), "is gone: its process ended"),
-        (RankState(1, False, gone=""), "has left in good order"),
+        (RankState(1, False, gone=""), "has left"),
     ],
 )
 def test_what_a_rank_is_doing(found: RankState, text: str) -> None:

@@ -279,9 +279,9 @@ def test_the_children_of_who_was_given_up_go_on() -> None:
 def test_who_was_given_up_is_not_let_in_again() -> None:
     tree = up("aab")
     zero = tree.places[0].router
-    assert "is here already" in zero.refusal(1)
-    assert "there is no rank 7" in zero.refusal(7)
-    assert "there is no rank 0" in zero.refusal(0)
+    assert "is connected already" in zero.refusal(1)
+    assert "no other rank 7" in zero.refusal(7)
+    assert "no other rank 0" in zero.refusal(0)
     tree.places[1].kill()
     tree.places[2].leave()
     tree.settle()

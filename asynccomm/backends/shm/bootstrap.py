@@ -341,7 +341,7 @@ class _RootSide:
     def _check_hello(self, message: Datagram) -> tuple[int, str]:
         """The rank of a hello, and the reason to reject it (empty: none)."""
         if not message.data:
-            return 0, "gone without a word"
+            return 0, "closed without a hello"
         if len(message.data) != _hello.size:
             return 0, "without a hello"
         token, rank = _hello.unpack(message.data)
@@ -447,7 +447,7 @@ class _PeerSide:
         await asyncio.wait([self._answer])  # wait() does not cancel the future when it is cancelled itself
         answer = self._answer.result()
         if answer and answer != self._welcome:
-            raise ConnectionResetError(errno.ECONNRESET, "it hung up")
+            raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
         return bool(answer)
 
     def _receive(self, message: Datagram) -> None:

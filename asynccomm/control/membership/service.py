@@ -126,7 +126,7 @@ class MembershipService:
     def withdraw(self, key: str) -> None:
         """Leave the agreement for good: the others may have gone on without this rank."""
         self._participations.pop(key, None)
-        self._mark_excluded(key, "it has given up waiting for that")
+        self._mark_excluded(key, "it has withdrawn")
         self._router.send(ROOT, ParticipantReport(key, [], None, left=True))
         self._notify()
 

@@ -136,7 +136,7 @@ class Connection(asyncio.Protocol):
             while self._transport is not None and not self._held and (message := self.decoder.next()) is not None:
                 self.received(self, message)
         except ValueError as exc:
-            self.drop(f"its control connection carried nonsense: {exc}")
+            self.drop(f"its control connection carried an invalid message: {exc}")
 
     def hold(self) -> None:
         """Keep further messages until the tasks that await this connection have run."""
@@ -154,7 +154,7 @@ class Connection(asyncio.Protocol):
             return
         transport.write(encode(message))
         if transport.get_write_buffer_size() > UNSENT_BYTES:
-            self.drop("it does not read what is sent to it")
+            self.drop("it does not read its messages")
 
     def close(self) -> None:
         """Close the connection after the queued messages, without a call of ``ended``."""
@@ -257,7 +257,7 @@ async def _connect(
         if user != os.geteuid():
             sock.close()
             # the rank is gone, and another user's process has its name: read nothing from that process
-            raise ConnectionRefusedError(errno.ECONNREFUSED, f"who listens there is user {user}'s")
+            raise ConnectionRefusedError(errno.ECONNREFUSED, f"a process of user {user} listens there")
     try:
         if sock is not None:
             await loop.create_unix_connection(lambda: connection, sock=sock)

@@ -20,7 +20,7 @@ def encode(message: object) -> bytes:
     """``message`` as a frame. Raises: ValueError if it is too long."""
     data = dumps(message).encode()
     if len(data) > MESSAGE_BYTES:
-        raise ValueError(f"a control message of {len(data)} bytes, where {MESSAGE_BYTES} are the limit")
+        raise ValueError(f"a control message has at most {MESSAGE_BYTES} bytes, got {len(data)}")
     return _LENGTH.pack(len(data)) + data
 
 
@@ -49,7 +49,7 @@ class Decoder:
             return None
         (length,) = _LENGTH.unpack_from(have)
         if length > self.limit:
-            raise MessageError(f"a message of {length} bytes, where {self.limit} are the limit")
+            raise MessageError(f"a message has at most {self.limit} bytes, got {length}")
         end = _LENGTH.size + length
         if len(have) < end:
             return None

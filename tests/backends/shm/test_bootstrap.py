@@ -285,7 +285,7 @@ async def test_other_users_are_dropped_on_both_sides(
     found = await outcomes(world_of(2))
     all_unsuitable(found, f"comm 'test': {reason}: it runs as user {real + 1}, this rank as user {real}")
     users = iter([real, real + 1])
-    all_unsuitable(await outcomes(world_of(2)), f"comm 'test': {reason}: it hung up")
+    all_unsuitable(await outcomes(world_of(2)), f"comm 'test': {reason}: it closed the connection")
 
 
 # -- strangers --------------------------------------------------------------------------------------------------------

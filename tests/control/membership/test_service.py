@@ -246,7 +246,7 @@ async def test_a_rank_that_gives_up_takes_no_part_any_more() -> None:
     await heard([job.ranks[0], job.ranks[2]], Prepare)
     assert job.ranks[0].members == (0, 2)
     job.ranks[1].ask()
-    assert job.ranks[1].orders == [Excluded("it has given up waiting for that")]
+    assert job.ranks[1].orders == [Excluded("it has withdrawn")]
     job.ranks[0].die()  # the next one is told, too
     await until(lambda: job.ranks[2].decision != job.ranks[0].decision)
     assert job.ranks[2].members == (2,)

@@ -114,7 +114,7 @@ def test_what_would_be_too_much_for_the_parser_is_garbled(data: bytes) -> None:
 def test_a_length_beyond_the_limit_is_refused_before_anything_comes(length: int) -> None:
     decoder = Decoder()
     decoder.feed(struct.pack(">I", length))
-    with pytest.raises(MessageError, match=f"a message of {length} bytes, where {HELLO_BYTES} are the limit"):
+    with pytest.raises(MessageError, match=f"a message has at most {HELLO_BYTES} bytes, got {length}"):
         decoder.next()
 
 
@@ -130,7 +130,7 @@ def test_the_limit_can_be_raised() -> None:
 def test_what_is_too_long_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(framing, "MESSAGE_BYTES", 10)
     assert encode({"a": 100}) == framed(b'{"a":100}')
-    with pytest.raises(ValueError, match="a control message of 12 bytes, where 10 are the limit"):
+    with pytest.raises(ValueError, match="a control message has at most 10 bytes, got 12"):
         encode({"a": 100000})
 
 
