@@ -117,9 +117,8 @@ class Coordinator:
         self._by, self._ranks = by, tuple(ranks)
         self._known = frozenset(self._ranks)
         self._patience, self._place, self._fresh = patience, place, fresh
-        self._must_report: set[ParticipantId] = (
-            {*self._ranks, *newcomers} if successor else set()
-        )  # participants that must report first
+        # participants that must report first
+        self._must_report: set[ParticipantId] = {*self._ranks, *newcomers} if successor else set()
         self._first_report: float | None = None  # time of the first report that is not None
         self._received: dict[ParticipantId, _Received] = {}
         self._gone: dict[ParticipantId, str] = dict(gone or {})
@@ -131,10 +130,8 @@ class Coordinator:
         self._successor = successor
         self._rejected = Rejected(-1, "", False)
         self._attempt = 0  # the highest attempt sent in any order
-        self._tries: tuple[tuple[ParticipantId, ...], int] = (
-            (),
-            0,
-        )  # the last members that could not connect, and how often
+        # the last members that could not connect, and how often
+        self._tries: tuple[tuple[ParticipantId, ...], int] = (), 0
 
     @property
     def decision(self) -> View | None:
@@ -317,9 +314,7 @@ class Coordinator:
                 why = f"{describe_participant(who)} went back"
             elif report.state is ParticipantState.FAILED:
                 why = report.why
-            elif (
-                report.state is not ParticipantState.PREPARED
-            ):  # the member still connects, or has not received the decision
+            elif report.state is not ParticipantState.PREPARED:  # it still connects, or has not received the decision
                 waiting.append(who)
                 if who in self._silent:
                     why = f"{describe_participant(who)} does not answer"
@@ -445,14 +440,7 @@ class Coordinator:
             for who in self._asking()[1]:
                 self._reject(who, out)
 
-    def _send_retry(
-        self,
-        who: ParticipantId,
-        decision: View,
-        why: str,
-        now: float,
-        out: list[Letter],
-    ) -> None:
+    def _send_retry(self, who: ParticipantId, decision: View, why: str, now: float, out: list[Letter]) -> None:
         self._forget(who, now)
         self._withdrawn.add((who, decision.key))
         self._attempt = max(self._attempt, decision.attempt + 1)

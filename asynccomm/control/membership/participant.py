@@ -80,11 +80,6 @@ class Participant:
         return self._state is ParticipantState.COMMITTED
 
     @property
-    def excluded(self) -> bool:
-        """Whether the others continued without this participant, for good. A newcomer may return under another name."""
-        return self._state is ParticipantState.OUT
-
-    @property
     def can_leave(self) -> bool:
         """Whether the participant may leave the channel: it is not committed, or has received Finalized."""
         return not self.committed or self._over

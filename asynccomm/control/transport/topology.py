@@ -53,8 +53,3 @@ class Topology:
         host = self.contacts[rank].host
         leader = min(r for r, contact in self.contacts.items() if contact.host == host and r not in gone)
         return root if leader == rank else leader
-
-    def below(self, rank: int) -> list[int]:
-        """The higher ranks of the same host; they may connect to ``rank`` if all lower ranks are gone."""
-        host = self.contacts[rank].host
-        return [r for r, contact in self.contacts.items() if r > rank and contact.host == host]

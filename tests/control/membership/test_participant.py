@@ -84,7 +84,6 @@ def test_a_report_is_the_whole_state(state: str, said: StatusReport) -> None:
     assert participant.asking == (state in ("wants", "joins", "prepared", "failed"))
     assert participant.committed == (state == "committed")
     assert participant.can_leave == (state != "committed")
-    assert participant.excluded == (state == "out")
     assert participant.decision == said.decision
 
 
@@ -125,7 +124,7 @@ def test_a_refused_call_may_be_made_again() -> None:
 def test_left_out_is_final(state: str) -> None:
     participant = at(state)
     assert hear(participant, Excluded("late")) == Excluded("late")
-    assert participant.excluded
+    assert report(participant).state is ParticipantState.OUT
     assert participant.decision is None
     assert participant.can_leave
     assert participant.on_order(Prepare(K)) is None
