@@ -19,7 +19,6 @@ import json
 import os
 import re
 import socket
-import struct
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -28,12 +27,16 @@ from typing import Any, Final, Self, final
 
 from asynccomm.cli.run import Commands
 from asynccomm.control.diagnosis import Diagnosis, RankState
-from asynccomm.control.transport.framing import MESSAGE_BYTES, ControlMessage, Decoder, encode
-from asynccomm.control.transport.sockets import run_name
+from asynccomm.control.messages import JobOverview, RankAnswer
+from asynccomm.control.timing import ANSWER_SECONDS
+from asynccomm.control.transport.connection import Look
+from asynccomm.control.transport.framing import MESSAGE_BYTES, Decoder, encode
+from asynccomm.control.transport.schema import MessageError, decode
+from asynccomm.control.transport.sockets import peer_user, run_name
 
 _DESCRIPTION = """\
-Show what each rank of a running job is at: what it called last and where, what it waits for, who is behind, who does
-not answer or is gone. Works while the job hangs, and disturbs nothing.
+Show the state of each rank of a running job: its last call and the line of the call, the calls it waits for, and
+whether it is behind, silent or gone. Works while the job hangs, and disturbs nothing.
 
     asynccomm diagnose              the only run that you have on this host
     asynccomm diagnose RUN          its id (as given to run --run-id, or by torchrun), or the pid of a rank or launcher
@@ -41,12 +44,11 @@ not answer or is gone. Works while the job hangs, and disturbs nothing.
 The exit code is 1 if a rank of a comm is behind, silent, gone or broken, 0 if none is, and 2 if there is no such run.
 """
 
-KNOCK_SECONDS: Final = 1.5  # for a rank to collect the other ranks' answers, for which the rank allows about two
-LOOK_SECONDS: Final = 5.0  # for a rank to ask the other ranks, for which the rank allows about two
+KNOCK_SECONDS: Final = 1.5  # for a rank to answer with the names of the job's sockets
+LOOK_SECONDS: Final = 2 * ANSWER_SECONDS + 3.0  # for a rank to request the states of the other ranks
 
 _LISTENS: Final = 0x10000  # __SO_ACCEPTCON, of a socket in /proc/net/unix
 _line = re.compile(r"[0-9a-f]+: \S+ \S+ (?P<flags>[0-9A-F]+) \S+ \S+ +\d+ @(?P<name>asynccomm/.*)")  # of any user
-_credentials = struct.Struct("=iII")  # process, user, group
 
 
 @final
@@ -119,12 +121,12 @@ class Answer:
     silent: dict[int, float | None] = field(default_factory=dict)
     gone: dict[int, str] = field(default_factory=dict)
 
-    def take(self, message: ControlMessage) -> None:
-        """Add a message. Raises: ValueError, TypeError, KeyError, AttributeError for a malformed message."""
-        self.answers |= {int(rank): dict(answer["comms"]) for rank, answer in message.get("said", {}).items()}
-        for rank, seconds in message.get("silent", {}).items():
-            self.silent[int(rank)] = None if seconds is None else float(seconds)
-        self.gone |= {int(rank): str(how) for rank, how in message.get("gone", {}).items()}
+    def add(self, message: RankAnswer | JobOverview) -> None:
+        if isinstance(message, RankAnswer):
+            self.answers[message.rank] = message.comms
+        else:
+            self.silent |= message.silent
+            self.gone |= message.gone
 
 
 @final
@@ -142,7 +144,11 @@ class Snapshot:
 
     def __str__(self) -> str:
         text = str(self.diagnosis)
-        return text if self.late or not self.diagnosis.behind else f"{text}\nwho is behind catches up: nobody is stuck"
+        return (
+            text
+            if self.late or not self.diagnosis.behind
+            else f"{text}\nthe ranks that are behind catch up: none is stuck"
+        )
 
 
 # -- finding ranks ----------------------------------------------------------------------------------------------------
@@ -235,44 +241,43 @@ def _connect(door: ProcessSocket) -> socket.socket:
     try:
         sock.setblocking(False)
         sock.connect(f"\0{door.name}")  # immediate: succeeds or fails
-        user = _credentials.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size))[1]
-        if user != os.geteuid():
-            raise PermissionError(f"who listens there is user {user}'s")
+        if (user := peer_user(sock)) != os.geteuid():
+            raise PermissionError(f"a process of user {user} listens there")
     except BaseException:
         sock.close()
         raise
     return sock
 
 
-async def _ask(door: ProcessSocket, question: ControlMessage, seconds: float) -> list[ControlMessage]:
-    """All messages of the answer. Raises: OSError, TimeoutError being one; ValueError for a malformed message."""
+async def _ask(door: ProcessSocket, look: Look, seconds: float) -> tuple[list[RankAnswer | JobOverview], JobOverview]:
+    """All messages of the answer, and the last. Raises: OSError, TimeoutError being one; MessageError."""
     reader, writer = await asyncio.open_unix_connection(sock=_connect(door))
-    messages: list[ControlMessage] = []
+    messages: list[RankAnswer | JobOverview] = []
     try:
-        writer.write(encode({"look": True, **question}))
+        writer.write(encode(look))
         decoder = Decoder(limit=MESSAGE_BYTES)
         async with asyncio.timeout(seconds):
             while data := await reader.read(1 << 20):
                 decoder.feed(data)
                 while (message := decoder.next()) is not None:
-                    messages.append(message)
+                    messages.append(decode(RankAnswer | JobOverview, message))
     finally:
         writer.transport.abort()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
-    if not messages or "doors" not in messages[-1]:
-        raise ConnectionResetError("it broke off")
-    return messages
+    if not messages or not isinstance(messages[-1], JobOverview):
+        raise ConnectionResetError("the answer is incomplete")
+    return messages, messages[-1]
 
 
 async def _knock(door: ProcessSocket) -> tuple[bool, list[str] | None]:
     """Whether the socket exists and is this user's; the names of its process tree's sockets, if it answers."""
     try:
-        said = await _ask(door, {"ranks": []}, KNOCK_SECONDS)
-        return True, [str(name) for name in said[-1]["doors"].values()]
+        _, overview = await _ask(door, Look(ranks=[]), KNOCK_SECONDS)
+        return True, list(overview.sockets.values())
     except (PermissionError, ConnectionRefusedError):  # refused: the socket has just closed
         return False, None
-    except (OSError, ValueError, AttributeError):
+    except (OSError, MessageError):
         return True, None
 
 
@@ -296,18 +301,19 @@ async def _listen(family: ProcessTree, stacks: bool) -> Answer:
     """The state of all ranks of the process tree, as far as any answering rank can find out."""
     said = Answer()
 
-    async def ask(door: ProcessSocket, **question: Any) -> bool:
+    async def ask(door: ProcessSocket, ranks: list[int] | None = None) -> bool:
         try:
-            for message in await _ask(door, {"stacks": stacks, **question}, LOOK_SECONDS):
-                said.take(message)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            messages, _ = await _ask(door, Look(stacks, ranks), LOOK_SECONDS)
+        except (OSError, MessageError):
             return False
+        for message in messages:
+            said.add(message)
         return True
 
     for door in family.opened:
         if await ask(door):
             break
-    await asyncio.gather(*(ask(door, ranks=[door.rank]) for door in family.opened if door.rank not in said.answers))
+    await asyncio.gather(*(ask(door, [door.rank]) for door in family.opened if door.rank not in said.answers))
     return said
 
 
@@ -330,7 +336,7 @@ def _diagnoses(family: ProcessTree, said: Answer) -> dict[str, Diagnosis]:
 
 def _state(rank: int, job: int, key: str, family: ProcessTree, said: Answer) -> RankState:
     if job in said.answers:
-        return RankState.of_answer(rank, said.answers[job].get(key, {}))
+        return RankState.from_answer(rank, said.answers[job].get(key, {}))
     if job in said.gone:
         return RankState(rank, False, gone=said.gone[job])
     pid = next((door.pid for door in family.doors if door.rank == job), 0)
@@ -373,7 +379,7 @@ def add_command(commands: Commands) -> None:
     """Register ``diagnose`` with the command line."""
     parser = commands.add_parser(
         "diagnose",
-        help="show what the ranks of a running job are at",
+        help="show the states of the ranks of a running job",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

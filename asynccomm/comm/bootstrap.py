@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from asynccomm.backends.base import Backend
 from asynccomm.comm.session import Session
 from asynccomm.control.channel import ControlChannel
+from asynccomm.control.transport.schema import dumps, loads
 from asynccomm.control.transport.sockets import ListeningSockets
 from asynccomm.control.transport.topology import RankAddress
 from asynccomm.core.mailbox import Mailbox
@@ -121,9 +121,9 @@ async def _open_channel(
     contacts = joined.contacts
     if len({member.host for member in joined.members}) > 1:
         sockets.open_tcp(room.local_address() or address_towards(socket.gethostname(), 9) or "127.0.0.1")
-        await room.set(f"control/{sockets.contact.rank}", json.dumps(sockets.contact.as_json()))
+        await room.set(f"control/{sockets.contact.rank}", dumps(sockets.contact))
         keys = [f"control/{contact.rank}" for contact in contacts]
-        texts = await room.multi_get(keys, max(LEAST_SECONDS, deadline - time.monotonic()))
-        contacts = [RankAddress.of_json(json.loads(text)) for text in texts]
+        said = await room.multi_get(keys, max(LEAST_SECONDS, deadline - time.monotonic()))
+        contacts = [loads(RankAddress, text) for text in said]
     left = max(LEAST_SECONDS, deadline - time.monotonic())
     return await ControlChannel.open(sockets.contact.rank, contacts, joined.tokens, sockets, left)

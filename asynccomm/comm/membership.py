@@ -31,6 +31,7 @@ from asynccomm.control.membership.messages import (
     View,
     describe_many,
 )
+from asynccomm.control.timing import CONNECT_SECONDS
 from asynccomm.core.tasks import detach, shielded
 from asynccomm.errors import AsyncCommError, BackendError, ClosedError, LeftOutError
 from asynccomm.ops.validation import CommInfo
@@ -39,7 +40,6 @@ from asynccomm.rendezvous.lobby import Lobby
 from asynccomm.rendezvous.spec import RendezvousSpec, rehost
 
 STORE_SECONDS: Final = 1.0  # for a store to answer, else it counts as dead
-CONNECT_SECONDS: Final = 20.0  # for the members to connect, once they are decided
 CLOSE_SECONDS: Final = 2.0  # for the old comm to close; later it goes on closing in the background
 
 
@@ -65,8 +65,8 @@ class _RankClient:
     def failed(self, decision: str, why: str) -> None:
         self._call(lambda: self._channel.service.failed(self._key, decision, why))
 
-    def give_up(self) -> None:  # final
-        self._call(lambda: self._channel.service.give_up(self._key))
+    def withdraw(self) -> None:  # final
+        self._call(lambda: self._channel.service.withdraw(self._key))
 
     def _call(self, call: Callable[[], object]) -> None:
         self._channel.call(call)
@@ -130,7 +130,7 @@ async def await_commit(
                     pass
     except BaseException:
         if asking:
-            client.give_up()
+            client.withdraw()
         if attempt is not None:
             await attempt.drop()
             attempt = None  # the error keeps this frame alive, and with it the store that the attempt may host
@@ -206,7 +206,7 @@ async def reconfigure(
         task.cancel()
         await asyncio.wait([task])
         if not client.has_asked:
-            client.give_up()  # the other ranks must not wait for this one
+            client.withdraw()  # the other ranks must not wait for this one
         if not task.cancelled() and task.exception() is None:
             await _drop(task.result())
         raise

@@ -16,11 +16,12 @@ from asynccomm.backends.base import Backend, device_of, own_hints
 from asynccomm.backends.registry import candidates, load_backend
 from asynccomm.comm.bootstrap import bootstrap
 from asynccomm.comm.comm import Comm
-from asynccomm.comm.membership import CONNECT_SECONDS, await_commit, run_prefix
+from asynccomm.comm.membership import await_commit, run_prefix
 from asynccomm.comm.pending import PendingComm
 from asynccomm.comm.session import Session
 from asynccomm.control.membership.joiner import Joiner
 from asynccomm.control.membership.messages import View
+from asynccomm.control.timing import CONNECT_SECONDS
 from asynccomm.errors import RendezvousError
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import DEFAULT_TIMEOUT, MAX_BYTES, MAX_OPS, CommOptions, check_hints, check_name, seconds
@@ -209,7 +210,7 @@ async def join_existing(
     try:
         backends = _backends(invitation.backend, name, device, requested, allowed)
     except BaseException:
-        joiner.give_up()  # the ranks wait for the invited process
+        joiner.withdraw()  # the ranks wait for the invited process
         raise
     theirs = replace(options, ordering=invitation.ordering)
     ranks = {job: rank for rank, job in enumerate(invitation.ranks)}

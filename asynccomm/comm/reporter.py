@@ -24,7 +24,7 @@ from asynccomm.control.channel import ControlChannel
 from asynccomm.control.diagnosis import Diagnosis, RankState
 from asynccomm.control.fingerprints import Fingerprint
 from asynccomm.control.timing import PING_SECONDS
-from asynccomm.control.transport.framing import ControlMessage
+from asynccomm.control.transport.schema import JsonObject
 from asynccomm.core.callsite import show
 from asynccomm.core.stacks import format_stacks
 from asynccomm.core.work import UNNUMBERED, Work
@@ -79,16 +79,16 @@ class Reporter:
         """Compare a numbered operation; ``batch``: the batch's collectives if it is their first, else 0."""
         if not work.op.p2p:
             self._fingerprints.append((work.seq, work.op, batch))
-            self._channel.issued()
+            self._channel.fingerprints_ready()
 
     def send_error(self, error: BrokenError, then: Callable[[], object]) -> None:
         """Send the error that breaks the comm to the other ranks; then call ``then``, on any thread."""
-        self._channel.tell(self._key, {"rank": self._group.rank, **encode_error(error)}, then)
+        self._channel.broadcast(self._key, {"rank": self._group.rank, **encode_error(error)}, then)
 
     def send_store(self, key: str, address: list[Any] | None) -> None:
         """Send the members of decision ``key`` the address of their store; None: the old store. From any thread."""
         item = {"rank": self._group.rank, "kind": "meet", "key": key, "store": address}
-        self._channel.tell(self._key, item)
+        self._channel.broadcast(self._key, item)
 
     async def receive_store(self, key: str) -> Any:
         """Wait for the address that another member of decision ``key`` sends. On the comm's loop."""
@@ -107,7 +107,7 @@ class Reporter:
 
     def end(self) -> None:
         """Stop receiving messages, and notify the other ranks."""
-        item: ControlMessage = {"rank": self._group.rank, "kind": "closed"}
+        item: JsonObject = {"rank": self._group.rank, "kind": "closed"}
         submitter = self._submitter()
         error = None if submitter is None else submitter.error
         if isinstance(error, PeerLostError):  # the others may not see it: each rank has its own connections
@@ -116,13 +116,13 @@ class Reporter:
             item = {"rank": self._group.rank, "kind": "followed", "members": self.followers}
         self._channel.unsubscribe(self._key, item)
 
-    async def request(self, ranks: Sequence[int], timeout: float, **question: Any) -> dict[int, ControlMessage]:
+    async def request(self, ranks: Sequence[int], timeout: float, **question: Any) -> dict[int, JsonObject]:
         """The replies of ``ranks`` of the comm within ``timeout`` seconds. On the comm's loop."""
         if not ranks:
             return {}
         jobs = [self._jobs[rank] for rank in ranks]
         try:
-            replies = await asyncio.wrap_future(self._channel.ask(self._key, jobs, question, timeout))
+            replies = await asyncio.wrap_future(self._channel.request(self._key, jobs, question, timeout))
         except RuntimeError:  # the channel has ended
             return {}
         return {self._ranks[job]: reply for job, reply in replies.items()}
@@ -137,11 +137,11 @@ class Reporter:
         replies = await self.request(ranks, timeout, what="state", stacks=stacks, tag=tag)
         return {rank: self._state(rank, replies.get(rank)) for rank in ranks}
 
-    def _state(self, rank: int, reply: ControlMessage | None) -> RankState:
+    def _state(self, rank: int, reply: JsonObject | None) -> RankState:
         channel, job = self._channel, self._jobs[rank]
         if reply is not None:
             with contextlib.suppress(TypeError, ValueError, KeyError, AttributeError):
-                return RankState.of_answer(rank, reply)
+                return RankState.from_answer(rank, reply)
         if job not in channel.topology.contacts:
             return RankState(rank, False, reachable=False)
         if job in channel.gone:
@@ -172,7 +172,7 @@ class Reporter:
         """The states of all ranks."""
         group = self._group
         states = await self.states(self._others, timeout, stacks=stacks)
-        mine = RankState.of_answer(group.rank, self.answer({"what": "state", "stacks": stacks}))
+        mine = RankState.from_answer(group.rank, self.on_request({"what": "state", "stacks": stacks}))
         states[group.rank] = mine
         return Diagnosis(group.name, tuple(states[rank] for rank in range(group.size)))
 
@@ -187,7 +187,7 @@ class Reporter:
 
     # -- from the channel, on its thread ------------------------------------------------------------------------------
 
-    def hear(self, job: int, item: ControlMessage) -> None:
+    def on_news(self, job: int, item: JsonObject) -> None:
         """Handle a message of the rank ``job`` of the job."""
         if item.get("kind") == "differs":  # sent by the job's root, which may not be in this comm
             self._on_failure(self._mismatch(item))
@@ -216,7 +216,7 @@ class Reporter:
         if error is not None and not (isinstance(error, PeerLostError) and error.rank == self._group.rank):
             self._on_failure(error)
 
-    def _closed_by_loss(self, rank: int, item: ControlMessage) -> BrokenError:
+    def _closed_by_loss(self, rank: int, item: JsonObject) -> BrokenError:
         """The error where ``rank`` has closed the comm because a rank was lost, which may be this one."""
         error = decode_error({**item, "kind": "lost", "rank": rank})
         assert error is not None
@@ -224,20 +224,20 @@ class Reporter:
             return PeerLostError(rank, f"it has declared this rank lost: {error.detail}")
         return error
 
-    def _mismatch(self, item: ControlMessage) -> CollectiveMismatchError:
+    def _mismatch(self, item: JsonObject) -> CollectiveMismatchError:
         seq, sides = int(item["seq"]), item["sides"]
         ranks = [self._ranks[int(job)] for job in item["jobs"]]
         mine, theirs = (str(side.get("op", "a call that is no longer recorded")) for side in sides)
         sites = [str(side.get("site", "")) for side in sides]
         return CollectiveMismatchError(seq, ranks[0], mine, ranks[1], theirs, *sites)
 
-    def lose(self, job: int, how: str) -> None:
+    def on_departure(self, job: int, how: str) -> None:
         """Handle the loss of the rank ``job`` of the job; ``how`` is empty if it has left."""
         rank = self._ranks.get(job)
         if rank is not None and how and rank not in self._closed:
             self._on_failure(PeerLostError(rank, how))
 
-    def answer(self, question: ControlMessage) -> ControlMessage:
+    def on_request(self, question: JsonObject) -> JsonObject:
         """The reply to a request of another rank or of a diagnosing process."""
         match question.get("what"):
             case "ping":
@@ -250,7 +250,7 @@ class Reporter:
             case _:
                 return {}
 
-    def fingerprints(self) -> tuple[int, Sequence[Fingerprint]]:
+    def take_fingerprints(self) -> tuple[int, Sequence[Fingerprint]]:
         """The size of the comm, and the fingerprints of the operations issued since the last call."""
         found: list[Fingerprint] = []
         while self._fingerprints:
@@ -258,7 +258,7 @@ class Reporter:
             found.append((seq, *signature(op), batch))
         return self._group.size, found
 
-    def _explain(self, seq: int) -> ControlMessage:
+    def _explain(self, seq: int) -> JsonObject:
         submitter = self._submitter()
         if submitter is None:
             return {}
@@ -278,7 +278,7 @@ class Reporter:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(ran)
 
-    def _describe(self, stacks: bool, tag: Any) -> ControlMessage:
+    def _describe(self, stacks: bool, tag: Any) -> JsonObject:
         submitter = self._submitter()
         if submitter is None:
             return {}
@@ -286,7 +286,7 @@ class Reporter:
         collectives, messages = submitter.numbers
         pending = submitter.in_flight.pending()
         last = submitter.recent[-1] if submitter.recent else None
-        answer: ControlMessage = {
+        answer: JsonObject = {
             "comm": self._group.name,
             "rank": self._group.rank,
             "size": self._group.size,

@@ -411,10 +411,10 @@ class Session:
         if channel is None or reporter is None:
             self._fail(error)
         elif isinstance(error, CollectiveMismatchError):
-            channel.start(self._explain_mismatch(reporter, error))
+            channel.spawn(self._explain_mismatch(reporter, error))
         elif isinstance(error, (BackendError, PeerLostError)):
             seconds = LOST_SECONDS if isinstance(error, PeerLostError) else EXPLAIN_SECONDS
-            channel.later(seconds, lambda: self._fail(error))
+            channel.call_later(seconds, lambda: self._fail(error))
         else:
             self._fail(error)
 

@@ -20,22 +20,34 @@ from functools import partial
 from typing import Any, Final, TypeVar, final
 
 from asynccomm.control.membership.service import MembershipService
+from asynccomm.control.messages import (
+    ALL,
+    Body,
+    Heartbeat,
+    IssuedCollectives,
+    News,
+    OrderMessage,
+    ParticipantReport,
+    Presence,
+    Reply,
+    ReportRequest,
+    Request,
+)
 from asynccomm.control.mismatch import MismatchDetector
 from asynccomm.control.requests import Requests
-from asynccomm.control.router import ALL, HERE, Router
+from asynccomm.control.router import Router
 from asynccomm.control.subscribers import Subscriber, Subscribers
-from asynccomm.control.timing import LINGER_SECONDS
-from asynccomm.control.transport.connection import Connection, Tokens
-from asynccomm.control.transport.framing import ControlMessage
+from asynccomm.control.timing import HEARTBEAT_SECONDS, LINGER_SECONDS
+from asynccomm.control.transport.connection import Connection, Look, Tokens
 from asynccomm.control.transport.listener import Listener
+from asynccomm.control.transport.schema import JsonObject, decode
 from asynccomm.control.transport.sockets import ListeningSockets
 from asynccomm.control.transport.thread import ControlThread, control_thread
 from asynccomm.control.transport.topology import RankAddress, Topology
 from asynccomm.control.uplink import Uplink
 
 ATTACH_SECONDS: Final = 10.0  # for the first connection; without it, there is no control channel
-GOODBYE_SECONDS: Final = 0.5  # for the connected ranks to acknowledge this rank's leave
-PULSE_SECONDS: Final = 1.0  # between heartbeats
+LEAVE_ACK_SECONDS: Final = 0.5  # for the connected ranks to acknowledge this rank's leave
 
 NOT_THE_ROOT: Final = "newcomers talk to the root"
 
@@ -60,27 +72,17 @@ class ControlChannel:
         self._thread: ControlThread = control_thread()
         self._router = router = Router(rank, self.topology, self._deliver, self._on_gone)
         self.gone = router.gone  #: the reason for each rank of the job that is gone; readable from any thread
-        self._listener = Listener(tokens, self._refusal, self._accept, self._on_look)
+        self._listener = Listener(tokens, self._refusal, self._accept, self._on_look, len(contacts))
         self._members = Subscribers(router.gone)
         self._requests = Requests(router, self._members)
         self._fingerprints = MismatchDetector(self._thread, router, self._members, self._requests, self._begin)
         self._joiners: dict[str, Connection] = {}
         self.service = MembershipService(router, self._thread.loop, self)  #: on the control thread
-        self._uplink = Uplink(router, tokens, self._begin, self._received, self._ended, self.service.attached)
+        self._uplink = Uplink(router, tokens, self._begin, self._received, self._ended, self.service.on_attached)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._pulse: asyncio.TimerHandle | None = None
         self._leaving: asyncio.Future[None] | None = None  # done once the leave is acknowledged
         self._closed = False
-        self._handlers: dict[str, Callable[[ControlMessage], object]] = {
-            "news": self._on_news,
-            "ask": self._requests.hear_question,
-            "reply": self._requests.hear_reply,
-            "prints": self._fingerprints.hear,
-            "report": self.service.hear_report,
-            "order": self.service.hear_order,
-            "poll": lambda message: self.service.hear_poll(message, self._members.__contains__),
-            HERE: lambda message: self.service.here(message["from"]),
-        }
 
     # -- from any thread ----------------------------------------------------------------------------------------------
 
@@ -112,23 +114,23 @@ class ControlChannel:
         """Deliver the news of comm ``key`` to ``member`` from now on. Thread-safe."""
         self._thread.call(lambda: self._members.subscribe(key, member))
 
-    def unsubscribe(self, key: str, item: ControlMessage | None = None) -> None:
+    def unsubscribe(self, key: str, item: JsonObject | None = None) -> None:
         """End the subscription of comm ``key``, after sending ``item`` to all ranks. Thread-safe."""
 
         def leave() -> None:
             if item is not None and not self._closed:
-                self._router.send(ALL, "news", comm=key, item=item)
+                self._router.send(ALL, News(key, item))
             self._members.unsubscribe(key)
 
         self._thread.call(leave)
 
-    def tell(self, key: str, item: ControlMessage, then: Callable[[], object] | None = None) -> None:
+    def broadcast(self, key: str, item: JsonObject, then: Callable[[], object] | None = None) -> None:
         """Send ``item`` to all ranks of comm ``key``, then call ``then`` on the control thread. Thread-safe."""
 
         def send() -> None:
             try:
                 if not self._closed:
-                    self._router.send(ALL, "news", comm=key, item=item)
+                    self._router.send(ALL, News(key, item))
             finally:
                 if then is not None:
                     then()
@@ -136,17 +138,17 @@ class ControlChannel:
         if not self._thread.call(send) and then is not None:
             then()
 
-    def ask(
-        self, key: str, ranks: Sequence[int], question: ControlMessage, timeout: float
-    ) -> Future[dict[int, ControlMessage]]:
+    def request(
+        self, key: str, ranks: Sequence[int], question: JsonObject, timeout: float
+    ) -> Future[dict[int, JsonObject]]:
         """The answers of ``ranks`` of the job within ``timeout`` seconds, by rank. From any other thread."""
         return self._thread.run(self._requests.gather(key, ranks, question, timeout))
 
-    def issued(self) -> None:
+    def fingerprints_ready(self) -> None:
         """Signal that a collective was issued and has a fingerprint. Thread-safe; costs the check of a flag."""
-        self._fingerprints.issued()
+        self._fingerprints.start_polling()
 
-    def later(self, seconds: float, call: Callable[[], object]) -> None:
+    def call_later(self, seconds: float, call: Callable[[], object]) -> None:
         """Make ``call`` on the control thread after ``seconds``, or when the channel ends. Thread-safe."""
 
         def begin() -> None:
@@ -155,7 +157,7 @@ class ControlChannel:
         if not self._thread.call(begin):
             call()
 
-    def start(self, coroutine: Coroutine[Any, Any, object]) -> None:
+    def spawn(self, coroutine: Coroutine[Any, Any, object]) -> None:
         """Run ``coroutine`` on the control thread. Thread-safe."""
         self._thread.call(lambda: self._begin(coroutine))
 
@@ -187,24 +189,24 @@ class ControlChannel:
         for sock in socks:
             self._listener.listen(sock)
         self._send_heartbeats()
-        return "" if await self._uplink.reach(timeout) else f"rank {self._router.above} cannot be reached"
+        return "" if await self._uplink.wait_connected(timeout) else f"rank {self._router.above} cannot be reached"
 
     async def _close(self) -> None:
         if self._closed:
             return
-        if self.service.lingers:
+        if self.service.must_stay:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_SECONDS):
-                    await self.service.settled()
+                    await self.service.wait_settled()
         if self._leaving is None:
             self._leaving = self._thread.loop.create_future()
-            self._router.depart()
+            self._router.leave()
             self._check_departed()
-        await asyncio.wait([self._leaving], timeout=GOODBYE_SECONDS)
+        await asyncio.wait([self._leaving], timeout=LEAVE_ACK_SECONDS)
         self._begin_closing()
 
     def _check_departed(self) -> None:
-        if self._leaving is not None and not self._leaving.done() and self._router.departed:
+        if self._leaving is not None and not self._leaving.done() and self._router.leave_acknowledged:
             self._leaving.set_result(None)
 
     def _abort_start(self, socks: Sequence[socket.socket]) -> None:
@@ -236,95 +238,100 @@ class ControlChannel:
         return task
 
     def _send_heartbeats(self) -> None:
-        self._router.pulse()
+        self._router.send_heartbeats()
         for joiner in self._joiners.values():
-            joiner.send({"kind": "pulse"})
-        self._uplink.search()
-        self.service.look_around()
-        self._pulse = self._thread.loop.call_later(PULSE_SECONDS, self._send_heartbeats)
+            joiner.send(Heartbeat())
+        self._uplink.check_absent()
+        self.service.tick()
+        self._pulse = self._thread.loop.call_later(HEARTBEAT_SECONDS, self._send_heartbeats)
 
     # -- on the control thread: connections and messages --------------------------------------------------------------
 
-    def _refusal(self, who: Any) -> str:
-        if type(who) is int:
+    def _refusal(self, who: int | str) -> str:
+        if isinstance(who, int):
             return self._router.refusal(who)
-        if not isinstance(who, str) or not who:
-            return "it does not say which rank it is"
         if not self._router.is_root or self._router.fenced:
             return NOT_THE_ROOT
-        return "there is one of that name already" if who in self._joiners else ""
+        return f"there is a newcomer {who!r} already" if who in self._joiners else ""
 
-    def _accept(self, who: Any, connection: Connection) -> None:
+    def _accept(self, who: int | str, connection: Connection) -> None:
         if isinstance(who, str):
             self._joiners[who] = connection
             connection.received, connection.ended = partial(self._on_report, who), partial(self._on_joiner_end, who)
             return
         connection.received, connection.ended = self._received, self._ended
-        self._router.welcome(who, connection)
+        self._router.accept(who, connection)
 
-    def _received(self, connection: Connection, message: ControlMessage) -> None:
+    def _received(self, connection: Connection, message: JsonObject) -> None:
         self._router.received(connection, message)
         self._check_departed()
 
     def _ended(self, connection: Connection, how: str) -> None:
         if not self._closed:
             self._router.ended(connection, how)
-            self._uplink.climb()
+            self._uplink.connect()
             self._check_departed()
 
-    def _deliver(self, message: ControlMessage) -> None:
-        handler = self._handlers.get(message["kind"])
-        if handler is not None:
-            handler(message)
+    def _deliver(self, source: int, body: Body) -> None:
+        match body:
+            case News():
+                self._on_news(source, body.comm, body.item)
+            case Request():
+                self._requests.on_request(source, body)
+            case Reply():
+                self._requests.on_reply(source, body)
+            case IssuedCollectives():
+                self._fingerprints.on_issued(source, body)
+            case ParticipantReport():
+                self.service.on_report(source, body)
+            case OrderMessage():
+                self.service.on_order(source, body)
+            case ReportRequest(key):
+                self.service.on_report_request(key, self._members.__contains__)
+            case Presence():
+                self.service.on_presence(source)
 
     def _on_gone(self, rank: int, how: str) -> None:
-        self._members.lose(rank, how)
-        self._requests.gone(rank)
-        self.service.gone(rank, how)
+        self._members.on_departure(rank, how)
+        self._requests.on_departure(rank)
+        self.service.on_departure(rank, how)
         if self._router.fenced:
             for joiner in list(self._joiners.values()):
                 joiner.drop("the others go on without its rank")
         if not self._closed:
-            self._thread.loop.call_soon(self._uplink.climb)
-            self._uplink.search()
+            self._thread.loop.call_soon(self._uplink.connect)
+            self._uplink.check_absent()
             self._thread.loop.call_soon(self._check_departed)
             if self._router.is_root:  # this rank may be the new root
-                self._thread.loop.call_soon(self.service.attached)
+                self._thread.loop.call_soon(self.service.on_attached)
 
-    def _on_news(self, message: ControlMessage) -> None:
-        key, item, rank = message.get("comm"), message.get("item"), message["from"]
-        if not isinstance(key, str) or not isinstance(item, dict):
-            raise ValueError("news of no comm")
+    def _on_news(self, rank: int, key: str, item: JsonObject) -> None:
         if item.get("kind") == "closed":
-            self.service.left(key, rank)
+            self.service.on_left(key, rank)
             self._fingerprints.forget(key)
         members = item.get("members")
         if item.get("kind") == "followed" and isinstance(members, list):
-            self.service.followed(key, members)
+            self.service.on_followed(key, members)
         if rank != self.rank:
-            self._members.hear(key, rank, item)
+            self._members.on_news(key, rank, item)
 
-    def _on_look(self, onlooker: Connection, message: ControlMessage) -> None:
-        asked = message.get("ranks")
-        ranks = [rank for rank in self.topology.contacts if not isinstance(asked, list) or rank in asked]
-        showing = self._begin(self._requests.show(onlooker, ranks, bool(message.get("stacks"))))
-        showing.add_done_callback(lambda _: onlooker.close())  # also if the channel ends before the task starts
+    def _on_look(self, observer: Connection, look: Look) -> None:
+        ranks = [rank for rank in self.topology.contacts if look.ranks is None or rank in look.ranks]
+        showing = self._begin(self._requests.send_overview(observer, ranks, look.stacks))
+        showing.add_done_callback(lambda _: observer.close())  # also if the channel ends before the task starts
 
     # -- newcomers ----------------------------------------------------------------------------------------------------
 
-    def send(self, name: str, message: ControlMessage) -> None:
+    def send(self, name: str, message: OrderMessage) -> None:
         """Send ``message`` to the newcomer ``name``, if it is connected."""
         joiner = self._joiners.get(name)
         if joiner is not None:
             joiner.send(message)
 
-    def _on_report(self, name: str, connection: Connection, message: ControlMessage) -> None:
-        key, ranks = message.get("comm"), message.get("ranks")
-        if not isinstance(key, str) or not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
-            raise ValueError("a report of no comm")
-        self.service.take_report(key, ranks, name, message.get("report"))
+    def _on_report(self, name: str, connection: Connection, data: JsonObject) -> None:
+        self.service.on_report(name, decode(ParticipantReport, data))
 
     def _on_joiner_end(self, name: str, connection: Connection, how: str) -> None:
         if self._joiners.get(name) is connection:
             del self._joiners[name]
-            self.service.gone(name, how)
+            self.service.on_departure(name, how)

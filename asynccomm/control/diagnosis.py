@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Self, final
+from dataclasses import dataclass, fields
+from typing import Any, Final, Self, cast, final
+
+from asynccomm.control.transport.schema import decode
 
 
 @final
@@ -16,10 +18,6 @@ class PendingOp:
     seq: int  #: number on the comm; -1: not sent yet
     age: float  #: seconds since the call
     site: str  #: place of the call; empty: unknown
-
-    @classmethod
-    def of_json(cls, data: Any) -> Self:
-        return cls(str(data["op"]), int(data["seq"]), float(data["age"]), str(data.get("site", "")))
 
     def __str__(self) -> str:
         number = f" #{self.seq}" if self.seq >= 0 else ""
@@ -51,42 +49,23 @@ class RankState:
     problem: str = ""  #: why the rank could not answer with its state
 
     @classmethod
-    def of_answer(cls, rank: int, answer: Mapping[str, Any]) -> Self:
-        """The state in a rank's answer. An empty answer means that the rank has no such comm (any more)."""
-        if not answer:
-            return cls(rank, True, state="closed")
-        if "problem" in answer:
-            return cls(rank, True, problem=str(answer["problem"]))
-        last = answer.get("last")
-        return cls(
-            rank,
-            True,
-            state=str(answer.get("state", "")),
-            host=str(answer.get("host", "")),
-            pid=int(answer.get("pid", 0)),
-            collectives=int(answer.get("collectives", 0)),
-            finished=int(answer.get("finished", 0)),
-            messages=int(answer.get("messages", 0)),
-            last=None if last is None else PendingOp.of_json(last),
-            pending=tuple(PendingOp.of_json(one) for one in answer.get("pending", ())),
-            in_flight=int(answer.get("in_flight", 0)),
-            blocked=bool(answer.get("blocked")),
-            issued=int(answer.get("issued", 0)),
-            stacks=str(answer.get("stacks", "")),
-        )
+    def from_answer(cls, rank: int, answer: Mapping[str, Any]) -> Self:
+        """The state in a rank's answer, empty if the rank has no such comm (any more). Raises: MessageError."""
+        known = {key: value for key, value in answer.items() if key in _ANSWERED}
+        return cast(Self, decode(cls, {"state": "closed", **known, "rank": rank, "answered": True}))
 
     @property
     def doing(self) -> str:
         """The rank's last operation, and whether the rank can make progress, in one line."""
         if self.gone is not None:
-            return f"is gone: {self.gone}" if self.gone else "has left in good order"
+            return f"is gone: {self.gone}" if self.gone else "has left"
         if not self.reachable:
             return "has no control channel"
         if not self.answered:
             heard = "" if self.silent is None else f": it was last heard {self.silent:.1f} s ago"
             return f"does not answer{heard}; it is stopped, or something holds its interpreter lock"
         if self.problem:
-            return f"could not say: {self.problem}"
+            return f"could not report its state: {self.problem}"
         parts = []
         if self.state not in ("", "open"):
             parts.append(f"is {self.state}")
@@ -107,6 +86,10 @@ class RankState:
             lines.append(f"    and for {self.in_flight - len(self.pending)} more")
         lines += [f"    | {line}" for line in self.stacks.splitlines()]
         return "\n".join(lines)
+
+
+# all fields of an answer that describe the rank itself
+_ANSWERED: Final = {field.name for field in fields(RankState)} - {"silent", "gone", "reachable"}
 
 
 @final

@@ -7,7 +7,7 @@ batch if it is the first of one. A table keeps a fingerprint only until all rank
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any, Final, NamedTuple, final
+from typing import Final, NamedTuple, final
 
 OPEN: Final = 1 << 16  # collectives by which a rank may be ahead of another; beyond, the oldest are not checked
 COMMS: Final = 1024  # tables that are kept
@@ -65,21 +65,14 @@ class FingerprintTables:
     def __init__(self) -> None:
         self._comms: OrderedDict[str, FingerprintTable] = OrderedDict()
 
-    def take(self, key: Any, rank: int, size: Any, fingerprints: Any) -> FingerprintMismatch | None:
-        """As :meth:`FingerprintTable.take`. Raises: ValueError: the arguments are no fingerprints of a comm."""
-        if not isinstance(key, str) or type(size) is not int or not isinstance(fingerprints, list):
-            raise ValueError("no fingerprints")
-        checked: list[Fingerprint] = []
-        for one in fingerprints:
-            if not isinstance(one, (list, tuple)) or len(one) != 4 or not all(type(number) is int for number in one):
-                raise ValueError(f"no fingerprint: {one!r:.100}")
-            checked.append((one[0], one[1], one[2], one[3]))
+    def take(self, key: str, rank: int, size: int, fingerprints: list[Fingerprint]) -> FingerprintMismatch | None:
+        """As :meth:`FingerprintTable.take`."""
         table = self._comms.get(key)
         if table is None:
             table = self._comms[key] = FingerprintTable(size)
             if len(self._comms) > COMMS:
                 self._comms.popitem(last=False)
-        return table.take(rank, checked)
+        return table.take(rank, fingerprints)
 
     def forget(self, key: str) -> None:
         """Drop the table of comm ``key``, which some rank has closed."""

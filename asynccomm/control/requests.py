@@ -9,12 +9,13 @@ import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple, final
 
+from asynccomm.control.messages import JobOverview, RankAnswer, Reply, Request
 from asynccomm.control.router import Router, Transport
 from asynccomm.control.subscribers import EVERY, Subscribers
-from asynccomm.control.timing import PING_SECONDS
-from asynccomm.control.transport.framing import MESSAGE_BYTES, ControlMessage
+from asynccomm.control.timing import ANSWER_SECONDS, PING_SECONDS
+from asynccomm.control.transport.framing import MESSAGE_BYTES
+from asynccomm.control.transport.schema import JsonObject
 
-ANSWER_SECONDS: Final = 1.0  # for ranks to answer with an issued operation, or with their state
 ANSWER_BYTES: Final = MESSAGE_BYTES - 4096  # the rest is for the enclosing message
 
 
@@ -22,7 +23,7 @@ class _PendingRequest(NamedTuple):
     """A request that some ranks have not answered yet."""
 
     due: set[int]
-    answers: dict[int, ControlMessage]
+    answers: dict[int, JsonObject]
     enough: asyncio.Future[None]
 
     def end(self) -> None:
@@ -51,8 +52,8 @@ class Requests:
         self._closed = False
 
     async def gather(
-        self, key: str, ranks: Sequence[int], question: ControlMessage, timeout: float
-    ) -> dict[int, ControlMessage]:
+        self, key: str, ranks: Sequence[int], question: JsonObject, timeout: float
+    ) -> dict[int, JsonObject]:
         """The answers of ``ranks`` that arrive within ``timeout`` seconds, by rank."""
         if self._closed:
             return {}
@@ -63,7 +64,7 @@ class Requests:
         self._pending[number] = asked
         try:
             for rank in list(due):
-                self._router.send(rank, "ask", comm=key, question=question, number=number)
+                self._router.send(rank, Request(key, question, number))
             if due:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(None if timeout == math.inf else timeout):
@@ -72,32 +73,26 @@ class Requests:
         finally:
             del self._pending[number]
 
-    def hear_question(self, message: ControlMessage) -> None:
-        """Reply to the request of another rank. Raises: ValueError: the message is no request."""
-        key, question = message.get("comm"), message.get("question")
-        if not isinstance(key, str) or not isinstance(question, dict):
-            raise ValueError("a question of no comm")
-        self._router.send(message["from"], "reply", number=message.get("number"), answer=self._fitting(key, question))
+    def on_request(self, source: int, request: Request) -> None:
+        """Reply to the request of another rank."""
+        self._router.send(source, Reply(request.number, self._fitting(request.comm, request.question)))
 
-    def _fitting(self, key: str, question: ControlMessage) -> ControlMessage:
+    def _fitting(self, key: str, question: JsonObject) -> JsonObject:
         """The answer; without stacks if it would exceed a message with them, as with ten thousand tasks."""
-        answer = self._members.answer(key, question)
+        answer = self._members.on_request(key, question)
         if question.get("stacks") and len(json.dumps(answer)) > ANSWER_BYTES:
-            return self._members.answer(key, {**question, "stacks": False})
+            return self._members.on_request(key, {**question, "stacks": False})
         return answer
 
-    def hear_reply(self, message: ControlMessage) -> None:
-        """Record the answer of a rank. Raises: ValueError: the message is no reply."""
-        number, answer = message.get("number"), message.get("answer")
-        if type(number) is not int or not isinstance(answer, dict):
-            raise ValueError("no reply")
-        asked, rank = self._pending.get(number), message["from"]
+    def on_reply(self, rank: int, reply: Reply) -> None:
+        """Message the answer of a rank."""
+        asked = self._pending.get(reply.number)
         if asked is not None and rank in asked.due:
             asked.due.discard(rank)
-            asked.answers[rank] = answer
+            asked.answers[rank] = reply.answer
             asked.end_if_all_have_answered()
 
-    def gone(self, rank: int) -> None:
+    def on_departure(self, rank: int) -> None:
         """Stop waiting for ``rank``."""
         for asked in self._pending.values():
             asked.due.discard(rank)
@@ -109,16 +104,16 @@ class Requests:
         for asked in self._pending.values():
             asked.end()
 
-    async def show(self, onlooker: Transport, ranks: Sequence[int], stacks: bool) -> None:
+    async def send_overview(self, observer: Transport, ranks: Sequence[int], stacks: bool) -> None:
         """Send the states of ``ranks`` to a diagnosing process, one per message: all in one could be too long."""
         router = self._router
-        said: dict[int, ControlMessage] = {}
+        said: dict[int, JsonObject] = {}
         if ranks:
             await self.gather(EVERY, ranks, {"what": "ping"}, ANSWER_SECONDS)
             await asyncio.sleep(PING_SECONDS)
             said = await self.gather(EVERY, ranks, {"what": "state", "stacks": stacks}, ANSWER_SECONDS)
         for rank, answer in said.items():
-            onlooker.send({"said": {rank: answer}})
+            observer.send(RankAnswer(rank, answer.get("comms", {})))
         silent = {rank: router.silence(rank) for rank in ranks if rank not in said and rank not in router.gone}
-        doors = {rank: contact.local for rank, contact in router.topology.contacts.items()}
-        onlooker.send({"silent": silent, "gone": router.gone, "doors": doors})
+        sockets = {rank: contact.local for rank, contact in router.topology.contacts.items()}
+        observer.send(JobOverview(silent, router.gone, sockets))

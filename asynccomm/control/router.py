@@ -2,7 +2,7 @@
 
 A message is addressed to a rank, to ``"root"``, or to ``"all"``. A message to all goes up to the root, which sends it
 down the whole tree, so all ranks receive such messages in the same order. Each node learns the routes to the ranks
-below it from their HERE messages.
+below it from their Presence messages.
 
 While ranks go, a node may be without a route until it reconnects. Each sender therefore numbers its messages to all,
 and repeats each message until the root has returned it; each node keeps the last ``LOGGED`` messages to all for ranks
@@ -18,25 +18,30 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import Any, Final, Protocol, final
+from typing import Final, Protocol, final
 
-from asynccomm.control.transport.framing import ControlMessage
+from asynccomm.control.messages import (
+    ALL,
+    ROOT,
+    Address,
+    Body,
+    Departure,
+    DepartureAck,
+    Heartbeat,
+    Presence,
+    RoutedMessage,
+)
+from asynccomm.control.transport.schema import JsonObject, MessageError, decode, shown
 from asynccomm.control.transport.topology import Topology
 
-ALL: Final = "all"
-ROOT: Final = "root"
 KEPT: Final = 4096  # messages that wait for a connection to the rank above
 LOGGED: Final = 64  # messages to all that are kept for ranks that connect later
-FOREVER: Final = 1e9  # seconds
-
-# message kinds that the nodes themselves handle
-LOST, LEFT, BYE, PULSE, HERE = "lost", "left", "bye", "pulse", "here"
 
 
 class Transport(Protocol):
     """A connection to another rank."""
 
-    def send(self, message: ControlMessage) -> None:
+    def send(self, message: object) -> None:
         """Queue ``message`` for sending."""
 
     def close(self) -> None:
@@ -49,7 +54,7 @@ class Router:
 
     Args:
         topology: of the job.
-        deliver: called with each message for this rank.
+        deliver: called with the source and the body of each message for this rank.
         gone: called once with each rank that is gone, and the reason; an empty reason means an orderly leave.
     """
 
@@ -57,26 +62,26 @@ class Router:
         self,
         rank: int,
         topology: Topology,
-        deliver: Callable[[ControlMessage], object],
+        deliver: Callable[[int, Body], object],
         gone: Callable[[int, str], object],
     ) -> None:
         self.rank = rank
         self.topology = topology
         self.up: Transport | None = None  #: the connection to the rank above
         self.gone: dict[int, str] = {}  #: by rank, the reason; empty: an orderly leave
-        self.heard: dict[int, float] = {}  #: time of the last message of each rank, as far as this node can tell
+        self.last_heard: dict[int, float] = {}  #: time of the last message of each rank, as far as this node can tell
         self.fenced = ""  #: why the others continue without this rank; empty: not fenced
         self._deliver = deliver
         self._notify_gone = gone
         self._up_rank: int | None = None
         self._down: dict[Transport, int] = {}  # connections from ranks below
         self._routes: dict[int, Transport] = {}  # towards each rank below
-        self._waiting: deque[ControlMessage] = deque(maxlen=KEPT)
+        self._waiting: deque[RoutedMessage] = deque(maxlen=KEPT)
         self._sent = 0  # messages to all
-        self._unacked: OrderedDict[tuple[int, int], ControlMessage] = OrderedDict()  # sent up, not returned by the root
-        self._log: deque[ControlMessage] = deque(maxlen=LOGGED)  # the last messages to all
+        self._unacked: OrderedDict[tuple[int, int], RoutedMessage] = OrderedDict()  # sent up, not returned by the root
+        self._log: deque[RoutedMessage] = deque(maxlen=LOGGED)  # the last messages to all
         self._last: dict[int, int] = {}  # by rank, the number of its last message to all
-        self._departing = False
+        self._leaving = False
         self._acknowledged: set[int] = set()  # ranks that have acknowledged the leave
         self._acknowledged_above = False  # whether the rank above has acknowledged the leave
 
@@ -98,26 +103,24 @@ class Router:
     @property
     def absent(self) -> list[int]:
         """At the root: the ranks that are not gone, as far as this node can tell, and not connected."""
-        if not self.is_root or self._departing:
+        if not self.is_root or self._leaving:
             return []
         return [r for r in self.topology.contacts if r != self.rank and r not in self.gone and r not in self._routes]
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
-    def send(self, to: int | str, kind: str, **content: Any) -> None:
+    def send(self, to: Address, body: Body) -> None:
         """Send a message; without a route, it waits for a connection, or is dropped at the root."""
-        message = {"to": to, "from": self.rank, "kind": kind, **content}
         if to == ALL:
             self._sent += 1
-            message["nth"] = self._sent
-        self._route(message, None)
+        self._route(RoutedMessage(to, self.rank, body, self._sent if to == ALL else None), None)
 
-    def _route(self, message: ControlMessage, came_by: Transport | None) -> None:
-        to = message["to"]
+    def _route(self, message: RoutedMessage, came_by: Transport | None) -> None:
+        to = message.to
         if to == self.rank:
             self._handle(message, came_by)
         elif to == ALL and self.is_root:
-            if not self._departing:  # else the next root sends the message: some ranks are already connected there
+            if not self._leaving:  # else the next root sends the message: some ranks are already connected there
                 self._broadcast(message, came_by)
         elif to == ALL and came_by is not None and came_by is self.up:
             for link in list(self._down):
@@ -126,10 +129,10 @@ class Router:
                 self._handle(message, came_by)
         elif to == ROOT and self.is_root:
             self._handle(message, came_by)
-        elif to in self._routes:
+        elif isinstance(to, int) and to in self._routes:
             self._routes[to].send(message)
-        elif to == ALL and "nth" in message:
-            self._unacked[message["from"], message["nth"]] = message
+        elif to == ALL and message.number is not None:
+            self._unacked[message.source, message.number] = message
             if len(self._unacked) > KEPT:
                 self._unacked.popitem(last=False)
             if self.up is not None:
@@ -140,7 +143,7 @@ class Router:
         elif not self.is_root:
             self._waiting.append(message)
 
-    def _broadcast(self, message: ControlMessage, came_by: Transport | None) -> None:
+    def _broadcast(self, message: RoutedMessage, came_by: Transport | None) -> None:
         """Send a message to all ranks, at the root."""
         if self._is_new(message):
             for link in list(self._down):
@@ -156,8 +159,8 @@ class Router:
         for message in waiting:
             self._route(message, None)
 
-    def _is_new(self, message: ControlMessage) -> bool:
-        number, source = message.get("nth"), message["from"]
+    def _is_new(self, message: RoutedMessage) -> bool:
+        number, source = message.number, message.source
         if number is None:
             return True
         self._unacked.pop((source, number), None)
@@ -167,81 +170,84 @@ class Router:
         self._log.append(message)
         return True
 
-    def _handle(self, message: ControlMessage, came_by: Transport | None) -> None:
-        kind = message["kind"]
-        if kind in (LOST, LEFT):
-            self._on_gone(message)
-        elif kind != PULSE:
-            self._deliver(message)
+    def _handle(self, message: RoutedMessage, came_by: Transport | None) -> None:
+        match message.body:
+            case Departure():
+                self._on_departure(message.to, message.body)
+            case Heartbeat():
+                pass
+            case body:
+                self._deliver(message.source, body)
 
     # -- connections --------------------------------------------------------------------------------------------------
 
     def refusal(self, rank: int) -> str:
         """Why ``rank`` may not connect to this node; empty: it may."""
         if rank == self.rank or rank not in self.topology.contacts:
-            return f"there is no rank {rank} to be let in"
+            return f"the job has no other rank {rank}"
         # a rank that leaves together with this one may connect: the next root may learn of its leave from no other rank
-        if rank in self.gone and (self.gone[rank] or not self._departing):
+        if rank in self.gone and (self.gone[rank] or not self._leaving):
             return f"rank {rank} was given up: {self.gone[rank] or 'it has left'}"
         if rank in self._down.values():
-            return f"rank {rank} is here already"
+            return f"rank {rank} is connected already"
         return ""
 
-    def welcome(self, rank: int, link: Transport) -> None:
+    def accept(self, rank: int, link: Transport) -> None:
         """Add the connection of ``rank``, below this node."""
         self._down[link] = rank
         self._routes[rank] = link
-        self.heard[rank] = time.monotonic()
-        self.send(ROOT, HERE)
+        self.last_heard[rank] = time.monotonic()
+        self.send(ROOT, Presence())
         for gone, how in self.gone.items():  # the rank, or ranks below it, may have missed the news
             link.send(self._gone_message(gone, how, ALL))
         for message in self._log:
             link.send(message)
-        if self._departing:
+        if self._leaving:
             link.send(self._gone_message(self.rank, "", ALL))
 
     def attach(self, rank: int, link: Transport) -> None:
         """Add the connection to ``rank``, above this node."""
         self.up, self._up_rank = link, rank
-        self.heard[rank] = time.monotonic()
-        self.send(ROOT, HERE)
+        self.last_heard[rank] = time.monotonic()
+        self.send(ROOT, Presence())
         for below in self._routes:
-            link.send({"to": ROOT, "from": below, "kind": HERE})
+            link.send(RoutedMessage(ROOT, below, Presence()))
         for gone, how in self.gone.items():
             link.send(self._gone_message(gone, how, ROOT))
         for message in self._log:  # a lost root may have reached some ranks only
             link.send(message)
         self._route_again()
-        if self._departing:
+        if self._leaving:
             link.send(self._gone_message(self.rank, "", ALL))
 
-    def received(self, link: Transport, message: ControlMessage) -> None:
-        """Handle a message from ``link``. Raises: ValueError: no node sends such a message."""
-        to, source = message.get("to"), message.get("from")
-        if not isinstance(message.get("kind"), str) or type(source) is not int or source not in self.topology.contacts:
-            raise ValueError(f"no message of a control channel: {message!r:.200}")
-        if (type(to) is not int and to not in (ALL, ROOT)) or type(message.get("nth", 0)) is not int:
-            raise ValueError(f"no message of a control channel: {message!r:.200}")
-        if message["kind"] == BYE:
-            self._on_bye(link)
+    def received(self, link: Transport, data: JsonObject) -> None:
+        """Handle a message from ``link``. Raises: MessageError."""
+        message: RoutedMessage = decode(RoutedMessage, data)
+        source, body = message.source, message.body
+        if source not in self.topology.contacts:
+            raise MessageError(f"source {source} is no rank of the job, got {shown(data)}")
+        if isinstance(body, DepartureAck):
+            self._on_departure_ack(link)
             return
         now = time.monotonic()
         below = self._down.get(link)
         if below is not None:
-            self.heard[below] = now
+            self.last_heard[below] = now
             if source in self.gone:
-                if to != ALL:
+                if message.to != ALL:
                     return  # sent before the rank was gone
-            elif message["kind"] == HERE:  # no other kind: a repeated message may come from any rank
+            elif isinstance(body, Presence):  # no other message: a repeated message may come from any rank
                 self._routes[source] = link
-            if message["kind"] == PULSE:
-                self._on_ages(message.get("ages", {}), now)
+            if isinstance(body, Heartbeat):
+                self.last_heard.update(
+                    (rank, now - age) for rank, age in body.ages.items() if rank in self.topology.contacts
+                )
                 return
-            if message["kind"] == LEFT and message.get("rank") == source == below:
+            if body == Departure(below, "") and source == below:
                 self._on_leave(below, link)
         elif link is self.up and self._up_rank is not None:
-            self.heard[self._up_rank] = now
-            if message["kind"] == PULSE:
+            self.last_heard[self._up_rank] = now
+            if isinstance(body, Heartbeat):
                 return
         else:
             return  # from a dropped connection
@@ -251,27 +257,19 @@ class Router:
         """Handle the orderly leave of ``rank``, directly below this node: its last message."""
         self._mark_gone(rank, "")
         self._forward_down(self._gone_message(rank, "", ALL))  # this node may go, too, before the root sends the news
-        if not self._departing:  # else the next root must receive the leave, too
+        if not self._leaving:  # else the next root must receive the leave, too
             self._drop_link(link)
-            link.send({"to": rank, "from": self.rank, "kind": BYE})
+            link.send(RoutedMessage(rank, self.rank, DepartureAck()))
             link.close()
-
-    def _on_ages(self, ages: Any, now: float) -> None:
-        if not isinstance(ages, dict):
-            raise ValueError(f"no ages: {ages!r:.200}")
-        ranks = {str(rank): rank for rank in self.topology.contacts}
-        for name, age in ages.items():
-            if name in ranks and isinstance(age, (int, float)) and 0 <= age < FOREVER:
-                self.heard[ranks[name]] = now - age
 
     def ended(self, link: Transport, how: str) -> None:
         """Handle the end of a connection."""
         if link is self.up:
             rank, self.up, self._up_rank = self._up_rank, None, None
             assert rank is not None
-            self._declare_lost(rank, how)
+            self.declare_lost(rank, how)
         elif (below := self._drop_link(link)) is not None:
-            self._declare_lost(below, how)
+            self.declare_lost(below, how)
 
     def _drop_link(self, link: Transport) -> int | None:
         """Remove a connection from below and its routes; the ranks behind it reconnect elsewhere."""
@@ -279,15 +277,14 @@ class Router:
             del self._routes[rank]
         return self._down.pop(link, None)
 
-    def _declare_lost(self, rank: int, how: str) -> None:
-        """Declare ``rank`` lost on this node's own evidence, and send the loss to the other ranks."""
+    def declare_lost(self, rank: int, how: str) -> None:
+        """Declare ``rank`` lost, even if its connection is open, and send the loss to the other ranks."""
         if rank in self.gone:
             return
-        message = self._gone_message(rank, how, ROOT)
         self._mark_gone(rank, how)
-        self._forward_down(message)
+        self._forward_down(self._gone_message(rank, how, ALL))
         if not self.is_root:
-            self._route(message, None)
+            self._route(self._gone_message(rank, how, ROOT), None)
 
     def fence(self, why: str) -> None:
         """Cut this rank off: the other ranks have declared it lost, and continue without it."""
@@ -301,33 +298,29 @@ class Router:
             if other != self.rank:
                 self._mark_gone(other, f"it goes on without rank {self.rank}: {why}")
 
-    def give_up(self, rank: int, how: str) -> None:
-        """Declare ``rank`` lost though its connection is open, because it does not answer any more."""
-        self._declare_lost(rank, how)
-
-    def give_up_silent(self, seconds: float) -> None:
+    def expire_silent(self, seconds: float) -> None:
         """Declare the rank above lost if its last message is more than ``seconds`` old."""
         rank = self._up_rank
         if rank is not None and (silence := self.silence(rank)) is not None and silence > seconds:
-            self._declare_lost(rank, f"it was silent for {silence:.1f} s, and others go on without it")
+            self.declare_lost(rank, f"it was silent for {silence:.1f} s, and others go on without it")
 
-    def depart(self) -> None:
-        """Announce this rank's orderly leave; :attr:`departed` turns true with the last acknowledgement."""
-        self._departing = True
+    def leave(self) -> None:
+        """Announce this rank's orderly leave; :attr:`leave_acknowledged` turns true with the last acknowledgement."""
+        self._leaving = True
         message = self._gone_message(self.rank, "", ALL)
         for link in self.links:
             link.send(message)
 
     @property
-    def departed(self) -> bool:
+    def leave_acknowledged(self) -> bool:
         """Whether all ranks that are, or would now be, connected to this node have acknowledged its leave."""
-        if not self._departing:
+        if not self._leaving:
             return False
         others = [rank for rank in self.topology.contacts if rank not in self.gone and rank not in self._acknowledged]
         below = [rank for rank in others if self.topology.above(rank, self.gone) == self.rank]
         return not below and self.above is None
 
-    def _on_bye(self, link: Transport) -> None:
+    def _on_departure_ack(self, link: Transport) -> None:
         """Handle an acknowledgement of our leave: the peer on ``link`` needs this node no longer."""
         if link is self.up and self._up_rank is not None:
             self._acknowledged.add(self._up_rank)
@@ -338,29 +331,24 @@ class Router:
             self._drop_link(link)
         link.close()
 
-    def _gone_message(self, rank: int, how: str, to: int | str) -> ControlMessage:
-        kind = LOST if how else LEFT
-        return {"to": to, "from": self.rank, "kind": kind, "rank": rank, "how": how}
+    def _gone_message(self, rank: int, how: str, to: Address) -> RoutedMessage:
+        return RoutedMessage(to, self.rank, Departure(rank, how))
 
-    def _on_gone(self, message: ControlMessage) -> None:
-        rank, how = message.get("rank"), message.get("how", "")
-        if type(rank) is not int or rank not in self.topology.contacts or not isinstance(how, str):
-            raise ValueError(f"no message of a control channel: {message!r:.200}")
-        if message["kind"] == LOST:
-            how = how or "it was lost"
+    def _on_departure(self, to: Address, departure: Departure) -> None:
+        rank, how = departure.rank, departure.reason
+        if rank not in self.topology.contacts:
+            raise MessageError(f"the departure of rank {rank}, which is no rank of the job")
         if rank == self.rank:
-            if message["kind"] == LOST and message["to"] != ROOT:
+            if how and to != ROOT:
                 self.fence(how)
-            return
-        if rank in self.gone:
-            return
-        self._mark_gone(rank, how)
-        if message["to"] == ROOT:
-            self._forward_down(self._gone_message(rank, how, ALL))
+        elif rank not in self.gone:
+            self._mark_gone(rank, how)
+            if to == ROOT:
+                self._forward_down(self._gone_message(rank, how, ALL))
 
-    def _forward_down(self, message: ControlMessage) -> None:
+    def _forward_down(self, message: RoutedMessage) -> None:
         for link in list(self._down):
-            link.send({**message, "to": ALL})
+            link.send(message)
 
     def _mark_gone(self, rank: int, how: str) -> None:
         if rank in self.gone:
@@ -373,7 +361,7 @@ class Router:
             link.send(self._gone_message(rank, how, rank))  # the rank may not know of its loss
             link.close()
         if self._up_rank == rank and self.up is not None:
-            self.up.send(self._gone_message(rank, how, rank) if how else {"to": rank, "from": self.rank, "kind": BYE})
+            self.up.send(self._gone_message(rank, how, rank) if how else RoutedMessage(rank, self.rank, DepartureAck()))
             self.up.close()
             self.up = self._up_rank = None
         self._notify_gone(rank, how)
@@ -381,29 +369,28 @@ class Router:
             now = time.monotonic()
             for other in self.topology.contacts:  # all connect here now; an absent rank is silent from now on
                 if other != self.rank and other not in self.gone:
-                    self.heard.setdefault(other, now)
+                    self.last_heard.setdefault(other, now)
             for other, why in self.gone.items():  # the last root may have reached some ranks only
                 self._forward_down(self._gone_message(other, why, ALL))
             self._route_again()
 
     # -- heartbeats ---------------------------------------------------------------------------------------------------
 
-    def pulse(self) -> None:
-        """Send a heartbeat over each connection. The channel calls this every ``PULSE_SECONDS``."""
+    def send_heartbeats(self) -> None:
+        """Send a heartbeat over each connection. The channel calls this every ``HEARTBEAT_SECONDS``."""
         now = time.monotonic()
-        message: ControlMessage = {"to": ROOT, "from": self.rank, "kind": PULSE}
         if self.up is not None:
-            below = {str(rank): round(now - self.heard[rank], 3) for rank in self._routes if rank in self.heard}
-            self.up.send({**message, "ages": below} if below else message)
+            ages = {rank: round(now - self.last_heard[rank], 3) for rank in self._routes if rank in self.last_heard}
+            self.up.send(RoutedMessage(ROOT, self.rank, Heartbeat(ages)))
         for link in list(self._down):
-            link.send(message)
+            link.send(RoutedMessage(ROOT, self.rank, Heartbeat()))
 
-    def listen_anew(self) -> None:
+    def reset_heartbeats(self) -> None:
         """Measure the silence of all ranks from now on."""
         now = time.monotonic()
-        self.heard = dict.fromkeys(self.heard, now)
+        self.last_heard = dict.fromkeys(self.last_heard, now)
 
     def silence(self, rank: int) -> float | None:
         """Seconds since the last message of ``rank``, as far as this node can tell; None: unknown."""
-        heard = self.heard.get(rank)
-        return None if heard is None else time.monotonic() - heard
+        last_heard = self.last_heard.get(rank)
+        return None if last_heard is None else time.monotonic() - last_heard

@@ -13,7 +13,7 @@ from typing import Any, Final, final
 from asynccomm.control.router import Router
 from asynccomm.control.timing import REACH_SECONDS
 from asynccomm.control.transport.connection import Connection, Tokens, connect, listens
-from asynccomm.control.transport.framing import ControlMessage
+from asynccomm.control.transport.schema import JsonObject
 
 RETRY_SECONDS: Final = 0.02  # between attempts to reach the rank above
 REFUSED_SECONDS: Final = 0.2  # after which a rank that does not listen, without news of its leave, counts as lost
@@ -37,7 +37,7 @@ class Uplink:
         router: Router,
         tokens: Tokens,
         begin: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-        received: Callable[[Connection, ControlMessage], object],
+        received: Callable[[Connection, JsonObject], object],
         ended: Callable[[Connection, str], object],
         attached: Callable[[], object],
     ) -> None:
@@ -51,16 +51,16 @@ class Uplink:
         self._search: asyncio.Task[None] | None = None
         self._closed = False
 
-    def climb(self) -> None:
+    def connect(self) -> None:
         """Connect to the rank above, unless already connected or connecting."""
         if self._closed or self._router.up is not None or self._router.above is None or self._connecting is not None:
             return
         self._connecting = self._begin(self._connect_above())
         self._connecting.add_done_callback(self._on_connected)
 
-    async def reach(self, timeout: float) -> bool:
+    async def wait_connected(self, timeout: float) -> bool:
         """Connect to the rank above, and wait. Returns whether connecting took at most ``timeout`` seconds."""
-        self.climb()
+        self.connect()
         if self._connecting is not None:
             try:
                 await asyncio.wait_for(asyncio.shield(self._connecting), timeout)
@@ -71,7 +71,7 @@ class Uplink:
     def _on_connected(self, task: asyncio.Task[None]) -> None:
         self._connecting = None
         if not task.cancelled() and task.exception() is None:
-            self.climb()  # the rank above may have changed meanwhile
+            self.connect()  # the rank above may have changed meanwhile
 
     async def _connect_above(self) -> None:
         router, now = self._router, asyncio.get_running_loop().time
@@ -94,10 +94,10 @@ class Uplink:
                 if not isinstance(exc, ConnectionRefusedError):
                     refused.pop(above, None)
                     if now() - tried > REACH_SECONDS:
-                        router.give_up(above, f"it cannot be reached: {exc}")
+                        router.declare_lost(above, f"it cannot be reached: {exc}")
                         tried = now()
                 elif now() - refused.setdefault(above, now()) > REFUSED_SECONDS:
-                    router.give_up(above, NOT_THERE)
+                    router.declare_lost(above, NOT_THERE)
                     continue
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
@@ -107,12 +107,12 @@ class Uplink:
             router.attach(above, link)
             self._attached()
 
-    def search(self) -> None:
+    def check_absent(self) -> None:
         """At the root: check whether the absent ranks still listen."""
         if self._router.absent and not self._closed and (self._search is None or self._search.done()):
-            self._search = self._begin(self._check_absent())
+            self._search = self._begin(self._probe_absent())
 
-    async def _check_absent(self) -> None:
+    async def _probe_absent(self) -> None:
         router, now = self._router, asyncio.get_running_loop().time
         refused: dict[int, float] = {}  # by rank, the time of its first refusal
         while True:
@@ -120,7 +120,7 @@ class Uplink:
                 if await listens(router.topology.contacts[rank], self._same_host(rank)):
                     refused.pop(rank, None)
                 elif now() - refused.setdefault(rank, now()) > REFUSED_SECONDS and rank in router.absent:
-                    router.give_up(rank, NOT_THERE)
+                    router.declare_lost(rank, NOT_THERE)
             if not refused.keys() & set(router.absent):
                 return  # listening ranks will connect; the next heartbeat checks again
             await asyncio.sleep(RETRY_SECONDS)

@@ -20,19 +20,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import logging
 import os
-import re
 import secrets
 import socket
 import time
-from collections.abc import Collection
-from typing import Any, Final, NamedTuple, final
+from collections.abc import Collection, Mapping
+from typing import Annotated, Final, NamedTuple, TypeAlias, cast, final
+
+from msgspec import Meta
 
 from asynccomm.backends.base import RankInfo
 from asynccomm.control.transport.connection import Tokens
-from asynccomm.control.transport.topology import RankAddress
+from asynccomm.control.transport.schema import (
+    JsonObject,
+    Message,
+    MessageError,
+    TaggedMessage,
+    decode,
+    dumps,
+    loads,
+    shown,
+)
+from asynccomm.control.transport.topology import RankAddress, Text
 from asynccomm.errors import RendezvousError, StoreTimeoutError
 from asynccomm.store.base import Store
 from asynccomm.version import __version__
@@ -46,15 +56,65 @@ WINDOW: Final = 256  # hello numbers read in one pass, at either end of the unre
 HELLO_BYTES: Final = 16 << 10
 ANSWER_BYTES: Final = 64 << 10  # for the whole answer, plus ANSWER_BYTES_EACH for each rank
 ANSWER_BYTES_EACH: Final = 4 << 10
-TEXT: Final = 1024  # characters of one text in a hello or an answer
 REASON: Final = 40 << 10  # characters of the reason for a rejection, which may quote a hello
-SHOWN: Final = 200  # characters of malformed text that an error shows
 PATIENCE: Final = 0.05  # seconds before the next read of hellos, if one exists beyond the counter
 
-_NAME: Final = re.compile(r"[0-9A-Za-z]{1,64}")  # of a nonce
-_EPOCH: Final = re.compile(r"[ -.0-~]{1,64}")  # any printable character but a slash
+Rank: TypeAlias = Annotated[int, Meta(ge=0)]
+Epoch: TypeAlias = Annotated[str, Meta(pattern="^[ -.0-~]{1,64}$")]  # any printable characters but a slash
 
 _log = logging.getLogger("asynccomm")
+
+
+class _VersionedHello(Message, frozen=True):
+    """The fields that every version has in a hello."""
+
+    rank: Rank
+    nonce: Annotated[str, Meta(pattern="^[0-9A-Za-z]{1,64}$")]
+    version: Text
+
+
+@final
+class Member(Message, frozen=True):
+    """A rank, as the other ranks know it."""
+
+    rank: Rank
+    host: Text
+    pid: int
+    contact: RankAddress | None = None  #: of its control channel; None: the rank has none
+
+    def __post_init__(self) -> None:
+        if self.contact is not None and self.contact.rank != self.rank:
+            raise ValueError(f"rank {self.rank} has the contact of rank {self.contact.rank}")
+
+
+@final
+class _Hello(_VersionedHello, frozen=True):
+    size: int
+    backend: Text
+    ordering: Text
+    host: Text
+    pid: int
+    contact: RankAddress | None = None
+
+    def __post_init__(self) -> None:
+        if not self.rank < self.size:
+            raise ValueError(f"rank must be below the size, {self.size}, got {self.rank}")
+        _ = self.member  # checks the contact
+
+    @property
+    def member(self) -> Member:
+        return Member(self.rank, self.host, self.pid, self.contact)
+
+
+@final
+class _Answer(TaggedMessage, frozen=True):
+    members: list[Member]  #: in rank order
+    tokens: Tokens
+
+
+@final
+class _Rejection(TaggedMessage, frozen=True):
+    reason: Annotated[str, Meta(max_length=REASON)]
 
 
 class HandshakeResult(NamedTuple):
@@ -87,67 +147,52 @@ async def handshake(
 
     Raises: RendezvousError naming the missing ranks or the mismatch, on all ranks that have arrived so far.
     """
-    hello = {
-        "rank": rank,
-        "size": size,
-        "backend": backend,
-        "ordering": ordering,
-        "version": __version__,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "nonce": secrets.token_hex(8),
-        "contact": None if contact is None else contact.as_json(),
-    }
+    host, pid, nonce = socket.gethostname(), os.getpid(), secrets.token_hex(8)
+    hello = _Hello(rank, nonce, __version__, size, backend, ordering, host, pid, contact)
     deadline = time.monotonic() + timeout - spent
     place = store.prefix(name)
     if rank == 0:
-        return await _welcome(place, name, hello, size, deadline, timeout)
+        return await _welcome(place, name, hello, deadline, timeout)
     return await _ask(place, name, hello, deadline, timeout)
 
 
-async def _welcome(
-    place: Store, name: str, mine: dict[str, Any], size: int, deadline: float, timeout: float
-) -> HandshakeResult:
+async def _welcome(place: Store, name: str, mine: _Hello, deadline: float, timeout: float) -> HandshakeResult:
+    size = mine.size
     epoch = secrets.token_hex(8)
     room = place.prefix(epoch)
     await place.set("epoch", epoch)
-    tokens = Tokens()
-    hellos: dict[int, dict[str, Any]] = {0: mine}
-    others: dict[str, dict[str, Any]] = {}  # all hellos by nonce, matching or not
-    door = _HelloReader(room, name, mine["version"])
+    hellos: dict[int, _Hello] = {0: mine}
+    nonces: set[str] = set()  # of all hellos, matching or not
+    reader = _HelloReader(room, name, mine.version)
     problem = ""
-    while len(others) < size - 1 and time.monotonic() < deadline:
-        for theirs in await door.arrivals(deadline):
-            if theirs["nonce"] in others or len(others) == size - 1:
-                door.complain("it says what another one has said" if theirs["nonce"] in others else "all have come")
+    while len(nonces) < size - 1 and time.monotonic() < deadline:
+        for theirs in await reader.arrivals(deadline):
+            if theirs.nonce in nonces or len(nonces) == size - 1:
+                reader.complain("it repeats another hello" if theirs.nonce in nonces else "all ranks have come")
                 continue
-            others[theirs["nonce"]] = theirs
+            nonces.add(theirs.nonce)
             if not problem and (problem := _mismatch(mine, theirs, hellos)):
                 deadline = min(deadline, time.monotonic() + GRACE)
-            hellos.setdefault(theirs["rank"], theirs)
+            if isinstance(theirs, _Hello):
+                hellos.setdefault(theirs.rank, theirs)
     if not problem and len(hellos) < size:
         missing = [rank for rank in range(size) if rank not in hellos]
         problem = f"ranks {missing} of {size} did not come within {timeout:g} s"
     if problem:
-        raise await _reject(room, others, f"comm {name!r}: {problem}")
-    keys = "rank", "host", "pid", "contact"
-    answer = {
-        "members": [{key: hellos[rank].get(key) for key in keys} for rank in range(size)],
-        "tokens": [tokens.ask, tokens.answer],
-    }
-    text = json.dumps(answer)
-    await room.multi_set({f"answer/{nonce}": text for nonce in others})
+        raise await _reject(room, nonces, f"comm {name!r}: {problem}")
+    answer = _Answer([hellos[rank].member for rank in range(size)], Tokens.random())
+    text = dumps(answer)
+    await room.multi_set({f"answer/{nonce}": text for nonce in nonces})
     await room.check([])  # a round trip: the answers are stored; later losses of rank 0 are found by other means
     return _joined(epoch, answer)
 
 
-def _joined(epoch: str, answer: dict[str, Any]) -> HandshakeResult:
-    members = answer["members"]
+def _joined(epoch: str, answer: _Answer) -> HandshakeResult:
     return HandshakeResult(
         epoch,
-        [RankInfo(m["rank"], m["host"], m["pid"]) for m in members],
-        [RankAddress.of_json(m["contact"]) for m in members if m["contact"] is not None],
-        Tokens(*answer["tokens"]),
+        [RankInfo(member.rank, member.host, member.pid) for member in answer.members],
+        [member.contact for member in answer.members if member.contact is not None],
+        answer.tokens,
     )
 
 
@@ -167,7 +212,7 @@ class _HelloReader:
         self._seen: set[int] = set()  # numbers read above _low
         self._complained = False
 
-    async def arrivals(self, deadline: float) -> list[dict[str, Any]]:
+    async def arrivals(self, deadline: float) -> list[_VersionedHello]:
         """The next hellos; the list may be empty."""
         room = self._room
         count = await room.add("arrivals", 0)
@@ -206,10 +251,10 @@ class _HelloReader:
         except StoreTimeoutError:
             return None
 
-    def _read(self, text: bytes) -> dict[str, Any] | None:
+    def _read(self, text: bytes) -> _VersionedHello | None:
         try:
             return _hello(text, self._version)
-        except _NonsenseError as exc:
+        except MessageError as exc:
             self.complain(str(exc))
             return None
 
@@ -217,92 +262,49 @@ class _HelloReader:
         """Log the first skipped hello as a warning."""
         if not self._complained:
             self._complained = True
-            _log.warning("comm %r: somebody said hello who is no rank of it, and is not answered: %s", self._name, what)
+            _log.warning("comm %r ignores a hello that is not of its ranks: %s", self._name, what)
 
 
-class _NonsenseError(ValueError):
-    """A value in the store that no rank has written."""
+def _hello(text: bytes, version: str) -> _VersionedHello:
+    """A hello, with all fields if it is of this ``version``. Raises: MessageError."""
+    data: JsonObject = loads(JsonObject, _limited(text, HELLO_BYTES))
+    if data.get("version") == version:
+        return cast(_Hello, decode(_Hello, data))
+    common = {key: data.get(key) for key in _VersionedHello.__struct_fields__}
+    return cast(_VersionedHello, decode(_VersionedHello, common))
 
 
-def _parsed(text: bytes, most: int) -> dict[str, Any]:
-    """A JSON object. Raises: _NonsenseError."""
+def _limited(text: bytes, most: int) -> bytes:
     if len(text) > most:
-        raise _NonsenseError(f"{len(text)} bytes, where {most} are the limit")
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        raise _NonsenseError(_shown(text)) from None
-    if type(found) is not dict:
-        raise _NonsenseError(_shown(text))
-    return found
+        raise MessageError(f"a message has at most {most} bytes, got {len(text)}")
+    return text
 
 
-def _shown(text: bytes) -> str:
-    return repr(text[:SHOWN]) + ("..." if len(text) > SHOWN else "")
-
-
-def _hello(text: bytes, version: str) -> dict[str, Any]:
-    """A parsed hello, fully checked if it is of this ``version``. Raises: _NonsenseError."""
-    hello = _parsed(text, HELLO_BYTES)
-    rank: Any = hello.get("rank")
-    nonce = hello.get("nonce")
-    fits = type(rank) is int and rank >= 0 and type(nonce) is str and _NAME.fullmatch(nonce) is not None
-    if fits and hello.get("version") == version:
-        size: Any = hello.get("size")
-        fits = type(size) is int and rank < size and _is_member(hello, rank)
-        fits = fits and all(_is_text(hello.get(key)) for key in ("backend", "ordering"))
-    elif fits:
-        fits = _is_text(hello.get("version"))
-    if not fits:
-        raise _NonsenseError(_shown(text))
-    return hello
-
-
-def _is_text(value: object) -> bool:
-    return type(value) is str and len(value) <= TEXT
-
-
-def _is_member(said: Any, rank: int) -> bool:
-    """Whether ``said`` describes ``rank``, in a hello or in rank 0's answer."""
-    if type(said) is not dict or type(said.get("rank")) is not int or said["rank"] != rank:
-        return False
-    if not _is_text(said.get("host")) or type(said.get("pid")) is not int:
-        return False
-    if said.get("contact") is None:
-        return True
-    try:
-        contact = RankAddress.of_json(said["contact"])
-    except ValueError:
-        return False
-    texts = contact.host, contact.local, contact.address
-    return contact.rank == rank and 0 <= contact.port < 1 << 16 and all(_is_text(text) for text in texts)
-
-
-def _mismatch(mine: dict[str, Any], theirs: dict[str, Any], hellos: dict[int, dict[str, Any]]) -> str:
+def _mismatch(mine: _Hello, theirs: _VersionedHello, hellos: Mapping[int, _Hello]) -> str:
     """The reason for rejecting a rank; empty for none."""
-    rank = theirs["rank"]
+    rank = theirs.rank
     for key in ("version", "size", "backend", "ordering"):
-        if theirs.get(key) != mine[key]:  # another version may lack some keys
-            return f"{key} differs: rank 0 has {mine[key]!r}, rank {rank} has {theirs.get(key)!r}"
-    if rank in hellos:
-        first, second = (f"process {h['pid']} on {h['host']}" for h in (hellos[rank], theirs))
+        if getattr(theirs, key, None) != getattr(mine, key):
+            return f"{key} differs: rank 0 has {getattr(mine, key)!r}, rank {rank} has {getattr(theirs, key, None)!r}"
+    if rank in hellos and isinstance(theirs, _Hello):
+        first, second = (f"process {h.pid} on {h.host}" for h in (hellos[rank], theirs))
         return f"rank {rank} is taken twice, by {first} and {second}; each needs its own RANK"
     return ""
 
 
 async def _reject(room: Store, nonces: Collection[str], reason: str) -> RendezvousError:
-    await room.multi_set({f"answer/{nonce}": json.dumps({"error": reason}) for nonce in nonces})
+    await room.multi_set({f"answer/{nonce}": dumps(_Rejection(reason)) for nonce in nonces})
     with contextlib.suppress(StoreTimeoutError):
         await room.wait([f"heard/{nonce}" for nonce in nonces], FAREWELL)
     return RendezvousError(reason)
 
 
-async def _ask(place: Store, name: str, mine: dict[str, Any], deadline: float, timeout: float) -> HandshakeResult:
+async def _ask(place: Store, name: str, mine: _Hello, deadline: float, timeout: float) -> HandshakeResult:
     def left() -> float:
         return max(0.0, deadline - time.monotonic())
 
     def late(what: str) -> RendezvousError:
-        return RendezvousError(f"comm {name!r}: {what} within {timeout:g} s (this is rank {mine['rank']})")
+        return RendezvousError(f"comm {name!r}: {what} within {timeout:g} s (this is rank {mine.rank})")
 
     greeted = ""
     look = FIRST_LOOK
@@ -311,19 +313,20 @@ async def _ask(place: Store, name: str, mine: dict[str, Any], deadline: float, t
             found = await place.get("epoch", left())
         except StoreTimeoutError:
             raise late("rank 0 did not come") from None
-        epoch = found.decode(errors="replace") if len(found) <= TEXT else ""
-        if _EPOCH.fullmatch(epoch) is None:  # rank 0 may still overwrite it with its own epoch
+        try:
+            epoch: str = decode(Epoch, found.decode(errors="replace"))
+        except MessageError:  # rank 0 may still overwrite it with its own epoch
             if left() <= 0:
-                raise late(f"rank 0 did not come: in the place of its epoch is {_shown(found)}")
+                raise late(f"rank 0 did not come: in the place of its epoch is {shown(found)}") from None
             await asyncio.sleep(min(look, left()))
             look = min(2 * look, LAST_LOOK)
             continue
         room = place.prefix(epoch)
         if epoch != greeted:
-            await room.set(f"hello/{await room.add('arrivals', 1)}", json.dumps(mine))
+            await room.set(f"hello/{await room.add('arrivals', 1)}", dumps(mine))
             greeted, look = epoch, FIRST_LOOK
         try:
-            text = await room.get(f"answer/{mine['nonce']}", min(look, left()))
+            text = await room.get(f"answer/{mine.nonce}", min(look, left()))
         except StoreTimeoutError:
             if left() <= 0:
                 raise late("rank 0 did not answer: it or others are missing, or the world is full") from None
@@ -331,32 +334,23 @@ async def _ask(place: Store, name: str, mine: dict[str, Any], deadline: float, t
             continue
         try:
             answer = _answer(text, mine)
-        except _NonsenseError as exc:
-            raise RendezvousError(f"comm {name!r}: what is there as the answer of rank 0 is none: {exc}") from None
-        if "error" in answer:
-            await room.set(f"heard/{mine['nonce']}", b"")
+        except MessageError as exc:
+            raise RendezvousError(f"comm {name!r}: the answer of rank 0 cannot be read: {exc}") from None
+        if isinstance(answer, _Rejection):
+            await room.set(f"heard/{mine.nonce}", b"")
             await room.check([])  # a round trip: the store has the key before the connection closes
-            raise RendezvousError(answer["error"])
+            raise RendezvousError(answer.reason)
         return _joined(epoch, answer)
 
 
-def _answer(text: bytes, mine: dict[str, Any]) -> dict[str, Any]:
-    """The answer of rank 0, checked. Raises: _NonsenseError."""
-    size = mine["size"]
-    answer = _parsed(text, ANSWER_BYTES + ANSWER_BYTES_EACH * size)
-    if "error" in answer:
-        if type(answer["error"]) is not str or len(answer["error"]) > REASON:
-            raise _NonsenseError(_shown(text))
-        return answer
-    members, tokens = answer.get("members"), answer.get("tokens")
-    if type(members) is not list or len(members) != size:
-        raise _NonsenseError(f"it does not name {size} members: {_shown(text)}")
-    for rank, member in enumerate(members):
-        if not _is_member(member, rank):
-            raise _NonsenseError(f"rank {rank} is none in it: {_shown(json.dumps(member).encode())}")
-    me = members[mine["rank"]]
-    if any(me.get(key) != mine[key] for key in ("host", "pid", "contact")):
-        raise _NonsenseError(f"it has another one as rank {mine['rank']}: {_shown(json.dumps(me).encode())}")
-    if type(tokens) is not list or len(tokens) != 2 or not all(_is_text(token) and token for token in tokens):
-        raise _NonsenseError(f"it has no tokens: {_shown(text)}")
+def _answer(text: bytes, mine: _Hello) -> _Answer | _Rejection:
+    """The answer of rank 0. Raises: MessageError."""
+    answer: _Answer | _Rejection = loads(
+        _Answer | _Rejection, _limited(text, ANSWER_BYTES + ANSWER_BYTES_EACH * mine.size)
+    )
+    if isinstance(answer, _Answer):
+        if [member.rank for member in answer.members] != list(range(mine.size)):
+            raise MessageError(f"members must be ranks 0 to {mine.size - 1}, got {shown(answer.members)}")
+        if answer.members[mine.rank] != mine.member:
+            raise MessageError(f"members must have this rank's {mine.member}, got {answer.members[mine.rank]}")
     return answer

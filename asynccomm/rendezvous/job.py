@@ -31,7 +31,7 @@ from asynccomm.rendezvous.spec import RendezvousSpec, StoreSession
 from asynccomm.store.base import PrefixStore, Store, within
 
 STORE_HOST_KEY = "host"  # key under a job's prefix: the rank that hosts the store, if a rank does
-WORD_SECONDS = 1.0  # seconds for the departure of a rank to reach the store, which may be lost or stuck
+ANNOUNCE_SECONDS = 1.0  # seconds for the departure of a rank to reach the store, which may be lost or stuck
 LEAVE_SECONDS = 10.0  # seconds that the rank hosting the store stays for the other ranks after closing its comms
 
 ProcessIdentity = tuple[object, int]  # the rendezvous, and this process's rank there
@@ -122,7 +122,7 @@ class Job:
         if self._seats == 0:
             self._over = True
             try:
-                await self._say_goodbye()
+                await self._announce_departure()
             finally:
                 try:
                     if self.channel is not None:
@@ -130,12 +130,12 @@ class Job:
                 finally:
                     await self._meeting.aclose()
 
-    async def _say_goodbye(self) -> None:
+    async def _announce_departure(self) -> None:
         """Announce that this rank is done; the rank that hosts the store waits for the other ranks' announcements."""
         name, size = self._group.name, self._group.size
         stays = self._meeting.hosted is not None and not self.followed
         try:
-            async with within(LEAVE_SECONDS if stays else WORD_SECONDS):
+            async with within(LEAVE_SECONDS if stays else ANNOUNCE_SECONDS):
                 gone = await self.room.add("gone", 1)
                 if stays:
                     while gone + self._lost < size:

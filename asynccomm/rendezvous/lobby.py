@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import os
 import secrets
 import socket
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, Self, final
+from typing import Any, Final, cast, final
 
 from asynccomm.control.transport.connection import Tokens
+from asynccomm.control.transport.schema import Message, dumps, loads
 from asynccomm.control.transport.topology import RankAddress
 from asynccomm.errors import AsyncCommError, StoreTimeoutError
 from asynccomm.store.base import Store
@@ -26,7 +26,7 @@ LEAVE_SECONDS: Final = 1.0  # seconds for the store to remove a newcomer that le
 
 
 @final
-class Invitation(NamedTuple):
+class Invitation(Message, frozen=True):
     """A newcomer's description of the comm to join."""
 
     key: str  #: of the comm in the control channel
@@ -35,18 +35,6 @@ class Invitation(NamedTuple):
     tokens: Tokens
     backend: str
     ordering: str
-
-    def as_json(self) -> str:
-        data = self._asdict()
-        data["contacts"] = [contact.as_json() for contact in self.contacts]
-        data["tokens"] = [self.tokens.ask, self.tokens.answer]
-        return json.dumps(data)
-
-    @classmethod
-    def of_json(cls, text: bytes) -> Self:
-        data = json.loads(text)
-        contacts = [RankAddress.of_json(contact) for contact in data.pop("contacts")]
-        return cls(**{**data, "contacts": contacts, "tokens": Tokens(*data["tokens"])})
 
 
 @final
@@ -87,7 +75,7 @@ class Lobby:
 
     async def invite(self, names: Sequence[str], invitation: Invitation) -> None:
         """Invite newcomers. Repeated invitations are harmless. Raises: StoreError."""
-        text = invitation.as_json()
+        text = dumps(invitation)
         for name in names:
             await self._room.set(f"{name}/invitation", text)
         await self._room.check([])  # a round trip: the invitations are in the store
@@ -110,7 +98,7 @@ class Lobby:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if not waiting.done():
                 answering.result()  # raises the error that ended it
-            return Invitation.of_json(await waiting)
+            return cast(Invitation, loads(Invitation, await waiting))
         finally:
             for task in tasks:
                 task.cancel()

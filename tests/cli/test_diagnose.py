@@ -24,6 +24,7 @@ from asynccomm.cli.diagnose import ProcessSocket, doors_in, jobs_of
 from asynccomm.cli.main import main
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.diagnosis import Diagnosis, RankState
+from asynccomm.control.messages import RankAnswer
 from asynccomm.control.transport.connection import Tokens
 from asynccomm.control.transport.framing import MESSAGE_BYTES
 from asynccomm.control.transport.sockets import ListeningSockets, run_name
@@ -475,8 +476,8 @@ def test_several_runs(start: Start, command: Command, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     "says",
-    [None, b"", b"\xff" * 64, b"\0\0\0\2{}", b"\0\0\0\x0a[1, 2, 33]", b'\0\0\0\x0b{"doors":7}', b"\0\0"],
-    ids=["nothing", "end", "too much", "no end", "no object", "no doors", "half"],
+    [None, b"", b"\xff" * 64, b"\0\0\0\2{}", b"\0\0\0\x0a[1, 2, 33]", b'\0\0\0\x0d{"sockets":7}', b"\0\0"],
+    ids=["nothing", "end", "too much", "no end", "no object", "no sockets", "half"],
 )
 def test_nonsense_is_no_answer(command: Command, monkeypatch: pytest.MonkeyPatch, says: bytes | None) -> None:
     monkeypatch.setattr(diagnose, "KNOCK_SECONDS", 0.3)
@@ -528,7 +529,7 @@ def said_of(*counts: int) -> diagnose.Answer:
     said = diagnose.Answer()
     for rank, count in enumerate(counts):
         answer = {"comm": "world", "size": len(counts), "state": "open", "collectives": count}
-        said.take({"said": {str(rank): {"comms": {"key": answer}}}})
+        said.add(RankAnswer(rank, {"key": answer}))
     return said
 
 
@@ -554,7 +555,7 @@ async def test_who_is_behind_for_a_moment_is_not_late(
     assert not left
     assert view.late == late
     assert text in str(view)
-    assert ("nobody is stuck" in str(view)) == (not late and "behind" in text)
+    assert ("none is stuck" in str(view)) == (not late and "behind" in text)
 
 
 def test_states_that_are_late() -> None:
@@ -657,12 +658,12 @@ class Talker:
     def __init__(self) -> None:
         self.lost: list[int] = []
 
-    def hear(self, rank: int, item: dict[str, Any]) -> None: ...
+    def on_news(self, rank: int, item: dict[str, Any]) -> None: ...
 
-    def lose(self, rank: int, how: str) -> None:
+    def on_departure(self, rank: int, how: str) -> None:
         self.lost.append(rank)
 
-    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+    def on_request(self, question: dict[str, Any]) -> dict[str, Any]:
         return {"comm": "world", "size": 2} | ({"stacks": "x" * MESSAGE_BYTES} if question.get("stacks") else {})
 
     def prints(self) -> tuple[int, list[Any]]:
@@ -672,7 +673,7 @@ class Talker:
 async def test_stacks_that_are_too_long_are_left_out() -> None:
     """Else whoever asks would cost the rank its connection."""
     doors = [ListeningSockets(rank, f"talks-{os.getpid()}") for rank in range(2)]
-    contacts, tokens = [each.contact for each in doors], Tokens()
+    contacts, tokens = [each.contact for each in doors], Tokens.random()
     channels = await asyncio.gather(*(ControlChannel.open(rank, contacts, tokens, doors[rank]) for rank in range(2)))
     members = [Talker(), Talker()]
     try:

@@ -131,7 +131,7 @@ class Voter:
     def failed(self, decision: str, why: str) -> None:
         self.said.append(f"failed {decision} {why}")
 
-    def give_up(self) -> None:
+    def withdraw(self) -> None:
         self.said.append("give up")
 
 
@@ -364,7 +364,7 @@ async def test_a_rank_dies_while_the_others_agree() -> None:
 
 def _asking(comm: Comm) -> bool:
     channel, key = comm._session.identity.job.channel, comm._session.identity.key
-    return channel is not None and key in channel.service._candidacies
+    return channel is not None and key in channel.service._participations
 
 
 async def _await(connecting: Awaitable[Any]) -> Any:
@@ -519,7 +519,7 @@ def _cut_off(channel: ControlChannel) -> None:
     router.ended(link, "its connection ended")
     for rank in router.topology.contacts:
         if rank != router.rank:
-            router.give_up(rank, "it does not listen")
+            router.declare_lost(rank, "it does not listen")
 
 
 def _stop(comms: Sequence[Comm], rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -538,7 +538,7 @@ async def test_a_rank_declared_lost_during_its_request_is_left_out() -> None:
         await until(lambda: _asking(comms[1]))
         channel = comms[0]._session.identity.job.channel
         assert channel is not None
-        channel.call(lambda: channel._router.give_up(1, "it was silent"))
+        channel.call(lambda: channel._router.declare_lost(1, "it was silent"))
         (error,) = await together([asking])
         assert isinstance(error, LeftOutError)
         new = await shrunk([comms[0], comms[2]])
@@ -629,7 +629,7 @@ async def test_cancelling_leaves_the_others_alone_and_is_final() -> None:
         assert call.cancelled()
         new = await shrunk(comms[1:])
         await check(new)
-        with pytest.raises(LeftOutError, match="it has given up waiting for that"):
+        with pytest.raises(LeftOutError, match="it has withdrawn"):
             await comms[0].shrink()
         await close(new)
 
@@ -644,7 +644,7 @@ async def test_cancelling_before_the_request_is_final(turns: int) -> None:
         await asyncio.wait([call])
         new = await shrunk(comms[1:])  # at once
         assert new[0].parent_ranks == (1,)
-        with pytest.raises(LeftOutError, match="it has given up waiting for that"):
+        with pytest.raises(LeftOutError, match="it has withdrawn"):
             await comms[0].shrink()
         await close(new)
 

@@ -216,7 +216,7 @@ async def test_a_rank_that_is_lost_before_the_news_of_why(monkeypatch: pytest.Mo
 
     async def lost(cls: type[Backend], context: BackendContext) -> Backend:
         if context.group.rank == 0:
-            raise PeerLostError(1, "it left while the ranks were meeting")
+            raise PeerLostError(1, "it left while the ranks were connecting")
         await asyncio.sleep(0.05)
         raise BackendError("rank 1 has no network")
 
@@ -228,7 +228,7 @@ async def test_a_rank_that_is_lost_before_the_news_of_why(monkeypatch: pytest.Mo
     assert str(errors[0]) == "aborted by rank 1: could not connect: BackendError: rank 1 has no network"
 
     async def lost_for_no_reason(cls: type[Backend], context: BackendContext) -> Backend:
-        raise PeerLostError(1, "it left while the ranks were meeting")
+        raise PeerLostError(1, "it left while the ranks were connecting")
 
     monkeypatch.setattr(LoopbackBackend, "connect", classmethod(lost_for_no_reason))
     with pytest.raises(PeerLostError, match="rank 1 was lost"):

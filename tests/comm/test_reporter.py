@@ -19,7 +19,7 @@ from asynccomm.comm.reporter import Reporter
 from asynccomm.comm.submission import COMPARED, REMEMBERED, Submitter
 from asynccomm.comm.wire_errors import encode_error
 from asynccomm.control.channel import ControlChannel
-from asynccomm.control.transport.framing import ControlMessage
+from asynccomm.control.transport.schema import JsonObject
 from asynccomm.core.callsite import call_site
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import Work
@@ -37,8 +37,8 @@ class Line:
 
     def __init__(self) -> None:
         self.enrolled: list[str] = []
-        self.told: list[ControlMessage] = []
-        self.withdrawn: list[ControlMessage | None] = []
+        self.told: list[JsonObject] = []
+        self.withdrawn: list[JsonObject | None] = []
         self.looks = 0
         self.gone = {11: "its process ended"}
         self.topology = SimpleNamespace(contacts={10: None, 11: None})
@@ -46,14 +46,14 @@ class Line:
     def subscribe(self, key: str, member: object) -> None:
         self.enrolled.append(key)
 
-    def unsubscribe(self, key: str, item: ControlMessage | None = None) -> None:
+    def unsubscribe(self, key: str, item: JsonObject | None = None) -> None:
         self.withdrawn.append(item)
 
-    def tell(self, key: str, item: ControlMessage, then: Callable[[], object]) -> None:
+    def broadcast(self, key: str, item: JsonObject, then: Callable[[], object]) -> None:
         self.told.append(item)
         then()
 
-    def issued(self) -> None:
+    def fingerprints_ready(self) -> None:
         self.looks += 1
 
     def silence(self, rank: int) -> float:
@@ -127,15 +127,15 @@ async def test_the_error_that_breaks_the_comm_is_sent_with_its_rank(parts: Parts
 
 async def test_fingerprints_are_taken_only_if_the_backend_does_not_compare(parts: Parts) -> None:
     parts.issue(REDUCE, 0)
-    assert parts.reporter.fingerprints() == (3, [])
+    assert parts.reporter.take_fingerprints() == (3, [])
     assert parts.line.looks == 0
     parts.submitter.compare(parts.reporter.compare)
     parts.issue(REDUCE, 1, 2)
     parts.issue(Barrier(), 2, 0)
     parts.issue(Send(torch.float32, 3, 1, 0), 0)
     assert parts.line.looks == 2
-    assert parts.reporter.fingerprints() == (3, [(1, *signature(REDUCE), 2), (2, *signature(Barrier()), 0)])
-    assert parts.reporter.fingerprints() == (3, []), "each once"
+    assert parts.reporter.take_fingerprints() == (3, [(1, *signature(REDUCE), 2), (2, *signature(Barrier()), 0)])
+    assert parts.reporter.take_fingerprints() == (3, []), "each once"
 
 
 # -- replies ----------------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ async def test_fingerprints_are_taken_only_if_the_backend_does_not_compare(parts
 
 async def test_a_state(parts: Parts) -> None:
     parts.in_flight.works = dict.fromkeys([parts.issue(REDUCE, number) for number in range(20)], 0)
-    state = parts.reporter.answer({"what": "state", "tag": "x"})
+    state = parts.reporter.on_request({"what": "state", "tag": "x"})
     assert {key: state[key] for key in ("comm", "rank", "size", "state", "collectives", "messages", "in_flight")} == {
         "comm": "grads",
         "rank": 0,
@@ -159,7 +159,7 @@ async def test_a_state(parts: Parts) -> None:
     assert __file__ in state["last"]["site"]
     assert state["issued"] == 2
     assert "stacks" not in state
-    stacks = parts.reporter.answer({"what": "state", "stacks": True})
+    stacks = parts.reporter.on_request({"what": "state", "stacks": True})
     assert "test_a_state" in stacks["stacks"]
 
 
@@ -169,26 +169,26 @@ async def test_a_state(parts: Parts) -> None:
 )
 async def test_the_state_of_the_comm(parts: Parts, error: Any, text: str) -> None:
     parts.submitter.error = error
-    assert parts.reporter.answer({"what": "state"})["state"] == text
+    assert parts.reporter.on_request({"what": "state"})["state"] == text
 
 
 async def test_the_operation_of_a_number(parts: Parts) -> None:
     parts.issue(REDUCE, 5)
     parts.issue(Send(torch.float32, 3, 1, 0), 6)
-    found = parts.reporter.answer({"what": "explain", "seq": 5})
+    found = parts.reporter.on_request({"what": "explain", "seq": 5})
     assert found["op"] == str(REDUCE)
     assert __file__ in found["site"]
-    assert parts.reporter.answer({"what": "explain", "seq": 6}) == {}, "messages have numbers of their own"
+    assert parts.reporter.on_request({"what": "explain", "seq": 6}) == {}, "messages have numbers of their own"
     for number in range(REMEMBERED):
         parts.issue(REDUCE, 100 + number)
-    assert parts.reporter.answer({"what": "explain", "seq": 5}) == {}, "long ago"
+    assert parts.reporter.on_request({"what": "explain", "seq": 5}) == {}, "long ago"
 
 
 async def test_operations_in_flight_are_explained_at_any_age(parts: Parts) -> None:
     parts.in_flight.works = dict.fromkeys([parts.issue(REDUCE, 5)], 0)
     for number in range(REMEMBERED):
         parts.issue(Barrier(), 100 + number)
-    assert parts.reporter.answer({"what": "explain", "seq": 5})["op"] == str(REDUCE)
+    assert parts.reporter.on_request({"what": "explain", "seq": 5})["op"] == str(REDUCE)
 
 
 async def test_more_calls_are_stored_where_fingerprints_are_compared(parts: Parts) -> None:
@@ -196,31 +196,31 @@ async def test_more_calls_are_stored_where_fingerprints_are_compared(parts: Part
     parts.submitter.compare(parts.reporter.compare)
     for number in range(COMPARED - 1):
         parts.issue(Barrier(), 100 + number)
-    assert parts.reporter.answer({"what": "explain", "seq": 5})["op"] == str(REDUCE)
+    assert parts.reporter.on_request({"what": "explain", "seq": 5})["op"] == str(REDUCE)
     parts.issue(Barrier(), 9999)
-    assert parts.reporter.answer({"what": "explain", "seq": 5}) == {}
+    assert parts.reporter.on_request({"what": "explain", "seq": 5}) == {}
 
 
 async def test_an_unknown_request(parts: Parts) -> None:
-    assert parts.reporter.answer({"what": "is love"}) == {}
-    assert parts.reporter.answer({}) == {}
+    assert parts.reporter.on_request({"what": "is love"}) == {}
+    assert parts.reporter.on_request({}) == {}
 
 
 async def test_a_session_that_was_dropped(parts: Parts) -> None:
     del parts.submitter
     gc.collect()
-    assert parts.reporter.answer({"what": "state"}) == {}
-    parts.reporter.hear(11, {"rank": 1, **encode_error(AbortedError(1, "enough"))})
+    assert parts.reporter.on_request({"what": "state"}) == {}
+    parts.reporter.on_news(11, {"rank": 1, **encode_error(AbortedError(1, "enough"))})
 
 
 async def test_a_loop_that_does_not_run_is_blocked(parts: Parts) -> None:
-    parts.reporter.answer({"what": "ping"})
+    parts.reporter.on_request({"what": "ping"})
     time.sleep(0.1)  # nothing turns meanwhile
-    assert parts.reporter.answer({"what": "state"})["blocked"]
+    assert parts.reporter.on_request({"what": "state"})["blocked"]
     await asyncio.sleep(0)
-    assert not parts.reporter.answer({"what": "state"})["blocked"]
-    parts.reporter.answer({"what": "ping"})
-    assert not parts.reporter.answer({"what": "state"})["blocked"], "it has had no time yet"
+    assert not parts.reporter.on_request({"what": "state"})["blocked"]
+    parts.reporter.on_request({"what": "ping"})
+    assert not parts.reporter.on_request({"what": "state"})["blocked"], "it has had no time yet"
 
 
 async def test_ranks_that_do_not_reply(parts: Parts) -> None:
@@ -235,50 +235,50 @@ async def test_ranks_that_do_not_reply(parts: Parts) -> None:
 
 
 async def test_an_error_of_another_rank_breaks_the_comm(parts: Parts) -> None:
-    parts.reporter.hear(12, {"rank": 77, **encode_error(AbortedError(77, "enough"))})
+    parts.reporter.on_news(12, {"rank": 77, **encode_error(AbortedError(77, "enough"))})
     (error,) = parts.broken
     assert str(error) == "aborted by rank 2: enough", "who sent it, whatever it says"
 
 
 @pytest.mark.parametrize("item", [{"kind": "closed"}, {"kind": "unheard of"}])
-async def test_other_messages_do_not_break_the_comm(parts: Parts, item: ControlMessage) -> None:
-    parts.reporter.hear(11, {"rank": 1, **item})
+async def test_other_messages_do_not_break_the_comm(parts: Parts, item: JsonObject) -> None:
+    parts.reporter.on_news(11, {"rank": 1, **item})
     assert parts.broken == []
 
 
 async def test_messages_about_ranks_outside_the_comm(parts: Parts) -> None:
-    parts.reporter.hear(99, {"rank": 0, **encode_error(AbortedError(0, "enough"))})
-    parts.reporter.lose(99, "its process ended")
+    parts.reporter.on_news(99, {"rank": 0, **encode_error(AbortedError(0, "enough"))})
+    parts.reporter.on_departure(99, "its process ended")
     assert parts.broken == []
 
 
 async def test_the_loss_of_this_rank_does_not_break_the_comm(parts: Parts) -> None:
-    parts.reporter.hear(11, {"rank": 1, **encode_error(PeerLostError(0, "it was silent"))})
+    parts.reporter.on_news(11, {"rank": 1, **encode_error(PeerLostError(0, "it was silent"))})
     assert parts.broken == []
-    parts.reporter.hear(11, {"rank": 1, **encode_error(PeerLostError(2, "it was silent"))})
+    parts.reporter.on_news(11, {"rank": 1, **encode_error(PeerLostError(2, "it was silent"))})
     assert [str(error) for error in parts.broken] == ["rank 2 was lost: it was silent"]
 
 
 async def test_closing_because_of_a_loss_breaks_the_comm(parts: Parts) -> None:
-    parts.reporter.hear(11, {"rank": 1, "kind": "closed", "lost": 2, "reason": "its connection ended"})
-    parts.reporter.hear(11, {"rank": 1, "kind": "closed", "lost": 0, "reason": "its connection ended"})
-    parts.reporter.hear(11, {"rank": 1, "kind": "closed", "lost": [], "reason": "its connection ended"})
+    parts.reporter.on_news(11, {"rank": 1, "kind": "closed", "lost": 2, "reason": "its connection ended"})
+    parts.reporter.on_news(11, {"rank": 1, "kind": "closed", "lost": 0, "reason": "its connection ended"})
+    parts.reporter.on_news(11, {"rank": 1, "kind": "closed", "lost": [], "reason": "its connection ended"})
     assert [str(error) for error in parts.broken] == [
         "rank 2 was lost: its connection ended",
         "rank 1 was lost: it has declared this rank lost: its connection ended",
         "rank 1 reports an error that cannot be read, of the kind 'lost'",
     ]
-    parts.reporter.lose(11, "its process ended")
+    parts.reporter.on_departure(11, "its process ended")
     assert len(parts.broken) == 3, "it had closed this comm"
 
 
 async def test_a_lost_rank_breaks_the_comm_unless_it_had_closed(parts: Parts) -> None:
-    parts.reporter.lose(11, "")
+    parts.reporter.on_departure(11, "")
     assert parts.broken == [], "it has left in good order"
-    parts.reporter.hear(11, {"rank": 1, "kind": "closed"})
-    parts.reporter.lose(11, "its process ended")
+    parts.reporter.on_news(11, {"rank": 1, "kind": "closed"})
+    parts.reporter.on_departure(11, "its process ended")
     assert parts.broken == [], "it had closed this comm"
-    parts.reporter.lose(12, "its process ended")
+    parts.reporter.on_departure(12, "its process ended")
     (error,) = parts.broken
     assert isinstance(error, PeerLostError)
     assert error.args == (2, "its process ended")
@@ -286,7 +286,7 @@ async def test_a_lost_rank_breaks_the_comm_unless_it_had_closed(parts: Parts) ->
 
 async def test_a_difference_names_both_sides(parts: Parts) -> None:
     sides = [{"op": "barrier()", "site": "a.py:1 in f"}, {}]
-    parts.reporter.hear(99, {"kind": "differs", "seq": 4, "jobs": [12, 10], "sides": sides})  # by the job's root
+    parts.reporter.on_news(99, {"kind": "differs", "seq": 4, "jobs": [12, 10], "sides": sides})  # by the job's root
     (error,) = parts.broken
     assert isinstance(error, CollectiveMismatchError)
     assert error.args == (4, 2, "barrier()", 0, "a call that is no longer recorded", "a.py:1 in f", "")
@@ -359,4 +359,4 @@ async def test_a_split_comm_has_ranks_of_its_own() -> None:
 
 async def test_how_many_collectives_are_done(parts: Parts) -> None:
     parts.in_flight.works = dict.fromkeys([parts.issue(REDUCE, 2), parts.issue(Send(torch.float32, 3, 1, 0), 0)], 0)
-    assert parts.reporter.answer({"what": "state"})["finished"] == 2, "of three, of which one is not"
+    assert parts.reporter.on_request({"what": "state"})["finished"] == 2, "of three, of which one is not"

@@ -6,16 +6,16 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from asynccomm.control import channel as channel_module
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.fingerprints import Fingerprint
 from asynccomm.control.transport import thread as thread_module
 from asynccomm.control.transport.connection import Tokens
-from asynccomm.control.transport.framing import ControlMessage
+from asynccomm.control.transport.schema import JsonObject
 from asynccomm.control.transport.sockets import ListeningSockets
 from asynccomm.control.transport.thread import ControlThread
 
@@ -26,27 +26,27 @@ class Member:
     """A comm, on one rank."""
 
     def __init__(self) -> None:
-        self.heard: list[tuple[int, ControlMessage]] = []
+        self.heard: list[tuple[int, JsonObject]] = []
         self.lost: list[tuple[int, str]] = []
         self.threads: set[str] = set()
         self.issued: list[Fingerprint] = []
         self.size = 2
 
-    def hear(self, rank: int, item: ControlMessage) -> None:
+    def on_news(self, rank: int, item: JsonObject) -> None:
         self.threads.add(threading.current_thread().name)
         if "bad" in item:
             raise ZeroDivisionError(item["bad"])
         self.heard.append((rank, item))
 
-    def lose(self, rank: int, how: str) -> None:
+    def on_departure(self, rank: int, how: str) -> None:
         self.lost.append((rank, how))
 
-    def answer(self, question: ControlMessage) -> ControlMessage:
+    def on_request(self, question: JsonObject) -> JsonObject:
         if "bad" in question:
             raise ZeroDivisionError(question["bad"])
         return {"asked": question, "on": threading.current_thread().name}
 
-    def fingerprints(self) -> tuple[int, Sequence[Fingerprint]]:
+    def take_fingerprints(self) -> tuple[int, Sequence[Fingerprint]]:
         found, self.issued = self.issued, []
         return self.size, found
 
@@ -60,7 +60,7 @@ async def two_threads(monkeypatch: pytest.MonkeyPatch) -> tuple[ControlChannel, 
         return own
 
     doors = doors_of("aa")
-    contacts, tokens = [one.contact for one in doors], Tokens()
+    contacts, tokens = [one.contact for one in doors], Tokens.random()
     zero = await ControlChannel.open(0, contacts, tokens, doors[0])
     with monkeypatch.context() as patch:
         patch.setattr(channel_module, "control_thread", thread_of_its_own)
@@ -106,7 +106,7 @@ async def job(hosts: str) -> AsyncIterator[Job]:
     held = descriptors()
     doors = doors_of(hosts)
     contacts = [one.contact for one in doors]
-    tokens = Tokens()
+    tokens = Tokens.random()
     opened = await asyncio.gather(*(ControlChannel.open(rank, contacts, tokens, one) for rank, one in enumerate(doors)))
     found = Job([channel for channel in opened if channel is not None])
     assert len(found.channels) == len(hosts)

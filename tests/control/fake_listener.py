@@ -12,9 +12,9 @@ from typing import Any
 
 from asynccomm.control.transport import connection as connection_module
 from asynccomm.control.transport import listener as listener_module
-from asynccomm.control.transport.connection import Connection, Tokens, connect
-from asynccomm.control.transport.framing import ControlMessage
+from asynccomm.control.transport.connection import Connection, Look, Tokens, connect
 from asynccomm.control.transport.listener import Listener
+from asynccomm.control.transport.schema import JsonObject
 from asynccomm.control.transport.sockets import local_socket, tcp_socket
 from asynccomm.control.transport.topology import RankAddress
 
@@ -29,10 +29,10 @@ class Door:
     def __init__(self) -> None:
         self.problem = ""
         self.welcomed: list[tuple[Any, Connection]] = []
-        self.received: list[ControlMessage] = []
+        self.received: list[JsonObject] = []
         self.ended: list[str] = []
-        self.looks: list[ControlMessage] = []
-        self.first: list[ControlMessage] = []  # what is sent with the welcome
+        self.looks: list[Look] = []
+        self.first: list[JsonObject] = []  # what is sent with the welcome
         self.listener = Listener(TOKENS, lambda who: self.problem, self._welcome, self._look)
         self.contact = RankAddress(0, "here", os.getpid())
 
@@ -43,8 +43,8 @@ class Door:
         for message in self.first:
             connection.send(message)
 
-    def _look(self, connection: Connection, message: ControlMessage) -> None:
-        self.looks.append(message)
+    def _look(self, connection: Connection, look: Look) -> None:
+        self.looks.append(look)
         connection.send({"seen": True})
         connection.close()
 
@@ -65,7 +65,7 @@ class Guest:
     """One that connects."""
 
     def __init__(self) -> None:
-        self.received: list[ControlMessage] = []
+        self.received: list[JsonObject] = []
         self.ended: list[str] = []
 
     async def connect(self, contact: RankAddress, tokens: Tokens = TOKENS, who: Any = 7) -> Connection:

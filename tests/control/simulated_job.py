@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from asynccomm.control.membership.coordinator import Coordinator
-from asynccomm.control.membership.messages import Commit, Excluded, ParticipantId, Prepare, Rejected, Retry, parse_order
+from asynccomm.control.membership.messages import (
+    Commit,
+    CoordinatorOrder,
+    Excluded,
+    ParticipantId,
+    Prepare,
+    Rejected,
+    Retry,
+    StatusReport,
+)
 from asynccomm.control.membership.participant import Participant
+from asynccomm.control.transport.schema import dumps, loads
 
 LEFT = "left"  # reported by a rank that has closed the comm
 
@@ -28,8 +37,8 @@ class Process:
         self.knows_lost: set[ParticipantId] = set()
         self.coordinator: Coordinator | None = None
         self.boss: int = -1  # whom it is attached to
-        self.up: dict[int, deque[object]] = {}  # to each coordinator
-        self.down: dict[int, deque[object]] = {}  # from each
+        self.up: dict[int, deque[str]] = {}  # to each coordinator
+        self.down: dict[int, deque[str]] = {}  # from each
         self.outcome = ""
         self.comm: tuple[str, tuple[ParticipantId, ...]] | None = None  # that its user has got, and that is not void
 
@@ -37,7 +46,7 @@ class Process:
         """Tell the coordinator how things are."""
         if self.participant is not None:
             said = LEFT if self.left else self.participant.report()
-            self.up[self.boss].append(json.loads(json.dumps(said)))
+            self.up[self.boss].append(dumps(said))
 
     def attach(self) -> None:
         """To the lowest rank that it does not know to be lost."""
@@ -61,7 +70,7 @@ class Process:
             self.who,
             job.ranks,
             patience=job.patience,
-            heir=self.who != min(r for r in job.everybody if isinstance(r, int)),
+            successor=self.who != min(r for r in job.everybody if isinstance(r, int)),
             gone={who: "was lost" for who in self.knows_lost if who in job.ranks or isinstance(who, str)},
             newcomers=[name for name in newcomers if isinstance(name, str)] if job.newcomers_known else (),
             place=lambda members: {"at": self.who, "of": len(members)},
@@ -134,28 +143,27 @@ class Job:
         chief = self.everybody[p.boss]
         assert chief.coordinator is not None
         said = p.up[p.boss].popleft()
-        if said == LEFT:
+        if said == dumps(LEFT):
             chief.coordinator.left(p.who)
         else:
-            chief.coordinator.hear(p.who, said, self.now)
+            chief.coordinator.on_report(p.who, loads(StatusReport | None, said), self.now)
         self.advance(chief)
 
     def advance(self, chief: Process) -> None:
         coordinator = chief.coordinator
         assert coordinator is not None
-        for who, message in coordinator.advance(self.now):
-            order = parse_order(message, self.ranks)
+        for who, order in coordinator.advance(self.now):
             self.check_order(chief, order)
             p = self.everybody[who]
             if p.boss == chief.who:
-                p.down[p.boss].append(json.loads(json.dumps(message)))
+                p.down[p.boss].append(dumps(order))
 
     def carry_down(self, p: Process) -> None:
         if p.participant is None or p.left:
             p.down[p.boss].popleft()
             return
         held = p.participant.decision
-        event = p.participant.hear(p.down[p.boss].popleft())
+        event = p.participant.on_order(loads(CoordinatorOrder, p.down[p.boss].popleft()))
         self.seen[type(event).__name__] += 1
         match event:
             case None:
@@ -176,7 +184,7 @@ class Job:
     def joining(self, p: Process) -> bool:
         assert p.participant is not None
         said = p.participant.report()
-        return said is not None and said["state"] == "joins"
+        return said is not None and said.state == "joins"
 
     def connects(self, p: Process, why: str = "") -> None:
         assert p.participant is not None
@@ -225,7 +233,7 @@ class Job:
     def exits(self, p: Process) -> None:
         """A rank whose decision is over leaves the channel: nobody who lives may need it any more."""
         assert p.participant is not None
-        assert p.participant.may_leave
+        assert p.participant.can_leave
         if p.comm is not None and self.calm:
             for who in p.comm[1]:
                 other = self.everybody[who]
@@ -306,6 +314,6 @@ class Job:
             assert p.outcome or waits, f"{p.who} hears nothing: {p.participant.report()}"
             if p.comm is not None:
                 alone = not any(q.alive and isinstance(q.who, int) for q in self.everybody.values())
-                assert p.participant.may_leave or alone, f"{p.who} lingers for ever"
+                assert p.participant.can_leave or alone, f"{p.who} must_stay for ever"
                 assert p.participant.committed
             assert (p.outcome == "committed") == (p.comm is not None)

@@ -8,8 +8,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from asynccomm.control.router import ALL, HERE, Router
-from asynccomm.control.transport.framing import ControlMessage, encode
+from msgspec import to_builtins
+
+from asynccomm.control.messages import ALL, Address, Body, News, Presence, Request, RoutedMessage
+from asynccomm.control.router import Router
+from asynccomm.control.transport.framing import encode
+from asynccomm.control.transport.schema import JsonObject
 from asynccomm.control.transport.topology import RankAddress, Topology
 
 
@@ -19,15 +23,16 @@ class End:
     def __init__(self, owner: Place) -> None:
         self.owner = owner
         self.other: End | None = None
-        self.coming: deque[ControlMessage | None] = deque()  # None: it has ended
+        self.coming: deque[JsonObject | None] = deque()  # None: it has ended
         self.open = True  # on this side
         self.ended = False
 
-    def send(self, message: ControlMessage) -> None:
+    def send(self, message: object) -> None:
         encode(message)  # it can be
         assert self.other is not None
+        assert isinstance(message, RoutedMessage)
         if self.open:
-            self.other.coming.append(message)
+            self.other.coming.append(to_builtins(message))
 
     def close(self) -> None:
         assert self.other is not None
@@ -45,17 +50,23 @@ class Place:
         self.listens = True
         self.runs = True
         self.leaving = False
-        self.heard: list[ControlMessage] = []
+        self.heard: list[tuple[int, Body]] = []
         self.gone: list[tuple[int, str]] = []
         self.ends: list[End] = []
         self.router = Router(rank, tree.topology, self._hear, lambda rank, how: self.gone.append((rank, how)))
 
-    def _hear(self, message: ControlMessage) -> None:
-        if message["kind"] != HERE:
-            self.heard.append(message)
+    def _hear(self, source: int, body: Body) -> None:
+        if not isinstance(body, Presence):
+            self.heard.append((source, body))
 
     def news(self) -> list[Any]:
-        return [message["what"] for message in self.heard if message["kind"] == "news"]
+        return [body.item["what"] for _, body in self.heard if isinstance(body, News)]
+
+    def asked(self) -> list[Any]:
+        return [body.question["what"] for _, body in self.heard if isinstance(body, Request)]
+
+    def ask(self, to: Address, what: Any) -> None:
+        self.router.send(to, Request("comm", {"what": what}, 0))
 
     def kill(self) -> None:
         self.runs = self.listens = False
@@ -65,7 +76,7 @@ class Place:
 
     def leave(self) -> None:
         self.leaving = True
-        self.router.depart()
+        self.router.leave()
 
     def receive(self, end: End) -> None:
         message = end.coming.popleft()
@@ -90,7 +101,7 @@ class Place:
         mine.other, theirs.other = theirs, mine
         self.ends.append(mine)
         there.ends.append(theirs)
-        there.router.welcome(self.rank, theirs)
+        there.router.accept(self.rank, theirs)
         self.router.attach(above, mine)
 
 
@@ -111,7 +122,7 @@ class Tree:
         found: list[Callable[[], object]] = []
         for place in self.running:
             above = place.router.above
-            if place.leaving and place.router.departed:
+            if place.leaving and place.router.leave_acknowledged:
                 found.append(partial(self._gone, place))
             if place.router.up is None and above is not None and self.places[above].listens:
                 found.append(place.climb)
@@ -125,7 +136,7 @@ class Tree:
             missed = place.router.absent if place.router.above is None else [place.router.above]
             for rank in missed:
                 if not self.places[rank].listens:
-                    found.append(partial(place.router.give_up, rank, "it does not listen"))
+                    found.append(partial(place.router.declare_lost, rank, "it does not listen"))
         return found or [partial(self._gone, place) for place in self.running if place.leaving]
 
     def _gone(self, place: Place) -> None:
@@ -142,4 +153,4 @@ class Tree:
             assert done < 100_000, "it does not come to rest"
 
     def tell(self, rank: int, what: Any) -> None:
-        self.places[rank].router.send(ALL, "news", what=what)
+        self.places[rank].router.send(ALL, News("comm", {"what": what}))

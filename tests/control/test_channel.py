@@ -7,16 +7,16 @@ import logging
 import socket
 import threading
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from asynccomm.control import channel as module
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.transport import thread as thread_module
 from asynccomm.control.transport.connection import Tokens
-from asynccomm.control.transport.framing import ControlMessage
+from asynccomm.control.transport.schema import JsonObject
 from asynccomm.control.transport.sockets import ListeningSockets
 from asynccomm.control.transport.topology import RankAddress
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("quiet")
 async def test_all_others_hear_news(hosts: str) -> None:
     async with job(hosts) as found:
         for rank, channel in enumerate(found.channels):
-            channel.tell("main", {"by": rank})
+            channel.broadcast("main", {"by": rank})
         for rank, member in enumerate(found.members):
             await until(lambda member=member: len(member.heard) == 3, "the news")
             assert sorted((source, item["by"]) for source, item in member.heard) == [
@@ -42,11 +42,11 @@ async def test_all_others_hear_news(hosts: str) -> None:
 async def test_telling_says_when_it_is_on_its_way() -> None:
     async with job("aa") as found:
         told = threading.Event()
-        found.channels[1].tell("main", {"a": 1}, told.set)
+        found.channels[1].broadcast("main", {"a": 1}, told.set)
         assert await asyncio.to_thread(told.wait, 10)
         await until(lambda: found.members[0].heard, "the news")
     told.clear()
-    found.channels[1].tell("main", {"a": 1}, told.set)
+    found.channels[1].broadcast("main", {"a": 1}, told.set)
     assert await asyncio.to_thread(told.wait, 10), "also when there is no channel any more"
 
 
@@ -55,8 +55,8 @@ async def test_who_has_withdrawn_hears_nothing_and_has_said_so() -> None:
         found.channels[0].unsubscribe("main", {"kind": "closed"})
         await until(lambda: found.members[1].heard, "the news")
         assert found.members[1].heard == [(0, {"kind": "closed"})]
-        found.channels[1].tell("main", {"a": 1})
-        assert await asyncio.wrap_future(found.channels[1].ask("main", [0], {"what": 1}, 10)) == {0: {}}
+        found.channels[1].broadcast("main", {"a": 1})
+        assert await asyncio.wrap_future(found.channels[1].request("main", [0], {"what": 1}, 10)) == {0: {}}
         assert found.members[0].heard == []
 
 
@@ -72,10 +72,10 @@ async def test_a_lost_rank_is_missed_at_once_and_the_others_go_on(hosts: str, ra
         for other in others:
             assert found.members[other].lost == [(rank, found.channels[other].gone[rank])]
             assert "its control connection ended" in found.channels[other].gone[rank]
-            found.channels[other].tell("main", {"by": other})
+            found.channels[other].broadcast("main", {"by": other})
         for other in others:
             await until(lambda other=other: len(found.members[other].heard) == 2, "the news of the others")
-        assert len(await asyncio.wrap_future(found.channels[others[-1]].ask("main", others, {}, 10))) == 3
+        assert len(await asyncio.wrap_future(found.channels[others[-1]].request("main", others, {}, 10))) == 3
 
 
 @HOSTS
@@ -83,7 +83,7 @@ async def test_a_lost_rank_is_missed_at_once_and_the_others_go_on(hosts: str, ra
 async def test_whoever_leaves_in_good_order_is_not_lost(
     monkeypatch: pytest.MonkeyPatch, hosts: str, order: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(module, "GOODBYE_SECONDS", 3600.0)  # nobody is waited for in vain
+    monkeypatch.setattr(module, "LEAVE_ACK_SECONDS", 3600.0)  # nobody is waited for in vain
     async with job(hosts) as found:
         for number, rank in enumerate(order):
             async with asyncio.timeout(20):
@@ -97,7 +97,7 @@ async def test_whoever_leaves_in_good_order_is_not_lost(
 
 @pytest.mark.parametrize("turn", range(5))
 async def test_all_leave_at_once(monkeypatch: pytest.MonkeyPatch, turn: int) -> None:
-    monkeypatch.setattr(module, "GOODBYE_SECONDS", 3600.0)  # nobody is waited for in vain
+    monkeypatch.setattr(module, "LEAVE_ACK_SECONDS", 3600.0)  # nobody is waited for in vain
     async with job("aaaaa") as found:
         async with asyncio.timeout(20):
             await asyncio.gather(*(channel.aclose() for channel in found.channels))
@@ -111,7 +111,7 @@ async def test_closing_twice_and_at_once() -> None:
 
 
 async def test_a_stopped_rank_does_not_hold_up_closing_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "GOODBYE_SECONDS", 0.1)
+    monkeypatch.setattr(module, "LEAVE_ACK_SECONDS", 0.1)
     async with job("aa") as found:
         found.channels[1]._received = lambda *args: None  # type: ignore[method-assign]
         for link in found.channels[1]._router.links:
@@ -127,7 +127,7 @@ async def test_who_cannot_reach_the_others_has_no_channel(
     held = descriptors()
     doors = ListeningSockets(1, "run")
     nobody = RankAddress(0, doors.contact.host, 1, "asynccomm/nobody")
-    assert await ControlChannel.open(1, [nobody, doors.contact], Tokens(), doors) is None
+    assert await ControlChannel.open(1, [nobody, doors.contact], Tokens.random(), doors) is None
     assert "rank 1 has no control channel: rank 0 cannot be reached" in caplog.text
     await until(lambda: descriptors() <= held, "all descriptors closed")
 
@@ -138,7 +138,7 @@ async def test_opening_can_be_cancelled() -> None:
     nobody = RankAddress(0, doors.contact.host, 1, "asynccomm/nobody")
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
-            await ControlChannel.open(1, [nobody, doors.contact], Tokens(), doors)
+            await ControlChannel.open(1, [nobody, doors.contact], Tokens.random(), doors)
     await until(lambda: descriptors() <= held, "all descriptors closed")
     await until(lambda: thread_module._thread is None, "the thread's end")
 
@@ -146,9 +146,9 @@ async def test_opening_can_be_cancelled() -> None:
 async def test_ranks_without_a_channel_are_left_out() -> None:
     doors = doors_of("aa")
     contacts = [doors[0].contact, replace(doors[1].contact, local="")]
-    channel = await ControlChannel.open(0, contacts, Tokens(), doors[0])
+    channel = await ControlChannel.open(0, contacts, Tokens.random(), doors[0])
     assert channel is not None
-    assert await asyncio.wrap_future(channel.ask("main", [1], {}, 10)) == {}
+    assert await asyncio.wrap_future(channel.request("main", [1], {}, 10)) == {}
     await channel.aclose()
     doors[1].close()
 
@@ -156,43 +156,42 @@ async def test_ranks_without_a_channel_are_left_out() -> None:
 async def test_later_and_whatever_comes_first() -> None:
     async with job("a") as found:
         called = threading.Event()
-        found.channels[0].later(0.01, called.set)
+        found.channels[0].call_later(0.01, called.set)
         assert await asyncio.to_thread(called.wait, 10)
         called.clear()
-        found.channels[0].later(3600, called.set)
+        found.channels[0].call_later(3600, called.set)
         await found.channels[0].aclose()
         assert await asyncio.to_thread(called.wait, 10), "at the latest when the channel ends"
     called.clear()
-    found.channels[0].later(3600, called.set)
+    found.channels[0].call_later(3600, called.set)
     assert called.is_set()
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        {"kind": "news"},
-        {"kind": "news", "comm": "main", "item": 5},
-        {"kind": "ask"},
-        {"kind": "ask", "comm": "main", "question": []},
-        {"kind": "prints", "comm": "main", "size": 2, "prints": [1]},
-        {"kind": "reply", "number": []},
+        {"kind": "News"},
+        {"kind": "News", "comm": "main", "item": 5},
+        {"kind": "Request", "comm": "main", "question": [], "number": 0},
+        {"kind": "IssuedCollectives", "comm": "main", "size": 2, "fingerprints": [1]},
+        {"kind": "Departure", "rank": 77, "reason": ""},
     ],
 )
-async def test_nonsense_ends_the_connection_of_who_sends_it_and_nothing_else(message: ControlMessage) -> None:
+async def test_nonsense_ends_the_connection_of_who_sends_it_and_nothing_else(message: JsonObject) -> None:
     async with job("aaa") as found:
         sender: Any = found.channels[1]
-        text = {"to": 0, "from": 1, **message}
+        text = {"to": 0, "source": 1, "body": message}
         sender._thread.call(lambda: sender._router.up.send(text))
         await found.lost(1, [0, 2])
-        assert "nonsense" in found.channels[0].gone[1]
-        found.channels[2].tell("main", {"still": "here"})
+        assert "an invalid message" in found.channels[0].gone[1]
+        found.channels[2].broadcast("main", {"still": "here"})
         await until(lambda: any("still" in item for _, item in found.members[0].heard), "the news")
 
 
 def test_nothing_is_logged_of_a_usual_life(caplog: pytest.LogCaptureFixture) -> None:
     async def live() -> None:
         async with job("aab") as found:
-            found.channels[0].tell("main", {"a": 1})
+            found.channels[0].broadcast("main", {"a": 1})
 
     with caplog.at_level(logging.DEBUG):
         asyncio.run(live())
@@ -204,7 +203,7 @@ def test_nothing_is_logged_of_a_usual_life(caplog: pytest.LogCaptureFixture) -> 
 
 async def alone() -> ControlChannel:
     doors = doors_of("a")
-    channel = await ControlChannel.open(0, [doors[0].contact], Tokens(), doors[0])
+    channel = await ControlChannel.open(0, [doors[0].contact], Tokens.random(), doors[0])
     assert channel is not None
     return channel
 
@@ -255,7 +254,7 @@ async def test_a_channel_may_end_while_others_keep_coming(turn: int) -> None:
         threads = [threading.Thread(target=come, args=(name,)) for _ in range(4)]
         for thread in threads:
             thread.start()
-        await until(lambda: channel._listener._refused > 100, "many strangers")
+        await until(lambda: channel._listener.admission.refused.total() > 100, "many strangers")
         await channel.aclose()
         await ended(channel)
         over.set()
@@ -267,7 +266,7 @@ async def test_opening_can_be_cut_short_in_any_turn() -> None:
     with nothing_unclosed():
         for turns in range(12):
             doors = doors_of("aaa")
-            contacts, tokens = [one.contact for one in doors], Tokens()
+            contacts, tokens = [one.contact for one in doors], Tokens.random()
             opening = [
                 asyncio.ensure_future(ControlChannel.open(rank, contacts, tokens, one))
                 for rank, one in enumerate(doors)
@@ -285,14 +284,14 @@ async def test_opening_can_be_cut_short_in_any_turn() -> None:
 
 
 async def test_what_a_stopped_rank_has_not_read_is_not_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "GOODBYE_SECONDS", 0.05)
+    monkeypatch.setattr(module, "LEAVE_ACK_SECONDS", 0.05)
     with nothing_unclosed():
         zero, one, own = await two_threads(monkeypatch)
         stopped = descriptors()
         release = threading.Event()
         own.call(release.wait)
         for _ in range(20):
-            zero.tell("main", {"x": "x" * 100_000})
+            zero.broadcast("main", {"x": "x" * 100_000})
         await zero.aclose()
         await ended(zero)
         assert descriptors() < stopped - 1, "its listener, its loop and its end of the connection"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -95,30 +94,3 @@ def test_not_more_comms_than_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
         tables.take(key, 0, 2, fingerprints(0, word=1))
     assert tables.take("a", 1, 2, fingerprints(0, word=2)) is None
     assert tables.take("c", 1, 2, fingerprints(0, word=2)) is not None
-
-
-def test_lists_will_do() -> None:
-    tables = FingerprintTables()
-    assert tables.take("a", 0, 2, [[0, 1, 2, 1]]) is None  # as JSON has them
-    assert tables.take("a", 1, 2, [(0, 1, 2, 1)]) is None
-
-
-@pytest.mark.parametrize(
-    ("key", "size", "found"),
-    [
-        (None, 2, []),
-        ("a", "2", []),
-        ("a", True, []),
-        ("a", 2, None),
-        ("a", 2, {}),
-        ("a", 2, [1]),
-        ("a", 2, [[1, 2, 3]]),
-        ("a", 2, [[1, 2, 3, 4, 5]]),
-        ("a", 2, [[1, 2, 3, "4"]]),
-        ("a", 2, [[1, 2, 3, True]]),
-        ("a", 2, ["1234"]),
-    ],
-)
-def test_what_are_no_fingerprints(key: Any, size: Any, found: Any) -> None:
-    with pytest.raises(ValueError, match="no fingerprint"):
-        FingerprintTables().take(key, 0, size, found)

@@ -18,16 +18,16 @@ async def test_news_are_kept_for_comms_that_are_enrolled_later(monkeypatch: pyte
     monkeypatch.setattr(module, "KEPT_COMMS", 2)
     async with job("aa") as found:
         for number in range(5):
-            found.channels[0].tell("later", {"n": number})
-        found.channels[0].tell("main", {"the": "last"})
+            found.channels[0].broadcast("later", {"n": number})
+        found.channels[0].broadcast("main", {"the": "last"})
         await until(lambda: found.members[1].heard, "the news")
         late = Member()
         found.channels[1].subscribe("later", late)
         await until(lambda: late.heard, "what was kept")
         assert [item["n"] for _, item in late.heard] == [0, 1, 2]
         for name in "xyz":
-            found.channels[0].tell(name, {"n": name})
-        found.channels[0].tell("main", {"the": "end"})
+            found.channels[0].broadcast(name, {"n": name})
+        found.channels[0].broadcast("main", {"the": "end"})
         await until(lambda: len(found.members[1].heard) == 2, "the news")
         others = [Member() for _ in "xyz"]
         for name, member in zip("xyz", others, strict=True):
@@ -38,11 +38,11 @@ async def test_news_are_kept_for_comms_that_are_enrolled_later(monkeypatch: pyte
 
 async def test_a_comm_that_cannot_take_news_does_not_end_the_channel(caplog: pytest.LogCaptureFixture) -> None:
     async with job("aa") as found:
-        found.channels[0].tell("main", {"bad": "luck"})
-        found.channels[0].tell("main", {"good": "luck"})
+        found.channels[0].broadcast("main", {"bad": "luck"})
+        found.channels[0].broadcast("main", {"good": "luck"})
         await until(lambda: found.members[1].heard, "the news")
         assert found.members[1].heard == [(0, {"good": "luck"})]
-        assert "comm main could not take a message of the control channel" in caplog.text
+        assert "comm main could not handle a message of the control channel" in caplog.text
 
 
 async def test_comms_that_are_enrolled_later_hear_who_is_gone() -> None:
@@ -60,16 +60,16 @@ async def test_comms_that_are_enrolled_later_hear_who_is_gone() -> None:
 
 def test_who_enrols_hears_what_it_has_missed() -> None:
     members, late = Subscribers({3: "killed", 4: ""}), Member()
-    members.hear("late", 1, {"n": 1})
-    members.hear("another", 1, {"n": 2})
+    members.on_news("late", 1, {"n": 1})
+    members.on_news("another", 1, {"n": 2})
     members.subscribe("late", late)
-    members.hear("late", 2, {"n": 3})
-    members.lose(5, "")
+    members.on_news("late", 2, {"n": 3})
+    members.on_departure(5, "")
     assert late.heard == [(1, {"n": 1}), (2, {"n": 3})]
     assert late.lost == [(3, "killed"), (4, ""), (5, "")]
     members.unsubscribe("late")
     members.unsubscribe("late")
-    members.lose(6, "")
+    members.on_departure(6, "")
     assert len(late.lost) == 3
     again = Member()
     members.subscribe("late", again)
@@ -78,9 +78,9 @@ def test_who_enrols_hears_what_it_has_missed() -> None:
 
 def test_only_who_is_here_can_be_told() -> None:
     members, member = Subscribers({}), Member()
-    assert not members.tell("main", 0, {"n": 1})
+    assert not members.deliver("main", 0, {"n": 1})
     members.subscribe("main", member)
-    assert members.tell("main", 0, {"n": 2})
+    assert members.deliver("main", 0, {"n": 2})
     assert member.heard == [(0, {"n": 2})], "the first is not kept"
     assert "main" in members
     assert "other" not in members
@@ -88,25 +88,25 @@ def test_only_who_is_here_can_be_told() -> None:
 
 def test_what_one_cannot_take_the_others_get(caplog: pytest.LogCaptureFixture) -> None:
     class Weak(Member):
-        def lose(self, rank: int, how: str) -> None:
+        def on_departure(self, rank: int, how: str) -> None:
             raise ZeroDivisionError
 
     members, strong = Subscribers({}), Member()
     members.subscribe("weak", Weak())
     members.subscribe("strong", strong)
-    members.lose(1, "killed")
+    members.on_departure(1, "killed")
     assert strong.lost == [(1, "killed")]
-    assert "comm weak could not take" in caplog.text
+    assert "comm weak could not handle" in caplog.text
 
 
 def test_answers(caplog: pytest.LogCaptureFixture) -> None:
     members = Subscribers({})
-    assert members.answer("main", {"a": 1}) == {}
-    assert members.answer(EVERY, {"a": 1}) == {"comms": {}}
+    assert members.on_request("main", {"a": 1}) == {}
+    assert members.on_request(EVERY, {"a": 1}) == {"comms": {}}
     members.subscribe("main", Member())
-    assert members.answer("main", {"a": 1})["asked"] == {"a": 1}
-    assert members.answer(EVERY, {"a": 1})["comms"]["main"]["asked"] == {"a": 1}
-    assert members.answer("main", {"bad": "luck"}) == {"problem": "ZeroDivisionError: luck"}
+    assert members.on_request("main", {"a": 1})["asked"] == {"a": 1}
+    assert members.on_request(EVERY, {"a": 1})["comms"]["main"]["asked"] == {"a": 1}
+    assert members.on_request("main", {"bad": "luck"}) == {"problem": "ZeroDivisionError: luck"}
     assert "comm main could not answer" in caplog.text
 
 
@@ -115,5 +115,5 @@ def test_fingerprints_of_all() -> None:
     one.issued, two.size = [(0, 5, 5, 1)], 7
     members.subscribe("one", one)
     members.subscribe("two", two)
-    assert list(members.fingerprints()) == [("one", 2, [(0, 5, 5, 1)]), ("two", 7, [])]
-    assert list(members.fingerprints()) == [("one", 2, []), ("two", 7, [])]
+    assert list(members.take_fingerprints()) == [("one", 2, [(0, 5, 5, 1)]), ("two", 7, [])]
+    assert list(members.take_fingerprints()) == [("one", 2, []), ("two", 7, [])]

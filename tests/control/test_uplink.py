@@ -29,13 +29,13 @@ pytestmark = pytest.mark.usefixtures("quiet")
 async def test_several_lost_at_once_are_all_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that nobody is connected to any more."""
     monkeypatch.setattr(uplink, "REFUSED_SECONDS", 0.05)
-    monkeypatch.setattr(channel, "PULSE_SECONDS", 0.05)
+    monkeypatch.setattr(channel, "HEARTBEAT_SECONDS", 0.05)
     async with job("aabbb") as found:
         await asyncio.gather(*(found.kill(rank) for rank in (0, 1, 2, 3)))
         for rank in (0, 1, 2, 3):
             await found.lost(rank, [4])
         assert all(how for how in found.channels[4].gone.values())
-        found.channels[4].tell("main", {"a": 1})
+        found.channels[4].broadcast("main", {"a": 1})
 
 
 # -- alone ------------------------------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ class Slope:
     """One rank of three on one host, and the sockets of the others."""
 
     def __init__(self, rank: int) -> None:
-        self.tokens = Tokens()
+        self.tokens = Tokens.random()
         names = [f"asynccomm/test/{os.getpid()}/{secrets.token_hex(8)}" for _ in range(3)]
         self.contacts = [RankAddress(one, "here", os.getpid(), name) for one, name in enumerate(names)]
         self.router = Router(rank, Topology(self.contacts), lambda _: None, lambda rank, how: None)
@@ -91,9 +91,9 @@ async def slope(rank: int) -> AsyncIterator[Slope]:
 async def test_it_connects_to_the_rank_above_once() -> None:
     async with slope(2) as here:
         here.listen(0)
-        here.uplink.climb()
-        assert await here.uplink.reach(10)
-        here.uplink.climb()
+        here.uplink.connect()
+        assert await here.uplink.wait_connected(10)
+        here.uplink.connect()
         assert here.attached == len(here.tasks) == 1
         assert [who for who, _ in here.welcomed] == [2]
         assert here.router.up is not None
@@ -101,7 +101,7 @@ async def test_it_connects_to_the_rank_above_once() -> None:
 
 async def test_the_root_has_nowhere_to_go() -> None:
     async with slope(0) as here:
-        assert await here.uplink.reach(10)
+        assert await here.uplink.wait_connected(10)
         assert here.tasks == []
 
 
@@ -111,16 +111,16 @@ async def test_who_does_not_listen_for_a_while_is_lost_and_the_next_one_is_reach
     monkeypatch.setattr(uplink, "REFUSED_SECONDS", 0.03)
     async with slope(2) as here:
         here.listen(1)
-        assert await here.uplink.reach(10)
+        assert await here.uplink.wait_connected(10)
         assert here.router.gone == {0: NOT_THERE}
         assert [who for who, _ in here.welcomed] == [2]
 
 
 async def test_who_begins_to_listen_is_waited_for() -> None:
     async with slope(1) as here:
-        assert not await here.uplink.reach(0.05)
+        assert not await here.uplink.wait_connected(0.05)
         here.listen(0)
-        assert await here.uplink.reach(10)
+        assert await here.uplink.wait_connected(10)
         assert here.router.gone == {}
         assert here.attached == 1
 
@@ -133,7 +133,7 @@ async def test_who_cannot_be_reached_for_long_is_lost(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(uplink, "connect", connect)
     async with slope(1) as here:
-        here.uplink.climb()
+        here.uplink.connect()
         await until(lambda: here.router.gone, "the loss")
         assert here.router.gone == {0: "it cannot be reached: no route"}
         await until(lambda: here.tasks[0].done(), "the end: it is the root now")
@@ -142,7 +142,7 @@ async def test_who_cannot_be_reached_for_long_is_lost(monkeypatch: pytest.Monkey
 async def test_who_was_given_up_by_the_others_climbs_no_more() -> None:
     async with slope(1) as here:
         here.listen(0, refuses="rank 1 was given up: it was silent")
-        assert await here.uplink.reach(10)
+        assert await here.uplink.wait_connected(10)
         assert here.router.fenced == "rank 1 was given up: it was silent"
         assert here.router.up is None
         assert here.attached == 0
@@ -156,14 +156,14 @@ async def test_who_was_lost_meanwhile_is_not_attached(monkeypatch: pytest.Monkey
         link = await connect(contact, *args)
         made.append(link)
         if contact.rank == 0:
-            here.router.give_up(0, "it was silent")
+            here.router.declare_lost(0, "it was silent")
         return link
 
     monkeypatch.setattr(uplink, "connect", slowly)
     async with slope(2) as here:
         here.listen(0)
         here.listen(1)
-        assert await here.uplink.reach(10)
+        assert await here.uplink.wait_connected(10)
         assert here.router.up is made[1]
         await until(lambda: made[0]._transport is None, "the end of the first")
 
@@ -172,12 +172,12 @@ async def test_the_root_misses_who_does_not_listen_and_waits_for_who_does(monkey
     monkeypatch.setattr(uplink, "REFUSED_SECONDS", 0.03)
     async with slope(0) as here:
         here.listen(1)
-        here.uplink.search()
-        here.uplink.search()
+        here.uplink.check_absent()
+        here.uplink.check_absent()
         assert len(here.tasks) == 1, "one search at a time"
         await here.tasks[0]
         assert here.router.gone == {2: NOT_THERE}
-        here.uplink.search()
+        here.uplink.check_absent()
         assert len(here.tasks) == 2, "rank 1 may still go"
 
 
@@ -185,8 +185,8 @@ async def test_nothing_begins_once_it_is_closed() -> None:
     for rank in (0, 1):
         async with slope(rank) as here:
             here.uplink.close()
-            here.uplink.climb()
-            here.uplink.search()
+            here.uplink.connect()
+            here.uplink.check_absent()
             assert here.tasks == []
 
 
@@ -199,5 +199,5 @@ async def test_ranks_of_other_hosts_are_reached_by_tcp() -> None:
         one.listen(sock)
         here.listeners.append(one)
         here.listen(0)  # its name is a rank of this host's
-        assert await here.uplink.reach(10)
+        assert await here.uplink.wait_connected(10)
         assert here.welcomed[0][1].user is None

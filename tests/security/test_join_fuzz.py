@@ -104,7 +104,7 @@ async def test_what_is_no_hello_is_passed_over(
     assert results[0].members == results[1].members
     assert [contact.rank for contact in results[0].contacts] == [0, 1]
     assert len(caplog.records) == 1
-    assert "comm 'world': somebody said hello" in caplog.text
+    assert "comm 'world' ignores a hello that is not of its ranks" in caplog.text
     assert len(caplog.text) < 1000
 
 
@@ -122,9 +122,9 @@ async def test_hellos_that_are_almost_right(store: MemoryStore, seed: int) -> No
         text = mutated(right, choose)
         try:
             found = module._hello(text, module.__version__)
-        except module._NonsenseError:
+        except module.MessageError:
             continue
-        module._mismatch({**HELLO, "rank": 0}, found, {})
+        module._mismatch(module.decode(module._Hello, {**HELLO, "rank": 0}), found, {})
 
 
 async def test_a_hello_that_is_said_again_is_nobodys(store: MemoryStore) -> None:
@@ -216,7 +216,8 @@ async def answered(store: MemoryStore, change: Any) -> BaseException | Handshake
     one = start(store, 1)
     hello = json.loads(await store.get("world/abc/hello/1"))
     mine = {key: hello[key] for key in ("rank", "host", "pid", "contact")}
-    right = {"members": [{**mine, "rank": 0, "contact": None}, mine], "tokens": ["a", "b"]}
+    members = [{**mine, "rank": 0, "contact": None}, mine]
+    right = {"kind": "_Answer", "members": members, "tokens": {"ask": "a", "answer": "b"}}
     text = change(right)
     await store.set(f"world/abc/answer/{hello['nonce']}", text if isinstance(text, bytes) else json.dumps(text))
     async with asyncio.timeout(LIMIT):
@@ -238,13 +239,13 @@ ANSWERS = [
     lambda right: b"{}" + b" " * (1 << 20),
     lambda right: [],
     lambda right: {},
-    lambda right: {"error": 5},
-    lambda right: {"error": "x" * (1 << 16)},
-    lambda right: {"members": right["members"]},
+    lambda right: {"kind": "_Rejection", "reason": 5},
+    lambda right: {"kind": "_Rejection", "reason": "x" * (1 << 16)},
+    lambda right: {"kind": "_Answer", "members": right["members"]},
     lambda right: {**right, "tokens": []},
-    lambda right: {**right, "tokens": ["a"]},
-    lambda right: {**right, "tokens": ["a", ""]},
-    lambda right: {**right, "tokens": ["a", 5]},
+    lambda right: {**right, "tokens": {"ask": "a"}},
+    lambda right: {**right, "tokens": {"ask": "a", "answer": ""}},
+    lambda right: {**right, "tokens": {"ask": "a", "answer": 5}},
     lambda right: {**right, "tokens": "ab"},
     members(lambda them: []),
     members(lambda them: them[:1]),
@@ -269,7 +270,7 @@ ANSWERS = [
 async def test_what_is_no_answer_is_named(store: MemoryStore, change: Any) -> None:
     found = await answered(store, change)
     assert type(found) is RendezvousError
-    assert "comm 'world': what is there as the answer of rank 0 is none: " in str(found)
+    assert "comm 'world': the answer of rank 0 cannot be read: " in str(found)
     assert len(str(found)) < 1000
 
 

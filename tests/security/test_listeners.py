@@ -103,12 +103,12 @@ def test_the_meeting_has_a_name_that_nobody_can_guess() -> None:
     async def main() -> None:
         import torch
 
-        from asynccomm.backends.shm.fd_socket import Descriptors
+        from asynccomm.backends.shm.fd_socket import FdBag
         from asynccomm.ops.validation import CommInfo
 
         group = CommInfo("test", 0, 2, torch.device("cpu"))
         before = listeners_of(os.getpid())
-        hosts = [bootstrap._Host(group, Descriptors(), (-1, -1, -1)) for _ in range(2)]
+        hosts = [bootstrap._RootSide(group, FdBag(), (-1, -1, -1)) for _ in range(2)]
         names = {name for name in names_of(os.getpid()) if name.startswith("@asynccomm-")}
         assert names == {f"@{host.address({}).name}" for host in hosts}
         assert all(len(name) == len("@asynccomm-") + 32 for name in names)

@@ -1,6 +1,6 @@
-"""Strangers at the socket that ranks meet at, a host and a store that lie, and crowds.
+"""Strangers at the socket of the bootstrap, a host and a store that lie, and crowds.
 
-Rank 0 must let every rank in, keep nothing of anybody else, and complain once.
+Rank 0 must let every rank in, keep nothing of anybody else, and complain twice.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ import uvloop
 from asynccomm import MemoryStore, PeerLostError
 from asynccomm.backends.base import BackendContext, RankInfo, UnsuitableError
 from asynccomm.backends.shm import bootstrap
-from asynccomm.backends.shm.bootstrap import Circle, meet
+from asynccomm.backends.shm.bootstrap import PeerMapping, bootstrap_segment
 from asynccomm.backends.shm.fd_socket import MESSAGE_BYTES
 from asynccomm.backends.shm.layout import Layout
+from asynccomm.control.transport import admission
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.ops.validation import CommInfo
 from tests.waiting import until
@@ -48,7 +49,7 @@ class World:
         self.store = MemoryStore()
         self.bells = [(os.eventfd(0, os.EFD_NONBLOCK), os.eventfd(0, os.EFD_NONBLOCK)) for _ in range(size)]
 
-    def rank(self, rank: int) -> Awaitable[Circle]:
+    def rank(self, rank: int) -> Awaitable[PeerMapping]:
         context = BackendContext(
             group=CommInfo("test", rank, self.size, torch.device("cpu")),
             members=[RankInfo(r, "here", r) for r in range(self.size)],
@@ -57,7 +58,7 @@ class World:
             timeout=20,
             on_error=lambda error: None,
         )
-        return meet(context, SETTINGS, Layout(self.size, 4096, 2, 1024), self.bells[rank])
+        return bootstrap_segment(context, SETTINGS, Layout(self.size, 4096, 2, 1024), self.bells[rank])
 
     async def address(self) -> dict[str, Any]:
         return dict(json.loads(await self.store.get("address", 20)))
@@ -97,18 +98,18 @@ def world_of() -> Iterator[Callable[[int], World]]:
 @pytest.fixture
 def warnings_of(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     caplog.set_level(logging.WARNING, "asynccomm")
-    return lambda: [record.getMessage() for record in caplog.records if "strangers" in record.getMessage()]
+    return lambda: [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
 
 
-def close_all(circles: Sequence[object]) -> None:
-    assert all(isinstance(circle, Circle) for circle in circles), circles
-    for circle in circles:
-        assert isinstance(circle, Circle)
-        circle.segment.words[0] = 1
-        circle.close()
+def close_all(mappings: Sequence[object]) -> None:
+    assert all(isinstance(mapping, PeerMapping) for mapping in mappings), mappings
+    for mapping in mappings:
+        assert isinstance(mapping, PeerMapping)
+        mapping.segment.words[0] = 1
+        mapping.close()
 
 
-async def all_come(world: World, zero: Awaitable[Circle]) -> None:
+async def all_come(world: World, zero: Awaitable[PeerMapping]) -> None:
     async with asyncio.timeout(20):
         close_all(await asyncio.gather(zero, *(world.rank(rank) for rank in range(1, world.size))))
 
@@ -173,8 +174,9 @@ async def test_descriptors_of_strangers_are_closed(
     with contextlib.suppress(UnsuitableError):
         await all_come(world, zero)
     await asyncio.gather(zero, return_exceptions=True)
-    (warning,) = warnings_of()
-    assert "refused 35 connections of strangers" in warning
+    first, warning = warnings_of()
+    assert "rank 0 of comm 'test' refused a connection: " in first
+    assert "refused 35 connections: " in warning
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -228,9 +230,9 @@ def test_who_says_nothing_is_dropped_after_some_time(
         for sock in strangers:
             sock.close()
         await all_come(world, zero)
-        assert warnings_of() == ["comm 'test': rank 0 refused 5 connections of strangers: 5 silent for 0.05 s"]
+        assert warnings_of()[1:] == ["rank 0 of comm 'test' refused 5 connections: 5 without a hello in time"]
 
-    monkeypatch.setattr(bootstrap, "HELLO_SECONDS", 0.05)
+    monkeypatch.setattr(admission, "HELLO_SECONDS", 0.05)
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(main())
 
@@ -238,7 +240,7 @@ def test_who_says_nothing_is_dropped_after_some_time(
 async def test_a_rank_that_has_spoken_has_all_the_time(
     world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bootstrap, "HELLO_SECONDS", 0.02)
+    monkeypatch.setattr(admission, "HELLO_SECONDS", 0.02)
     world = world_of(3)
     two = [asyncio.ensure_future(world.rank(rank)) for rank in (0, 1)]
     await world.store.wait(["reach/1"], 20)
@@ -252,9 +254,9 @@ async def test_who_was_dropped_for_its_silence_comes_again(
 ) -> None:
     """A rank may be stopped just between connecting and saying who it is."""
     world = world_of(2)
-    send, tries = bootstrap.Line.send, 0
+    send, tries = bootstrap.FdSocket.send, 0
 
-    async def slow(self: bootstrap.Line, data: bytes, fds: Sequence[int] = ()) -> None:
+    async def slow(self: bootstrap.FdSocket, data: bytes, fds: Sequence[int] = ()) -> None:
         nonlocal tries
         if len(data) == bootstrap._hello.size:
             tries += 1
@@ -262,8 +264,8 @@ async def test_who_was_dropped_for_its_silence_comes_again(
                 await asyncio.sleep(0.1)
         await send(self, data, fds)
 
-    monkeypatch.setattr(bootstrap, "HELLO_SECONDS", 0.01)
-    monkeypatch.setattr(bootstrap.Line, "send", slow)
+    monkeypatch.setattr(admission, "HELLO_SECONDS", 0.01)
+    monkeypatch.setattr(bootstrap.FdSocket, "send", slow)
     await all_come(world, asyncio.ensure_future(world.rank(0)))
     assert tries == 3
 
@@ -291,15 +293,15 @@ async def test_a_thousand_strangers_that_stay(
         strangers.append(sock)
         if len(strangers) % 100 == 0:
             await asyncio.sleep(0.001)
-    most = bootstrap.STRANGERS + world.size
+    most = admission.UNAUTHENTICATED + world.size
     await until(lambda: sum(heard(sock)[1] for sock in strangers) == 1000 - most)
     assert [heard(sock)[1] for sock in strangers] == [True] * (1000 - most) + [False] * most, "the oldest had to go"
     assert len(os.listdir("/proc/self/fd")) - before - 1000 < most + 20
     await all_come(world, zero)
     for sock in strangers:
         sock.close()
-    (warning,) = warnings_of()
-    assert "refused 1000 connections of strangers: " in warning
+    _, warning = warnings_of()
+    assert "refused 1000 connections: " in warning
     assert "too many at once, " in warning
 
 
@@ -307,30 +309,30 @@ async def test_a_rank_whose_hello_is_there_is_not_dropped_as_the_oldest(
     world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop takes connections before it reads: it must look before it throws out."""
-    monkeypatch.setattr(bootstrap, "STRANGERS", 0)
+    monkeypatch.setattr(admission, "UNAUTHENTICATED", 0)
     monkeypatch.setattr(bootstrap, "ACCEPTS", 1000)
     world = world_of(2)
     zero = asyncio.ensure_future(world.rank(0))
     address = await world.address()
     one = asyncio.ensure_future(world.rank(1))
     tries = 0
-    introduce = bootstrap._Guest._try
+    connect = bootstrap._PeerSide._connect_once
 
     async def counted(self: Any, rank: int, there: Any) -> bool:
         nonlocal tries
         tries += 1
-        return await introduce(self, rank, there)
+        return await connect(self, rank, there)
 
-    monkeypatch.setattr(bootstrap._Guest, "_try", counted)
-    send = bootstrap.Line.send
+    monkeypatch.setattr(bootstrap._PeerSide, "_connect_once", counted)
+    send = bootstrap.FdSocket.send
     strangers: list[socket.socket] = []
 
-    async def crowd(self: bootstrap.Line, data: bytes, fds: Sequence[int] = ()) -> None:
+    async def crowd(self: bootstrap.FdSocket, data: bytes, fds: Sequence[int] = ()) -> None:
         await send(self, data, fds)
         if len(data) == bootstrap._hello.size:  # right behind the rank, before the loop sees any of it
             strangers.extend(world.stranger(address) for _ in range(20))
 
-    monkeypatch.setattr(bootstrap.Line, "send", crowd)
+    monkeypatch.setattr(bootstrap.FdSocket, "send", crowd)
     async with asyncio.timeout(20):
         close_all(await asyncio.gather(zero, one))
     assert tries == 1
@@ -377,7 +379,7 @@ async def test_a_flood_keeps_no_rank_out(
         for flood in floods:
             flood.kill()
             flood.communicate()
-    assert len(warnings_of()) == 1
+    assert len(warnings_of()) == 2
 
 
 async def test_strangers_that_use_up_all_descriptors_have_to_go(world_of: Callable[[int], World]) -> None:
@@ -456,7 +458,7 @@ class LyingHost:
         self.listener.listen(5)
         self.listener.setblocking(False)
 
-    async def receive(self) -> tuple[socket.socket, asyncio.Future[Circle]]:
+    async def receive(self) -> tuple[socket.socket, asyncio.Future[PeerMapping]]:
         name = self.listener.getsockname()[1:].decode()
         await self.world.store.set("address", json.dumps({**RIGHT, "name": name}))
         one = asyncio.ensure_future(self.world.rank(1))
@@ -531,7 +533,9 @@ async def test_a_host_that_sends_descriptors_without_end(world_of: Callable[[int
                         break
                 assert len(os.listdir("/proc/self/fd")) < before + 20
     await world.store.set("mapped/0", "ok")
-    with pytest.raises(UnsuitableError, match="rank 1 cannot share memory: rank 0 sends what cannot be read") as caught:
+    with pytest.raises(
+        UnsuitableError, match="rank 1 cannot share memory: rank 0 sends an unreadable message"
+    ) as caught:
         await one
     caught.value.__traceback__ = None
     os.close(null)

@@ -18,7 +18,7 @@ from typing import Final, Self, final
 import anyio.to_thread
 
 from asynccomm.backends.base import Backend, BackendContext, Submission
-from asynccomm.backends.shm.bootstrap import Circle, decline, meet, unsupported
+from asynccomm.backends.shm.bootstrap import PeerMapping, bootstrap_segment, report_unsupported, unsupported
 from asynccomm.backends.shm.engine import Engine
 from asynccomm.backends.shm.progress_thread import ProgressThread, shared_thread
 from asynccomm.backends.shm.settings import HINTS, Settings, patience_for, spin_seconds, yield_seconds
@@ -39,10 +39,10 @@ class ShmBackend(Backend):
     fusion_limit = 256 << 10  # larger operations are faster unmerged than in pieces (measured: 2 ranks on 2 cores)
 
     def __init__(
-        self, context: BackendContext, engine: Engine, circle: Circle, worker: ProgressThread, bell: int
+        self, context: BackendContext, engine: Engine, mapping: PeerMapping, worker: ProgressThread, bell: int
     ) -> None:
         self._engine = engine
-        self._circle = circle
+        self._mapping = mapping
         self._worker = worker
         self._bell = bell
         self._loop = context.mailbox.loop
@@ -51,7 +51,7 @@ class ShmBackend(Backend):
         self._withdrawn = False
         self._released = False
         self._loop.add_reader(bell, engine.on_bell, bell)
-        for rank, fd in enumerate(circle.lives):
+        for rank, fd in enumerate(mapping.liveness_fds):
             if fd >= 0:
                 worker.watch(fd, partial(engine.ended, rank))
 
@@ -64,7 +64,7 @@ class ShmBackend(Backend):
     @classmethod
     async def connect(cls, context: BackendContext) -> Self:
         if reason := unsupported():
-            await decline(context, reason)
+            await report_unsupported(context, reason)
         settings = Settings.of(context.hints)
         layout = settings.layout(context.group.size)
         patience = spin_seconds(context.hints)
@@ -75,13 +75,13 @@ class ShmBackend(Backend):
                 worker = shared_thread()
                 bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             except (OSError, RuntimeError) as exc:  # no descriptors or threads left; the other ranks must be informed
-                await decline(context, str(exc))
+                await report_unsupported(context, str(exc))
             unless_connected.callback(os.close, bell)
-            circle = await meet(context, settings.as_dict(), layout, (bell, worker.bell))
-            unless_connected.callback(circle.close)
+            mapping = await bootstrap_segment(context, settings.as_dict(), layout, (bell, worker.bell))
+            unless_connected.callback(mapping.close)
             stretch = yield_seconds(context.hints)
-            engine = Engine(context, layout, settings, circle, worker, patience, stretch)
-            backend = cls(context, engine, circle, worker, bell)
+            engine = Engine(context, layout, settings, mapping, worker, patience, stretch)
+            backend = cls(context, engine, mapping, worker, bell)
             unless_connected.pop_all()
             return backend
 
@@ -119,9 +119,9 @@ class ShmBackend(Backend):
             if self._withdrawn:
                 return
             self._withdrawn = True
-            for fd in self._circle.lives:
+            for fd in self._mapping.liveness_fds:
                 self._worker.unwatch(fd)
-            self._circle.descriptors.close_one(self._circle.life)
+            self._mapping.descriptors.close_one(self._mapping.liveness_fd)
 
     def _release(self) -> None:
         """Close the descriptors once no thread drives the engine. On the loop."""
@@ -132,5 +132,5 @@ class ShmBackend(Backend):
             return
         self._released = True
         self._loop.remove_reader(self._bell)
-        self._circle.close()
+        self._mapping.close()
         os.close(self._bell)

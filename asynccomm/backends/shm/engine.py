@@ -30,7 +30,7 @@ import torch
 from asynccomm.backends.base import BackendContext, Submission
 from asynccomm.backends.shm.algorithms import Progress
 from asynccomm.backends.shm.board import Board
-from asynccomm.backends.shm.bootstrap import Circle
+from asynccomm.backends.shm.bootstrap import PeerMapping
 from asynccomm.backends.shm.bundles import Bundle, cut
 from asynccomm.backends.shm.doorbell import Bell, Bells
 from asynccomm.backends.shm.fence import Fence
@@ -64,13 +64,13 @@ class Engine:
         context: BackendContext,
         layout: Layout,
         settings: Settings,
-        circle: Circle,
+        mapping: PeerMapping,
         worker: ProgressThread,
         patience: float,
         stretch: float,
     ) -> None:
         group = context.group
-        words = circle.segment.words
+        words = mapping.segment.words
         fence = Fence()
         self.patience = patience
         self.stretch = stretch
@@ -88,14 +88,14 @@ class Engine:
             layout.word(rank, Word.PLACE) for rank, home in enumerate(homes) if home != homes[group.rank]
         ]
         # none of these three may refer to this engine: a cycle would keep the segment until the next garbage collection
-        self._bells = Bells(group.rank, layout, words, fence, circle.bells)
-        self._board = Board(group.rank, layout, words, circle.segment.data, fence, self._bells.ring_all)
+        self._bells = Bells(group.rank, layout, words, fence, mapping.bells)
+        self._board = Board(group.rank, layout, words, mapping.segment.data, fence, self._bells.ring_all)
         self._finished: deque[Submission | Bundle] = deque()  # done, to be settled after the lock is released
         self._faults: deque[BrokenError] = deque()
         self._grown = grown = deque[tuple[Submission, int]]()  # receives, and larger sizes than expected
         self._messages = Messages(
             group.rank,
-            Mapped(layout, words, circle.segment.raw, circle.segment.data.data_ptr()),
+            Mapped(layout, words, mapping.segment.raw, mapping.segment.data.data_ptr()),
             fence,
             self._bells.ring,
             self._finished.append,

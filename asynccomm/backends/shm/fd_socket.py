@@ -7,20 +7,18 @@ import asyncio
 import errno
 import os
 import socket
-import struct
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, final
 
+from asynccomm.control.timing import RETRY_SECONDS
+
 MESSAGE_DESCRIPTORS: Final = 198  # in one message; Linux allows 253
 MESSAGE_BYTES: Final = 4096
-RETRY_SECONDS: Final = 0.005  # between attempts to send while the kernel has no room
-
-_credentials = struct.Struct("=iII")  # process, user, group
 
 
 @final
-class Descriptors:
+class FdBag:
     """File descriptors that are closed together, once.
 
     A forked child closes its copies at once: while the child held its parent's end of the liveness pipe, no rank would
@@ -50,7 +48,7 @@ class Descriptors:
             os.close(self._fds.pop())
 
 
-_alive: weakref.WeakSet[Descriptors] = weakref.WeakSet()
+_alive: weakref.WeakSet[FdBag] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
@@ -61,7 +59,7 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-class Message(NamedTuple):
+class Datagram(NamedTuple):
     """A received datagram; the receiver closes its descriptors."""
 
     data: bytes  #: content; empty: the connection has ended
@@ -70,10 +68,10 @@ class Message(NamedTuple):
 
 
 @final
-class Line:
+class FdSocket:
     """A connection that preserves message boundaries and calls ``receive`` with each message as it arrives."""
 
-    def __init__(self, sock: socket.socket, receive: Callable[[Message], object]) -> None:
+    def __init__(self, sock: socket.socket, receive: Callable[[Datagram], object]) -> None:
         self.receive = receive
         self._sock = sock
         self._loop = asyncio.get_running_loop()
@@ -101,7 +99,7 @@ class Line:
                 fds.frombytes(content[: len(content) // fds.itemsize * fds.itemsize])
         if not data:
             self._loop.remove_reader(self._sock.fileno())
-        self.receive(Message(data, list(fds), not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)))
+        self.receive(Datagram(data, list(fds), not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)))
 
     async def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
         """Send a message, waiting for room. Raises: OSError if the peer has closed the connection."""
@@ -125,9 +123,3 @@ class Line:
         if self._sock.fileno() >= 0:
             self._loop.remove_reader(self._sock.fileno())
             self._sock.close()
-
-
-def user_of(sock: socket.socket) -> int:
-    """The user id of the peer process; a user of another namespace has the overflow id (*nobody*)."""
-    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size)
-    return int(_credentials.unpack(data)[1])

@@ -19,6 +19,7 @@ from torch import distributed as dist
 from asynccomm.compat.c10d.logs import timed
 from asynccomm.compat.c10d.types import STORE_BASED_BARRIER_PREFIX, DistStoreError
 from asynccomm.errors import AsyncCommError, StoreTimeoutError
+from asynccomm.rendezvous.job import ANNOUNCE_SECONDS, LEAVE_SECONDS
 from asynccomm.rendezvous.spec import StoreSession, connect_store, resolve_spec
 from asynccomm.store.base import Store, within
 from asynccomm.store.torch_store import TorchStore
@@ -27,8 +28,6 @@ Handler: TypeAlias = "Callable[..., Iterable[Any] | AsyncIterator[Any]]"
 
 LEAST_SLICE: Final = 10.0  # seconds between log records of a waiting barrier
 SLICE_PER_RANK: Final = 1e-3
-LEAVE_SECONDS: Final = 10.0  # the rank that hosts the store waits for other ranks this long
-WORD_SECONDS: Final = 1.0  # for another rank to report to the store that it leaves
 GONE_KEY: Final = "asynccomm/c10d/gone"
 
 _log: Final = logging.getLogger("asynccomm")
@@ -117,7 +116,7 @@ async def _say_goodbye(meeting: StoreSession, size: int, waits_for: int) -> None
     """Report that this rank leaves; the host of the store waits for other ranks, which may still need the store."""
     stays = meeting.hosted is not None and waits_for > 1
     try:
-        async with within(LEAVE_SECONDS if stays else WORD_SECONDS):
+        async with within(LEAVE_SECONDS if stays else ANNOUNCE_SECONDS):
             gone = await meeting.store.add(GONE_KEY, 1)
             everybody = (gone - 1) // size * size + waits_for  # the store may also count ranks of earlier rendezvous
             while stays and gone < everybody:

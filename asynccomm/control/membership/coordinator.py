@@ -66,8 +66,6 @@ from asynccomm.control.membership.messages import (
     CoordinatorOrder,
     Excluded,
     Finalized,
-    MembershipMessageError,
-    Message,
     ParticipantId,
     ParticipantState,
     Prepare,
@@ -75,18 +73,18 @@ from asynccomm.control.membership.messages import (
     Retry,
     StatusReport,
     View,
+    check_proposal,
     describe_many,
     describe_participant,
-    order_message,
-    parse_report,
     plain,
 )
+from asynccomm.control.transport.schema import MessageError
 
 TRIES: Final = 3  # times that the same members may fail to connect; an undetected loss takes one
 COMING: Final = 10.0  # seconds for newcomers to arrive, once all ranks that have invited them are there
 PATIENCE: Final = 60.0  # seconds; a rank that takes longer to connect or to report counts as silent
 
-Letter: TypeAlias = tuple[ParticipantId, Message]  # the recipient, and the order as a message
+Letter: TypeAlias = tuple[ParticipantId, CoordinatorOrder]  # the recipient, and the order
 
 
 @final
@@ -97,7 +95,7 @@ class Coordinator:
         by: the rank of this process in the job; it may be outside the comm.
         ranks: of the comm, in order.
         patience: seconds for a participant's own steps: to connect, to report, to take a commit.
-        heir: whether this comm had an earlier coordinator; then all participants must report first.
+        successor: whether this comm had an earlier coordinator; then all participants must report first.
         gone: ranks known to be lost or to have left, with the reason.
         newcomers: the newcomers known to be on the channel.
         place: makes a decision's place from its members.
@@ -110,7 +108,7 @@ class Coordinator:
         ranks: Iterable[int],
         *,
         patience: float = PATIENCE,
-        heir: bool = False,
+        successor: bool = False,
         gone: Mapping[ParticipantId, str] | None = None,
         newcomers: Iterable[str] = (),
         place: Callable[[tuple[ParticipantId, ...]], object] = lambda members: None,
@@ -119,9 +117,8 @@ class Coordinator:
         self._by, self._ranks = by, tuple(ranks)
         self._known = frozenset(self._ranks)
         self._patience, self._place, self._fresh = patience, place, fresh
-        self._must_report: set[ParticipantId] = (
-            {*self._ranks, *newcomers} if heir else set()
-        )  # participants that must report first
+        # participants that must report first
+        self._must_report: set[ParticipantId] = {*self._ranks, *newcomers} if successor else set()
         self._first_report: float | None = None  # time of the first report that is not None
         self._received: dict[ParticipantId, _Received] = {}
         self._gone: dict[ParticipantId, str] = dict(gone or {})
@@ -130,13 +127,11 @@ class Coordinator:
         self._round: _Attempt | None = None
         self._withdrawn: set[tuple[ParticipantId, str]] = set()  # participants ordered to retry, and the decision
         self._made: set[str] = set()  # keys of this coordinator's decisions
-        self._heir = heir
+        self._successor = successor
         self._rejected = Rejected(-1, "", False)
         self._attempt = 0  # the highest attempt sent in any order
-        self._tries: tuple[tuple[ParticipantId, ...], int] = (
-            (),
-            0,
-        )  # the last members that could not connect, and how often
+        # the last members that could not connect, and how often
+        self._tries: tuple[tuple[ParticipantId, ...], int] = (), 0
 
     @property
     def decision(self) -> View | None:
@@ -147,16 +142,15 @@ class Coordinator:
     def committed(self) -> bool:
         return self._round is not None and self._round.committed
 
-    def hear(self, who: ParticipantId, message: object, now: float) -> None:
+    def on_report(self, who: ParticipantId, report: StatusReport | None, now: float) -> None:
         """Take a report; None: the participant is on the channel and has nothing to report.
 
-        Raises: MembershipMessageError: no participant sends this report. The report had no effect.
+        Raises: MessageError: no participant sends this report. The report had no effect.
         """
         if isinstance(who, int) and who not in self._known:
-            raise MembershipMessageError(f"rank {who} is not of the comm")
-        report = None if message is None else parse_report(message, who, self._known)
-        if report is not None and report.decision is not None:
-            self._check_maker(report.decision)
+            raise MessageError(f"rank {who} is not of the comm")
+        if report is not None:
+            self._check(who, report)
         if who in self._gone:
             return
         if report is not None and report.state is ParticipantState.OUT:
@@ -176,25 +170,25 @@ class Coordinator:
                 self._rejected = Rejected(report.attempt, report.why, report.mistake)
 
     def lost(self, who: ParticipantId) -> None:
-        """Record that ``who`` died."""
+        """Message that ``who`` died."""
         self._remove(who, "was lost")
 
     def left(self, who: ParticipantId) -> None:
-        """Record that ``who`` has closed the comm, and takes no further part."""
+        """Message that ``who`` has closed the comm, and takes no further part."""
         self._remove(who, "has left")
 
     def silent(self, who: ParticipantId) -> None:
-        """Record that ``who`` is alive and does not answer; the coordinator stops waiting for its report."""
+        """Message that ``who`` is alive and does not answer; the coordinator stops waiting for its report."""
         if who not in self._gone:
             self._silent.add(who)
 
     def advance(self, now: float) -> list[Letter]:
         """The messages to send now, in this order."""
-        out: list[tuple[ParticipantId, CoordinatorOrder]] = []
+        out: list[Letter] = []
         if self._all_reported(now):
             while self._step(now, out):
                 pass
-        return [(who, order_message(order)) for who, order in out]
+        return out
 
     @property
     def due(self) -> float | None:
@@ -212,7 +206,7 @@ class Coordinator:
 
     # each step makes at most one transition, and returns whether another may follow
 
-    def _step(self, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> bool:
+    def _step(self, now: float, out: list[Letter]) -> bool:
         if self._round is None or not self._round.committed:
             if self._adopt(now, out):
                 return True
@@ -225,7 +219,7 @@ class Coordinator:
         self._settle(now, out)
         return False
 
-    def _adopt(self, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> bool:
+    def _adopt(self, now: float, out: list[Letter]) -> bool:
         """Continue a decision of an earlier coordinator."""
         for state in (ParticipantState.COMMITTED, ParticipantState.PREPARED):
             held = [r.decision for _, r in self._reports() if r.state is state and r.decision is not None]
@@ -253,7 +247,7 @@ class Coordinator:
                 return False
         return True
 
-    def _withdraw_stale(self, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
+    def _withdraw_stale(self, now: float, out: list[Letter]) -> None:
         """Withdraw all decisions that no member can commit any more."""
         for who, report in self._reports():
             if report.decision is None or report.decision == self.decision:
@@ -264,7 +258,7 @@ class Coordinator:
                 why = f"rank {report.decision.by}, which decided, has not seen it through"
                 self._send_retry(who, report.decision, why, now, out)
 
-    def _reject_late(self, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
+    def _reject_late(self, out: list[Letter]) -> None:
         """Reject late calls up to the rejected attempt, for the rejection is for the calls of all ranks."""
         for who, report in self._reports():
             # a newcomer's first attempt may be later than the rejection
@@ -276,7 +270,7 @@ class Coordinator:
             elif self._known <= self._gone.keys():
                 self._exclude(who, "no rank of the comm is left to go on", out)
 
-    def _decide(self, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> bool:
+    def _decide(self, now: float, out: list[Letter]) -> bool:
         first, wants = self._asking()
         if first is None:
             return False
@@ -307,7 +301,7 @@ class Coordinator:
         out += [(who, Prepare(decision)) for who in members]
         return True
 
-    def _prepare(self, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> bool:
+    def _prepare(self, now: float, out: list[Letter]) -> bool:
         assert self._round is not None
         decision = self._round.decision
         waiting: list[ParticipantId] = []
@@ -320,9 +314,7 @@ class Coordinator:
                 why = f"{describe_participant(who)} went back"
             elif report.state is ParticipantState.FAILED:
                 why = report.why
-            elif (
-                report.state is not ParticipantState.PREPARED
-            ):  # the member still connects, or has not received the decision
+            elif report.state is not ParticipantState.PREPARED:  # it still connects, or has not received the decision
                 waiting.append(who)
                 if who in self._silent:
                     why = f"{describe_participant(who)} does not answer"
@@ -335,7 +327,7 @@ class Coordinator:
             self._round.committed, self._round.since = True, now
         return not waiting
 
-    def _settle(self, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
+    def _settle(self, now: float, out: list[Letter]) -> None:
         """Send Commit to the members, Excluded to the other participants, and Finalized in the end."""
         assert self._round is not None
         decision = self._round.decision
@@ -393,15 +385,23 @@ class Coordinator:
         if not missing:
             return -math.inf
         asked = [(h.since, h.report.wait) for who, h in wants.items() if h.report and isinstance(who, int)]
-        until = min(since + wait for since, wait in asked)
+        until = min(math.inf if wait is None else since + wait for since, wait in asked)
         if all(isinstance(who, str) for who in missing):  # a living newcomer has its invitation by now
             until = min(until, max(since for since, _ in asked) + COMING)
         return max(until, *(self._retry_deadlines.get(who, -math.inf) for who in missing))
 
-    def _check_maker(self, decision: View) -> None:
-        """Raises: MembershipMessageError: neither this nor an earlier coordinator can have made the decision."""
-        if decision.key not in self._made if decision.by == self._by else decision.by > self._by or not self._heir:
-            raise MembershipMessageError(f"nobody has made the decision {decision.key!r}")
+    def _check(self, who: ParticipantId, report: StatusReport) -> None:
+        """Raises: MessageError: the participant cannot have made this report."""
+        decision = report.decision
+        for members in (report.proposal, None if decision is None else decision.members):
+            if members is not None:
+                check_proposal(members, self._known)
+        if decision is None:
+            return
+        if who not in decision.members:
+            raise MessageError(f"{describe_participant(who)} holds the decision {decision.key!r}, which is not for it")
+        if decision.key not in self._made if decision.by == self._by else decision.by > self._by or not self._successor:
+            raise MessageError(f"no coordinator has made the decision {decision.key!r}")
 
     def _committed_members(self) -> set[ParticipantId]:
         assert self._round is not None
@@ -419,7 +419,7 @@ class Coordinator:
         self._silent.discard(who)
         self._retry_deadlines.pop(who, None)
 
-    def _retry(self, round_: _Attempt, why: str, now: float, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
+    def _retry(self, round_: _Attempt, why: str, now: float, out: list[Letter]) -> None:
         """Order all members to retry; after too many failures, reject their next calls."""
         decision = round_.decision
         members, tries = self._tries
@@ -440,33 +440,24 @@ class Coordinator:
             for who in self._asking()[1]:
                 self._reject(who, out)
 
-    def _send_retry(
-        self,
-        who: ParticipantId,
-        decision: View,
-        why: str,
-        now: float,
-        out: list[tuple[ParticipantId, CoordinatorOrder]],
-    ) -> None:
+    def _send_retry(self, who: ParticipantId, decision: View, why: str, now: float, out: list[Letter]) -> None:
         self._forget(who, now)
         self._withdrawn.add((who, decision.key))
         self._attempt = max(self._attempt, decision.attempt + 1)
         self._retry_deadlines.setdefault(who, now + self._patience)
         out.append((who, Retry(decision.key, decision.attempt + 1, why)))
 
-    def _reject_all(
-        self, wants: Iterable[ParticipantId], refused: Rejected, out: list[tuple[ParticipantId, CoordinatorOrder]]
-    ) -> bool:
+    def _reject_all(self, wants: Iterable[ParticipantId], refused: Rejected, out: list[Letter]) -> bool:
         self._rejected = refused
         for who in wants:
             self._reject(who, out)
         return True
 
-    def _reject(self, who: ParticipantId, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
+    def _reject(self, who: ParticipantId, out: list[Letter]) -> None:
         self._forget(who, self._received[who].since)
         out.append((who, self._rejected))
 
-    def _exclude(self, who: ParticipantId, why: str, out: list[tuple[ParticipantId, CoordinatorOrder]]) -> None:
+    def _exclude(self, who: ParticipantId, why: str, out: list[Letter]) -> None:
         self._forget(who, self._received[who].since)
         out.append((who, Excluded(why)))
 

@@ -18,13 +18,12 @@ from asynccomm.control.membership.messages import (
     Rejected,
     Retry,
     StatusReport,
-    order_message,
-    report_message,
 )
 from asynccomm.control.membership.participant import Participant
+from asynccomm.control.messages import Heartbeat, OrderMessage, ParticipantReport
 from asynccomm.control.timing import LINGER_SECONDS, REACH_SECONDS, SILENT_SECONDS
 from asynccomm.control.transport.connection import Connection, Tokens, connect
-from asynccomm.control.transport.framing import ControlMessage
+from asynccomm.control.transport.schema import JsonObject, decode
 from asynccomm.control.transport.thread import ControlThread, control_thread
 from asynccomm.control.transport.topology import RankAddress
 
@@ -78,7 +77,7 @@ class Joiner:
         self._thread.call(ask)
 
     def prepared(self, decision: str) -> None:
-        """Record and report that the members of a decision are connected. Thread-safe."""
+        """Message and report that the members of a decision are connected. Thread-safe."""
 
         def prepared() -> None:
             self._participant.prepared(decision)
@@ -87,7 +86,7 @@ class Joiner:
         self._thread.call(prepared)
 
     def failed(self, decision: str, why: str) -> None:
-        """Record and report that the members of a decision could not connect. Thread-safe."""
+        """Message and report that the members of a decision could not connect. Thread-safe."""
 
         def failed() -> None:
             self._participant.failed(decision, why)
@@ -95,7 +94,7 @@ class Joiner:
 
         self._thread.call(failed)
 
-    def give_up(self) -> None:
+    def withdraw(self) -> None:
         """Leave, and report the exit: the others may be waiting for this newcomer. Thread-safe."""
 
         def leave() -> None:
@@ -122,7 +121,7 @@ class Joiner:
         self._thread.call(close)
 
     def _end_if_over(self) -> None:
-        if self._closing and self._participant.may_leave:
+        if self._closing and self._participant.can_leave:
             self._end()
 
     def _end(self) -> None:
@@ -181,7 +180,7 @@ class Joiner:
         self._lost.clear()
 
     def _exclude(self, why: str) -> None:
-        order = self._participant.hear(order_message(Excluded(why)))
+        order = self._participant.on_order(Excluded(why))
         if order is not None:
             self._on_order(order)
         self._end_if_over()
@@ -189,19 +188,18 @@ class Joiner:
     def _report(self) -> None:
         report = self._participant.report()
         if self._link is not None and report is not None and not self._leaving:
-            self._link.send({"comm": self._key, "ranks": self._ranks, "report": report})
+            self._link.send(ParticipantReport(self._key, self._ranks, report))
 
     def _send_exit(self, link: Connection) -> None:
-        link.send(
-            {"comm": self._key, "ranks": self._ranks, "report": report_message(StatusReport(ParticipantState.OUT, 0))}
-        )
+        link.send(ParticipantReport(self._key, self._ranks, StatusReport(ParticipantState.OUT, 0)))
         self._end()
 
-    def _received(self, connection: Connection, message: ControlMessage) -> None:
+    def _received(self, connection: Connection, data: JsonObject) -> None:
         self._last_message = time.monotonic()
-        if "order" not in message:
-            return  # a heartbeat of the root
-        order = self._participant.hear(message["order"])
+        message: Heartbeat | OrderMessage = decode(Heartbeat | OrderMessage, data)
+        if isinstance(message, Heartbeat):
+            return
+        order = self._participant.on_order(message.order)
         if isinstance(order, Rejected) and order.mistake:  # a mistake of the ranks, which may call again
             self._participant.ask(None, self._wait)
         elif order is not None:

@@ -1,7 +1,7 @@
 """A participant's side of the membership agreement; the protocol is in
 :mod:`asynccomm.control.membership.coordinator`.
 
-States and transitions (orders are passed to ``hear``)::
+States and transitions (orders are passed to ``on_order``)::
 
     idle       ask() -> wants
     wants      Prepare -> joins, Rejected -> refused, Excluded -> out
@@ -27,8 +27,6 @@ from asynccomm.control.membership.messages import (
     CoordinatorOrder,
     Excluded,
     Finalized,
-    MembershipMessageError,
-    Message,
     ParticipantId,
     ParticipantState,
     Prepare,
@@ -37,9 +35,9 @@ from asynccomm.control.membership.messages import (
     StatusReport,
     View,
     check_proposal,
-    parse_order,
-    report_message,
+    describe_many,
 )
+from asynccomm.control.transport.schema import MessageError
 
 _HOLDS = (ParticipantState.JOINS, ParticipantState.FAILED, ParticipantState.PREPARED)
 
@@ -82,12 +80,7 @@ class Participant:
         return self._state is ParticipantState.COMMITTED
 
     @property
-    def left_out(self) -> bool:
-        """Whether the others continued without this participant, for good. A newcomer may return under another name."""
-        return self._state is ParticipantState.OUT
-
-    @property
-    def may_leave(self) -> bool:
+    def can_leave(self) -> bool:
         """Whether the participant may leave the channel: it is not committed, or has received Finalized."""
         return not self.committed or self._over
 
@@ -117,48 +110,46 @@ class Participant:
         if self._state is ParticipantState.JOINS and self._holds(key):
             self._state, self._why = ParticipantState.FAILED, why
 
-    def report(self) -> Message | None:
+    def report(self) -> StatusReport | None:
         """The report for the coordinator; None, which is sent as well: there is nothing to report."""
         if self._state is None:
             return None
         if self._state is ParticipantState.REFUSED:
             assert self._refused is not None
-            said = StatusReport(
+            return StatusReport(
                 ParticipantState.REFUSED, self._refused.attempt, why=self._refused.why, mistake=self._refused.mistake
             )
-        else:
-            said = StatusReport(self._state, self._attempt, self._proposal, self._wait, self._decision, self._why)
-        return report_message(said)
+        wait = None if math.isinf(self._wait) else self._wait
+        return StatusReport(self._state, self._attempt, self._proposal, wait, self._decision, self._why)
 
-    def hear(self, message: object) -> CoordinatorOrder | None:
+    def on_order(self, order: CoordinatorOrder) -> CoordinatorOrder | None:
         """Apply an order of the coordinator, and return it; None: the order is out of date, and has no effect.
 
         Raises:
-            MembershipMessageError: no coordinator of this agreement sends this order in this state. The order had no
-                effect.
+            MessageError: no coordinator of this agreement sends this order in this state. The order had no effect.
         """
-        order = parse_order(message, self._ranks)
         match order:
             case Prepare(decision):
+                check_proposal(decision.members, self._ranks)
                 if self._state is not ParticipantState.WANTS:
                     return None
                 if self._who not in decision.members:
-                    raise MembershipMessageError("a decision that is not for this participant")
+                    raise MessageError(f"a decision for other participants: {describe_many(decision.members)}")
                 self._state, self._decision = ParticipantState.JOINS, decision
             case Commit(key):
                 if self._state is not ParticipantState.PREPARED or not self._holds(key):
-                    raise MembershipMessageError(f"a commit of {key!r}, which is not prepared here")
+                    raise MessageError(f"a commit of {key!r}, which is not prepared here")
                 self._state = ParticipantState.COMMITTED
             case Retry(key, attempt):
                 if self.committed and self._holds(key):
-                    raise MembershipMessageError(f"{key!r} is committed here, and cannot be undone")
+                    raise MessageError(f"{key!r} is committed here, and cannot be undone")
                 if not self._holds(key):
                     return None
                 self._state, self._attempt = ParticipantState.WANTS, max(attempt, self._attempt)
                 self._decision, self._why = None, ""
             case Finalized(key):
                 if not self.committed or not self._holds(key):
-                    raise MembershipMessageError(f"{key!r} is over, and was never committed here")
+                    raise MessageError(f"{key!r} is over, and was never committed here")
                 self._over = True
             case Rejected(attempt):
                 if self._state is not ParticipantState.WANTS or attempt < self._attempt:

@@ -1,7 +1,7 @@
 """Runs the membership agreement (``coordinator``) over the control channel, for all comms of a job.
 
 Each rank that asks has a participant here, and the root has a coordinator for each comm that a rank asks for. A
-committed rank stays on the channel until no member needs it there: see :attr:`MembershipService.lingers`. All methods
+committed rank stays on the channel until no member needs it there: see :attr:`MembershipService.must_stay`. All methods
 run on the control thread.
 """
 
@@ -21,18 +21,17 @@ from asynccomm.control.membership.messages import (
     CoordinatorOrder,
     Excluded,
     Finalized,
-    MembershipMessageError,
     ParticipantId,
     Rejected,
     Retry,
-    order_message,
+    describe_participant,
 )
 from asynccomm.control.membership.participant import Participant
-from asynccomm.control.router import ROOT, Router
-from asynccomm.control.timing import SILENT_SECONDS
-from asynccomm.control.transport.framing import ControlMessage
+from asynccomm.control.messages import ROOT, OrderMessage, ParticipantReport, ReportRequest
+from asynccomm.control.router import Router
+from asynccomm.control.timing import PATIENCE_SECONDS, SILENT_SECONDS
+from asynccomm.control.transport.schema import MessageError
 
-PATIENCE: Final = 30.0  # seconds for a member to connect the new comm, or to report to a new root
 ORDERS: Final = 1024  # comms that each table keeps
 
 _log = logging.getLogger("asynccomm")
@@ -41,7 +40,7 @@ _log = logging.getLogger("asynccomm")
 class Joiners(Protocol):
     """The newcomers that are connected to the root."""
 
-    def send(self, name: str, message: ControlMessage) -> None:
+    def send(self, name: str, message: OrderMessage) -> None:
         """Send ``message`` to the newcomer ``name``, if it is connected."""
 
 
@@ -74,14 +73,14 @@ class MembershipService:
         self._loop = loop
         self._joiners = joiners
         self._first_root = router.topology.root(())
-        self._candidacies: dict[str, _Participation] = {}
+        self._participations: dict[str, _Participation] = {}
         self._coordinators: dict[str, Coordinator] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._out: dict[str, str] = {}  # comms that exclude this rank, and why
         self._left: dict[str, set[int]] = {}  # comms without a coordinator, and the ranks that left them
         self._changed: asyncio.Future[None] | None = None
         self._sending = False
-        self._looked = math.inf  # time of the last look_around()
+        self._last_tick = math.inf  # time of the last tick()
         self._closed = False
 
     # -- this rank asks -----------------------------------------------------------------------------------------------
@@ -102,47 +101,47 @@ class MembershipService:
         if out:  # an excluded rank must not continue alone, as if the others were lost
             hear(Excluded(out))
             return
-        candidacy = self._candidacies.get(key)
-        if candidacy is None:
-            candidacy = _Participation(Participant(self._router.rank, ranks), ranks, hear)
-        candidacy.participant.ask(proposal, wait)
-        candidacy.on_order = hear
-        self._candidacies[key] = candidacy
+        participation = self._participations.get(key)
+        if participation is None:
+            participation = _Participation(Participant(self._router.rank, ranks), ranks, hear)
+        participation.participant.ask(proposal, wait)
+        participation.on_order = hear
+        self._participations[key] = participation
         self._report(key)
 
     def prepared(self, key: str, decision: str) -> None:
-        """Record and report that the members of a decision are connected."""
-        candidacy = self._candidacies.get(key)
-        if candidacy is not None:
-            candidacy.participant.prepared(decision)
+        """Message and report that the members of a decision are connected."""
+        participation = self._participations.get(key)
+        if participation is not None:
+            participation.participant.prepared(decision)
             self._report(key)
 
     def failed(self, key: str, decision: str, why: str) -> None:
-        """Record and report that the members of a decision could not connect."""
-        candidacy = self._candidacies.get(key)
-        if candidacy is not None:
-            candidacy.participant.failed(decision, why)
+        """Message and report that the members of a decision could not connect."""
+        participation = self._participations.get(key)
+        if participation is not None:
+            participation.participant.failed(decision, why)
             self._report(key)
 
-    def give_up(self, key: str) -> None:
+    def withdraw(self, key: str) -> None:
         """Leave the agreement for good: the others may have gone on without this rank."""
-        self._candidacies.pop(key, None)
-        self._mark_excluded(key, "it has given up waiting for that")
-        self._router.send(ROOT, "report", comm=key, ranks=[], report=None, left=True)
+        self._participations.pop(key, None)
+        self._mark_excluded(key, "it has withdrawn")
+        self._router.send(ROOT, ParticipantReport(key, [], None, left=True))
         self._notify()
 
-    def followed(self, key: str, members: Collection[object]) -> None:
-        """Record that ``members`` have continued the comm ``key`` as another comm, and leave the channel."""
+    def on_followed(self, key: str, members: Collection[object]) -> None:
+        """Message that ``members`` have continued the comm ``key`` as another comm, and leave the channel."""
         if self._router.rank not in members:
             self._exclude(key, f"ranks {sorted(rank for rank in members if isinstance(rank, int))} have gone on")
 
     def _exclude(self, key: str, why: str) -> None:
         self._mark_excluded(key, why)
-        candidacy = self._candidacies.get(key)
-        if candidacy is not None and candidacy.participant.asking:
-            order = candidacy.participant.hear(order_message(Excluded(why)))
+        participation = self._participations.get(key)
+        if participation is not None and participation.participant.asking:
+            order = participation.participant.on_order(Excluded(why))
             if order is not None:
-                candidacy.on_order(order)
+                participation.on_order(order)
         self._notify()
 
     def _mark_excluded(self, key: str, why: str) -> None:
@@ -155,101 +154,89 @@ class MembershipService:
             self._changed = None
 
     @property
-    def lingers(self) -> bool:
+    def must_stay(self) -> bool:
         """Whether this rank holds a commit that other members may not have received."""
-        return not self._router.fenced and any(not each.participant.may_leave for each in self._candidacies.values())
+        return not self._router.fenced and any(not each.participant.can_leave for each in self._participations.values())
 
-    async def settled(self) -> None:
-        """Wait until :attr:`lingers` is False."""
-        while self.lingers:
+    async def wait_settled(self) -> None:
+        """Wait until :attr:`must_stay` is False."""
+        while self.must_stay:
             self._changed = self._changed or self._loop.create_future()
             await asyncio.shield(self._changed)
 
     def _report(self, key: str, *, even_nothing: bool = False) -> None:
-        candidacy = self._candidacies.get(key)
-        report = None if candidacy is None else candidacy.participant.report()
+        participation = self._participations.get(key)
+        report = None if participation is None else participation.participant.report()
         if report is not None or even_nothing:
-            ranks = [] if candidacy is None else candidacy.ranks
-            self._router.send(ROOT, "report", comm=key, ranks=ranks, report=report, left=False)
+            ranks = [] if participation is None else participation.ranks
+            self._router.send(ROOT, ParticipantReport(key, ranks, report))
 
-    def hear_order(self, message: ControlMessage) -> None:
+    def on_order(self, source: int, message: OrderMessage) -> None:
         """Pass an order of the coordinator to this rank's participant."""
-        key = message.get("comm")
-        candidacy = self._candidacies.get(key) if isinstance(key, str) else None
-        if candidacy is None:
+        key = message.comm
+        participation = self._participations.get(key)
+        if participation is None:
             return
-        assert isinstance(key, str)
         try:
-            order = candidacy.participant.hear(message.get("order"))
-        except MembershipMessageError as exc:
-            _log.warning("rank %s coordinates what it cannot: %s", message.get("from"), exc)
+            order = participation.participant.on_order(message.order)
+        except MessageError as exc:
+            _log.warning("rank %d sends an invalid order: %s", source, exc)
             return
         if order is not None:  # before the report, because the report may bring the next order at once
-            candidacy.on_order(order)
+            participation.on_order(order)
         if isinstance(order, (Retry, Commit, Rejected, Excluded)):
             self._report(key)
         if isinstance(order, (Finalized, Excluded)):
             self._notify()
 
-    def hear_poll(self, message: ControlMessage, known: Callable[[str], bool]) -> None:
+    def on_report_request(self, key: str, known: Callable[[str], bool]) -> None:
         """Report this rank's state to a new coordinator."""
-        key = message.get("comm")
-        if not isinstance(key, str):
-            return
-        if key in self._candidacies or (key not in self._out and known(key)):
+        if key in self._participations or (key not in self._out and known(key)):
             self._report(key, even_nothing=True)
         else:
-            self._router.send(ROOT, "report", comm=key, ranks=[], report=None, left=True)
+            self._router.send(ROOT, ParticipantReport(key, [], None, left=True))
 
     # -- this rank coordinates ----------------------------------------------------------------------------------------
 
-    def hear_report(self, message: ControlMessage) -> None:
-        """Pass the report of a rank to this rank's coordinator."""
-        key, ranks, who = message.get("comm"), message.get("ranks"), message["from"]
-        if not isinstance(key, str) or not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
-            raise ValueError("a report of no comm")
-        self.take_report(key, ranks, who, message.get("report"), left=message.get("left") is True)
-
-    def take_report(
-        self, key: str, ranks: Sequence[int], who: ParticipantId, report: Any, *, left: bool = False
-    ) -> None:
-        """Pass the report of ``who`` to the coordinator of comm ``key``, which the first report creates."""
+    def on_report(self, who: ParticipantId, message: ParticipantReport) -> None:
+        """Pass the report of ``who`` to the coordinator of its comm, which the first report creates."""
+        key, left = message.comm, message.left
         coordinator = self._coordinators.get(key)
         if coordinator is None:
             if left and isinstance(who, int):
                 self._note_leaving(key, who)
-            if report is None or not ranks:
+            if message.report is None or not message.ranks:
                 return  # no rank asks
-            coordinator = self._coordinate(key, ranks)
+            coordinator = self._coordinate(key, message.ranks)
         try:
             if left:
                 coordinator.left(who)
             else:
-                coordinator.hear(who, report, time.monotonic())
-        except MembershipMessageError as exc:
-            _log.warning("%s reports what it cannot: %s", who, exc)
+                coordinator.on_report(who, message.report, time.monotonic())
+        except MessageError as exc:
+            _log.warning("%s sends an invalid report: %s", describe_participant(who), exc)
             return
         self._advance(key)
 
     def _coordinate(self, key: str, ranks: Sequence[int]) -> Coordinator:
         router = self._router
-        heir = router.rank != self._first_root
+        successor = router.rank != self._first_root
         gone: Mapping[ParticipantId, str] = {
             r: "was lost" if how else "has left" for r, how in router.gone.items() if r in ranks
         }
-        coordinator = Coordinator(router.rank, ranks, patience=PATIENCE, heir=heir, gone=gone)
+        coordinator = Coordinator(router.rank, ranks, patience=PATIENCE_SECONDS, successor=successor, gone=gone)
         for rank in self._left.pop(key, ()):
             coordinator.left(rank)
         self._coordinators[key] = coordinator
         _limit(self._coordinators)
-        if heir:
+        if successor:
             self._poll(key, ranks)
         return coordinator
 
     def _poll(self, key: str, ranks: Iterable[int]) -> None:
         for rank in ranks:
             if rank not in self._router.gone:
-                self._router.send(rank, "poll", comm=key)
+                self._router.send(rank, ReportRequest(key))
 
     def _advance(self, key: str) -> None:
         """Send the orders of the coordinator, and run again when the coordinator is due."""
@@ -266,9 +253,9 @@ class MembershipService:
         try:
             for who, order in coordinator.advance(time.monotonic()):
                 if isinstance(who, int):
-                    self._router.send(who, "order", comm=key, order=order)
+                    self._router.send(who, OrderMessage(key, order))
                 else:
-                    self._joiners.send(who, {"comm": key, "order": order})
+                    self._joiners.send(who, OrderMessage(key, order))
         finally:
             self._sending = False
         due = coordinator.due
@@ -278,18 +265,18 @@ class MembershipService:
 
     # -- changes of other ranks ---------------------------------------------------------------------------------------
 
-    def gone(self, who: ParticipantId, how: str) -> None:
-        """Record that ``who`` is gone; ``how`` is empty after an orderly leave."""
+    def on_departure(self, who: ParticipantId, how: str) -> None:
+        """Message that ``who`` is gone; ``how`` is empty after an orderly leave."""
         if self._router.fenced:  # this rank itself was declared lost
-            for key in list(self._candidacies):
+            for key in list(self._participations):
                 self._exclude(key, self._router.fenced)
             return
         for key, coordinator in list(self._coordinators.items()):
             (coordinator.lost if how else coordinator.left)(who)
             self._loop.call_soon(self._advance, key)  # not now: another rank may become the root first
 
-    def left(self, key: str, rank: int) -> None:
-        """Record that ``rank`` has closed one comm."""
+    def on_left(self, key: str, rank: int) -> None:
+        """Message that ``rank`` has closed one comm."""
         coordinator = self._coordinators.get(key)
         if coordinator is None:
             self._note_leaving(key, rank)
@@ -301,23 +288,23 @@ class MembershipService:
         self._left.setdefault(key, set()).add(rank)
         _limit(self._left)
 
-    def attached(self) -> None:
+    def on_attached(self) -> None:
         """Report all states: this rank has connected to the root, which may be new."""
-        for key in list(self._candidacies):
+        for key in list(self._participations):
             self._report(key)
 
-    def here(self, rank: int) -> None:
+    def on_presence(self, rank: int) -> None:
         """At the root: poll ``rank``, which has just connected, unless this is the job's first root."""
         for key in self._coordinators:
             if self._router.rank != self._first_root:
                 self._poll(key, [rank])
 
-    def look_around(self) -> None:
+    def tick(self) -> None:
         """Stop waiting for silent ranks. The channel calls this with each heartbeat."""
-        now, before = time.monotonic(), self._looked
-        self._looked = now
+        now, before = time.monotonic(), self._last_tick
+        self._last_tick = now
         if now - before > SILENT_SECONDS / 2:  # this rank was stopped, and has unread messages
-            self._router.listen_anew()
+            self._router.reset_heartbeats()
             return
         for key, coordinator in list(self._coordinators.items()):
             for rank in self._router.topology.contacts:
@@ -325,8 +312,8 @@ class MembershipService:
                 if silence is not None and silence > SILENT_SECONDS:
                     coordinator.silent(rank)
             self._advance(key)
-        if any(each.participant.asking for each in self._candidacies.values()):
-            self._router.give_up_silent(SILENT_SECONDS)
+        if any(each.participant.asking for each in self._participations.values()):
+            self._router.expire_silent(SILENT_SECONDS)
 
     def close(self) -> None:
         """Stop coordinating."""

@@ -14,41 +14,73 @@ import errno
 import os
 import secrets
 import socket
-import struct
 from collections.abc import Callable
-from typing import Any, Final, final
+from typing import Annotated, Any, Final, Self, TypeAlias, final
 
-from asynccomm.control.transport.framing import MESSAGE_BYTES, ControlMessage, Decoder, GarbledError, encode
+from msgspec import Meta
+
+from asynccomm.control.timing import RETRY_SECONDS
+from asynccomm.control.transport.framing import MESSAGE_BYTES, Decoder, encode
+from asynccomm.control.transport.schema import JsonObject, Message, MessageError, TaggedMessage, decode
+from asynccomm.control.transport.sockets import peer_user
 from asynccomm.control.transport.topology import RankAddress
 
 UNSENT_BYTES: Final = 64 << 20  # unsent data after which a peer that does not read counts as lost
-RETRY_SECONDS: Final = 0.005  # between attempts to connect to a local socket with a full backlog
 KEEP_ALIVE: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # a silent host is lost after about 11 s
 USER_TIMEOUT_MS: Final = 10_000  # for a host to acknowledge sent data
 
 ENDED: Final = "its control connection ended"  # the prefix of most reasons
 
-_credentials = struct.Struct("=iII")  # process, user, group
+Token: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1024)]
+
 _open: set[Connection] = set()
 
 
 @final
-class Tokens:
+class Tokens(Message, frozen=True):
     """The secrets that the ranks of a job share."""
 
-    __slots__ = ("answer", "ask")
+    ask: Token  #: shown by the connecting side
+    answer: Token  #: shown by the listening side
 
-    def __init__(self, ask: str = "", answer: str = "") -> None:
-        self.ask = ask or secrets.token_hex(16)  #: shown by the connecting side
-        self.answer = answer or secrets.token_hex(16)  #: shown by the listening side
+    @classmethod
+    def random(cls) -> Self:
+        return cls(secrets.token_hex(16), secrets.token_hex(16))
 
-    def may_ask(self, token: Any) -> bool:
+    def __repr__(self) -> str:
+        return "Tokens(...)"  # they are not for logs
+
+    def may_ask(self, token: str) -> bool:
         """Whether ``token`` allows a peer to connect."""
         return _same(token, self.ask)
 
-    def may_answer(self, token: Any) -> bool:
+    def may_answer(self, token: str) -> bool:
         """Whether ``token`` proves that a peer may listen."""
         return _same(token, self.answer)
+
+
+@final
+class Hello(TaggedMessage, frozen=True):
+    """The first message of a connecting rank or newcomer."""
+
+    token: str
+    who: int | str
+
+
+@final
+class Look(TaggedMessage, frozen=True):
+    """The request of a process outside the job for the states of ranks, in place of a token."""
+
+    stacks: bool = False
+    ranks: list[int] | None = None  #: None: all
+
+
+@final
+class Welcome(TaggedMessage, frozen=True):
+    """The reply of a listening rank."""
+
+    token: str
+    refused: str = ""  #: why the rank refuses the connection; empty: the rank accepts it
 
 
 @final
@@ -63,7 +95,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(
         self,
-        received: Callable[[Connection, ControlMessage], object],
+        received: Callable[[Connection, JsonObject], object],
         ended: Callable[[Connection, str], object],
         made: Callable[[Connection], object] | None = None,
     ) -> None:
@@ -93,7 +125,7 @@ class Connection(asyncio.Protocol):
         sock = self._transport.get_extra_info("socket")
         if sock.family != socket.AF_UNIX:
             return None
-        return _user(sock)
+        return peer_user(sock)
 
     def data_received(self, data: bytes) -> None:
         self.decoder.feed(data)
@@ -104,7 +136,7 @@ class Connection(asyncio.Protocol):
             while self._transport is not None and not self._held and (message := self.decoder.next()) is not None:
                 self.received(self, message)
         except ValueError as exc:
-            self.drop(f"its control connection carried nonsense: {exc}")
+            self.drop(f"its control connection carried an invalid message: {exc}")
 
     def hold(self) -> None:
         """Keep further messages until the tasks that await this connection have run."""
@@ -115,14 +147,14 @@ class Connection(asyncio.Protocol):
         self._held = False
         self._read()
 
-    def send(self, message: ControlMessage) -> None:
+    def send(self, message: object) -> None:
         """Queue ``message`` for sending."""
         transport = self._transport
         if transport is None or transport.is_closing():
             return
         transport.write(encode(message))
         if transport.get_write_buffer_size() > UNSENT_BYTES:
-            self.drop("it does not read what is sent to it")
+            self.drop("it does not read its messages")
 
     def close(self) -> None:
         """Close the connection after the queued messages, without a call of ``ended``."""
@@ -166,7 +198,7 @@ async def connect(
     local: bool,
     tokens: Tokens,
     who: int | str,
-    received: Callable[[Connection, ControlMessage], object],
+    received: Callable[[Connection, JsonObject], object],
     ended: Callable[[Connection, str], object],
 ) -> Connection:
     """Connect to a rank and complete the handshake.
@@ -193,19 +225,20 @@ async def _connect(
     address: str | tuple[str, int],
     tokens: Tokens,
     who: int | str,
-    received: Callable[[Connection, ControlMessage], object],
+    received: Callable[[Connection, JsonObject], object],
     ended: Callable[[Connection, str], object],
 ) -> Connection:
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[None] = loop.create_future()
 
-    def on_answer(connection: Connection, message: ControlMessage) -> None:
+    def on_answer(connection: Connection, data: JsonObject) -> None:
         if answer.done():
             return
-        if not tokens.may_answer(message.get("token")):
-            raise GarbledError("it does not know the answer")
-        if refused := message.get("refused"):
-            answer.set_exception(PermissionError(errno.EACCES, str(refused)))
+        welcome: Welcome = decode(Welcome, data)
+        if not tokens.may_answer(welcome.token):
+            raise MessageError("its token is wrong")
+        if welcome.refused:
+            answer.set_exception(PermissionError(errno.EACCES, welcome.refused))
             return
         connection.decoder.limit = MESSAGE_BYTES
         connection.received, connection.ended = received, ended
@@ -220,18 +253,18 @@ async def _connect(
     sock = None
     if isinstance(address, str):
         sock = await _local(address)
-        user = _user(sock)
+        user = peer_user(sock)
         if user != os.geteuid():
             sock.close()
             # the rank is gone, and another user's process has its name: read nothing from that process
-            raise ConnectionRefusedError(errno.ECONNREFUSED, f"who listens there is user {user}'s")
+            raise ConnectionRefusedError(errno.ECONNREFUSED, f"a process of user {user} listens there")
     try:
         if sock is not None:
             await loop.create_unix_connection(lambda: connection, sock=sock)
         else:
             assert not isinstance(address, str)
             await loop.create_connection(lambda: connection, *address)
-        connection.send({"token": tokens.ask, "who": who})
+        connection.send(Hello(tokens.ask, who))
         await answer
         return connection
     except BaseException:
@@ -249,7 +282,7 @@ async def listens(contact: RankAddress, local: bool) -> bool:
     try:
         if isinstance(address, str):
             with await _local(address) as sock:
-                return _user(sock) == os.geteuid()
+                return peer_user(sock) == os.geteuid()
         transport, _ = await loop.create_connection(asyncio.Protocol, *address)
     except ConnectionRefusedError:
         return False
@@ -272,13 +305,8 @@ async def end_connections() -> None:
         await asyncio.sleep(0)
 
 
-def _user(sock: socket.socket) -> int:
-    """The user id of the process at the other end of a local socket."""
-    return int(_credentials.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size))[1])
-
-
-def _same(token: Any, expected: str) -> bool:
-    return isinstance(token, str) and secrets.compare_digest(token.encode(errors="replace"), expected.encode())
+def _same(token: str, expected: str) -> bool:
+    return secrets.compare_digest(token.encode(errors="replace"), expected.encode())
 
 
 async def _local(address: str) -> socket.socket:

@@ -1,31 +1,26 @@
 """Messages of the control channel as bytes: four bytes of length, big-endian, then a JSON object in UTF-8.
 
-Received bytes are not trusted: bytes that are no message raise :class:`GarbledError`, and a length beyond the limit is
+Received bytes are not trusted: bytes that are no message raise :class:`MessageError`, and a length beyond the limit is
 refused before any memory is used for it.
 """
 
 from __future__ import annotations
 
-import json
 import struct
-from typing import Any, Final, final
+from typing import Final, final
+
+from asynccomm.control.transport.schema import JsonObject, MessageError, dumps, loads
 
 MESSAGE_BYTES: Final = 4 << 20  # room for the stacks of many threads, or for many fingerprints
 HELLO_BYTES: Final = 1024  # limit for an unauthenticated peer
 _LENGTH: Final = struct.Struct(">I")
 
-ControlMessage = dict[str, Any]
 
-
-class GarbledError(ValueError):
-    """Bytes that are no message."""
-
-
-def encode(message: ControlMessage) -> bytes:
+def encode(message: object) -> bytes:
     """``message`` as a frame. Raises: ValueError if it is too long."""
-    data = json.dumps(message, separators=(",", ":")).encode(errors="replace")
+    data = dumps(message).encode()
     if len(data) > MESSAGE_BYTES:
-        raise ValueError(f"a control message of {len(data)} bytes, where {MESSAGE_BYTES} are the limit")
+        raise ValueError(f"a control message has at most {MESSAGE_BYTES} bytes, got {len(data)}")
     return _LENGTH.pack(len(data)) + data
 
 
@@ -47,22 +42,17 @@ class Decoder:
         """Append received bytes."""
         self._data += data
 
-    def next(self) -> ControlMessage | None:
-        """The next message; None: it is incomplete. Raises: GarbledError."""
+    def next(self) -> JsonObject | None:
+        """The next message; None: it is incomplete. Raises: MessageError."""
         have = self._data
         if len(have) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(have)
         if length > self.limit:
-            raise GarbledError(f"a message of {length} bytes, where {self.limit} are the limit")
+            raise MessageError(f"a message has at most {self.limit} bytes, got {length}")
         end = _LENGTH.size + length
         if len(have) < end:
             return None
-        try:
-            message = json.loads(have[_LENGTH.size : end].decode())
-        except (ValueError, RecursionError) as exc:
-            raise GarbledError(f"no JSON: {exc}") from None
+        message: JsonObject = loads(JsonObject, bytes(have[_LENGTH.size : end]))
         del have[:end]
-        if not isinstance(message, dict):
-            raise GarbledError(f"a message is an object, not {type(message).__name__}")
         return message

@@ -1,8 +1,7 @@
 """Accepts connections on the sockets of one rank.
 
-Unauthenticated connections are limited: at most ``STRANGERS`` at once, at most ``HELLO_SECONDS`` long, with a hello of
-limited size, and with no reply but the refusal. A listener logs its first refusal, and the number of refusals when it
-closes.
+``admission`` limits the connections that have not authenticated: their hello has a limited size, and the only reply to
+them is the reason for a refusal.
 
 The listener calls ``accept`` itself, because a server of asyncio loses the sockets that it has just accepted when the
 loop ends.
@@ -15,14 +14,15 @@ import logging
 import os
 import socket
 from collections.abc import Callable
-from typing import Any, Final, final
+from typing import Final, final
 
-from asynccomm.control.transport.connection import ENDED, Connection, Tokens, close_inherited
-from asynccomm.control.transport.framing import MESSAGE_BYTES, ControlMessage
+from asynccomm.control.transport.admission import WRONG_TOKEN, Admission
+from asynccomm.control.transport.connection import ENDED, Connection, Hello, Look, Tokens, Welcome, close_inherited
+from asynccomm.control.transport.framing import MESSAGE_BYTES
+from asynccomm.control.transport.schema import JsonObject, decode
 
-STRANGERS: Final = 64  # unauthenticated connections at once; a further connection pushes out the oldest
-HELLO_SECONDS: Final = 5.0  # for a new connection to authenticate
 AT_ONCE: Final = 128  # connections accepted before other callbacks run
+OTHER_HOST: Final = "a diagnosis from another host"
 PAUSE_SECONDS: Final = 1.0  # before accepting again after an error, such as a lack of descriptors
 
 _log = logging.getLogger("asynccomm")
@@ -37,14 +37,16 @@ class Listener:
         refusal: called with the identity that an authenticated peer claims; returns the reason to refuse it, or "".
         welcome: called with the identity and the connection of an accepted peer.
         look: called with the connection and the request of a diagnosing process (same user, same host, no token).
+        expected: ranks that may connect at the same time.
     """
 
     def __init__(
         self,
         tokens: Tokens,
-        refusal: Callable[[Any], str],
-        welcome: Callable[[Any, Connection], object],
-        look: Callable[[Connection, ControlMessage], object],
+        refusal: Callable[[int | str], str],
+        welcome: Callable[[int | str, Connection], object],
+        look: Callable[[Connection, Look], object],
+        expected: int = 0,
     ) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None  #: None before the first ``listen``
         self._tokens = tokens
@@ -53,8 +55,7 @@ class Listener:
         self._look = look
         self._socks: list[socket.socket] = []
         self._coming: dict[asyncio.Task[None], socket.socket] = {}  # accepted, not a connection yet
-        self._strangers: dict[Connection, asyncio.TimerHandle] = {}
-        self._refused = 0
+        self.admission = Admission("the control channel", _drop, expected)
         self._closed = False
 
     def listen(self, sock: socket.socket) -> None:
@@ -73,7 +74,7 @@ class Listener:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as exc:
-                _log.warning("a connection to the control socket could not be taken: %s", exc)
+                _log.warning("the control channel could not accept a connection: %s", exc)
                 self.loop.remove_reader(sock)  # the socket would stay readable
                 self.loop.call_later(PAUSE_SECONDS, self._take_again, sock)
                 return
@@ -102,57 +103,36 @@ class Listener:
 
     def _on_connected(self, connection: Connection) -> None:
         if self._closed:  # accepted before the listener closed
-            connection.drop("nobody listens any more")
+            connection.drop("the listener has closed")
             return
-        if connection.user not in (None, os.geteuid()):
-            self._refuse(connection, f"it is user {connection.user}'s")
-            return
-        if len(self._strangers) >= STRANGERS:
-            self._refuse(next(iter(self._strangers)), "too many came at once")
-        late = connection.loop.call_later(HELLO_SECONDS, self._refuse, connection, "it did not say hello")
-        self._strangers[connection] = late
+        self.admission.add(connection, connection.user)
 
-    def _on_hello(self, connection: Connection, message: ControlMessage) -> None:
-        timer = self._strangers.pop(connection, None)
-        if timer is None:
+    def _on_hello(self, connection: Connection, data: JsonObject) -> None:
+        if connection not in self.admission.waiting:
             return  # already refused
-        timer.cancel()
-        if "look" in message and connection.user is not None:
-            connection.ended = _nothing
-            self._look(connection, message)
+        hello: Hello | Look = decode(Hello | Look, data)
+        self.admission.remove(connection)
+        if isinstance(hello, Look):
+            if connection.user is None:
+                self.admission.refuse(connection, OTHER_HOST)
+            else:
+                connection.ended = _nothing
+                self._look(connection, hello)
             return
-        if not self._tokens.may_ask(message.get("token")):
-            self._refuse(connection, "it does not know the token")
+        if not self._tokens.may_ask(hello.token):
+            self.admission.refuse(connection, WRONG_TOKEN)
             return
-        who = message.get("who")
-        problem = self._refusal(who)
-        connection.send({"token": self._tokens.answer, "refused": problem})
+        problem = self._refusal(hello.who)
+        connection.send(Welcome(self._tokens.answer, problem))
         if problem:
             connection.close()
         else:
             connection.decoder.limit = MESSAGE_BYTES
-            self._welcome(who, connection)
+            self._welcome(hello.who, connection)
 
     def _ended(self, connection: Connection, how: str) -> None:
-        timer = self._strangers.pop(connection, None)
-        if timer is not None:
-            timer.cancel()
-            if not how.startswith(ENDED):  # else the peer only disconnected
-                self._count(how)
-
-    def _refuse(self, connection: Connection, reason: str) -> None:
-        timer = self._strangers.pop(connection, None)
-        if timer is not None:
-            timer.cancel()
-        connection.ended = _nothing
-        connection.received = _nothing
-        connection.drop(reason)
-        self._count(reason)
-
-    def _count(self, reason: str) -> None:
-        self._refused += 1
-        if self._refused == 1:
-            _log.warning("a stranger at the control socket was refused: %s; others are only counted", reason)
+        if self.admission.remove(connection) and not how.startswith(ENDED):  # else the peer only disconnected
+            self.admission.count(how)
 
     def close(self) -> None:
         """Stop accepting, and close all unauthenticated connections."""
@@ -164,11 +144,10 @@ class Listener:
             assert self.loop is not None
             self.loop.remove_reader(sock)
             sock.close()
-        for connection in list(self._strangers):
-            self._strangers.pop(connection).cancel()
+        for connection in list(self.admission.waiting):
+            self.admission.remove(connection)
             connection.close()
-        if self._refused > 1:
-            _log.warning("%d strangers at the control socket were refused", self._refused)
+        self.admission.log_refusals()
 
 
 def end_listening() -> None:
@@ -176,6 +155,11 @@ def end_listening() -> None:
     loop = asyncio.get_running_loop()
     for listener in [listener for listener in list(_listening) if listener.loop is loop]:
         listener.close()
+
+
+def _drop(connection: Connection, reason: str) -> None:
+    connection.ended = connection.received = _nothing
+    connection.drop(reason)
 
 
 def _nothing(*_: object) -> None:

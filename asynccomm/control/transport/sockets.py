@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import struct
 import sys
 from typing import Final, final
 
@@ -12,6 +13,14 @@ from asynccomm.control.transport.topology import RankAddress
 
 MAX_NAME: Final = 40  # characters; the system's limit is about a hundred bytes
 BACKLOG: Final = 512  # connections waiting to be accepted
+
+_credentials = struct.Struct("=iII")  # process, user, group
+
+
+def peer_user(sock: socket.socket) -> int:
+    """The user of the process at the other end of a local socket; 65534 for a user of another namespace."""
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size)
+    return int(_credentials.unpack(data)[1])
 
 
 def run_name(run: str) -> str:

@@ -8,41 +8,30 @@ gone. A rank always connects to a lower rank, even if it has missed a loss, so t
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass
-from typing import Any, Self, final
+from typing import Annotated, TypeAlias, final
+
+from msgspec import Meta
+
+from asynccomm.control.transport.schema import Message
+
+Text: TypeAlias = Annotated[str, Meta(max_length=1024)]
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class RankAddress:
+class RankAddress(Message, frozen=True):
     """One rank, and the addresses of its listening sockets."""
 
     rank: int
-    host: str
+    host: Text
     pid: int
-    local: str = ""  #: name of the abstract local socket; empty: none
-    address: str = ""  #: of the TCP socket; empty: none
-    port: int = 0
+    local: Text = ""  #: name of the abstract local socket; empty: none
+    address: Text = ""  #: of the TCP socket; empty: none
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
 
     @property
     def listens(self) -> bool:
         """Whether the rank has a control channel at all."""
         return bool(self.local or self.port)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def of_json(cls, data: Any) -> Self:
-        """The address in ``data``. Raises: ValueError: ``data`` is no address."""
-        try:
-            contact = cls(**data)
-        except TypeError as exc:
-            raise ValueError(f"no contact: {data!r}") from exc
-        texts, numbers = (contact.host, contact.local, contact.address), (contact.rank, contact.pid, contact.port)
-        if not all(isinstance(text, str) for text in texts) or not all(type(number) is int for number in numbers):
-            raise ValueError(f"no contact: {data!r}")
-        return contact
 
 
 @final
@@ -64,8 +53,3 @@ class Topology:
         host = self.contacts[rank].host
         leader = min(r for r, contact in self.contacts.items() if contact.host == host and r not in gone)
         return root if leader == rank else leader
-
-    def below(self, rank: int) -> list[int]:
-        """The higher ranks of the same host; they may connect to ``rank`` if all lower ranks are gone."""
-        host = self.contacts[rank].host
-        return [r for r, contact in self.contacts.items() if r > rank and contact.host == host]

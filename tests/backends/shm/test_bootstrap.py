@@ -23,7 +23,7 @@ import uvloop
 from asynccomm import BackendError, MemoryStore, PeerLostError, Store, StoreClient
 from asynccomm.backends.base import BackendContext, RankInfo, UnsuitableError
 from asynccomm.backends.shm import bootstrap
-from asynccomm.backends.shm.bootstrap import Circle, decline, meet, unsupported
+from asynccomm.backends.shm.bootstrap import PeerMapping, bootstrap_segment, report_unsupported, unsupported
 from asynccomm.backends.shm.layout import Layout
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.ops.validation import CommInfo
@@ -70,14 +70,14 @@ class World:
         self.store = MemoryStore()
         self.bells = [(os.eventfd(0, os.EFD_NONBLOCK), os.eventfd(0, os.EFD_NONBLOCK)) for _ in range(size)]
 
-    def rank(self, rank: int, **settings: int) -> Awaitable[Circle]:
+    def rank(self, rank: int, **settings: int) -> Awaitable[PeerMapping]:
         context = context_of(self.store, rank, self.size)
-        return meet(context, {**SETTINGS, **settings}, layout_of(self.size), self.bells[rank])
+        return bootstrap_segment(context, {**SETTINGS, **settings}, layout_of(self.size), self.bells[rank])
 
-    async def all(self) -> list[Circle]:
+    async def all(self) -> list[PeerMapping]:
         return await asyncio.gather(*(self.rank(rank) for rank in range(self.size)))
 
-    async def outcomes(self) -> list[Circle | BaseException]:
+    async def outcomes(self) -> list[PeerMapping | BaseException]:
         return await asyncio.gather(*(self.rank(rank) for rank in range(self.size)), return_exceptions=True)
 
     def close(self) -> None:
@@ -99,45 +99,45 @@ def world_of() -> Iterator[Callable[[int], World]]:
         world.close()
 
 
-def ended(life: int) -> bool:
-    return bool(select.select([life], [], [], 0)[0]) and os.read(life, 1) == b""
+def ended(liveness_fd: int) -> bool:
+    return bool(select.select([liveness_fd], [], [], 0)[0]) and os.read(liveness_fd, 1) == b""
 
 
-def check_circles(circles: Sequence[Circle], bells: Sequence[tuple[int, int]]) -> None:
-    size = len(circles)
-    for rank, circle in enumerate(circles):
-        circle.segment.words[rank] = rank + 1
-        assert circle.bells[rank] == bells[rank], "the own bells are passed on as they are"
-        assert (len(circle.bells), len(circle.lives)) == (size, size)
-        assert [other for other in range(size) if circle.lives[other] == -1] == [rank]
-        received = [fd for r in range(size) if r != rank for fd in (*circle.bells[r], circle.lives[r])]
-        assert not any(os.get_inheritable(fd) for fd in (*received, circle.life))
-    for circle in circles:
-        assert circle.segment.words[:size].tolist() == list(range(1, size + 1))
+def check_mappings(mappings: Sequence[PeerMapping], bells: Sequence[tuple[int, int]]) -> None:
+    size = len(mappings)
+    for rank, mapping in enumerate(mappings):
+        mapping.segment.words[rank] = rank + 1
+        assert mapping.bells[rank] == bells[rank], "the own bells are passed on as they are"
+        assert (len(mapping.bells), len(mapping.liveness_fds)) == (size, size)
+        assert [other for other in range(size) if mapping.liveness_fds[other] == -1] == [rank]
+        received = [fd for r in range(size) if r != rank for fd in (*mapping.bells[r], mapping.liveness_fds[r])]
+        assert not any(os.get_inheritable(fd) for fd in (*received, mapping.liveness_fd))
+    for mapping in mappings:
+        assert mapping.segment.words[:size].tolist() == list(range(1, size + 1))
         for rank in range(size):
             for which in range(2):
-                os.eventfd_write(circle.bells[rank][which], 1)
+                os.eventfd_write(mapping.bells[rank][which], 1)
     for pair in bells:
         assert [os.eventfd_read(fd) for fd in pair] == [size, size]
-    for rank, circle in enumerate(circles):
-        circle.close()
-        circle.close()
-        for later in circles[rank + 1 :]:
-            assert [ended(later.lives[r]) for r in range(size) if r <= rank] == [True] * (rank + 1)
-            assert not any(ended(later.lives[r]) for r in range(rank + 1, size) if later.lives[r] != -1)
+    for rank, mapping in enumerate(mappings):
+        mapping.close()
+        mapping.close()
+        for later in mappings[rank + 1 :]:
+            assert [ended(later.liveness_fds[r]) for r in range(size) if r <= rank] == [True] * (rank + 1)
+            assert not any(ended(later.liveness_fds[r]) for r in range(rank + 1, size) if later.liveness_fds[r] != -1)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 async def test_everybody_shares_all(world_of: Callable[[int], World], size: int) -> None:
     world = world_of(size)
-    check_circles(await world.all(), world.bells)
+    check_mappings(await world.all(), world.bells)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_on_uvloop(world_of: Callable[[int], World], size: int) -> None:
     world = world_of(size)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        check_circles(runner.run(world.all()), world.bells)
+        check_mappings(runner.run(world.all()), world.bells)
 
 
 async def test_descriptors_may_take_several_messages(
@@ -145,13 +145,13 @@ async def test_descriptors_may_take_several_messages(
 ) -> None:
     monkeypatch.setattr(bootstrap, "MESSAGE_DESCRIPTORS", 4)
     world = world_of(6)
-    check_circles(await world.all(), world.bells)
+    check_mappings(await world.all(), world.bells)
 
 
 async def test_alone_without_sockets(world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch) -> None:
     world = world_of(1)
     monkeypatch.setattr(socket, "socket", None)
-    check_circles(await world.all(), world.bells)
+    check_mappings(await world.all(), world.bells)
 
 
 async def test_late_ranks(world_of: Callable[[int], World]) -> None:
@@ -161,7 +161,7 @@ async def test_late_ranks(world_of: Callable[[int], World]) -> None:
         tasks.append(asyncio.ensure_future(world.rank(rank)))
         await asyncio.sleep(0.02)
     two, zero, one = await asyncio.gather(*tasks)
-    check_circles([zero, one, two], world.bells)
+    check_mappings([zero, one, two], world.bells)
 
 
 def all_unsuitable(outcomes: Sequence[object], message: str) -> None:
@@ -200,7 +200,10 @@ async def test_a_rank_that_cannot_connect(world_of: Callable[[int], World]) -> N
 
     away = context_of(Elsewhere(), 1, 3, hosts=["alpha", "beta", "alpha"])
     outcomes = await asyncio.gather(
-        world.rank(0), meet(away, SETTINGS, layout_of(3), world.bells[1]), world.rank(2), return_exceptions=True
+        world.rank(0),
+        bootstrap_segment(away, SETTINGS, layout_of(3), world.bells[1]),
+        world.rank(2),
+        return_exceptions=True,
     )
     reason = "cannot reach rank 0 on host 'alpha' by a local socket: Connection refused"
     all_unsuitable(outcomes, f"comm 'test': rank 1 on host 'beta' {reason}")
@@ -210,7 +213,7 @@ async def test_a_rank_that_cannot_connect(world_of: Callable[[int], World]) -> N
 async def test_a_rank_that_declines(world_of: Callable[[int], World], rank: int) -> None:
     world = world_of(2)
     outcomes = await asyncio.gather(
-        decline(context_of(world.store, rank, 2), "needs Linux, and this is plan9"),
+        report_unsupported(context_of(world.store, rank, 2), "needs Linux, and this is plan9"),
         world.rank(1 - rank),
         return_exceptions=True,
     )
@@ -239,7 +242,7 @@ async def test_no_memory_is_rank_0s_reason_on_all(
 async def test_a_rank_that_cannot_map(world_of: Callable[[int], World]) -> None:
     world = world_of(3)
     smaller = dataclasses.replace(layout_of(3), ring=512)
-    odd = meet(context_of(world.store, 2, 3), SETTINGS, smaller, world.bells[2])
+    odd = bootstrap_segment(context_of(world.store, 2, 3), SETTINGS, smaller, world.bells[2])
     outcomes = await asyncio.gather(world.rank(0), world.rank(1), odd, return_exceptions=True)
     sizes = f"has {layout_of(3).total} bytes instead of {smaller.total}"
     all_unsuitable(outcomes, f"comm 'test': rank 2 cannot share memory: the shared segment {sizes}")
@@ -277,12 +280,12 @@ async def test_other_users_are_dropped_on_both_sides(
         one = asyncio.ensure_future(world.rank(1))
         return list(await asyncio.gather(zero, one, return_exceptions=True))
 
-    monkeypatch.setattr(bootstrap, "user_of", lambda sock: next(users))
+    monkeypatch.setattr(bootstrap, "peer_user", lambda sock: next(users))
     reason = "rank 1 on host 'here' cannot reach rank 0 on host 'here' by a local socket"
     found = await outcomes(world_of(2))
     all_unsuitable(found, f"comm 'test': {reason}: it runs as user {real + 1}, this rank as user {real}")
     users = iter([real, real + 1])
-    all_unsuitable(await outcomes(world_of(2)), f"comm 'test': {reason}: it hung up")
+    all_unsuitable(await outcomes(world_of(2)), f"comm 'test': {reason}: it closed the connection")
 
 
 # -- strangers --------------------------------------------------------------------------------------------------------
@@ -324,7 +327,7 @@ async def test_strangers_are_dropped_and_the_meeting_goes_on(world_of: Callable[
     await asyncio.sleep(0.05)
     for sock in strangers[:-1]:
         assert dropped(sock)
-    check_circles(await asyncio.gather(zero, world.rank(1)), world.bells)
+    check_mappings(await asyncio.gather(zero, world.rank(1)), world.bells)
     for sock in strangers:
         sock.close()
 
@@ -342,7 +345,7 @@ async def test_a_rank_cannot_be_taken_twice(world_of: Callable[[int], World]) ->
         assert sock.recv(100) == bootstrap.REFUSED
         assert dropped(sock)
     tasks.append(asyncio.ensure_future(world.rank(2)))
-    check_circles(await asyncio.gather(*tasks), world.bells)
+    check_mappings(await asyncio.gather(*tasks), world.bells)
 
 
 # -- cancelling and dying ---------------------------------------------------------------------------------------------
@@ -365,11 +368,11 @@ def test_cancelling_at_any_point_closes_all(
             task.cancel()
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         for outcome in outcomes:
-            if isinstance(outcome, Circle):
+            if isinstance(outcome, PeerMapping):
                 outcome.close()
             elif outcome is not None:
                 assert isinstance(outcome, (asyncio.CancelledError, PeerLostError)), outcome
-        finished = all(isinstance(outcome, Circle) for outcome in outcomes)
+        finished = all(isinstance(outcome, PeerMapping) for outcome in outcomes)
         del task, tasks, outcome, outcomes  # with the frames that hold a segment
         await asyncio.sleep(0)
         assert len(os.listdir("/proc/self/fd")) == before, turns
@@ -408,7 +411,9 @@ async def test_a_rank_that_gives_up_is_named_on_the_others(world_of: Callable[[i
                 if task.exception() is None:
                     task.result().close()  # it knew already that all had mapped
                     continue
-                with pytest.raises(PeerLostError, match=f"rank {quitter} was lost: it left while the ranks were meet"):
+                with pytest.raises(
+                    PeerLostError, match=f"rank {quitter} was lost: it left while the ranks were connecting"
+                ):
                     await task
                 named += 1
             task.cancel()
@@ -444,9 +449,9 @@ async def test_a_forked_child_does_not_keep_its_parent_alive(world_of: Callable[
     assert os.read(up, 1) == b"x"
     for fd in (up, down, read):
         os.close(fd)
-    assert not ended(other.lives[0])
+    assert not ended(other.liveness_fds[0])
     one.close()
-    assert ended(other.lives[0]), "the child holds no copy of the pipe"
+    assert ended(other.liveness_fds[0]), "the child holds no copy of the pipe"
     os.close(write)
     assert os.waitpid(pid, 0)[1] == 0
     other.close()
@@ -459,23 +464,23 @@ async def test_on_processes() -> None:
     room = store.prefix(os.environ["TORCHELASTIC_RUN_ID"])
     bells = os.eventfd(0, os.EFD_NONBLOCK), os.eventfd(0, os.EFD_NONBLOCK)
     async with asyncio.timeout(20):
-        circle = await meet(context_of(room, rank, 3), SETTINGS, layout_of(3), bells)
-        circle.segment.words[rank] = os.getpid()
-        os.eventfd_write(circle.bells[(rank + 1) % 3][1], 1)
-        while not (all(circle.segment.words[:3]) and select.select([bells[1]], [], [], 0)[0]):
+        mapping = await bootstrap_segment(context_of(room, rank, 3), SETTINGS, layout_of(3), bells)
+        mapping.segment.words[rank] = os.getpid()
+        os.eventfd_write(mapping.bells[(rank + 1) % 3][1], 1)
+        while not (all(mapping.segment.words[:3]) and select.select([bells[1]], [], [], 0)[0]):
             await asyncio.sleep(0.001)
         child = None
         if rank == 1:  # leaves; a program that it started stays
             child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False)
-            circle.close()
+            mapping.close()
         else:
-            while not ended(circle.lives[1]):
+            while not ended(mapping.liveness_fds[1]):
                 await asyncio.sleep(0.001)
-            assert not ended(circle.lives[2 - rank])
+            assert not ended(mapping.liveness_fds[2 - rank])
         await room.add("done", 1)
         while await room.add("done", 0) < 3:
             await asyncio.sleep(0.001)
-    circle.close()
+    mapping.close()
     for fd in bells:
         os.close(fd)
     if child is not None:
@@ -499,7 +504,7 @@ async def test_a_rank_that_runs_out_of_descriptors_says_so() -> None:
     try:
         async with asyncio.timeout(20):
             with pytest.raises(UnsuitableError, match=r"rank 1 cannot share memory: 6 more open files .*ulimit -n"):
-                await meet(context, SETTINGS, layout_of(2), bells)
+                await bootstrap_segment(context, SETTINGS, layout_of(2), bells)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     for fd in bells:

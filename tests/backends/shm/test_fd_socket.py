@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 from asynccomm.backends.shm import fd_socket
-from asynccomm.backends.shm.fd_socket import Descriptors, Line, Message, user_of
+from asynccomm.backends.shm.fd_socket import Datagram, FdBag, FdSocket
 from tests.waiting import until
 
 
@@ -33,8 +33,8 @@ def pair() -> tuple[socket.socket, socket.socket]:
 def test_messages_stay_whole_and_end(loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
     async def main() -> None:
         ours, theirs = pair()
-        got: list[Message] = []
-        left, right = Line(ours, got.append), Line(theirs, lambda message: None)
+        got: list[Datagram] = []
+        left, right = FdSocket(ours, got.append), FdSocket(theirs, lambda message: None)
         null = os.open(os.devnull, os.O_RDONLY)
         await right.send(b"one")
         await right.send(b"two", [null] * fd_socket.MESSAGE_DESCRIPTORS)
@@ -53,7 +53,7 @@ def test_messages_stay_whole_and_end(loop_factory: Callable[[], asyncio.Abstract
         right.close()
         right.close()
         await until(lambda: len(got) == 4)
-        assert got[3] == Message(b"", [], True)
+        assert got[3] == Datagram(b"", [], True)
         await asyncio.sleep(0.01)
         assert len(got) == 4, "an end comes once"
         with pytest.raises(OSError):
@@ -66,8 +66,8 @@ def test_messages_stay_whole_and_end(loop_factory: Callable[[], asyncio.Abstract
 
 async def test_too_much_is_not_whole() -> None:
     ours, theirs = pair()
-    got: list[Message] = []
-    left = Line(ours, got.append)
+    got: list[Datagram] = []
+    left = FdSocket(ours, got.append)
     theirs.send(b"x" * (fd_socket.MESSAGE_BYTES + 1))
     await until(lambda: len(got) == 1)
     assert not got[0].whole
@@ -77,7 +77,7 @@ async def test_too_much_is_not_whole() -> None:
 
 async def test_sending_waits_for_room() -> None:
     ours, theirs = pair()
-    left = Line(ours, lambda message: None)
+    left = FdSocket(ours, lambda message: None)
     sent = 0
 
     async def send() -> None:
@@ -104,15 +104,15 @@ async def test_sending_waits_for_room() -> None:
 
 async def test_too_many_descriptors_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pair()
-    left = Line(ours, lambda message: None)
-    send_now, refusals = Line.send_now, [errno.ETOOMANYREFS, errno.ETOOMANYREFS]
+    left = FdSocket(ours, lambda message: None)
+    send_now, refusals = FdSocket.send_now, [errno.ETOOMANYREFS, errno.ETOOMANYREFS]
 
-    def refuse(self: Line, data: bytes, fds: list[int]) -> None:
+    def refuse(self: FdSocket, data: bytes, fds: list[int]) -> None:
         if refusals:
             raise OSError(refusals.pop(), "Too many references")
         send_now(self, data, fds)
 
-    monkeypatch.setattr(Line, "send_now", refuse)
+    monkeypatch.setattr(FdSocket, "send_now", refuse)
     await left.send(b"at last")
     assert theirs.recv(100) == b"at last"
     refusals.append(errno.EPERM)
@@ -122,15 +122,8 @@ async def test_too_many_descriptors_under_way(monkeypatch: pytest.MonkeyPatch) -
     theirs.close()
 
 
-def test_who_is_there() -> None:
-    ours, theirs = pair()
-    assert user_of(ours) == user_of(theirs) == os.geteuid()
-    ours.close()
-    theirs.close()
-
-
 def test_descriptors_close_once() -> None:
-    owned = Descriptors()
+    owned = FdBag()
     fds = [owned.add(os.open(os.devnull, os.O_RDONLY)) for _ in range(3)]
     owned.close_one(fds[1])
     owned.close_one(fds[1])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from asynccomm.control.membership.coordinator import COMING, PATIENCE, TRIES, Coordinator
 from asynccomm.control.membership.messages import (
@@ -18,7 +19,6 @@ from asynccomm.control.membership.messages import (
     CoordinatorOrder,
     Excluded,
     Finalized,
-    MembershipMessageError,
     ParticipantId,
     ParticipantState,
     Prepare,
@@ -26,9 +26,8 @@ from asynccomm.control.membership.messages import (
     Retry,
     StatusReport,
     View,
-    parse_order,
-    report_message,
 )
+from asynccomm.control.transport.schema import MessageError, decode
 from tests.control.simulated_job import Job
 from tests.sampling import examples
 
@@ -42,17 +41,17 @@ class Chair:
         self.now = 100.0
 
     def advance(self) -> list[tuple[ParticipantId, CoordinatorOrder]]:
-        return [(who, parse_order(said, self.ranks)) for who, said in self.coordinator.advance(self.now)]
+        return self.coordinator.advance(self.now)
 
     def tell(
         self, who: ParticipantId, state: ParticipantState, attempt: int = 0, **more: Any
     ) -> list[tuple[ParticipantId, CoordinatorOrder]]:
-        self.coordinator.hear(who, report_message(StatusReport(state, attempt, **more)), self.now)
+        self.coordinator.on_report(who, StatusReport(state, attempt, **more), self.now)
         return self.advance()
 
     def idle(self, *people: ParticipantId) -> list[tuple[ParticipantId, CoordinatorOrder]]:
         for who in people:
-            self.coordinator.hear(who, None, self.now)
+            self.coordinator.on_report(who, None, self.now)
         return self.advance()
 
     def want(self, *people: ParticipantId, **more: Any) -> list[tuple[ParticipantId, CoordinatorOrder]]:
@@ -152,7 +151,7 @@ def test_who_is_silent_is_not_waited_for_until_it_is_heard() -> None:
     chair = Chair()
     chair.want(0, 1)
     chair.coordinator.silent(2)
-    chair.coordinator.hear(2, None, chair.now)
+    chair.coordinator.on_report(2, None, chair.now)
     assert chair.advance() == []
     chair.coordinator.silent(2)
     assert len(chair.advance()) == 2
@@ -336,16 +335,16 @@ def test_over_waits_for_members_that_answer() -> None:
     assert chair.hold(ParticipantState.COMMITTED, decision, 2) == [(2, Finalized(decision.key))]
 
 
-# what the coordinator before an heir has decided
+# what the coordinator before an successor has decided
 K = View("k", 0, 0, (1, 2, 3))
 
 
-def heir(**how: Any) -> Chair:
-    return Chair(4, by=1, heir=True, gone={0: "was lost"}, **how)
+def successor(**how: Any) -> Chair:
+    return Chair(4, by=1, successor=True, gone={0: "was lost"}, **how)
 
 
 def test_an_heir_commits_what_one_has_committed() -> None:
-    chair = heir()
+    chair = successor()
     assert chair.hold(ParticipantState.PREPARED, K, 1) == []
     assert chair.hold(ParticipantState.COMMITTED, K, 2) == []  # rank 3 may have more to say
     assert chair.hold(ParticipantState.PREPARED, K, 3) == [(1, Commit("k")), (3, Commit("k"))]
@@ -353,7 +352,7 @@ def test_an_heir_commits_what_one_has_committed() -> None:
 
 
 def test_an_heir_commits_what_one_has_committed_though_a_member_is_gone() -> None:
-    chair = heir()
+    chair = successor()
     chair.hold(ParticipantState.PREPARED, K, 1)
     chair.hold(ParticipantState.COMMITTED, K, 2)
     chair.coordinator.lost(3)
@@ -361,12 +360,12 @@ def test_an_heir_commits_what_one_has_committed_though_a_member_is_gone() -> Non
 
 
 def test_an_heir_commits_what_all_are_prepared_for() -> None:
-    assert heir().hold(ParticipantState.PREPARED, K, 1, 2, 3) == [(who, Commit("k")) for who in (1, 2, 3)]
+    assert successor().hold(ParticipantState.PREPARED, K, 1, 2, 3) == [(who, Commit("k")) for who in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("third", ["lost", "joins", "wants", "idle"])
 def test_an_heir_tries_again_what_not_all_are_prepared_for(third: str) -> None:
-    chair = heir()
+    chair = successor()
     said = chair.hold(ParticipantState.PREPARED, K, 1, 2)
     if third == "lost":
         chair.coordinator.lost(3)
@@ -385,30 +384,30 @@ def test_an_heir_tries_again_what_not_all_are_prepared_for(third: str) -> None:
 
 
 def test_an_heir_leaves_out_who_is_not_of_what_is_committed() -> None:
-    chair = heir()
+    chair = successor()
     chair.want(3)
-    other = K._replace(members=(1, 2))
+    other = replace(K, members=(1, 2))
     said = chair.hold(ParticipantState.COMMITTED, other, 1, 2)
     assert (3, Excluded("the comm goes on as [1, 2]")) in said
 
 
 def test_an_heir_refuses_late_calls_as_its_predecessor_did() -> None:
-    chair = heir()
+    chair = successor()
     chair.want(1)
     chair.tell(2, ParticipantState.REFUSED, 0, why="they differ", mistake=True)
     assert chair.idle(3) == [(1, Rejected(0, "they differ", True))]
 
 
 def test_an_heir_waits_for_newcomers_that_are_members() -> None:
-    chair = heir()
-    mixed = K._replace(members=(1, "n"))
+    chair = successor()
+    mixed = replace(K, members=(1, "n"))
     chair.idle(2, 3)
     assert chair.hold(ParticipantState.PREPARED, mixed, 1) == []
     assert chair.hold(ParticipantState.COMMITTED, mixed, "n") == [(1, Commit("k"))]
 
 
 def test_who_was_left_out_takes_no_part_with_an_heir_either() -> None:
-    chair = heir()
+    chair = successor()
     chair.want(1, 2)
     said = chair.tell(3, ParticipantState.OUT)
     assert {who for who, _ in said} == {1, 2}
@@ -416,7 +415,7 @@ def test_who_was_left_out_takes_no_part_with_an_heir_either() -> None:
 
 @pytest.mark.parametrize("known", [False, True])
 def test_an_heir_goes_on_without_who_is_silent_and_its_comm_is_void(known: bool) -> None:
-    chair = heir()
+    chair = successor()
     assert chair.coordinator.due is None  # nobody has asked
     chair.hold(ParticipantState.PREPARED, K, 1, 2)
     assert chair.coordinator.due == chair.now + PATIENCE
@@ -431,8 +430,8 @@ def test_an_heir_goes_on_without_who_is_silent_and_its_comm_is_void(known: bool)
 
 
 def test_what_a_silent_one_has_committed_counts_if_nobody_has_dropped_it() -> None:
-    chair = heir()
-    alone = K._replace(members=(3,))
+    chair = successor()
+    alone = replace(K, members=(3,))
     chair.want(1, 2)
     chair.coordinator.silent(3)
     said = chair.advance()
@@ -443,48 +442,47 @@ def test_what_a_silent_one_has_committed_counts_if_nobody_has_dropped_it() -> No
 
 
 def test_what_a_silent_one_has_committed_is_void_once_another_one_is_committed() -> None:
-    chair = heir()
+    chair = successor()
     chair.want(1, 2)
     chair.coordinator.silent(3)
     chair.advance()
     decision = chair.coordinator.decision
     assert decision is not None
     chair.hold(ParticipantState.PREPARED, decision, 1, 2)
-    said = chair.hold(ParticipantState.COMMITTED, K._replace(members=(3,)), 3)
+    said = chair.hold(ParticipantState.COMMITTED, replace(K, members=(3,)), 3)
     assert [(who, type(order)) for who, order in said] == [(3, Excluded)]
 
 
 def test_of_two_commits_the_later_coordinators_counts() -> None:
-    chair = Chair(4, by=2, heir=True, gone={0: "was lost", 1: "was lost"})
+    chair = Chair(4, by=2, successor=True, gone={0: "was lost", 1: "was lost"})
     chair.hold(ParticipantState.COMMITTED, View("old", 0, 5, (3,)), 3)
     said = chair.hold(ParticipantState.COMMITTED, View("new", 1, 0, (2,)), 2)
     assert [(who, type(order)) for who, order in said] == [(3, Excluded), (2, Finalized)]
 
 
-GARBLED: list[tuple[ParticipantId, object]] = [
+GARBLED: list[tuple[ParticipantId, StatusReport | None]] = [
     (7, None),
-    (7, report_message(StatusReport(ParticipantState.WANTS, 0))),
-    (0, "wants"),
-    (0, report_message(StatusReport(ParticipantState.COMMITTED, 0, decision=View("x", 0, 0, (0, 1))))),
-    (0, report_message(StatusReport(ParticipantState.PREPARED, 0, decision=View("x", 3, 0, (0, 1))))),
-    (0, report_message(StatusReport(ParticipantState.PREPARED, 0, decision=View("x", 0, 0, (1, 2))))),
-    (0, report_message(StatusReport(ParticipantState.WANTS, 0, proposal=(0, 0)))),
+    (7, StatusReport(ParticipantState.WANTS, 0)),
+    (0, StatusReport(ParticipantState.COMMITTED, 0, decision=View("x", 0, 0, (0, 1)))),
+    (0, StatusReport(ParticipantState.PREPARED, 0, decision=View("x", 3, 0, (0, 1)))),
+    (0, StatusReport(ParticipantState.PREPARED, 0, decision=View("x", 0, 0, (1, 2)))),
+    (0, StatusReport(ParticipantState.WANTS, 0, proposal=(0, 0))),
 ]
 
 
 @pytest.mark.parametrize(("who", "message"), GARBLED)
-def test_garbled_reports_change_nothing(who: ParticipantId, message: object) -> None:
+def test_garbled_reports_change_nothing(who: ParticipantId, message: StatusReport | None) -> None:
     chair = Chair(2)
     chair.want(0)
-    with pytest.raises(MembershipMessageError):
-        chair.coordinator.hear(who, message, chair.now)
+    with pytest.raises(MessageError):
+        chair.coordinator.on_report(who, message, chair.now)
     assert len(chair.want(1)) == 2
 
 
 def test_an_heir_believes_in_no_decision_of_its_own_that_it_has_not_made() -> None:
     for by in (1, 2):
-        with pytest.raises(MembershipMessageError, match="nobody has made"):
-            heir().hold(ParticipantState.COMMITTED, K._replace(by=by), 2)
+        with pytest.raises(MessageError, match="no coordinator has made"):
+            successor().hold(ParticipantState.COMMITTED, replace(K, by=by), 2)
 
 
 STATES = st.sampled_from([state.value for state in ParticipantState])
@@ -514,15 +512,15 @@ REPORTS = st.none() | st.fixed_dictionaries(
     ),
 )
 def test_no_peer_can_crash_the_coordinator(succeeds: bool, steps: list[tuple[str, tuple[Any, ...], Any]]) -> None:
-    chair = Chair(3, by=1, heir=succeeds)
+    chair = Chair(3, by=1, successor=succeeds)
     for what, people, report in steps:
         who = next((who for who in people if type(who) in (int, str)), 0)
         if what != "hear":
             getattr(chair.coordinator, what)(who)
         else:
             try:
-                chair.coordinator.hear(who, report, chair.now)
-            except MembershipMessageError:
+                chair.coordinator.on_report(who, decode(StatusReport | None, report), chair.now)
+            except MessageError:
                 continue
         chair.advance()
         due = chair.coordinator.due
@@ -593,7 +591,7 @@ class Chaos:
                 found.append(lambda p=p: self.spend("failures", lambda p: job.connects(p, "no route"), p))
             if self.leaves and not p.participant.committed and isinstance(p.who, int):
                 found.append(lambda p=p: self.spend("leaves", job.leaves, p))
-            if self.exits and p.participant.committed and p.participant.may_leave:
+            if self.exits and p.participant.committed and p.participant.can_leave:
                 found.append(lambda p=p: self.spend("exits", job.exits, p))
             if self.alarms and p.calls == 0:
                 found.append(lambda p=p: self.spend("alarms", job.is_silent, p))

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from asynccomm.control.membership import joiner as guest_module
 from asynccomm.control.membership.joiner import Joiner
@@ -24,11 +25,11 @@ from asynccomm.control.membership.messages import (
     Rejected,
     Retry,
     View,
-    order_message,
 )
+from asynccomm.control.messages import Heartbeat, OrderMessage
 from asynccomm.control.transport.connection import Connection, Tokens
-from asynccomm.control.transport.framing import ControlMessage
 from asynccomm.control.transport.listener import Listener
+from asynccomm.control.transport.schema import JsonObject
 from asynccomm.control.transport.sockets import local_socket
 from asynccomm.control.transport.topology import RankAddress
 from tests.waiting import until
@@ -49,7 +50,7 @@ class Root:
         self.listener = Listener(tokens, lambda who: self.refuses, self.welcome, lambda *_: None)
         self.joiner: Connection | None = None
         self.names: list[Any] = []
-        self.heard: list[ControlMessage] = []
+        self.heard: list[JsonObject] = []
         self.ended = False
 
     def welcome(self, who: Any, connection: Connection) -> None:
@@ -60,7 +61,7 @@ class Root:
 
     def say(self, order: CoordinatorOrder) -> None:
         assert self.joiner is not None
-        self.joiner.send({"comm": "key", "order": order_message(order)})
+        self.joiner.send(OrderMessage("key", order))
 
     @property
     def states(self) -> list[str]:
@@ -88,7 +89,7 @@ class Place:
 @contextlib.asynccontextmanager
 async def place(*refusals: str, mute: int = 0) -> AsyncIterator[Place]:
     """Ranks with these refusals; the first ``mute`` of them take connections, and nothing else."""
-    tokens = Tokens()
+    tokens = Tokens.random()
     roots = [Root(rank, tokens, refuses) for rank, refuses in enumerate(refusals)]
     for root in roots[mute:]:
         await root.listen()
@@ -97,7 +98,7 @@ async def place(*refusals: str, mute: int = 0) -> AsyncIterator[Place]:
         yield Place(roots, joiner)
     finally:
         joiner.close()
-        joiner.give_up()
+        joiner.withdraw()
         for root in roots[mute:]:
             root.close()
         for root in roots[:mute]:
@@ -117,7 +118,7 @@ async def test_it_takes_part_and_stays_until_it_is_over() -> None:
         await until(lambda: root.states[-1] == "failed")
         root.say(Retry("k", 1, "no route"))
         await until(lambda: root.states[-1] == "wants")
-        again = DECISION._replace(key="l", attempt=1)
+        again = replace(DECISION, key="l", attempt=1)
         root.say(Prepare(again))
         await until(lambda: here.heard[-1] == Prepare(again))
         here.joiner.prepared("l")
@@ -173,7 +174,7 @@ async def test_a_root_that_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None
         await until(lambda: bool(first.heard))
         assert first.joiner is not None
         for _ in range(20):  # as long as it is heard, all is well
-            first.joiner.send({"kind": "pulse"})
+            first.joiner.send(Heartbeat())
             await asyncio.sleep(0.03)
         assert not first.ended
         first.refuses = "it is stopped"
@@ -185,14 +186,14 @@ async def test_giving_up_is_said() -> None:
     async with place("") as here:
         here.ask()
         await until(lambda: bool(here.roots[0].heard))
-        here.joiner.give_up()
+        here.joiner.withdraw()
         await until(lambda: here.roots[0].ended)
         assert here.roots[0].states == ["wants", "out"]
 
 
 async def test_giving_up_is_said_even_by_one_that_has_not_asked() -> None:
     async with place("newcomers talk to the root", "") as here:
-        here.joiner.give_up()
+        here.joiner.withdraw()
         await until(lambda: bool(here.roots[1].heard) and here.roots[1].ended)
         assert here.roots[1].states == ["out"]
 
@@ -200,7 +201,7 @@ async def test_giving_up_is_said_even_by_one_that_has_not_asked() -> None:
 async def test_giving_up_ends_when_nobody_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guest_module, "REACH_SECONDS", 0.1)
     async with place("newcomers talk to the root") as here:
-        here.joiner.give_up()
+        here.joiner.withdraw()
         await until(lambda: not [t for t in threading.enumerate() if t.name == "asynccomm control"])
 
 
@@ -240,6 +241,6 @@ async def test_nonsense_ends_the_connection_and_no_more() -> None:
         here.ask()
         await until(lambda: bool(root.heard))
         assert root.joiner is not None
-        root.joiner.send({"order": {"say": "boo"}})
+        root.joiner.send({"kind": "OrderMessage", "comm": "key", "order": {"kind": "Boo"}})
         await until(lambda: len(root.names) == 2)
         await until(lambda: root.states == ["wants", "wants"])

@@ -5,36 +5,37 @@ from __future__ import annotations
 import math
 
 import pytest
+from msgspec.structs import replace
 
 from asynccomm.control.membership.messages import (
     Commit,
     CoordinatorOrder,
     Excluded,
     Finalized,
-    MembershipMessageError,
     ParticipantState,
     Prepare,
     Rejected,
     Retry,
     StatusReport,
     View,
-    order_message,
-    parse_report,
 )
 from asynccomm.control.membership.participant import Participant
+from asynccomm.control.transport.schema import MessageError
 
 RANKS = range(3)
 K = View("k", 0, 0, (0, 1))
 
 
 def hear(participant: Participant, order: CoordinatorOrder) -> CoordinatorOrder | None:
-    heard = participant.hear(order_message(order))
+    heard = participant.on_order(order)
     assert heard in (None, order)
     return heard
 
 
 def report(participant: Participant) -> StatusReport:
-    return parse_report(participant.report(), 0, RANKS)
+    found = participant.report()
+    assert found is not None
+    return found
 
 
 def at(state: str) -> Participant:
@@ -61,7 +62,7 @@ def at(state: str) -> Participant:
 def test_who_has_not_asked_has_nothing_to_report() -> None:
     participant = at("idle")
     assert participant.report() is None
-    assert participant.may_leave
+    assert participant.can_leave
     assert not participant.asking
 
 
@@ -82,15 +83,14 @@ def test_a_report_is_the_whole_state(state: str, said: StatusReport) -> None:
     assert report(participant) == said
     assert participant.asking == (state in ("wants", "joins", "prepared", "failed"))
     assert participant.committed == (state == "committed")
-    assert participant.may_leave == (state != "committed")
-    assert participant.left_out == (state == "out")
+    assert participant.can_leave == (state != "committed")
     assert participant.decision == said.decision
 
 
 def test_it_lingers_until_it_is_over() -> None:
     participant = at("committed")
     assert hear(participant, Finalized("k")) == Finalized("k")
-    assert participant.may_leave
+    assert participant.can_leave
     assert report(participant).state is ParticipantState.COMMITTED  # for coordinators that come later
 
 
@@ -99,7 +99,7 @@ def test_again_makes_it_want_the_next_attempt(state: str) -> None:
     participant = at(state)
     hear(participant, Retry("k", 4, "why"))
     assert report(participant) == StatusReport(ParticipantState.WANTS, 4, (0, 1), 5.0)
-    assert participant.hear(order_message(Retry("k", 5, "why"))) is None  # it has dropped that
+    assert participant.on_order(Retry("k", 5, "why")) is None  # it has dropped that
     participant.prepared("k")  # its connecting ended too late
     participant.failed("k", "cancelled")
     assert report(participant).state is ParticipantState.WANTS
@@ -114,8 +114,8 @@ def test_prepared_cannot_be_taken_back() -> None:
 def test_a_refused_call_may_be_made_again() -> None:
     participant = at("refused")
     participant.ask(None)
-    assert report(participant) == StatusReport(ParticipantState.WANTS, 1, None, math.inf)
-    assert participant.hear(order_message(Rejected(0, "why", True))) is None  # that was the call before
+    assert report(participant) == StatusReport(ParticipantState.WANTS, 1, None)
+    assert participant.on_order(Rejected(0, "why", True)) is None  # that was the call before
     assert hear(participant, Rejected(7, "why", False)) is not None
     assert report(participant) == StatusReport(ParticipantState.REFUSED, 7, why="why")
 
@@ -124,10 +124,10 @@ def test_a_refused_call_may_be_made_again() -> None:
 def test_left_out_is_final(state: str) -> None:
     participant = at(state)
     assert hear(participant, Excluded("late")) == Excluded("late")
-    assert participant.left_out
+    assert report(participant).state is ParticipantState.OUT
     assert participant.decision is None
-    assert participant.may_leave
-    assert participant.hear(order_message(Prepare(K))) is None
+    assert participant.can_leave
+    assert participant.on_order(Prepare(K)) is None
     with pytest.raises(AssertionError, match="asked while out"):
         participant.ask(None)
 
@@ -135,7 +135,7 @@ def test_left_out_is_final(state: str) -> None:
 @pytest.mark.parametrize(
     ("state", "order"),
     [
-        ("wants", Prepare(K._replace(members=(1, 2)))),
+        ("wants", Prepare(replace(K, members=(1, 2)))),
         ("wants", Commit("k")),
         ("joins", Commit("k")),
         ("failed", Commit("k")),
@@ -148,17 +148,17 @@ def test_left_out_is_final(state: str) -> None:
 def test_orders_that_no_coordinator_gives_change_nothing(state: str, order: CoordinatorOrder) -> None:
     participant = at(state)
     before = participant.report()
-    with pytest.raises(MembershipMessageError):
-        participant.hear(order_message(order))
+    with pytest.raises(MessageError):
+        participant.on_order(order)
     assert participant.report() == before
 
 
 @pytest.mark.parametrize(
     ("proposal", "wait", "match"),
     [
-        ([], 1.0, "1 to"),
+        ([], 1.0, "length >= 1"),
         ([0, 0], 1.0, "once"),
-        ([7], 1.0, "not a rank"),
+        ([7], 1.0, "names ranks of the comm and newcomers, got 7"),
         (None, -1.0, "wait"),
         (None, math.nan, "wait"),
     ],

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 
@@ -17,13 +16,17 @@ from asynccomm.control.membership.messages import (
     Excluded,
     Finalized,
     ParticipantId,
+    ParticipantState,
     Prepare,
     Rejected,
     Retry,
+    StatusReport,
+    View,
 )
 from asynccomm.control.membership.service import MembershipService
+from asynccomm.control.messages import Body, OrderMessage, ParticipantReport, Presence, ReportRequest
 from asynccomm.control.router import Router
-from asynccomm.control.transport.framing import ControlMessage
+from asynccomm.control.transport.schema import dumps
 from asynccomm.control.transport.topology import RankAddress, Topology
 
 KEY = "comm"
@@ -37,10 +40,10 @@ class Wire:
         self.other: Wire | None = None
         self.open = True
 
-    def send(self, message: ControlMessage) -> None:
+    def send(self, message: object) -> None:
         assert self.other is not None
         if self.open and not self.job.ranks[self.rank].dead:
-            text = json.dumps(message)
+            text = dumps(message)
             self.job.loop.call_soon(self.other.receive, text)
 
     def receive(self, text: str) -> None:
@@ -74,29 +77,29 @@ class Rank:
         self.dead = self.stopped = False
         self.unread: list[Callable[[], object]] = []
         self.orders: list[CoordinatorOrder] = []
-        self.joiners: list[tuple[str, ControlMessage]] = []
+        self.joiners: list[tuple[str, OrderMessage]] = []
         self.router = Router(rank, topology, self.deliver, self.gone)
         self.service = MembershipService(self.router, job.loop, self)
 
-    def send(self, name: str, message: ControlMessage) -> None:
+    def send(self, name: str, message: OrderMessage) -> None:
         self.joiners.append((name, message))
 
-    def deliver(self, message: ControlMessage) -> None:
-        match message["kind"]:
-            case "report":
-                self.service.hear_report(message)
-            case "order":
-                self.service.hear_order(message)
-            case "poll":
-                self.service.hear_poll(message, [KEY].__contains__)
-            case "here":
-                self.service.here(message["from"])
+    def deliver(self, source: int, body: Body) -> None:
+        match body:
+            case ParticipantReport():
+                self.service.on_report(source, body)
+            case OrderMessage():
+                self.service.on_order(source, body)
+            case ReportRequest(key):
+                self.service.on_report_request(key, [KEY].__contains__)
+            case Presence():
+                self.service.on_presence(source)
 
     def gone(self, rank: int, how: str) -> None:
-        self.service.gone(rank, how)
+        self.service.on_departure(rank, how)
         self.job.loop.call_soon(self.job.climb, self)
         if self.router.is_root:
-            self.job.loop.call_soon(self.service.attached)
+            self.job.loop.call_soon(self.service.on_attached)
 
     def ask(self, proposal: Sequence[ParticipantId] | None = None, wait: float = 60.0) -> None:
         self.service.ask(KEY, self.job.all, proposal, wait, self.orders.append)
@@ -142,7 +145,7 @@ class Job:
             return
         chief = self.ranks[above]
         if chief.dead:
-            rank.router.give_up(above, "nobody listens")
+            rank.router.declare_lost(above, "nobody listens")
             self.climb(rank)
             return
         problem = chief.router.refusal(rank.router.rank)
@@ -151,9 +154,9 @@ class Job:
             return
         up, down = Wire(self, rank.router.rank), Wire(self, above)
         up.other, down.other = down, up
-        chief.router.welcome(rank.router.rank, down)
+        chief.router.accept(rank.router.rank, down)
         rank.router.attach(above, up)
-        rank.service.attached()
+        rank.service.on_attached()
 
     def close(self) -> None:
         for rank in self.ranks:
@@ -184,12 +187,12 @@ async def test_all_ask_and_go_on(size: int) -> None:
     await heard(job.ranks, Prepare)
     assert {rank.decision for rank in job.ranks} == {job.ranks[0].decision}
     assert tuple(job.ranks[0].members) == tuple(range(size))
-    assert not any(rank.service.lingers for rank in job.ranks)
+    assert not any(rank.service.must_stay for rank in job.ranks)
     await commit(job.ranks)
     await heard(job.ranks, Finalized)
     for rank in job.ranks:
         assert rank.said() == ["Prepare", "Commit", "Finalized"]
-        assert not rank.service.lingers
+        assert not rank.service.must_stay
     job.close()
 
 
@@ -205,10 +208,10 @@ async def test_who_has_committed_lingers_until_all_have() -> None:
     for rank in job.ranks[:2]:
         rank.service.prepared(KEY, rank.decision)
     await heard(job.ranks[:2], Commit)
-    waiting = [asyncio.ensure_future(rank.service.settled()) for rank in job.ranks[:2]]
+    waiting = [asyncio.ensure_future(rank.service.wait_settled()) for rank in job.ranks[:2]]
     for _ in range(50):
         await asyncio.sleep(0)
-    assert [rank.service.lingers for rank in job.ranks] == [True, True, False]
+    assert [rank.service.must_stay for rank in job.ranks] == [True, True, False]
     assert not any(task.done() for task in waiting)
     job.ranks[2].go_on()
     async with asyncio.timeout(10):
@@ -234,8 +237,8 @@ async def test_a_failure_makes_all_try_again() -> None:
 async def test_a_rank_that_gives_up_takes_no_part_any_more() -> None:
     job = Job(3)
     job.ranks[1].ask()
-    job.ranks[1].service.give_up(KEY)
-    job.ranks[1].service.give_up(KEY)
+    job.ranks[1].service.withdraw(KEY)
+    job.ranks[1].service.withdraw(KEY)
     job.ranks[1].service.prepared(KEY, "late")
     job.ranks[1].service.failed(KEY, "late", "late")
     for rank in (job.ranks[0], job.ranks[2]):
@@ -243,7 +246,7 @@ async def test_a_rank_that_gives_up_takes_no_part_any_more() -> None:
     await heard([job.ranks[0], job.ranks[2]], Prepare)
     assert job.ranks[0].members == (0, 2)
     job.ranks[1].ask()
-    assert job.ranks[1].orders == [Excluded("it has given up waiting for that")]
+    assert job.ranks[1].orders == [Excluded("it has withdrawn")]
     job.ranks[0].die()  # the next one is told, too
     await until(lambda: job.ranks[2].decision != job.ranks[0].decision)
     assert job.ranks[2].members == (2,)
@@ -253,7 +256,7 @@ async def test_a_rank_that_gives_up_takes_no_part_any_more() -> None:
 async def test_a_rank_that_is_given_up_does_not_go_on_alone() -> None:
     job = Job(3)
     job.ranks[1].ask()
-    job.ranks[0].router.give_up(1, "it was silent")
+    job.ranks[0].router.declare_lost(1, "it was silent")
     await until(lambda: bool(job.ranks[1].router.fenced))
     assert [type(order) for order in job.ranks[1].orders] == [Excluded]
     assert "it was silent" in str(job.ranks[1].orders[0])
@@ -261,7 +264,7 @@ async def test_a_rank_that_is_given_up_does_not_go_on_alone() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
     assert job.ranks[1].said() == ["Excluded", "Excluded"]
-    assert not job.ranks[1].service.lingers
+    assert not job.ranks[1].service.must_stay
     for rank in (job.ranks[0], job.ranks[2]):
         rank.ask()
     await heard([job.ranks[0], job.ranks[2]], Prepare)
@@ -274,8 +277,8 @@ async def test_a_root_that_is_given_up_is_told() -> None:
     job.ranks[0].stopped = True
     for rank in job.ranks[1:]:
         rank.ask()
-        rank.router.heard[0] -= 60
-        rank.service.look_around()
+        rank.router.last_heard[0] -= 60
+        rank.service.tick()
     await heard(job.ranks[1:], Prepare)
     assert job.ranks[1].members == (1, 2)
     await commit(job.ranks[1:])
@@ -290,15 +293,15 @@ async def test_who_was_stopped_itself_gives_nobody_up_before_it_has_read_what_ca
     job = Job(3)
     rank = job.ranks[1]
     rank.ask()
-    rank.service.look_around()
-    rank.router.heard[0] -= 60
-    rank.service._looked -= 60
-    rank.service.look_around()
+    rank.service.tick()
+    rank.router.last_heard[0] -= 60
+    rank.service._last_tick -= 60
+    rank.service.tick()
     assert not rank.router.gone
-    rank.service.look_around()
+    rank.service.tick()
     assert not rank.router.gone
-    rank.router.heard[0] -= 60
-    rank.service.look_around()
+    rank.router.last_heard[0] -= 60
+    rank.service.tick()
     assert 0 in rank.router.gone
     job.close()
 
@@ -310,8 +313,8 @@ async def test_who_is_silent_is_not_waited_for() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
     assert job.ranks[0].said() == []
-    job.ranks[0].router.heard[2] -= 60
-    job.ranks[0].service.look_around()
+    job.ranks[0].router.last_heard[2] -= 60
+    job.ranks[0].service.tick()
     await heard(job.ranks[:2], Prepare)
     assert job.ranks[0].members == (0, 1)
     await commit(job.ranks[:2])
@@ -322,8 +325,8 @@ async def test_who_is_silent_is_not_waited_for() -> None:
 
 async def test_who_comes_late_to_those_that_have_gone_on() -> None:
     job = Job(3)
-    job.ranks[2].service.followed(KEY, [0, 1])
-    job.ranks[1].service.followed(KEY, [0, 1])
+    job.ranks[2].service.on_followed(KEY, [0, 1])
+    job.ranks[1].service.on_followed(KEY, [0, 1])
     job.ranks[2].ask()
     assert job.ranks[2].orders == [Excluded("ranks [0, 1] have gone on")]
     for rank in job.ranks[:2]:
@@ -335,9 +338,9 @@ async def test_who_comes_late_to_those_that_have_gone_on() -> None:
 async def test_who_asks_while_the_others_have_gone_on() -> None:
     job = Job(2)
     job.ranks[1].ask()
-    job.ranks[1].service.followed("another", [0])
+    job.ranks[1].service.on_followed("another", [0])
     assert job.ranks[1].orders == []
-    job.ranks[1].service.followed(KEY, [0])
+    job.ranks[1].service.on_followed(KEY, [0])
     assert job.ranks[1].orders == [Excluded("ranks [0] have gone on")]
     job.close()
 
@@ -381,8 +384,8 @@ async def test_a_rank_that_closes_the_comm_is_not_waited_for() -> None:
     job.ranks[0].ask()
     for _ in range(10):
         await asyncio.sleep(0)
-    job.ranks[0].service.left(KEY, 1)
-    job.ranks[0].service.left("another", 1)
+    job.ranks[0].service.on_left(KEY, 1)
+    job.ranks[0].service.on_left("another", 1)
     await heard(job.ranks[:1], Prepare)
     assert job.ranks[0].members == (0,)
     job.close()
@@ -390,8 +393,8 @@ async def test_a_rank_that_closes_the_comm_is_not_waited_for() -> None:
 
 async def test_a_rank_that_left_before_anybody_asked_is_not_waited_for() -> None:
     job = Job(3)
-    job.ranks[0].service.left(KEY, 1)
-    job.ranks[2].service.give_up(KEY)
+    job.ranks[0].service.on_left(KEY, 1)
+    job.ranks[2].service.withdraw(KEY)
     for _ in range(10):
         await asyncio.sleep(0)
     job.ranks[0].ask()
@@ -404,7 +407,7 @@ async def test_of_comms_long_past_nothing_is_kept(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(elections_module, "ORDERS", 2)
     job = Job(2)
     for key in ("a", "b", KEY):
-        job.ranks[0].service.left(key, 1)
+        job.ranks[0].service.on_left(key, 1)
     assert len(job.ranks[0].service._left) == 2
     job.ranks[0].ask()
     await heard(job.ranks[:1], Prepare)
@@ -436,43 +439,31 @@ async def test_a_wait_has_an_end() -> None:
 async def test_newcomers_are_answered() -> None:
     job = Job(1)
     root = job.ranks[0]
-    report: dict[str, Any] = {
-        "state": "wants",
-        "attempt": 0,
-        "proposal": None,
-        "wait": None,
-        "decision": None,
-        "why": "",
-        "mistake": False,
-    }
-    root.service.take_report(KEY, [0], "new", report)
+    root.service.on_report("new", ParticipantReport(KEY, [0], StatusReport(ParticipantState.WANTS, 0)))
     root.ask([0, "new"])
     await heard([root], Prepare)
     assert root.members == (0, "new")
-    assert [(name, message["comm"]) for name, message in root.joiners] == [("new", KEY)]
-    root.service.gone("new", "it died")
+    assert [(name, message.comm) for name, message in root.joiners] == [("new", KEY)]
+    root.service.on_departure("new", "it died")
     await heard([root], Retry)
     await until(lambda: root.members == (0,))
     job.close()
 
 
-async def test_nonsense_is_told_from_reports(caplog: pytest.LogCaptureFixture) -> None:
+async def test_messages_that_fit_no_state_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     job = Job(1)
     service = job.ranks[0].service
-    for message in ({}, {"comm": 1, "ranks": [0]}, {"comm": KEY, "ranks": ["0"]}, {"comm": KEY, "ranks": 0}):
-        with pytest.raises(ValueError, match="a report of no comm"):
-            service.hear_report({"from": 0, **message})
+    foreign = StatusReport(ParticipantState.PREPARED, 0, decision=View("k", 3, 0, (0,)))
     with caplog.at_level(logging.WARNING, "asynccomm"):
-        service.take_report(KEY, [0], 0, {"state": "sleeps"})
+        service.on_report(0, ParticipantReport(KEY, [0], foreign))
         job.ranks[0].ask()
-        service.hear_order({"from": 3, "comm": KEY, "order": {"say": "boo"}})
-    assert "0 reports what it cannot" in caplog.text
-    assert "rank 3 coordinates what it cannot" in caplog.text
-    for message in ({"comm": "unknown", "order": 1}, {"comm": [1]}, {}):
-        service.hear_order({"from": 0, **message})
-        service.hear_poll({"from": 0, **message}, [KEY].__contains__)
-    service.take_report("nobody asks", [0], 0, None)
-    service.take_report("of no ranks", [], 0, {})
+        service.on_order(3, OrderMessage(KEY, Finalized("k")))
+    assert "rank 0 sends an invalid report: no coordinator has made the decision 'k'" in caplog.text
+    assert "rank 3 sends an invalid order: 'k' is over" in caplog.text
+    service.on_order(0, OrderMessage("unknown", Commit("k")))
+    service.on_report_request("unknown", [KEY].__contains__)
+    service.on_report(0, ParticipantReport("nobody asks", [0], None))
+    service.on_report(0, ParticipantReport("of no ranks", [], foreign))
     job.close()
 
 
@@ -482,7 +473,7 @@ async def test_there_may_be_many_comms(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = job.ranks[0]
     for number in range(5):  # each waits for the other rank, and has a timer
         rank.service.ask(f"comm {number}", [0, 1], None, 0.01, rank.orders.append)
-        rank.service.followed(f"other {number}", [1])
+        rank.service.on_followed(f"other {number}", [1])
     await until(lambda: len(rank.orders) == 2)  # the last two
     assert not rank.service._timers or len(rank.service._timers) <= 2
     assert len(rank.service._out) == 2

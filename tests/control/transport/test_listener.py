@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from asynccomm.control.transport import admission, listener
 from asynccomm.control.transport import connection as connection_module
-from asynccomm.control.transport import listener
-from asynccomm.control.transport.connection import Tokens
+from asynccomm.control.transport.connection import Hello, Look, Tokens
 from asynccomm.control.transport.framing import HELLO_BYTES, Decoder, encode
 from asynccomm.control.transport.listener import Listener, end_listening
 from tests.control.fake_listener import Door, Guest, refused, stranger
@@ -33,14 +33,14 @@ async def test_a_wrong_token(door: Door, caplog: pytest.LogCaptureFixture) -> No
         with pytest.raises(ConnectionError):
             await Guest().connect(door.contact, Tokens("guess", "answer"))
         await until(lambda: caplog.records, "the log")
-    assert "was refused: it does not know the token" in caplog.text
+    assert "refused a connection: with a wrong token" in caplog.text
     assert door.welcomed == []
 
 
 @pytest.mark.parametrize("token", [None, 5, ["ask"], "", "as", "ask ", "äsk", "\ud800"])
 async def test_tokens_that_are_none(door: Door, token: Any) -> None:
     reader, writer = await stranger(door)
-    writer.write(encode({"token": token, "who": 7}))
+    writer.write(encode({"kind": "Hello", "token": token, "who": 7}))
     await refused(reader, writer)
     assert door.welcomed == []
 
@@ -53,7 +53,7 @@ async def test_tokens_that_are_none(door: Door, token: Any) -> None:
         struct.pack(">I", 2**32 - 1) + b"x" * 1000,
         struct.pack(">I", 3) + b"\xff\xff\xff",
         struct.pack(">I", 2) + b"[]",
-        encode({"token": "ask", "who": "x" * HELLO_BYTES}),
+        encode(Hello("ask", "x" * HELLO_BYTES)),
         encode({}),
         os.urandom(500),
     ],
@@ -67,44 +67,45 @@ async def test_garbage_is_answered_by_nothing(door: Door, data: bytes, caplog: p
         await refused(reader, writer)
         await until(lambda: caplog.records, "the log")
     assert door.welcomed == []
-    assert "a stranger at the control socket was refused" in caplog.text
+    assert "the control channel refused a connection" in caplog.text
 
 
 async def test_refusals_are_logged_once_and_counted(door: Door, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "asynccomm"):
         for number in range(5):
             reader, writer = await stranger(door)
-            writer.write(b"garbage!" if number % 2 else encode({"token": "no"}))
+            writer.write(b"garbage!" if number % 2 else encode(Hello("no", 7)))
             await refused(reader, writer)
-        await until(lambda: door.listener._refused == 5, "all refused")
+        await until(lambda: door.listener.admission.refused.total() == 5, "all refused")
         assert len(caplog.records) == 1
         door.listener.close()
-    assert [record.getMessage() for record in caplog.records[1:]] == ["5 strangers at the control socket were refused"]
+    (last,) = caplog.records[1:]
+    assert last.getMessage().startswith("the control channel refused 5 connections: 3 with a wrong token, ")
 
 
 async def test_who_changes_its_mind_is_not_counted(door: Door, caplog: pytest.LogCaptureFixture) -> None:
     _, writer = await stranger(door)
-    await until(lambda: door.listener._strangers, "it to come")
+    await until(lambda: door.listener.admission.waiting, "it to come")
     writer.close()
-    await until(lambda: not door.listener._strangers, "it to go")
-    assert door.listener._refused == 0
+    await until(lambda: not door.listener.admission.waiting, "it to go")
+    assert not door.listener.admission.refused
 
 
 async def test_who_does_not_say_hello_is_not_waited_for(
     door: Door, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(listener, "HELLO_SECONDS", 0.05)
+    monkeypatch.setattr(admission, "HELLO_SECONDS", 0.05)
     reader, writer = await stranger(door)
-    writer.write(encode({"token": "ask", "who": 7})[:-1])
+    writer.write(encode(Hello("ask", 7))[:-1])
     await refused(reader, writer)
-    assert "it did not say hello" in caplog.text
+    assert "without a hello in time" in caplog.text
 
 
 async def test_who_has_said_hello_may_be_silent(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "HELLO_SECONDS", 0.01)
+    monkeypatch.setattr(admission, "HELLO_SECONDS", 0.01)
     guest = Guest()
     connection = await guest.connect(door.contact)
-    assert not door.listener._strangers
+    assert not door.listener.admission.waiting
     await asyncio.sleep(0.05)
     connection.send({"still": "here"})
     await until(lambda: door.received, "the message")
@@ -112,22 +113,22 @@ async def test_who_has_said_hello_may_be_silent(door: Door, monkeypatch: pytest.
 
 
 async def test_a_flood_keeps_nobody_out(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "STRANGERS", 8)
+    monkeypatch.setattr(admission, "UNAUTHENTICATED", 8)
     held = descriptors()
     flood = [await stranger(door) for _ in range(30)]
-    await until(lambda: len(door.listener._strangers) == 8, "the strangers")
-    await until(lambda: door.listener._refused == 22, "the others to go")
+    await until(lambda: len(door.listener.admission.waiting) == 8, "the strangers")
+    await until(lambda: door.listener.admission.refused.total() == 22, "the others to go")
     guest = Guest()
     connection = await guest.connect(door.contact)
     assert len(door.welcomed) == 1
-    assert len(door.listener._strangers) == 7
+    assert len(door.listener.admission.waiting) == 7
     assert descriptors() <= held + 30 + 8 + 2
     connection.send({"a": 1})
     await until(lambda: door.received, "the message")
     connection.close()
     for _, writer in flood:
         writer.close()
-    await until(lambda: not door.listener._strangers, "all strangers gone")
+    await until(lambda: not door.listener.admission.waiting, "all strangers gone")
 
 
 async def test_other_users_are_refused(
@@ -136,7 +137,7 @@ async def test_other_users_are_refused(
     reader, writer = await stranger(local_door)
     monkeypatch.setattr(os, "geteuid", lambda: 123_456)
     _, other = await stranger(local_door)
-    await until(lambda: "it is user" in caplog.text, "the log")
+    await until(lambda: "of another user" in caplog.text, "the log")
     assert local_door.welcomed == []
     for one in (writer, other):
         one.close()
@@ -145,17 +146,17 @@ async def test_other_users_are_refused(
 
 async def test_who_only_looks(local_door: Door) -> None:
     reader, writer = await stranger(local_door)
-    writer.write(encode({"look": True}))
+    writer.write(encode(Look()))
     decoder = Decoder()
     decoder.feed(await reader.read())
     assert decoder.next() == {"seen": True}
-    assert local_door.looks == [{"look": True}]
+    assert local_door.looks == [Look()]
     writer.close()
 
 
 async def test_nobody_looks_in_from_another_host(tcp_door: Door) -> None:
     reader, writer = await stranger(tcp_door)
-    writer.write(encode({"look": True}))
+    writer.write(encode(Look()))
     await refused(reader, writer)
     assert tcp_door.looks == []
 
@@ -193,7 +194,7 @@ async def test_who_comes_while_it_closes_is_closed(family: str, turns: int) -> N
         await until(lambda: not connection_module._open, "the connections' end")
         await turn(2)
         assert door.listener._coming == {}
-        assert door.listener._strangers == {}
+        assert door.listener.admission.waiting == {}
 
 
 def _says_nothing(stranger: socket.socket) -> bool:
@@ -227,11 +228,11 @@ async def test_who_was_taken_before_it_closed_is_not_let_in(local_door: Door) ->
     with ours:
         await local_door.listener._connect(theirs)
         assert ours.recv(1) == b""
-    assert local_door.listener._strangers == {}
+    assert local_door.listener.admission.waiting == {}
 
 
 async def test_closing_twice_says_it_once(local_door: Door, caplog: pytest.LogCaptureFixture) -> None:
-    local_door.listener._refused = 2
+    local_door.listener.admission.refused.update(["late", "late"])
     for _ in range(2):
         local_door.listener.close()
     assert len(caplog.records) == 1
@@ -266,7 +267,7 @@ def without_descriptors(monkeypatch: pytest.MonkeyPatch) -> tuple[Listener, Scar
     sock = Scarce(socket.AF_INET, socket.SOCK_STREAM)
     sock.bind(("127.0.0.1", 0))
     sock.listen()
-    one = Listener(Tokens(), lambda who: "", lambda who, connection: None, lambda *_: None)
+    one = Listener(Tokens.random(), lambda who: "", lambda who, connection: None, lambda *_: None)
     one.listen(sock)
     return one, sock
 
@@ -278,10 +279,10 @@ async def test_who_cannot_be_taken_now_is_taken_later(
     one, sock = without_descriptors(monkeypatch)
     with socket.create_connection(sock.getsockname()[:2]):
         await until(lambda: len(caplog.records) > 1, "several tries")
-        assert "a connection to the control socket could not be taken: [Errno 24] too many" in caplog.text
-        assert not one._strangers
+        assert "the control channel could not accept a connection: [Errno 24] too many" in caplog.text
+        assert not one.admission.waiting
         Scarce.problem = None
-        await until(lambda: one._strangers, "it to be taken")
+        await until(lambda: one.admission.waiting, "it to be taken")
     one.close()
     await until(lambda: not connection_module._open, "its end")
 

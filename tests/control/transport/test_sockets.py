@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
-from asynccomm.control.transport.sockets import MAX_NAME, ListeningSockets, local_socket, run_name, tcp_socket
+from asynccomm.control.transport.sockets import (
+    MAX_NAME,
+    ListeningSockets,
+    local_socket,
+    peer_user,
+    run_name,
+    tcp_socket,
+)
 from tests.control.unauthenticated import descriptors, names
 
 
@@ -62,3 +70,9 @@ def test_an_address_that_is_not_ours() -> None:
     with pytest.raises(OSError, match="assign"):
         tcp_socket("192.0.2.1")
     assert descriptors() <= held
+
+
+def test_the_user_of_a_peer() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert peer_user(ours) == peer_user(theirs) == os.geteuid()

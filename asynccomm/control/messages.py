@@ -1,0 +1,130 @@
+"""The messages between the ranks of a job, and between newcomers and the root."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal, TypeAlias, final
+
+from msgspec import Meta
+
+from asynccomm.control.fingerprints import Fingerprint
+from asynccomm.control.membership.messages import CoordinatorOrder, StatusReport
+from asynccomm.control.transport.schema import JsonObject, Message, TaggedMessage
+
+ALL: Final = "all"
+ROOT: Final = "root"
+
+Age: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]  # seconds
+Address: TypeAlias = int | Literal["all", "root"]  # a rank of the job, all ranks, or the root
+
+
+@final
+class Presence(TaggedMessage, frozen=True):
+    """The sender is connected, to the root or to a rank below it."""
+
+
+@final
+class Heartbeat(TaggedMessage, frozen=True):
+    """The sender runs."""
+
+    ages: dict[int, Age] = {}  # noqa: RUF012 (msgspec copies it)  #: of the last messages of the ranks below
+
+
+@final
+class Departure(TaggedMessage, frozen=True):
+    """A rank is gone."""
+
+    rank: int
+    reason: str  #: empty: an orderly leave
+
+
+@final
+class DepartureAck(TaggedMessage, frozen=True):
+    """The sender no longer needs the rank that leaves."""
+
+
+@final
+class News(TaggedMessage, frozen=True):
+    """A message of a comm to its other ranks."""
+
+    comm: str
+    item: JsonObject  #: for the comm
+
+
+@final
+class Request(TaggedMessage, frozen=True):
+    comm: str
+    question: JsonObject
+    number: int
+
+
+@final
+class Reply(TaggedMessage, frozen=True):
+    number: int  #: of the request
+    answer: JsonObject
+
+
+@final
+class IssuedCollectives(TaggedMessage, frozen=True):
+    """The fingerprints of collectives that the sender has issued, to the root."""
+
+    comm: str
+    size: int
+    fingerprints: list[Fingerprint]
+
+
+@final
+class ParticipantReport(TaggedMessage, frozen=True):
+    """The state of a rank or newcomer in the agreement of a comm, to the root."""
+
+    comm: str
+    ranks: list[int]  #: of the comm
+    report: StatusReport | None
+    left: bool = False  #: whether the sender takes no further part
+
+
+@final
+class ReportRequest(TaggedMessage, frozen=True):
+    """A new root requests the report of a rank."""
+
+    comm: str
+
+
+@final
+class OrderMessage(TaggedMessage, frozen=True):
+    """The root's order in the agreement of a comm."""
+
+    comm: str
+    order: CoordinatorOrder
+
+
+_Membership: TypeAlias = ParticipantReport | ReportRequest | OrderMessage
+Body: TypeAlias = (
+    Presence | Heartbeat | Departure | DepartureAck | News | Request | Reply | IssuedCollectives | _Membership
+)
+
+
+@final
+class RankAnswer(TaggedMessage, frozen=True):
+    """The answers of a rank's comms, to a process outside the job."""
+
+    rank: int
+    comms: dict[str, JsonObject]
+
+
+@final
+class JobOverview(TaggedMessage, frozen=True):
+    """The last message to a process outside the job."""
+
+    silent: dict[int, float | None]  #: seconds since the last message of each rank without an answer; None: unknown
+    gone: dict[int, str]  #: reasons, by rank
+    sockets: dict[int, str]  #: names, by rank
+
+
+@final
+class RoutedMessage(Message, frozen=True):
+    """A message on its way through the tree of ranks."""
+
+    to: Address
+    source: int
+    body: Body
+    number: int | None = None  #: counts the messages to all of their source
