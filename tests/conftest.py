@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests import sampling
+from tests import sampling, warm_python
 
 # The same examples each time, and none of them fails because the machine is busy. For other ones, another time:
 # pytest --hypothesis-profile=search
@@ -55,6 +55,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave what stays out of all collections: looking at torch and thousands of tests takes each half a second."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Tests start Python by forks of a process with torch, but for those that are marked ``real_python``."""
+    if item.get_closest_marker("real_python") is not None or os.environ.get("REAL_PYTHON"):
+        return (yield)
+    with warm_python.installed(finalize=item.get_closest_marker("real_end") is not None):
+        return (yield)
 
 
 @pytest.fixture(autouse=True)
