@@ -56,11 +56,13 @@ IMPORTS: Final = (
     "pytest_timeout",
     "xdist.plugin",
 )
+EXAMPLES_IMPORT: Final = ("sklearn.datasets", "torch._dynamo")  # the latter for an optimizer's first step
 _PLAIN: Final = dict.fromkeys(("shell", "env", "cwd", "executable", "preexec_fn", "start_new_session")) | {
     "close_fds": True,
     "umask": -1,
 }
-UNLIKE: Final = {"PYTHONDEVMODE", "PYTHONHASHSEED", "PYTHONWARNINGS"}  # variables that only an interpreter reads
+# variables that only a new process reads
+AT_START: Final = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONDEVMODE", "PYTHONHASHSEED", "PYTHONWARNINGS")
 # The first rank of a pool is a real interpreter, so that not all ranks hash strings alike: the order of sets differs.
 _real_once = {"asynccomm.testing.worker"}
 
@@ -141,7 +143,7 @@ def _order(call: Mapping[str, Any]) -> _Order | None:
         or (arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"))
         or not call["close_fds"]
         or call["umask"] != -1
-        or environment.keys() & UNLIKE
+        or any(environment.get(name) != os.environ.get(name) for name in AT_START)
         or not os.path.isdir(directory)
     ):
         return None
@@ -196,7 +198,7 @@ def _new_server() -> _Server:
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
     process.returncode = 0  # stop() waits for it
     server = _Server(ours, process.pid)
@@ -222,6 +224,10 @@ def _serve(channel: socket.socket) -> None:
         data, descriptors, _, _ = socket.recv_fds(channel, MESSAGE_BYTES, DESCRIPTORS)
         if not data:
             os._exit(0)
+        order = _Order(*pickle.loads(data))
+        if any(argument.startswith("examples/") for argument in order.arguments):
+            for name in EXAMPLES_IMPORT:
+                importlib.import_module(name)
         answer, result = os.pipe()
         between = os.fork()
         if between == 0:
@@ -232,7 +238,7 @@ def _serve(channel: socket.socket) -> None:
                 os._exit(0)
             while os.getppid() == between:
                 time.sleep(0.0002)
-            _run(_Order(*pickle.loads(data)), descriptors)
+            _run(order, descriptors)
         os.waitpid(between, 0)
         channel.send(os.read(answer, 20))
         for descriptor in (answer, result, *descriptors):
