@@ -7,7 +7,7 @@ process that asked, like every child of ``subprocess``. In a fork that starts Py
 
 The differences from a new interpreter: modules are imported already, all forks of a server hash strings alike, and the
 process ends without finalization, unless that is asked for. Tests of imports start real interpreters, and so do
-commands with options (``-X dev``).
+commands with options like ``-X dev``.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ _PLAIN: Final = dict.fromkeys(("shell", "env", "cwd", "executable", "preexec_fn"
     "close_fds": True,
     "umask": -1,
 }
+OPTIONS: Final = {"-B": "PYTHONDONTWRITEBYTECODE", "-u": "PYTHONUNBUFFERED"}
 # variables that only a new process reads
 AT_START: Final = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONDEVMODE", "PYTHONHASHSEED", "PYTHONWARNINGS")
 # The first rank of a pool is a real interpreter, so that not all ranks hash strings alike: the order of sets differs.
@@ -130,12 +131,9 @@ def _order(call: Mapping[str, Any]) -> _Order | None:
     if isinstance(command, (str, bytes, os.PathLike)) or call["shell"]:
         return None
     executable, *arguments = map(os.fsdecode, command)
-    unbuffered = arguments[:1] == ["-u"]
-    del arguments[:unbuffered]
-    environment = {
-        **(os.environ if call["env"] is None else call["env"]),
-        **({"PYTHONUNBUFFERED": "1"} if unbuffered else {}),
-    }
+    environment = dict(os.environ if call["env"] is None else call["env"])
+    while arguments and arguments[0] in OPTIONS:
+        environment[OPTIONS[arguments.pop(0)]] = "1"
     directory = os.path.abspath(call["cwd"] or os.curdir)
     if (
         (call["executable"] or executable) != sys.executable
