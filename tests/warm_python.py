@@ -226,6 +226,8 @@ def _serve(channel: socket.socket) -> None:
         if any(argument.startswith("examples/") for argument in order.arguments):
             for name in EXAMPLES_IMPORT:
                 importlib.import_module(name)
+        threads = len(os.listdir("/proc/self/task"))
+        assert threads == 1, f"a fork of a process with {threads} threads is not safe"
         answer, result = os.pipe()
         between = os.fork()
         if between == 0:
@@ -357,8 +359,6 @@ def _main() -> None:
     rewrite.AssertionRewritingHook._warn_already_imported = lambda self, name: None  # type: ignore[method-assign]
     for name in IMPORTS:
         importlib.import_module(name)
-    threads = os.listdir("/proc/self/task")
-    assert len(threads) == 1, f"a fork of a process with {len(threads)} threads is not safe"
     gc.collect()
     gc.freeze()
     _serve(socket.socket(fileno=int(sys.argv[1])))
