@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests import sampling
+from tests import sampling, warm_python
 
 # The same examples each time, and none of them fails because the machine is busy. For other ones, another time:
 # pytest --hypothesis-profile=search
@@ -33,6 +34,7 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="try all cases, where tests usually try some")
+    parser.addoption("--real-python", action="store_true", help="start Python as new interpreters: see warm_python.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,6 +57,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave what stays out of all collections: looking at torch and thousands of tests takes each half a second."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Tests start Python by forks of a process with torch, but for those that are marked ``real_python``."""
+    real = item.config.getoption("--real-python") or item.get_closest_marker("real_python") is not None
+    if real or sys.platform != "linux":
+        return (yield)
+    with warm_python.installed(finalize=item.get_closest_marker("real_end") is not None):
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,8 @@ import pytest
 import asynccomm
 from tests.cases import cases
 
+pytestmark = pytest.mark.real_python
+
 
 def declared() -> dict[str, str]:
     """Names that the TYPE_CHECKING imports give to type checkers, and the modules they come from."""

@@ -137,6 +137,7 @@ def test_entry_points_are_looked_up_when_asked(monkeypatch: pytest.MonkeyPatch) 
     assert load_backend("late", CPU) is LoopbackBackend
 
 
+@pytest.mark.real_python
 def test_names_import_no_transport() -> None:
     code = (
         "import sys; from asynccomm.backends.registry import backend_names; backend_names();"

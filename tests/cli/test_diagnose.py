@@ -512,6 +512,7 @@ def test_elsewhere_than_on_linux(command: Command, monkeypatch: pytest.MonkeyPat
     assert "in /proc/net/unix, which darwin does not have" in err
 
 
+@pytest.mark.real_python
 def test_it_needs_no_torch() -> None:
     modules = (
         "asynccomm.cli.main, asynccomm.cli.diagnose, asynccomm.control.transport.framing, asynccomm.control.diagnosis"

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.real_python
+
 ENDLESS = """
     import os, signal, time
     print("pid", os.getpid(), flush=True)

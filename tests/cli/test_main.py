@@ -26,6 +26,7 @@ def test_a_command_is_required(argv: list[str], capsys: pytest.CaptureFixture[st
     assert "COMMAND" in capsys.readouterr().err
 
 
+@pytest.mark.real_python
 def test_starting_imports_no_torch(launcher) -> None:
     launcher.script("import asynccomm.cli.main, sys; print('torch' in sys.modules)", "look.py")
     assert launcher.run("run", "-n", "1", "look.py")[1] == "[0] False\n"

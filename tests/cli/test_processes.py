@@ -9,6 +9,8 @@ import pytest
 
 from asynccomm.cli.processes import Child, group_exists, spawn
 
+pytestmark = pytest.mark.real_python
+
 
 async def ended(child: Child) -> int:
     while not child.exited.done():

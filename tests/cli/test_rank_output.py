@@ -6,6 +6,8 @@ import pytest
 
 from asynccomm.cli.rank_output import LogFile, RankOutput, Terminal
 
+pytestmark = pytest.mark.real_python
+
 
 def test_terminal_that_is_one_file_is_one_queue(launcher) -> None:
     launcher.script(

@@ -9,6 +9,8 @@ import pytest
 
 from asynccomm.cli.store_process import main
 
+pytestmark = pytest.mark.real_python
+
 
 def test_what_cannot_be_served_is_an_error_in_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

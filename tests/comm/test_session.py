@@ -676,6 +676,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.real_end
 def test_a_process_that_leaves_with_operations_in_flight_exits_cleanly(tmp_path: Path) -> None:
     """gloo's own threads would end the process by std::terminate."""
     script = tmp_path / "script.py"
@@ -709,6 +710,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.real_end
 def test_a_process_that_leaves_with_an_idle_comm_exits_cleanly(tmp_path: Path) -> None:
     for attempt in range(4):  # it took several to see the end of the interpreter overtake gloo's threads
         script = tmp_path / f"script{attempt}.py"

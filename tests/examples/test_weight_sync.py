@@ -14,7 +14,7 @@ def launch(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_servers_answer_while_weights_arrive() -> None:
-    done = launch(3, "--versions", "6", "--width", "256", "--pause", "0.001")
+    done = launch(3, "--versions", "6", "--width", "256", "--pause", "0")
     assert done.returncode == 0, done.stderr
     pushed = [int(number) for number in re.findall(r"^\[0\] version (\d+): loss [\d.]+, pushed in", done.stdout, re.M)]
     assert pushed == [1, 2, 3, 4, 5, 6]

@@ -20,6 +20,7 @@ def test_every_dtype_has_a_name_and_a_code() -> None:
     assert all(BY_CODE[code] == dtype for dtype, code in CODES.items())
 
 
+@pytest.mark.real_python
 def test_codes_are_equal_in_every_process() -> None:
     code = "from asynccomm.ops.dtypes import CODES; print({str(d): n for d, n in CODES.items()})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)

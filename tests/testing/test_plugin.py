@@ -202,6 +202,7 @@ def test_ended_from_outside(tmp_path: Path, name: str) -> None:
         assert {"kind": "childless"} in project.record
 
 
+@pytest.mark.real_python
 def test_import_is_light() -> None:
     code = "import sys, asynccomm.testing.plugin; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

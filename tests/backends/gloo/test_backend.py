@@ -12,17 +12,16 @@ import pytest
 import torch
 
 from asynccomm import AbortedError, BackendError, MemoryStore, new_comm
-from asynccomm.backends.base import BackendContext, RankInfo
+from asynccomm.backends.base import RankInfo
 from asynccomm.backends.gloo import backend as backend_module
 from asynccomm.backends.gloo.backend import GlooBackend
 from asynccomm.backends.gloo.torch_gloo import GlooGroup
-from asynccomm.core.mailbox import Mailbox
-from asynccomm.ops.validation import CommInfo
 from asynccomm.testing import check_backend
 from tests.sampling import some
 from tests.waiting import until
 
 from ..conformance import MANY_RANKS  # noqa: TID252
+from ..contexts import rank_0_of_2  # noqa: TID252
 
 
 @pytest.mark.ranks(some([3, 1, 2], 1), backend="gloo", timeout=240)
@@ -38,16 +37,7 @@ async def test_conformance_on_more_ranks() -> None:
 
 async def test_a_thread_that_waits_for_a_peer_leaves_when_connecting_is_cancelled() -> None:
     store = MemoryStore()
-    context = BackendContext(
-        group=CommInfo("t", 0, 2, torch.device("cpu")),
-        members=(RankInfo(0, "host", 1), RankInfo(1, "host", 2)),
-        store=store,
-        mailbox=Mailbox(asyncio.get_running_loop()),
-        timeout=3600.0,
-        on_error=lambda error: None,
-        hints={},
-    )
-    connecting = asyncio.create_task(GlooBackend.connect(context))
+    connecting = asyncio.create_task(GlooBackend.connect(rank_0_of_2(store=store)))
     await until(lambda: len(store._waiters) > 0)
     connecting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -84,13 +74,10 @@ async def test_the_address_that_gloo_uses(
 
     monkeypatch.setattr(backend_module, "GlooGroup", refused)
     monkeypatch.setattr(MemoryStore, "local_address", lambda self: towards_the_store)
-    context = BackendContext(
-        group=CommInfo("t", 0, 2, torch.device("cpu")),
+    context = rank_0_of_2(
         members=[RankInfo(rank, host, rank) for rank, host in enumerate(hosts)],
         store=MemoryStore().prefix("comm"),
-        mailbox=Mailbox(asyncio.get_running_loop()),
         timeout=5.0,
-        on_error=lambda error: None,
         hints=hints,
     )
     with pytest.raises(BackendError, match="that is all"):

@@ -752,6 +752,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("close", [True, False])
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.real_end
 def test_a_process_that_leaves_with_children_open_exits_cleanly(tmp_path: Path, backend: str, close: bool) -> None:
     code = LEAVES_ALL_OPEN.replace("STORE", repr(f"file://{tmp_path}/store")).replace("BACKEND", repr(backend))
     processes = [
