@@ -263,6 +263,15 @@ def _shared_memory(system: SystemInfo) -> Section:
     return Section(facts, [CheckWarning(text, serious=not memfd)])
 
 
+def _executor(system: SystemInfo) -> Section:
+    core = system.module("asynccomm.backends.shm.native").load_core()
+    reason = getattr(core, "reason", None)  # of CoreUnavailable
+    if reason is None:
+        return Section({"shm": "C", "file": core.__file__})
+    text = f"collectives in shared memory run in Python: {reason}; a C compiler at installation makes them faster"
+    return Section({"shm": "Python", "why": reason}, [CheckWarning(text)])
+
+
 def _limits(system: SystemInfo) -> Section:
     resource = system.module("resource")
     limits = {}
@@ -412,6 +421,7 @@ PROBES: Final[Mapping[str, Callable[[SystemInfo], Section]]] = {
     "devices": _devices,
     "nccl": _nccl,
     "shared_memory": _shared_memory,
+    "executor": _executor,
     "limits": _limits,
     "cpus": _cpus,
     "event_loop": _event_loop,

@@ -278,6 +278,21 @@ def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch, memfd: bool) -> N
     check(probe("shared_memory", machine()), {"memfd": memfd}, [("/dev/shm has only 8.0 MiB left", not memfd)])
 
 
+def executors(load_core: Any) -> Any:
+    return {"asynccomm.backends.shm.native": SimpleNamespace(load_core=load_core)}
+
+
+def test_the_executor_in_c() -> None:
+    modules = executors(lambda: SimpleNamespace(__file__="/lib/_core.so"))
+    assert probe("executor", machine(**modules)) == Section({"shm": "C", "file": "/lib/_core.so"})
+
+
+def test_the_executor_in_python_and_why() -> None:
+    modules = executors(lambda: SimpleNamespace(reason="no compiler"))
+    section = probe("executor", machine(**modules))
+    check(section, {"shm": "Python", "why": "no compiler"}, [("run in Python: no compiler; a C compiler", False)])
+
+
 def test_no_shared_memory(tmp_path: Path) -> None:
     section = probe("shared_memory", machine(tmp_path))
     check(section, {"dev_shm_bytes": None}, [("/dev/shm cannot be used: No such file", not section.facts["memfd"])])

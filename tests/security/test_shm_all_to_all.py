@@ -7,16 +7,18 @@ import torch
 
 from asynccomm import ops
 from asynccomm.backends.shm.lowering import start
+from asynccomm.backends.shm.programs import Space
 from asynccomm.errors import BackendError, BrokenError
 from asynccomm.ops.validation import CommInfo
 
-from ..backends.shm.world import boards, submission  # noqa: TID252
+from ..backends.shm.world import each_executor, executors, submission  # noqa: F401, TID252
 
 
 @pytest.mark.parametrize("header", [(400, 100, 1), (4000, 100, 9), (0, 100, 0), (100, 0, 1), (1, 99, 1)], ids=str)
 def test_a_header_that_does_not_fit(header: tuple[int, int, int]) -> None:
     group = CommInfo("test", 0, 2, torch.device("cpu"))
-    mine, theirs = boards(2, chunk=2048)
+    mine, other = executors(2, chunk=2048)
+    theirs = other.board
     guarded = torch.zeros(20_000, dtype=torch.uint8)
     outputs = [torch.zeros(8, dtype=torch.uint8), guarded[5000:5100]]
     inputs = [torch.zeros(n, dtype=torch.uint8) for n in (8, 100)]
@@ -25,7 +27,7 @@ def test_a_header_that_does_not_fit(header: tuple[int, int, int]) -> None:
     theirs.begin(0, call.op, 1)
     for step in range(9):
         if step < 4:
-            theirs.slot(torch.uint8, step, 1).fill_(7)
+            theirs.elements(Space.SLOT, torch.uint8, step, 1, 0, theirs.chunk).fill_(7)
         theirs.put(0, 0, header)
         theirs.post(step)
         theirs.finish(step)
@@ -39,7 +41,8 @@ def test_a_header_that_does_not_fit(header: tuple[int, int, int]) -> None:
 
 def test_a_stream_of_too_few_steps() -> None:
     group = CommInfo("test", 0, 2, torch.device("cpu"))
-    mine, theirs = boards(2, chunk=2048)
+    mine, other = executors(2, chunk=2048)
+    theirs = other.board
     outputs = [torch.zeros(8, dtype=torch.uint8), torch.zeros(5000, dtype=torch.uint8)]
     call = ops.AllToAll.of(group, outputs, [torch.zeros(8, dtype=torch.uint8)] * 2)
     progress = start(mine, submission(call, 0), 512)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+from ctypes import memmove
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 from asynccomm import ops
 from asynccomm.backends.shm.board import BUNDLE, LARGEST, Board
 from asynccomm.backends.shm.bundles import Bundle, cut, size_of_batch
-from asynccomm.backends.shm.layout import Word
+from asynccomm.backends.shm.executor import Executor
+from asynccomm.backends.shm.layout import WORD, RecordWord, Word
 from asynccomm.backends.shm.lowering import start
 from asynccomm.backends.shm.manifest import read_listing
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
@@ -21,7 +23,7 @@ from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.signature import describe, differing_layout, signature
 from asynccomm.ops.validation import CommInfo
 
-from ..backends.shm.world import boards, submission  # noqa: TID252
+from ..backends.shm.world import each_executor, executors, submission  # noqa: F401, TID252
 from .mutations import HUGE, little_memory, mutated
 
 GROUP = CommInfo("test", 0, 2, torch.device("cpu"))
@@ -30,6 +32,12 @@ ALL_REDUCE = ops.AllReduce(torch.float32, 6, ReduceOp.SUM)
 
 def all_reduce(n: int) -> Call:
     return ops.AllReduce.of(GROUP, torch.ones(n), ReduceOp.SUM)
+
+
+def pair() -> tuple[Executor, Board]:
+    """This rank's executor, and the board of the rank that writes nonsense."""
+    mine, theirs = executors(2)
+    return mine, theirs.board
 
 
 def a_bundle(board: Board, sizes: tuple[int, ...]) -> Bundle:
@@ -76,25 +84,28 @@ def test_words_that_a_rank_has_written(seed: int) -> None:
     choose = random.Random(seed)
     with little_memory():
         for _ in range(30):
-            mine, theirs = boards(2)
+            executor, theirs = pair()
+            mine = executor.board
             if choose.random() < 0.5:
                 bundle = a_bundle(mine, (6, 7))
-                progress = start(mine, bundle, 512)
+                progress = start(executor, bundle, 512)
             else:
-                progress = start(mine, submission(all_reduce(6), 0), 512)
+                progress = start(executor, submission(all_reduce(6), 0), 512)
             theirs.begin(0, ALL_REDUCE, 1)
             theirs.put(0, 0, tuple(choose.choice([0, 8, 64, 1016, *HUGE]) % 2**64 for _ in range(3)))  # type: ignore[arg-type]
             theirs.post(0)
             layout, words = mine.layout, mine._words
-            for word in (Word.POSTED, Word.REDUCED, Word.FINISHED):
+            for word in (layout.record(1, 0), layout.word(1, Word.REDUCED), layout.word(1, Word.FINISHED)):
                 if choose.random() < 0.3:
-                    words[layout.word(1, word)] = choose.choice([1, *HUGE]) % 2**64
+                    words[word] = choose.choice([1, *HUGE]) % 2**64
             if choose.random() < 0.7:
-                what = layout.what(1, 0)
-                words[what + choose.randrange(3)] ^= 1 << choose.randrange(64)
+                record = layout.record(0, 1)
+                words[record + choose.choice([RecordWord.CODE, RecordWord.NUMEL, RecordWord.MARK])] ^= (
+                    1 << choose.randrange(64)
+                )
             if choose.random() < 0.5:
-                words[layout.what(1, 0)] = BUNDLE
-                words[layout.what(1, 0) + 2] = mine._mark ^ choose.choice([0, 1 << 20, 3 << 20, 2**40])
+                words[layout.record(0, 1) + RecordWord.CODE] = BUNDLE
+                words[layout.record(0, 1) + RecordWord.MARK] = mine.mark ^ choose.choice([0, 1 << 20, 3 << 20, 2**40])
             drive(progress)
 
 
@@ -131,8 +142,8 @@ def test_what_is_no_list(words: list[int]) -> None:
     ids=str,
 )
 def test_a_list_outside_of_its_slot_is_not_looked_at(header: tuple[int, int, int]) -> None:
-    mine, theirs = boards(2)
-    progress = start(mine, a_bundle(mine, (6, 7)), 512)
+    mine, theirs = pair()
+    progress = start(mine, a_bundle(mine.board, (6, 7)), 512)
     assert next(progress) is False
     their_bundle = a_bundle(theirs, (6, 8))
     theirs.enter(their_bundle)
@@ -150,13 +161,16 @@ def test_a_list_of_anything() -> None:
     choose = random.Random(1)
     seen = set()
     for _ in range(300):
-        mine, theirs = boards(2)
-        progress = start(mine, a_bundle(mine, (6, 7)), 512)
+        executor, theirs = pair()
+        mine = executor.board
+        progress = start(executor, a_bundle(mine, (6, 7)), 512)
         next(progress)
         their_bundle = a_bundle(theirs, (6, 8))
         theirs.enter(their_bundle)
         step = theirs.begin_bundle(their_bundle)
-        theirs.put_listing(step, their_bundle)
+        header, rows = theirs.listing(their_bundle)
+        theirs.put(step, 0, (header[0], header[1], header[2]))
+        memmove(theirs.slot_address(step, 1) + their_bundle.used, rows.buffer_info()[0], len(rows) * WORD)
         at = mine.layout.slot(0, 1) + their_bundle.used
         changed = mutated(bytes(mine._data[at : at + 96].tolist()), choose)[:96]
         mine._data[at : at + len(changed)] = torch.tensor(list(changed), dtype=torch.uint8)
@@ -170,7 +184,7 @@ def test_a_list_of_anything() -> None:
 # -- headers of streams -----------------------------------------------------------------------------------------------
 
 
-def taking(board: Board) -> tuple[Any, list[int]]:
+def taking(board: Executor) -> tuple[Any, list[int]]:
     asked: list[int] = []
 
     def place(source: int, head: bytes, lengths: Any) -> list[torch.Tensor]:
@@ -184,7 +198,7 @@ def taking(board: Board) -> tuple[Any, list[int]]:
 @pytest.mark.parametrize("at", range(3))
 @pytest.mark.parametrize("number", [LARGEST + 1, 2**60, 2**64 - 1])
 def test_numbers_that_cannot_be(at: int, number: int) -> None:
-    mine, theirs = boards(2)
+    mine, theirs = pair()
     progress, asked = taking(mine)
     theirs.begin(0, Parcels("broadcast", giver=1), 1)
     header = [0, 8, 1]
@@ -199,7 +213,7 @@ def test_numbers_that_cannot_be(at: int, number: int) -> None:
 @pytest.mark.parametrize("header", [(0, 5000, 1), (3000, 0, 1), (1025, 0, 1), (0, 5000, 4), (2000, 5000, 3)], ids=str)
 def test_a_stream_that_ends_before_all_has_come(header: tuple[int, int, int]) -> None:
     """It would be taken as complete, with whatever was in the memory before."""
-    mine, theirs = boards(2)
+    mine, theirs = pair()
     progress, _ = taking(mine)
     next(progress, None)
     theirs.begin(0, Parcels("broadcast", giver=1), header[2])
@@ -216,7 +230,7 @@ def test_any_headers(seed: int) -> None:
     choose = random.Random(seed)
     with little_memory():
         for _ in range(30):
-            mine, theirs = boards(2)
+            mine, theirs = pair()
             shared = choose.random() < 0.5
             op = Parcels("all_gather") if shared else Parcels("all_to_all", shared=False)
             given = [Parcel(b"abc", (torch.ones(300),))] * (1 if shared else 2)

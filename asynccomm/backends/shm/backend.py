@@ -2,8 +2,9 @@
 
 The modules, lowest first: ``layout`` (offsets in a segment), ``fence`` (memory ordering), ``segment`` and ``bootstrap``
 (creating and sharing a segment), ``rings``, ``endpoint`` and ``p2p`` (point to point), ``bundles`` (collectives that
-share a step), ``board``, ``reduction``, ``algorithms``, ``schedule`` and ``lowering`` (steps of collectives),
-``doorbell``, ``progress_thread`` and ``engine`` (waking, and making progress).
+share a step), ``board``, ``reduction``, ``programs``, ``reference`` and ``executor`` (steps of collectives),
+``schedule`` and ``lowering`` (programs of operations), ``doorbell``, ``progress_thread`` and ``engine`` (waking, and
+making progress).
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ it last.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
-from ctypes import memmove, string_at
+from ctypes import string_at
 from typing import Final, final
 
 import torch
@@ -18,15 +19,16 @@ from torch import Tensor
 
 from asynccomm.backends.shm.bundles import MOST, Bundle, size_of_batch
 from asynccomm.backends.shm.fence import Fence
-from asynccomm.backends.shm.layout import HEADER, WORD, Layout, Word
+from asynccomm.backends.shm.layout import HEADER, WORD, Layout, RecordWord, Word
 from asynccomm.backends.shm.manifest import ManifestEntry, ManifestRow, difference, listing, read_listing
+from asynccomm.backends.shm.programs import Space
 from asynccomm.errors import BackendError, CollectiveMismatchError
 from asynccomm.ops import Barrier, Op
 from asynccomm.ops.signature import Signature, describe, differing_layout, signature
 
 MIX: Final = 0x9E3779B97F4A7C15  # any odd number with well-mixed bits
 MASK: Final = (1 << 64) - 1
-CACHED_VIEWS: Final = 4 * MOST  # views of parts of slots: a bundle in each bank
+CACHED_VIEWS: Final = 16 * MOST  # views of memory of the segment: a bundle of a few ranks in each bank
 LARGEST: Final = 1 << 48  # upper limit of a number in a header: exceeds the bytes or steps of any memory
 BUNDLE: Final = (1 << 64) - 1  # first word of a bundle's signature; the second is a hash of its collectives' signatures
 
@@ -52,7 +54,7 @@ class Board:
         self.signature: Signature = (0, 0)  #: signature of the current collective
         self._op: Op = Barrier()  # the current collective, for errors
         self._history = 0  # a hash of all collectives before the current one; every bit depends on the last of them
-        self._mark = 0  # ``_history`` combined with the place in a batch
+        self.mark = 0  #: a hash of all collectives before the current one, combined with its place in a batch
         self._bundle: Bundle | None = None  # the current part of a batch, and its place there
         self._place = 0
         self.number = 0  #: sequence number of the current collective on the comm, for errors
@@ -63,18 +65,23 @@ class Board:
         self._notify = notify
         self._reduced = layout.word(rank, Word.REDUCED)
         self._finished = layout.word(rank, Word.FINISHED)
-        self._all_posted = [layout.word(r, Word.POSTED) for r in range(layout.size)]
         self._all_reduced = [layout.word(r, Word.REDUCED) for r in self.others]
         self._all_finished = [layout.word(r, Word.FINISHED) for r in range(layout.size)]
-        self._what = [[layout.what(r, bank) for r in range(layout.size)] for bank in range(layout.banks)]
+        self._records = [[layout.record(bank, r) for r in range(layout.size)] for bank in range(layout.banks)]
         self._free = layout.banks  # the slots of all steps below this one are known to be free
-        self._views: dict[tuple[torch.dtype, int, int, int], list[Tensor]] = {}
         base, ranks, banks = data.data_ptr(), range(layout.size), range(layout.banks)
         self._headers = [[layout.header(bank, rank, 0) for rank in ranks] for bank in banks]
-        self._slot_addresses = [[base + layout.slot(bank, rank) for rank in ranks] for bank in banks]
-        self._result_addresses = [[base + layout.result(bank, rank) for rank in ranks] for bank in banks]
-        self._slots: dict[tuple[torch.dtype, int, int], Tensor] = {}
-        self._results: dict[tuple[torch.dtype, int, int], Tensor] = {}
+        starts: dict[int, Callable[[int, int], int]] = {
+            Space.SLOT: layout.slot,
+            Space.RESULT: layout.result,
+            Space.RECORD: lambda bank, rank: (layout.record(bank, rank) + RecordWord.INLINE) * WORD,
+            Space.HEADER: lambda bank, rank: layout.header(bank, rank, 0) * WORD,
+        }
+        self._starts = {space: [[start(bank, r) for r in ranks] for bank in banks] for space, start in starts.items()}
+        self._addresses = {
+            space: [[base + start for start in each] for each in table] for space, table in self._starts.items()
+        }
+        self._elements: dict[tuple[int, torch.dtype, int, int, int, int], Tensor] = {}
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -88,8 +95,8 @@ class Board:
         self.step += steps
         self.number = number
         code, numel = self.signature
-        self._history = (self._mark + code * 31 + numel) * MIX & MASK
-        self._mark = self._history ^ self._place
+        self._history = (self.mark + code * 31 + numel) * MIX & MASK
+        self.mark = self._history ^ self._place
         self.signature = signature(op) if words is None else words
         self._op = op
         return first
@@ -108,11 +115,10 @@ class Board:
                 mixed ^= mixed >> 32
         return self.begin(bundle.submissions[0].work.seq, bundle.op, 1, (BUNDLE, mixed))
 
-    def put_listing(self, step: int, bundle: Bundle) -> None:
-        """Write the list of the bundle's collectives into this rank's slot, before the slot is posted."""
+    def listing(self, bundle: Bundle) -> tuple[array[int], array[int]]:
+        """The header of this rank's slot for a bundle, and the list of the bundle's collectives behind the data."""
         words = listing(bundle.listed, bundle.signatures, self.chunk - bundle.used)
-        memmove(self.slot_address(step, self.rank) + bundle.used, words.buffer_info()[0], len(words) * WORD)
-        self.put(step, 0, (bundle.used, len(words), bundle.total))
+        return array("Q", (bundle.used, len(words), bundle.total)), words
 
     def extend(self, steps: int) -> None:
         """Take ``steps`` more steps for the current collective; all ranks do so before they begin the next."""
@@ -130,11 +136,11 @@ class Board:
     def post(self, step: int) -> None:
         """Publish that this rank's slot of ``step`` is filled."""
         words = self._words
-        what = self._what[step % self._banks][self.rank]
-        words[what], words[what + 1] = self.signature
-        words[what + 2] = self._mark
+        record = self._records[step % self._banks][self.rank]
+        words[record + RecordWord.CODE], words[record + RecordWord.NUMEL] = self.signature
+        words[record + RecordWord.MARK] = self.mark
         self._order()
-        words[self._all_posted[self.rank]] = step + 1
+        words[record] = step + 1
         self._notify()
 
     def posted(self, step: int, ranks: Sequence[int]) -> bool:
@@ -143,18 +149,17 @@ class Board:
         Raises: CollectiveMismatchError if a rank has filled its slot for another collective; BackendError if the list
             of collectives in that slot is corrupt.
         """
-        words, posted = self._words, self._all_posted
+        words, records = self._words, self._records[step % self._banks]
         for rank in ranks:
-            if words[posted[rank]] <= step:
+            if words[records[rank]] <= step:
                 return False
         self._order()
         code, numel = self.signature
-        mark = self._mark
-        what = self._what[step % self._banks]
+        mark = self.mark
         for rank in ranks:
-            i = what[rank]
-            if words[i] != code or words[i + 1] != numel or words[i + 2] != mark:
-                raise self._mismatch(rank, step)
+            i = records[rank]
+            if words[i + 1] != code or words[i + 2] != numel or words[i + 3] != mark:
+                raise self.difference(rank, step)
         return True
 
     def post_result(self, step: int) -> None:
@@ -180,12 +185,16 @@ class Board:
 
     def behind(self, rank: int) -> bool:
         """Whether ``rank`` has not posted all steps of the collectives that this rank has begun."""
-        return bool(self._words[self._all_posted[rank]] < self.step)
+        last = self.step - 1
+        return bool(self._words[self._records[last % self._banks][rank]] <= last)
 
-    def _mismatch(self, rank: int, step: int) -> CollectiveMismatchError | BackendError:
-        i = self._what[step % self._banks][rank]
-        words = self._words[i], self._words[i + 1]
-        total = size_of_batch(self._words[i + 2] ^ self._history)  # None: the collectives before differ as well
+    def difference(self, rank: int, step: int) -> CollectiveMismatchError | BackendError:
+        """The error for a rank that has filled its slot of ``step`` for another collective."""
+        i = self._records[step % self._banks][rank]
+        words = self._words[i + RecordWord.CODE], self._words[i + RecordWord.NUMEL]
+        total = size_of_batch(
+            self._words[i + RecordWord.MARK] ^ self._history
+        )  # None: the collectives before differ as well
         if total is not None and (self._bundle is not None or total > 1):
             mine = self._issued(step, self.rank, self.signature)
             try:
@@ -224,31 +233,25 @@ class Board:
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
-    def slot(self, dtype: torch.dtype, step: int, rank: int) -> Tensor:
-        """The whole slot of a rank, as a vector of ``dtype``."""
-        key = (dtype, step % self._banks, rank)
-        view = self._slots.get(key)
-        if view is None:
-            start = self.layout.slot(key[1], rank)
-            view = self._slots[key] = self._data[start : start + self.chunk].view(dtype)
-        return view
-
-    def result(self, dtype: torch.dtype, step: int, rank: int) -> Tensor:
-        """The whole result of a rank, as a vector of ``dtype``."""
-        key = (dtype, step % self._banks, rank)
-        view = self._results.get(key)
-        if view is None:
-            start = self.layout.result(key[1], rank)
-            view = self._results[key] = self._data[start : start + self.layout.piece].view(dtype)
-        return view
-
     def slot_address(self, step: int, rank: int) -> int:
         """The address of a rank's slot in this process."""
-        return self._slot_addresses[step % self._banks][rank]
+        return self._addresses[Space.SLOT][step % self._banks][rank]
 
-    def result_address(self, step: int, rank: int) -> int:
-        """The address of a rank's result in this process."""
-        return self._result_addresses[step % self._banks][rank]
+    def address(self, space: int, step: int, rank: int) -> int:
+        """The address of a rank's memory in ``space``, in this process."""
+        return self._addresses[space][step % self._banks][rank]
+
+    def elements(self, space: int, dtype: torch.dtype, step: int, rank: int, offset: int, nbytes: int) -> Tensor:
+        """Bytes of a rank's memory in ``space``, as a vector of ``dtype``. Cached, because operations repeat."""
+        bank = step % self._banks
+        key = (space, dtype, bank, rank, offset, nbytes)
+        view = self._elements.get(key)
+        if view is None:
+            if len(self._elements) >= CACHED_VIEWS:
+                self._elements.clear()
+            start = self._starts[space][bank][rank] + offset
+            view = self._elements[key] = self._data[start : start + nbytes].view(dtype)
+        return view
 
     def put(self, step: int, part: int, header: tuple[int, int, int]) -> None:
         """Write the header of a part of this rank's slot, three 64-bit numbers, before the slot is posted."""
@@ -262,14 +265,3 @@ class Board:
         if max(header) > LARGEST:
             raise BackendError(f"rank {rank} announces for {self._op} what cannot be: {header}")
         return header
-
-    def parts(self, dtype: torch.dtype, step: int, start: int, n: int) -> Sequence[Tensor]:
-        """Elements ``start`` to ``start + n`` of every rank's slot. Cached, because operations repeat."""
-        key = (dtype, step % self._banks, start, n)
-        views = self._views.get(key)
-        if views is None:
-            if len(self._views) >= CACHED_VIEWS:
-                self._views.clear()
-            views = [self.slot(dtype, step, rank)[start : start + n] for rank in range(self.size)]
-            self._views[key] = views
-        return views

@@ -8,8 +8,7 @@ The engine has no thread of its own and never waits. Its drivers are:
 4. the progress thread (``progress_thread.py``): for large transfers, calls from threads without an event loop, and
    callers that block (``before_block``).
 
-Only one thread drives at a time. A thread that fails to take the lock leaves ``_news`` set and returns. The lock holder
-rechecks ``_news`` after it has released the lock, so no wake-up is lost.
+Only one thread drives at a time (``combining_lock.py``): the holder of the lock also serves the others' requests.
 
 ``doorbell.py`` describes how ranks go to sleep and are woken.
 """
@@ -19,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -28,16 +26,19 @@ from typing import Any, Final, final
 import torch
 
 from asynccomm.backends.base import BackendContext, Submission
-from asynccomm.backends.shm.algorithms import Progress
 from asynccomm.backends.shm.board import Board
 from asynccomm.backends.shm.bootstrap import PeerMapping
 from asynccomm.backends.shm.bundles import Bundle, cut
+from asynccomm.backends.shm.combining_lock import CombiningLock, SpinPolicy
 from asynccomm.backends.shm.doorbell import Bell, Bells
+from asynccomm.backends.shm.executor import Executor
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.layout import Layout, State, Word
 from asynccomm.backends.shm.lowering import start
+from asynccomm.backends.shm.native import load_core
 from asynccomm.backends.shm.p2p import Messages
 from asynccomm.backends.shm.progress_thread import ProgressResult, ProgressThread
+from asynccomm.backends.shm.reference import Progress
 from asynccomm.backends.shm.rings import Mapped
 from asynccomm.backends.shm.settings import Settings
 from asynccomm.core.work import Work
@@ -46,7 +47,6 @@ from asynccomm.errors import BackendError, BrokenError, PeerLostError
 SLICE_SECONDS: Final = 1e-3  # that one call may drive, so that the loop's other tasks do not starve
 CATCH_UP_SECONDS: Final = 0.02  # of CPU time at most, to finish earlier operations when another rank has failed
 LOCK_SECONDS: Final = 1.0  # to wait for the lock; its holder may have been preempted in the middle of a step
-MOST_SKIPPED: Final = 64  # limit of awaits in a row that do not spin, after spinning has failed
 
 
 @final
@@ -87,9 +87,10 @@ class Engine:
         self._places = [  # without ranks of this process, which share one progress thread
             layout.word(rank, Word.PLACE) for rank, home in enumerate(homes) if home != homes[group.rank]
         ]
-        # none of these three may refer to this engine: a cycle would keep the segment until the next garbage collection
+        # none of these may refer to this engine: a cycle would keep the segment until the next garbage collection
         self._bells = Bells(group.rank, layout, words, fence, mapping.bells)
         self._board = Board(group.rank, layout, words, mapping.segment.data, fence, self._bells.ring_all)
+        self._executor = Executor(self._board, mapping.segment.raw, mapping.bells, load_core())
         self._finished: deque[Submission | Bundle] = deque()  # done, to be settled after the lock is released
         self._faults: deque[BrokenError] = deque()
         self._grown = grown = deque[tuple[Submission, int]]()  # receives, and larger sizes than expected
@@ -102,12 +103,12 @@ class Engine:
             self._faults.append,
             lambda receive, nbytes: grown.append((receive, nbytes)),
         )
-        self._lock = threading.Lock()  # held by the driving thread
-        self._news = False  # a wake-up has arrived since the lock holder last checked
+        self._lock = CombiningLock()  # held by the driving thread
         self._inbox: deque[Submission | Bundle] = deque()
         self._queue: deque[Submission | Bundle] = deque()  # collectives, the first in progress
         self._current: Progress | None = None
         self._dead = False
+        self._failing = False  # a failure is about to be reported
         self._gone: set[int] = set()  # ranks that have left
         # counts of large operations, which the progress thread drives: submitted, and done
         self._large_in = self._large_out = 0
@@ -115,8 +116,7 @@ class Engine:
         self._with_worker = False
         self._dozing = False  # the progress thread may sleep until it is rung
         self._arming = False  # a call of ``_arm`` is scheduled on the loop
-        self._skip = 0  # awaits that must not spin before the next may
-        self._skipped = 0
+        self._spin_policy = SpinPolicy()
 
     # -- from the comm ------------------------------------------------------------------------------------------------
 
@@ -131,6 +131,8 @@ class Engine:
                 self._large_in += 1
                 large = True
             self._inbox.append(item)
+            if item.op.p2p:
+                self._executor.interrupt()  # a large collective in progress makes way for messages
         if large:
             self._to_worker()
         elif asyncio._get_running_loop() is self._loop:
@@ -146,25 +148,17 @@ class Engine:
 
     def before_await(self, work: Work[Any]) -> None:
         """Spin for the peers before a task on the loop waits for ``work``, if spinning has paid off recently."""
-        if self._large or self._waited or not self.patience:
-            return
-        if self._skipped < self._skip:
-            self._skipped += 1
-            return
-        self._skipped = 0
-        if self._look_out(work):
-            self._skip = 0
-        else:
-            self._skip = min(2 * self._skip + 1, MOST_SKIPPED)
+        if not (self._large or self._waited) and self.patience and self._spin_policy.should_spin():
+            self._spin_policy.record(self._spin(work))
 
     def before_block(self, work: Work[Any]) -> None:
         """Make ``work`` complete without the event loop, before a thread blocks for it."""
-        if not self._large and (not self.patience or self._look_out(work)):
+        if not self._large and (not self.patience or self._spin(work)):
             self._drive()
         if not work.done():
             self._without_loop(work)
 
-    def _look_out(self, work: Work[Any]) -> bool:
+    def _spin(self, work: Work[Any]) -> bool:
         """Drive until ``work`` is done, at most for the spin budget; returns whether ``work`` is done."""
         deadline = time.perf_counter() + self.patience
         while not work.done():
@@ -206,18 +200,13 @@ class Engine:
         if torch.is_inference_mode_enabled():  # the caller's mode: views created in it could not be written to later
             with torch.inference_mode(False):
                 return self._drive(patience, arm=arm)
-        self._news = True
-        drove = False
-        while self._news and not self._large and not self._dead and self._lock.acquire(blocking=False):
-            try:
-                self._news = False
-                self._run(patience, arm)
-            finally:
-                self._release()
-            drove = True
+        drove = self._lock.run(self._may_drive, self._run, self._release, patience, arm)
         if self._large:
             self._to_worker()
         return drove
+
+    def _may_drive(self) -> bool:
+        return not (self._large or self._dead)
 
     def _run(self, patience: float, arm: bool) -> None:
         if self._dead:  # set since the caller's check
@@ -240,7 +229,7 @@ class Engine:
                 else:
                     bells.ring_own_loop()  # which runs its other tasks first
                 return
-            if patience and not self._finished and not self._news:
+            if patience and not self._finished and not self._lock.requested:
                 now = time.perf_counter()
                 until = until or now + patience
                 if now < until:
@@ -270,7 +259,9 @@ class Engine:
             while queue and (one or not self._large):
                 current = self._current
                 if current is None:
-                    current = self._current = start(self._board, queue[0], self._whole_bytes)
+                    current = self._current = start(self._executor, queue[0], self._whole_bytes)
+                if one and not (inbox or self._messages.pending or self._failing):
+                    self._executor.drive(self.patience, self.stretch)
                 got_on = next(current, None)
                 if got_on is None:
                     self._current = None
@@ -347,7 +338,8 @@ class Engine:
         self._lock.acquire()
         turn = ProgressResult.OVER
         try:
-            self._news = self._dozing = False
+            self._lock.requested = self._dozing = False
+            self._executor.resume()
             self._bells.disarm()
             if not self._dead:
                 turn = ProgressResult.MOVED if self._step(one=True) else ProgressResult.STUCK
@@ -359,7 +351,7 @@ class Engine:
                     self._run(0.0, True)  # the event loop drives the remaining operations
         finally:
             self._release()
-        if turn is ProgressResult.OVER and (self._news or self._large or self._waited):
+        if turn is ProgressResult.OVER and (self._lock.requested or self._large or self._waited):
             self._drive()
             if self._waited:
                 self._to_worker()
@@ -369,7 +361,7 @@ class Engine:
         """Arm the progress thread's doorbell before it sleeps; False if it has something to do."""
         self._lock.acquire()
         try:
-            self._news = False
+            self._lock.requested = False
             if self._dead or not (self._large or self._waited):
                 return False  # the next turn is the last
             self._dozing = True
@@ -379,7 +371,7 @@ class Engine:
                 self._dozing = False
         finally:
             self._release()
-        if self._news:  # another thread failed to take the lock meanwhile
+        if self._lock.requested:  # another thread failed to take the lock meanwhile
             self._dozing = False
         return self._dozing
 
@@ -404,8 +396,9 @@ class Engine:
         if self._dead:
             return
         if state == State.LEFT:
-            with self._lock:
-                self._gone.add(rank)
+            self._lock.acquire()
+            self._gone.add(rank)
+            self._lock.release()
             self._drive()
             return
         if state == State.ABORTED:
@@ -416,6 +409,8 @@ class Engine:
 
     def drain_before_failure(self) -> None:
         """Finish operations that need not wait, before a failure is reported: posts of a lost rank remain valid."""
+        self._failing = True
+        self._executor.interrupt()
         if self._dead or not self._lock.acquire(timeout=LOCK_SECONDS):
             return
         until = time.thread_time() + CATCH_UP_SECONDS  # CPU time, not wall time: the machine may be busy
@@ -448,6 +443,7 @@ class Engine:
         if self._words[self._state] == State.HERE:
             self._words[self._state] = State.ABORTED
             Fence().full()  # the engine's own fence belongs to the lock holder
+        self._executor.interrupt()
         if self._lock.acquire(blocking=False):
             self._release()
         if self._with_worker:

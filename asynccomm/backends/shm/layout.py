@@ -3,6 +3,7 @@
 ::
 
     words   one block of 64-bit words per rank; all but SLEEPING are written by that rank alone
+    records per bank and rank: the flag that a slot is filled, the collective it is filled for, and room for tiny data
     headers per bank, rank and part of its slot: four words that describe the part
     slots   per bank and rank: the rank's contribution to a step of a collective
     results per bank and rank: the rank's reduced part of a step
@@ -20,21 +21,32 @@ from typing import Final, final
 
 WORD: Final = 8  # bytes; every 64-bit machine reads and writes aligned words whole
 LINE: Final = 64  # bytes of a cache line
+PAIR: Final = 2 * LINE  # processors fetch lines in pairs: words of different writers or readers are in different pairs
 HEADER: Final = 4  # words
-BLOCK: Final = 4 * LINE  # bytes of one rank's words; blocks keep a distance, because processors fetch lines in pairs
+RECORD: Final = PAIR // WORD  # words
+BLOCK: Final = 4 * PAIR  # bytes of one rank's words
 
 
 @final
 class Word(IntEnum):
     """A rank's words, by their index in its block."""
 
-    POSTED = 0  #: steps with this rank's slot filled
-    REDUCED = 1  #: steps with this rank's result filled
-    FINISHED = 2  #: steps in which this rank has finished reading
-    STATE = 3  #: a :class:`State`
-    PLACE = 4  #: CPU that this rank's progress thread has woken up on, plus one; 0 while it is asleep
-    SLEEPING = 8  #: for each of this rank's two bells, whether to ring it on a publication; the ringing rank clears it
-    WHAT = 16  #: for each bank, three words: the signature of the step's collective, and a hash of all before it
+    REDUCED = 0  #: steps with this rank's result filled
+    FINISHED = 16  #: steps in which this rank has finished reading
+    SLEEPING = 32  #: for each of this rank's two bells, whether to ring it on a publication; the ringing rank clears it
+    STATE = 48  #: a :class:`State`
+    PLACE = 49  #: CPU that this rank's progress thread has woken up on, plus one; 0 while it is asleep
+
+
+@final
+class RecordWord(IntEnum):
+    """The words of a record, which all lie in one pair of lines: a reader fetches them at once."""
+
+    POSTED = 0  #: the last step of this bank for which the rank has filled its slot, plus one
+    CODE = 1  #: with NUMEL, the signature of the collective
+    NUMEL = 2
+    MARK = 3  #: a hash of all collectives before
+    INLINE = 4  #: the first word of the data that fit here, and need no slot
 
 
 @final
@@ -54,7 +66,7 @@ class Layout:
     Args:
         size: number of ranks.
         chunk: bytes of a slot, a multiple of 64.
-        banks: steps that may be in flight at once, at most 5.
+        banks: steps that may be in flight at once.
         ring: bytes of a message ring, a multiple of 64.
     """
 
@@ -72,13 +84,18 @@ class Layout:
         """Index of a rank's word among all words of the segment."""
         return (rank * BLOCK) // WORD + word
 
-    def what(self, rank: int, bank: int) -> int:
-        """Index of the first of the three words that describe a rank's slot in a bank."""
-        return self.word(rank, Word.WHAT) + 3 * bank
+    @property
+    def inline(self) -> int:
+        """Bytes that fit into a record."""
+        return (RECORD - RecordWord.INLINE) * WORD
+
+    def record(self, bank: int, rank: int) -> int:
+        """Index of the first word of a record."""
+        return self.size * BLOCK // WORD + (bank * self.size + rank) * RECORD
 
     def header(self, bank: int, rank: int, part: int) -> int:
         """Index of the first word of a header; each slot has one header per reading rank."""
-        return self.size * BLOCK // WORD + ((bank * self.size + rank) * self.size + part) * HEADER
+        return self.record(self.banks, 0) + ((bank * self.size + rank) * self.size + part) * HEADER
 
     def slot(self, bank: int, rank: int) -> int:
         """Start of a rank's slot."""
@@ -99,7 +116,7 @@ class Layout:
 
     @property
     def _slots(self) -> int:
-        return rounded_up(self.size * BLOCK + self.banks * self.size**2 * HEADER * WORD, 4096)
+        return rounded_up(self.header(self.banks, 0, 0) * WORD, 4096)
 
     @property
     def _results(self) -> int:

@@ -1,28 +1,38 @@
-"""Lowering of operations to algorithms: their form and number of steps; bundles take one step."""
+"""Lowering of operations to programs: their form and number of steps; bundles take one step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from torch import Tensor
+
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
 from asynccomm.backends.hazards import separated
-from asynccomm.backends.shm.algorithms import (
-    Progress,
-    meet,
-    part_bytes,
-    reduce_parts,
-    reduce_whole,
-    steps_for,
-    transfer,
-)
-from asynccomm.backends.shm.board import Board
 from asynccomm.backends.shm.bundles import Bundle, extent
+from asynccomm.backends.shm.executor import Executor
+from asynccomm.backends.shm.layout import WORD
 from asynccomm.backends.shm.payloads import parcels
-from asynccomm.backends.shm.schedule import Lands, by_rank, landed, part_of, reducing
+from asynccomm.backends.shm.programs import (
+    Action,
+    Part,
+    Program,
+    Ref,
+    Space,
+    Window,
+    combined,
+    others,
+    program,
+    reduced_in_parts,
+    room_per_reader,
+    steps_for,
+)
+from asynccomm.backends.shm.reduction import Reduction
+from asynccomm.backends.shm.reference import Progress
+from asynccomm.backends.shm.schedule import Lands, by_rank, flat_target, landed, reducing, schedule
 from asynccomm.backends.shm.variable_length import PayloadSink, PayloadSource, stream
-from asynccomm.backends.shm.vectors import copy, write
+from asynccomm.backends.shm.vectors import Operand, copy, write
 from asynccomm.ops import (
     AllGather,
     AllGatherSingle,
@@ -42,49 +52,64 @@ from asynccomm.ops import (
 )
 
 
-def start(board: Board, submission: Submission | Bundle, whole: int) -> Progress:
+def start(executor: Executor, submission: Submission | Bundle, whole: int) -> Progress:
     """Begin a collective, or a bundle of collectives.
 
     Args:
-        whole: bytes up to which every rank combines a whole reduction (``reduce_whole``).
+        whole: bytes up to which every rank combines a whole reduction (``programs.combined``).
     """
-    return _FORMS[type(submission.op)](board, submission, whole)
+    return _FORMS[type(submission.op)](executor, submission, whole)
 
 
-def _barrier(board: Board, submission: Submission, whole: int) -> Progress:
-    return meet(board, board.begin(submission.work.seq, submission.op, 1))
+def _parcels(executor: Executor, submission: Submission, whole: int) -> Progress:
+    return parcels(executor.board, submission)
 
 
-def _parcels(board: Board, submission: Submission, whole: int) -> Progress:
-    return parcels(board, submission)
-
-
-def _reduce(board: Board, submission: Submission, whole: int) -> Progress:
+def _reduce(executor: Executor, submission: Submission, whole: int) -> Progress:
     """The lowering of all_reduce and reduce."""
+    board = executor.board
     source, target, reduction, lands = reducing(board, submission)
-    nbytes = source.nbytes
+    nbytes, takes = source.nbytes, target is not None
+    operands = [source]
     if nbytes <= whole:
-        yield from reduce_whole(board, board.begin(submission.work.seq, submission.op, 1), source, target, reduction)
-    else:
-        steps = steps_for(nbytes, board.chunk)
-        yield from reduce_parts(
-            board, board.begin(submission.work.seq, submission.op, steps), steps, source, target, reduction
+        inline = nbytes <= board.layout.inline
+        if target is not None:
+            operands.append(flat_target(target, reduction, lands))
+        compiled = executor.compiled(
+            (AllReduce, nbytes, takes),
+            lambda: program(1, combined(board.rank, board.size, nbytes, Window(nbytes), takes=takes, inline=inline)),
         )
+    else:
+        own = isinstance(source, Tensor)
+        if target is not None:
+            operands.append(target)
+        compiled = executor.compiled(
+            (AllReduce, nbytes, takes, own),
+            lambda: reduced_in_parts(board.rank, board.size, nbytes, board.chunk, takes=takes, own=own),
+        )
+    first = board.begin(submission.work.seq, submission.op, compiled.program.steps)
+    yield from executor.run(compiled, first, operands, (reduction,))
     for land in lands:
         land()
 
 
-def _transfer(board: Board, submission: Submission, whole: int) -> Progress:
+def _transfer(executor: Executor, submission: Submission, whole: int) -> Progress:
     """The lowering of an operation that is one part, of which each step takes as much as fits."""
-    part = part_of(board, submission)
+    board = executor.board
+    key, part, operands, lands, reductions, owners = schedule(board, submission)
     nbytes, split = extent(submission.op, board.size)
-    room = part_bytes(board) if split else board.chunk
+    room = room_per_reader(board.chunk, board.size) if split else board.chunk
     steps = steps_for(nbytes, room)
-    return transfer(board, board.begin(submission.work.seq, submission.op, steps), steps, room, part)
+    compiled = executor.compiled((key, steps), lambda: program(steps, part(Window(room))))
+    first = board.begin(submission.work.seq, submission.op, steps)
+    yield from executor.run(compiled, first, operands, reductions)
+    del owners
+    for land in lands:
+        land()
 
 
-def _all_to_all(board: Board, submission: Submission, whole: int) -> Progress:
-    op = submission.op
+def _all_to_all(executor: Executor, submission: Submission, whole: int) -> Progress:
+    board, op = executor.board, submission.op
     assert isinstance(op, AllToAll)
     me, item = board.rank, op.dtype.itemsize
     given, places, after = separated(submission, me)
@@ -107,7 +132,9 @@ def _all_to_all(board: Board, submission: Submission, whole: int) -> Progress:
     gives = {rank: PayloadSource(0, nbytes, address) for rank, address, nbytes in sources}
     gives[me] = PayloadSource(0, 0, 0)
     first = board.begin(submission.work.seq, submission.op, 1)
-    yield from stream(board, first, part_bytes(board), me, gives, board.others, PayloadSink(begin, take))
+    yield from stream(
+        board, first, room_per_reader(board.chunk, board.size), me, gives, board.others, PayloadSink(begin, take)
+    )
     for land in (*copies, *after):
         land()
 
@@ -115,48 +142,59 @@ def _all_to_all(board: Board, submission: Submission, whole: int) -> Progress:
 # -- batches ----------------------------------------------------------------------------------------------------------
 
 
-def _bundle(board: Board, bundle: Bundle, whole: int) -> Progress:
+def _bundle(executor: Executor, bundle: Bundle, whole: int) -> Progress:
+    board = executor.board
     board.enter(bundle)
     if bundle.places:
-        yield from _together(board, bundle)
+        yield from _together(executor, bundle)
     else:
         (submission,) = bundle.submissions
         bundle.op = submission.op
-        yield from start(board, submission, whole)
+        yield from start(executor, submission, whole)
     board.enter(None)
 
 
-def _together(board: Board, bundle: Bundle) -> Progress:
+def _together(executor: Executor, bundle: Bundle) -> Progress:
     """Run a bundle in one step, in which every rank waits for all others."""
-    everything, submissions, places = bundle.op, bundle.submissions, bundle.places
-    parts = []
-    for submission in submissions:
+    board = executor.board
+    everything, places = bundle.op, bundle.places
+    schedules = []
+    for submission in bundle.submissions:
         bundle.op = submission.op
-        parts.append(part_of(board, submission))
+        schedules.append(schedule(board, submission))
     bundle.op = everything
     step = board.begin_bundle(bundle)
-    while not board.free(step):
-        yield False
-    slot = board.slot_address(step, board.rank)
-    for submission, (start, room), part in zip(submissions, places, parts, strict=True):
+    header, rows = board.listing(bundle)
+    operands: list[Operand | int] = [header.buffer_info()[0], rows.buffer_info()[0]]
+    reductions: list[Reduction] = []
+    for each in schedules:
+        operands += each.operands
+        reductions += each.reductions
+
+    def build() -> Program:
+        fill = [
+            Action(Ref(Space.HEADER, board.rank), (Ref(Space.VECTOR, 0),), *(len(header) * WORD,) * 3),
+            Action(Ref(Space.SLOT, board.rank, bundle.used), (Ref(Space.VECTOR, 1),), *(len(rows) * WORD,) * 3),
+        ]
+        take: list[Action] = []
+        vectors, kernels = 2, 0
+        for (offset, room), each in zip(places, schedules, strict=True):
+            part = each.part(Window(room, offset, vectors, kernels))
+            fill += part.fill
+            take += part.take
+            vectors += len(each.operands)
+            kernels += len(each.reductions)
+        return program(1, Part(tuple(fill), tuple(take), others(board.rank, board.size)))
+
+    key = bundle.used, len(rows), tuple(places), tuple([each.key for each in schedules])
+    yield from executor.run(executor.compiled(key, build), step, operands, reductions)
+    for submission, each in zip(bundle.submissions, schedules, strict=True):
         bundle.op = submission.op
-        part.fill(0, room, slot + start)
-    bundle.op = everything
-    board.put_listing(step, bundle)
-    board.post(step)
-    while not board.posted(step, board.others):
-        yield False
-    for submission, (start, room), part in zip(submissions, places, parts, strict=True):
-        bundle.op = submission.op
-        part.take(step, 0, room, start)
-    board.finish(step)
-    for submission, part in zip(submissions, parts, strict=True):
-        bundle.op = submission.op
-        for land in part.lands:
+        for land in each.lands:
             land()
 
 
-_FORMS: Final[Mapping[type[Op], Callable[[Board, Any, int], Progress]]] = {
+_FORMS: Final[Mapping[type[Op], Callable[[Executor, Any, int], Progress]]] = {
     AllReduce: _reduce,
     Reduce: _reduce,
     ReduceScatter: _transfer,
@@ -169,6 +207,6 @@ _FORMS: Final[Mapping[type[Op], Callable[[Board, Any, int], Progress]]] = {
     AllToAllSingle: _transfer,
     AllToAll: _all_to_all,
     Parcels: _parcels,
-    Barrier: _barrier,
+    Barrier: _transfer,
     GroupedOp: _bundle,
 }

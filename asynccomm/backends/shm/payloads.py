@@ -9,8 +9,9 @@ from typing import final
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
 from asynccomm.backends.delivery import Delivery
-from asynccomm.backends.shm.algorithms import Progress, part_bytes
 from asynccomm.backends.shm.board import Board
+from asynccomm.backends.shm.programs import room_per_reader
+from asynccomm.backends.shm.reference import Progress
 from asynccomm.backends.shm.variable_length import PayloadSink, PayloadSource, stream
 from asynccomm.backends.shm.vectors import Scattered, address_of, scattered
 from asynccomm.errors import BackendError, BrokenError
@@ -27,7 +28,7 @@ def parcels(board: Board, submission: Submission) -> Progress:
     delivery = Delivery(submission)
     gives = _streams(op, submission.parcels, size, me)
     givers = [rank for rank in board.others if op.gives(rank) and op.taker != rank]
-    room, part = (board.chunk, 0) if op.shared else (part_bytes(board), me)
+    room, part = (board.chunk, 0) if op.shared else (room_per_reader(board.chunk, size), me)
     if op.takes(me):
         deliveries = Deliveries(submission, delivery)
         yield from stream(board, first, room, part, gives, givers, PayloadSink(deliveries.begin, deliveries.take))

@@ -28,12 +28,47 @@ _PAIRWISE: Final[dict[RedOpType, Callable[..., Tensor]]] = {
     RedOpType.BOR: torch.bitwise_or,
     RedOpType.BXOR: torch.bitwise_xor,
 }
+
+
+def _lesser(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+    """The minimum, of equals the first: torch.minimum takes either, so the sign of a zero would depend on its place."""
+    return torch.where((b < a) | (b.isnan() & ~a.isnan()), b, a, out=out)
+
+
+def _greater(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+    return torch.where((b > a) | (b.isnan() & ~a.isnan()), b, a, out=out)
+
+
+_FLOATING: Final = {**_PAIRWISE, RedOpType.MIN: _lesser, RedOpType.MAX: _greater}
 _HALF: Final = {torch.float16: torch.float16, torch.bfloat16: torch.bfloat16, torch.complex32: torch.float16}
 _EXACT: Final = frozenset({RedOpType.MIN, RedOpType.MAX})  # exact in any dtype: the result is one of the values
 # Elements up to which torch's operations use no OpenMP threads. OpenMP creates a team for each calling thread, and the
 # team spins at the end of every operation: in two ranks, each with a team as large as the number of cores, a reduction
 # of 256 KiB took 12 ms instead of 40 us.
 SERIAL: Final = 32767
+
+# in the order of the enumerations of _core.c
+DTYPES: Final = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+)
+OPERATORS: Final = {
+    RedOpType.SUM: 0,
+    RedOpType.AVG: 0,
+    RedOpType.PREMUL_SUM: 0,
+    RedOpType.PRODUCT: 1,
+    RedOpType.MIN: 2,
+    RedOpType.MAX: 3,
+    RedOpType.BAND: 4,
+    RedOpType.BOR: 5,
+    RedOpType.BXOR: 6,
+}
 
 _known: dict[tuple[torch.dtype, RedOpType, int], Reduction] = {}  # reductions without a factor
 
@@ -55,6 +90,7 @@ class Reduction:
 
     Attributes:
         dtype: the dtype in which values travel.
+        kernel: dtype, operator and divisor (0: none), as the executor in C numbers them; None if it has no such kernel.
     """
 
     def __init__(self, dtype: torch.dtype, reduction: ReduceOp, size: int) -> None:
@@ -68,10 +104,12 @@ class Reduction:
         # whether the tensors' own bytes travel, perhaps as another dtype
         same = REAL.get(dtype, dtype) == self.dtype or dtype in (torch.bool, torch.uint64)
         self._raw = same and reduction.factor is None
-        if dtype == torch.bool and reduction.type is RedOpType.SUM:
-            self._pairwise = torch.bitwise_or
-        else:
-            self._pairwise = _PAIRWISE[reduction.type]
+        kind = RedOpType.BOR if dtype == torch.bool and reduction.type is RedOpType.SUM else reduction.type
+        self._pairwise = (_FLOATING if self.dtype.is_floating_point else _PAIRWISE)[kind]
+        self.kernel: tuple[int, int, int] | None = None
+        if self.dtype in DTYPES:
+            divisor = size if self._divide else 0
+            self.kernel = DTYPES.index(self.dtype), OPERATORS[kind], divisor
         # one sum of two halves needs no fp32 total: torch computes it in fp32 and rounds once
         rounds = size > 2 or self._divide
         self._wide = self._half and rounds and reduction.type not in _EXACT

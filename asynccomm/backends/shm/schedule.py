@@ -6,18 +6,21 @@ buffer, and copied to the output at the end. Tensors that share memory are separ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
 
+import torch
 from torch import Tensor
 
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
 from asynccomm.backends.hazards import separated
-from asynccomm.backends.shm.algorithms import Part, combined, exchanged, published
+from asynccomm.backends.shm import programs
 from asynccomm.backends.shm.board import Board
+from asynccomm.backends.shm.programs import Part, Window
 from asynccomm.backends.shm.reduction import Reduction, reduction_for
-from asynccomm.backends.shm.vectors import Operand, Share, copy, scattered, share_of, where, write
+from asynccomm.backends.shm.vectors import Operand, Share, scattered, share_of, where
 from asynccomm.ops import (
     AllGather,
     AllGatherSingle,
@@ -36,13 +39,24 @@ from asynccomm.ops import (
 Lands = list[Callable[[], object]]
 
 
-def part_of(board: Board, submission: Submission) -> Part:
+class Schedule(NamedTuple):
+    """A collective as a part of a program, with the memory that the part refers to."""
+
+    key: Hashable  #: with the window, determines the part
+    part: Callable[[Window], Part]
+    operands: Sequence[Operand | int]  #: the vectors
+    lands: Lands  #: called at the end
+    reductions: Sequence[Reduction] = ()
+    owners: object = None  #: of the vectors' memory; kept alive
+
+
+def schedule(board: Board, submission: Submission) -> Schedule:
     """This rank's part in a collective with sizes known to all ranks."""
-    return _PARTS[type(submission.op)](board, submission)
+    return _SCHEDULES[type(submission.op)](board, submission)
 
 
-def _barrier(board: Board, submission: Submission) -> Part:
-    return Part(lambda *_: None, lambda *_: None, board.others)
+def _barrier(board: Board, submission: Submission) -> Schedule:
+    return Schedule(Barrier, lambda _: programs.barrier(board.rank, board.size), (), [])
 
 
 # -- reductions -------------------------------------------------------------------------------------------------------
@@ -63,67 +77,56 @@ def reducing(board: Board, submission: Submission) -> tuple[Operand, Operand | N
     return source, target, reduction, [*lands, *after]
 
 
-def _reduce(board: Board, submission: Submission) -> Part:
-    return combined(board, *reducing(board, submission))
+def _reduce(board: Board, submission: Submission) -> Schedule:
+    source, target, reduction, lands = reducing(board, submission)
+    nbytes = source.nbytes
+    operands = [source]
+    if target is not None:
+        operands.append(flat_target(target, reduction, lands))
+
+    def part(window: Window) -> Part:
+        return programs.combined(board.rank, board.size, nbytes, window, takes=target is not None)
+
+    return Schedule((AllReduce, nbytes, target is not None), part, operands, lands, (reduction,))
 
 
-def _reduce_scatter(board: Board, submission: Submission) -> Part:
+def flat_target(target: Operand, reduction: Reduction, lands: Lands) -> Tensor:
+    """A tensor that a reduction can write; if it is not ``target``, the copy to ``target`` comes first in ``lands``."""
+    if isinstance(target, Tensor):
+        return target
+    values = torch.empty(target.nbytes // reduction.dtype.itemsize, dtype=reduction.dtype, device="cpu")
+    lands.insert(0, partial(target.write, 0, target.nbytes, values.data_ptr()))
+    lands.append(values.size)  # keeps the memory until then
+    return values
+
+
+def _reduce_scatter(board: Board, submission: Submission) -> Schedule:
     op: Any = submission.op
     size, me = board.size, board.rank
     reduction = reduction_for(op.dtype, op.reduction, size)
     inputs, outputs, after = separated(submission, me)
     lands: Lands = []
     target = _target(reduction, outputs, lands)
-    sources, shares = _sources(reduction, op, inputs, size)
-    own = sources[me]
+    sources = _sources(reduction, op, inputs, size)
+    sizes = tuple([source.nbytes for source in sources])
+    own = isinstance(sources[me], Tensor)
     # in place, the first of several additions would overwrite the input of a later one
-    direct = not isinstance(own, Tensor) or not isinstance(target, Tensor) or own.data_ptr() != target.data_ptr()
-    if isinstance(own, Tensor):
-        del shares[me]  # read in place, not through the slot
-    take = _combine_parts(board, own, target, reduction, direct=direct)
-    return exchanged(shares, board.others, take, [*lands, *after], sources)
+    direct = isinstance(target, Tensor) and not (own and where(sources[me]) == where(target))
+
+    def part(window: Window) -> Part:
+        return programs.scattered_sums(me, sizes, window, own=own, direct=direct)
+
+    key = ReduceScatter, sizes, own, direct
+    return Schedule(key, part, [*sources, target], [*lands, *after], (reduction,), sources)
 
 
-def _sources(
-    reduction: Reduction, op: Op, inputs: Sequence[Tensor], size: int
-) -> tuple[Sequence[Operand], list[Share]]:
-    """This rank's contributions to each rank's result, as operands and as shares."""
-    sources: Sequence[Operand]
+def _sources(reduction: Reduction, op: Op, inputs: Sequence[Tensor], size: int) -> Sequence[Operand]:
+    """This rank's contributions to each rank's result."""
     if isinstance(op, ReduceScatterSingle):
         vector = reduction.contribution(inputs[0])
-        sources = vector.view(size, -1).unbind() if vector.numel() else [vector] * size
-    else:
-        each = len(inputs) // size
-        sources = [_contribution(reduction, inputs[rank * each : (rank + 1) * each]) for rank in range(size)]
-    return sources, [(rank, where(source), source.nbytes) for rank, source in enumerate(sources)]
-
-
-def _combine_parts(
-    board: Board, own: Operand, target: Operand, reduction: Reduction, *, direct: bool
-) -> Callable[[int, int, int, int], None]:
-    """The function that combines the parts for this rank into ``target``, ``direct``ly or through this rank's result.
-
-    Collectives other than ``reduce_parts`` leave the result unused. A scattered ``own`` part goes through the slot.
-    """
-    me, dtype = board.rank, reduction.dtype
-    item = dtype.itemsize
-    length = target.nbytes // item
-
-    def take(step: int, byte: int, room: int, at: int) -> None:
-        start = byte // item
-        n = min(room // item, length - start)
-        if n <= 0:
-            return
-        rows = list(board.parts(dtype, step, (at + me * room) // item, n))
-        if isinstance(own, Tensor):
-            rows[me] = own[start : start + n]
-        if direct and isinstance(target, Tensor):
-            reduction.combine(rows, target[start : start + n])
-        else:
-            reduction.combine(rows, board.result(dtype, step, me)[:n])
-            write(where(target), byte, n * item, board.result_address(step, me))
-
-    return take
+        return vector.view(size, -1).unbind() if vector.numel() else [vector] * size
+    each = len(inputs) // size
+    return [_contribution(reduction, inputs[rank * each : (rank + 1) * each]) for rank in range(size)]
 
 
 def _contribution(reduction: Reduction, tensors: Sequence[Tensor]) -> Operand:
@@ -155,17 +158,27 @@ def _is_in(source: Operand, tensors: Sequence[Tensor]) -> bool:
 # -- movement ---------------------------------------------------------------------------------------------------------
 
 
-def _publish(board: Board, submission: Submission) -> Part:
-    """The part of a broadcast, all_gather, all_gather_single or gather."""
+def _publish(board: Board, submission: Submission) -> Schedule:
+    """The schedule of a broadcast, all_gather, all_gather_single or gather."""
     op: Any = submission.op
     me = board.rank
     given, places, after = separated(submission, me)
     copies: Lands = []
     outputs = [landed(output, copies) for output in places]
-    targets = _targets(op, outputs, board.size)
     inputs = [arithmetic.plain(tensor) for tensor in given]
-    source = share_of(me, inputs) if inputs else None
-    return published(board, source, targets, [*copies, *after], (inputs, outputs))
+    source = [share_of(me, inputs)] if inputs else []
+    shares = _targets(op, outputs, board.size)
+    nbytes = source[0][2] if source else None
+    targets = [(rank, n) for rank, _, n in shares]
+    key = Broadcast, nbytes, tuple(targets)
+    vectors = [vector for _, vector, _ in (*source, *shares)]
+    return Schedule(
+        key,
+        lambda window: programs.published(me, nbytes, targets, window),
+        vectors,
+        [*copies, *after],
+        owners=(inputs, outputs),
+    )
 
 
 def _targets(op: Op, outputs: Sequence[Tensor], size: int) -> list[Share]:
@@ -182,8 +195,8 @@ def _targets(op: Op, outputs: Sequence[Tensor], size: int) -> list[Share]:
     return [share_of(rank, outputs[rank * each : (rank + 1) * each]) for rank in range(size)]
 
 
-def _distribute(board: Board, submission: Submission) -> Part:
-    """The part of a scatter or all_to_all_single."""
+def _distribute(board: Board, submission: Submission) -> Schedule:
+    """The schedule of a scatter or all_to_all_single."""
     op: Any = submission.op
     size, me = board.size, board.rank
     given, (place,), after = separated(submission, me)
@@ -193,21 +206,18 @@ def _distribute(board: Board, submission: Submission) -> Part:
     nbytes = op.part_nbytes(size)
     if isinstance(op, AllToAllSingle):
         sources, targets = _chunks(inputs[0], nbytes, size), _chunks(output, nbytes, size)
-        givers = board.others
     else:
-        targets = [(me, output.data_ptr(), nbytes)] * size
-        sources = by_rank(inputs)
-        givers = [] if me == op.root else [op.root]
-    if sources:
-        copy(sources[me][1], targets[me][1], nbytes)
-        del sources[me]
-
-    def take(step: int, start: int, room: int, at: int) -> None:
-        n = min(room, nbytes - start)
-        for rank in givers:
-            write(targets[rank][1], start, n, board.slot_address(step, rank) + at + me * room)
-
-    return exchanged(sources, givers, take, [*copies, *after], (inputs, output))
+        sources, targets = by_rank(inputs), [(op.root, output.data_ptr(), op.nbytes)]
+    fills, takes = [(rank, n) for rank, _, n in sources], [(rank, n) for rank, _, n in targets]
+    key = Scatter, tuple(fills), tuple(takes)
+    vectors = [vector for _, vector, _ in (*sources, *targets)]
+    return Schedule(
+        key,
+        lambda window: programs.exchanged(me, fills, takes, window),
+        vectors,
+        [*copies, *after],
+        owners=(inputs, output),
+    )
 
 
 def by_rank(tensors: Sequence[Tensor]) -> list[Share]:
@@ -221,7 +231,7 @@ def _chunks(tensor: Tensor, nbytes: int, size: int) -> list[Share]:
     return [(rank, start + rank * nbytes, nbytes) for rank in range(size)]
 
 
-_PARTS: Final[Mapping[type[Op], Callable[[Board, Submission], Part]]] = {
+_SCHEDULES: Final[Mapping[type[Op], Callable[[Board, Submission], Schedule]]] = {
     AllReduce: _reduce,
     Reduce: _reduce,
     ReduceScatter: _reduce_scatter,

@@ -1,7 +1,7 @@
 """Collectives of variable length, known only to the sending ranks: all_to_all, and all collectives of parcels.
 
 A rank sends one *stream* to all ranks, or one stream to each rank. Streams go through the slots as vectors do in
-``algorithms.py``, but the slot of the first step has a header: the lengths of the stream, and the number of steps that
+the programs, but the slot of the first step has a header: the lengths of the stream, and the number of steps that
 the sender needs. Each rank reads a header of each sender, even if it takes no stream, so that all ranks know the number
 of steps of the collective. A stream that fits into one slot takes one step.
 """
@@ -11,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from asynccomm.backends.shm.algorithms import Progress, free, pipeline, posted, steps_for
 from asynccomm.backends.shm.board import Board
+from asynccomm.backends.shm.programs import steps_for
+from asynccomm.backends.shm.reference import Progress
 from asynccomm.backends.shm.vectors import Vector, read
 from asynccomm.errors import BackendError
+
+Stage = tuple[Callable[[int], bool], Callable[[int], None]]  # (whether step i is ready, run step i)
 
 
 class PayloadSource(NamedTuple):
@@ -97,3 +100,40 @@ def stream(
             (free(board, first + 1), lambda i: fill(i + 1)),
             (posted(board, first + 1, awaited), lambda i: take(i + 1)),
         )
+
+
+def pipeline(steps: int, *stages: Stage) -> Progress:
+    """Run ``steps`` steps through ``stages``: each stage in step order, and never ahead of the previous stage.
+
+    The first stages run ahead as far as they are ready, so that other ranks wait as little as possible.
+    """
+    if steps == 1:
+        for ready, act in stages:
+            while not ready(0):
+                yield False
+            act(0)
+        return
+    done = [0] * len(stages)
+    while True:
+        moved = False
+        limit = steps
+        for k, (ready, act) in enumerate(stages):
+            i = done[k]
+            if i < limit and ready(i):
+                act(i)
+                done[k] = i = i + 1
+                moved = True
+            limit = i
+        if limit == steps:
+            return
+        yield moved
+
+
+def free(board: Board, first: int) -> Callable[[int], bool]:
+    """A predicate of i: whether this rank may fill its slot of step ``first + i``."""
+    return lambda i: board.free(first + i)
+
+
+def posted(board: Board, first: int, ranks: Sequence[int]) -> Callable[[int], bool]:
+    """A predicate of i: whether ``ranks`` have filled their slots of step ``first + i``."""
+    return lambda i: board.posted(first + i, ranks)

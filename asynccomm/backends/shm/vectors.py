@@ -130,15 +130,22 @@ def write(vector: Vector, start: int, n: int, source: int) -> None:
 
 def copy(source: Vector, target: Vector, n: int) -> None:
     """Copy all ``n`` bytes of one vector to another."""
-    if source == target:
-        return
+    if source != target:
+        copy_between(source, 0, target, 0, n)
+
+
+def copy_between(source: Vector, start: int, target: Vector, at: int, n: int) -> None:
+    """Copy ``n`` bytes, from byte ``start`` of one vector on, to byte ``at`` of another; nothing if in place."""
     if isinstance(source, int):
-        write(target, 0, n, source)
+        if not isinstance(target, int) or source + start != target + at:
+            write(target, at, n, source + start)
     elif isinstance(target, int):
-        source.read(0, n, target)
-    else:
-        for address, start, end in zip(source.addresses, source.starts, source.starts[1:], strict=False):
-            target.write(start, end - start, address)
+        source.read(start, n, target + at)
+    elif source != target or start != at:
+        for address, first, end in zip(source.addresses, source.starts, source.starts[1:], strict=False):
+            low, high = max(first, start), min(end, start + n)
+            if low < high:
+                target.write(at + low - start, high - low, address + low - first)
 
 
 # -- pieces -----------------------------------------------------------------------------------------------------------

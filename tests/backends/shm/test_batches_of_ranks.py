@@ -3,7 +3,7 @@
 import asyncio
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 
 from asynccomm import AbortedError, BackendError, CollectiveMismatchError, Comm, ReduceOp, Work, new_comm, ops
 from asynccomm.backends.shm.board import Board
-from asynccomm.backends.shm.vectors import read
 from asynccomm.ops import Call
 
 from .calls import DTYPES, KINDS, legal, make, values
@@ -72,16 +71,10 @@ async def test_any_batch_is_what_one_by_one_is(comm: Comm, late: bool) -> None:
 async def test_a_batch_is_one_synchronisation(comm: Comm) -> None:
     board = board_of(comm)
     await comm.barrier()
-    posts, post = [], board.post
-
-    def counted(step: int) -> None:
-        posts.append(step)
-        post(step)
-
-    board.post = counted  # type: ignore[method-assign]
+    before = board.step
     tensors = [torch.full((n,), comm.rank + 1.0) for n in range(100)]
     await batch(comm, reduced(comm, *tensors))
-    assert len(posts) == 1
+    assert board.step == before + 1
     assert all(tensor.eq(3).all() for tensor in tensors)
 
 
@@ -114,14 +107,14 @@ async def test_the_works_of_a_bundle_settle_together(comm: Comm) -> None:
         work = batch(comm, reduced(comm, torch.ones(1), torch.ones(2), torch.ones(3)))
         del backend.submit
         assert [part.done() for part in works] == [False] * 3
-        board = board_of(comm)
-        finish = board.finish
+        engine: Any = backend._engine
+        current = engine._current
 
-        def finished(step: int) -> None:
+        def watched() -> Iterator[bool]:
+            yield from current
             seen.append([part.done() for part in works])
-            finish(step)
 
-        board.finish = finished  # type: ignore[method-assign]
+        engine._current = watched()
         await comm.send(torch.ones(1), 1)
         await work
         assert seen == [[False] * 3]
@@ -253,7 +246,7 @@ async def test_abort_in_the_middle_of_a_batch(comm: Comm, n: int) -> None:
 @pytest.mark.ranks(2, backend="shm")
 @pytest.mark.parametrize(
     ("step", "where"),
-    [("fill", "shm.algorithms.read"), ("take", "shm.algorithms.write"), ("land", "arithmetic.write")],
+    [("prepare", "shm.schedule.share_of"), ("land", "arithmetic.write")],
 )
 async def test_a_failing_operation_of_a_batch_is_named_on_all_ranks(
     comm: Comm, step: str, where: str, monkeypatch: pytest.MonkeyPatch
@@ -263,12 +256,10 @@ async def test_a_failing_operation_of_a_batch_is_named_on_all_ranks(
         strided = torch.ones(7, 2)[:, 0]
         calls = reduced(failing, torch.ones(4), torch.ones(5))
         calls.insert(1, ops.Broadcast.of(failing._group, strided, 0))
-        if comm.rank == (0 if step == "fill" else 1):
+        if comm.rank == (0 if step == "prepare" else 1):
 
             def no_memory(*arguments: Any) -> None:
-                if step != "fill" or arguments[2] == strided.nbytes:  # not the others
-                    raise MemoryError("no more")
-                read(*arguments)
+                raise MemoryError("no more")
 
             monkeypatch.setattr(f"asynccomm.backends.{where}", no_memory)
         with pytest.raises(

@@ -7,6 +7,7 @@ from asynccomm import ops
 from asynccomm.backends.shm.board import CACHED_VIEWS, LARGEST, Board
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.layout import Layout
+from asynccomm.backends.shm.programs import Space
 from asynccomm.errors import CollectiveMismatchError
 from asynccomm.ops.reduce_op import ReduceOp
 
@@ -103,21 +104,22 @@ def test_own_mismatch_has_the_whole_operation() -> None:
     assert (error.seq, error.rank, error.op, error.other_rank, error.other_op) == (3, 0, str(op), 1, "something else")
 
 
-def test_slots_are_the_ranks_memory() -> None:
+def test_memory_of_the_segment_is_the_same_on_all_ranks() -> None:
     mine, theirs = boards(2, chunk=256)
-    mine.slot(torch.float32, 1, 0)[:3].copy_(torch.tensor([1.0, 2.0, 3.0]))
-    assert theirs.parts(torch.float32, 1, 1, 2)[0].tolist() == [2, 3]
-    assert theirs.slot(torch.float32, 1 + 4, 0)[:3].tolist() == [1, 2, 3]  # the same bank again
-    assert theirs.slot(torch.float32, 2, 0)[:3].tolist() == [0, 0, 0]
-    theirs.result(torch.int64, 0, 1).fill_(7)
-    assert mine.result(torch.int64, 0, 1).tolist() == [7] * (theirs.layout.piece // 8)
+    for space in (Space.SLOT, Space.RESULT, Space.RECORD):
+        mine.elements(space, torch.float32, 1, 0, 0, 12).copy_(torch.tensor([1.0, 2.0, 3.0]))
+        assert theirs.elements(space, torch.float32, 1, 0, 4, 8).tolist() == [2, 3]
+        assert theirs.elements(space, torch.float32, 1 + 4, 0, 0, 12).tolist() == [1, 2, 3]  # the same bank again
+        assert theirs.elements(space, torch.float32, 2, 0, 0, 12).tolist() == [0, 0, 0]
+        found = theirs.elements(space, torch.float32, 1, 0, 4, 8).data_ptr()
+        assert theirs.address(space, 1, 0) + 4 == found
 
 
 def test_cached_views_are_bounded() -> None:
-    board = boards(1, chunk=4096)[0]
+    board = boards(1, chunk=8192)[0]
     for n in range(2 * CACHED_VIEWS):
-        assert board.parts(torch.uint8, 0, 0, n)[0].numel() == n
-    assert len(board._views) <= CACHED_VIEWS
+        assert board.elements(Space.SLOT, torch.uint8, 0, 0, n % 7, n % 8192).numel() == n % 8192
+    assert len(board._elements) <= CACHED_VIEWS
 
 
 def test_others_hear_of_what_is_posted_and_finished() -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from asynccomm import ops
 from asynccomm.backends import loopback
-from asynccomm.backends.shm.board import Board
 from asynccomm.backends.shm.bundles import Bundle, cut
+from asynccomm.backends.shm.executor import Executor
 from asynccomm.backends.shm.lowering import start
 from asynccomm.backends.shm.manifest import ROW
 from asynccomm.errors import CollectiveMismatchError
@@ -24,7 +24,7 @@ from asynccomm.ops.validation import CommInfo
 from tests.sampling import examples
 
 from .calls import DTYPES, KINDS, copied, legal, make, values
-from .world import boards, interleave, submission
+from .world import each_executor, executors, interleave, submission  # noqa: F401
 
 CHUNK, WHOLE = 4096, 2048
 REDUCTIONS = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT, ReduceOp.BXOR]
@@ -46,14 +46,14 @@ def called(group: CommInfo, what: Asked, choose: random.Random) -> Call:
     return make(kind, group, n, root, op, partial(values, dtype=dtype, strided=strided, choose=choose))
 
 
-def items(world: list[Board], batches: list[list[Call]], whole: int = WHOLE) -> list[Any]:
+def items(world: list[Executor], batches: list[list[Call]], whole: int = WHOLE) -> list[Any]:
     """One rank's batches as they travel."""
     found: list[Any] = []
     seq = 0
     for batch in batches:
         submissions = [submission(call, seq + i) for i, call in enumerate(batch)]
         seq += len(batch)
-        found += cut(submissions, len(world), world[0].chunk, whole)
+        found += cut(submissions, len(world), world[0].board.chunk, whole)
     return found
 
 
@@ -69,7 +69,7 @@ BATCHES = st.lists(st.lists(st.sampled_from(KINDS), min_size=1, max_size=8), min
 @examples(200)
 def test_any_batches_are_what_one_by_one_is(seed: int, size: int, kinds: list[list[str]], whole: int) -> None:
     choose = random.Random(seed)
-    world = boards(size, CHUNK)
+    world = executors(size, CHUNK)
     what = [[asked(kind, size, choose, [0, 1, 2, 7, 64, 255, 600]) for kind in batch] for batch in kinds]
     calls = [[[called(group, each, choose) for each in batch] for batch in what] for group in groups_of(size)]
     expected = [[copied(call) for batch in rank for call in batch] for rank in calls]
@@ -82,29 +82,24 @@ def test_any_batches_are_what_one_by_one_is(seed: int, size: int, kinds: list[li
                 assert torch.equal(one, other), f"{call.op}: {one} != {other}"
 
 
-def test_a_batch_is_one_synchronisation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All kinds, every dtype: each rank posts once and finishes once."""
+def test_a_batch_is_one_synchronisation() -> None:
+    """All kinds, every dtype: each rank takes one step."""
     size = 3
-    world = boards(size, 1 << 16)
+    world = executors(size, 1 << 16)
     choose = random.Random(1)
     kinds = [kind for kind in KINDS if kind != "all_to_all"]
     what = [asked(kind, size, choose, [50]) for kind in [*kinds, *kinds]]
     calls = [[[called(group, each, choose) for each in what]] for group in groups_of(size)]
-    seen: list[str] = []
-    for name in ("post", "finish"):
-        original = getattr(Board, name)
-        monkeypatch.setattr(
-            Board, name, lambda self, step, n=name, o=original: (seen.append(f"{n} {self.rank} {step}"), o(self, step))
-        )
-    interleave(world, [items(world, rank, 1 << 16) for rank in calls], 1 << 16, choose)
-    assert sorted(seen) == sorted(f"{name} {rank} 0" for name in ("post", "finish") for rank in range(size))
-    assert [board.step for board in world] == [1] * size
+    queues = [items(world, rank, 1 << 16) for rank in calls]
+    assert [len(queue) for queue in queues] == [1] * size
+    interleave(world, queues, 1 << 16, choose)
+    assert [each.board.step for each in world] == [1] * size
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_rank_waits_for_all_others(size: int) -> None:
     """A root, too, which would not have to wait for what it sends alone."""
-    world = boards(size, CHUNK)
+    world = executors(size, CHUNK)
     batch = [[ops.Broadcast.of(group, torch.ones(3), 0) for _ in range(2)] for group in groups_of(size)]
     running = [start(board, items(world, [calls])[0], WHOLE) for board, calls in zip(world, batch, strict=True)]
     for progress in running[:-1]:
@@ -115,7 +110,7 @@ def test_every_rank_waits_for_all_others(size: int) -> None:
 
 def test_more_than_all_banks_hold() -> None:
     size, count = 2, 60
-    world = boards(size, 1024)
+    world = executors(size, 1024)
     tensors = [[torch.full((150,), 10.0 * i + rank) for i in range(count)] for rank in range(size)]
     calls = [[[ops.AllReduce.of(g, t, ReduceOp.SUM) for t in tensors[g.rank]]] for g in groups_of(size)]
     programs = [items(world, rank, 1024) for rank in calls]
@@ -127,7 +122,7 @@ def test_more_than_all_banks_hold() -> None:
 @pytest.mark.parametrize("over", [0, 1])
 def test_a_batch_that_just_fits(over: int) -> None:
     size = 2
-    world = boards(size, CHUNK)
+    world = executors(size, CHUNK)
     n = CHUNK - 64 - 3 * ROW - 32 + over  # 32: up to a line
     sent = [[torch.full((k,), group.rank + 5, dtype=torch.uint8) for k in (3, n)] for group in groups_of(size)]
     got = [[torch.zeros(size * k, dtype=torch.uint8) for k in (3, n)] for _ in range(size)]
@@ -141,7 +136,7 @@ def test_a_batch_that_just_fits(over: int) -> None:
 
 def test_in_place_and_overlapping_as_alone() -> None:
     size, n = 2, 30
-    world = boards(size, CHUNK)
+    world = executors(size, CHUNK)
     memory = [[torch.arange(size * n) + 100 * group.rank + 1000 * i for i in range(4)] for group in groups_of(size)]
     before = [[tensor.clone() for tensor in mine] for mine in memory]
     calls = []
@@ -168,7 +163,7 @@ def test_in_place_and_overlapping_as_alone() -> None:
 
 
 def test_a_batch_of_one_meets_one_that_is_in_none() -> None:
-    world = boards(2, CHUNK)
+    world = executors(2, CHUNK)
     tensors = [torch.ones(3), torch.ones(3)]
     calls = [ops.AllReduce.of(group, tensors[group.rank], ReduceOp.SUM) for group in groups_of(2)]
     interleave(world, [items(world, [[calls[0]]]), [submission(calls[1], 0)]], WHOLE, random.Random(1))
@@ -178,7 +173,7 @@ def test_a_batch_of_one_meets_one_that_is_in_none() -> None:
 # -- batches that differ ----------------------------------------------------------------------------------------------
 
 
-def run_apart(world: list[Board], programs: list[list[Any]], choose: random.Random) -> list[Any]:
+def run_apart(world: list[Executor], programs: list[list[Any]], choose: random.Random) -> list[Any]:
     """Each rank as far as it gets: how many of its items it has done, or its error."""
     queues = [list(program) for program in programs]
     current: list[Any] = [None] * len(world)
@@ -247,7 +242,7 @@ def test_batches_that_differ_are_seen_before_anything_is_taken(seed: int, size: 
     mine, theirs = described(group, right), described(group, wrong)
     assume([len(batch) for batch in mine] != [len(batch) for batch in theirs] or not fit(mine, theirs))
     end: list[list[Asked]] = [[("barrier", 0, 0, torch.float32, ReduceOp.SUM, False)] * 2]
-    world = boards(size, CHUNK)
+    world = executors(size, CHUNK)
     mistaken = choose.randrange(size)
     programs = []
     for group in groups_of(size):
@@ -266,7 +261,7 @@ def fit(mine: list[list[Op]], theirs: list[list[Op]]) -> bool:
 
 def mismatch(*programs: list[list[Call]], seed: int = 0, chunk: int = CHUNK) -> list[CollectiveMismatchError]:
     """The errors of the ranks that see one, first that of rank 0 if it does."""
-    world = boards(len(programs), chunk)
+    world = executors(len(programs), chunk)
     outcome = run_apart(world, [items(world, batches) for batches in programs], random.Random(seed))
     found = [each for each in outcome if isinstance(each, CollectiveMismatchError)]
     assert found
@@ -370,7 +365,7 @@ def merged(group: CommInfo, numels: list[int], numbers: list[int]) -> Any:
 
 def merged_mismatch(mine: list[int], theirs: list[int], chunk: int = CHUNK) -> CollectiveMismatchError:
     """Of all_reduces with a broadcast after the first."""
-    world = boards(2, chunk)
+    world = executors(2, chunk)
     programs = []
     for group, numels in zip(groups_of(2), (mine, theirs), strict=True):
         batch = [
@@ -400,7 +395,7 @@ def test_a_member_of_merged_operations_is_named() -> None:
 
 
 def test_one_merged_operation_of_a_batch_names_its_members() -> None:
-    world = boards(2, CHUNK)
+    world = executors(2, CHUNK)
     programs = [
         list(cut([merged(group, [10, n], [3, 4])], 2, CHUNK, WHOLE))
         for group, n in zip(groups_of(2), (5, 6), strict=True)
@@ -418,7 +413,7 @@ def test_without_room_for_members_the_merged_operation_is_named() -> None:
 
 def test_an_earlier_difference_is_told_from_one_in_the_batch() -> None:
     """The ranks that give have differed before, which they did not have to wait for; the one that takes is late."""
-    world = boards(3, CHUNK)
+    world = executors(3, CHUNK)
     bundles = []
     for group, n in zip(groups_of(3), (0, 3, 4), strict=True):
         if group.rank:
@@ -428,8 +423,8 @@ def test_an_earlier_difference_is_told_from_one_in_the_batch() -> None:
             bundles.append(start(world[group.rank], bundle, WHOLE))
     assert next(bundles[0]) is False
     assert next(bundles[1]) is False
-    world[0].begin(0, ops.Gather(torch.float32, 3, 0), 1)
-    world[0].post(0)
+    world[0].board.begin(0, ops.Gather(torch.float32, 3, 0), 1)
+    world[0].board.post(0)
     bundle = items(world, [[ops.Barrier.of(groups_of(3)[0])] * 2])[0]
     with pytest.raises(
         CollectiveMismatchError, match="rank 2 has a batch, and the ranks differed in a collective before"
@@ -437,18 +432,19 @@ def test_an_earlier_difference_is_told_from_one_in_the_batch() -> None:
         next(start(world[0], bundle, WHOLE))
 
 
-def test_a_failing_operation_is_what_the_bundle_is_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    (board,) = boards(1, CHUNK)
+def test_an_operation_that_cannot_be_prepared_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    (executor,) = executors(1, CHUNK)
     (group,) = groups_of(1)
-    bundle: Any = items([board], [[reduced(group, 3), reduced(group, 4), reduced(group, 5)]])[0]
+    bundle: Any = items([executor], [[reduced(group, 3), reduced(group, 4), reduced(group, 5)]])[0]
     assert isinstance(bundle, Bundle)
     assert str(bundle.op).startswith("together(all_reduce(float32[3], SUM), all_reduce")
 
-    def fails(_: Any, rows: list[Tensor], out: Tensor) -> None:
-        if out.numel() == 4:
+    def fails(self: Any, tensor: Tensor) -> Tensor:
+        if tensor.numel() == 4:
             raise MemoryError
+        return tensor
 
-    monkeypatch.setattr("asynccomm.backends.shm.reduction.Reduction.combine", fails)
+    monkeypatch.setattr("asynccomm.backends.shm.reduction.Reduction.contribution", fails)
     with pytest.raises(MemoryError):
-        list(start(board, bundle, WHOLE))
+        list(start(executor, bundle, WHOLE))
     assert str(bundle.op) == "all_reduce(float32[4], SUM)"

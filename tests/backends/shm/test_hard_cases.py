@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -261,13 +262,12 @@ async def test_an_interrupted_step_does_not_pass_for_a_finished_operation(comm: 
         if comm.rank == 0:
             work = broken.all_reduce(tensor)  # waits for rank 1
             engine = engine_of(broken)
-            board, posted = engine._board, engine._board.posted
 
-            def interrupted(step: int, ranks: list[int]) -> bool:
-                board.posted = posted
+            def interrupted() -> Iterator[bool]:
                 raise Interruption
+                yield
 
-            board.posted = interrupted
+            engine._current = interrupted()
             with pytest.raises(Interruption):
                 engine._drive()
             engine._drive()

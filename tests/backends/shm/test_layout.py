@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asynccomm.backends.shm.layout import HEADER, LINE, WORD, Layout, State, Word, rounded_up
+from asynccomm.backends.shm.layout import HEADER, LINE, PAIR, RECORD, WORD, Layout, RecordWord, State, Word, rounded_up
 
-BLOCK = 256
+BLOCK = 512
 layouts = st.builds(
     Layout,
     size=st.integers(1, 64),
     chunk=st.integers(16, 1 << 14).map(lambda lines: lines * LINE),
-    banks=st.integers(1, 5),
+    banks=st.integers(1, 9),
     ring=st.integers(1, 1 << 14).map(lambda lines: lines * LINE),
 )
 
@@ -22,6 +22,7 @@ def regions(layout: Layout) -> list[tuple[int, int]]:
     """Start and bytes of everything."""
     ranks, banks = range(layout.size), range(layout.banks)
     found = [(layout.word(rank, 0) * WORD, BLOCK) for rank in ranks]
+    found += [(layout.record(bank, rank) * WORD, RECORD * WORD) for bank in banks for rank in ranks]
     found += [(layout.header(bank, rank, 0) * WORD, layout.size * HEADER * WORD) for bank in banks for rank in ranks]
     found += [(layout.slot(bank, rank), layout.chunk) for bank in banks for rank in ranks]
     found += [(layout.result(bank, rank), layout.piece) for bank in banks for rank in ranks]
@@ -53,11 +54,18 @@ def test_slots_and_results_of_a_bank_are_at_one_stride(layout: Layout) -> None:
 @given(layouts)
 def test_words_of_a_rank_are_apart_and_in_its_block(layout: Layout) -> None:
     for rank in range(layout.size):
-        named = [layout.word(rank, word) for word in Word if word is not Word.WHAT]
-        described = [layout.what(rank, bank) + i for bank in range(layout.banks) for i in range(3)]
-        numbers = [*named, named[list(Word).index(Word.SLEEPING)] + 1, *described]
+        named = [layout.word(rank, word) for word in Word]
+        numbers = [*named, layout.word(rank, Word.SLEEPING) + 1]
         assert len(set(numbers)) == len(numbers)
         assert all(rank * BLOCK <= number * WORD < (rank + 1) * BLOCK for number in numbers)
+
+
+@given(layouts)
+def test_a_record_is_one_pair_of_lines(layout: Layout) -> None:
+    for rank in range(layout.size):
+        start = layout.record(0, rank) * WORD
+        assert start % PAIR == 0
+        assert RecordWord.INLINE * WORD + layout.inline == RECORD * WORD == PAIR
 
 
 @given(layouts, st.sampled_from([1, 2, 4, 8, 16]))
@@ -67,8 +75,8 @@ def test_a_result_has_room_for_any_ranks_part(layout: Layout, itemsize: int) -> 
 
 
 def test_what_others_write_has_a_line_of_its_own() -> None:
-    mine = {word * WORD // LINE for word in Word if word is not Word.SLEEPING}
-    assert Word.SLEEPING * WORD // LINE not in mine
+    lines = [word * WORD // PAIR for word in (Word.REDUCED, Word.FINISHED, Word.SLEEPING, Word.STATE)]
+    assert len(set(lines)) == len(lines)
     assert State.HERE == 0, "a new segment is zero"
 
 

@@ -24,7 +24,7 @@ from tests.cases import cases
 from tests.sampling import examples
 
 from .calls import DTYPES, KINDS, copied, legal, make, values
-from .world import boards, interleave, submission
+from .world import each_executor, executors, interleave, submission  # noqa: F401
 
 
 def run_both(calls: list[list[Call]], size: int, *, chunk: int, whole: int, choose: random.Random) -> None:
@@ -33,7 +33,7 @@ def run_both(calls: list[list[Call]], size: int, *, chunk: int, whole: int, choo
     for seq, row in enumerate(expected):
         loopback._perform([submission(call, seq) for call in row])
     programs = [[submission(row[rank], seq) for seq, row in enumerate(calls)] for rank in range(size)]
-    interleave(boards(size, chunk), programs, whole, choose)
+    interleave(executors(size, chunk), programs, whole, choose)
     for row, expected_row in zip(calls, expected, strict=True):
         for rank, (call, want) in enumerate(zip(row, expected_row, strict=True)):
             for mine, theirs in zip((*call.inputs, *call.outputs), (*want.inputs, *want.outputs), strict=True):
@@ -97,7 +97,7 @@ def test_one_byte_floats_are_moved() -> None:
     calls = [[make("all_gather", g, 2000, 0, ReduceOp.SUM, new) for g in groups]]
     expected = [copied(call) for call in calls[0]]
     loopback._perform([submission(call, 0) for call in expected])
-    interleave(boards(3), [[submission(call, 0)] for call in calls[0]], 0, choose)
+    interleave(executors(3), [[submission(call, 0)] for call in calls[0]], 0, choose)
     for call, want in zip(calls[0], expected, strict=True):
         for mine, theirs in zip(call.outputs, want.outputs, strict=True):
             assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
@@ -112,7 +112,7 @@ def test_all_ranks_get_the_same_bits(dtype: torch.dtype, kind: ReduceOp, n: int)
     tensors = [torch.randn(n).to(dtype) * 10.0 ** (rank - 2) for rank in range(size)]
     exact = torch.stack([t.to(torch.float64) for t in tensors]).sum(0)
     calls = [ops.AllReduce.of(CommInfo("t", r, size, torch.device("cpu")), t, kind) for r, t in enumerate(tensors)]
-    interleave(boards(size), [[submission(call, 0)] for call in calls], 512, choose)
+    interleave(executors(size), [[submission(call, 0)] for call in calls], 512, choose)
     for tensor in tensors[1:]:
         assert torch.equal(tensor, tensors[0])
     exact = exact / size if kind is ReduceOp.AVG else exact
@@ -125,7 +125,7 @@ def test_half_types_are_added_in_single_precision() -> None:
     calls = [
         ops.AllReduce.of(CommInfo("t", r, size, torch.device("cpu")), t, ReduceOp.SUM) for r, t in enumerate(tensors)
     ]
-    interleave(boards(size), [[submission(call, 0)] for call in calls], 512, random.Random(1))
+    interleave(executors(size), [[submission(call, 0)] for call in calls], 512, random.Random(1))
     assert tensors[3].tolist() == [2052.0] * 3
 
 
@@ -144,7 +144,7 @@ def test_in_place_forms(n: int) -> None:
         [ops.ReduceScatterSingle.of(g, scattered[g.rank][:n], scattered[g.rank], ReduceOp.SUM) for g in groups],
     ]
     programs = [[submission(row[rank], seq) for seq, row in enumerate(calls)] for rank in range(size)]
-    interleave(boards(size), programs, 1024, random.Random(2))
+    interleave(executors(size), programs, 1024, random.Random(2))
     for rank in range(size):
         assert torch.equal(
             gathered[rank].view(size, n), torch.stack([torch.arange(n) + 1000.0 * r for r in range(size)])
@@ -161,14 +161,14 @@ def test_overlapping_memory_is_cloned(n: int) -> None:
     before = [m.clone() for m in memory]
     groups = [CommInfo("t", rank, size, torch.device("cpu")) for rank in range(size)]
     calls = [ops.AllToAllSingle.of(g, memory[g.rank][1:], memory[g.rank][: 2 * n]) for g in groups]
-    interleave(boards(size), [[submission(call, 0)] for call in calls], 0, random.Random(3))
+    interleave(executors(size), [[submission(call, 0)] for call in calls], 0, random.Random(3))
     for rank in range(size):
         want = torch.cat([b[: 2 * n][rank * n : (rank + 1) * n] for b in before])
         assert torch.equal(memory[rank][1:], want)
 
 
 def run(calls: list[Call], *, chunk: int = 1024, whole: int = 512, seed: int = 4) -> list[Board]:
-    world = boards(len(calls), chunk)
+    world = executors(len(calls), chunk)
     interleave(world, [[submission(call, 0)] for call in calls], whole, random.Random(seed))
     return world
 
@@ -333,7 +333,7 @@ def test_several_tensors_are_moved_without_a_copy(monkeypatch: pytest.MonkeyPatc
     def made(*_: object, **__: object) -> None:
         raise AssertionError("made a tensor")
 
-    world = boards(2)
+    world = executors(2)
     for name in ("empty", "cat", "clone", "empty_like"):
         monkeypatch.setattr(torch, name, made)
     monkeypatch.setattr(Tensor, "clone", made)
@@ -348,7 +348,7 @@ def test_all_to_all_takes_one_step_if_all_fits_in_a_slot(sends: int) -> None:
     inputs = [[torch.full((sends,), 10 * s + r, dtype=torch.uint8) for r in range(size)] for s in range(size)]
     outputs = [[torch.zeros(sends, dtype=torch.uint8) for _ in range(size)] for _ in range(size)]
     world = run([ops.AllToAll.of(g, outputs[g.rank], inputs[g.rank]) for g in groups_of(size)])
-    assert [board.step for board in world] == [-(-(sends + 32) // 512)] * size
+    assert [each.board.step for each in world] == [-(-(sends + 32) // 512)] * size
     for rank in range(size):
         assert all(torch.equal(outputs[rank][s], inputs[s][rank]) for s in range(size))
 
@@ -363,7 +363,7 @@ def test_all_to_all_of_sizes_that_do_not_fit(sent: int) -> None:
         inputs = [torch.zeros(sent if (g.rank, r) == (0, 2) else counts[g.rank, r]) for r in range(3)]
         calls.append(ops.AllToAll.of(g, outputs, inputs))
     with pytest.raises(CollectiveMismatchError) as caught:
-        interleave(boards(3), [[submission(call, 7)] for call in calls], 0, random.Random(1))
+        interleave(executors(3), [[submission(call, 7)] for call in calls], 0, random.Random(1))
     error = caught.value
     assert (error.seq, error.rank, error.other_rank) == (7, 2, 0)
     assert error.op == str(calls[2].op)
@@ -374,7 +374,7 @@ def _mismatch(mine: Callable[[CommInfo], Call], theirs: Callable[[CommInfo], Cal
     groups = [CommInfo("t", rank, 2, torch.device("cpu")) for rank in range(2)]
     programs: list[list[Submission]] = [[submission(mine(groups[0]), 7)], [submission(theirs(groups[1]), 7)]]
     with pytest.raises(CollectiveMismatchError) as caught:
-        interleave(boards(2), programs, 1024, random.Random(0))
+        interleave(executors(2), programs, 1024, random.Random(0))
     return caught.value
 
 
@@ -448,7 +448,7 @@ def test_a_differing_operation_is_named_not_mixed_up(mine: Any, theirs: Any, wor
 
 
 def test_a_root_runs_ahead_as_far_as_there_are_banks() -> None:
-    world = boards(2, banks=4)
+    world = executors(2, banks=4)
     groups = [CommInfo("t", rank, 2, torch.device("cpu")) for rank in range(2)]
     for i in range(4):
         tensor = torch.full((5,), float(i))

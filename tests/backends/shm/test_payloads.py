@@ -12,7 +12,7 @@ from torch import Tensor
 
 from asynccomm import Comm, Work, new_comm, ops
 from asynccomm.backends.base import Submission
-from asynccomm.backends.shm.board import Board
+from asynccomm.backends.shm.executor import Executor
 from asynccomm.backends.shm.lowering import start
 from asynccomm.errors import BackendError, BrokenError, PayloadError
 from asynccomm.ops import Call, Parcel, Parcels
@@ -21,8 +21,8 @@ from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.validation import CommInfo
 from tests.sampling import examples
 
-from .test_algorithms import finish
-from .world import boards, interleave, submission
+from .test_programs import finish
+from .world import each_executor, executors, interleave, submission  # noqa: F401
 
 FORMS = {
     "broadcast": lambda root: Parcels("broadcast", giver=root),
@@ -133,20 +133,20 @@ def test_any_sequence_in_any_interleaving(seed: int, size: int, forms: list[str]
             group = CommInfo("t", rank, size, torch.device("cpu"))
             program.append(submission(ops.AllReduce.of(group, totals[rank], ReduceOp.SUM), len(program)))
     kept = [list(program) for program in programs]
-    world = boards(size, chunk)
+    world = executors(size, chunk)
     interleave(world, programs, chunk // 2, choose)
     for entry in done:
         check(*entry)
     assert all(t.eq(size).all() for totals in sums for t in totals)
     assert all(s.error is None for program in kept for s in program)
-    assert len({board.step for board in world}) == 1
+    assert len({each.board.step for each in world}) == 1
 
 
 def run(
     op: Parcels, parcels: Sequence[Sequence[Parcel]], places: Sequence[Placed], chunk: int = 1024
-) -> tuple[list[Board], list[Submission]]:
+) -> tuple[list[Executor], list[Submission]]:
     size = len(parcels)
-    world = boards(size, chunk)
+    world = executors(size, chunk)
     calls = [
         Call(op, (), (), None, parcels=tuple(parcels[r]), place=places[r] if op.takes(r) else None) for r in range(size)
     ]
@@ -165,22 +165,22 @@ def test_every_form(form: str, size: int, head: int, payload: int) -> None:
     world, _ = run(op, parcels, places)
     check(op, parcels, places)
     if head + 16 * payload <= 100:
-        assert [board.step for board in world] == [1] * size
+        assert [each.board.step for each in world] == [1] * size
 
 
 @pytest.mark.parametrize(("extra", "steps"), [(0, 1), (1, 2)])
 def test_what_fits_in_a_slot_takes_one_step(extra: int, steps: int) -> None:
     given = [Parcel(b"h" * 100, (torch.zeros(1024 - 100 + extra, dtype=torch.uint8),))]
     world, _ = run(Parcels("broadcast", giver=0), [given, []], [Placed(random.Random(1)) for _ in range(2)])
-    assert [board.step for board in world] == [steps] * 2
+    assert [each.board.step for each in world] == [steps] * 2
 
 
 def test_a_parcel_that_nobody_wants_is_not_moved() -> None:
     """The taker's own, in a gather: however large."""
     given = [[Parcel(b"", (torch.zeros(100_000),))], [Parcel(b"", (torch.zeros(10),))]]
     world, _ = run(Parcels("gather", taker=0), given, [Placed(random.Random(1)) for _ in range(2)])
-    assert [board.step for board in world] == [1, 1]
-    assert run(Parcels("all_gather"), [given[0]], [Placed(random.Random(1))])[0][0].step == 1
+    assert [each.board.step for each in world] == [1, 1]
+    assert run(Parcels("all_gather"), [given[0]], [Placed(random.Random(1))])[0][0].board.step == 1
 
 
 @pytest.mark.parametrize("form", ["broadcast", "all_gather", "all_to_all"])
@@ -203,7 +203,7 @@ def test_a_refused_payload_is_thrown_away_and_the_next_operation_works(
         for r in range(size)
     ]
     kept = [program[0] for program in programs]
-    interleave(boards(size), programs, 512, choose)
+    interleave(executors(size), programs, 512, choose)
     assert all(t.eq(3).all() for t in totals)
     assert kept[0].error is kept[2].error is None
     if isinstance(raised, PayloadError):
@@ -220,7 +220,7 @@ def test_a_refused_payload_is_thrown_away_and_the_next_operation_works(
 def test_a_place_of_another_size_is_refused() -> None:
     place = Placed(random.Random(1))
     wrong = lambda source, head, lengths: [torch.zeros(3)]  # noqa: E731
-    world = boards(2)
+    world = executors(2)
     calls = [
         Call(Parcels("b", giver=0), (), (), None, parcels=(Parcel(b"", (torch.zeros(2),)),), place=place),
         Call(Parcels("b", giver=0), (), (), None, place=wrong),
@@ -239,7 +239,8 @@ def test_a_broken_error_out_of_the_place_breaks_the_comm(payload: int) -> None:
 
 
 def test_a_head_beyond_all_bounds_is_an_error_before_any_memory_is_taken() -> None:
-    mine, theirs = boards(2)
+    mine, other = executors(2)
+    theirs = other.board
     theirs.begin(0, Parcels("b", giver=1), 1)
     theirs.put(0, 0, (MAX_HEAD + 1, 0, 1 << 20))
     theirs.post(0)
@@ -252,7 +253,7 @@ def test_a_head_beyond_all_bounds_is_an_error_before_any_memory_is_taken() -> No
 
 def test_the_head_is_handed_on_as_soon_as_it_is_complete() -> None:
     """The payload of a large parcel goes straight to its place, while more of it is to come."""
-    world = boards(2, chunk=128)
+    world = executors(2, chunk=128)
     data = torch.arange(1000, dtype=torch.uint8)
     giving = start(
         world[0], submission(Call(Parcels("b", giver=0), (), (), None, parcels=(Parcel(b"0" * 200, (data,)),)), 0), 0

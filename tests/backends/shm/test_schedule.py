@@ -11,14 +11,15 @@ from torch import Tensor
 from asynccomm import ops
 from asynccomm.backends.shm.bundles import extent
 from asynccomm.backends.shm.layout import rounded_up
-from asynccomm.backends.shm.schedule import part_of
+from asynccomm.backends.shm.programs import Space, Window, program
+from asynccomm.backends.shm.schedule import schedule
 from asynccomm.ops import AllToAll
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.validation import CommInfo
 from tests.cases import cases
 
 from .calls import DTYPES, KINDS, legal, make, values
-from .world import boards, submission
+from .world import each_executor, executors, submission  # noqa: F401
 
 REDUCTIONS = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX, ReduceOp.PREMUL_SUM(2)]
 
@@ -32,8 +33,9 @@ def test_a_part_keeps_to_its_place(kind: str, size: int) -> None:
         for op in REDUCTIONS:
             if not legal(op, dtype):
                 continue
-            world = boards(size, chunk=16384)
-            for board in world:
+            world = executors(size, chunk=16384)
+            for executor in world:
+                board = executor.board
                 group = CommInfo("t", board.rank, size, torch.device("cpu"))
                 new = partial(values, dtype=dtype, strided=False, choose=choose)
                 call = make(kind, group, 50, 0, op, new)
@@ -41,8 +43,14 @@ def test_a_part_keeps_to_its_place(kind: str, size: int) -> None:
                     return
                 nbytes, split = extent(call.op, size)
                 room = rounded_up(nbytes)
-                slot = board.slot(torch.uint8, 0, board.rank).fill_(77)
-                part_of(board, submission(call, 0)).fill(0, room, board.slot_address(0, board.rank) + 128)
+                slot = board.elements(Space.SLOT, torch.uint8, 0, board.rank, 0, board.chunk).fill_(77)
+                filling = schedule(board, submission(call, 0))
+                made = program(1, filling.part(Window(room, 128)))
+                board.begin(0, call.op, 1)
+                next(
+                    executor.run(executor.compiled(made, lambda m=made: m), 0, filling.operands, filling.reductions),
+                    None,
+                )
                 assert slot[:128].eq(77).all()
                 taken = slot[128 : 128 + room * (size if split else 1)]
                 assert slot[128 + len(taken) :].eq(77).all()
@@ -60,7 +68,8 @@ def tensors_of(n: int) -> list[Tensor]:
 @pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "scatter", "reduce_scatter", "all_gather"])
 def test_a_part_keeps_the_memory_it_uses(kind: str) -> None:
     n = 100_000
-    (board,) = boards(1, chunk=1 << 20)
+    (executor,) = executors(1, chunk=1 << 20)
+    board = executor.board
     group = CommInfo("t", 0, 1, torch.device("cpu"))
     source, out = tensors_of(n)
     call = {
@@ -71,14 +80,15 @@ def test_a_part_keeps_the_memory_it_uses(kind: str) -> None:
         "all_gather": lambda: ops.AllGather.of(group, [out], source),
     }[kind]()
     given = submission(call, 0)
-    part = part_of(board, given)
+    made = schedule(board, given)
     gc.collect()
     others = [torch.full((n,), -1.0) for _ in range(4)]  # would get memory that was given back
-    part.fill(0, 1 << 20, board.slot_address(0, 0))
-    part.take(0, 0, 1 << 20, 0)
-    for land in part.lands:
+    compiled = executor.compiled(kind, lambda: program(1, made.part(Window(1 << 20))))
+    board.begin(0, call.op, 1)
+    assert list(executor.run(compiled, 0, made.operands, made.reductions)) == []
+    for land in made.lands:
         land()
     assert torch.equal(source if kind == "broadcast" else out, torch.arange(0, 2.0 * n, 2))
     if kind == "broadcast":
-        assert torch.equal(board.slot(torch.float32, 0, 0)[:n], source)
+        assert torch.equal(board.elements(Space.SLOT, torch.float32, 0, 0, 0, 4 * n), source)
     assert len(others) == 4

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from asynccomm.backends.shm.algorithms import Progress, part_bytes
 from asynccomm.backends.shm.board import Board
+from asynccomm.backends.shm.programs import room_per_reader
+from asynccomm.backends.shm.reference import Progress
 from asynccomm.backends.shm.variable_length import PayloadSink, PayloadSource, stream
 from asynccomm.ops import Parcels
 
-from .test_algorithms import finish
+from .test_programs import finish
 from .world import boards
 
 OP = Parcels("test")
@@ -69,7 +70,7 @@ def test_everybody_to_everybody(lengths: list[int]) -> None:
 @pytest.mark.parametrize("n", [0, 32, 33, 1000])
 def test_one_for_each(n: int) -> None:
     world = boards(3, chunk=192)
-    room = part_bytes(world[0])
+    room = room_per_reader(world[0].chunk, 3)
     assert room == 64
     data = [[content(3 * s + r, n + s + r) for r in range(3)] for s in range(3)]
     collected = [Collected() for _ in world]

@@ -1,18 +1,25 @@
 """Ranks of a segment in one process, moved on one step at a time in any order."""
 
 import random
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from asynccomm.backends.base import Submission
-from asynccomm.backends.shm.algorithms import Progress
 from asynccomm.backends.shm.board import Board
+from asynccomm.backends.shm.executor import Executor
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.layout import Layout
 from asynccomm.backends.shm.lowering import start
+from asynccomm.backends.shm.native import CoreUnavailable, load_core
+from asynccomm.backends.shm.reference import Progress
 from asynccomm.ops import Call
+
+PYTHON = CoreUnavailable("not wanted")
+_kind = "mixed"
 
 
 def nothing(*_: object) -> None:
@@ -20,11 +27,33 @@ def nothing(*_: object) -> None:
 
 
 def boards(size: int, chunk: int = 1024, banks: int = 4) -> list[Board]:
+    return [board for board, _ in _boards(size, chunk, banks)]
+
+
+def _boards(size: int, chunk: int, banks: int) -> Iterator[tuple[Board, memoryview]]:
     layout = Layout(size, max(chunk, 64 * size), banks, 1024)
     memory = bytearray(layout.total)
     words = memoryview(memory).cast("Q")
     data = torch.frombuffer(memory, dtype=torch.uint8)
-    return [Board(rank, layout, words, data, Fence(), nothing) for rank in range(size)]
+    for rank in range(size):
+        yield Board(rank, layout, words, data, Fence(), nothing), memoryview(memory)
+
+
+def executors(size: int, chunk: int = 1024, banks: int = 4, kind: str = "") -> list[Executor]:
+    """An executor for each rank: all in C ("core"), all in Python ("reference"), or every other one ("mixed")."""
+    core = load_core()
+    cores = {"core": [core, core], "reference": [PYTHON, PYTHON], "mixed": [core, PYTHON]}[kind or _kind]
+    bells = [(-1, -1)] * size
+    return [Executor(board, memory, bells, cores[board.rank % 2]) for board, memory in _boards(size, chunk, banks)]
+
+
+@pytest.fixture(autouse=True, params=["core", "reference", "mixed"])
+def each_executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs each test of the modules that import it with all kinds of executors."""
+    if isinstance(unavailable := load_core(), CoreUnavailable) and request.param != "reference":
+        pytest.skip(unavailable.reason)
+    monkeypatch.setattr(f"{__name__}._kind", request.param)
+    return str(request.param)
 
 
 def submission(call: Call, seq: int) -> Submission:
@@ -33,7 +62,7 @@ def submission(call: Call, seq: int) -> Submission:
 
 
 def interleave(
-    world: list[Board], programs: list[list[Submission]], whole: int, choose: random.Random, *, stalls: bool = True
+    world: list[Executor], programs: list[list[Submission]], whole: int, choose: random.Random, *, stalls: bool = True
 ) -> None:
     """Run each rank's operations in order, in a random interleaving; with ``stalls`` some ranks fall far behind."""
     queues = [list(program) for program in programs]

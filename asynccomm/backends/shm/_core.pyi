@@ -1,0 +1,68 @@
+"""The native executor of collectives in shared memory (``_core.c``)."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+@final
+class Program:
+    """A program in the form that a run reads."""
+
+@final
+class Run(Iterator[bool]):
+    """A run of a program; ``next`` is one pass, as of the reference executor's generator."""
+
+    def __next__(self) -> bool: ...
+    def drive(self, patience: float, stretch: float, /) -> bool:
+        """Go on without the GIL until the run is done, has waited for ``patience`` seconds in vain, or is interrupted.
+
+        The core is offered to other threads every ``stretch`` seconds. Returns whether the run is done.
+        """
+
+@final
+class Segment:
+    """The segment of a rank.
+
+    Args:
+        memory: the whole segment.
+        starts: of the records, the headers, the slots and the results, in bytes.
+        bells: by rank, the eventfds of its two bells, or -1.
+    """
+
+    def __new__(
+        cls,
+        memory: memoryview,
+        rank: int,
+        size: int,
+        banks: int,
+        chunk: int,
+        piece: int,
+        starts: tuple[int, int, int, int],
+        bells: Sequence[tuple[int, int]],
+        /,
+    ) -> Segment: ...
+    def program(self, steps: int, stages: Sequence[Any], /) -> Program:
+        """Compile a ``programs.Program``. Raises: ValueError for an access outside of the segment."""
+
+    def run(
+        self,
+        program: Program,
+        first: int,
+        mark: tuple[int, int, int],
+        vectors: Sequence[int | tuple[Sequence[int], Sequence[int]]],
+        reductions: Sequence[tuple[int, int, int] | None],
+        mismatch: Callable[[int, int], BaseException],
+        /,
+    ) -> Run:
+        """A run from step ``first`` on.
+
+        Args:
+            mark: the words that a record of this collective has on all ranks.
+            vectors: addresses, or the addresses of the pieces and where they start; the memory is the caller's.
+            reductions: dtype, operator and divisor, by ``reduction.DTYPES`` and ``reduction.OPERATORS``.
+            mismatch: called with a rank and a step if their record differs; returns the exception to raise.
+        """
+
+    def interrupt(self) -> None:
+        """Make ``Run.drive`` return soon, until ``resume``. From any thread."""
+
+    def resume(self) -> None: ...

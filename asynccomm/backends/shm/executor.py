@@ -1,0 +1,105 @@
+"""The executors of programs: in C where ``_core`` could be built, else in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
+
+from torch import Tensor
+
+from asynccomm.backends.shm import reference
+from asynccomm.backends.shm.board import Board
+from asynccomm.backends.shm.layout import WORD
+from asynccomm.backends.shm.native import CoreUnavailable
+from asynccomm.backends.shm.programs import Program
+from asynccomm.backends.shm.reduction import Reduction
+from asynccomm.backends.shm.reference import Progress
+from asynccomm.backends.shm.vectors import Operand
+
+if TYPE_CHECKING:
+    from asynccomm.backends.shm import _core
+
+_MOST_PROGRAMS: Final = 1024  # kept per comm; programs of other sizes and forms are made again
+
+
+@final
+class Compiled(NamedTuple):
+    """A program, and its form in C."""
+
+    program: Program
+    core: _core.Program | None
+
+
+@final
+class Executor:
+    """Runs programs on the segment of a board.
+
+    Args:
+        memory: the whole segment.
+        bells: by rank, the eventfds of its two bells; -1 for a bell that is never rung.
+        core: the module ``_core``, or :class:`CoreUnavailable`.
+    """
+
+    def __init__(self, board: Board, memory: memoryview, bells: Sequence[tuple[int, int]], core: Any) -> None:
+        layout = board.layout
+        self.board = board
+        self._programs: dict[Hashable, Compiled] = {}
+        self.running: _core.Run | None = None  #: the run in C that is in progress, if one is
+        self._segment: _core.Segment | None = None
+        if not isinstance(core, CoreUnavailable):
+            starts = (layout.record(0, 0) * WORD, layout.header(0, 0, 0) * WORD, layout.slot(0, 0), layout.result(0, 0))
+            self._segment = core.Segment(
+                memory, board.rank, board.size, layout.banks, layout.chunk, layout.piece, starts, bells
+            )
+
+    def compiled(self, key: Hashable, build: Callable[[], Program]) -> Compiled:
+        """The program of ``key``, which ``build`` makes the first time."""
+        found = self._programs.get(key)
+        if found is None:
+            program = build()
+            if len(self._programs) >= _MOST_PROGRAMS:
+                self._programs.clear()
+            found = self._programs[key] = Compiled(program, self._segment and self._segment.program(*program))
+        return found
+
+    def run(
+        self, compiled: Compiled, first: int, operands: Sequence[Operand | int], reductions: Sequence[Reduction] = ()
+    ) -> Progress:
+        """Run a program from step ``first`` on; see ``reference.run``."""
+        kernels = [reduction.kernel for reduction in reductions]
+        if self._segment is None or compiled.core is None or None in kernels:
+            return reference.run(self.board, compiled.program, first, operands, reductions)
+        board = self.board
+        vectors = [_vector(operand) for operand in operands]
+        mark = (*board.signature, board.mark)
+        return self._driven(self._segment.run(compiled.core, first, mark, vectors, kernels, board.difference))
+
+    def _driven(self, run: _core.Run) -> Progress:
+        self.running = run
+        try:
+            yield from run
+        finally:
+            self.running = None
+
+    def drive(self, patience: float, stretch: float) -> None:
+        """Go on with ``running`` until it is done, has waited for ``patience`` seconds in vain, or is interrupted."""
+        if self.running is not None:
+            self.running.drive(patience, stretch)
+
+    def interrupt(self) -> None:
+        """Make a thread that drives ``running`` return soon. From any thread."""
+        if self._segment is not None:
+            self._segment.interrupt()
+
+    def resume(self) -> None:
+        """End an interruption."""
+        if self._segment is not None:
+            self._segment.resume()
+
+
+def _vector(operand: Operand | int) -> int | tuple[list[int], list[int]]:
+    if isinstance(operand, int):
+        return operand
+    if isinstance(operand, Tensor):
+        return operand.data_ptr()
+    return operand.addresses, operand.starts

@@ -1,0 +1,295 @@
+"""Collectives as programs: algorithms as data, which an executor runs.
+
+A program is a few *stages*. Each stage goes through the same number of *steps*, in order, and never overtakes the stage
+before it; the first stages run ahead as far as they are ready, so that other ranks wait as little as possible. A step
+of a stage waits for flags of other ranks, then takes its *actions* (copies and reductions), then raises a flag of its
+own. An action names memory by a :class:`Ref`: a vector of the caller, or a place in the segment.
+
+There are two executors: ``reference.py`` in Python, which is the specification, and ``_core.c``. Both read and write
+the same segment, so ranks with either of them can take part in one collective, and their results have the same bits.
+
+A collective is a few parts of three kinds, of which each can share a step with others, at an offset in the slots:
+
+- ``published``: a slot is for all readers (broadcast, all_gather, gather);
+- ``exchanged``: a slot holds a part for each reader (scatter, all_to_all_single), which a reader may combine
+  (reduce_scatter);
+- ``combined``: small reductions; every rank that needs the result combines all slots;
+
+and ``reduced_in_parts`` is the program of large reductions: each rank combines its part of every step and publishes the
+result (reduce-scatter, then all-gather), chunk by chunk through slots that stay in the caches.
+
+Reductions combine in rank order on every rank, so all ranks hold the same bits. Lengths and offsets are in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple, final
+
+from asynccomm.backends.shm.layout import LINE
+
+
+@final
+class Space:
+    """The memory that a :class:`Ref` lies in; its number is that of a vector or a rank."""
+
+    VECTOR: Final = 0  #: the caller's memory
+    SLOT: Final = 1
+    RESULT: Final = 2
+    RECORD: Final = 3  #: the room for tiny data beside a flag
+    HEADER: Final = 4  #: the headers of a slot's parts
+
+
+@final
+class Wait:
+    """The flags that a step of a stage waits for."""
+
+    NOTHING: Final = 0
+    FREE: Final = 1  #: this rank may fill its slot
+    POSTED: Final = 2  #: the stage's ranks have filled their slots, for the same collective
+    REDUCED: Final = 3  #: the stage's ranks have filled their results
+
+
+@final
+class Signal:
+    """The flag that a step of a stage raises in the end."""
+
+    NOTHING: Final = 0
+    POST: Final = 1  #: this rank has filled its slot
+    RESULT: Final = 2  #: this rank has filled its result
+    FINISH: Final = 3  #: this rank has finished reading
+
+
+class Ref(NamedTuple):
+    """A place in memory: byte ``offset + step * stride`` of a vector, or byte ``offset`` of the step's own memory."""
+
+    space: int  #: of :class:`Space`
+    number: int
+    offset: int = 0
+    stride: int = 0
+
+
+class Action(NamedTuple):
+    """A copy of one source, or a reduction of sources in their order, to ``target``.
+
+    In step i, it moves ``total - i * stride`` bytes, at least 0 and at most ``most``.
+    """
+
+    target: Ref
+    sources: tuple[Ref, ...]
+    total: int
+    stride: int
+    most: int
+    reduction: int = -1  #: number of the reduction; -1 for a copy
+
+
+class Stage(NamedTuple):
+    """One stage of a program."""
+
+    wait: int  #: of :class:`Wait`
+    ranks: tuple[int, ...]
+    actions: tuple[Action, ...]
+    signal: int  #: of :class:`Signal`
+
+
+class Program(NamedTuple):
+    """The steps of one rank in a collective."""
+
+    steps: int
+    stages: tuple[Stage, ...]
+
+
+class Part(NamedTuple):
+    """A collective's actions in the two stages of a step that may be shared: fill the slot, then read others' slots."""
+
+    fill: tuple[Action, ...]
+    take: tuple[Action, ...]
+    givers: tuple[int, ...]  #: this rank reads the slots of these ranks
+
+
+class Window(NamedTuple):
+    """The place of a part in the slots: ``room`` bytes at ``offset``, for each reader if readers have their own."""
+
+    room: int
+    offset: int = 0
+    first_vector: int = 0  #: number of the part's first vector
+    first_reduction: int = 0
+
+
+def steps_for(nbytes: int, per_step: int) -> int:
+    """The number of steps for ``nbytes``; an empty collective takes one step, too, because it also synchronizes."""
+    return -(-nbytes // per_step) or 1
+
+
+def room_per_reader(chunk: int, size: int) -> int:
+    """Bytes of a slot for each reader, if readers have their own."""
+    return chunk // size // LINE * LINE
+
+
+def program(steps: int, part: Part) -> Program:
+    """The program that takes one part through ``steps`` steps."""
+    return Program(
+        steps,
+        (Stage(Wait.FREE, (), part.fill, Signal.POST), Stage(Wait.POSTED, part.givers, part.take, Signal.FINISH)),
+    )
+
+
+def barrier(rank: int, size: int) -> Part:
+    """A part without data, which all ranks wait for."""
+    return Part((), (), others(rank, size))
+
+
+def published(rank: int, source: int | None, targets: Sequence[tuple[int, int]], window: Window) -> Part:
+    """A part in which this rank's vector is for all readers.
+
+    The vectors: this rank's, if it has one, then one for each target.
+
+    Args:
+        source: bytes of this rank's vector; None without.
+        targets: the ranks that this rank needs data of, and their bytes.
+    """
+    room, at, first, _ = window
+    fill: list[Action] = []
+    take: list[Action] = []
+    mine = Ref(Space.VECTOR, first, 0, room)
+    if source:
+        fill.append(_copy(Ref(Space.SLOT, rank, at), mine, source, room))
+    after = first + (source is not None)
+    for number, (giver, nbytes) in enumerate(targets, after):
+        target = Ref(Space.VECTOR, number, 0, room)
+        if giver != rank:
+            take.append(_copy(target, Ref(Space.SLOT, giver, at), nbytes, room))
+        elif source is not None:
+            fill.append(_copy(target, mine, nbytes, room))
+    givers = tuple([giver for giver, _ in targets if giver != rank])
+    return Part(tuple(fill), tuple(take), givers)
+
+
+def exchanged(
+    rank: int, sources: Sequence[tuple[int, int]], targets: Sequence[tuple[int, int]], window: Window
+) -> Part:
+    """A part in which a slot holds data for each reader.
+
+    The vectors: one for each source, then one for each target.
+
+    Args:
+        sources: the ranks that this rank has data for, and the bytes.
+        targets: the ranks that this rank needs data from, and the bytes. Its own data are copied directly.
+    """
+    room, at, first, _ = window
+    numbers = {reader: number for number, (reader, _) in enumerate(sources, first)}
+    fill = _to_readers(rank, [(reader, numbers[reader], n) for reader, n in sources if reader != rank], window)
+    take = []
+    for number, (giver, nbytes) in enumerate(targets, first + len(sources)):
+        target = Ref(Space.VECTOR, number, 0, room)
+        if giver != rank:
+            take.append(_copy(target, Ref(Space.SLOT, giver, at + rank * room), nbytes, room))
+        else:
+            fill.append(_copy(target, Ref(Space.VECTOR, numbers[rank], 0, room), nbytes, room))
+    givers = tuple([giver for giver, _ in targets if giver != rank])
+    return Part(tuple(fill), tuple(take), givers)
+
+
+def scattered_sums(rank: int, sizes: Sequence[int], window: Window, *, own: bool, direct: bool) -> Part:
+    """The part of a reduce_scatter: each reader combines the data for it.
+
+    The vectors: the data for each rank, then the target.
+
+    Args:
+        sizes: bytes of the data for each rank.
+        own: whether this rank's own data are combined in place, and not through its slot.
+        direct: whether the target is written by the reduction; otherwise it is copied from this rank's result.
+    """
+    room, at, first, reduction = window
+    size, nbytes = len(sizes), sizes[rank]
+    readers = others(rank, size) if own else range(size)
+    fill = _to_readers(rank, [(reader, first + reader, sizes[reader]) for reader in readers], window)
+    rows = [Ref(Space.SLOT, giver, at + rank * room) for giver in range(size)]
+    if own:
+        rows[rank] = Ref(Space.VECTOR, first + rank, 0, room)
+    target = Ref(Space.VECTOR, first + size, 0, room)
+    result = target if direct else Ref(Space.RESULT, rank)
+    take = [Action(result, tuple(rows), nbytes, room, room, reduction)]
+    if not direct:
+        take.append(_copy(target, result, nbytes, room))
+    return Part(tuple(fill), tuple(take), others(rank, size))
+
+
+def combined(rank: int, size: int, nbytes: int, window: Window, *, takes: bool, inline: bool = False) -> Part:
+    """The part of a small reduction: every rank that ``takes`` the result combines all slots.
+
+    The vectors: the source, then the target.
+
+    Args:
+        inline: the data lie in the record beside the flag, and not in the slot.
+    """
+    _, at, first, reduction = window
+    space = Space.RECORD if inline else Space.SLOT
+    fill = [_copy(Ref(space, rank, at), Ref(Space.VECTOR, first), nbytes, nbytes)] if nbytes else []
+    take: list[Action] = []
+    if takes and nbytes:
+        rows = tuple([Ref(space, giver, at) for giver in range(size)])
+        take.append(Action(Ref(Space.VECTOR, first + 1), rows, nbytes, nbytes, nbytes, reduction))
+    return Part(tuple(fill), tuple(take), others(rank, size) if takes else ())
+
+
+def reduced_in_parts(rank: int, size: int, nbytes: int, chunk: int, *, takes: bool, own: bool) -> Program:
+    """The program of a reduction of any length; only ranks that ``take`` it get the result.
+
+    The vectors: the source, then the target, which may be the source.
+
+    Args:
+        own: whether this rank's own data are combined in place, and not through its slot.
+    """
+    most = room_per_reader(chunk, size)
+    steps = steps_for(nbytes, most * size)
+    share = -(-nbytes // (steps * size * LINE)) * LINE  # all steps are about as large
+    step = share * size
+    steps = steps_for(nbytes, step) if step else 1
+
+    def bounds(of: int) -> tuple[int, int, int]:
+        return max(0, nbytes - of * share), step, share
+
+    source = [Ref(Space.VECTOR, 0, of * share, step) for of in range(size)]
+    target = [Ref(Space.VECTOR, 1, of * share, step) for of in range(size)]
+    slots = [Ref(Space.SLOT, giver, rank * share) for giver in range(size)]
+    result = [Ref(Space.RESULT, of) for of in range(size)]
+    fill = [
+        Action(Ref(Space.SLOT, rank, of * share), (source[of],), *bounds(of))
+        for of in range(size)
+        if not (own and of == rank)
+    ]
+    if own:
+        slots[rank] = source[rank]
+    combine = [Action(result[rank], tuple(slots), *bounds(rank), 0)]
+    take = []
+    if takes:
+        combine.append(Action(target[rank], (result[rank],), *bounds(rank)))
+        take = [Action(target[of], (result[of],), *bounds(of)) for of in range(size) if of != rank]
+    rest = others(rank, size)
+    return Program(
+        steps,
+        (
+            Stage(Wait.FREE, (), tuple(fill), Signal.POST),
+            Stage(Wait.POSTED, rest, tuple(combine), Signal.RESULT),
+            Stage(Wait.REDUCED if takes else Wait.NOTHING, rest, tuple(take), Signal.FINISH),
+        ),
+    )
+
+
+def others(rank: int, size: int) -> tuple[int, ...]:
+    """All ranks but ``rank``."""
+    return (*range(rank), *range(rank + 1, size))
+
+
+def _copy(target: Ref, source: Ref, nbytes: int, room: int) -> Action:
+    return Action(target, (source,), nbytes, room, room)
+
+
+def _to_readers(rank: int, data: Sequence[tuple[int, int, int]], window: Window) -> list[Action]:
+    """Copies to this rank's slot of a reader's data: (reader, number of the vector, bytes)."""
+    room, at, _, _ = window
+    return [
+        _copy(Ref(Space.SLOT, rank, at + reader * room), Ref(Space.VECTOR, number, 0, room), nbytes, room)
+        for reader, number, nbytes in data
+    ]
