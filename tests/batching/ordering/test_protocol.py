@@ -520,11 +520,14 @@ def lines_run(call: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
+    gc.collect()
+    gc.disable()  # finalizers are lines, too
     sys.settrace(trace)
     try:
         call()
     finally:
         sys.settrace(before)
+        gc.enable()
     return count
 
 
