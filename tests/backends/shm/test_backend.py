@@ -1,6 +1,8 @@
 """Shared memory on real processes: the conformance suite, and what is shm's own."""
 
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -11,18 +13,37 @@ from tests.sampling import exhaustive, some
 from ..conformance import MANY_RANKS  # noqa: TID252
 
 
+def executor(*kinds: str) -> pytest.MarkDecorator:
+    """Ranks with the executor in C, in Python, or every other one ("mixed"); usually the first of ``kinds``."""
+    return pytest.mark.parametrize("kind", some([*kinds, *sorted({"core", "reference", "mixed"} - {*kinds})], 1))
+
+
+@asynccontextmanager
+async def executors(kind: str) -> AsyncIterator[None]:
+    """New comms of this process have an executor of this kind."""
+    with pytest.MonkeyPatch.context() as patched:
+        if kind == "reference" or (kind == "mixed" and int(os.environ["RANK"]) % 2):
+            patched.setenv("ASYNCCOMM_EXECUTOR", "reference")
+        yield
+
+
+@executor("core")
 @pytest.mark.ranks(some([3, 1, 2], 1), backend="shm", timeout=240)
-async def test_conformance() -> None:
-    await check_backend(lambda name: new_comm("shm", name=name, timeout=50))
+async def test_conformance(kind: str) -> None:
+    async with executors(kind):
+        await check_backend(lambda name: new_comm("shm", name=name, timeout=50))
 
 
+@executor("mixed")
 @pytest.mark.ranks(some([5, 4], 1), backend="shm", timeout=240)
-async def test_conformance_on_more_ranks() -> None:
-    await check_backend(lambda name: new_comm("shm", name=name, timeout=50), only=MANY_RANKS)
+async def test_conformance_on_more_ranks(kind: str) -> None:
+    async with executors(kind):
+        await check_backend(lambda name: new_comm("shm", name=name, timeout=50), only=MANY_RANKS)
 
 
+@executor("reference")
 @pytest.mark.ranks(8, backend="shm", timeout=240)
-async def test_many_ranks() -> None:
+async def test_many_ranks(kind: str) -> None:
     """What depends on their number most."""
     only = [
         "all_reduce_is_bitwise_identical",
@@ -31,13 +52,16 @@ async def test_many_ranks() -> None:
         "all_to_all_single_in_and_out_of_place",
         "two_hundred_operations_of_all_kinds_in_flight",
     ]
-    await check_backend(lambda name: new_comm("shm", name=name, timeout=50), only=only)
+    async with executors(kind):
+        await check_backend(lambda name: new_comm("shm", name=name, timeout=50), only=only)
 
 
 @pytest.mark.timeout(300)  # thousands of messages of 1 KiB, on cores that other tests use as well
 @pytest.mark.ranks(some([2, 3], 1), backend="shm", timeout=240)
+@executor("core")
 @pytest.mark.parametrize("all_checks", [exhaustive()])
-async def test_conformance_with_tiny_slots_and_everything_on_the_worker(all_checks: bool) -> None:
+async def test_conformance_with_tiny_slots_and_everything_on_the_worker(all_checks: bool, kind: str) -> None:
     hints = {"chunk_bytes": "1024", "whole_bytes": "64", "inline_bytes": "0", "message_bytes": "1024"}
     only = None if os.environ["WORLD_SIZE"] == "2" and all_checks else MANY_RANKS
-    await check_backend(lambda name: new_comm("shm", name=name, timeout=50, hints=hints), only=only)
+    async with executors(kind):
+        await check_backend(lambda name: new_comm("shm", name=name, timeout=50, hints=hints), only=only)
