@@ -208,6 +208,7 @@ def _forked_server() -> _Server:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:
+        ours.detach()
         null = os.open(os.devnull, os.O_RDWR)
         _place({0: null, 1: null, 2: null, 3: theirs.detach()})
         _serve(socket.socket(fileno=3))
@@ -238,6 +239,7 @@ def _serve(channel: socket.socket) -> None:
                 os._exit(0)
             while os.getppid() == between:
                 time.sleep(0.0002)
+            channel.detach()  # _run() closes its number, which the program may use for something else
             _run(order, descriptors)
         os.waitpid(between, 0)
         channel.send(os.read(answer, 20))
