@@ -381,7 +381,7 @@ async def test_only_an_unsuitable_backend_leads_to_the_next(monkeypatch: pytest.
         raise BackendError("broken on one rank, for all we know")
 
     monkeypatch.setattr(First, "connect", fail)
-    with pytest.raises(BackendError, match="broken on one rank"):
+    with pytest.raises((BackendError, AbortedError), match="broken on one rank"):  # its own, or the other rank's
         await pair()
     assert Second.seen == []
 

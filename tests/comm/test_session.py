@@ -480,7 +480,7 @@ async def test_by_option_a_broken_comm_ends_the_process(monkeypatch: pytest.Monk
 
 async def test_ranks_that_do_not_answer_do_not_hold_up_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     async with loopback_world(2) as (a, b):
-        monkeypatch.setitem(channel_of(b)._handlers, "ask", lambda message: None)
+        monkeypatch.setattr(channel_of(b)._requests, "on_request", lambda source, request: None)
         with pytest.raises(CollectiveTimeoutError) as caught:
             await a.barrier(timeout=0.05)
         assert caught.value.missing == (1,)
