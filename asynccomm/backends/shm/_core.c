@@ -37,7 +37,7 @@
 #endif
 
 #define HOLD_BYTES (32 << 10) /* a pass over fewer bytes keeps the GIL: it takes a few microseconds */
-#define STREAM_BYTES (1 << 20) /* results of larger runs are stored past the caches, which they would flush */
+#define STREAM_BYTES (16 << 20) /* results of larger runs are stored past the caches, which they would flush */
 
 /* ---- copying ------------------------------------------------------------------------------------------------------ */
 
