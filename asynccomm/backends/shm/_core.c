@@ -240,6 +240,7 @@ typedef struct {
     int (*bells)[2];
     uint64_t free_below;     /* the slots of all steps below are known to be free */
     _Atomic int interrupted; /* `drive` returns soon */
+    unsigned spins;          /* before a waiting run offers its core */
 } Segment;
 
 static PyTypeObject *Segment_Type, *Program_Type, *Run_Type;
@@ -638,13 +639,14 @@ static int64_t nanoseconds(void)
 static int drive(Run *run, int64_t patience, int64_t stretch)
 {
     int64_t until = 0, offered = nanoseconds();
+    unsigned waits = 0;
     for (;;) {
         int result = pass(run);
         if (result == DONE || result == WRONG) return result;
         if (atomic_load_explicit(&run->segment->interrupted, memory_order_relaxed)) return result;
         int64_t now = nanoseconds();
         if (result == MOVED) {
-            until = 0;
+            until = 0, waits = 0;
             if (now - offered > stretch) {
                 sched_yield();
                 offered = nanoseconds();
@@ -654,8 +656,10 @@ static int drive(Run *run, int64_t patience, int64_t stretch)
         if (!until) until = now + patience;
         else if (now >= until) return STUCK;
         for (int k = 0; k < 16; k++) RELAX();
-        sched_yield(); /* the late rank may need this core */
-        offered = now;
+        if (++waits > run->segment->spins) { /* the late rank may need this core */
+            sched_yield();
+            offered = now;
+        }
     }
 }
 
@@ -856,6 +860,7 @@ static PyObject *Segment_new(PyTypeObject *type, PyObject *args, PyObject *Py_UN
     s->records = (Word *)(s->base + records), s->headers = (Word *)(s->base + headers);
     s->slots = s->base + slots, s->results = s->base + results;
     s->free_below = (uint64_t)banks;
+    s->spins = size <= sysconf(_SC_NPROCESSORS_ONLN) ? 100 : 0;
     if (!(s->bells = zeroed(size, sizeof *s->bells))) goto fail;
     for (int r = 0; r < size; r++) {
         PyObject *pair = PySequence_GetItem(bells, r);

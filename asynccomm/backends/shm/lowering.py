@@ -30,7 +30,7 @@ from asynccomm.backends.shm.programs import (
 )
 from asynccomm.backends.shm.reduction import Reduction
 from asynccomm.backends.shm.reference import Progress
-from asynccomm.backends.shm.schedule import Lands, by_rank, flat_target, landed, reducing, schedule
+from asynccomm.backends.shm.schedule import Lands, by_rank, flat_target, in_place, landed, reducing, schedule
 from asynccomm.backends.shm.variable_length import PayloadSink, PayloadSource, stream
 from asynccomm.backends.shm.vectors import Operand, copy, write
 from asynccomm.ops import (
@@ -68,7 +68,14 @@ def _parcels(executor: Executor, submission: Submission, whole: int) -> Progress
 def _reduce(executor: Executor, submission: Submission, whole: int) -> Progress:
     """The lowering of all_reduce and reduce."""
     board = executor.board
-    source, target, reduction, lands = reducing(board, submission)
+    lands: Lands = []
+    source: Operand
+    target: Operand | None
+    if (found := in_place(board, submission)) is not None:
+        source, reduction = found
+        target = source
+    else:
+        source, target, reduction, lands = reducing(board, submission)
     nbytes, takes = source.nbytes, target is not None
     operands = [source]
     if nbytes <= whole:

@@ -90,6 +90,7 @@ class Reduction:
 
     Attributes:
         dtype: the dtype in which values travel.
+        as_it_is: whether values travel in the dtype of the tensors, without a factor.
         kernel: dtype, operator and divisor (0: none), as the executor in C numbers them; None if it has no such kernel.
     """
 
@@ -100,7 +101,7 @@ class Reduction:
         half = _HALF.get(dtype) if reduction.factor is None else None
         self._half = half is not None
         self.dtype = half if half is not None else arithmetic.accumulator(dtype, reduction.type)
-        self._as_it_is = self.dtype == dtype and reduction.factor is None
+        self.as_it_is = self.dtype == dtype and reduction.factor is None
         # whether the tensors' own bytes travel, perhaps as another dtype
         same = REAL.get(dtype, dtype) == self.dtype or dtype in (torch.bool, torch.uint64)
         self._raw = same and reduction.factor is None
@@ -116,7 +117,7 @@ class Reduction:
 
     def contribution(self, tensor: Tensor) -> Tensor:
         """A rank's contribution, as a vector of ``dtype``; the tensor's own memory if possible."""
-        if self._as_it_is:
+        if self.as_it_is:
             return arithmetic.resolved(tensor)
         if not self._half:
             return arithmetic.widen(tensor, self._reduction)
@@ -129,7 +130,7 @@ class Reduction:
         """
         if arithmetic.is_plain(output) and not output.is_inference():
             values = arithmetic.resolved(output)
-            if not self._as_it_is:
+            if not self.as_it_is:
                 values = in_reals(values).view(-1)
                 if values.dtype == torch.bool:
                     values = values.view(torch.uint8)

@@ -62,6 +62,18 @@ def _barrier(board: Board, submission: Submission) -> Schedule:
 # -- reductions -------------------------------------------------------------------------------------------------------
 
 
+def in_place(board: Board, submission: Submission) -> tuple[Tensor, Reduction] | None:
+    """The tensor of an all_reduce or reduce that is read and written as it is, which most are; None for all others."""
+    if submission.outputs is not submission.inputs or len(submission.inputs) != 1 or submission.copies:
+        return None
+    (tensor,) = submission.inputs
+    op: Any = submission.op
+    reduction = reduction_for(op.dtype, op.reduction, board.size)
+    if not reduction.as_it_is or not arithmetic.is_plain(tensor) or tensor.requires_grad or tensor.is_inference():
+        return None
+    return (tensor if tensor.stride() == (1,) else arithmetic.flat(tensor)), reduction
+
+
 def reducing(board: Board, submission: Submission) -> tuple[Operand, Operand | None, Reduction, Lands]:
     """Source, target (perhaps the source), reduction and final copies of an all_reduce or reduce."""
     op: Any = submission.op

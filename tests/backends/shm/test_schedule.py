@@ -12,7 +12,7 @@ from asynccomm import ops
 from asynccomm.backends.shm.bundles import extent
 from asynccomm.backends.shm.layout import rounded_up
 from asynccomm.backends.shm.programs import Space, Window, program
-from asynccomm.backends.shm.schedule import schedule
+from asynccomm.backends.shm.schedule import in_place, schedule
 from asynccomm.ops import AllToAll
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.validation import CommInfo
@@ -92,3 +92,26 @@ def test_a_part_keeps_the_memory_it_uses(kind: str) -> None:
     if kind == "broadcast":
         assert torch.equal(board.elements(Space.SLOT, torch.float32, 0, 0, 0, 4 * n), source)
     assert len(others) == 4
+
+
+def test_plain_tensors_are_reduced_in_place() -> None:
+    (executor,) = executors(1)
+    group = CommInfo("t", 0, 1, torch.device("cpu"))
+
+    def of(tensor: Tensor, op: ReduceOp = ReduceOp.SUM, out: Tensor | None = None) -> Tensor | None:
+        found = in_place(executor.board, submission(ops.AllReduce.of(group, tensor, op, out), 0))
+        return None if found is None else found[0]
+
+    for tensor in (torch.ones(3), torch.ones(2, 3), torch.ones(()), torch.ones(4, dtype=torch.float16), torch.ones(0)):
+        found = of(tensor)
+        assert found is not None
+        assert (found.data_ptr(), found.shape) == (tensor.data_ptr(), (tensor.numel(),))
+    assert of(torch.ones(3), out=torch.ones(3)) is None
+    assert of(torch.ones(3, 2)[:, 0]) is None
+    assert of(torch.ones(3, dtype=torch.complex64)) is None
+    assert of(torch.ones(3, dtype=torch.bool)) is None
+    assert of(torch.ones(3), ReduceOp.PREMUL_SUM(2.0)) is None
+    assert of(torch.ones(3, dtype=torch.int8), ReduceOp.AVG) is None
+    with torch.inference_mode():
+        inference = torch.ones(3)
+    assert of(inference) is None
