@@ -127,6 +127,7 @@ async def test_a_difference_is_told_to_all_though_all_close_at_once(
 ) -> None:
     first, last = CASES[case]
     async with new_comm("gloo", name="other", timeout=30, hints={"control": control}) as other:
+        await comm.barrier()
         work = (last if other.rank == other.size - 1 else first)(other, n)
     mine = said(work.exception())
     assert all(said == mine for said in await comm.all_gather_object(mine)), "all are told the same"
@@ -141,6 +142,7 @@ async def test_a_difference_is_told_to_all_though_all_close_at_once(
 async def test_a_difference_is_told_to_many(comm: Comm, case: str) -> None:
     first, last = CASES[case]
     async with new_comm("gloo", name="other", timeout=30) as other:
+        await comm.barrier()
         before = other.all_reduce(ones(3 * LARGE))  # is under way
         work = (last if other.rank == other.size - 1 else first)(other, 1000)
         after = other.all_reduce(ones(5))
@@ -153,6 +155,7 @@ async def test_a_difference_is_told_to_many(comm: Comm, case: str) -> None:
 @pytest.mark.ranks(3, backend="gloo", timeout=60)
 async def test_a_difference_is_told_where_the_ranks_agree_on_the_order(comm: Comm) -> None:
     async with new_comm("gloo", name="agreed", timeout=30, ordering="agreed") as other:
+        await comm.barrier()  # a rank that is still connecting would raise the difference there
         work = other.all_reduce(ones(3000 if other.rank == 1 else 4000), tag="x")
     assert isinstance(work.exception(), CollectiveMismatchError)
 
@@ -160,6 +163,7 @@ async def test_a_difference_is_told_where_the_ranks_agree_on_the_order(comm: Com
 @pytest.mark.ranks(2, backend="gloo", timeout=60)
 async def test_the_lines_of_both_calls_are_named(comm: Comm) -> None:
     async with new_comm("gloo", name="lines", timeout=30) as other:
+        await comm.barrier()
         one = other.all_reduce(ones(3)) if other.rank == 0 else None
         work = one or other.all_reduce(ones(4))
     error = work.exception()
