@@ -133,7 +133,7 @@ class Engine:
                 self._large_in += 1
                 large = True
             self._inbox.append(item)
-            if item.op.p2p:
+            if item.op.p2p and self._executor.running is not None:
                 self._executor.interrupt()  # a large collective in progress makes way for messages
         if large:
             self._to_worker()

@@ -21,6 +21,7 @@ from asynccomm.backends.shm.programs import (
     Ref,
     Space,
     Window,
+    barrier,
     combined,
     others,
     program,
@@ -59,6 +60,12 @@ def start(executor: Executor, submission: Submission | Bundle, whole: int) -> Pr
         whole: bytes up to which every rank combines a whole reduction (``programs.combined``).
     """
     return _FORMS[type(submission.op)](executor, submission, whole)
+
+
+def _barrier(executor: Executor, submission: Submission, whole: int) -> Progress:
+    board = executor.board
+    compiled = executor.compiled(Barrier, lambda: program(1, barrier(board.rank, board.size)))
+    return executor.run(compiled, board.begin(submission.work.seq, submission.op, 1), ())
 
 
 def _parcels(executor: Executor, submission: Submission, whole: int) -> Progress:
@@ -214,6 +221,6 @@ _FORMS: Final[Mapping[type[Op], Callable[[Executor, Any, int], Progress]]] = {
     AllToAllSingle: _transfer,
     AllToAll: _all_to_all,
     Parcels: _parcels,
-    Barrier: _transfer,
+    Barrier: _barrier,
     GroupedOp: _bundle,
 }
