@@ -20,7 +20,7 @@ def test_servers_answer_while_weights_arrive() -> None:
     assert pushed == [1, 2, 3, 4, 5, 6]
     for rank in (1, 2):
         said = "".join(line for line in done.stdout.splitlines(keepends=True) if line.startswith(f"[{rank}]"))
-        assert "served versions 0 to 6" in said
+        assert re.search(r"served versions [0-5] to 6", said)  # the first request may come late
         assert re.search(r"while weights were arriving: (\d+ requests, median [\d.]+ ms|no requests)", said)
         (requests,) = re.findall(r"else: (\d+) requests, median [\d.]+ ms", said)
         assert int(requests) > 0
