@@ -369,9 +369,10 @@ def _main() -> None:
 _standard_path: list[str] = []
 
 if __name__ == "__main__":
-    own = {str(ROOT), "", *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
     sys.modules[__name__] = sys.modules["__main__"]
-    _standard_path[:] = [each for each in sys.path if each not in own]
+    _standard_path[:] = sys.path[1:]  # without the entry for -m
+    for each in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        _standard_path.remove(each)
     for name in ("tests", "tests.warm_python"):
         sys.modules.pop(name, None)
     _main()

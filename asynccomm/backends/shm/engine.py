@@ -217,8 +217,10 @@ class Engine:
         bells.disarm()
         until = 0.0
         started = 0.0
+        spin = 0.0
         while True:
-            moved = self._step()
+            moved = self._step(spin=spin)
+            spin = 0.0
             if self._dead or self._large or not (self._queue or messages.pending or self._inbox):
                 return
             if moved:
@@ -235,8 +237,10 @@ class Engine:
                 now = time.perf_counter()
                 until = until or now + patience
                 if now < until:
-                    if messages.pending or not self._executor.drive(min(until - now, SPIN_SECONDS), math.inf):
+                    if messages.pending or self._executor.running is None:
                         os.sched_yield()  # the late peer may need this core
+                    else:
+                        spin = min(until - now, SPIN_SECONDS)
                     continue
             if not arm and not self._waited:
                 return
@@ -245,8 +249,11 @@ class Engine:
                 return
             bells.disarm()
 
-    def _step(self, *, one: bool = False) -> bool:
+    def _step(self, *, one: bool = False, spin: float = 0.0) -> bool:
         """Advance collectives and messages as far as possible, or by ``one`` step; returns whether anything advanced.
+
+        Args:
+            spin: seconds that a run in C may wait for other ranks.
 
         If nothing advanced, then every operation waits for other ranks, and was checked after this call began.
         """
@@ -265,6 +272,8 @@ class Engine:
                     current = self._current = start(self._executor, queue[0], self._whole_bytes)
                 if one and not (inbox or self._messages.pending or self._failing):
                     self._executor.drive(self.patience, self.stretch)
+                elif spin:
+                    self._executor.drive(spin, math.inf)
                 got_on = next(current, None)
                 if got_on is None:
                     self._current = None

@@ -81,15 +81,10 @@ class Executor:
         finally:
             self.running = None
 
-    def drive(self, patience: float, stretch: float) -> bool:
-        """Go on with ``running`` until it is done, has waited for ``patience`` seconds in vain, or is interrupted.
-
-        Returns whether there is such a run.
-        """
-        if self.running is None:
-            return False
-        self.running.drive(patience, stretch)
-        return True
+    def drive(self, patience: float, stretch: float) -> None:
+        """Go on with ``running`` until it is done, has waited for ``patience`` seconds in vain, or is interrupted."""
+        if self.running is not None:
+            self.running.drive(patience, stretch)
 
     def interrupt(self) -> None:
         """Make a thread that drives ``running`` return soon. From any thread."""

@@ -17,6 +17,7 @@ from asynccomm import (
     AbortedError,
     BackendError,
     BrokenError,
+    CollectiveMismatchError,
     Comm,
     MemoryStore,
     PeerLostError,
@@ -422,3 +423,19 @@ async def test_a_failure_inside_ends_the_comm_on_all_ranks(comm: Comm, monkeypat
             await failing.all_reduce(torch.ones(4))
     monkeypatch.undo()
     await comm.barrier()
+
+
+@pytest.mark.ranks(2, backend="shm")
+async def test_a_difference_that_a_spinning_task_finds_breaks_the_comm(comm: Comm) -> None:
+    async with new_comm("shm", name="spinning", timeout=30, hints={"spin_us": "1000000"}) as other:
+        await comm.barrier()
+        if comm.rank == 0:
+            work = other.all_reduce(torch.ones(3))
+            await comm.send(torch.ones(1), 1)
+        else:
+            await comm.recv(torch.ones(1), 0)
+            work = other.all_reduce(torch.ones(4))
+        with pytest.raises(CollectiveMismatchError):
+            await work
+        with pytest.raises(CollectiveMismatchError):
+            other.all_reduce(torch.ones(3))
