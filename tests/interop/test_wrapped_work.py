@@ -36,7 +36,8 @@ def at_once(awaitable: WrappedWork) -> list[Tensor]:
     """What awaiting gives without suspending."""
     steps = awaitable.__await__()
     with pytest.raises(StopIteration) as caught:
-        steps.send(None)
+        while True:
+            assert steps.send(None) is None, "a yield to the loop, not a future"
     outputs: list[Tensor] = caught.value.value
     return outputs
 
