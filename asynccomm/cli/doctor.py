@@ -264,7 +264,7 @@ def _shared_memory(system: SystemInfo) -> Section:
 
 
 def _executor(system: SystemInfo) -> Section:
-    core = system.module("asynccomm.backends.shm.native").load_core()
+    core = system.module("asynccomm.core.native").load_core()
     reason = getattr(core, "reason", None)  # of CoreUnavailable
     if reason is None:
         return Section({"shm": "C", "file": core.__file__})

@@ -19,7 +19,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
-from asynccomm.core.outcome import Streak
+from asynccomm.core.state import Streak
 
 _log = logging.getLogger("asynccomm")
 
@@ -27,7 +27,8 @@ _log = logging.getLogger("asynccomm")
 class Mailbox(Streak):
     """Runs callables from other threads on one event loop."""
 
-    __slots__ = ("_inbox", "_rung", "loop")
+    __slots__ = ("_inbox", "_rung")
+    loop: asyncio.AbstractEventLoop
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()

@@ -11,38 +11,9 @@ import asyncio
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Generator
 from types import TracebackType
 from typing import Any
-
-STREAK_AWAITS = 64  # finished outcomes awaited in a row before one await yields to the loop
-STREAK_SECONDS = 1e-3  # the same limit as a time, for large collectives that finish inside the call
-
-
-class Streak:
-    """The awaits in a row that did not suspend; an endless streak would starve all other tasks of the loop."""
-
-    __slots__ = ("_awaits", "_since")
-
-    def __init__(self) -> None:
-        self._awaits = 0
-        self._since = 0.0
-
-    def should_yield(self) -> bool:
-        """Count one await that did not suspend; True when other tasks have to run."""
-        now = time.monotonic()
-        if self._awaits == 0:
-            self._since = now
-        self._awaits += 1
-        if self._awaits < STREAK_AWAITS and now - self._since < STREAK_SECONDS:
-            return False
-        self._awaits = 0
-        return True
-
-    def reset_streak(self) -> None:
-        """End the streak: an await did suspend."""
-        self._awaits = 0
 
 
 class Outcome:
@@ -51,14 +22,12 @@ class Outcome:
     A subclass decides the outcome under :data:`deciding`, sets ``_done`` last, and then wakes the waiters.
     """
 
-    __slots__ = ("_done", "_error", "_traceback", "_value", "_waiters")
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-        self._error: BaseException | None = None
-        self._traceback: TracebackType | None = None
-        self._done = False
-        self._waiters: list[asyncio.Future[None]] = []
+    __slots__ = ()
+    _value: Any
+    _error: BaseException | None
+    _traceback: TracebackType | None
+    _done: bool
+    _waiters: list[asyncio.Future[None]]
 
     def _suspend(self, loop: asyncio.AbstractEventLoop) -> Generator[Any, None, None]:
         """Suspend a task of ``loop`` until the outcome is decided."""

@@ -22,15 +22,15 @@ import time
 from collections.abc import Callable, Generator
 from datetime import timedelta
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, final
 
 import torch
 
 from asynccomm.core import outcome
-from asynccomm.core.callsite import CallSite
 from asynccomm.core.handles import Handle
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.outcome import Outcome
+from asynccomm.core.state import WorkState
 from asynccomm.errors import AsyncCommError, WouldBlockError
 from asynccomm.ops import Op
 from asynccomm.options import seconds
@@ -71,7 +71,7 @@ class StreamOrder(Protocol):
 
 
 @final
-class Work(Handle, Outcome, Generic[T]):
+class Work(Handle, WorkState, Outcome, Generic[T]):
     """One submitted operation; ``await`` it for its output.
 
     Awaiting returns once the host may read the output. Any number of tasks may await, any number of times; all get the
@@ -83,25 +83,14 @@ class Work(Handle, Outcome, Generic[T]):
     """
 
     _instead = "await it here, and send its output there"
-    __slots__ = (
-        "__weakref__",
-        "_callbacks",
-        "_finish",
-        "_listeners",
-        "_mailbox",
-        "_on_overdue",
-        "_on_settled",
-        "captured",
-        "driver",
-        "finished",
-        "op",
-        "order",
-        "seq",
-        "site",
-        "source",
-        "started",
-        "timeout",
-    )
+    __slots__ = ("__weakref__",)
+    _error: AsyncCommError | None
+    driver: Driver | None
+    order: StreamOrder | None
+
+    if TYPE_CHECKING:
+
+        def __await__(self) -> Generator[Any, None, T]: ...
 
     def __init__(
         self,
@@ -116,25 +105,18 @@ class Work(Handle, Outcome, Generic[T]):
         on_overdue: Callable[[Work[Any]], object] | None = None,
         driver: Driver | None = None,
     ) -> None:
-        self.op = op  #: the submitted operation; holds no tensors
+        WorkState.__init__(self)
+        self.op: Op = op  #: the submitted operation; holds no tensors
         #: its number on the comm: collectives count from 0, point-to-point apart; -1 while held back
         self.seq = seq
         self.timeout = timeout  #: seconds from the call until the comm counts as broken
         self.started = time.monotonic()  #: time of the call, on the ``time.monotonic`` clock
-        self.finished: float | None = None  #: time of settling, same clock; None while pending
-        self.source: int | None = None  #: the rank that sent a receive's message; None until done and for all others
         self._mailbox = mailbox
-        Outcome.__init__(self, value)
-        self._error: AsyncCommError | None
+        self._value = value
         self._finish = finish  # makes the output from the value, at the first read; then dropped
-        self.site: CallSite | None = None  #: its call site, if the comm records call sites; for the comm
-        self.captured = False  #: whether the operation is part of a CUDA graph, and done whenever the graph has run
-        self.order: StreamOrder | None = None  #: position in the streams of a GPU, if any; for backends
         self.driver = driver  #: makes progress for waiters; for backends. Dropped once done, as is ``_on_overdue``
         self._on_overdue = on_overdue
-        self._listeners: list[Callable[[], object]] = []
-        self._callbacks: list[tuple[Callable[[Work[T]], object], contextvars.Context]] = []
-        self._on_settled: Callable[[Work[Any]], object] | None = on_settled  # dropped once called: it holds the comm
+        self._on_settled = on_settled  # dropped once called: it holds the comm
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -167,7 +149,7 @@ class Work(Handle, Outcome, Generic[T]):
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
-    def __await__(self) -> Generator[Any, None, T]:
+    def _wait(self) -> Generator[Any, None, T]:
         mailbox = self._mailbox
         loop = asyncio.get_running_loop()
         if loop is not mailbox.loop:
@@ -392,8 +374,8 @@ class Work(Handle, Outcome, Generic[T]):
         number = f"#{self.seq} " if self.seq >= 0 else ""
         return f"<Work {number}{self.op} {state}>"
 
-    def __del__(self) -> None:
-        error = getattr(self, "_error", None)
+    def _report_unretrieved(self) -> None:
+        error = self._error
         if error is None or error.observed:
             return
         error.observed = True  # a broken comm fails all its Works with one error: report it once

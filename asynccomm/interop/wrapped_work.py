@@ -28,7 +28,8 @@ from torch import distributed as dist
 
 from asynccomm.core import outcome
 from asynccomm.core.handles import Handle
-from asynccomm.core.outcome import Outcome, Streak, wake
+from asynccomm.core.outcome import Outcome, wake
+from asynccomm.core.state import Streak
 from asynccomm.interop.loop_thread import on_a_thread
 from asynccomm.interop.torch_work import TorchWork
 
@@ -86,7 +87,9 @@ class _Awaited(Outcome):
     """Outcome of one Work: its tensors. The tasks that await it may be on several loops."""
 
     def __init__(self, work: dist.Work) -> None:
-        super().__init__([])
+        self._value: list[Tensor] = []
+        self._error, self._traceback, self._done = None, None, False
+        self._waiters = []
         self._work: Any = work
         self._future = None if isinstance(work, TorchWork) else _future_of(work)
         self._gpus = [torch.device("cuda", torch.cuda.current_device())] if _uses_gpus() else []

@@ -279,7 +279,7 @@ def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch, memfd: bool) -> N
 
 
 def executors(load_core: Any) -> Any:
-    return {"asynccomm.backends.shm.native": SimpleNamespace(load_core=load_core)}
+    return {"asynccomm.core.native": SimpleNamespace(load_core=load_core)}
 
 
 def test_the_executor_in_c() -> None:

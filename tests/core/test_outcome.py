@@ -1,4 +1,4 @@
-"""What is settled once and awaited: registering, then looking; and streaks of awaits that do not suspend."""
+"""Outcomes: settled once, awaited by many; a waiter registers first, and looks then."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 
 from asynccomm.core import outcome as module
-from asynccomm.core.outcome import STREAK_AWAITS, STREAK_SECONDS, Outcome, Streak, wake
+from asynccomm.core.outcome import Outcome, wake
 
 
 class Settled(Outcome):
     """Settled by the test."""
+
+    def __init__(self, value: Any) -> None:
+        self._value, self._error, self._traceback, self._done = value, None, None, False
+        self._waiters = []
 
     def __await__(self) -> Generator[Any, None, Any]:
         yield from self._suspend(asyncio.get_running_loop())
@@ -86,48 +90,3 @@ async def test_settling_while_a_task_registers_is_seen() -> None:
     awaited = Settled("value")
     awaited._waiters = Settling()
     assert await awaited == "value"
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What ``time.monotonic`` says, to be set by the test."""
-    now = [100.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    return now
-
-
-def test_must_yield_after_a_number_of_awaits(clock: list[float]) -> None:
-    streak = Streak()
-    for _ in range(3):
-        assert [streak.should_yield() for _ in range(STREAK_AWAITS)] == [False] * (STREAK_AWAITS - 1) + [True]
-    assert STREAK_AWAITS == 64
-
-
-def test_must_yield_after_some_time(clock: list[float]) -> None:
-    streak = Streak()
-    assert not streak.should_yield()
-    clock[0] += 0.9 * STREAK_SECONDS
-    assert not streak.should_yield()
-    clock[0] += 0.2 * STREAK_SECONDS
-    assert streak.should_yield()
-    assert not streak.should_yield()  # a new streak, measured anew
-    clock[0] += 0.9 * STREAK_SECONDS
-    assert not streak.should_yield()
-    assert STREAK_SECONDS == 1e-3
-
-
-def test_the_clock_starts_with_the_streak(clock: list[float]) -> None:
-    streak = Streak()
-    clock[0] += 1.0
-    assert not streak.should_yield()
-
-
-def test_suspending_ends_the_streak(clock: list[float]) -> None:
-    streak = Streak()
-    for _ in range(STREAK_AWAITS - 1):
-        assert not streak.should_yield()
-    streak.reset_streak()
-    clock[0] += 1.0
-    for _ in range(STREAK_AWAITS - 1):
-        assert not streak.should_yield()
-    assert streak.should_yield()

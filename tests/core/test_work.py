@@ -22,7 +22,7 @@ import uvloop
 
 from asynccomm.core import work as module
 from asynccomm.core.mailbox import Mailbox
-from asynccomm.core.outcome import STREAK_AWAITS
+from asynccomm.core.python_state import STREAK_AWAITS
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, BackendError, WouldBlockError
 from asynccomm.ops import AllReduce

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from asynccomm import CollectiveTimeoutError, Comm
-from asynccomm.core.outcome import STREAK_AWAITS
+from asynccomm.core.python_state import STREAK_AWAITS
 from asynccomm.interop.torch_backend import group_over
 from asynccomm.interop.torch_work import TorchWork
 from asynccomm.interop.wrapped_work import WrappedWork

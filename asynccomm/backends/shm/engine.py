@@ -36,12 +36,12 @@ from asynccomm.backends.shm.executor import Executor
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.layout import Layout, State, Word
 from asynccomm.backends.shm.lowering import start
-from asynccomm.backends.shm.native import load_core
 from asynccomm.backends.shm.p2p import Messages
 from asynccomm.backends.shm.progress_thread import ProgressResult, ProgressThread
 from asynccomm.backends.shm.reference import Progress
 from asynccomm.backends.shm.rings import Mapped
 from asynccomm.backends.shm.settings import Settings
+from asynccomm.core.native import load_core
 from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError, PeerLostError
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from asynccomm.backends.shm import reference
 from asynccomm.backends.shm.board import Board
 from asynccomm.backends.shm.layout import WORD
-from asynccomm.backends.shm.native import CoreUnavailable
 from asynccomm.backends.shm.programs import Program
 from asynccomm.backends.shm.reduction import Reduction
 from asynccomm.backends.shm.reference import Progress
 from asynccomm.backends.shm.vectors import Operand
+from asynccomm.core.native import CoreUnavailable
 
 if TYPE_CHECKING:
     from asynccomm.backends.shm import _core

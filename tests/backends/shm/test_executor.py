@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from asynccomm.backends.shm import executor as module
-from asynccomm.backends.shm.native import CoreUnavailable, load_core
 from asynccomm.backends.shm.programs import (
     Action,
     Part,
@@ -22,6 +21,7 @@ from asynccomm.backends.shm.programs import (
 )
 from asynccomm.backends.shm.reduction import reduction_for
 from asynccomm.backends.shm.vectors import scattered
+from asynccomm.core.native import CoreUnavailable, load_core
 from asynccomm.ops.reduce_op import ReduceOp
 
 from .test_programs import finish, run

@@ -14,8 +14,8 @@ from asynccomm.backends.shm.executor import Executor
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.layout import Layout
 from asynccomm.backends.shm.lowering import start
-from asynccomm.backends.shm.native import CoreUnavailable, load_core
 from asynccomm.backends.shm.reference import Progress
+from asynccomm.core.native import CoreUnavailable, load_core
 from asynccomm.ops import Call
 
 PYTHON = CoreUnavailable("not wanted")

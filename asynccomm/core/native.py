@@ -1,7 +1,8 @@
-"""The executor of collectives in C, if it was built. ``asynccomm doctor`` imports this module, hence no torch here."""
+"""The modules in C, if they were built. ``asynccomm doctor`` imports this module, hence no torch here."""
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import Any, NamedTuple
 
@@ -9,25 +10,29 @@ VARIABLE = "ASYNCCOMM_EXECUTOR"
 
 
 class CoreUnavailable(NamedTuple):
-    """The reason that the executor in Python is in use."""
+    """The reason that Python is in use in place of C."""
 
     reason: str
 
 
 def load_core() -> Any:
-    """The module ``_core``, or :class:`CoreUnavailable`; ``ASYNCCOMM_EXECUTOR=reference`` asks for the latter.
+    """The executor in C, or :class:`CoreUnavailable`; ``ASYNCCOMM_EXECUTOR=reference`` asks for the latter.
 
     Raises: ValueError for another value of the variable; ImportError if it is ``core`` and the module is missing.
     """
     wanted = os.environ.get(VARIABLE, "")
     if wanted not in ("", "core", "reference"):
         raise ValueError(f"{VARIABLE} must be 'core' or 'reference', got {wanted!r}")
-    if wanted == "reference":
+    return load("asynccomm.backends.shm._core", required=bool(wanted))
+
+
+def load(name: str, *, required: bool = False) -> Any:
+    """The module in C called ``name``, or :class:`CoreUnavailable`. Raises: ImportError if it is ``required``."""
+    if os.environ.get(VARIABLE) == "reference":
         return CoreUnavailable(f"{VARIABLE}=reference")
     try:
-        from asynccomm.backends.shm import _core  # noqa: PLC0415 - it may be missing
+        return importlib.import_module(name)
     except ImportError as exc:
-        if wanted:
+        if required:
             raise
         return CoreUnavailable(f"it was not built when the package was installed ({exc})")
-    return _core
