@@ -29,23 +29,26 @@ from __future__ import annotations
 
 import abc
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, final
+from typing import Any, ClassVar, Protocol, Self, final
 
 import torch
 from torch import Tensor
 
+from asynccomm.core.callsite import CallSite
 from asynccomm.core.handles import Handle
 from asynccomm.core.mailbox import Mailbox
+from asynccomm.core.state import CallCounts
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, BackendError, BrokenError
 from asynccomm.ops import Begin, Call, Op, Parcel, PayloadAllocator
 from asynccomm.ops.validation import CommInfo
 from asynccomm.store.base import Store
 
-__all__ = ["Backend", "BackendContext", "RankInfo", "Submission", "UnsuitableError"]
+__all__ = ["Backend", "BackendContext", "DirectCalls", "RankInfo", "Submission", "UnsuitableError"]
 
 
 class UnsuitableError(BackendError):
@@ -80,6 +83,7 @@ class Submission:
     error: AsyncCommError | None = None  #: the error that fails the Work while the comm stays usable
     whole: Any = None  #: for the comm: the CompositeWork that this operation is part of
     batch: Any = None  #: for the backend: the batch of the submission
+    run: object = None  #: for the backend: the run of the operation, if its fast path has begun it
 
     def __init__(self, call: Call, work: Work[Any], *, detached: bool = False) -> None:
         self.op: Op = call.op
@@ -147,6 +151,26 @@ class BackendContext:
         await self.store.wait(["all connected"], math.inf)
 
 
+class DirectCalls(Protocol):
+    """The part of a comm that a backend's fast path works for."""
+
+    group: CommInfo
+    mailbox: Mailbox
+    counts: CallCounts
+    recent: deque[Any]
+    records_sites: bool
+
+    @property
+    def lock(self) -> Any:
+        """An RLock, held while submitting."""
+
+    def call(self, timeout: Any, hints: Any, tag: Any, check: Callable[..., Call], *arguments: Any) -> Work[Any]:
+        """Submit ``check(group, *arguments)``."""
+
+    def adopt(self, run: object, arguments: Sequence[Any], site: CallSite | None, started: float) -> Work[Any]:
+        """Submit a call that has begun as ``run``, which then is ``Submission.run``."""
+
+
 class Backend(Handle, abc.ABC):
     """The transport of one comm; the module's docstring states the contract."""
 
@@ -177,6 +201,14 @@ class Backend(Handle, abc.ABC):
     @abc.abstractmethod
     def submit(self, batch: Sequence[Submission]) -> None:
         """Start the operations of ``batch`` in order; they belong together."""
+
+    def fast_path(self, calls: DirectCalls) -> Callable[..., Work[Any]] | None:
+        """A function in place of ``calls.call`` that submits usual calls faster, in C; None: there is none.
+
+        It counts calls and notes them in ``calls.recent`` as ``calls`` does. A call that is not done at once goes on by
+        ``calls.adopt``.
+        """
+        return None
 
     def call_context(self) -> Any:
         """The calling thread's context, such as its CUDA stream, for an operation called now and submitted later.

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, final
 from asynccomm.core.callsite import show
 from asynccomm.core.deadlines import Deadlines
 from asynccomm.core.mailbox import Mailbox
+from asynccomm.core.state import CallCounts
 from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.errors import CollectiveTimeoutError
 from asynccomm.ops.validation import CommInfo
@@ -46,8 +47,9 @@ class InFlight:
         self.works: dict[Work[Any], int] = {}  #: bytes by operation
         self.deadlines = Deadlines(mailbox, on_expired)
         self.timeout = options.timeout  #: the comm's time limit, in seconds
-        self.limit = options.timeout  #: seconds for an operation called now without a time limit of its own
-        self.submitted = self.batches = 0  #: for the statistics
+        self.counts = CallCounts()
+        self.counts.limit = options.timeout
+        self.batches = 0  #: for the statistics
         self._mailbox = mailbox
         self._max_ops, self._max_bytes = options.max_ops, options.max_bytes
         self._extended = math.inf  # time of the last extend_timeout() still in force; inf: none is
@@ -77,7 +79,7 @@ class InFlight:
         """Counts of operations submitted, in flight and held, at this time."""
         pending = [(work, nbytes) for work, nbytes in self.works.copy().items() if not work.done()]  # see pending()
         return CommStatistics(
-            self.submitted,
+            self.counts.submitted,
             len(pending),
             sum([nbytes for _, nbytes in pending]),
             sum([work.seq == UNNUMBERED for work, _ in pending]),
@@ -88,12 +90,16 @@ class InFlight:
 
     def set_timeout(self, timeout: float) -> None:
         """Give later operations ``timeout`` seconds."""
-        self.timeout = self.limit = timeout
-        self._extended = math.inf
+        self.timeout = self.counts.limit = timeout
+        if self._extended != math.inf:
+            self._extended = math.inf
+            self.counts.detours -= 1
 
     def extend_timeout(self, extra: float) -> None:
         """Give later operations ``extra`` more seconds, until the first of them is done."""
-        self.limit += extra
+        self.counts.limit += extra
+        if self._extended == math.inf:
+            self.counts.detours += 1  # the first operation to be done ends the extension
         self._extended = time.monotonic()
 
     async def ready(self, check_open: Callable[[], object]) -> None:

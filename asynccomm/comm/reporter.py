@@ -283,7 +283,7 @@ class Reporter:
         if submitter is None:
             return {}
         now, error = time.monotonic(), submitter.error
-        collectives, messages = submitter.numbers
+        collectives, messages = submitter.counts.collectives, submitter.counts.messages
         pending = submitter.in_flight.pending()
         last = submitter.recent[-1] if submitter.recent else None
         answer: JsonObject = {

@@ -30,7 +30,7 @@ from asynccomm.batching.ordering.transport import SELF, OrderingSession
 from asynccomm.batching.plan import BatchLimiter, check_apart, check_messages, item_of
 from asynccomm.batching.queue import DeferredQueue, current_owner
 from asynccomm.comm.in_flight import InFlight, RollCall, timeout_error
-from asynccomm.core.callsite import CallSite
+from asynccomm.core.callsite import CallSite, call_site
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import UNNUMBERED, Driver, Work
 from asynccomm.errors import AsyncCommError, BrokenError, NotSentError, StoreTimeoutError
@@ -41,6 +41,8 @@ from asynccomm.options import check_strings, seconds
 
 REMEMBERED: Final = 64  # number of last calls stored; few, so that their memory stays in the cache
 COMPARED: Final = 1024  # the same where fingerprints are compared, which may find a difference long after the call
+
+DEPTH: Final = 3  # frames from call_site() to the user's call: call_site, ``call``, and a method
 
 Called = tuple[Op, CallSite | None, int, float]  # operation, call site, number, time of the call
 
@@ -75,11 +77,12 @@ class Submitter:
         self.in_flight = in_flight
         self.on_failure = on_failure
         self.backend: Backend | None = None  #: None until connected, and in a forked child
-        self.error: AsyncCommError | None = None  #: the error that later calls raise
+        self.counts = in_flight.counts
         self.ordering: OrderingSession | None = None  #: orders the collectives; None: the program does
-        self.observer: Observer | None = None
         self.lock = threading.RLock()  #: held while submitting, so that calls have one order
-        self.numbers = [0, 0]  #: collectives, and point-to-point operations, numbered so far
+        self.records_sites = False  #: whether the place of each call is recorded, which the other ranks may request
+        self._error: AsyncCommError | None = None
+        self._observer: Observer | None = None
         self.recent: deque[Called] = deque(maxlen=REMEMBERED)  #: the last calls that were numbered
         self._compare: Callable[[Work[Any], int], object] | None = None
         self._aside = 0  # operations that do not use the backend
@@ -89,9 +92,58 @@ class Submitter:
     def compare(self, compare: Callable[[Work[Any], int], object]) -> None:
         """Call ``compare(work, batch)`` with each later operation; ``batch`` as for ``Reporter.compare``."""
         self._compare = compare
+        self.counts.detours += 1
         self.recent = deque(self.recent, COMPARED)
 
+    @property
+    def error(self) -> AsyncCommError | None:
+        """The error that later calls raise."""
+        return self._error
+
+    @error.setter
+    def error(self, error: AsyncCommError) -> None:
+        self._error = error
+        self.counts.closed = True
+
+    @property
+    def observer(self) -> Observer | None:
+        """Is notified of calls and of a failure."""
+        return self._observer
+
+    @observer.setter
+    def observer(self, observer: Observer | None) -> None:
+        self.counts.detours += (observer is not None) - (self._observer is not None)
+        self._observer = observer
+
     # -- calls --------------------------------------------------------------------------------------------------------
+
+    def caller(self) -> Callable[..., Work[Any]]:
+        """The function for calls of methods: :meth:`call`, or the backend's fast path, which does the same."""
+        assert self.backend is not None
+        return self.backend.fast_path(self) or self.call
+
+    def call(
+        self,
+        timeout: float | timedelta | None,
+        hints: Mapping[str, str] | None,
+        tag: str | None,
+        check: Callable[..., Call],
+        *arguments: Any,
+    ) -> Work[Any]:
+        """Submit ``check(group, *arguments)``. From any thread."""
+        call = check(self.group, *arguments)
+        if tag is not None:
+            call = call.labelled(tag)
+        return self.submit(call, timeout, hints, call_site(DEPTH) if self.records_sites else None)
+
+    def adopt(self, run: object, arguments: Sequence[Any], site: CallSite | None, started: float) -> Work[Any]:
+        """Go on with a call of which the backend's fast path has begun ``run``. Under the lock."""
+        check, *rest = arguments
+        call = check(self.group, *rest)
+        work = self._work(call, self.counts.limit, site, self.backend, self.counts.collectives)
+        work.started = started
+        self._send_one(call, work, run)
+        return work
 
     def submit(
         self,
@@ -104,13 +156,13 @@ class Submitter:
 
         The path of every small operation: a call that is sent at once runs little more than the code in here.
         """
-        in_flight, running = self.in_flight, asyncio._get_running_loop()
+        counts, running = self.counts, asyncio._get_running_loop()
         if timeout is None and hints is None and (running is self.mailbox.loop or running is None):
-            limit = in_flight.limit
+            limit = counts.limit
         else:
             limit = self._checked(timeout, hints)
         with self.lock:
-            if self.error is not None:
+            if self._error is not None:
                 self.check_open()
             if self._queues and (queue := self._queues.get(current_owner())) is not None:
                 work = self._defer(call, limit, site, queue)
@@ -118,28 +170,38 @@ class Submitter:
                 work = self._work(call, limit, site, None)  # until the ranks have agreed on it
                 self._issue([self._submission(call, work, self._context())])
             else:
-                backend, p2p = self.backend, call.op.p2p
-                assert backend is not None
-                work = self._work(call, limit, site, backend, self.numbers[p2p])
-                self.recent.append((work.op, site, work.seq, work.started))
-                submission = Submission(call, work)
-                in_flight.works[work] = submission.nbytes
-                try:
-                    backend.submit((submission,))
-                except BaseException:
-                    in_flight.settled(work)
-                    raise
-                self.numbers[p2p] += 1
-                in_flight.submitted += 1
-                if self._compare is not None:
-                    self._compare(work, 1)
-                if self.error is not None:
-                    self._check_late(work)
-                if work in in_flight.works:  # not settled in submit(), as most small operations are
-                    in_flight.deadlines.add(work)
-            if self.observer is not None:
-                self.observer.called(call, work)
+                work = self._work(
+                    call, limit, site, self.backend, counts.messages if call.op.p2p else counts.collectives
+                )
+                self._send_one(call, work)
+            if self._observer is not None:
+                self._observer.called(call, work)
         return work
+
+    def _send_one(self, call: Call, work: Work[Any], run: object = None) -> None:
+        """Hand a call to the backend, which may have begun ``run`` already. Under the lock."""
+        backend, in_flight, counts = self.backend, self.in_flight, self.counts
+        assert backend is not None
+        self.recent.append((work.op, work.site, work.seq, work.started))
+        submission = Submission(call, work)
+        submission.run = run
+        in_flight.works[work] = submission.nbytes
+        try:
+            backend.submit((submission,))
+        except BaseException:
+            in_flight.settled(work)
+            raise
+        if call.op.p2p:
+            counts.messages += 1
+        else:
+            counts.collectives += 1
+        counts.submitted += 1
+        if self._compare is not None:
+            self._compare(work, 1)
+        if self._error is not None:
+            self._check_late(work)
+        if work in in_flight.works:  # not settled in submit(), as most small operations are
+            in_flight.deadlines.add(work)
 
     def _defer(self, call: Call, limit: float, site: CallSite | None, queue: DeferredQueue) -> Work[Any]:
         """Hold ``call`` until the scope sends its operations."""
@@ -197,11 +259,11 @@ class Submitter:
                 except BaseException:
                     for part in parts:
                         self.in_flight.works.pop(part, None)
-                    self.in_flight.submitted -= len(parts)
+                    self.counts.submitted -= len(parts)
                     raise
-            if self.observer is not None:
+            if self._observer is not None:
                 for call, part in zip(calls, parts, strict=True):
-                    self.observer.called(call, part)
+                    self._observer.called(call, part)
         return whole.work
 
     def add_aside(self, op: Op, timeout: float | timedelta | None) -> Work[Any]:
@@ -214,7 +276,7 @@ class Submitter:
                 op, self._aside, self.mailbox, value=None, timeout=limit, on_settled=on_settled, on_overdue=_settle_late
             )
             self._aside += 1
-            self.in_flight.submitted += 1
+            self.counts.submitted += 1
             self.in_flight.works[work] = 0
         self._check_late(work)
         return work
@@ -228,7 +290,7 @@ class Submitter:
         if hints is not None:
             check_strings(hints)
         self.check_loop()
-        return self.in_flight.limit if timeout is None else seconds("timeout", timeout, 0.0)
+        return self.counts.limit if timeout is None else seconds("timeout", timeout, 0.0)
 
     def check_loop(self) -> None:
         running = asyncio._get_running_loop()
@@ -293,7 +355,7 @@ class Submitter:
         submission.whole = whole
         submission.call_context = call_context
         self.in_flight.works[work] = submission.nbytes
-        self.in_flight.submitted += 1
+        self.counts.submitted += 1
         self._check_late(work)
         return submission
 
@@ -301,7 +363,7 @@ class Submitter:
         """Number a batch and submit it to the backend. Under the lock."""
         backend = self.backend
         assert backend is not None
-        numbers = self.numbers.copy()
+        numbers = [self.counts.collectives, self.counts.messages]
         for item in batch.items:
             item.work.seq = numbers[item.op.p2p]
             numbers[item.op.p2p] += 1
@@ -313,7 +375,7 @@ class Submitter:
             for item in batch.items:
                 item.work.seq = UNNUMBERED
             raise
-        self.numbers = numbers
+        self.counts.collectives, self.counts.messages = numbers
         self.in_flight.batches += len(batch.items) > 1
         collectives = sum([not item.op.p2p for item in batch.items])
         for item in batch.items:
@@ -354,6 +416,7 @@ class Submitter:
             queue = self._queues.get(owner)
             if queue is None:
                 queue = self._queues[owner] = DeferredQueue(owner, meter, self.flush if send is None else send)
+                self.counts.detours += 1
             else:
                 queue.depth += 1
             return queue
@@ -362,8 +425,8 @@ class Submitter:
         """Leave one scope of ``queue``; the last one ends the deferring."""
         with self.lock:
             queue.depth -= 1
-            if not queue.depth:
-                self._queues.pop(queue.owner, None)
+            if not queue.depth and self._queues.pop(queue.owner, None) is not None:
+                self.counts.detours -= 1
 
     def flush(self, queue: DeferredQueue) -> None:
         """Send the operations in ``queue``. From any thread.
@@ -426,6 +489,7 @@ class Submitter:
         assert self.backend is not None
         args = self.group, self.mailbox, self.backend, self.lock
         self.ordering = OrderingSession(*args, weak_callback(self.run_agreed), self.on_failure)
+        self.counts.detours += 1
         return self.ordering
 
     def _issue(self, items: Sequence[Submission]) -> None:

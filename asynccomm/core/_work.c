@@ -9,7 +9,7 @@
 #define STREAK_SECONDS 1e-3
 
 static PyTypeObject *Streak_Type, *Finished_Type;
-static PyObject *get_running_loop, *name_wait, *name_report;
+static PyObject *get_running_loop, *name_running, *name_wait, *name_report;
 
 static void free_object(PyObject *self)
 {
@@ -47,12 +47,14 @@ static int Streak_traverse(PyObject *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(self));
     Py_VISIT(((Streak *)self)->loop);
+    Py_VISIT(((Streak *)self)->entered);
     return 0;
 }
 
 static int Streak_clear(PyObject *self)
 {
     Py_CLEAR(((Streak *)self)->loop);
+    Py_CLEAR(((Streak *)self)->entered);
     return 0;
 }
 
@@ -146,11 +148,8 @@ static int returns_at_once(WorkState *work)
     if (!work->done || work->captured || (work->error && work->error != Py_None) || (work->finish && work->finish != Py_None)
         || !work->mailbox || !PyType_IsSubtype(Py_TYPE(work->mailbox), Streak_Type))
         return 0;
-    Streak *streak = (Streak *)work->mailbox;
-    PyObject *running = PyObject_CallNoArgs(get_running_loop);
-    if (!running) return -1;
-    Py_DECREF(running); /* the thread that runs it holds it */
-    return running == streak->loop && goes_on(streak);
+    int other, in_loop = core_in_loop((Streak *)work->mailbox, get_running_loop, name_running, &other);
+    return in_loop > 0 ? goes_on((Streak *)work->mailbox) : in_loop;
 }
 
 static PyObject *WorkState_await(PyObject *self)
@@ -282,10 +281,11 @@ PyMODINIT_FUNC PyInit__work(void)
     if (!m) return NULL;
     get_running_loop = PyObject_GetAttrString(asyncio, "_get_running_loop");
     Py_DECREF(asyncio);
+    name_running = PyUnicode_InternFromString("__asyncio_running_event_loop__");
     name_wait = PyUnicode_InternFromString("_wait"), name_report = PyUnicode_InternFromString("_report_unretrieved");
     PyObject *state = PyType_FromSpec(&state_spec), *counts = PyType_FromSpec(&counts_spec);
     Streak_Type = (PyTypeObject *)PyType_FromSpec(&streak_spec), Finished_Type = (PyTypeObject *)PyType_FromSpec(&finished_spec);
-    if (!get_running_loop || !name_wait || !name_report || !Streak_Type || !Finished_Type || !state || !counts
+    if (!get_running_loop || !name_running || !name_wait || !name_report || !Streak_Type || !Finished_Type || !state || !counts
         || PyModule_AddObjectRef(m, "Streak", (PyObject *)Streak_Type) || PyModule_AddObjectRef(m, "CallCounts", counts)
         || PyModule_AddObjectRef(m, "WorkState", state))
         Py_CLEAR(m);

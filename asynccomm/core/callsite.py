@@ -17,9 +17,9 @@ def call_site(depth: int = 1) -> CallSite | None:
     except ValueError:  # fewer frames than ``depth``
         frame = _getframe(1)
     code = frame.f_code
-    while code.co_filename not in _users:
+    while code.co_filename not in user_files:
         if not _is_ours(code.co_filename):
-            _users.add(code.co_filename)
+            user_files.add(code.co_filename)
             break
         above = frame.f_back
         if above is None:
@@ -31,7 +31,7 @@ def call_site(depth: int = 1) -> CallSite | None:
 
 # the interpreter gives all files of a package the same prefix
 _PACKAGE: Final = os.path.dirname(os.path.dirname(call_site.__code__.co_filename)) + os.sep
-_users: set[str] = set()  # files that call this package; bounded by the program's files
+user_files: set[str] = set()  #: files that call this package; bounded by the program's files
 
 
 def _is_ours(name: str) -> bool:

@@ -173,3 +173,5 @@ def _factor_of(op: Any) -> Any:
 _PLAIN: Final = {kind.name: ReduceOp(kind) for kind in RedOpType if kind is not RedOpType.PREMUL_SUM}
 for _name, _op in _PLAIN.items():
     setattr(ReduceOp, _name, _op)
+
+CONSTANTS: Final = tuple(_PLAIN.values())  #: all reductions without a factor

@@ -126,7 +126,7 @@ class Alone:
             Barrier(), seq, self.mailbox, value=None, timeout=timeout, on_settled=self.in_flight.settled
         )
         self.in_flight.works[work] = nbytes
-        self.in_flight.submitted += 1
+        self.in_flight.counts.submitted += 1
         return work
 
 

@@ -70,7 +70,7 @@ class Parts:
         group = CommInfo("grads", 0, 3, torch.device("cpu"))
         self.in_flight = InFlight(CommOptions(), self.mailbox, lambda work: None)
         self.submitter = Submitter(group, self.mailbox, self.in_flight, self.broken.append)
-        self.submitter.numbers = [3, 1]
+        self.submitter.counts.collectives, self.submitter.counts.messages = 3, 1
         ordering: Any = SimpleNamespace(outstanding={"x": 2}.__getitem__)
         self.submitter.ordering = ordering
         channel: Any = self.line

@@ -117,7 +117,7 @@ async def test_a_failure_settles_works_aborts_the_backend_and_notifies_the_obser
 async def test_a_new_time_limit_shows_in_the_options() -> None:
     session = alone(MemoryStore(), timeout=30)
     session.set_timeout(5)
-    assert (session.options.timeout, session.in_flight.limit) == (5, 5)
+    assert (session.options.timeout, session.in_flight.counts.limit) == (5, 5)
     await session.aclose()
 
 

@@ -132,7 +132,7 @@ async def test_a_call_is_numbered_recorded_and_in_flight() -> None:
     message = alone.submit(Send.of(alone.group, torch.ones(1), 1, 0))
     again = alone.submit()
     assert [(each.seq, each.timeout) for each in (work, message, again)] == [(0, 7), (0, 30), (1, 30)]
-    assert alone.submitter.numbers == [2, 1]
+    assert (alone.submitter.counts.collectives, alone.submitter.counts.messages) == (2, 1)
     assert list(alone.in_flight.works.items()) == [(work, 8), (message, 4), (again, 8)]
     assert alone.submitter.recent[0] == (work.op, site, 0, work.started)
     assert [[item.work for item in batch] for batch in alone.keeper.batches] == [[work], [message], [again]]

@@ -63,7 +63,7 @@ def test_a_package_beside_it_is_not_it() -> None:
 
 
 def test_nobody_has_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(callsite, "_users", set())
+    monkeypatch.setattr(callsite, "user_files", set())
     monkeypatch.setattr(callsite, "_is_ours", lambda name: True)
     assert call_site() is None
     assert show(None) == ""

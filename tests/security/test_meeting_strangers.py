@@ -379,7 +379,7 @@ async def test_a_flood_keeps_no_rank_out(
         for flood in floods:
             flood.kill()
             flood.communicate()
-    assert len(warnings_of()) == 2
+    assert 1 <= len(warnings_of()) <= 2  # the second counts the others, if there were any
 
 
 async def test_strangers_that_use_up_all_descriptors_have_to_go(world_of: Callable[[int], World]) -> None:

@@ -7,16 +7,14 @@
  * All state between two iterations is one counter per stage, so a run may be continued by any thread, one at a time.
  * The memory that other ranks write is not trusted: an offset or a length is never read from it.
  */
-#define Py_LIMITED_API 0x030B0000
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "_core.h"
 
 #include <sched.h>
-#include <stdatomic.h>
-#include <stdint.h>
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <structmember.h>
 #include <unistd.h>
 
 #if defined(__x86_64__)
@@ -26,14 +24,6 @@
 #define RELAX() __asm__ __volatile__("yield" ::: "memory")
 #else
 #define RELAX() ((void)0)
-#endif
-
-/* one binary for old and new processors; the loader picks the version */
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__) \
-    && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_UNDEFINED__)
-#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define CLONES
 #endif
 
 #define HOLD_BYTES (32 << 10) /* a pass over fewer bytes keeps the GIL: it takes a few microseconds */
@@ -74,152 +64,6 @@ static void copy_past_caches(char *restrict to, const char *restrict from, size_
     copy(to, from, n);
 }
 
-/* ---- reducing ----------------------------------------------------------------------------------------------------- */
-
-/* in the order of programs.DTYPES and programs.OPERATORS */
-enum { F32, F64, F16, BF16, I8, U8, I32, I64, DTYPES };
-enum { SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR, OPERATORS };
-
-#define BLOCK 1024 /* elements that are combined before they are stored: they stay in the first cache */
-
-/* Integers wrap around, hence unsigned. The first operand wins where two are equal, and a NaN always. */
-#define ADD(a, b) ((a) + (b))
-#define MULTIPLY(a, b) ((a) * (b))
-#define LESS(a, b) ((b) < (a) ? (b) : (a))
-#define MORE(a, b) ((b) > (a) ? (b) : (a))
-#define LESS_OR_NAN(a, b) ((b) < (a) || ((b) != (b) && (a) == (a)) ? (b) : (a))
-#define MORE_OR_NAN(a, b) ((b) > (a) || ((b) != (b) && (a) == (a)) ? (b) : (a))
-#define AND(a, b) ((a) & (b))
-#define OR(a, b) ((a) | (b))
-#define XOR(a, b) ((a) ^ (b))
-
-/* Combine n elements of `count` sources, in their order, into `out`, which may be one of the first two; divide by
- * `divisor` if it is not 0. */
-typedef void Kernel(void *out, void *const *sources, int count, size_t n, int divisor);
-
-/* W: the type that values are combined in */
-#define KERNEL(NAME, T, W, COMBINE)                                                                                    \
-    CLONES static void NAME(void *out_, void *const *sources, int count, size_t n, int divisor)                        \
-    {                                                                                                                  \
-        for (size_t at = 0; at < n; at += BLOCK) {                                                                     \
-            size_t m = n - at < BLOCK ? n - at : BLOCK;                                                                \
-            T *out = (T *)out_ + at;                                                                                   \
-            const T *a = (const T *)sources[0] + at, *b = (const T *)sources[count > 1] + at;                          \
-            if (count == 2 && !divisor) {                                                                              \
-                for (size_t i = 0; i < m; i++) out[i] = (T)COMBINE((W)a[i], (W)b[i]);                                  \
-                continue;                                                                                              \
-            }                                                                                                          \
-            T total[BLOCK];                                                                                            \
-            if (count == 1) memcpy(total, a, m * sizeof(T));                                                           \
-            else for (size_t i = 0; i < m; i++) total[i] = (T)COMBINE((W)a[i], (W)b[i]);                               \
-            for (int k = 2; k < count; k++) {                                                                          \
-                const T *c = (const T *)sources[k] + at;                                                               \
-                for (size_t i = 0; i < m; i++) total[i] = (T)COMBINE((W)total[i], (W)c[i]);                            \
-            }                                                                                                          \
-            if (divisor) for (size_t i = 0; i < m; i++) total[i] = (T)(total[i] / (T)divisor);                         \
-            memcpy(out, total, m * sizeof(T));                                                                         \
-        }                                                                                                              \
-    }
-
-#define FLOATS(NAME, T)                                                                                                \
-    KERNEL(NAME##_sum, T, T, ADD) KERNEL(NAME##_product, T, T, MULTIPLY)                                               \
-    KERNEL(NAME##_min, T, T, LESS_OR_NAN) KERNEL(NAME##_max, T, T, MORE_OR_NAN)
-#define INTEGERS(NAME, T, UNSIGNED)                                                                                    \
-    KERNEL(NAME##_sum, T, UNSIGNED, ADD) KERNEL(NAME##_product, T, UNSIGNED, MULTIPLY)                                 \
-    KERNEL(NAME##_min, T, T, LESS) KERNEL(NAME##_max, T, T, MORE)                                                      \
-    KERNEL(NAME##_and, T, T, AND) KERNEL(NAME##_or, T, T, OR) KERNEL(NAME##_xor, T, T, XOR)
-
-FLOATS(f32, float)
-FLOATS(f64, double)
-INTEGERS(i8, int8_t, uint8_t)
-INTEGERS(u8, uint8_t, uint8_t)
-INTEGERS(i32, int32_t, uint32_t)
-INTEGERS(i64, int64_t, uint64_t)
-
-static inline float float_of_bits(uint32_t bits)
-{
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-static inline uint32_t bits_of_float(float value)
-{
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return bits;
-}
-
-static inline float from_bf16(uint16_t half) { return float_of_bits((uint32_t)half << 16); }
-static inline uint16_t to_bf16(float value) /* to the nearest, ties to even */
-{
-    uint32_t bits = bits_of_float(value);
-    return value != value ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-static inline float from_f16(uint16_t half)
-{
-    uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
-    if (rest >= 0x7c00) return float_of_bits(sign | 0x7f800000 | (rest & 0x3ff) << 13);
-    /* exponents of half and float differ by 112; the product also normalises what is subnormal */
-    return float_of_bits(sign | bits_of_float(float_of_bits(rest << 13) * 0x1p112f));
-}
-static inline uint16_t to_f16(float value)
-{
-    uint32_t bits = bits_of_float(value), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
-    if (rest > 0x7f800000) return (uint16_t)(sign | 0x7e00);
-    if (rest >= 0x477ff000) return (uint16_t)(sign | 0x7c00); /* 65520 and more */
-    if (rest < 0x38800000) /* subnormal: the addition rounds to multiples of 2**-24 */
-        return (uint16_t)(sign | (bits_of_float(float_of_bits(rest) + 0.5f) - 0x3f000000));
-    return (uint16_t)(sign | ((rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13));
-}
-
-/* Halves are widened, combined in float, divided, and rounded once. */
-#define HALVES(NAME, FROM, TO, COMBINE)                                                                                \
-    CLONES static void NAME(void *out_, void *const *sources, int count, size_t n, int divisor)                        \
-    {                                                                                                                  \
-        for (size_t at = 0; at < n; at += BLOCK) {                                                                     \
-            size_t m = n - at < BLOCK ? n - at : BLOCK;                                                                \
-            uint16_t *out = (uint16_t *)out_ + at;                                                                     \
-            float total[BLOCK];                                                                                        \
-            for (size_t i = 0; i < m; i++) total[i] = FROM(((const uint16_t *)sources[0] + at)[i]);                    \
-            for (int k = 1; k < count; k++) {                                                                          \
-                const uint16_t *c = (const uint16_t *)sources[k] + at;                                                 \
-                for (size_t i = 0; i < m; i++) {                                                                       \
-                    float value = FROM(c[i]);                                                                          \
-                    total[i] = COMBINE(total[i], value);                                                               \
-                }                                                                                                      \
-            }                                                                                                          \
-            if (divisor) for (size_t i = 0; i < m; i++) total[i] /= (float)divisor;                                    \
-            for (size_t i = 0; i < m; i++) out[i] = TO(total[i]);                                                      \
-        }                                                                                                              \
-    }
-#define BY_FLOAT(FROM, RELATION, a, b) (FROM(b) RELATION FROM(a) || (FROM(b) != FROM(b) && FROM(a) == FROM(a)) ? (b) : (a))
-#define F16_LESS(a, b) BY_FLOAT(from_f16, <, a, b)
-#define F16_MORE(a, b) BY_FLOAT(from_f16, >, a, b)
-#define BF16_LESS(a, b) BY_FLOAT(from_bf16, <, a, b)
-#define BF16_MORE(a, b) BY_FLOAT(from_bf16, >, a, b)
-
-HALVES(f16_sum, from_f16, to_f16, ADD)
-HALVES(f16_product, from_f16, to_f16, MULTIPLY)
-KERNEL(f16_min, uint16_t, uint16_t, F16_LESS)
-KERNEL(f16_max, uint16_t, uint16_t, F16_MORE)
-HALVES(bf16_sum, from_bf16, to_bf16, ADD)
-HALVES(bf16_product, from_bf16, to_bf16, MULTIPLY)
-KERNEL(bf16_min, uint16_t, uint16_t, BF16_LESS)
-KERNEL(bf16_max, uint16_t, uint16_t, BF16_MORE)
-
-static Kernel *const kernels[DTYPES][OPERATORS] = {
-    [F32] = {f32_sum, f32_product, f32_min, f32_max, NULL, NULL, NULL},
-    [F64] = {f64_sum, f64_product, f64_min, f64_max, NULL, NULL, NULL},
-    [F16] = {f16_sum, f16_product, f16_min, f16_max, NULL, NULL, NULL},
-    [BF16] = {bf16_sum, bf16_product, bf16_min, bf16_max, NULL, NULL, NULL},
-    [I8] = {i8_sum, i8_product, i8_min, i8_max, i8_and, i8_or, i8_xor},
-    [U8] = {u8_sum, u8_product, u8_min, u8_max, u8_and, u8_or, u8_xor},
-    [I32] = {i32_sum, i32_product, i32_min, i32_max, i32_and, i32_or, i32_xor},
-    [I64] = {i64_sum, i64_product, i64_min, i64_max, i64_and, i64_or, i64_xor},
-};
-static const int64_t item_bytes[DTYPES] = {[F32] = 4, [F64] = 8, [F16] = 2, [BF16] = 2, [I8] = 1, [U8] = 1, [I32] = 4, [I64] = 8};
-
 /* ---- the segment -------------------------------------------------------------------------------------------------- */
 
 /* words of a rank's block and of a record, as in layout.py */
@@ -227,23 +71,8 @@ enum { REDUCED = 0, FINISHED = 16, SLEEPING_LOOP = 32, SLEEPING_THREAD = 33, BLO
 enum { SEQ = 0, CODE = 1, NUMEL = 2, MARK = 3, INLINE = 4, RECORD_WORDS = 16 };
 enum { HEADER_WORDS = 4 };
 
-typedef _Atomic uint64_t Word;
-
-typedef struct {
-    PyObject_HEAD
-    Py_buffer memory;
-    char *base;
-    int rank, size, banks;
-    int64_t chunk, piece;
-    Word *blocks, *records, *headers;
-    char *slots, *results;
-    int (*bells)[2];
-    uint64_t free_below;     /* the slots of all steps below are known to be free */
-    _Atomic int interrupted; /* `drive` returns soon */
-    unsigned spins;          /* before a waiting run offers its core */
-} Segment;
-
-static PyTypeObject *Segment_Type, *Program_Type, *Run_Type;
+PyTypeObject *Core_Segment, *Core_Program, *Core_State;
+static PyTypeObject *Run_Type;
 
 static inline Word *block_of(const Segment *s, int rank) { return s->blocks + rank * BLOCK_WORDS; }
 static inline Word *record_of(const Segment *s, int rank, uint64_t step)
@@ -276,47 +105,26 @@ enum { IN_VECTOR, IN_SLOT, IN_RESULT, IN_RECORD, IN_HEADER, SPACES };
 enum { WAIT_NOTHING, WAIT_FREE, WAIT_POSTED, WAIT_REDUCED, WAITS };
 enum { SIGNAL_NOTHING, SIGNAL_POST, SIGNAL_RESULT, SIGNAL_FINISH, SIGNALS };
 
-typedef struct {
-    int space, index; /* index: of a vector, or a rank */
-    int64_t offset, stride;
-} Ref;
-
-typedef struct {
-    int64_t total, stride, most; /* bytes in iteration i: total - i * stride, at least 0, at most `most` */
-    Ref to, *sources;
-    int count, reduction; /* of sources; the number of a kernel, -1: a copy of the one source */
-} Action;
-
-typedef struct {
-    int wait, signal, waited_count, action_count;
-    int *waited; /* ranks */
-    Action *actions;
-} Stage;
-
-typedef struct {
-    PyObject_HEAD
-    uint32_t steps;
-    int stage_count, vector_count, kernel_count, most_sources;
-    int64_t bytes_per_step;
-    Stage *stages;
-} Program;
+void core_free(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
 
 static void Program_dealloc(PyObject *self)
 {
     Program *p = (Program *)self;
-    PyTypeObject *type = Py_TYPE(self);
     for (int k = 0; p->stages && k < p->stage_count; k++) {
         Stage *stage = &p->stages[k];
         for (int j = 0; stage->actions && j < stage->action_count; j++) free(stage->actions[j].sources);
         free(stage->actions), free(stage->waited);
     }
     free(p->stages);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
+    core_free(self);
 }
 
-/* Item i of a sequence as a number from `least` to `most`; -1 with an exception otherwise, also if there was one. */
-static int64_t number_at(PyObject *sequence, Py_ssize_t i, int64_t least, int64_t most, const char *name)
+int64_t core_number_at(PyObject *sequence, Py_ssize_t i, int64_t least, int64_t most, const char *name)
 {
     PyObject *item = PyErr_Occurred() ? NULL : PySequence_GetItem(sequence, i);
     if (!item) return -1;
@@ -330,7 +138,7 @@ static int64_t number_at(PyObject *sequence, Py_ssize_t i, int64_t least, int64_
     return value;
 }
 
-static void *zeroed(Py_ssize_t count, size_t size)
+void *core_zeroed(Py_ssize_t count, size_t size)
 {
     void *memory = calloc(count ? (size_t)count : 1, size);
     if (!memory) PyErr_NoMemory();
@@ -340,10 +148,10 @@ static void *zeroed(Py_ssize_t count, size_t size)
 /* (space, index, offset, stride), checked so that every access of `bytes` bytes lies inside */
 static int parse_ref(const Segment *s, Program *p, PyObject *t, const Action *action, Ref *ref)
 {
-    ref->space = (int)number_at(t, 0, 0, SPACES - 1, "space");
-    ref->index = (int)number_at(t, 1, 0, ref->space == IN_VECTOR ? 1 << 20 : s->size - 1, "index");
-    ref->offset = number_at(t, 2, 0, INT64_MAX / 4, "offset");
-    ref->stride = number_at(t, 3, 0, INT64_MAX / 4, "stride");
+    ref->space = (int)core_number_at(t, 0, 0, SPACES - 1, "space");
+    ref->index = (int)core_number_at(t, 1, 0, ref->space == IN_VECTOR ? 1 << 20 : s->size - 1, "index");
+    ref->offset = core_number_at(t, 2, 0, INT64_MAX / 4, "offset");
+    ref->stride = core_number_at(t, 3, 0, INT64_MAX / 4, "stride");
     if (PyErr_Occurred()) return -1;
     if (ref->space == IN_VECTOR) {
         if (ref->index >= p->vector_count) p->vector_count = ref->index + 1;
@@ -365,10 +173,10 @@ static int parse_ref(const Segment *s, Program *p, PyObject *t, const Action *ac
 /* (target, sources, total, stride, most, reduction) */
 static int parse_action(const Segment *s, Program *p, PyObject *t, Action *action)
 {
-    action->total = number_at(t, 2, 0, INT64_MAX / 4, "total");
-    action->stride = number_at(t, 3, 0, INT64_MAX / 4, "stride");
-    action->most = number_at(t, 4, 0, INT64_MAX / 4, "most");
-    action->reduction = (int)number_at(t, 5, -1, 1 << 20, "reduction");
+    action->total = core_number_at(t, 2, 0, INT64_MAX / 4, "total");
+    action->stride = core_number_at(t, 3, 0, INT64_MAX / 4, "stride");
+    action->most = core_number_at(t, 4, 0, INT64_MAX / 4, "most");
+    action->reduction = (int)core_number_at(t, 5, -1, 1 << 20, "reduction");
     if (PyErr_Occurred()) return -1;
     if (action->reduction >= p->kernel_count) p->kernel_count = action->reduction + 1;
     PyObject *to = PySequence_GetItem(t, 0), *sources = PySequence_GetItem(t, 1);
@@ -378,7 +186,7 @@ static int parse_action(const Segment *s, Program *p, PyObject *t, Action *actio
         PyErr_Format(PyExc_ValueError, "an action of %zd sources", count);
         failed = 1;
     }
-    if (!failed) failed = !(action->sources = zeroed(count, sizeof(Ref)));
+    if (!failed) failed = !(action->sources = core_zeroed(count, sizeof(Ref)));
     action->count = failed ? 0 : (int)count;
     if (action->count > p->most_sources) p->most_sources = action->count;
     for (int k = 0; k < action->count && !failed; k++) {
@@ -393,17 +201,17 @@ static int parse_action(const Segment *s, Program *p, PyObject *t, Action *actio
 /* (wait, ranks, actions, signal) */
 static int parse_stage(const Segment *s, Program *p, PyObject *t, Stage *stage)
 {
-    stage->wait = (int)number_at(t, 0, 0, WAITS - 1, "wait");
-    stage->signal = (int)number_at(t, 3, 0, SIGNALS - 1, "signal");
+    stage->wait = (int)core_number_at(t, 0, 0, WAITS - 1, "wait");
+    stage->signal = (int)core_number_at(t, 3, 0, SIGNALS - 1, "signal");
     if (PyErr_Occurred()) return -1;
     PyObject *ranks = PySequence_GetItem(t, 1), *actions = PySequence_GetItem(t, 2);
     Py_ssize_t waited = ranks ? PySequence_Size(ranks) : -1, count = actions ? PySequence_Size(actions) : -1;
     int failed = waited < 0 || count < 0 || waited > s->size || count > 1 << 20;
     if (failed && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "too many ranks or actions");
-    if (!failed) failed = !(stage->waited = zeroed(waited, sizeof(int))) || !(stage->actions = zeroed(count, sizeof(Action)));
+    if (!failed) failed = !(stage->waited = core_zeroed(waited, sizeof(int))) || !(stage->actions = core_zeroed(count, sizeof(Action)));
     stage->waited_count = failed ? 0 : (int)waited, stage->action_count = failed ? 0 : (int)count;
     for (int k = 0; k < stage->waited_count && !failed; k++) {
-        stage->waited[k] = (int)number_at(ranks, k, 0, s->size - 1, "rank");
+        stage->waited[k] = (int)core_number_at(ranks, k, 0, s->size - 1, "rank");
         failed = stage->waited[k] < 0;
     }
     for (int k = 0; k < stage->action_count && !failed; k++) {
@@ -426,10 +234,10 @@ static PyObject *Segment_program(PyObject *self, PyObject *args)
     Py_ssize_t count = PySequence_Size(stages);
     if (count < 0) return NULL;
     if (count < 1 || count > 16) return PyErr_Format(PyExc_ValueError, "a program has 1 to 16 stages, not %zd", count);
-    Program *p = (Program *)PyType_GenericAlloc(Program_Type, 0);
+    Program *p = (Program *)PyType_GenericAlloc(Core_Program, 0);
     if (!p) return NULL;
     p->steps = steps;
-    p->stages = zeroed(count, sizeof(Stage));
+    p->stages = core_zeroed(count, sizeof(Stage));
     int failed = !p->stages;
     p->stage_count = failed ? 0 : (int)count;
     for (int k = 0; k < p->stage_count && !failed; k++) {
@@ -443,40 +251,6 @@ static PyObject *Segment_program(PyObject *self, PyObject *args)
 }
 
 /* ---- runs --------------------------------------------------------------------------------------------------------- */
-
-typedef struct {
-    int64_t start; /* in the vector */
-    char *address;
-} Piece;
-
-typedef struct {
-    char *address; /* of a vector in one piece */
-    int count;     /* of pieces otherwise */
-    int64_t nbytes;
-    Piece *pieces;
-} Vector;
-
-typedef struct {
-    Kernel *kernel;
-    int64_t item; /* bytes of an element */
-    int divisor;
-} Reduction;
-
-typedef struct {
-    PyObject_HEAD
-    Segment *segment;
-    Program *program;
-    PyObject *mismatch; /* called with (rank, step); returns the exception to raise */
-    uint64_t first, code, numel, mark;
-    Reduction *reductions;
-    int wrong_rank, running;
-    uint64_t wrong_step;
-    uint32_t *done; /* iterations, by stage */
-    Vector *vectors;
-    void **sources; /* of one reduction */
-} Run;
-
-enum { STUCK, MOVED, DONE, WRONG };
 
 static inline char *place(const Run *run, const Ref *ref, uint32_t i)
 {
@@ -602,8 +376,7 @@ static void raise_flag(Run *run, const Stage *stage, uint32_t i)
     ring_all(s);
 }
 
-/* Take each stage on by one iteration, if it is ready and the stage before it is ahead. */
-static int pass(Run *run)
+int core_pass(Run *run)
 {
     const Program *p = run->program;
     int moved = STUCK;
@@ -634,14 +407,12 @@ static int64_t nanoseconds(void)
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* Go on until the run is done, has waited for `patience` in vain, or the segment is interrupted. The core is offered to
- * other threads every `stretch` nanoseconds, and while the run waits. */
-static int drive(Run *run, int64_t patience, int64_t stretch)
+int core_drive(Run *run, int64_t patience, int64_t stretch)
 {
     int64_t until = 0, offered = nanoseconds();
     unsigned waits = 0;
     for (;;) {
-        int result = pass(run);
+        int result = core_pass(run);
         if (result == DONE || result == WRONG) return result;
         if (atomic_load_explicit(&run->segment->interrupted, memory_order_relaxed)) return result;
         int64_t now = nanoseconds();
@@ -690,10 +461,10 @@ static PyObject *Run_next(PyObject *self)
     int result;
     if (begin(run)) return NULL;
     if (run->program->bytes_per_step <= HOLD_BYTES) {
-        result = pass(run);
+        result = core_pass(run);
     } else {
         Py_BEGIN_ALLOW_THREADS
-        result = pass(run);
+        result = core_pass(run);
         Py_END_ALLOW_THREADS
     }
     run->running = 0;
@@ -711,7 +482,7 @@ static PyObject *Run_drive(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "dd", &patience, &stretch) || begin(run)) return NULL;
     int64_t ns = stretch < 1e9 ? (int64_t)(stretch * 1e9) : INT64_MAX;
     Py_BEGIN_ALLOW_THREADS
-    result = drive(run, (int64_t)(patience * 1e9), ns);
+    result = core_drive(run, (int64_t)(patience * 1e9), ns);
     Py_END_ALLOW_THREADS
     run->running = 0;
     if (result == WRONG) return wrong(run);
@@ -721,13 +492,11 @@ static PyObject *Run_drive(PyObject *self, PyObject *args)
 static void Run_dealloc(PyObject *self)
 {
     Run *run = (Run *)self;
-    PyTypeObject *type = Py_TYPE(self);
     if (run->vectors)
         for (int k = 0; k < run->program->vector_count; k++) free(run->vectors[k].pieces);
     free(run->vectors), free(run->reductions), free(run->done), free(run->sources);
     Py_XDECREF((PyObject *)run->segment), Py_XDECREF((PyObject *)run->program), Py_XDECREF(run->mismatch);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
+    core_free(self);
 }
 
 /* an address, or (addresses, starts): `starts` has one number more, the vector's bytes */
@@ -739,10 +508,10 @@ static int parse_vector(PyObject *t, Vector *vector)
     }
     PyObject *addresses = PySequence_GetItem(t, 0), *starts = addresses ? PySequence_GetItem(t, 1) : NULL;
     Py_ssize_t count = starts ? PySequence_Size(addresses) : -1;
-    int failed = count < 0 || !(vector->pieces = zeroed(count + 1, sizeof(Piece)));
+    int failed = count < 0 || !(vector->pieces = core_zeroed(count + 1, sizeof(Piece)));
     vector->count = failed ? 0 : (int)count;
     for (Py_ssize_t k = 0; k <= count && !failed; k++) {
-        vector->pieces[k].start = number_at(starts, k, 0, INT64_MAX / 4, "start");
+        vector->pieces[k].start = core_number_at(starts, k, 0, INT64_MAX / 4, "start");
         failed = vector->pieces[k].start < 0;
         if (k == count || failed) break;
         PyObject *address = PySequence_GetItem(addresses, k);
@@ -758,11 +527,11 @@ static int parse_vector(PyObject *t, Vector *vector)
 /* (dtype, operator, divisor) */
 static int parse_reduction(PyObject *t, Reduction *reduction)
 {
-    int dtype = (int)number_at(t, 0, 0, DTYPES - 1, "dtype");
-    int operator = (int)number_at(t, 1, 0, OPERATORS - 1, "operator");
-    reduction->divisor = (int)number_at(t, 2, 0, INT32_MAX, "divisor");
+    int dtype = (int)core_number_at(t, 0, 0, DTYPES - 1, "dtype");
+    int operator = (int)core_number_at(t, 1, 0, OPERATORS - 1, "operator");
+    reduction->divisor = (int)core_number_at(t, 2, 0, INT32_MAX, "divisor");
     if (PyErr_Occurred()) return -1;
-    reduction->kernel = kernels[dtype][operator], reduction->item = item_bytes[dtype];
+    reduction->kernel = core_kernels[dtype][operator], reduction->item = core_item_bytes[dtype];
     if (reduction->kernel) return 0;
     PyErr_Format(PyExc_ValueError, "no kernel for %R", t);
     return -1;
@@ -786,39 +555,48 @@ static int check_vectors(const Run *run)
     return 0;
 }
 
+Run *core_new_run(Segment *segment, Program *p, PyObject *reductions, PyObject *mismatch)
+{
+    Run *run = (Run *)PyType_GenericAlloc(Run_Type, 0);
+    if (!run) return NULL;
+    Py_INCREF((PyObject *)segment), Py_INCREF((PyObject *)p), Py_INCREF(mismatch);
+    run->segment = segment, run->program = p, run->mismatch = mismatch;
+    run->done = core_zeroed(p->stage_count, sizeof(uint32_t));
+    run->vectors = core_zeroed(p->vector_count, sizeof(Vector));
+    run->reductions = core_zeroed(p->kernel_count, sizeof(Reduction));
+    run->sources = core_zeroed(p->most_sources, sizeof(void *));
+    int failed = !run->done || !run->vectors || !run->reductions || !run->sources;
+    for (int k = 0; k < p->kernel_count && !failed; k++) {
+        PyObject *item = PySequence_GetItem(reductions, k);
+        failed = !item || parse_reduction(item, &run->reductions[k]);
+        Py_XDECREF(item);
+    }
+    if (failed) Py_CLEAR(run);
+    return run;
+}
+
 /* run(program, first, (code, numel, mark), vectors, reductions, mismatch) */
 static PyObject *Segment_run(PyObject *self, PyObject *args)
 {
     PyObject *program, *vectors, *reductions, *mismatch;
     unsigned long long first, code, numel, mark;
     if (!PyArg_ParseTuple(args, "OK(KKK)OOO", &program, &first, &code, &numel, &mark, &vectors, &reductions, &mismatch)) return NULL;
-    if (Py_TYPE(program) != Program_Type) return PyErr_Format(PyExc_TypeError, "program must be a Program, got %R", program);
+    if (Py_TYPE(program) != Core_Program) return PyErr_Format(PyExc_TypeError, "program must be a Program, got %R", program);
     Program *p = (Program *)program;
     if (PySequence_Size(vectors) < p->vector_count || PySequence_Size(reductions) < p->kernel_count)
         return PyErr_Format(PyExc_ValueError, "the program needs %d vectors and %d reductions, got %zd and %zd", p->vector_count,
                             p->kernel_count, PySequence_Size(vectors), PySequence_Size(reductions));
-    Run *run = (Run *)PyType_GenericAlloc(Run_Type, 0);
+    Run *run = core_new_run((Segment *)self, p, reductions, mismatch);
     if (!run) return NULL;
-    Py_INCREF(self), Py_INCREF(program), Py_INCREF(mismatch);
-    run->segment = (Segment *)self, run->program = p, run->mismatch = mismatch;
     run->first = first, run->code = code, run->numel = numel, run->mark = mark;
-    run->done = zeroed(p->stage_count, sizeof(uint32_t));
-    run->vectors = zeroed(p->vector_count, sizeof(Vector));
-    run->reductions = zeroed(p->kernel_count, sizeof(Reduction));
-    run->sources = zeroed(p->most_sources, sizeof(void *));
-    int failed = !run->done || !run->vectors || !run->reductions || !run->sources;
+    int failed = 0;
     for (int k = 0; k < p->vector_count && !failed; k++) {
         PyObject *item = PySequence_GetItem(vectors, k);
         failed = !item || parse_vector(item, &run->vectors[k]);
         Py_XDECREF(item);
     }
-    for (int k = 0; k < p->kernel_count && !failed; k++) {
-        PyObject *item = PySequence_GetItem(reductions, k);
-        failed = !item || parse_reduction(item, &run->reductions[k]);
-        Py_XDECREF(item);
-    }
     if (!failed && !check_vectors(run)) return (PyObject *)run;
-    Py_DECREF(run);
+    Py_DECREF((PyObject *)run);
     return NULL;
 }
 
@@ -827,11 +605,9 @@ static PyObject *Segment_run(PyObject *self, PyObject *args)
 static void Segment_dealloc(PyObject *self)
 {
     Segment *s = (Segment *)self;
-    PyTypeObject *type = Py_TYPE(self);
     free(s->bells);
     PyBuffer_Release(&s->memory);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
+    core_free(self);
 }
 
 /* Segment(memory, rank, size, banks, chunk, piece, (records, headers, slots, results), bells) */
@@ -861,10 +637,10 @@ static PyObject *Segment_new(PyTypeObject *type, PyObject *args, PyObject *Py_UN
     s->slots = s->base + slots, s->results = s->base + results;
     s->free_below = (uint64_t)banks;
     s->spins = size <= sysconf(_SC_NPROCESSORS_ONLN) ? 100 : 0;
-    if (!(s->bells = zeroed(size, sizeof *s->bells))) goto fail;
+    if (!(s->bells = core_zeroed(size, sizeof *s->bells))) goto fail;
     for (int r = 0; r < size; r++) {
         PyObject *pair = PySequence_GetItem(bells, r);
-        for (int bell = 0; pair && bell < 2; bell++) s->bells[r][bell] = (int)number_at(pair, bell, -1, INT32_MAX, "bell");
+        for (int bell = 0; pair && bell < 2; bell++) s->bells[r][bell] = (int)core_number_at(pair, bell, -1, INT32_MAX, "bell");
         Py_XDECREF(pair);
         if (PyErr_Occurred()) goto fail;
     }
@@ -885,6 +661,37 @@ static PyObject *Segment_resume(PyObject *self, PyObject *Py_UNUSED(none))
     atomic_store(&((Segment *)self)->interrupted, 0);
     Py_RETURN_NONE;
 }
+
+/* ---- State -------------------------------------------------------------------------------------------------------- */
+
+static void State_dealloc(PyObject *self)
+{
+    PyObject_GC_UnTrack(self);
+    Py_CLEAR(((State *)self)->op);
+    core_free(self);
+}
+
+static int State_traverse(PyObject *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(((State *)self)->op);
+    return 0;
+}
+
+static int State_clear(PyObject *self)
+{
+    Py_CLEAR(((State *)self)->op);
+    return 0;
+}
+
+#define NUMBER(name) {#name, T_ULONGLONG, offsetof(State, name), 0, NULL}
+static PyMemberDef state_members[] = {
+    NUMBER(step), NUMBER(code), NUMBER(numel), NUMBER(history), NUMBER(mark), NUMBER(place), NUMBER(number),
+    {"op", T_OBJECT, offsetof(State, op), 0, NULL}, {"dead", T_BOOL, offsetof(State, dead), 0, NULL}, {NULL, 0, 0, 0, NULL}};
+static PyType_Slot state_slots[] = {
+    {Py_tp_dealloc, (void *)State_dealloc}, {Py_tp_traverse, (void *)State_traverse}, {Py_tp_clear, (void *)State_clear},
+    {Py_tp_members, state_members}, {0, NULL}};
+static PyType_Spec state_spec = {"_core.State", sizeof(State), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, state_slots};
 
 /* ---- the module --------------------------------------------------------------------------------------------------- */
 
@@ -922,10 +729,12 @@ PyMODINIT_FUNC PyInit__core(void)
 {
     PyObject *m = PyModule_Create(&module);
     if (!m) return NULL;
-    Segment_Type = (PyTypeObject *)PyType_FromSpec(&segment_spec);
-    Program_Type = (PyTypeObject *)PyType_FromSpec(&program_spec);
+    Core_Segment = (PyTypeObject *)PyType_FromSpec(&segment_spec);
+    Core_Program = (PyTypeObject *)PyType_FromSpec(&program_spec);
     Run_Type = (PyTypeObject *)PyType_FromSpec(&run_spec);
-    if (!Segment_Type || !Program_Type || !Run_Type || PyModule_AddObjectRef(m, "Segment", (PyObject *)Segment_Type)) {
+    Core_State = (PyTypeObject *)PyType_FromSpec(&state_spec);
+    if (!Core_Segment || !Core_Program || !Run_Type || !Core_State || PyModule_AddObjectRef(m, "Segment", (PyObject *)Core_Segment)
+        || PyModule_AddObjectRef(m, "State", (PyObject *)Core_State) || core_add_fast_path(m)) {
         Py_DECREF(m);
         return NULL;
     }

@@ -3,8 +3,8 @@
 The modules, lowest first: ``layout`` (offsets in a segment), ``fence`` (memory ordering), ``segment`` and ``bootstrap``
 (creating and sharing a segment), ``rings``, ``endpoint`` and ``p2p`` (point to point), ``bundles`` (collectives that
 share a step), ``board``, ``reduction``, ``programs``, ``reference`` and ``executor`` (steps of collectives),
-``schedule`` and ``lowering`` (programs of operations), ``doorbell``, ``progress_thread`` and ``engine`` (waking, and
-making progress).
+``schedule`` and ``lowering`` (programs of operations), ``fast_path`` (small collectives in C), ``doorbell``,
+``progress_thread`` and ``engine`` (waking, and making progress).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Final, Self, final
+from typing import Any, Final, Self, final
 
 import anyio.to_thread
 
-from asynccomm.backends.base import Backend, BackendContext, Submission
+from asynccomm.backends.base import Backend, BackendContext, DirectCalls, Submission
 from asynccomm.backends.shm.bootstrap import PeerMapping, bootstrap_segment, report_unsupported, unsupported
 from asynccomm.backends.shm.engine import Engine
 from asynccomm.backends.shm.progress_thread import ProgressThread, shared_thread
@@ -88,6 +88,9 @@ class ShmBackend(Backend):
 
     def submit(self, batch: Sequence[Submission]) -> None:
         self._engine.submit(batch)
+
+    def fast_path(self, calls: DirectCalls) -> Callable[..., Work[Any]] | None:
+        return self._engine.fast_path(calls)
 
     def before_await(self, work: Work[object]) -> None:
         self._engine.before_await(work)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from ctypes import string_at
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
@@ -34,30 +34,49 @@ BUNDLE: Final = (1 << 64) - 1  # first word of a bundle's signature; the second 
 
 
 @final
+class State:
+    """The position of a rank in the sequence of collectives; ``_core.State`` where the executor in C is in use."""
+
+    __slots__ = ("code", "dead", "history", "mark", "number", "numel", "op", "place", "step")
+
+    def __init__(self) -> None:
+        self.step = 0  #: the first step of the next collective
+        self.code = self.numel = 0  #: the signature of the current collective
+        self.history = 0  #: a hash of all collectives before the current one; every bit depends on the last of them
+        self.mark = 0  #: ``history`` combined with ``place``
+        self.place = 0  #: of the current collective in a batch
+        self.number = 0  #: sequence number of the current collective on the comm, for errors
+        self.op: Op = Barrier()  #: the current collective, for errors
+        self.dead = False  #: nothing is submitted any more
+
+
+@final
 class Board:
     """The steps of collectives, as rank ``rank`` sees them.
 
     Args:
+        state: a new ``State``, or its form in C.
         words, data: the whole segment as 64-bit words and as bytes.
         notify: called after each post and finish, for which other ranks may be asleep.
     """
 
     def __init__(
-        self, rank: int, layout: Layout, words: memoryview, data: Tensor, fence: Fence, notify: Callable[[], None]
+        self,
+        rank: int,
+        layout: Layout,
+        words: memoryview,
+        data: Tensor,
+        fence: Fence,
+        notify: Callable[[], None],
+        state: Any = None,
     ) -> None:
         self.rank = rank
         self.size = layout.size
         self.others = [r for r in range(layout.size) if r != rank]  #: all ranks but this one
         self.layout = layout
         self.chunk = layout.chunk
-        self.step = 0  #: the first step of the next collective
-        self.signature: Signature = (0, 0)  #: signature of the current collective
-        self._op: Op = Barrier()  # the current collective, for errors
-        self._history = 0  # a hash of all collectives before the current one; every bit depends on the last of them
-        self.mark = 0  #: a hash of all collectives before the current one, combined with its place in a batch
-        self._bundle: Bundle | None = None  # the current part of a batch, and its place there
-        self._place = 0
-        self.number = 0  #: sequence number of the current collective on the comm, for errors
+        self.state: State = State() if state is None else state
+        self._bundle: Bundle | None = None  # the current part of a batch
         self._banks = layout.banks
         self._words = words
         self._data = data
@@ -83,6 +102,11 @@ class Board:
         }
         self._elements: dict[tuple[int, torch.dtype, int, int, int, int], Tensor] = {}
 
+    @property
+    def signature(self) -> Signature:
+        """The signature of the current collective."""
+        return self.state.code, self.state.numel
+
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def begin(self, number: int, op: Op, steps: int, words: Signature | None = None) -> int:
@@ -91,20 +115,20 @@ class Board:
         Args:
             words: the signature to use instead of the operation's.
         """
-        first = self.step
-        self.step += steps
-        self.number = number
-        code, numel = self.signature
-        self._history = (self.mark + code * 31 + numel) * MIX & MASK
-        self.mark = self._history ^ self._place
-        self.signature = signature(op) if words is None else words
-        self._op = op
+        state = self.state
+        first = state.step
+        state.step += steps
+        state.number = number
+        state.history = (state.mark + state.code * 31 + state.numel) * MIX & MASK
+        state.mark = state.history ^ state.place
+        state.code, state.numel = signature(op) if words is None else words
+        state.op = op
         return first
 
     def enter(self, bundle: Bundle | None) -> None:
         """Make the following collectives part of a batch, as ``bundle``; None: of no batch."""
         self._bundle = bundle
-        self._place = bundle.place if bundle is not None else 0
+        self.state.place = bundle.place if bundle is not None else 0
 
     def begin_bundle(self, bundle: Bundle) -> int:
         """Take the one step that the collectives of ``bundle`` share; after ``enter``."""
@@ -122,7 +146,7 @@ class Board:
 
     def extend(self, steps: int) -> None:
         """Take ``steps`` more steps for the current collective; all ranks do so before they begin the next."""
-        self.step += steps
+        self.state.step += steps
 
     def free(self, step: int) -> bool:
         """Whether this rank may fill its slot for ``step``: all ranks have finished the step that used it before."""
@@ -137,8 +161,9 @@ class Board:
         """Publish that this rank's slot of ``step`` is filled."""
         words = self._words
         record = self._records[step % self._banks][self.rank]
-        words[record + RecordWord.CODE], words[record + RecordWord.NUMEL] = self.signature
-        words[record + RecordWord.MARK] = self.mark
+        state = self.state
+        words[record + RecordWord.CODE], words[record + RecordWord.NUMEL] = state.code, state.numel
+        words[record + RecordWord.MARK] = state.mark
         self._order()
         words[record] = step + 1
         self._notify()
@@ -154,8 +179,7 @@ class Board:
             if words[records[rank]] <= step:
                 return False
         self._order()
-        code, numel = self.signature
-        mark = self.mark
+        code, numel, mark = self.state.code, self.state.numel, self.state.mark
         for rank in ranks:
             i = records[rank]
             if words[i + 1] != code or words[i + 2] != numel or words[i + 3] != mark:
@@ -185,7 +209,7 @@ class Board:
 
     def behind(self, rank: int) -> bool:
         """Whether ``rank`` has not posted all steps of the collectives that this rank has begun."""
-        last = self.step - 1
+        last = self.state.step - 1
         return bool(self._words[self._records[last % self._banks][rank]] <= last)
 
     def difference(self, rank: int, step: int) -> CollectiveMismatchError | BackendError:
@@ -193,14 +217,16 @@ class Board:
         i = self._records[step % self._banks][rank]
         words = self._words[i + RecordWord.CODE], self._words[i + RecordWord.NUMEL]
         total = size_of_batch(
-            self._words[i + RecordWord.MARK] ^ self._history
+            self._words[i + RecordWord.MARK] ^ self.state.history
         )  # None: the collectives before differ as well
         if total is not None and (self._bundle is not None or total > 1):
             mine = self._issued(step, self.rank, self.signature)
             try:
                 theirs = self._issued(step, rank, words, total)
             except ValueError as exc:
-                return BackendError(f"rank {rank} differs from {self._op}, and its list of a batch is corrupt: {exc}")
+                return BackendError(
+                    f"rank {rank} differs from {self.state.op}, and its list of a batch is corrupt: {exc}"
+                )
             number, ours, other = difference(mine, theirs)
             return CollectiveMismatchError(number, self.rank, ours, rank, other)
         described = "a batch" if words[0] == BUNDLE else describe(words)
@@ -212,7 +238,7 @@ class Board:
 
     def _issued(self, step: int, rank: int, words: Signature, total: int = 1) -> ManifestEntry:
         """The collectives of a rank in ``step``, from its slot alone. Raises: ValueError if the list is corrupt."""
-        listed = [ManifestRow(self.number, words)]
+        listed = [ManifestRow(self.state.number, words)]
         if words[0] == BUNDLE:
             used, n, total = self.get(step, rank, 0)
             if used + n * WORD > self.chunk:
@@ -223,13 +249,13 @@ class Board:
             return ManifestEntry(total, listed)
         bundle = self._bundle
         if bundle is None:
-            return ManifestEntry(1, listed, (self._op,))
+            return ManifestEntry(1, listed, (self.state.op,))
         ops = [op for submission in bundle.listed for op in (*submission.members, submission.op)]
         return ManifestEntry(bundle.total, listed, ops)
 
     def mismatch(self, rank: int, theirs: str) -> CollectiveMismatchError:
         """The error for the current collective when ``rank`` has issued another, described by ``theirs``."""
-        return CollectiveMismatchError(self.number, self.rank, str(self._op), rank, theirs)
+        return CollectiveMismatchError(self.state.number, self.rank, str(self.state.op), rank, theirs)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -263,5 +289,5 @@ class Board:
         words, i = self._words, self._headers[step % self._banks][rank] + part * HEADER
         header = words[i], words[i + 1], words[i + 2]
         if max(header) > LARGEST:
-            raise BackendError(f"rank {rank} announces for {self._op} what cannot be: {header}")
+            raise BackendError(f"rank {rank} announces for {self.state.op} what cannot be: {header}")
         return header

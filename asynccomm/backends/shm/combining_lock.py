@@ -23,6 +23,7 @@ class CombiningLock:
         self._lock = threading.Lock()
         self.acquire = self._lock.acquire
         self.release = self._lock.release
+        self.locked = self._lock.locked
 
     def run(
         self, allowed: Callable[[], bool], serve: Callable[..., None], release: Callable[[], None], *args: Any

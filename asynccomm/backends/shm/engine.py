@@ -21,18 +21,19 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
 import torch
 
-from asynccomm.backends.base import BackendContext, Submission
+from asynccomm.backends.base import BackendContext, DirectCalls, Submission
 from asynccomm.backends.shm.board import Board
 from asynccomm.backends.shm.bootstrap import PeerMapping
 from asynccomm.backends.shm.bundles import Bundle, cut
 from asynccomm.backends.shm.combining_lock import CombiningLock, SpinPolicy
 from asynccomm.backends.shm.doorbell import Bell, Bells
 from asynccomm.backends.shm.executor import Executor
+from asynccomm.backends.shm.fast_path import Limits, fast_path
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.layout import Layout, State, Word
 from asynccomm.backends.shm.lowering import start
@@ -41,7 +42,7 @@ from asynccomm.backends.shm.progress_thread import ProgressResult, ProgressThrea
 from asynccomm.backends.shm.reference import Progress
 from asynccomm.backends.shm.rings import Mapped
 from asynccomm.backends.shm.settings import Settings
-from asynccomm.core.native import load_core
+from asynccomm.core.native import CoreUnavailable, load_core
 from asynccomm.core.work import Work
 from asynccomm.errors import BackendError, BrokenError, PeerLostError
 
@@ -91,8 +92,11 @@ class Engine:
         ]
         # none of these may refer to this engine: a cycle would keep the segment until the next garbage collection
         self._bells = Bells(group.rank, layout, words, fence, mapping.bells)
-        self._board = Board(group.rank, layout, words, mapping.segment.data, fence, self._bells.ring_all)
-        self._executor = Executor(self._board, mapping.segment.raw, mapping.bells, load_core())
+        core = load_core()
+        state = None if isinstance(core, CoreUnavailable) else core.State()
+        self._board = Board(group.rank, layout, words, mapping.segment.data, fence, self._bells.ring_all, state)
+        self._sequence = self._board.state
+        self._executor = Executor(self._board, mapping.segment.raw, mapping.bells, core)
         self._finished: deque[Submission | Bundle] = deque()  # done, to be settled after the lock is released
         self._faults: deque[BrokenError] = deque()
         self._grown = grown = deque[tuple[Submission, int]]()  # receives, and larger sizes than expected
@@ -109,7 +113,6 @@ class Engine:
         self._inbox: deque[Submission | Bundle] = deque()
         self._queue: deque[Submission | Bundle] = deque()  # collectives, the first in progress
         self._current: Progress | None = None
-        self._dead = False
         self._failing = False  # a failure is about to be reported
         self._gone: set[int] = set()  # ranks that have left
         # counts of large operations, which the progress thread drives: submitted, and done
@@ -148,6 +151,11 @@ class Engine:
                 if not submission.work.done():
                     self._without_loop(submission.work)
 
+    def fast_path(self, calls: DirectCalls) -> Callable[..., Work[Any]] | None:
+        """See ``Backend.fast_path``."""
+        limits = Limits(self._inline_bytes, self._whole_bytes, self.patience)
+        return fast_path(self._executor, calls, limits, self._lock.locked, self._queue, self._inbox)
+
     def before_await(self, work: Work[Any]) -> None:
         """Spin for the peers before a task on the loop waits for ``work``, if spinning has paid off recently."""
         if not (self._large or self._waited) and self.patience and self._spin_policy.should_spin():
@@ -165,7 +173,7 @@ class Engine:
         deadline = time.perf_counter() + self.patience
         while not work.done():
             left = deadline - time.perf_counter()
-            if left <= 0 or self._dead or not self._drive(left):
+            if left <= 0 or self._sequence.dead or not self._drive(left):
                 break
         return work.done()
 
@@ -208,10 +216,10 @@ class Engine:
         return drove
 
     def _may_drive(self) -> bool:
-        return not (self._large or self._dead)
+        return not (self._large or self._sequence.dead)
 
     def _run(self, patience: float, arm: bool) -> None:
-        if self._dead:  # set since the caller's check
+        if self._sequence.dead:  # set since the caller's check
             return
         bells, messages = self._bells, self._messages
         bells.disarm()
@@ -221,7 +229,7 @@ class Engine:
         while True:
             moved = self._step(spin=spin)
             spin = 0.0
-            if self._dead or self._large or not (self._queue or messages.pending or self._inbox):
+            if self._sequence.dead or self._large or not (self._queue or messages.pending or self._inbox):
                 return
             if moved:
                 now = time.perf_counter()
@@ -295,13 +303,13 @@ class Engine:
             error.__cause__ = exc
             self._faults.append(error)
             if not isinstance(exc, Exception):
-                self._dead = True  # an interrupted step cannot be resumed
+                self._sequence.dead = True  # an interrupted step cannot be resumed
                 raise
         if self._grown:
             self._count_the_grown()
         if self._faults:
-            self._dead = True
-        return moved and not self._dead
+            self._sequence.dead = True
+        return moved and not self._sequence.dead
 
     def _count_the_grown(self) -> None:
         """Pass receives that have become large on to the progress thread."""
@@ -323,7 +331,7 @@ class Engine:
                 finished += item.submissions
             if self._large and item.nbytes > self._inline_bytes:
                 self._large_out += 1
-        if self._dead:
+        if self._sequence.dead:
             faults = list(self._faults)
             self._faults.clear()
             self._drop()
@@ -353,13 +361,13 @@ class Engine:
             self._lock.requested = self._dozing = False
             self._executor.resume()
             self._bells.disarm()
-            if not self._dead:
+            if not self._sequence.dead:
                 turn = ProgressResult.MOVED if self._step(one=True) else ProgressResult.STUCK
-            if self._dead or not (self._large or self._waited):
+            if self._sequence.dead or not (self._large or self._waited):
                 self._with_worker = False
                 self._words[self._place] = 0
                 turn = ProgressResult.OVER
-                if not self._dead:
+                if not self._sequence.dead:
                     self._run(0.0, True)  # the event loop drives the remaining operations
         finally:
             self._release()
@@ -374,7 +382,7 @@ class Engine:
         self._lock.acquire()
         try:
             self._lock.requested = False
-            if self._dead or not (self._large or self._waited):
+            if self._sequence.dead or not (self._large or self._waited):
                 return False  # the next turn is the last
             self._dozing = True
             self._words[self._place] = 0
@@ -397,7 +405,7 @@ class Engine:
         """Break the comm after a turn raised, which is a bug: the operations would otherwise never finish."""
         error = BackendError(f"shm failed: {type(exc).__name__}: {exc}")
         error.__cause__ = exc
-        self._dead = True
+        self._sequence.dead = True
         self._on_error(error)
 
     # -- peers --------------------------------------------------------------------------------------------------------
@@ -405,7 +413,7 @@ class Engine:
     def ended(self, rank: int) -> None:
         """Handle EOF on the liveness pipe of ``rank``. On the progress thread."""
         state = self._words[self._states[rank]]
-        if self._dead:
+        if self._sequence.dead:
             return
         if state == State.LEFT:
             self._lock.acquire()
@@ -423,11 +431,11 @@ class Engine:
         """Finish operations that need not wait, before a failure is reported: posts of a lost rank remain valid."""
         self._failing = True
         self._executor.interrupt()
-        if self._dead or not self._lock.acquire(timeout=LOCK_SECONDS):
+        if self._sequence.dead or not self._lock.acquire(timeout=LOCK_SECONDS):
             return
         until = time.thread_time() + CATCH_UP_SECONDS  # CPU time, not wall time: the machine may be busy
         try:
-            while not self._dead and self._step(one=True) and time.thread_time() < until:
+            while not self._sequence.dead and self._step(one=True) and time.thread_time() < until:
                 pass
         finally:
             self._release()
@@ -444,14 +452,14 @@ class Engine:
 
     def leave(self) -> None:
         """Publish that this rank leaves, so that the peers take the EOF on its pipe for an orderly close."""
-        self._dead = True
+        self._sequence.dead = True
         if self._words[self._state] == State.HERE:
             self._words[self._state] = State.LEFT
         Fence().full()  # the engine's own fence belongs to the lock holder
 
     def abort(self) -> None:
         """Drop all operations now, or when the driving thread releases the lock. From any thread."""
-        self._dead = True
+        self._sequence.dead = True
         if self._words[self._state] == State.HERE:
             self._words[self._state] = State.ABORTED
             Fence().full()  # the engine's own fence belongs to the lock holder

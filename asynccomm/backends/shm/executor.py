@@ -45,10 +45,10 @@ class Executor:
         self.board = board
         self._programs: dict[Hashable, Compiled] = {}
         self.running: _core.Run | None = None  #: the run in C that is in progress, if one is
-        self._segment: _core.Segment | None = None
+        self.segment: _core.Segment | None = None  #: the segment as the executor in C knows it
         if not isinstance(core, CoreUnavailable):
             starts = (layout.record(0, 0) * WORD, layout.header(0, 0, 0) * WORD, layout.slot(0, 0), layout.result(0, 0))
-            self._segment = core.Segment(
+            self.segment = core.Segment(
                 memory, board.rank, board.size, layout.banks, layout.chunk, layout.piece, starts, bells
             )
 
@@ -59,7 +59,7 @@ class Executor:
             program = build()
             if len(self._programs) >= _MOST_PROGRAMS:
                 self._programs.clear()
-            found = self._programs[key] = Compiled(program, self._segment and self._segment.program(*program))
+            found = self._programs[key] = Compiled(program, self.segment and self.segment.program(*program))
         return found
 
     def run(
@@ -67,14 +67,15 @@ class Executor:
     ) -> Progress:
         """Run a program from step ``first`` on; see ``reference.run``."""
         kernels = [reduction.kernel for reduction in reductions]
-        if self._segment is None or compiled.core is None or None in kernels:
+        if self.segment is None or compiled.core is None or None in kernels:
             return reference.run(self.board, compiled.program, first, operands, reductions)
         board = self.board
         vectors = [_vector(operand) for operand in operands]
-        mark = (*board.signature, board.mark)
-        return self._driven(self._segment.run(compiled.core, first, mark, vectors, kernels, board.difference))
+        mark = (*board.signature, board.state.mark)
+        return self.driven(self.segment.run(compiled.core, first, mark, vectors, kernels, board.difference))
 
-    def _driven(self, run: _core.Run) -> Progress:
+    def driven(self, run: _core.Run) -> Progress:
+        """Go on with a run in C."""
         self.running = run
         try:
             yield from run
@@ -88,13 +89,13 @@ class Executor:
 
     def interrupt(self) -> None:
         """Make a thread that drives ``running`` return soon. From any thread."""
-        if self._segment is not None:
-            self._segment.interrupt()
+        if self.segment is not None:
+            self.segment.interrupt()
 
     def resume(self) -> None:
         """End an interruption."""
-        if self._segment is not None:
-            self._segment.resume()
+        if self.segment is not None:
+            self.segment.resume()
 
 
 def _vector(operand: Operand | int) -> int | tuple[list[int], list[int]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, final
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
 from asynccomm.backends.hazards import separated
 from asynccomm.backends.shm.bundles import Bundle, extent
-from asynccomm.backends.shm.executor import Executor
+from asynccomm.backends.shm.executor import Compiled, Executor
 from asynccomm.backends.shm.layout import WORD
 from asynccomm.backends.shm.payloads import parcels
 from asynccomm.backends.shm.programs import (
@@ -35,22 +35,25 @@ from asynccomm.backends.shm.schedule import Lands, by_rank, flat_target, in_plac
 from asynccomm.backends.shm.variable_length import PayloadSink, PayloadSource, stream
 from asynccomm.backends.shm.vectors import Operand, copy, write
 from asynccomm.ops import (
-    AllGather,
-    AllGatherSingle,
     AllReduce,
     AllToAll,
-    AllToAllSingle,
     Barrier,
-    Broadcast,
-    Gather,
     GroupedOp,
     Op,
     Parcels,
     Reduce,
-    ReduceScatter,
-    ReduceScatterSingle,
-    Scatter,
 )
+
+
+@final
+class Lowered(NamedTuple):
+    """A collective as a program, with the memory that the program refers to."""
+
+    compiled: Compiled
+    operands: Sequence[Operand | int] = ()
+    reductions: Sequence[Reduction] = ()
+    lands: Sequence[Callable[[], object]] = ()  #: called at the end
+    owners: object = None  #: of the operands' memory; kept alive
 
 
 def start(executor: Executor, submission: Submission | Bundle, whole: int) -> Progress:
@@ -59,20 +62,30 @@ def start(executor: Executor, submission: Submission | Bundle, whole: int) -> Pr
     Args:
         whole: bytes up to which every rank combines a whole reduction (``programs.combined``).
     """
-    return _FORMS[type(submission.op)](executor, submission, whole)
+    if isinstance(submission, Submission) and submission.run is not None:
+        return executor.driven(submission.run)  # type: ignore[arg-type]
+    return _FORMS.get(type(submission.op), _run)(executor, submission, whole)
 
 
-def _barrier(executor: Executor, submission: Submission, whole: int) -> Progress:
+def _run(executor: Executor, submission: Submission, whole: int) -> Progress:
+    low = lowered(executor, submission, whole)
+    first = executor.board.begin(submission.work.seq, submission.op, low.compiled.program.steps)
+    yield from executor.run(low.compiled, first, low.operands, low.reductions)
+    for land in low.lands:
+        land()
+
+
+def lowered(executor: Executor, submission: Submission, whole: int) -> Lowered:
+    """The program of a collective with sizes known to all ranks."""
+    return _LOWERINGS.get(type(submission.op), _transfer)(executor, submission, whole)
+
+
+def _barrier(executor: Executor, submission: Submission, whole: int) -> Lowered:
     board = executor.board
-    compiled = executor.compiled(Barrier, lambda: program(1, barrier(board.rank, board.size)))
-    return executor.run(compiled, board.begin(submission.work.seq, submission.op, 1), ())
+    return Lowered(executor.compiled(Barrier, lambda: program(1, barrier(board.rank, board.size))))
 
 
-def _parcels(executor: Executor, submission: Submission, whole: int) -> Progress:
-    return parcels(executor.board, submission)
-
-
-def _reduce(executor: Executor, submission: Submission, whole: int) -> Progress:
+def _reduce(executor: Executor, submission: Submission, whole: int) -> Lowered:
     """The lowering of all_reduce and reduce."""
     board = executor.board
     lands: Lands = []
@@ -101,13 +114,10 @@ def _reduce(executor: Executor, submission: Submission, whole: int) -> Progress:
             (AllReduce, nbytes, takes, own),
             lambda: reduced_in_parts(board.rank, board.size, nbytes, board.chunk, takes=takes, own=own),
         )
-    first = board.begin(submission.work.seq, submission.op, compiled.program.steps)
-    yield from executor.run(compiled, first, operands, (reduction,))
-    for land in lands:
-        land()
+    return Lowered(compiled, operands, (reduction,), lands)
 
 
-def _transfer(executor: Executor, submission: Submission, whole: int) -> Progress:
+def _transfer(executor: Executor, submission: Submission, whole: int) -> Lowered:
     """The lowering of an operation that is one part, of which each step takes as much as fits."""
     board = executor.board
     key, part, operands, lands, reductions, owners = schedule(board, submission)
@@ -115,11 +125,11 @@ def _transfer(executor: Executor, submission: Submission, whole: int) -> Progres
     room = room_per_reader(board.chunk, board.size) if split else board.chunk
     steps = steps_for(nbytes, room)
     compiled = executor.compiled((key, steps), lambda: program(steps, part(Window(room))))
-    first = board.begin(submission.work.seq, submission.op, steps)
-    yield from executor.run(compiled, first, operands, reductions)
-    del owners
-    for land in lands:
-        land()
+    return Lowered(compiled, operands, reductions, lands, owners)
+
+
+def _parcels(executor: Executor, submission: Submission, whole: int) -> Progress:
+    return parcels(executor.board, submission)
 
 
 def _all_to_all(executor: Executor, submission: Submission, whole: int) -> Progress:
@@ -208,19 +218,13 @@ def _together(executor: Executor, bundle: Bundle) -> Progress:
             land()
 
 
-_FORMS: Final[Mapping[type[Op], Callable[[Executor, Any, int], Progress]]] = {
+_LOWERINGS: Final[Mapping[type[Op], Callable[[Executor, Submission, int], Lowered]]] = {
     AllReduce: _reduce,
     Reduce: _reduce,
-    ReduceScatter: _transfer,
-    ReduceScatterSingle: _transfer,
-    Broadcast: _transfer,
-    AllGather: _transfer,
-    AllGatherSingle: _transfer,
-    Gather: _transfer,
-    Scatter: _transfer,
-    AllToAllSingle: _transfer,
+    Barrier: _barrier,
+}
+_FORMS: Final[Mapping[type[Op], Callable[[Executor, Any, int], Progress]]] = {
     AllToAll: _all_to_all,
     Parcels: _parcels,
-    Barrier: _barrier,
     GroupedOp: _bundle,
 }

@@ -103,12 +103,14 @@ def _reduce(board: Board, submission: Submission) -> Schedule:
 
 
 def flat_target(target: Operand, reduction: Reduction, lands: Lands) -> Tensor:
-    """A tensor that a reduction can write; if it is not ``target``, the copy to ``target`` comes first in ``lands``."""
+    """A tensor that a reduction can write; if it is not ``target``, the copy to ``target`` comes first in ``lands``.
+
+    The caller keeps the tensor until then.
+    """
     if isinstance(target, Tensor):
         return target
     values = torch.empty(target.nbytes // reduction.dtype.itemsize, dtype=reduction.dtype, device="cpu")
     lands.insert(0, partial(target.write, 0, target.nbytes, values.data_ptr()))
-    lands.append(values.size)  # keeps the memory until then
     return values
 
 

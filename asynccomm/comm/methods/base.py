@@ -38,7 +38,8 @@ class CommBase(Handle):
         """Not for users: see ``asynccomm.new_comm``."""
         self._session = session
         self._submitter = session.submitter
-        self._records_sites = session.reporter is not None  # which the other ranks may request
+        self._submitter.records_sites = session.reporter is not None
+        self._call = self._submitter.caller()  # of methods whose arguments are tensors and plain values
         self._group = session.group
         self._backend_name = backend_name
         self._sent_schemas = SenderSchemaCache()
@@ -108,7 +109,7 @@ class CommBase(Handle):
     ) -> Work[Any]:
         if tag is not None:
             call = call.labelled(tag)
-        site = call_site(_DEPTH) if self._records_sites else None
+        site = call_site(_DEPTH) if self._submitter.records_sites else None
         return self._submitter.submit(call, timeout, hints, site)
 
     def _submit_together(
@@ -122,7 +123,7 @@ class CommBase(Handle):
         """Submit ``calls`` under one Work, whose result is ``result``."""
         if tag is not None:
             calls = [call.labelled(tag) for call in calls]
-        site = call_site(_DEPTH) if self._records_sites else None
+        site = call_site(_DEPTH) if self._submitter.records_sites else None
         if len(calls) == 1:
             return self._submitter.submit(calls[0]._replace(result=result), timeout, hints, site)
         return self._submitter.submit_together(calls, result, timeout, hints, site)

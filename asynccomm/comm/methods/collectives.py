@@ -14,6 +14,10 @@ from asynccomm.core.work import Work
 from asynccomm.ops import dims, variable
 from asynccomm.ops.reduce_op import ReduceOp
 
+# a bound method is a new object wherever it is looked up, and the fast path knows calls by such objects
+_ALL_REDUCE, _BROADCAST, _REDUCE = ops.AllReduce.of, ops.Broadcast.of, ops.Reduce.of
+_ALL_TO_ALL_SINGLE, _BARRIER = ops.AllToAllSingle.of, ops.Barrier.of
+
 
 class Collectives(CommBase):
     """Collectives on tensors of sizes that all ranks know."""
@@ -37,7 +41,7 @@ class Collectives(CommBase):
 
         Returns: Work of ``tensor``, or of ``out``.
         """
-        return self._submit(ops.AllReduce.of(self._group, tensor, op, out), timeout, hints, tag)
+        return self._call(timeout, hints, tag, _ALL_REDUCE, tensor, op, out)
 
     def broadcast(
         self,
@@ -52,7 +56,7 @@ class Collectives(CommBase):
 
         Returns: Work of ``tensor``.
         """
-        return self._submit(ops.Broadcast.of(self._group, tensor, root), timeout, hints, tag)
+        return self._call(timeout, hints, tag, _BROADCAST, tensor, root)
 
     def reduce(
         self,
@@ -73,7 +77,7 @@ class Collectives(CommBase):
 
         Returns: Work of ``tensor``, or of ``out``, on the root; of None elsewhere.
         """
-        return self._submit(ops.Reduce.of(self._group, tensor, root, op, out), timeout, hints, tag)
+        return self._call(timeout, hints, tag, _REDUCE, tensor, root, op, out)
 
     def all_gather(
         self,
@@ -115,7 +119,7 @@ class Collectives(CommBase):
 
         Returns: Work of ``output``.
         """
-        return self._submit(dims.all_gather_single(self._group, output, input, dim), timeout, hints, tag)
+        return self._call(timeout, hints, tag, dims.all_gather_single, output, input, dim)
 
     def reduce_scatter(
         self,
@@ -158,7 +162,7 @@ class Collectives(CommBase):
 
         Returns: Work of ``output``.
         """
-        return self._submit(dims.reduce_scatter_single(self._group, output, input, op, dim), timeout, hints, tag)
+        return self._call(timeout, hints, tag, dims.reduce_scatter_single, output, input, op, dim)
 
     def scatter(
         self,
@@ -220,7 +224,7 @@ class Collectives(CommBase):
 
         Returns: Work of ``output`` on the root, of None elsewhere.
         """
-        return self._submit(dims.gather_single(self._group, output, input, root, dim), timeout, hints, tag)
+        return self._call(timeout, hints, tag, dims.gather_single, output, input, root, dim)
 
     def scatter_single(
         self,
@@ -242,7 +246,7 @@ class Collectives(CommBase):
 
         Returns: Work of ``output``.
         """
-        return self._submit(dims.scatter_single(self._group, output, input, root, dim), timeout, hints, tag)
+        return self._call(timeout, hints, tag, dims.scatter_single, output, input, root, dim)
 
     def all_to_all(
         self,
@@ -283,7 +287,7 @@ class Collectives(CommBase):
 
         Returns: Work of ``output``.
         """
-        return self._submit(ops.AllToAllSingle.of(self._group, output, input), timeout, hints, tag)
+        return self._call(timeout, hints, tag, _ALL_TO_ALL_SINGLE, output, input)
 
     def barrier(
         self,
@@ -293,4 +297,4 @@ class Collectives(CommBase):
         tag: str | None = None,
     ) -> Work[None]:
         """Wait until every rank has called it. Moves no tensor."""
-        return self._submit(ops.Barrier.of(self._group), timeout, hints, tag)
+        return self._call(timeout, hints, tag, _BARRIER)

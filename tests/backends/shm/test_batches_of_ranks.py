@@ -71,10 +71,10 @@ async def test_any_batch_is_what_one_by_one_is(comm: Comm, late: bool) -> None:
 async def test_a_batch_is_one_synchronisation(comm: Comm) -> None:
     board = board_of(comm)
     await comm.barrier()
-    before = board.step
+    before = board.state.step
     tensors = [torch.full((n,), comm.rank + 1.0) for n in range(100)]
     await batch(comm, reduced(comm, *tensors))
-    assert board.step == before + 1
+    assert board.state.step == before + 1
     assert all(tensor.eq(3).all() for tensor in tensors)
 
 

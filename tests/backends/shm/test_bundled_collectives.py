@@ -93,7 +93,7 @@ def test_a_batch_is_one_synchronisation() -> None:
     queues = [items(world, rank, 1 << 16) for rank in calls]
     assert [len(queue) for queue in queues] == [1] * size
     interleave(world, queues, 1 << 16, choose)
-    assert [each.board.step for each in world] == [1] * size
+    assert [each.board.state.step for each in world] == [1] * size
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -348,7 +348,7 @@ def test_all_to_all_takes_one_step_if_all_fits_in_a_slot(sends: int) -> None:
     inputs = [[torch.full((sends,), 10 * s + r, dtype=torch.uint8) for r in range(size)] for s in range(size)]
     outputs = [[torch.zeros(sends, dtype=torch.uint8) for _ in range(size)] for _ in range(size)]
     world = run([ops.AllToAll.of(g, outputs[g.rank], inputs[g.rank]) for g in groups_of(size)])
-    assert [each.board.step for each in world] == [-(-(sends + 32) // 512)] * size
+    assert [each.board.state.step for each in world] == [-(-(sends + 32) // 512)] * size
     for rank in range(size):
         assert all(torch.equal(outputs[rank][s], inputs[s][rank]) for s in range(size))
 

@@ -139,7 +139,7 @@ def test_any_sequence_in_any_interleaving(seed: int, size: int, forms: list[str]
         check(*entry)
     assert all(t.eq(size).all() for totals in sums for t in totals)
     assert all(s.error is None for program in kept for s in program)
-    assert len({each.board.step for each in world}) == 1
+    assert len({each.board.state.step for each in world}) == 1
 
 
 def run(
@@ -165,22 +165,22 @@ def test_every_form(form: str, size: int, head: int, payload: int) -> None:
     world, _ = run(op, parcels, places)
     check(op, parcels, places)
     if head + 16 * payload <= 100:
-        assert [each.board.step for each in world] == [1] * size
+        assert [each.board.state.step for each in world] == [1] * size
 
 
 @pytest.mark.parametrize(("extra", "steps"), [(0, 1), (1, 2)])
 def test_what_fits_in_a_slot_takes_one_step(extra: int, steps: int) -> None:
     given = [Parcel(b"h" * 100, (torch.zeros(1024 - 100 + extra, dtype=torch.uint8),))]
     world, _ = run(Parcels("broadcast", giver=0), [given, []], [Placed(random.Random(1)) for _ in range(2)])
-    assert [each.board.step for each in world] == [steps] * 2
+    assert [each.board.state.step for each in world] == [steps] * 2
 
 
 def test_a_parcel_that_nobody_wants_is_not_moved() -> None:
     """The taker's own, in a gather: however large."""
     given = [[Parcel(b"", (torch.zeros(100_000),))], [Parcel(b"", (torch.zeros(10),))]]
     world, _ = run(Parcels("gather", taker=0), given, [Placed(random.Random(1)) for _ in range(2)])
-    assert [each.board.step for each in world] == [1, 1]
-    assert run(Parcels("all_gather"), [given[0]], [Placed(random.Random(1))])[0][0].board.step == 1
+    assert [each.board.state.step for each in world] == [1, 1]
+    assert run(Parcels("all_gather"), [given[0]], [Placed(random.Random(1))])[0][0].board.state.step == 1
 
 
 @pytest.mark.parametrize("form", ["broadcast", "all_gather", "all_to_all"])

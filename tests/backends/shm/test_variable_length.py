@@ -59,7 +59,7 @@ def test_everybody_to_everybody(lengths: list[int]) -> None:
     collected = [Collected() for _ in world]
     finish(*(shared(b, lengths[b.rank], b.others, collected[b.rank]) for b in world))
     steps = max(1, -(-max(lengths) // 256))
-    assert [board.step for board in world] == [steps] * 3
+    assert [board.state.step for board in world] == [steps] * 3
     for rank, found in enumerate(collected):
         others = {0, 1, 2} - {rank}
         assert found.begun == [{other: (0, lengths[other]) for other in others}]

@@ -1,0 +1,129 @@
+/* The objects that the C files of the native executor share. */
+#ifndef ASYNCCOMM_CORE_H
+#define ASYNCCOMM_CORE_H
+
+#include "../../core/_work.h"
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+/* ---- reductions: _kernels.c --------------------------------------------------------------------------------------- */
+
+/* in the order of reduction.DTYPES and reduction.OPERATORS */
+enum { F32, F64, F16, BF16, I8, U8, I32, I64, DTYPES };
+enum { SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR, OPERATORS };
+
+/* Combine n elements of `count` sources, in their order, into `out`, which may be one of the first two; divide by
+ * `divisor` if it is not 0. */
+typedef void Kernel(void *out, void *const *sources, int count, size_t n, int divisor);
+
+extern Kernel *const core_kernels[DTYPES][OPERATORS];
+extern const int64_t core_item_bytes[DTYPES];
+
+/* ---- the segment, programs and runs: _core.c ---------------------------------------------------------------------- */
+
+typedef _Atomic uint64_t Word;
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer memory;
+    char *base;
+    int rank, size, banks;
+    int64_t chunk, piece;
+    Word *blocks, *records, *headers;
+    char *slots, *results;
+    int (*bells)[2];
+    uint64_t free_below;     /* the slots of all steps below are known to be free */
+    _Atomic int interrupted; /* `drive` returns soon */
+    unsigned spins;          /* before a waiting run offers its core */
+} Segment;
+
+/* The position of a rank in the sequence of collectives: board.State */
+typedef struct {
+    PyObject_HEAD
+    uint64_t step, code, numel, history, mark, place, number;
+    PyObject *op;
+    char dead;
+} State;
+
+typedef struct {
+    int space, index; /* index: of a vector, or a rank */
+    int64_t offset, stride;
+} Ref;
+
+typedef struct {
+    int64_t total, stride, most; /* bytes in iteration i: total - i * stride, at least 0, at most `most` */
+    Ref to, *sources;
+    int count, reduction; /* of sources; the number of a kernel, -1: a copy of the one source */
+} Action;
+
+typedef struct {
+    int wait, signal, waited_count, action_count;
+    int *waited; /* ranks */
+    Action *actions;
+} Stage;
+
+typedef struct {
+    PyObject_HEAD
+    uint32_t steps;
+    int stage_count, vector_count, kernel_count, most_sources;
+    int64_t bytes_per_step;
+    Stage *stages;
+} Program;
+
+typedef struct {
+    int64_t start; /* in the vector */
+    char *address;
+} Piece;
+
+typedef struct {
+    char *address; /* of a vector in one piece */
+    int count;     /* of pieces otherwise */
+    int64_t nbytes;
+    Piece *pieces;
+} Vector;
+
+typedef struct {
+    Kernel *kernel;
+    int64_t item; /* bytes of an element */
+    int divisor;
+} Reduction;
+
+typedef struct {
+    PyObject_HEAD
+    Segment *segment;
+    Program *program;
+    PyObject *mismatch; /* called with (rank, step); returns the exception to raise */
+    uint64_t first, code, numel, mark;
+    Reduction *reductions;
+    int wrong_rank, running;
+    uint64_t wrong_step;
+    uint32_t *done; /* iterations, by stage */
+    Vector *vectors;
+    void **sources; /* of one reduction */
+} Run;
+
+enum { STUCK, MOVED, DONE, WRONG };
+
+extern PyTypeObject *Core_Segment, *Core_Program, *Core_State;
+
+/* Item i of a sequence as a number from `least` to `most`; -1 with an exception otherwise, also if there was one. */
+int64_t core_number_at(PyObject *sequence, Py_ssize_t i, int64_t least, int64_t most, const char *name);
+void *core_zeroed(Py_ssize_t count, size_t size); /* NULL with an exception */
+void core_free(PyObject *self);                   /* the end of a deallocator */
+
+/* A run with empty vectors; NULL with an exception. */
+Run *core_new_run(Segment *segment, Program *program, PyObject *reductions, PyObject *mismatch);
+
+/* Take each stage on by one iteration, if it is ready and the stage before it is ahead. */
+int core_pass(Run *run);
+
+/* Go on until the run is done, has waited for `patience` in vain, or the segment is interrupted. The core is offered to
+ * other threads every `stretch` nanoseconds, and while the run waits. */
+int core_drive(Run *run, int64_t patience, int64_t stretch);
+
+/* ---- calls: _fast_path.c ------------------------------------------------------------------------------------------ */
+
+int core_add_fast_path(PyObject *module);
+
+#endif

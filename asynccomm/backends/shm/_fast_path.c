@@ -1,0 +1,575 @@
+/* The fast path of a call: arguments, program, run, Work and bookkeeping of a small collective, without Python code.
+ *
+ * A call is known by its method and its arguments: of a tensor the dtype, the shape, and whether it is the memory of
+ * another argument. The first call of its kind is taken by Python, which makes a recipe of it (fast_path.py); later
+ * calls run the recipe here, if nothing else is going on in the comm. Everything unusual falls back to Python:
+ *
+ * - arguments that are no plain contiguous CPU tensors, and anything that a check could refuse;
+ * - a comm that is closed, orders its calls by agreement, is inside a scope, or has operations in flight;
+ * - a run that is not done after a short spin: Python adopts it as it is.
+ *
+ * All this happens with the GIL held, so no other thread can begin to submit or drive meanwhile.
+ */
+#include "_core.h"
+
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define RELAX() _mm_pause()
+#else
+#define RELAX() ((void)0)
+#endif
+
+#define MIX 0x9E3779B97F4A7C15u /* as in board.py */
+#define MOST_ARGS 6
+#define MOST_DIMS 8
+#define MOST_CONSTANTS 24
+#define MOST_SKIPPED 64 /* calls in a row without a spin, after spinning has failed */
+#define ENTRIES 1024    /* a power of two */
+
+/* ---- tensors, by the table of functions that torch publishes for DLPack ------------------------------------------- */
+
+/* dlpack.h, version 1: the members up to `dltensor_from_py_object_no_sync` */
+typedef struct {
+    void *data;
+    struct { int32_t type, id; } device;
+    int32_t ndim;
+    struct { uint8_t code, bits; uint16_t lanes; } dtype;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} DLTensor;
+typedef struct {
+    struct { uint32_t major, minor; } version;
+    void *previous;
+    void *allocate, *export_tensor, *import_tensor;
+    int (*look)(void *tensor, DLTensor *found);
+} DLPackTable;
+
+enum { DL_CPU = 1, DL_COMPLEX = 5 };
+
+/* An argument in a key: numbers that are equal if two calls need the same program. */
+typedef struct {
+    uint64_t words[2 + MOST_ARGS * (2 + MOST_DIMS)];
+    int count;
+} Key;
+
+typedef struct {
+    char *data[MOST_ARGS];
+    int64_t nbytes[MOST_ARGS];
+    PyObject *objects[MOST_ARGS];
+    int count;
+} Tensors;
+
+/* What a kind of call comes to. */
+typedef struct {
+    Key key;
+    PyObject *make; /* that the key names by its address; kept alive */
+    PyObject *op, *kernels;
+    Program *program; /* NULL: this kind is not for the fast path */
+    uint64_t code, numel;
+    int result, vectors; /* number of the tensor that is the result, -1: None */
+    int *tensor;         /* by vector: the tensor that it lies in, and where */
+    int64_t *offset;
+    Run *run; /* for the next call */
+    int holds; /* of the table, and of calls: a destructor may make further calls, which empty the table */
+} Entry;
+
+typedef struct {
+    PyObject_HEAD
+    Segment *segment;
+    State *state;
+    CallCounts *counts;
+    PyTypeObject *work_type;
+    PyObject *mailbox, *mismatch, *learn, *submit, *adopt, *call_site, *files, *recent, *lock, *driven, *queue, *inbox;
+    DLPackTable *table;
+    PyTypeObject *tensor, *parameter;
+    PyObject *values, *constants[MOST_CONSTANTS]; /* the constants are those of the tuple `values` */
+    int constant_count;
+    Entry *entries[ENTRIES];
+    int known;
+    int64_t patience; /* nanoseconds */
+    unsigned to_skip, skipped;
+} FastPath;
+
+static PyTypeObject *FastPath_Type, *Streak_Type, *Counts_Type, *State_of_Work;
+static PyObject *get_running_loop, *get_frame, *one, *two;
+static PyObject *name_running, *name_acquire, *name_release, *name_append, *name_filename, *name_lasti, *name_is_neg;
+
+/* Whether the answer of a method without arguments is `expected`; -1 with an exception. */
+static int answers(PyObject *object, PyObject *name, PyObject *argument, PyObject *expected)
+{
+    PyObject *answer = PyObject_CallMethodObjArgs(object, name, argument, NULL);
+    if (!answer) return -1;
+    Py_DECREF(answer);
+    return answer == expected;
+}
+
+/* Append a tensor to the key. 1: done; 0: it is unusual; -1: an exception. */
+static int add_tensor(const FastPath *f, PyObject *tensor, Key *key, Tensors *tensors)
+{
+    DLTensor found;
+    if (tensors->count == MOST_ARGS || f->table->look(tensor, &found)) {
+        PyErr_Clear();
+        return 0;
+    }
+    if (found.device.type != DL_CPU || found.ndim > MOST_DIMS || found.dtype.lanes != 1 || found.dtype.bits % 8
+        || found.dtype.code == DL_COMPLEX)
+        return 0;
+    int64_t numel = 1;
+    for (int k = found.ndim - 1; k >= 0; k--) {
+        if (found.shape[k] != 1 && found.strides && found.strides[k] != numel) return 0;
+        numel *= found.shape[k];
+    }
+    int negative = answers(tensor, name_is_neg, NULL, Py_True); /* lazily negated: the memory holds other values */
+    if (negative) return negative < 0 ? -1 : 0;
+    int64_t nbytes = numel * (found.dtype.bits / 8);
+    if (!nbytes || !found.data) return 0;
+    char *data = (char *)found.data + found.byte_offset;
+    int same = MOST_ARGS;
+    for (int k = 0; k < tensors->count; k++) {
+        if (data == tensors->data[k] && nbytes == tensors->nbytes[k]) same = k;
+        else if (data < tensors->data[k] + tensors->nbytes[k] && tensors->data[k] < data + nbytes) return 0;
+    }
+    uint64_t *words = key->words + key->count;
+    words[0] = 1 | (uint64_t)found.dtype.code << 8 | (uint64_t)found.dtype.bits << 16 | (uint64_t)same << 32
+               | (uint64_t)found.ndim << 40;
+    for (int k = 0; k < found.ndim; k++) words[1 + k] = (uint64_t)found.shape[k];
+    key->count += 1 + found.ndim;
+    int number = tensors->count++;
+    tensors->data[number] = data, tensors->nbytes[number] = nbytes, tensors->objects[number] = tensor;
+    return 1;
+}
+
+/* Whether a value is one of the constants that a key may name. */
+static int is_plain(const FastPath *f, PyObject *value)
+{
+    for (int k = 0; k < f->constant_count; k++)
+        if (f->constants[k] == value) return 1;
+    return 0;
+}
+
+/* The key of a call. 1: done; 0: the call is unusual; -1: an exception. */
+static int key_of(const FastPath *f, PyObject *const *args, Py_ssize_t n, Key *key, Tensors *tensors)
+{
+    if (n > MOST_ARGS + 1) return 0;
+    key->words[0] = (uint64_t)(uintptr_t)args[0], key->count = 1, tensors->count = 0;
+    for (Py_ssize_t k = 1; k < n; k++) {
+        PyObject *argument = args[k];
+        if (Py_TYPE(argument) == f->tensor || Py_TYPE(argument) == f->parameter) {
+            int usual = add_tensor(f, argument, key, tensors);
+            if (usual <= 0) return usual;
+        } else if (PyLong_CheckExact(argument)) {
+            long long value = PyLong_AsLongLong(argument);
+            if (value == -1 && PyErr_Occurred()) {
+                PyErr_Clear();
+                return 0;
+            }
+            key->words[key->count++] = 2;
+            key->words[key->count++] = (uint64_t)value;
+        } else {
+            if (!is_plain(f, argument)) return 0;
+            key->words[key->count++] = 3;
+            key->words[key->count++] = (uint64_t)(uintptr_t)argument;
+        }
+    }
+    return 1;
+}
+
+static Entry **entry_of(FastPath *f, const Key *key)
+{
+    uint64_t hash = 0;
+    for (int k = 0; k < key->count; k++) hash = (hash ^ key->words[k]) * MIX, hash ^= hash >> 32;
+    for (uint64_t at = hash;; at++) {
+        Entry **entry = &f->entries[at % ENTRIES];
+        if (!*entry || ((*entry)->key.count == key->count && !memcmp((*entry)->key.words, key->words, 8 * (size_t)key->count)))
+            return entry;
+    }
+}
+
+static void release_entry(Entry *entry)
+{
+    if (--entry->holds > 0) return;
+    Py_XDECREF(entry->make), Py_XDECREF(entry->op), Py_XDECREF(entry->kernels);
+    Py_XDECREF((PyObject *)entry->program), Py_XDECREF((PyObject *)entry->run);
+    free(entry->tensor), free(entry->offset), free(entry);
+}
+
+static void forget(FastPath *f)
+{
+    for (int k = 0; k < ENTRIES; k++) {
+        Entry *entry = f->entries[k];
+        f->entries[k] = NULL;
+        if (entry) release_entry(entry);
+    }
+    f->known = 0;
+}
+
+/* Fill an entry from a recipe: (program, (code, numel), kernels, ((tensor, offset) by vector), op, result), or None. */
+static int fill_entry(const FastPath *f, Entry *entry, PyObject *recipe, int tensors)
+{
+    PyObject *program, *vectors;
+    unsigned long long code, numel;
+    if (recipe == Py_None) return 0;
+    if (!PyArg_ParseTuple(recipe, "O!(KK)OOOi", Core_Program, &program, &code, &numel, &entry->kernels, &vectors, &entry->op,
+                          &entry->result)) {
+        entry->kernels = entry->op = NULL;
+        return -1;
+    }
+    Py_INCREF(entry->kernels), Py_INCREF(entry->op);
+    entry->code = code, entry->numel = numel, entry->vectors = ((Program *)program)->vector_count;
+    entry->tensor = core_zeroed(entry->vectors, sizeof(int)), entry->offset = core_zeroed(entry->vectors, sizeof(int64_t));
+    if (!entry->tensor || !entry->offset) return -1;
+    for (int k = 0; k < entry->vectors; k++) {
+        PyObject *pair = PySequence_GetItem(vectors, k);
+        if (pair) {
+            entry->tensor[k] = (int)core_number_at(pair, 0, 0, tensors - 1, "tensor");
+            entry->offset[k] = core_number_at(pair, 1, 0, INT64_MAX / 4, "offset");
+            Py_DECREF(pair);
+        }
+        if (PyErr_Occurred()) return -1;
+    }
+    if (entry->result >= tensors) {
+        PyErr_SetString(PyExc_ValueError, "the result is none of the tensors");
+        return -1;
+    }
+    entry->run = core_new_run(f->segment, (Program *)program, entry->kernels, f->mismatch);
+    if (!entry->run) return -1;
+    Py_INCREF(program);
+    entry->program = (Program *)program;
+    return 0;
+}
+
+/* Have Python make a recipe of a call; returns its entry, NULL for an exception. */
+static Entry *learn(FastPath *f, const Key *key, PyObject *const *args, Py_ssize_t n, int tensors)
+{
+    if (f->known >= ENTRIES / 2) forget(f);
+    PyObject *all = PyTuple_New(n);
+    for (Py_ssize_t k = 0; all && k < n; k++) {
+        Py_INCREF(args[k]);
+        PyTuple_SetItem(all, k, args[k]);
+    }
+    PyObject *recipe = all ? PyObject_CallObject(f->learn, all) : NULL;
+    Entry *entry = recipe ? core_zeroed(1, sizeof(Entry)) : NULL;
+    if (entry) {
+        entry->key = *key, entry->holds = 1;
+        entry->make = args[0];
+        Py_INCREF(entry->make);
+        if (fill_entry(f, entry, recipe, tensors)) {
+            release_entry(entry);
+            entry = NULL;
+        }
+    }
+    Py_XDECREF(all), Py_XDECREF(recipe);
+    if (!entry) return NULL;
+    Entry **place = entry_of(f, key); /* `learn` may have run other calls */
+    if (*place) release_entry(*place), f->known--;
+    f->known++;
+    return *place = entry;
+}
+
+/* ---- one call ----------------------------------------------------------------------------------------------------- */
+
+static int64_t nanoseconds(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* Run as far as possible; look out for late ranks for a moment, if that has paid off recently. */
+static int spin(FastPath *f, Run *run)
+{
+    int64_t until = 0;
+    unsigned waits = 0;
+    for (;;) {
+        int result = core_pass(run);
+        if (result == MOVED) continue;
+        if (result != STUCK) {
+            if (until) f->to_skip = 0;
+            return result;
+        }
+        if (!until) {
+            if (!f->patience) return STUCK;
+            if (f->skipped < f->to_skip) {
+                f->skipped++;
+                return STUCK;
+            }
+            f->skipped = 0;
+            until = nanoseconds() + f->patience;
+        } else if (nanoseconds() >= until) {
+            f->to_skip = 2 * f->to_skip + 1 < MOST_SKIPPED ? 2 * f->to_skip + 1 : MOST_SKIPPED;
+            return STUCK;
+        }
+        for (int k = 0; k < 4; k++) RELAX();
+        if (++waits > f->segment->spins) sched_yield(); /* the late rank may need this core */
+    }
+}
+
+/* The user's place of the call: (code, instruction); None if it is not recorded. */
+static PyObject *site_of(const FastPath *f)
+{
+    if (f->call_site == Py_None) Py_RETURN_NONE;
+    PyObject *frame = PyObject_CallFunctionObjArgs(get_frame, one, NULL), *site = NULL; /* 0: the method of the comm */
+    if (!frame) return NULL;
+    PyObject *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame), *file = PyObject_GetAttr(code, name_filename);
+    int users = file ? PySet_Contains(f->files, file) : -1;
+    if (users > 0) {
+        PyObject *instruction = PyObject_GetAttr(frame, name_lasti);
+        if (instruction) {
+            site = PyTuple_Pack(2, code, instruction);
+            Py_DECREF(instruction);
+        }
+    } else if (!users) {
+        site = PyObject_CallFunctionObjArgs(f->call_site, two, NULL); /* 0: call_site itself */
+    }
+    Py_DECREF(code), Py_DECREF(frame);
+    Py_XDECREF(file);
+    return site;
+}
+
+/* Whether a call may be sent from here now: -1 with an exception. */
+static int may_send(const FastPath *f)
+{
+    if (f->state->dead || PyObject_Size(f->queue) || PyObject_Size(f->inbox)) return 0;
+    int other, in_loop = core_in_loop((Streak *)f->mailbox, get_running_loop, name_running, &other);
+    if (in_loop < 0 || other) return in_loop;
+    PyObject *driven = PyObject_CallNoArgs(f->driven);
+    if (!driven) return -1;
+    Py_DECREF(driven);
+    if (driven != Py_False) return 0;
+    return answers(f->lock, name_acquire, Py_False, Py_True);
+}
+
+/* The finished Work of a call. */
+static PyObject *finished_work(const FastPath *f, const Entry *entry, PyObject *result, PyObject *site, double started)
+{
+    WorkState *work = (WorkState *)((allocfunc)PyType_GetSlot(f->work_type, Py_tp_alloc))(f->work_type, 0);
+    if (!work) return NULL;
+    work->op = entry->op, work->mailbox = f->mailbox, work->value = result, work->site = site;
+    Py_INCREF(work->op), Py_INCREF(work->mailbox), Py_INCREF(work->value), Py_INCREF(work->site);
+    work->seq = f->counts->collectives, work->timeout = f->counts->limit;
+    work->started = started, work->finished = monotonic();
+    work->done = 1;
+    return (PyObject *)work;
+}
+
+/* Note a call for diagnoses: (op, site, seq, started). */
+static int remember(const FastPath *f, const Entry *entry, PyObject *site, double started)
+{
+    PyObject *call = Py_BuildValue("(OOLd)", entry->op, site, f->counts->collectives, started);
+    PyObject *none = call ? PyObject_CallMethodObjArgs(f->recent, name_append, call, NULL) : NULL;
+    Py_XDECREF(call), Py_XDECREF(none);
+    return none ? 0 : -1;
+}
+
+/* As Board.begin. */
+static void begin(const FastPath *f, const Entry *entry)
+{
+    State *s = f->state;
+    Run *run = entry->run;
+    PyObject *before = s->op;
+    run->first = s->step;
+    s->step += entry->program->steps;
+    s->number = (uint64_t)f->counts->collectives;
+    s->history = (s->mark + s->code * 31 + s->numel) * MIX;
+    s->mark = s->history ^ s->place;
+    s->code = entry->code, s->numel = entry->numel;
+    s->op = entry->op;
+    Py_INCREF(s->op);
+    Py_XDECREF(before);
+    run->code = s->code, run->numel = s->numel, run->mark = s->mark;
+    memset(run->done, 0, (size_t)entry->program->stage_count * sizeof *run->done);
+}
+
+/* Submit a known call: its Work, or NULL with an exception. The comm's lock is held. */
+static PyObject *send(FastPath *f, Entry *entry, const Tensors *tensors, PyObject *const *args, Py_ssize_t n, PyObject *site,
+                      double started)
+{
+    Run *run = entry->run;
+    begin(f, entry);
+    for (int k = 0; k < entry->vectors; k++) run->vectors[k].address = tensors->data[entry->tensor[k]] + entry->offset[k];
+    if (spin(f, run) == DONE) {
+        PyObject *result = entry->result < 0 ? Py_None : tensors->objects[entry->result];
+        PyObject *work = remember(f, entry, site, started) ? NULL : finished_work(f, entry, result, site, started);
+        f->counts->collectives++, f->counts->submitted++;
+        return work;
+    }
+    entry->run = NULL; /* which goes on without this entry */
+    PyObject *call = PyTuple_New(n), *work = NULL;
+    for (Py_ssize_t k = 0; call && k < n; k++) {
+        Py_INCREF(args[k]);
+        PyTuple_SetItem(call, k, args[k]);
+    }
+    if (call) work = PyObject_CallFunction(f->adopt, "OOOd", (PyObject *)run, call, site, started);
+    Py_XDECREF(call);
+    Py_DECREF((PyObject *)run);
+    return work;
+}
+
+/* Submit a call by the fast path. 1: `work` is its Work, or NULL with an exception; 0: the call is not for this path. */
+static int try_fast(FastPath *f, PyObject *const *args, Py_ssize_t n, PyObject **work)
+{
+    double started = monotonic();
+    Key key;
+    Tensors tensors;
+    int usual = key_of(f, args, n, &key, &tensors);
+    if (usual <= 0) return usual < 0;
+    Entry *entry = *entry_of(f, &key);
+    if (!entry && !(entry = learn(f, &key, args, n, tensors.count))) return 1;
+    if (!entry->program || f->counts->closed || f->counts->detours) return 0;
+    entry->holds++;
+    PyObject *site = NULL;
+    if (entry->run || (entry->run = core_new_run(f->segment, entry->program, entry->kernels, f->mismatch))) site = site_of(f);
+    int may = site ? may_send(f) : -1;
+    if (may > 0) {
+        *work = send(f, entry, &tensors, args, n, site, started);
+        PyObject *type, *value, *traceback;
+        PyErr_Fetch(&type, &value, &traceback);
+        PyObject *released = PyObject_CallMethodObjArgs(f->lock, name_release, NULL);
+        if (released) PyErr_Restore(type, value, traceback);
+        else Py_CLEAR(*work);
+        Py_XDECREF(released);
+    }
+    Py_XDECREF(site);
+    release_entry(entry);
+    return may != 0;
+}
+
+/* submit(timeout, hints, tag, make, *arguments) -> Work */
+static PyObject *FastPath_submit(PyObject *self, PyObject *const *args, Py_ssize_t n)
+{
+    FastPath *f = (FastPath *)self;
+    if (n >= 4 && args[0] == Py_None && args[1] == Py_None && args[2] == Py_None && !f->counts->closed && !f->counts->detours) {
+        PyObject *work = NULL;
+        if (try_fast(f, args + 3, n - 3, &work)) return work;
+    }
+    PyObject *all = PyTuple_New(n), *work;
+    if (!all) return NULL;
+    for (Py_ssize_t k = 0; k < n; k++) {
+        Py_INCREF(args[k]);
+        PyTuple_SetItem(all, k, args[k]);
+    }
+    work = PyObject_CallObject(f->submit, all);
+    Py_DECREF(all);
+    return work;
+}
+
+/* ---- FastPath ----------------------------------------------------------------------------------------------------- */
+
+#define OBJECTS(DO)                                                                                                    \
+    DO(segment) DO(state) DO(counts) DO(work_type) DO(mailbox) DO(mismatch) DO(learn) DO(submit) DO(adopt) DO(call_site)  \
+    DO(files) DO(recent) DO(lock) DO(driven) DO(queue) DO(inbox) DO(tensor) DO(parameter) DO(values)
+
+static int FastPath_traverse(PyObject *self, visitproc visit, void *arg)
+{
+    FastPath *f = (FastPath *)self;
+    Py_VISIT(Py_TYPE(self));
+#define VISIT(name) Py_VISIT((PyObject *)f->name);
+    OBJECTS(VISIT)
+    for (int k = 0; k < ENTRIES; k++) {
+        Entry *entry = f->entries[k];
+        if (!entry) continue;
+        Py_VISIT(entry->make);
+        Py_VISIT(entry->op);
+        Py_VISIT(entry->kernels);
+    }
+    return 0;
+}
+
+static int FastPath_clear(PyObject *self)
+{
+    FastPath *f = (FastPath *)self;
+    forget(f);
+#define CLEAR(name)                                                                                                    \
+    do {                                                                                                               \
+        PyObject *old = (PyObject *)f->name;                                                                           \
+        f->name = NULL;                                                                                                \
+        Py_XDECREF(old);                                                                                               \
+    } while (0);
+    OBJECTS(CLEAR)
+    return 0;
+}
+
+static void FastPath_dealloc(PyObject *self)
+{
+    PyObject_GC_UnTrack(self);
+    FastPath_clear(self);
+    core_free(self);
+}
+
+static DLPackTable *table_of(PyObject *tensor)
+{
+    PyObject *capsule = PyObject_GetAttrString(tensor, "__dlpack_c_exchange_api__");
+    DLPackTable *table = capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
+    Py_XDECREF(capsule);
+    if (table && (table->version.major != 1 || !table->look)) {
+        PyErr_Format(PyExc_RuntimeError, "DLPack's table has version %u.%u", table->version.major, table->version.minor);
+        return NULL;
+    }
+    return table;
+}
+
+/* FastPath(segment, state, counts, work_type, mailbox, mismatch, learn, submit, adopt, call_site, files, recent, lock,
+ * driven, queue, inbox, tensor, parameter, values, patience) */
+static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
+{
+    FastPath *f = (FastPath *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    double patience;
+    if (!f) return NULL;
+    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOO!OOOOOOOO!d", Core_Segment, &f->segment, Core_State, &f->state, Counts_Type,
+                                  &f->counts, &PyType_Type, &f->work_type, Streak_Type, &f->mailbox, &f->mismatch, &f->learn, &f->submit,
+                                  &f->adopt, &f->call_site, &PySet_Type, &f->files, &f->recent, &f->lock, &f->driven,
+                                  &f->queue, &f->inbox, &f->tensor, &f->parameter, &PyTuple_Type, &f->values, &patience);
+#define HOLD(name) Py_XINCREF((PyObject *)f->name);
+    OBJECTS(HOLD)
+    if (parsed && !PyType_IsSubtype(f->work_type, State_of_Work)) {
+        PyErr_Format(PyExc_TypeError, "work_type must be a WorkState, got %R", f->work_type);
+        parsed = 0;
+    }
+    if (parsed && (f->table = table_of((PyObject *)f->tensor))) {
+        f->patience = (int64_t)(patience * 1e9);
+        f->constant_count = (int)PyTuple_Size(f->values);
+        if (f->constant_count > MOST_CONSTANTS) f->constant_count = MOST_CONSTANTS;
+        for (int k = 0; k < f->constant_count; k++) f->constants[k] = PyTuple_GetItem(f->values, k);
+        return (PyObject *)f;
+    }
+    Py_DECREF((PyObject *)f);
+    return NULL;
+}
+
+static PyMethodDef fast_path_methods[] = {
+    {"submit", (PyCFunction)(void (*)(void))FastPath_submit, METH_FASTCALL, "Submit a call; see the submitter's `call`."},
+    {NULL, NULL, 0, NULL},
+};
+static PyType_Slot fast_path_slots[] = {
+    {Py_tp_new, (void *)FastPath_new}, {Py_tp_dealloc, (void *)FastPath_dealloc}, {Py_tp_traverse, (void *)FastPath_traverse},
+    {Py_tp_clear, (void *)FastPath_clear}, {Py_tp_methods, fast_path_methods}, {0, NULL}};
+static PyType_Spec fast_path_spec = {
+    "_core.FastPath", sizeof(FastPath), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, fast_path_slots};
+
+static PyObject *attribute_of(const char *module, const char *name)
+{
+    PyObject *m = PyImport_ImportModule(module), *found = m ? PyObject_GetAttrString(m, name) : NULL;
+    Py_XDECREF(m);
+    return found;
+}
+
+int core_add_fast_path(PyObject *module)
+{
+    const struct { PyObject **place; const char *text; } names[] = {
+        {&name_running, "__asyncio_running_event_loop__"}, {&name_acquire, "acquire"}, {&name_release, "release"}, {&name_append, "append"},
+        {&name_filename, "co_filename"}, {&name_lasti, "f_lasti"}, {&name_is_neg, "is_neg"}};
+    for (size_t k = 0; k < sizeof names / sizeof *names; k++)
+        if (!(*names[k].place = PyUnicode_InternFromString(names[k].text))) return -1;
+    if (!(get_running_loop = attribute_of("asyncio", "_get_running_loop")) || !(get_frame = attribute_of("sys", "_getframe"))
+        || !(one = PyLong_FromLong(1)) || !(two = PyLong_FromLong(2))
+        || !(Streak_Type = (PyTypeObject *)attribute_of("asynccomm.core._work", "Streak"))
+        || !(Counts_Type = (PyTypeObject *)attribute_of("asynccomm.core._work", "CallCounts"))
+        || !(State_of_Work = (PyTypeObject *)attribute_of("asynccomm.core._work", "WorkState"))
+        || !(FastPath_Type = (PyTypeObject *)PyType_FromSpec(&fast_path_spec)))
+        return -1;
+    return PyModule_AddObjectRef(module, "FastPath", (PyObject *)FastPath_Type);
+}

@@ -1,0 +1,130 @@
+"""Small collectives from call to result in C (``_fast_path.c``), by recipes that are made here.
+
+A recipe says what a kind of call comes to: the program, the reductions, and the tensors among the arguments that the
+program's vectors lie in. Calls of equal arguments, up to the memory and the values of tensors, share a recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from asynccomm.backends.base import DirectCalls, Submission
+from asynccomm.backends.shm.executor import Executor
+from asynccomm.backends.shm.lowering import lowered
+from asynccomm.backends.shm.vectors import Operand
+from asynccomm.core.callsite import call_site, user_files
+from asynccomm.core.native import load_core
+from asynccomm.core.work import Work
+from asynccomm.ops import AllToAll, Call, Parcels
+from asynccomm.ops.reduce_op import CONSTANTS
+from asynccomm.ops.signature import Signature, signature
+from asynccomm.ops.validation import CommInfo
+
+SPIN_SECONDS: Final = 3e-5  # for a late rank, inside the call: longer than another rank's call on the ordinary path
+_TORCHS: Final = (
+    [getattr(torch.distributed.ReduceOp, op.type.name) for op in CONSTANTS] if torch.distributed.is_available() else []
+)
+
+
+@final
+class Limits(NamedTuple):
+    """The settings that the fast path follows."""
+
+    inline_bytes: int  #: larger operations run on a thread
+    whole_bytes: int  #: as of ``lowering.start``
+    patience: float  #: seconds to spin for a late rank
+
+
+@final
+class Recipe(NamedTuple):
+    """A kind of call, for ``_core.FastPath``."""
+
+    program: Any  #: compiled
+    words: Signature
+    kernels: Sequence[tuple[int, int, int]]
+    vectors: Sequence[tuple[int, int]]  #: the number of a tensor, and the offset of the vector in it, in bytes
+    op: Any
+    result: int  #: the number of the tensor that is the result; -1: the result is None
+
+
+def fast_path(
+    executor: Executor, calls: DirectCalls, limits: Limits, driven: Callable[[], bool], *queues: Sequence[Any]
+) -> Callable[..., Work[Any]] | None:
+    """The fast path of the calls of a comm; None without the executor in C, or if torch shows it no tensors.
+
+    Args:
+        driven: whether a thread drives the engine.
+        queues: operations that must be done before.
+    """
+    if executor.segment is None or not hasattr(Tensor, "__dlpack_c_exchange_api__"):
+        return None
+    board = executor.board
+    path = load_core().FastPath(
+        executor.segment,
+        board.state,
+        calls.counts,
+        Work,
+        calls.mailbox,
+        board.difference,
+        partial(recipe, executor, calls.group, limits),
+        calls.call,
+        calls.adopt,
+        call_site if calls.records_sites else None,
+        user_files,
+        calls.recent,
+        calls.lock,
+        driven,
+        *queues,
+        Tensor,
+        Parameter,
+        (None, True, False, *CONSTANTS, *_TORCHS),  # arguments of a recipe that are neither tensors nor integers
+        min(SPIN_SECONDS, limits.patience),
+    )
+    return path.submit  # type: ignore[no-any-return]
+
+
+def recipe(
+    executor: Executor, group: CommInfo, limits: Limits, check: Callable[..., Call], *arguments: Any
+) -> Recipe | None:
+    """The recipe of calls like ``check(group, *arguments)``; None if they are not for the fast path."""
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    try:
+        call = check(group, *arguments)
+    except Exception:  # for the ordinary path, which raises it again
+        return None
+    result = next((k for k, tensor in enumerate(tensors) if tensor is call.result), -1)
+    if (
+        isinstance(call.op, (Parcels, AllToAll))
+        or (call.result is not None and result < 0)
+        or call.finish is not None
+        or call.copies
+    ):
+        return None
+    submission = Submission(call, None)  # type: ignore[arg-type]
+    if submission.nbytes > limits.inline_bytes:
+        return None
+    with torch.inference_mode(False):
+        low = lowered(executor, submission, limits.whole_bytes)
+    kernels = [reduction.kernel for reduction in low.reductions]
+    vectors = [_place(operand, tensors) for operand in low.operands]
+    if low.compiled.core is None or low.lands or None in kernels or None in vectors:
+        return None
+    return Recipe(low.compiled.core, signature(call.op), kernels, vectors, call.op, result)  # type: ignore[arg-type]
+
+
+def _place(operand: Operand | int, tensors: Sequence[Tensor]) -> tuple[int, int] | None:
+    """The tensor that an operand of one piece lies in, and its offset there."""
+    if not isinstance(operand, (int, Tensor)):
+        return None
+    address = operand if isinstance(operand, int) else operand.data_ptr()
+    for number, tensor in enumerate(tensors):
+        offset = address - tensor.data_ptr()
+        if 0 <= offset < tensor.nbytes:
+            return number, offset
+    return None

@@ -1,0 +1,398 @@
+"""Small collectives in C: which calls take the fast path, and that nobody can tell but by the clock."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asynccomm import ClosedError, CollectiveMismatchError, CollectiveTimeoutError, Comm, RedOpType, ReduceOp, new_comm
+from asynccomm.comm.submission import Submitter
+from asynccomm.core.callsite import show
+from asynccomm.core.native import CoreUnavailable, load_core
+
+pytestmark = pytest.mark.skipif(isinstance(load_core(), CoreUnavailable), reason="the executor in C was not built")
+
+
+class Paths:
+    """Counts the calls of a comm that take the ordinary path, and those that are adopted."""
+
+    def __init__(self) -> None:
+        self.ordinary = self.adopted = 0
+
+    def took(self) -> str:
+        """The path of the calls since the last time."""
+        path = "ordinary" if self.ordinary else "fast"
+        self.ordinary = self.adopted = 0
+        return path
+
+
+@asynccontextmanager
+async def counted(**options: Any) -> AsyncIterator[tuple[Comm, Paths]]:
+    """A new comm that counts; a late rank is waited for inside the call."""
+    paths, call, adopt = Paths(), Submitter.call, Submitter.adopt
+
+    def counting_call(self: Submitter, *args: Any) -> Any:
+        paths.ordinary += 1
+        return call(self, *args)
+
+    def counting_adopt(self: Submitter, *args: Any) -> Any:
+        paths.adopted += 1
+        return adopt(self, *args)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Submitter, "call", counting_call)
+        patched.setattr(Submitter, "adopt", counting_adopt)
+        async with new_comm("shm", name="counted", timeout=30, **options) as comm:
+            yield comm, paths
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.complex64]
+)
+async def test_results_are_right_call_by_call(dtype: torch.dtype) -> None:
+    async with counted() as (comm, paths):
+        rank = comm.rank
+        for round in range(3):
+            values = torch.tensor([rank + round, 1, 0, 1]).to(dtype)
+            other = torch.tensor([1 - rank + round, 1, 0, 1]).to(dtype)
+            if dtype not in (torch.float8_e4m3fn, torch.complex64, torch.bool):
+                expected = values + other
+                assert torch.equal(await comm.all_reduce(values.clone()), expected)
+                out = torch.empty_like(values)
+                assert await comm.all_reduce(values, out=out) is out
+                assert torch.equal(out, expected)
+                reduced = await comm.reduce(values.clone(), 1)
+                assert reduced is None if rank == 0 else torch.equal(reduced, expected)
+                scattered = torch.empty_like(values[:2])
+                await comm.reduce_scatter_single(scattered, values)
+                assert torch.equal(scattered, expected[2 * rank : 2 * rank + 2])
+            pair = [values, other] if rank == 0 else [other, values]
+            gathered = torch.empty(8, dtype=dtype)
+            assert await comm.all_gather_single(gathered, values) is gathered
+            assert torch.equal(gathered.view(torch.uint8), torch.cat(pair).view(torch.uint8))
+            exchanged = torch.empty_like(values)
+            await comm.all_to_all_single(exchanged, values)
+            half = slice(2 * rank, 2 * rank + 2)
+            assert torch.equal(exchanged.view(torch.uint8), torch.cat([pair[0][half], pair[1][half]]).view(torch.uint8))
+            root = values.clone()
+            await comm.broadcast(root, 1)
+            assert torch.equal(root.view(torch.uint8), pair[1].view(torch.uint8))
+            assert await comm.barrier() is None
+        complex_ones = dtype.is_complex
+        assert (paths.took() == "fast") != complex_ones, "complex numbers may be lazily conjugated"
+
+
+@pytest.mark.ranks(1)
+async def test_which_calls_are_fast() -> None:
+    async with counted() as (comm, paths):
+
+        async def path(work: Any) -> str:
+            await work
+            return paths.took()
+
+        plain = torch.ones(2, 6)
+        for _ in range(2):  # the first time, and when the kind of call is known
+            assert await path(comm.all_reduce(plain)) == "fast"
+            assert await path(comm.all_reduce(plain, ReduceOp.MAX)) == "fast"
+            assert await path(comm.all_reduce(plain, torch.distributed.ReduceOp.MAX)) == "fast"
+            assert await path(comm.all_reduce(plain, out=torch.empty(12))) == "fast"
+            assert await path(comm.all_reduce(plain, out=plain)) == "fast"
+            assert await path(comm.all_reduce(torch.nn.Parameter(torch.ones(3)))) == "fast"
+            assert await path(comm.all_reduce(torch.ones(3, requires_grad=True))) == "fast"
+            assert await path(comm.all_reduce(torch.ones(3, 3)[:, 1:2].t().contiguous())) == "fast"
+            assert await path(comm.all_reduce(torch.ones(3, 1)[:, ::2])) == "fast", "contiguous as torch has it"
+            with torch.inference_mode():
+                assert await path(comm.all_reduce(torch.ones(3))) == "fast"
+            assert await path(comm.barrier()) == "fast"
+            unusual = {
+                "tag": lambda: comm.all_reduce(plain, tag="a"),
+                "timeout": lambda: comm.all_reduce(plain, timeout=3),
+                "hints": lambda: comm.all_reduce(plain, hints={}),
+                "strides": lambda: comm.all_reduce(plain.t()),
+                "gaps": lambda: comm.all_reduce(plain[:, :2]),
+                "subclass": lambda: comm.all_reduce(plain.as_subclass(type("Mine", (torch.Tensor,), {}))),
+                "negated": lambda: comm.all_reduce(torch.ones(1, dtype=torch.complex64).conj().imag),
+                "conjugated": lambda: comm.all_reduce(torch.ones(2, dtype=torch.complex64).conj()),
+                "empty": lambda: comm.all_reduce(torch.ones(0)),
+                "a reduction of one's own": lambda: comm.all_reduce(plain, ReduceOp(RedOpType.SUM)),
+                "factor": lambda: comm.all_reduce(plain, ReduceOp.PREMUL_SUM(2.0)),
+                "large": lambda: comm.all_reduce(torch.ones(1 << 19)),
+                "widened": lambda: comm.all_reduce(torch.ones(3, dtype=torch.int16), ReduceOp.AVG),
+                "allocated": lambda: comm.all_gather_single(None, plain),
+                "overlap": lambda: comm.all_reduce(plain.view(-1)[:8], out=plain.view(-1)[2:10]),
+                "dims": lambda: comm.all_gather_single(torch.ones((1,) * 10), torch.ones((1,) * 10)),
+            }
+            for name, call in unusual.items():
+                assert await path(call()) == "ordinary", name
+        async with comm.coalesce():
+            work = comm.all_reduce(plain)
+        assert await path(work) == "ordinary"
+        comm.extend_timeout(5)
+        assert comm.all_reduce(plain).timeout == 35
+        assert paths.took() == "ordinary", "the first operation that is done ends the extension"
+        assert comm.all_reduce(plain).timeout == 30
+        assert paths.took() == "fast"
+        comm.set_timeout(7)
+        assert comm.all_reduce(plain).timeout == 7
+        assert paths.took() == "fast"
+
+
+@pytest.mark.ranks(1)
+async def test_values_are_as_on_the_ordinary_path() -> None:
+    async with counted() as (comm, _):
+        for negated in (torch.tensor([1 + 2j]).conj().imag, torch.tensor([1 + 2j]).imag):
+            expected = negated.clone()
+            out = torch.zeros(1)
+            for _ in range(2):
+                await comm.all_reduce(negated, out=out)
+                assert torch.equal(out, expected)
+        values = torch.arange(10.0)
+        await comm.all_reduce(values[:8], out=values[2:])
+        assert values.tolist() == [0, 1, 0, 1, 2, 3, 4, 5, 6, 7]
+        wide = torch.arange(12.0).view(3, 4)
+        await comm.all_reduce(wide[:, 1:3])
+        assert torch.equal(wide, torch.arange(12.0).view(3, 4))
+
+
+@pytest.mark.ranks(1)
+async def test_errors_are_those_of_the_ordinary_path() -> None:
+    async with counted() as (comm, paths):
+        plain = torch.ones(4)
+        for _ in range(2):
+            with pytest.raises(TypeError, match=r"tensor must be a torch\.Tensor, got 3"):
+                comm.all_reduce(3)  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match=r"op BAND cannot reduce torch\.float32"):
+                comm.all_reduce(plain, ReduceOp.BAND)
+            with pytest.raises(ValueError, match=r"root must be in \[0, 1\), got 2"):
+                comm.broadcast(plain, 2)
+            with pytest.raises(ValueError, match="root must be in"):
+                comm.broadcast(plain, 1 << 70)
+            with pytest.raises(ValueError, match="out must have 4 elements"):
+                comm.all_reduce(plain, out=torch.ones(3))
+            with pytest.raises(ValueError, match="tensor must be a dense tensor"):
+                comm.all_reduce(torch.ones(2).to_sparse())
+            with pytest.raises(ValueError, match="overlaps itself"):
+                comm.all_reduce(torch.ones(1).expand(4))
+            with pytest.raises(ValueError, match="tensor is on meta"):
+                comm.all_reduce(torch.ones(1, device="meta"))
+        assert comm.statistics().submitted == 0
+        paths.took()
+        await comm.all_reduce(plain)
+        assert comm.statistics().submitted == 1
+    with pytest.raises(ClosedError, match="comm 'counted' is closed"):
+        comm.all_reduce(plain)
+
+
+def called_here(comm: Comm) -> Any:
+    return comm.all_reduce(torch.ones(2))
+
+
+@pytest.mark.ranks(1)
+async def test_a_work_has_everything() -> None:
+    async with counted() as (comm, paths):
+        works = []
+        before = time.monotonic()
+        for _ in range(3):
+            works.append(called_here(comm))
+        assert paths.took() == "fast"
+        assert [work.seq for work in works] == [0, 1, 2]
+        for work in works:
+            assert str(work.op) == "all_reduce(float32[2], SUM)"
+            assert show(work.site).startswith(f"{Path(__file__)}:")
+            assert show(work.site).endswith("in called_here")
+            assert before <= work.started <= work.finished <= time.monotonic()
+            assert work.duration == work.finished - work.started
+            assert work.timeout == 30
+            assert work.done()
+            assert work.is_completed()
+            assert work.exception() is None
+            assert work.result() is await work
+            assert (work.source, work.captured, work.order, work.driver) == (None, False, None, None)
+            assert weakref.ref(work)() is work
+        assert repr(works[1]) == "<Work #1 all_reduce(float32[2], SUM) done>"
+        called: list[Any] = []
+        works[0].add_done_callback(called.append)
+        works[0].listen(lambda: called.append("listener"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert called == ["listener", works[0]]
+        calls = list(comm._submitter.recent)
+        assert [(str(op), site, seq) for op, site, seq, _ in calls] == [
+            ("all_reduce(float32[2], SUM)", work.site, work.seq) for work in works
+        ]
+        assert comm.statistics()[:4] == (3, 0, 0, 0)
+
+
+@pytest.mark.ranks(1)
+async def test_a_streak_of_awaits_yields() -> None:
+    async with counted() as (comm, _):
+        tensor, ticks, stop = torch.ones(2), 0, False
+
+        async def tick() -> None:
+            nonlocal ticks
+            while not stop:
+                ticks += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(tick())
+        for _ in range(64 * 5):
+            await comm.all_reduce(tensor)
+        stop = True
+        await task
+        assert ticks >= 5
+
+
+@pytest.mark.ranks(2)
+async def test_a_late_rank_is_waited_for_outside_of_the_call(comm: Comm) -> None:
+    hints = {"spin_us": "0"}
+    async with counted(hints=hints) as (own, paths):
+        for round in range(20):
+            values = torch.full((3,), own.rank + round + 1.0)
+            if own.rank == round % 2:
+                work = own.all_reduce(values)
+                assert own.statistics().in_flight == 1
+                del values
+                gc.collect()
+                assert not work.done()
+                await comm.barrier()
+            else:
+                await comm.barrier()
+                work = own.all_reduce(values)
+            assert (await work).tolist() == [2 * round + 3.0] * 3
+            assert work.seq == round
+            assert own.statistics().in_flight == 0
+        assert paths.adopted + paths.ordinary >= 10
+
+
+@pytest.mark.ranks(2)
+async def test_a_deadline_holds_for_a_call_that_goes_on(comm: Comm) -> None:
+    if comm.rank == 0:
+        async with new_comm("shm", name="late", timeout=30) as late:
+            await late.all_reduce(torch.ones(2))
+            late.set_timeout(0.2)
+            with pytest.raises(
+                CollectiveTimeoutError, match=r"all_reduce\(float32\[2\], SUM\) #1 .*not arrived: ranks \[1\]"
+            ):
+                await late.all_reduce(torch.ones(2))
+        await comm.barrier()
+    else:
+        async with new_comm("shm", name="late", timeout=30) as late:
+            await late.all_reduce(torch.ones(2))
+            await comm.barrier()
+
+
+@pytest.mark.ranks(2)
+async def test_ranks_that_differ_get_an_error() -> None:
+    async with new_comm("shm", name="differ", timeout=30) as comm:
+        for _ in range(3):
+            await comm.all_reduce(torch.ones(4))
+        with pytest.raises(CollectiveMismatchError) as caught:
+            for _ in range(2):
+                await comm.all_reduce(torch.ones(4 if comm.rank else 5))
+        error = caught.value
+        mine, theirs = ("float32[5]", "float32[4]") if comm.rank == 0 else ("float32[4]", "float32[5]")
+        assert error.seq == 3
+        assert mine in str(error.op)
+        assert theirs in str(error.other_op)
+
+
+@pytest.mark.ranks(2)
+async def test_more_kinds_of_calls_than_the_table_holds() -> None:
+    async with counted() as (comm, paths):
+        for _ in range(2):
+            for numel in range(1, 700):
+                tensor = torch.full((numel,), float(comm.rank + numel))
+                await comm.all_reduce(tensor)
+                assert tensor[-1].item() == 2 * numel + 1
+        assert paths.ordinary == 0
+
+
+@pytest.mark.ranks(2)
+async def test_any_thread_may_call(comm: Comm) -> None:
+    async with counted() as (own, _):
+        errors: list[BaseException] = []
+
+        def work(rounds: int) -> None:
+            try:
+                for _ in range(rounds):
+                    tensor = torch.ones(4)
+                    own.all_reduce(tensor).wait()
+                    assert tensor.tolist() == [2.0] * 4
+            except BaseException as exc:
+                errors.append(exc)
+
+        threads = [threading.Thread(target=work, args=(200,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for _ in range(200):
+            tensor = torch.ones(4)
+            await own.all_reduce(tensor)
+            assert tensor.tolist() == [2.0] * 4
+        while any(thread.is_alive() for thread in threads):
+            await asyncio.sleep(0)
+        assert errors == []
+        await comm.barrier()
+        assert own.statistics()[:2] == (800, 0)
+
+
+@pytest.mark.ranks(1)
+async def test_another_loop_is_refused() -> None:
+    async with counted() as (comm, _):
+        await comm.all_reduce(torch.ones(2))
+        caught: list[str] = []
+
+        async def elsewhere() -> None:
+            with pytest.raises(RuntimeError, match="belongs to another event loop"):
+                comm.all_reduce(torch.ones(2))
+            caught.append("refused")
+
+        thread = threading.Thread(target=lambda: asyncio.run(elsewhere()))
+        thread.start()
+        while thread.is_alive():
+            await asyncio.sleep(0)
+        assert caught == ["refused"]
+
+
+@pytest.mark.ranks(1)
+async def test_nothing_is_kept() -> None:
+    async with counted() as (comm, _):
+        for _ in range(3):
+            tensor = torch.ones(5)
+            work = comm.all_reduce(tensor)
+            gone = [weakref.ref(tensor), weakref.ref(work)]
+            await work
+            del tensor, work
+            assert [reference() for reference in gone] == [None, None]
+    watched = weakref.ref(comm)
+    gc.collect()
+    gc.disable()
+    try:
+        del comm
+        assert watched() is None, "a cycle keeps the comm"
+    finally:
+        gc.enable()
+
+
+@pytest.mark.ranks(2)
+async def test_with_a_rank_that_runs_the_executor_in_python() -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        if os.environ["RANK"] == "1":
+            patched.setenv("ASYNCCOMM_EXECUTOR", "reference")
+        async with counted() as (comm, paths):
+            for round in range(50):
+                tensor = torch.full((4,), float(comm.rank + round))
+                await comm.all_reduce(tensor)
+                assert tensor.tolist() == [2.0 * round + 1] * 4
+            assert (paths.took() == "fast") == (comm.rank == 0)
