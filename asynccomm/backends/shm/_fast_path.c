@@ -24,8 +24,9 @@
 #endif
 
 #define MIX 0x9E3779B97F4A7C15u /* as in board.py */
-#define MOST_ARGS 6
+#define MOST_TENSORS 24
 #define MOST_DIMS 8
+#define MOST_WORDS 160
 #define MOST_CONSTANTS 24
 #define MOST_SKIPPED 64 /* calls in a row without a spin, after spinning has failed */
 #define ENTRIES 1024    /* a power of two */
@@ -50,16 +51,15 @@ typedef struct {
 
 enum { DL_CPU = 1, DL_COMPLEX = 5 };
 
-/* An argument in a key: numbers that are equal if two calls need the same program. */
+/* Numbers that are equal if two calls need the same program. */
 typedef struct {
-    uint64_t words[2 + MOST_ARGS * (2 + MOST_DIMS)];
+    uint64_t words[MOST_WORDS];
     int count;
 } Key;
 
 typedef struct {
-    char *data[MOST_ARGS];
-    int64_t nbytes[MOST_ARGS];
-    PyObject *objects[MOST_ARGS];
+    char *data[MOST_TENSORS];
+    int64_t nbytes[MOST_TENSORS];
     int count;
 } Tensors;
 
@@ -70,7 +70,7 @@ typedef struct {
     PyObject *op, *kernels;
     Program *program; /* NULL: this kind is not for the fast path */
     uint64_t code, numel;
-    int result, vectors; /* number of the tensor that is the result, -1: None */
+    int result, vectors; /* number of the argument that is the result, -1: None */
     int *tensor;         /* by vector: the tensor that it lies in, and where */
     int64_t *offset;
     Run *run; /* for the next call */
@@ -111,7 +111,7 @@ static int answers(PyObject *object, PyObject *name, PyObject *argument, PyObjec
 static int add_tensor(const FastPath *f, PyObject *tensor, Key *key, Tensors *tensors)
 {
     DLTensor found;
-    if (tensors->count == MOST_ARGS || f->table->look(tensor, &found)) {
+    if (tensors->count == MOST_TENSORS || key->count + 1 + MOST_DIMS > MOST_WORDS || f->table->look(tensor, &found)) {
         PyErr_Clear();
         return 0;
     }
@@ -128,7 +128,7 @@ static int add_tensor(const FastPath *f, PyObject *tensor, Key *key, Tensors *te
     int64_t nbytes = numel * (found.dtype.bits / 8);
     if (!nbytes || !found.data) return 0;
     char *data = (char *)found.data + found.byte_offset;
-    int same = MOST_ARGS;
+    int same = MOST_TENSORS;
     for (int k = 0; k < tensors->count; k++) {
         if (data == tensors->data[k] && nbytes == tensors->nbytes[k]) same = k;
         else if (data < tensors->data[k] + tensors->nbytes[k] && tensors->data[k] < data + nbytes) return 0;
@@ -139,41 +139,57 @@ static int add_tensor(const FastPath *f, PyObject *tensor, Key *key, Tensors *te
     for (int k = 0; k < found.ndim; k++) words[1 + k] = (uint64_t)found.shape[k];
     key->count += 1 + found.ndim;
     int number = tensors->count++;
-    tensors->data[number] = data, tensors->nbytes[number] = nbytes, tensors->objects[number] = tensor;
+    tensors->data[number] = data, tensors->nbytes[number] = nbytes;
     return 1;
 }
 
 /* Whether a value is one of the constants that a key may name. */
-static int is_plain(const FastPath *f, PyObject *value)
+static int is_constant(const FastPath *f, PyObject *value)
 {
     for (int k = 0; k < f->constant_count; k++)
         if (f->constants[k] == value) return 1;
     return 0;
 }
 
-/* The key of a call. 1: done; 0: the call is unusual; -1: an exception. */
+/* Append an argument to the key, or the tensors of a list; as add_tensor. */
+static int add_argument(const FastPath *f, PyObject *argument, Key *key, Tensors *tensors, int in_list)
+{
+    if (Py_TYPE(argument) == f->tensor || Py_TYPE(argument) == f->parameter) return add_tensor(f, argument, key, tensors);
+    int is_list = PyList_CheckExact(argument);
+    if (in_list || key->count + 2 > MOST_WORDS) return 0;
+    if (is_list || PyTuple_CheckExact(argument)) {
+        Py_ssize_t count = PyObject_Size(argument);
+        key->words[key->count++] = 2 | (uint64_t)count << 8;
+        for (Py_ssize_t k = 0; k < count; k++) {
+            PyObject *item = is_list ? PyList_GetItem(argument, k) : PyTuple_GetItem(argument, k);
+            int usual = item ? add_argument(f, item, key, tensors, 1) : -1;
+            if (usual <= 0) return usual;
+        }
+        return 1;
+    }
+    if (PyLong_CheckExact(argument)) {
+        long long value = PyLong_AsLongLong(argument);
+        if (value == -1 && PyErr_Occurred()) {
+            PyErr_Clear();
+            return 0;
+        }
+        key->words[key->count++] = 3;
+        key->words[key->count++] = (uint64_t)value;
+        return 1;
+    }
+    if (!is_constant(f, argument)) return 0;
+    key->words[key->count++] = 4;
+    key->words[key->count++] = (uint64_t)(uintptr_t)argument;
+    return 1;
+}
+
+/* The key of a call; as add_tensor. */
 static int key_of(const FastPath *f, PyObject *const *args, Py_ssize_t n, Key *key, Tensors *tensors)
 {
-    if (n > MOST_ARGS + 1) return 0;
     key->words[0] = (uint64_t)(uintptr_t)args[0], key->count = 1, tensors->count = 0;
     for (Py_ssize_t k = 1; k < n; k++) {
-        PyObject *argument = args[k];
-        if (Py_TYPE(argument) == f->tensor || Py_TYPE(argument) == f->parameter) {
-            int usual = add_tensor(f, argument, key, tensors);
-            if (usual <= 0) return usual;
-        } else if (PyLong_CheckExact(argument)) {
-            long long value = PyLong_AsLongLong(argument);
-            if (value == -1 && PyErr_Occurred()) {
-                PyErr_Clear();
-                return 0;
-            }
-            key->words[key->count++] = 2;
-            key->words[key->count++] = (uint64_t)value;
-        } else {
-            if (!is_plain(f, argument)) return 0;
-            key->words[key->count++] = 3;
-            key->words[key->count++] = (uint64_t)(uintptr_t)argument;
-        }
+        int usual = add_argument(f, args[k], key, tensors, 0);
+        if (usual <= 0) return usual;
     }
     return 1;
 }
@@ -208,7 +224,7 @@ static void forget(FastPath *f)
 }
 
 /* Fill an entry from a recipe: (program, (code, numel), kernels, ((tensor, offset) by vector), op, result), or None. */
-static int fill_entry(const FastPath *f, Entry *entry, PyObject *recipe, int tensors)
+static int fill_entry(const FastPath *f, Entry *entry, PyObject *recipe, int tensors, Py_ssize_t arguments)
 {
     PyObject *program, *vectors;
     unsigned long long code, numel;
@@ -231,8 +247,8 @@ static int fill_entry(const FastPath *f, Entry *entry, PyObject *recipe, int ten
         }
         if (PyErr_Occurred()) return -1;
     }
-    if (entry->result >= tensors) {
-        PyErr_SetString(PyExc_ValueError, "the result is none of the tensors");
+    if (entry->result >= arguments) {
+        PyErr_SetString(PyExc_ValueError, "the result is none of the arguments");
         return -1;
     }
     entry->run = core_new_run(f->segment, (Program *)program, entry->kernels, f->mismatch);
@@ -257,7 +273,7 @@ static Entry *learn(FastPath *f, const Key *key, PyObject *const *args, Py_ssize
         entry->key = *key, entry->holds = 1;
         entry->make = args[0];
         Py_INCREF(entry->make);
-        if (fill_entry(f, entry, recipe, tensors)) {
+        if (fill_entry(f, entry, recipe, tensors, n - 1)) {
             release_entry(entry);
             entry = NULL;
         }
@@ -392,7 +408,7 @@ static PyObject *send(FastPath *f, Entry *entry, const Tensors *tensors, PyObjec
     begin(f, entry);
     for (int k = 0; k < entry->vectors; k++) run->vectors[k].address = tensors->data[entry->tensor[k]] + entry->offset[k];
     if (spin(f, run) == DONE) {
-        PyObject *result = entry->result < 0 ? Py_None : tensors->objects[entry->result];
+        PyObject *result = entry->result < 0 ? Py_None : args[1 + entry->result];
         PyObject *work = remember(f, entry, site, started) ? NULL : finished_work(f, entry, result, site, started);
         f->counts->collectives++, f->counts->submitted++;
         return work;

@@ -6,6 +6,7 @@ program's vectors lie in. Calls of equal arguments, up to the memory and the val
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, final
@@ -50,7 +51,7 @@ class Recipe(NamedTuple):
     kernels: Sequence[tuple[int, int, int]]
     vectors: Sequence[tuple[int, int]]  #: the number of a tensor, and the offset of the vector in it, in bytes
     op: Any
-    result: int  #: the number of the tensor that is the result; -1: the result is None
+    result: int  #: the number of the argument that is the result; -1: the result is None
 
 
 def fast_path(
@@ -84,7 +85,8 @@ def fast_path(
         Tensor,
         Parameter,
         (None, True, False, *CONSTANTS, *_TORCHS),  # arguments of a recipe that are neither tensors nor integers
-        min(SPIN_SECONDS, limits.patience),
+        # ranks that share cores wait for each other's time slices, and offer theirs meanwhile
+        limits.patience if board.size > (os.cpu_count() or 1) else min(SPIN_SECONDS, limits.patience),
     )
     return path.submit  # type: ignore[no-any-return]
 
@@ -93,15 +95,20 @@ def recipe(
     executor: Executor, group: CommInfo, limits: Limits, check: Callable[..., Call], *arguments: Any
 ) -> Recipe | None:
     """The recipe of calls like ``check(group, *arguments)``; None if they are not for the fast path."""
-    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    tensors: list[Tensor] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            tensors.append(argument)
+        elif isinstance(argument, (list, tuple)):
+            tensors += argument
     try:
         call = check(group, *arguments)
     except Exception:  # for the ordinary path, which raises it again
         return None
-    result = next((k for k, tensor in enumerate(tensors) if tensor is call.result), -1)
+    result = next((k for k, argument in enumerate(arguments) if argument is call.result is not None), -1)
     if (
         isinstance(call.op, (Parcels, AllToAll))
-        or (call.result is not None and result < 0)
+        or (result < 0 and call.result is not None)
         or call.finish is not None
         or call.copies
     ):

@@ -32,7 +32,7 @@ HINTS: Final[Mapping[str, str]] = {
     "loop, 0 for never (default 300)",
     "chunk_bytes": "bytes that a rank shares in one step of a collective (default 524288)",
     "whole_bytes": "reductions up to this are done by every rank at once, larger ones in parts (default 262144)",
-    "inline_bytes": "operations up to this run where they are called, larger ones on a thread (default 1048576)",
+    "inline_bytes": "operations up to this run where they are called, larger ones on a thread (default 4194304)",
     "message_bytes": "bytes of the queue between two ranks that messages go through (default 1048576)",
 }
 
@@ -44,7 +44,7 @@ class Settings:
 
     chunk_bytes: int = 512 << 10
     whole_bytes: int = 256 << 10
-    inline_bytes: int = 1 << 20
+    inline_bytes: int = 4 << 20
     message_bytes: int = 1 << 20
 
     @classmethod

@@ -16,6 +16,8 @@ from asynccomm.ops.reduce_op import ReduceOp
 
 # a bound method is a new object wherever it is looked up, and the fast path knows calls by such objects
 _ALL_REDUCE, _BROADCAST, _REDUCE = ops.AllReduce.of, ops.Broadcast.of, ops.Reduce.of
+_ALL_GATHER, _REDUCE_SCATTER = ops.AllGather.of, ops.ReduceScatter.of
+_SCATTER, _GATHER = ops.Scatter.of, ops.Gather.of
 _ALL_TO_ALL_SINGLE, _BARRIER = ops.AllToAllSingle.of, ops.Barrier.of
 
 
@@ -97,7 +99,7 @@ class Collectives(CommBase):
 
         Returns: Work of ``tensor_list``, in rank order.
         """
-        return self._submit(ops.AllGather.of(self._group, tensor_list, tensor), timeout, hints, tag)
+        return self._call(timeout, hints, tag, _ALL_GATHER, tensor_list, tensor)
 
     def all_gather_single(
         self,
@@ -139,7 +141,7 @@ class Collectives(CommBase):
 
         Returns: Work of ``output``.
         """
-        return self._submit(ops.ReduceScatter.of(self._group, output, input_list, op), timeout, hints, tag)
+        return self._call(timeout, hints, tag, _REDUCE_SCATTER, output, input_list, op)
 
     def reduce_scatter_single(
         self,
@@ -182,7 +184,7 @@ class Collectives(CommBase):
 
         Returns: Work of ``output``.
         """
-        return self._submit(ops.Scatter.of(self._group, output, input_list, root), timeout, hints, tag)
+        return self._call(timeout, hints, tag, _SCATTER, output, input_list, root)
 
     def gather(
         self,
@@ -202,7 +204,7 @@ class Collectives(CommBase):
 
         Returns: Work of ``output_list`` on the root, of None elsewhere.
         """
-        return self._submit(ops.Gather.of(self._group, output_list, input, root), timeout, hints, tag)
+        return self._call(timeout, hints, tag, _GATHER, output_list, input, root)
 
     def gather_single(
         self,
