@@ -21,6 +21,7 @@ from torch import distributed as dist
 
 import asynccomm
 from asynccomm import Comm, ReduceOp
+from asynccomm.core.native import CoreUnavailable, load_core
 from asynccomm.testing import loopback_world
 from asynccomm.testing.conformance import data  # importing it silences torch's warning about complex32
 
@@ -273,8 +274,8 @@ def stops() -> list[str]:
     return re.findall(r"^\d\. \[`[\w/]+`\]\(([\w/]+)\.py\)", text, re.MULTILINE)
 
 
-@pytest.mark.ranks(2, backend="shm")
-async def test_an_all_reduce_goes_the_way_that_is_described(comm: Comm) -> None:
+async def modules_of_an_all_reduce(comm: Comm, tensor: Tensor) -> list[str]:
+    """The modules of the package whose functions an awaited all_reduce enters, in their order."""
     calls: list[str] = []
     package = str(Path(asynccomm.__file__).parent) + os.sep
 
@@ -283,18 +284,38 @@ async def test_an_all_reduce_goes_the_way_that_is_described(comm: Comm) -> None:
         if event == "call" and file.startswith(package):
             calls.append(file.removeprefix(package).removesuffix(".py"))
 
-    tensor = torch.ones(2)
-    await comm.all_reduce(tensor)
     await comm.barrier()
     sys.setprofile(note)
     try:
         await comm.all_reduce(tensor)
     finally:
         sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.ranks(2)
+async def test_an_all_reduce_goes_the_way_that_is_described() -> None:
+    tensor = torch.ones(2)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("ASYNCCOMM_EXECUTOR", "reference")
+        async with asynccomm.new_comm("shm", name="ordinary") as comm:
+            await comm.all_reduce(tensor)
+            calls = await modules_of_an_all_reduce(comm, tensor)
     *way, last = stops()
     assert len(way) == 8
     assert sorted(way, key=calls.index) == way, calls
     assert max(i for i, module in enumerate(calls) if module == last) > calls.index(way[-1])
+
+
+@pytest.mark.ranks(2)
+async def test_a_known_all_reduce_enters_one_module() -> None:
+    if isinstance(load_core(), CoreUnavailable):
+        pytest.skip("the executor in C was not built")
+    tensor = torch.ones(2)
+    async with asynccomm.new_comm("shm", name="fast") as comm:
+        found = [await modules_of_an_all_reduce(comm, tensor) for _ in range(100)]
+    assert "backends/shm/fast_path" in found[0]
+    assert ["comm/methods/collectives"] in found[1:], "a late rank makes the call take the ordinary path"
 
 
 # -- dtypes -----------------------------------------------------------------------------------------------------------

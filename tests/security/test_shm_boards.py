@@ -105,7 +105,9 @@ def test_words_that_a_rank_has_written(seed: int) -> None:
                 )
             if choose.random() < 0.5:
                 words[layout.record(0, 1) + RecordWord.CODE] = BUNDLE
-                words[layout.record(0, 1) + RecordWord.MARK] = mine.mark ^ choose.choice([0, 1 << 20, 3 << 20, 2**40])
+                words[layout.record(0, 1) + RecordWord.MARK] = mine.state.mark ^ choose.choice(
+                    [0, 1 << 20, 3 << 20, 2**40]
+                )
             drive(progress)
 
 

@@ -166,7 +166,7 @@ def test_what_was_written_before_a_rank_came_is_nothing_to_go_by(word: int, valu
         world.words[start // 8 + word] = value
         writer, reader = Writer(mapped, source, destination, Fence()), Reader(mapped, source, destination, Fence())
         assert writer.run == 1024 - 32
-        assert reader.tail == 0
+        assert reader.state.tail == 0
         for _ in range(3):
             writer.put(SHORT)
 

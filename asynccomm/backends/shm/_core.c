@@ -71,7 +71,7 @@ enum { REDUCED = 0, FINISHED = 16, SLEEPING_LOOP = 32, SLEEPING_THREAD = 33, BLO
 enum { SEQ = 0, CODE = 1, NUMEL = 2, MARK = 3, INLINE = 4, RECORD_WORDS = 16 };
 enum { HEADER_WORDS = 4 };
 
-PyTypeObject *Core_Segment, *Core_Program, *Core_State;
+PyTypeObject *Core_Segment, *Core_Program, *Core_RankPosition, *Core_LinkState;
 static PyTypeObject *Run_Type;
 
 static inline Word *block_of(const Segment *s, int rank) { return s->blocks + rank * BLOCK_WORDS; }
@@ -82,20 +82,29 @@ static inline Word *record_of(const Segment *s, int rank, uint64_t step)
 static inline uint64_t acquired(Word *word) { return atomic_load_explicit(word, memory_order_acquire); }
 static inline void released(Word *word, uint64_t value) { atomic_store_explicit(word, value, memory_order_release); }
 
-/* Wake the ranks that are asleep. The fence stands between the flag just raised and the look at the sleepers, as the
+/* Wake a rank that is asleep, after a fence that stands between the flag just raised and the look at the sleepers, as the
  * sleepers have one between their word and their last look at the flags. */
+static void ring(Segment *s, int rank)
+{
+    for (int bell = 0; bell < 2; bell++) {
+        Word *asleep = block_of(s, rank) + SLEEPING_LOOP + bell;
+        uint64_t one = 1;
+        if (atomic_load_explicit(asleep, memory_order_relaxed) && atomic_exchange(asleep, 0)
+            && write(s->bells[rank][bell], &one, sizeof one) < 0) {} /* full: it rings already */
+    }
+}
+
+void core_ring(Segment *s, int rank)
+{
+    atomic_thread_fence(memory_order_seq_cst);
+    ring(s, rank);
+}
+
 static void ring_all(Segment *s)
 {
     atomic_thread_fence(memory_order_seq_cst);
-    for (int rank = 0; rank < s->size; rank++) {
-        if (rank == s->rank) continue;
-        for (int bell = 0; bell < 2; bell++) {
-            Word *asleep = block_of(s, rank) + SLEEPING_LOOP + bell;
-            uint64_t one = 1;
-            if (atomic_load_explicit(asleep, memory_order_relaxed) && atomic_exchange(asleep, 0)
-                && write(s->bells[rank][bell], &one, sizeof one) < 0) {} /* full: it rings already */
-        }
-    }
+    for (int rank = 0; rank < s->size; rank++)
+        if (rank != s->rank) ring(s, rank);
 }
 
 /* ---- programs ----------------------------------------------------------------------------------------------------- */
@@ -610,31 +619,32 @@ static void Segment_dealloc(PyObject *self)
     core_free(self);
 }
 
-/* Segment(memory, rank, size, banks, chunk, piece, (records, headers, slots, results), bells) */
+/* Segment(memory, rank, size, banks, chunk, piece, ring, (records, headers, slots, results, rings), bells) */
 static PyObject *Segment_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
 {
     PyObject *memory, *bells;
     int rank, size, banks;
-    long long chunk, piece, records, headers, slots, results;
-    if (!PyArg_ParseTuple(args, "OiiiLL(LLLL)O", &memory, &rank, &size, &banks, &chunk, &piece, &records, &headers, &slots,
-                          &results, &bells))
+    long long chunk, piece, ring, records, headers, slots, results, rings;
+    if (!PyArg_ParseTuple(args, "OiiiLLL(LLLLL)O", &memory, &rank, &size, &banks, &chunk, &piece, &ring, &records, &headers,
+                          &slots, &results, &rings, &bells))
         return NULL;
     Segment *s = (Segment *)PyType_GenericAlloc(type, 0);
     if (!s) return NULL;
     if (PyObject_GetBuffer(memory, &s->memory, PyBUF_WRITABLE)) goto fail;
     s->base = s->memory.buf;
-    s->rank = rank, s->size = size, s->banks = banks, s->chunk = chunk, s->piece = piece;
+    s->rank = rank, s->size = size, s->banks = banks, s->chunk = chunk, s->piece = piece, s->ring = ring;
     if (size < 1 || rank < 0 || rank >= size || banks < 1 || chunk < 1 || piece < 1 || (uintptr_t)s->base % 8 || records % 8
         || records < (long long)size * BLOCK_WORDS * 8
         || headers < records + (long long)banks * size * RECORD_WORDS * 8
         || slots < headers + (long long)banks * size * size * HEADER_WORDS * 8 || results < slots + banks * size * chunk
-        || results + banks * size * piece > s->memory.len) {
+        || rings < results + banks * size * piece || ring < 1024 || ring % 64 || rings % 64
+        || rings + (long long)size * size * (2 * 64 + ring) > s->memory.len) {
         PyErr_SetString(PyExc_ValueError, "the layout does not fit the memory");
         goto fail;
     }
     s->blocks = (Word *)s->base;
     s->records = (Word *)(s->base + records), s->headers = (Word *)(s->base + headers);
-    s->slots = s->base + slots, s->results = s->base + results;
+    s->slots = s->base + slots, s->results = s->base + results, s->rings = s->base + rings;
     s->free_below = (uint64_t)banks;
     s->spins = size <= sysconf(_SC_NPROCESSORS_ONLN) ? 100 : 0;
     if (!(s->bells = core_zeroed(size, sizeof *s->bells))) goto fail;
@@ -662,36 +672,52 @@ static PyObject *Segment_resume(PyObject *self, PyObject *Py_UNUSED(none))
     Py_RETURN_NONE;
 }
 
-/* ---- State -------------------------------------------------------------------------------------------------------- */
+/* ---- RankPosition ---------------------------------------------------------------------------------------------------- */
 
-static void State_dealloc(PyObject *self)
+static void RankPosition_dealloc(PyObject *self)
 {
     PyObject_GC_UnTrack(self);
-    Py_CLEAR(((State *)self)->op);
+    Py_CLEAR(((RankPosition *)self)->op);
     core_free(self);
 }
 
-static int State_traverse(PyObject *self, visitproc visit, void *arg)
+static int RankPosition_traverse(PyObject *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(self));
-    Py_VISIT(((State *)self)->op);
+    Py_VISIT(((RankPosition *)self)->op);
     return 0;
 }
 
-static int State_clear(PyObject *self)
+static int RankPosition_clear(PyObject *self)
 {
-    Py_CLEAR(((State *)self)->op);
+    Py_CLEAR(((RankPosition *)self)->op);
     return 0;
 }
 
-#define NUMBER(name) {#name, T_ULONGLONG, offsetof(State, name), 0, NULL}
+#define NUMBER(name) {#name, T_ULONGLONG, offsetof(RankPosition, name), 0, NULL}
 static PyMemberDef state_members[] = {
-    NUMBER(step), NUMBER(code), NUMBER(numel), NUMBER(history), NUMBER(mark), NUMBER(place), NUMBER(number),
-    {"op", T_OBJECT, offsetof(State, op), 0, NULL}, {"dead", T_BOOL, offsetof(State, dead), 0, NULL}, {NULL, 0, 0, 0, NULL}};
+    NUMBER(step), NUMBER(code), NUMBER(numel), NUMBER(history), NUMBER(mark), NUMBER(place), NUMBER(number), NUMBER(messages), NUMBER(kept),
+    {"op", T_OBJECT, offsetof(RankPosition, op), 0, NULL}, {"dead", T_BOOL, offsetof(RankPosition, dead), 0, NULL}, {NULL, 0, 0, 0, NULL}};
 static PyType_Slot state_slots[] = {
-    {Py_tp_dealloc, (void *)State_dealloc}, {Py_tp_traverse, (void *)State_traverse}, {Py_tp_clear, (void *)State_clear},
+    {Py_tp_dealloc, (void *)RankPosition_dealloc}, {Py_tp_traverse, (void *)RankPosition_traverse}, {Py_tp_clear, (void *)RankPosition_clear},
     {Py_tp_members, state_members}, {0, NULL}};
-static PyType_Spec state_spec = {"_core.State", sizeof(State), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, state_slots};
+static PyType_Spec state_spec = {"_core.RankPosition", sizeof(RankPosition), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, state_slots};
+
+/* ---- LinkState ---------------------------------------------------------------------------------------------------- */
+
+static void LinkState_dealloc(PyObject *self)
+{
+    Py_CLEAR(((LinkState *)self)->waiting); /* a deque, which never refers to the link */
+    core_free(self);
+}
+
+#define COUNT(name) {#name, T_ULONGLONG, offsetof(LinkState, name), 0, NULL}
+static PyMemberDef link_members[] = {
+    COUNT(head), COUNT(taken), COUNT(sent), COUNT(tail), COUNT(told), COUNT(came), COUNT(matched),
+    {"waiting", T_OBJECT, offsetof(LinkState, waiting), 0, NULL}, {"gone", T_BOOL, offsetof(LinkState, gone), 0, NULL},
+    {NULL, 0, 0, 0, NULL}};
+static PyType_Slot link_slots[] = {{Py_tp_dealloc, (void *)LinkState_dealloc}, {Py_tp_members, link_members}, {0, NULL}};
+static PyType_Spec link_spec = {"_core.LinkState", sizeof(LinkState), 0, Py_TPFLAGS_DEFAULT, link_slots};
 
 /* ---- the module --------------------------------------------------------------------------------------------------- */
 
@@ -732,9 +758,11 @@ PyMODINIT_FUNC PyInit__core(void)
     Core_Segment = (PyTypeObject *)PyType_FromSpec(&segment_spec);
     Core_Program = (PyTypeObject *)PyType_FromSpec(&program_spec);
     Run_Type = (PyTypeObject *)PyType_FromSpec(&run_spec);
-    Core_State = (PyTypeObject *)PyType_FromSpec(&state_spec);
-    if (!Core_Segment || !Core_Program || !Run_Type || !Core_State || PyModule_AddObjectRef(m, "Segment", (PyObject *)Core_Segment)
-        || PyModule_AddObjectRef(m, "State", (PyObject *)Core_State) || core_add_fast_path(m)) {
+    Core_RankPosition = (PyTypeObject *)PyType_FromSpec(&state_spec);
+    Core_LinkState = (PyTypeObject *)PyType_FromSpec(&link_spec);
+    if (!Core_Segment || !Core_Program || !Run_Type || !Core_RankPosition || !Core_LinkState
+        || PyModule_AddObjectRef(m, "LinkState", (PyObject *)Core_LinkState) || PyModule_AddObjectRef(m, "Segment", (PyObject *)Core_Segment)
+        || PyModule_AddObjectRef(m, "RankPosition", (PyObject *)Core_RankPosition) || core_add_fast_path(m)) {
         Py_DECREF(m);
         return NULL;
     }

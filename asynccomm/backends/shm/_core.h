@@ -30,21 +30,31 @@ typedef struct {
     char *base;
     int rank, size, banks;
     int64_t chunk, piece;
+    int64_t ring; /* bytes of a message ring */
     Word *blocks, *records, *headers;
-    char *slots, *results;
+    char *slots, *results, *rings;
     int (*bells)[2];
     uint64_t free_below;     /* the slots of all steps below are known to be free */
     _Atomic int interrupted; /* `drive` returns soon */
     unsigned spins;          /* before a waiting run offers its core */
 } Segment;
 
-/* The position of a rank in the sequence of collectives: board.State */
+/* The position of a rank in the sequence of collectives, and its messages: board.RankPosition */
 typedef struct {
     PyObject_HEAD
     uint64_t step, code, numel, history, mark, place, number;
+    uint64_t messages, kept;
     PyObject *op;
     char dead;
-} State;
+} RankPosition;
+
+/* The counters of the two rings between this rank and a peer: rings.LinkState */
+typedef struct {
+    PyObject_HEAD
+    uint64_t head, taken, sent, tail, told, came, matched;
+    PyObject *waiting;
+    char gone;
+} LinkState;
 
 typedef struct {
     int space, index; /* index: of a vector, or a rank */
@@ -105,7 +115,7 @@ typedef struct {
 
 enum { STUCK, MOVED, DONE, WRONG };
 
-extern PyTypeObject *Core_Segment, *Core_Program, *Core_State;
+extern PyTypeObject *Core_Segment, *Core_Program, *Core_RankPosition, *Core_LinkState;
 
 /* Item i of a sequence as a number from `least` to `most`; -1 with an exception otherwise, also if there was one. */
 int64_t core_number_at(PyObject *sequence, Py_ssize_t i, int64_t least, int64_t most, const char *name);
@@ -121,6 +131,9 @@ int core_pass(Run *run);
 /* Go on until the run is done, has waited for `patience` in vain, or the segment is interrupted. The core is offered to
  * other threads every `stretch` nanoseconds, and while the run waits. */
 int core_drive(Run *run, int64_t patience, int64_t stretch);
+
+/* Wake a rank if it is asleep, after a publication for it. */
+void core_ring(Segment *segment, int rank);
 
 /* ---- calls: _fast_path.c ------------------------------------------------------------------------------------------ */
 

@@ -68,8 +68,10 @@ typedef struct {
     Key key;
     PyObject *make; /* that the key names by its address; kept alive */
     PyObject *op, *kernels;
-    Program *program; /* NULL: this kind is not for the fast path */
+    Program *program; /* NULL: a message, or this kind is not for the fast path */
     uint64_t code, numel;
+    int peer, sends; /* of a message; -1 otherwise */
+    uint32_t tag;
     int result, vectors; /* number of the argument that is the result, -1: None */
     int *tensor;         /* by vector: the tensor that it lies in, and where */
     int64_t *offset;
@@ -80,7 +82,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     Segment *segment;
-    State *state;
+    RankPosition *state;
     CallCounts *counts;
     PyTypeObject *work_type;
     PyObject *mailbox, *mismatch, *learn, *submit, *adopt, *call_site, *files, *recent, *lock, *driven, *queue, *inbox;
@@ -88,9 +90,13 @@ typedef struct {
     PyTypeObject *tensor, *parameter;
     PyObject *values, *constants[MOST_CONSTANTS]; /* the constants are those of the tuple `values` */
     int constant_count;
+    LinkState **links; /* by rank; NULL for this rank */
+    int ranks;
+    int64_t short_bytes;
     Entry *entries[ENTRIES];
     int known;
-    int64_t patience; /* nanoseconds */
+    int64_t patience, thread_patience; /* nanoseconds; the latter on a thread that runs no loop, and so waits anyway */
+    int in_loop; /* of the current call */
     unsigned to_skip, skipped;
 } FastPath;
 
@@ -223,19 +229,31 @@ static void forget(FastPath *f)
     f->known = 0;
 }
 
-/* Fill an entry from a recipe: (program, (code, numel), kernels, ((tensor, offset) by vector), op, result), or None. */
+/* Fill an entry from a recipe: (program, (code, numel), kernels, ((tensor, offset) by vector), op, result, message), where a
+ * message is (peer, tag, sends) and has no program; or None. */
 static int fill_entry(const FastPath *f, Entry *entry, PyObject *recipe, int tensors, Py_ssize_t arguments)
 {
-    PyObject *program, *vectors;
+    PyObject *program, *vectors, *message;
     unsigned long long code, numel;
     if (recipe == Py_None) return 0;
-    if (!PyArg_ParseTuple(recipe, "O!(KK)OOOi", Core_Program, &program, &code, &numel, &entry->kernels, &vectors, &entry->op,
-                          &entry->result)) {
+    if (!PyArg_ParseTuple(recipe, "O(KK)OOOiO", &program, &code, &numel, &entry->kernels, &vectors, &entry->op, &entry->result,
+                          &message)) {
         entry->kernels = entry->op = NULL;
         return -1;
     }
     Py_INCREF(entry->kernels), Py_INCREF(entry->op);
-    entry->code = code, entry->numel = numel, entry->vectors = ((Program *)program)->vector_count;
+    entry->code = code, entry->numel = numel;
+    if (entry->result >= arguments || (message == Py_None && Py_TYPE(program) != Core_Program) || (message != Py_None && tensors != 1)) {
+        PyErr_Format(PyExc_ValueError, "%R is no recipe of %zd arguments", recipe, arguments);
+        return -1;
+    }
+    if (message != Py_None) {
+        entry->tag = (uint32_t)core_number_at(message, 1, 0, UINT32_MAX, "tag");
+        entry->sends = (int)core_number_at(message, 2, 0, 1, "sends");
+        entry->peer = (int)core_number_at(message, 0, 0, f->segment->size - 1, "peer");
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    entry->vectors = ((Program *)program)->vector_count;
     entry->tensor = core_zeroed(entry->vectors, sizeof(int)), entry->offset = core_zeroed(entry->vectors, sizeof(int64_t));
     if (!entry->tensor || !entry->offset) return -1;
     for (int k = 0; k < entry->vectors; k++) {
@@ -246,10 +264,6 @@ static int fill_entry(const FastPath *f, Entry *entry, PyObject *recipe, int ten
             Py_DECREF(pair);
         }
         if (PyErr_Occurred()) return -1;
-    }
-    if (entry->result >= arguments) {
-        PyErr_SetString(PyExc_ValueError, "the result is none of the arguments");
-        return -1;
     }
     entry->run = core_new_run(f->segment, (Program *)program, entry->kernels, f->mismatch);
     if (!entry->run) return -1;
@@ -270,7 +284,7 @@ static Entry *learn(FastPath *f, const Key *key, PyObject *const *args, Py_ssize
     PyObject *recipe = all ? PyObject_CallObject(f->learn, all) : NULL;
     Entry *entry = recipe ? core_zeroed(1, sizeof(Entry)) : NULL;
     if (entry) {
-        entry->key = *key, entry->holds = 1;
+        entry->key = *key, entry->holds = 1, entry->peer = -1;
         entry->make = args[0];
         Py_INCREF(entry->make);
         if (fill_entry(f, entry, recipe, tensors, n - 1)) {
@@ -295,33 +309,136 @@ static int64_t nanoseconds(void)
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* Run as far as possible; look out for late ranks for a moment, if that has paid off recently. */
-static int spin(FastPath *f, Run *run)
+/* A wait for late ranks inside the call: for a moment, and only if that has paid off recently. */
+typedef struct {
+    int64_t until; /* 0: not begun */
+    unsigned waits;
+} Spin;
+
+/* Pass a little time; 0 if there was enough of it. */
+static int goes_on(FastPath *f, Spin *spin)
 {
-    int64_t until = 0;
-    unsigned waits = 0;
+    int64_t patience = f->in_loop ? f->patience : f->thread_patience;
+    if (!spin->until) {
+        if (!patience) return 0;
+        if (f->skipped < f->to_skip) {
+            f->skipped++;
+            return 0;
+        }
+        f->skipped = 0;
+        spin->until = nanoseconds() + patience;
+    } else if (nanoseconds() >= spin->until) {
+        f->to_skip = 2 * f->to_skip + 1 < MOST_SKIPPED ? 2 * f->to_skip + 1 : MOST_SKIPPED;
+        return 0;
+    }
+    for (int k = 0; k < 4; k++) RELAX();
+    if (++spin->waits > f->segment->spins) sched_yield(); /* the late rank may need this core */
+    return 1;
+}
+
+/* Note that what the spin waited for has come. */
+static void found(FastPath *f, const Spin *spin)
+{
+    if (spin->until) f->to_skip = 0;
+}
+
+/* Run as far as possible, and a little further. */
+static int run_on(FastPath *f, Run *run)
+{
+    Spin spin = {0, 0};
     for (;;) {
         int result = core_pass(run);
         if (result == MOVED) continue;
-        if (result != STUCK) {
-            if (until) f->to_skip = 0;
-            return result;
-        }
-        if (!until) {
-            if (!f->patience) return STUCK;
-            if (f->skipped < f->to_skip) {
-                f->skipped++;
-                return STUCK;
-            }
-            f->skipped = 0;
-            until = nanoseconds() + f->patience;
-        } else if (nanoseconds() >= until) {
-            f->to_skip = 2 * f->to_skip + 1 < MOST_SKIPPED ? 2 * f->to_skip + 1 : MOST_SKIPPED;
-            return STUCK;
-        }
-        for (int k = 0; k < 4; k++) RELAX();
-        if (++waits > f->segment->spins) sched_yield(); /* the late rank may need this core */
+        if (result != STUCK) found(f, &spin);
+        if (result != STUCK || !goes_on(f, &spin)) return result;
     }
+}
+
+/* ---- messages, as endpoint.py and rings.py have them -------------------------------------------------------------- */
+
+enum { LINE = 64, FRAME_HEADER = 32, PADDING = 1, SHORT = 2 };
+
+/* rings.py: the head counts the bytes written, the tail the bytes read */
+typedef struct {
+    _Atomic uint64_t head;
+    char rest_of_line[LINE - 8];
+    _Atomic uint64_t tail, matched;
+    char rest_of_line_too[LINE - 16];
+    char frames[];
+} Ring;
+
+typedef struct {
+    uint32_t nbytes, kind, tag, extra, ident, unused;
+    uint64_t length;
+} Frame;
+
+static Ring *ring_of(const Segment *s, int source, int destination)
+{
+    return (Ring *)(s->rings + ((int64_t)source * s->size + destination) * (2 * LINE + s->ring));
+}
+
+static uint64_t framed(uint64_t nbytes) { return (FRAME_HEADER + nbytes + LINE - 1) & ~(uint64_t)(LINE - 1); }
+
+/* Send a short message; 0 if that has to wait for something. */
+static int send_message(const FastPath *f, const Entry *entry, const char *data, uint64_t nbytes)
+{
+    LinkState *link = f->links[entry->peer];
+    Ring *ring = ring_of(f->segment, f->segment->rank, entry->peer);
+    uint64_t room = (uint64_t)f->segment->ring, size = framed(nbytes), at = link->head % room;
+    uint64_t end = size <= room - at ? link->head + size : link->head + room - at + size;
+    if (link->gone || (int64_t)nbytes > f->short_bytes || PyObject_Size(link->waiting)
+        || link->sent + size - atomic_load_explicit(&ring->matched, memory_order_acquire) > room)
+        return 0;
+    if (end - link->taken > room) {
+        link->taken = atomic_load_explicit(&ring->tail, memory_order_acquire);
+        if (end - link->taken > room) return 0;
+    }
+    if (size > room - at) {
+        Frame padding = {(uint32_t)(room - at - FRAME_HEADER), PADDING, 0, 0, 0, 0, 0};
+        memcpy(ring->frames + at, &padding, sizeof padding);
+        at = 0;
+    }
+    Frame frame = {(uint32_t)nbytes, SHORT, entry->tag, (uint32_t)entry->code, 0, 0, entry->numel};
+    memcpy(ring->frames + at, &frame, sizeof frame);
+    memcpy(ring->frames + at + FRAME_HEADER, data, nbytes);
+    link->head = end, link->sent += size;
+    atomic_store_explicit(&ring->head, end, memory_order_release);
+    core_ring(f->segment, entry->peer);
+    return 1;
+}
+
+/* Receive a short message if it is the next frame; 0 if it is not, or has not come. */
+static int receive_message(FastPath *f, const Entry *entry, char *data, uint64_t nbytes)
+{
+    LinkState *link = f->links[entry->peer];
+    Ring *ring = ring_of(f->segment, entry->peer, f->segment->rank);
+    uint64_t room = (uint64_t)f->segment->ring, size = framed(nbytes), head, tail = link->tail;
+    Spin spin = {0, 0};
+    Frame frame;
+    if (f->state->messages || f->state->kept || link->gone) return 0;
+    while ((head = atomic_load_explicit(&ring->head, memory_order_acquire)) == tail)
+        if (!goes_on(f, &spin)) return 0;
+    found(f, &spin);
+    if (head - tail > room || head % LINE) return 0; /* corrupt, as the ordinary path will say */
+    for (;;) {
+        memcpy(&frame, ring->frames + tail % room, sizeof frame); /* once: the peer might change it */
+        if (frame.kind != PADDING) break;
+        uint64_t padding = framed(frame.nbytes);
+        if (padding >= head - tail || padding > room - tail % room) return 0;
+        tail += padding;
+    }
+    if (frame.kind != SHORT || frame.tag != entry->tag || frame.extra != entry->code || frame.length != entry->numel
+        || frame.nbytes != nbytes || size > head - tail || size > room - tail % room || link->came + size - link->matched > room)
+        return 0;
+    memcpy(data, ring->frames + tail % room + FRAME_HEADER, nbytes);
+    link->came += size, link->matched += size, link->tail = tail + size;
+    atomic_store_explicit(&ring->matched, link->matched, memory_order_release);
+    atomic_store_explicit(&ring->tail, link->tail, memory_order_release);
+    if (link->tail - link->told >= room / 4) {
+        link->told = link->tail;
+        core_ring(f->segment, entry->peer);
+    }
+    return 1;
 }
 
 /* The user's place of the call: (code, instruction); None if it is not recorded. */
@@ -347,11 +464,12 @@ static PyObject *site_of(const FastPath *f)
 }
 
 /* Whether a call may be sent from here now: -1 with an exception. */
-static int may_send(const FastPath *f)
+static int may_send(FastPath *f)
 {
     if (f->state->dead || PyObject_Size(f->queue) || PyObject_Size(f->inbox)) return 0;
     int other, in_loop = core_in_loop((Streak *)f->mailbox, get_running_loop, name_running, &other);
     if (in_loop < 0 || other) return in_loop;
+    f->in_loop = in_loop;
     PyObject *driven = PyObject_CallNoArgs(f->driven);
     if (!driven) return -1;
     Py_DECREF(driven);
@@ -366,7 +484,9 @@ static PyObject *finished_work(const FastPath *f, const Entry *entry, PyObject *
     if (!work) return NULL;
     work->op = entry->op, work->mailbox = f->mailbox, work->value = result, work->site = site;
     Py_INCREF(work->op), Py_INCREF(work->mailbox), Py_INCREF(work->value), Py_INCREF(work->site);
-    work->seq = f->counts->collectives, work->timeout = f->counts->limit;
+    work->seq = entry->peer < 0 ? f->counts->collectives : f->counts->messages, work->timeout = f->counts->limit;
+    if (entry->peer >= 0 && !entry->sends && !(work->source = PyLong_FromLong(entry->peer))) Py_CLEAR(work);
+    if (!work) return NULL;
     work->started = started, work->finished = monotonic();
     work->done = 1;
     return (PyObject *)work;
@@ -375,16 +495,26 @@ static PyObject *finished_work(const FastPath *f, const Entry *entry, PyObject *
 /* Note a call for diagnoses: (op, site, seq, started). */
 static int remember(const FastPath *f, const Entry *entry, PyObject *site, double started)
 {
-    PyObject *call = Py_BuildValue("(OOLd)", entry->op, site, f->counts->collectives, started);
+    long long seq = entry->peer < 0 ? f->counts->collectives : f->counts->messages;
+    PyObject *call = Py_BuildValue("(OOLd)", entry->op, site, seq, started);
     PyObject *none = call ? PyObject_CallMethodObjArgs(f->recent, name_append, call, NULL) : NULL;
     Py_XDECREF(call), Py_XDECREF(none);
     return none ? 0 : -1;
 }
 
+/* Take note of a call that is done; its Work. */
+static PyObject *finish(FastPath *f, const Entry *entry, PyObject *const *args, PyObject *site, double started)
+{
+    PyObject *result = entry->result < 0 ? Py_None : args[1 + entry->result];
+    PyObject *work = remember(f, entry, site, started) ? NULL : finished_work(f, entry, result, site, started);
+    ++*(entry->peer < 0 ? &f->counts->collectives : &f->counts->messages), f->counts->submitted++;
+    return work;
+}
+
 /* As Board.begin. */
 static void begin(const FastPath *f, const Entry *entry)
 {
-    State *s = f->state;
+    RankPosition *s = f->state;
     Run *run = entry->run;
     PyObject *before = s->op;
     run->first = s->step;
@@ -407,12 +537,7 @@ static PyObject *send(FastPath *f, Entry *entry, const Tensors *tensors, PyObjec
     Run *run = entry->run;
     begin(f, entry);
     for (int k = 0; k < entry->vectors; k++) run->vectors[k].address = tensors->data[entry->tensor[k]] + entry->offset[k];
-    if (spin(f, run) == DONE) {
-        PyObject *result = entry->result < 0 ? Py_None : args[1 + entry->result];
-        PyObject *work = remember(f, entry, site, started) ? NULL : finished_work(f, entry, result, site, started);
-        f->counts->collectives++, f->counts->submitted++;
-        return work;
-    }
+    if (run_on(f, run) == DONE) return finish(f, entry, args, site, started);
     entry->run = NULL; /* which goes on without this entry */
     PyObject *call = PyTuple_New(n), *work = NULL;
     for (Py_ssize_t k = 0; call && k < n; k++) {
@@ -435,18 +560,26 @@ static int try_fast(FastPath *f, PyObject *const *args, Py_ssize_t n, PyObject *
     if (usual <= 0) return usual < 0;
     Entry *entry = *entry_of(f, &key);
     if (!entry && !(entry = learn(f, &key, args, n, tensors.count))) return 1;
-    if (!entry->program || f->counts->closed || f->counts->detours) return 0;
+    if ((!entry->program && entry->peer < 0) || f->counts->closed || f->counts->detours) return 0;
     entry->holds++;
     PyObject *site = NULL;
-    if (entry->run || (entry->run = core_new_run(f->segment, entry->program, entry->kernels, f->mismatch))) site = site_of(f);
+    if (!entry->program || entry->run || (entry->run = core_new_run(f->segment, entry->program, entry->kernels, f->mismatch)))
+        site = site_of(f);
     int may = site ? may_send(f) : -1;
     if (may > 0) {
-        *work = send(f, entry, &tensors, args, n, site, started);
+        if (entry->program) *work = send(f, entry, &tensors, args, n, site, started);
+        else if (entry->sends ? send_message(f, entry, tensors.data[0], (uint64_t)tensors.nbytes[0])
+                              : receive_message(f, entry, tensors.data[0], (uint64_t)tensors.nbytes[0]))
+            *work = finish(f, entry, args, site, started);
+        else may = 0;
         PyObject *type, *value, *traceback;
         PyErr_Fetch(&type, &value, &traceback);
         PyObject *released = PyObject_CallMethodObjArgs(f->lock, name_release, NULL);
         if (released) PyErr_Restore(type, value, traceback);
-        else Py_CLEAR(*work);
+        else {
+            Py_CLEAR(*work);
+            may = -1;
+        }
         Py_XDECREF(released);
     }
     Py_XDECREF(site);
@@ -512,6 +645,9 @@ static int FastPath_clear(PyObject *self)
 static void FastPath_dealloc(PyObject *self)
 {
     PyObject_GC_UnTrack(self);
+    FastPath *f = (FastPath *)self;
+    for (int rank = 0; rank < f->ranks; rank++) Py_XDECREF((PyObject *)f->links[rank]);
+    free(f->links);
     FastPath_clear(self);
     core_free(self);
 }
@@ -528,25 +664,48 @@ static DLPackTable *table_of(PyObject *tensor)
     return table;
 }
 
+static int hold_links(FastPath *f, PyObject *links, int64_t short_bytes)
+{
+    PyObject *rank, *link;
+    Py_ssize_t at = 0;
+    f->short_bytes = short_bytes;
+    if (!(f->links = core_zeroed(f->segment->size, sizeof(LinkState *)))) return -1;
+    f->ranks = f->segment->size;
+    while (PyDict_Next(links, &at, &rank, &link)) {
+        long number = PyLong_AsLong(rank);
+        if (number < 0 || number >= f->ranks || Py_TYPE(link) != Core_LinkState) {
+            if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "links must be the LinkStates by rank, got %R", links);
+            return -1;
+        }
+        Py_INCREF(link);
+        f->links[number] = (LinkState *)link;
+    }
+    return 0;
+}
+
 /* FastPath(segment, state, counts, work_type, mailbox, mismatch, learn, submit, adopt, call_site, files, recent, lock,
- * driven, queue, inbox, tensor, parameter, values, patience) */
+ * driven, queue, inbox, tensor, parameter, values, patience, links, short_bytes,
+ * thread_patience) */
 static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
 {
     FastPath *f = (FastPath *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-    double patience;
+    PyObject *links = NULL;
+    long long short_bytes;
+    double patience, thread_patience;
     if (!f) return NULL;
-    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOO!OOOOOOOO!d", Core_Segment, &f->segment, Core_State, &f->state, Counts_Type,
+    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOO!OOOOOOOO!dO!Ld", Core_Segment, &f->segment, Core_RankPosition, &f->state, Counts_Type,
                                   &f->counts, &PyType_Type, &f->work_type, Streak_Type, &f->mailbox, &f->mismatch, &f->learn, &f->submit,
                                   &f->adopt, &f->call_site, &PySet_Type, &f->files, &f->recent, &f->lock, &f->driven,
-                                  &f->queue, &f->inbox, &f->tensor, &f->parameter, &PyTuple_Type, &f->values, &patience);
+                                  &f->queue, &f->inbox, &f->tensor, &f->parameter, &PyTuple_Type, &f->values, &patience, &PyDict_Type, &links, &short_bytes, &thread_patience);
 #define HOLD(name) Py_XINCREF((PyObject *)f->name);
     OBJECTS(HOLD)
     if (parsed && !PyType_IsSubtype(f->work_type, State_of_Work)) {
         PyErr_Format(PyExc_TypeError, "work_type must be a WorkState, got %R", f->work_type);
         parsed = 0;
     }
+    if (parsed && hold_links(f, links, short_bytes)) parsed = 0;
     if (parsed && (f->table = table_of((PyObject *)f->tensor))) {
-        f->patience = (int64_t)(patience * 1e9);
+        f->patience = (int64_t)(patience * 1e9), f->thread_patience = (int64_t)(thread_patience * 1e9);
         f->constant_count = (int)PyTuple_Size(f->values);
         if (f->constant_count > MOST_CONSTANTS) f->constant_count = MOST_CONSTANTS;
         for (int k = 0; k < f->constant_count; k++) f->constants[k] = PyTuple_GetItem(f->values, k);

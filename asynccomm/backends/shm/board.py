@@ -34,10 +34,10 @@ BUNDLE: Final = (1 << 64) - 1  # first word of a bundle's signature; the second 
 
 
 @final
-class State:
-    """The position of a rank in the sequence of collectives; ``_core.State`` where the executor in C is in use."""
+class RankPosition:
+    """The position of a rank in the sequence of collectives, and its messages; ``_core`` has it in C."""
 
-    __slots__ = ("code", "dead", "history", "mark", "number", "numel", "op", "place", "step")
+    __slots__ = ("code", "dead", "history", "kept", "mark", "messages", "number", "numel", "op", "place", "step")
 
     def __init__(self) -> None:
         self.step = 0  #: the first step of the next collective
@@ -47,6 +47,8 @@ class State:
         self.place = 0  #: of the current collective in a batch
         self.number = 0  #: sequence number of the current collective on the comm, for errors
         self.op: Op = Barrier()  #: the current collective, for errors
+        self.messages = 0  #: point-to-point operations that are pending
+        self.kept = 0  #: messages that have arrived, and that no receive was posted for
         self.dead = False  #: nothing is submitted any more
 
 
@@ -55,7 +57,7 @@ class Board:
     """The steps of collectives, as rank ``rank`` sees them.
 
     Args:
-        state: a new ``State``, or its form in C.
+        state: a new ``RankPosition``, or its form in C.
         words, data: the whole segment as 64-bit words and as bytes.
         notify: called after each post and finish, for which other ranks may be asleep.
     """
@@ -75,7 +77,7 @@ class Board:
         self.others = [r for r in range(layout.size) if r != rank]  #: all ranks but this one
         self.layout = layout
         self.chunk = layout.chunk
-        self.state: State = State() if state is None else state
+        self.state: RankPosition = RankPosition() if state is None else state
         self._bundle: Bundle | None = None  # the current part of a batch
         self._banks = layout.banks
         self._words = words

@@ -26,9 +26,10 @@ from torch import Tensor
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
 from asynccomm.backends.delivery import Delivery
+from asynccomm.backends.shm.board import RankPosition
 from asynccomm.backends.shm.fence import Fence
-from asynccomm.backends.shm.layout import LINE, WORD
-from asynccomm.backends.shm.rings import HEADER, Mapped, Reader, Writer, framed, largest_payload
+from asynccomm.backends.shm.layout import LINE, WORD, Layout
+from asynccomm.backends.shm.rings import HEADER, LinkState, Mapped, Reader, Writer, framed, largest_payload
 from asynccomm.backends.shm.vectors import Pieces
 from asynccomm.errors import BackendError
 
@@ -192,13 +193,26 @@ class ParcelArrival:
 
 @final
 class Tally:
-    """The count of pending operations, and the callback for finished operations; shared by all links of a rank."""
+    """The count of pending operations, and the callback for finished operations; shared by all links of a rank.
 
-    __slots__ = ("done", "pending")
+    Args:
+        state: holds the count.
+    """
 
-    def __init__(self, done: Callable[[Submission], None]) -> None:
+    __slots__ = ("done", "state")
+
+    def __init__(self, done: Callable[[Submission], None], state: RankPosition) -> None:
         self.done = done
-        self.pending = 0
+        self.state = state
+
+    @property
+    def pending(self) -> int:
+        """The number of pending operations."""
+        return self.state.messages
+
+    @pending.setter
+    def pending(self, pending: int) -> None:
+        self.state.messages = pending
 
     def over(self, submission: Submission) -> None:
         """Count an operation as done, and report it."""
@@ -206,21 +220,23 @@ class Tally:
         self.done(submission)
 
 
+def largest_short(layout: Layout) -> int:
+    """Bytes of the largest message that is sent eagerly."""
+    return min(SHORT_BYTES, largest_payload(layout.ring))
+
+
 @final
 class Link:
     """The endpoint of this rank for messages to and from one peer."""
 
     __slots__ = (
-        "_came",
         "_clears",
         "_frame",
-        "_matched",
         "_matched_at",
         "_next_ident",
         "_offered",
         "_offers",
         "_ring",
-        "_sent",
         "_short",
         "_streams",
         "_taken_at",
@@ -229,46 +245,51 @@ class Link:
         "_waiting",
         "_words",
         "_writer",
-        "gone",
         "incoming",
         "lines",
         "peer",
         "reader",
+        "state",
     )
 
     def __init__(
-        self, mapped: Mapped, rank: int, peer: int, fence: Fence, ring: Callable[[int], None], tally: Tally
+        self,
+        mapped: Mapped,
+        rank: int,
+        peer: int,
+        fence: Fence,
+        ring: Callable[[int], None],
+        tally: Tally,
+        state: LinkState,
     ) -> None:
         layout = mapped.layout
         self.peer = peer
-        self.gone = False  #: whether the peer has left and writes nothing more
-        self.reader = Reader(mapped, peer, rank, fence)
+        self.state = state
+        self.reader = Reader(mapped, peer, rank, fence, state)
         self.incoming: dict[int, Arrival] = {}  #: cleared long messages, by the sender's ident
         #: by tag: queue of matched receives and messages; the head of the first is incomplete (in ``incoming``)
         self.lines: dict[int, deque[tuple[Submission, Kept | Offer]]] = {}
         self._words = mapped.words
-        self._writer = Writer(mapped, rank, peer, fence)
+        self._writer = Writer(mapped, rank, peer, fence, state)
         self._ring = ring
         self._tally = tally
-        self._short = min(SHORT_BYTES, largest_payload(layout.ring))
+        self._short = largest_short(layout)
         self._frame = min(FRAME - HEADER, largest_payload(layout.ring))
         self._unmatched = layout.ring  # limit of bytes of short frames in flight or unexpected
         self._waiting: deque[Outgoing] = deque()  # messages without their first frame in the ring
+        state.waiting = self._waiting
         self._offered: dict[int, Outgoing] = {}  # messages that wait for CLEAR, by ident
         self._streams: deque[Outgoing] = deque()  # cleared messages, round-robin
         self._clears: deque[int] = deque()  # idents to be cleared, with no CLEAR in the ring yet
         self._next_ident = 0
-        self._sent = 0  # bytes of short frames written so far
         self._taken_at = (layout.ring_start(rank, peer) + LINE) // WORD + 1  # word: bytes that the peer matched
-        self._came = 0  # bytes of short frames received so far
-        self._matched = 0  # bytes of received short frames that were matched
         self._offers = 0  # received offers that are not matched
-        self._matched_at = (layout.ring_start(peer, rank) + LINE) // WORD + 1  # word that publishes ``_matched``
+        self._matched_at = (layout.ring_start(peer, rank) + LINE) // WORD + 1  # word that publishes ``state.matched``
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to write."""
-        return self.gone or not (self._waiting or self._streams or self._clears)
+        return self.state.gone or not (self._waiting or self._streams or self._clears)
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
@@ -277,9 +298,9 @@ class Link:
 
         Returns: False if the message was queued for ``pump``, which writes it when the ring has room.
         """
-        if self._waiting or self.gone or not self._begin(message):
+        if self._waiting or self.state.gone or not self._begin(message):
             self._waiting.append(message)
-            return self.gone
+            return self.state.gone
         self._ring(self.peer)
         return True
 
@@ -320,7 +341,7 @@ class Link:
         nbytes = message.nbytes
         if nbytes <= self._short:
             size = framed(nbytes)
-            if self._sent + size - self._words[self._taken_at] <= self._unmatched:
+            if self.state.sent + size - self._words[self._taken_at] <= self._unmatched:
                 target = self._writer.reserve(nbytes)
                 if not target:
                     return False
@@ -331,7 +352,7 @@ class Link:
                 else:
                     Pieces(parts).copy_to(target, nbytes)
                 self._writer.publish(SHORT, message.tag, message.extra, 0, message.length)
-                self._sent += size
+                self.state.sent += size
                 self._tally.over(message.submission)
                 return True
         ident = self._next_ident
@@ -378,8 +399,8 @@ class Link:
 
     def short_came(self, nbytes: int) -> None:
         """Count a short message that arrived. Raises BackendError if it exceeds the limit of unmatched bytes."""
-        self._came += framed(nbytes)
-        if self._came - self._matched > self._unmatched:
+        self.state.came += framed(nbytes)
+        if self.state.came - self.state.matched > self._unmatched:
             raise BackendError(f"rank {self.peer} sends more than {self._unmatched} bytes before they are asked for")
 
     def keep_offer(self) -> None:
@@ -394,8 +415,8 @@ class Link:
 
     def count(self, nbytes: int) -> None:
         """Count a short message as matched, and publish that to the sender, which may then send as much more."""
-        self._matched += framed(nbytes)
-        self._words[self._matched_at] = self._matched
+        self.state.matched += framed(nbytes)
+        self._words[self._matched_at] = self.state.matched
 
     def abandon(self) -> list[Submission]:
         """Remove and return the operations in flight, which can never complete."""

@@ -40,7 +40,7 @@ from asynccomm.backends.shm.lowering import start
 from asynccomm.backends.shm.p2p import Messages
 from asynccomm.backends.shm.progress_thread import ProgressResult, ProgressThread
 from asynccomm.backends.shm.reference import Progress
-from asynccomm.backends.shm.rings import Mapped
+from asynccomm.backends.shm.rings import LinkState, Mapped
 from asynccomm.backends.shm.settings import Settings
 from asynccomm.core.native import CoreUnavailable, load_core
 from asynccomm.core.work import Work
@@ -93,7 +93,7 @@ class Engine:
         # none of these may refer to this engine: a cycle would keep the segment until the next garbage collection
         self._bells = Bells(group.rank, layout, words, fence, mapping.bells)
         core = load_core()
-        state = None if isinstance(core, CoreUnavailable) else core.State()
+        state = None if isinstance(core, CoreUnavailable) else core.RankPosition()
         self._board = Board(group.rank, layout, words, mapping.segment.data, fence, self._bells.ring_all, state)
         self._sequence = self._board.state
         self._executor = Executor(self._board, mapping.segment.raw, mapping.bells, core)
@@ -108,6 +108,8 @@ class Engine:
             self._finished.append,
             self._faults.append,
             lambda receive, nbytes: grown.append((receive, nbytes)),
+            self._board.state,
+            LinkState if isinstance(core, CoreUnavailable) else core.LinkState,
         )
         self._lock = CombiningLock()  # held by the driving thread
         self._inbox: deque[Submission | Bundle] = deque()
@@ -154,7 +156,8 @@ class Engine:
     def fast_path(self, calls: DirectCalls) -> Callable[..., Work[Any]] | None:
         """See ``Backend.fast_path``."""
         limits = Limits(self._inline_bytes, self._whole_bytes, self.patience)
-        return fast_path(self._executor, calls, limits, self._lock.locked, self._queue, self._inbox)
+        links = self._messages.link_states
+        return fast_path(self._executor, links, calls, limits, self._lock.locked, self._queue, self._inbox)
 
     def before_await(self, work: Work[Any]) -> None:
         """Spin for the peers before a task on the loop waits for ``work``, if spinning has paid off recently."""

@@ -47,9 +47,15 @@ class Executor:
         self.running: _core.Run | None = None  #: the run in C that is in progress, if one is
         self.segment: _core.Segment | None = None  #: the segment as the executor in C knows it
         if not isinstance(core, CoreUnavailable):
-            starts = (layout.record(0, 0) * WORD, layout.header(0, 0, 0) * WORD, layout.slot(0, 0), layout.result(0, 0))
+            starts = (
+                layout.record(0, 0) * WORD,
+                layout.header(0, 0, 0) * WORD,
+                layout.slot(0, 0),
+                layout.result(0, 0),
+                layout.ring_start(0, 0),
+            )
             self.segment = core.Segment(
-                memory, board.rank, board.size, layout.banks, layout.chunk, layout.piece, starts, bells
+                memory, board.rank, board.size, layout.banks, layout.chunk, layout.piece, layout.ring, starts, bells
             )
 
     def compiled(self, key: Hashable, build: Callable[[], Program]) -> Compiled:

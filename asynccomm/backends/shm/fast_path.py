@@ -1,13 +1,13 @@
 """Small collectives from call to result in C (``_fast_path.c``), by recipes that are made here.
 
-A recipe says what a kind of call comes to: the program, the reductions, and the tensors among the arguments that the
+A recipe of a kind of call consists of the program, the reductions, and the tensors among the arguments that the
 program's vectors lie in. Calls of equal arguments, up to the memory and the values of tensors, share a recipe.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, final
 
@@ -16,18 +16,22 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from asynccomm.backends.base import DirectCalls, Submission
+from asynccomm.backends.shm.endpoint import largest_short
 from asynccomm.backends.shm.executor import Executor
-from asynccomm.backends.shm.lowering import lowered
+from asynccomm.backends.shm.lowering import has_program, lowered
+from asynccomm.backends.shm.rings import LinkState
 from asynccomm.backends.shm.vectors import Operand
 from asynccomm.core.callsite import call_site, user_files
 from asynccomm.core.native import load_core
 from asynccomm.core.work import Work
-from asynccomm.ops import AllToAll, Call, Parcels
+from asynccomm.ops import Call
+from asynccomm.ops.dtypes import CODES
 from asynccomm.ops.reduce_op import CONSTANTS
 from asynccomm.ops.signature import Signature, signature
 from asynccomm.ops.validation import CommInfo
 
 SPIN_SECONDS: Final = 3e-5  # for a late rank, inside the call: longer than another rank's call on the ordinary path
+THREAD_SPIN_SECONDS: Final = 1.5e-4  # the same on a thread that runs no loop: it is about to wait in any case
 _TORCHS: Final = (
     [getattr(torch.distributed.ReduceOp, op.type.name) for op in CONSTANTS] if torch.distributed.is_available() else []
 )
@@ -52,20 +56,29 @@ class Recipe(NamedTuple):
     vectors: Sequence[tuple[int, int]]  #: the number of a tensor, and the offset of the vector in it, in bytes
     op: Any
     result: int  #: the number of the argument that is the result; -1: the result is None
+    message: tuple[int, int, bool] | None = None  #: peer, tag, and whether it is sent; without a program then
 
 
 def fast_path(
-    executor: Executor, calls: DirectCalls, limits: Limits, driven: Callable[[], bool], *queues: Sequence[Any]
+    executor: Executor,
+    links: Mapping[int, LinkState],
+    calls: DirectCalls,
+    limits: Limits,
+    driven: Callable[[], bool],
+    *queues: Sequence[Any],
 ) -> Callable[..., Work[Any]] | None:
     """The fast path of the calls of a comm; None without the executor in C, or if torch shows it no tensors.
 
     Args:
+        links: the counters of the message rings, by peer.
         driven: whether a thread drives the engine.
         queues: operations that must be done before.
     """
     if executor.segment is None or not hasattr(Tensor, "__dlpack_c_exchange_api__"):
         return None
     board = executor.board
+    # ranks that share cores wait for each other's time slices, and offer theirs meanwhile
+    crowded = board.size > (os.cpu_count() or 1)
     path = load_core().FastPath(
         executor.segment,
         board.state,
@@ -85,8 +98,10 @@ def fast_path(
         Tensor,
         Parameter,
         (None, True, False, *CONSTANTS, *_TORCHS),  # arguments of a recipe that are neither tensors nor integers
-        # ranks that share cores wait for each other's time slices, and offer theirs meanwhile
-        limits.patience if board.size > (os.cpu_count() or 1) else min(SPIN_SECONDS, limits.patience),
+        limits.patience if crowded else min(SPIN_SECONDS, limits.patience),
+        links,
+        largest_short(board.layout),
+        limits.patience if crowded else min(THREAD_SPIN_SECONDS, limits.patience),
     )
     return path.submit  # type: ignore[no-any-return]
 
@@ -107,12 +122,14 @@ def recipe(
         return None
     result = next((k for k, argument in enumerate(arguments) if argument is call.result is not None), -1)
     if (
-        isinstance(call.op, (Parcels, AllToAll))
+        not (call.op.p2p or has_program(call.op))
         or (result < 0 and call.result is not None)
         or call.finish is not None
         or call.copies
     ):
         return None
+    if call.op.p2p:
+        return _message(group, call, result)
     submission = Submission(call, None)  # type: ignore[arg-type]
     if submission.nbytes > limits.inline_bytes:
         return None
@@ -123,6 +140,13 @@ def recipe(
     if low.compiled.core is None or low.lands or None in kernels or None in vectors:
         return None
     return Recipe(low.compiled.core, signature(call.op), kernels, vectors, call.op, result)  # type: ignore[arg-type]
+
+
+def _message(group: CommInfo, call: Call, result: int) -> Recipe | None:
+    op: Any = call.op
+    if op.peer is None or op.peer == group.rank:
+        return None
+    return Recipe(None, (CODES[op.dtype], op.numel), (), (), op, result, (op.peer, op.tag, op.is_send))
 
 
 def _place(operand: Operand | int, tensors: Sequence[Tensor]) -> tuple[int, int] | None:

@@ -75,6 +75,11 @@ def _run(executor: Executor, submission: Submission, whole: int) -> Progress:
         land()
 
 
+def has_program(op: Op) -> bool:
+    """Whether ``lowered`` takes the operation."""
+    return type(op) not in _FORMS
+
+
 def lowered(executor: Executor, submission: Submission, whole: int) -> Lowered:
     """The program of a collective with sizes known to all ranks."""
     return _LOWERINGS.get(type(submission.op), _transfer)(executor, submission, whole)

@@ -25,6 +25,7 @@ from torch import Tensor
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
 from asynccomm.backends.matching import MatchQueues
+from asynccomm.backends.shm.board import RankPosition
 from asynccomm.backends.shm.endpoint import (
     CLEAR,
     DATA,
@@ -40,7 +41,7 @@ from asynccomm.backends.shm.endpoint import (
     TensorArrival,
 )
 from asynccomm.backends.shm.fence import Fence
-from asynccomm.backends.shm.rings import Mapped
+from asynccomm.backends.shm.rings import LinkState, Mapped
 from asynccomm.backends.shm.vectors import address_of, spans
 from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import MessageSpace, PeerOp, PeerParcel, Recv, RecvParcel, Send, SendParcel
@@ -65,6 +66,8 @@ class Messages:
             BrokenError that the receive of a parcel returned; must not call back.
         grown: called with a receive and the size of its message, when the message is larger than the receive's
             ``nbytes``; must not call back.
+        state: counts the pending operations and the unexpected messages.
+        link_state: makes the counters of the rings to and from one peer.
     """
 
     def __init__(
@@ -76,16 +79,21 @@ class Messages:
         done: Callable[[Submission], None],
         failed: Callable[[BrokenError], None],
         grown: Callable[[Submission, int], None],
+        state: RankPosition | None = None,
+        link_state: Callable[[], LinkState] = LinkState,
     ) -> None:
         self._rank = rank
         self._words, self._raw = mapped.words, mapped.raw
         self._address = mapped.address
         self._fence = fence
         self._ring, self._failed, self._grown = ring, failed, grown
-        self._tally = tally = Tally(done)
+        self._state = RankPosition() if state is None else state
+        self._tally = tally = Tally(done, self._state)
         self._matching: MatchQueues[Submission, Kept | Offer | Outgoing] = MatchQueues(mapped.layout.size)
         peers = [peer for peer in range(mapped.layout.size) if peer != rank]
-        self._links = {peer: Link(mapped, rank, peer, fence, ring, tally) for peer in peers}
+        self._links = {peer: Link(mapped, rank, peer, fence, ring, tally, link_state()) for peer in peers}
+        #: the counters of the rings, by peer
+        self.link_states = {peer: link.state for peer, link in self._links.items()}
         # for progress(): all rings that are read, and the links with frames to write
         self._reading = [(link.reader.head_at, link.reader, link) for link in self._links.values()]
         self._writing: set[Link] = set()
@@ -120,7 +128,7 @@ class Messages:
         moved = False
         words = self._words
         for head_at, reader, link in self._reading:
-            if words[head_at] != reader.tail:
+            if words[head_at] != reader.state.tail:
                 self._drain(link)
                 moved = True
         if self._writing:
@@ -138,15 +146,15 @@ class Messages:
         from any source are returned once all other ranks have left.
         """
         link = self._links[peer]
-        if not link.gone:
+        if not link.state.gone:
             self._fence.order()  # the peer published its last frames before its state LEFT
-            if link.reader.tail != self._words[link.reader.head_at]:
+            if link.state.tail != self._words[link.reader.head_at]:
                 self._drain(link)
-            link.gone = True
+            link.state.gone = True
             self._stop_reading(link)
         self._writing.discard(link)
         lost = [*self._matching.withdraw(peer), *link.abandon()]
-        if all(other.gone for other in self._links.values()):
+        if all(other.state.gone for other in self._links.values()):
             lost += self._matching.withdraw(None)
         self._tally.pending -= len(lost)
         return lost
@@ -157,7 +165,7 @@ class Messages:
         self._writing.clear()
         self._links.clear()
         self._matching.clear()
-        self._tally.pending = 0
+        self._tally.pending = self._state.kept = 0
 
     # -- arriving frames ----------------------------------------------------------------------------------------------
 
@@ -200,7 +208,7 @@ class Messages:
         if receive is None or tag in link.lines:
             kept = Kept(extra, length, bytes(self._raw[at : at + nbytes]))
             if receive is None:
-                self._matching.keep(kept, link.peer, tag)
+                self._keep(kept, link.peer, tag)
             else:
                 link.lines[tag].append((receive, kept))
             return
@@ -217,7 +225,7 @@ class Messages:
         receive = self._matching.claim(link.peer, tag)
         if receive is None:
             link.keep_offer()
-            self._matching.keep(offer, link.peer, tag)
+            self._keep(offer, link.peer, tag)
         else:
             self._accept(link, tag, receive, offer)
 
@@ -230,7 +238,12 @@ class Messages:
         if placed:
             self._move_up(link, arrival)
 
+    def _keep(self, message: Kept | Offer | Outgoing, source: int, tag: int) -> None:
+        self._matching.keep(message, source, tag)
+        self._state.kept += 1
+
     def _take_kept(self, receive: Submission, tag: int, source: int, message: Kept | Offer | Outgoing) -> None:
+        self._state.kept -= 1
         if isinstance(message, Outgoing):
             self._meet(message, receive)
             return
@@ -335,7 +348,7 @@ class Messages:
     def _send_to_self(self, message: Outgoing) -> None:
         receive = self._matching.claim(self._rank, message.tag)
         if receive is None:
-            self._matching.keep(message, self._rank, message.tag)
+            self._keep(message, self._rank, message.tag)
         else:
             self._meet(message, receive)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 from struct import Struct
-from typing import Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.layout import LINE, WORD, Layout
@@ -49,6 +49,27 @@ class Mapped(NamedTuple):
 
 
 @final
+class LinkState:
+    """The counters of the two rings between this rank and a peer; ``_core.LinkState`` where C is in use.
+
+    The memory is new, so all counters begin at 0.
+    """
+
+    __slots__ = ("came", "gone", "head", "matched", "sent", "tail", "taken", "told", "waiting")
+
+    def __init__(self) -> None:
+        self.head = 0  #: bytes written so far
+        self.taken = 0  #: bytes of these that the peer has read, as last seen
+        self.sent = 0  #: bytes of short frames written so far
+        self.tail = 0  #: bytes read so far
+        self.told = 0  #: ``tail`` when the peer was last rung because of room
+        self.came = 0  #: bytes of short frames received so far
+        self.matched = 0  #: bytes of received short frames that were matched
+        self.waiting: Any = None  #: the messages without their first frame in the ring
+        self.gone = False  #: whether the peer has left and writes nothing more
+
+
+@final
 class Writer:
     """The writing end of a ring."""
 
@@ -56,19 +77,20 @@ class Writer:
         "_address",
         "_at",
         "_end",
-        "_head",
         "_head_at",
         "_nbytes",
         "_order",
         "_raw",
         "_ring",
         "_start",
-        "_tail",
+        "_state",
         "_tail_at",
         "_words",
     )
 
-    def __init__(self, mapped: Mapped, source: int, destination: int, fence: Fence) -> None:
+    def __init__(
+        self, mapped: Mapped, source: int, destination: int, fence: Fence, state: LinkState | None = None
+    ) -> None:
         start = mapped.layout.ring_start(source, destination)
         self._words, self._raw, self._address = mapped.words, mapped.raw, mapped.address
         self._head_at = start // WORD
@@ -76,15 +98,13 @@ class Writer:
         self._start = start + 2 * LINE
         self._ring = mapped.layout.ring
         self._order = fence.order
-        # the memory is new, so both counters are 0; this side reads only the reader's counter, the tail
-        self._head = 0
-        self._tail = 0  # as last read from the segment
+        self._state = LinkState() if state is None else state
         self._at = self._end = self._nbytes = 0  # of the reserved frame
 
     @property
     def run(self) -> int:
         """The largest payload of the next frame that needs no padding, in bytes; always more than 0."""
-        return self._ring - self._head % self._ring - HEADER
+        return self._ring - self._state.head % self._ring - HEADER
 
     def put(
         self, kind: int, tag: int = 0, extra: int = 0, ident: int = 0, length: int = 0, source: int = 0, nbytes: int = 0
@@ -105,14 +125,15 @@ class Writer:
 
     def reserve(self, nbytes: int) -> int:
         """The address for the payload of the next frame, to be filled before ``publish``; 0 if the ring has no room."""
-        ring, head = self._ring, self._head
+        state, ring = self._state, self._ring
+        head = state.head
         size = (HEADER + nbytes + LINE - 1) & -LINE
         at = head % ring
         end = head + size if size <= ring - at else head + ring - at + size
-        if end - self._tail > ring:
-            self._tail = self._words[self._tail_at]
+        if end - state.taken > ring:
+            state.taken = self._words[self._tail_at]
             self._order()  # the reader has finished with the bytes that will be overwritten
-            if end - self._tail > ring:
+            if end - state.taken > ring:
                 return 0
         if size > ring - at:
             _pack(self._raw, self._start + at, ring - at - HEADER, PADDING, 0, 0, 0, 0)
@@ -125,7 +146,7 @@ class Writer:
         """Publish the reserved frame, after its payload was written."""
         _pack(self._raw, self._at, self._nbytes, kind, tag, extra, ident, length)
         self._order()
-        self._head = self._words[self._head_at] = self._end
+        self._state.head = self._words[self._head_at] = self._end
 
 
 @final
@@ -141,25 +162,25 @@ class Reader:
         "_source",
         "_start",
         "_tail_at",
-        "_told",
         "_words",
         "head_at",
         "payload",
-        "tail",
+        "state",
     )
 
-    def __init__(self, mapped: Mapped, source: int, destination: int, fence: Fence) -> None:
+    def __init__(
+        self, mapped: Mapped, source: int, destination: int, fence: Fence, state: LinkState | None = None
+    ) -> None:
         start = mapped.layout.ring_start(source, destination)
         self._words, self._raw = mapped.words, mapped.raw
-        self.head_at = start // WORD  #: index of the head, which differs from ``tail`` when frames are there
+        self.head_at = start // WORD  #: index of the head, which differs from ``state.tail`` when frames are there
         self._tail_at = (start + LINE) // WORD
         self._start = start + 2 * LINE
         self._ring = mapped.layout.ring
         self._order = fence.order
         self._source = source
-        self.tail = 0  #: bytes read so far
-        self._head = self.tail  # as read by open
-        self._told = self.tail  # the tail when publish last reported room
+        self.state = LinkState() if state is None else state
+        self._head = 0  # as read by open
         self._size = 0  # of the current frame
         self.payload = 0  #: offset in the segment of the current frame's payload
 
@@ -167,39 +188,41 @@ class Reader:
         """Read the head. Raises BackendError if it is corrupt."""
         self._head = self._words[self.head_at]
         self._order()
-        if not 0 <= self._head - self.tail <= self._ring or self._head % LINE:
-            raise BackendError(f"the message ring from rank {self._source} is corrupt: {self._head - self.tail} bytes")
+        if not 0 <= self._head - self.state.tail <= self._ring or self._head % LINE:
+            raise BackendError(
+                f"the message ring from rank {self._source} is corrupt: {self._head - self.state.tail} bytes"
+            )
 
     def take(self) -> tuple[int, int, int, int, int, int] | None:
         """The header of the next frame: bytes of payload, kind, tag, extra, ident, length; None if all are read.
 
         Raises BackendError if the frame is larger than the published bytes.
         """
-        while self.tail != self._head:
-            at = self.tail % self._ring
+        while self.state.tail != self._head:
+            at = self.state.tail % self._ring
             frame: tuple[int, int, int, int, int, int] = _unpack(self._raw, self._start + at)
             size = (HEADER + frame[0] + LINE - 1) & -LINE
-            if size > self._head - self.tail or size > self._ring - at:
+            if size > self._head - self.state.tail or size > self._ring - at:
                 raise BackendError(
                     f"the message ring from rank {self._source} is corrupt: a frame with {frame[0]} bytes of payload "
-                    f"where {min(self._head - self.tail, self._ring - at) - HEADER} are left"
+                    f"where {min(self._head - self.state.tail, self._ring - at) - HEADER} are left"
                 )
             if frame[1] != PADDING:
                 self._size = size
                 self.payload = self._start + at + HEADER
                 return frame
-            self.tail += size
+            self.state.tail += size
         return None
 
     def free(self) -> None:
         """Finish the frame that ``take`` returned."""
-        self.tail += self._size
+        self.state.tail += self._size
 
     def publish(self) -> bool:
         """Free the room of finished frames. Returns whether to ring the writer, which may sleep for lack of room."""
         self._order()
-        tail = self._words[self._tail_at] = self.tail
-        if tail - self._told < self._ring // 4:
+        tail = self._words[self._tail_at] = self.state.tail
+        if tail - self.state.told < self._ring // 4:
             return False
-        self._told = tail
+        self.state.told = tail
         return True

@@ -186,13 +186,8 @@ def _publish(board: Board, submission: Submission) -> Schedule:
     targets = [(rank, n) for rank, _, n in shares]
     key = Broadcast, nbytes, tuple(targets)
     vectors = [vector for _, vector, _ in (*source, *shares)]
-    return Schedule(
-        key,
-        lambda window: programs.published(me, nbytes, targets, window),
-        vectors,
-        [*copies, *after],
-        owners=(inputs, outputs),
-    )
+    part = partial(programs.published, me, nbytes, targets)
+    return Schedule(key, part, vectors, [*copies, *after], owners=(inputs, outputs))
 
 
 def _targets(op: Op, outputs: Sequence[Tensor], size: int) -> list[Share]:
@@ -225,13 +220,8 @@ def _distribute(board: Board, submission: Submission) -> Schedule:
     fills, takes = [(rank, n) for rank, _, n in sources], [(rank, n) for rank, _, n in targets]
     key = Scatter, tuple(fills), tuple(takes)
     vectors = [vector for _, vector, _ in (*sources, *targets)]
-    return Schedule(
-        key,
-        lambda window: programs.exchanged(me, fills, takes, window),
-        vectors,
-        [*copies, *after],
-        owners=(inputs, output),
-    )
+    part = partial(programs.exchanged, me, fills, takes)
+    return Schedule(key, part, vectors, [*copies, *after], owners=(inputs, output))
 
 
 def by_rank(tensors: Sequence[Tensor]) -> list[Share]:

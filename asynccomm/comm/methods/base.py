@@ -39,7 +39,7 @@ class CommBase(Handle):
         self._session = session
         self._submitter = session.submitter
         self._submitter.records_sites = session.reporter is not None
-        self._call = self._submitter.caller()  # of methods whose arguments are tensors and plain values
+        self._call = self._submitter.caller()  # for methods that take tensors and plain values
         self._group = session.group
         self._backend_name = backend_name
         self._sent_schemas = SenderSchemaCache()

@@ -75,6 +75,9 @@ class BatchSendRecv(Handle):
         return work
 
 
+_SEND, _RECV = Send.of, Recv.of  # see collectives.py
+
+
 class P2P(CommBase):
     """Point-to-point operations on tensors, and streams of objects."""
 
@@ -94,7 +97,7 @@ class P2P(CommBase):
 
         Returns: Work of ``tensor``.
         """
-        return self._submit(Send.of(self._group, tensor, dst, tag), timeout, hints)
+        return self._call(timeout, hints, None, _SEND, tensor, dst, tag)
 
     def recv(
         self,
@@ -113,7 +116,7 @@ class P2P(CommBase):
 
         Returns: Work of ``tensor``.
         """
-        return self._submit(Recv.of(self._group, tensor, src, tag), timeout, hints)
+        return self._call(timeout, hints, None, _RECV, tensor, src, tag)
 
     def batch_op_create(self) -> BatchSendRecv:
         """Make a batch of sends and receives that start together, with one Work: a ring exchange cannot deadlock.

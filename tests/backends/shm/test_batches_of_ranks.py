@@ -16,7 +16,7 @@ from asynccomm.ops import Call
 
 from .calls import DTYPES, KINDS, legal, make, values
 
-LARGE = 1 << 20  # elements: for the worker, in many steps
+LARGE = 3 << 19  # elements: for the worker, in many steps
 
 
 def batch(comm: Comm, calls: Sequence[Call]) -> Work[Any]:

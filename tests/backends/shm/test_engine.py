@@ -28,7 +28,7 @@ from asynccomm import (
 from asynccomm.backends.shm.backend import ShmBackend
 from tests.waiting import until
 
-LARGE = 1 << 20  # elements: for the worker, in many steps
+LARGE = 3 << 19  # elements: for the worker, in many steps
 
 
 @pytest.mark.ranks(2, backend="shm")
@@ -420,7 +420,7 @@ async def test_a_failure_inside_ends_the_comm_on_all_ranks(comm: Comm, monkeypat
 
             monkeypatch.setattr("asynccomm.backends.shm.engine.start", no_memory)
         with pytest.raises(BackendError, match=r"shm failed in all_reduce\(float32\[4\], SUM\): MemoryError: no more"):
-            await failing.all_reduce(torch.ones(4))
+            await failing.all_reduce(torch.ones(4), timeout=30)  # on the ordinary path
     monkeypatch.undo()
     await comm.barrier()
 

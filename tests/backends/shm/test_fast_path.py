@@ -16,7 +16,16 @@ from typing import Any
 import pytest
 import torch
 
-from asynccomm import ClosedError, CollectiveMismatchError, CollectiveTimeoutError, Comm, RedOpType, ReduceOp, new_comm
+from asynccomm import (
+    ClosedError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    Comm,
+    PeerLostError,
+    RedOpType,
+    ReduceOp,
+    new_comm,
+)
 from asynccomm.comm.submission import Submitter
 from asynccomm.core.callsite import show
 from asynccomm.core.native import CoreUnavailable, load_core
@@ -128,7 +137,7 @@ async def test_which_calls_are_fast() -> None:
                 "empty": lambda: comm.all_reduce(torch.ones(0)),
                 "a reduction of one's own": lambda: comm.all_reduce(plain, ReduceOp(RedOpType.SUM)),
                 "factor": lambda: comm.all_reduce(plain, ReduceOp.PREMUL_SUM(2.0)),
-                "large": lambda: comm.all_reduce(torch.ones(1 << 19)),
+                "large": lambda: comm.all_reduce(torch.ones(1 << 21)),
                 "widened": lambda: comm.all_reduce(torch.ones(3, dtype=torch.int16), ReduceOp.AVG),
                 "allocated": lambda: comm.all_gather_single(None, plain),
                 "overlap": lambda: comm.all_reduce(plain.view(-1)[:8], out=plain.view(-1)[2:10]),
@@ -252,6 +261,85 @@ async def test_a_streak_of_awaits_yields() -> None:
         stop = True
         await task
         assert ticks >= 5
+
+
+@pytest.mark.ranks(2)
+async def test_messages_are_right_and_in_order() -> None:
+    async with counted() as (comm, paths):
+        me, other = comm.rank, 1 - comm.rank
+        sizes = [1, 2, 7, 100, 4096, 16384, 3]  # more bytes than the ring has: frames wrap around
+        for round in range(40):
+            for numel in sizes:
+                mine, theirs = torch.full((numel,), round + me * 0.5), torch.empty(numel)
+                if me:
+                    assert await comm.send(mine, other, tag=numel) is mine
+                    work = comm.recv(theirs, other, tag=numel)
+                else:
+                    work = comm.recv(theirs, other, tag=numel)
+                    await work
+                    await comm.send(mine, other, tag=numel)
+                assert await work is theirs
+                assert work.source == other
+                assert work.seq == 2 * (round * len(sizes) + sizes.index(numel)) + me
+                assert str(work.op) == f"recv(float32[{numel}], src={other}, tag={numel})"
+                assert torch.equal(theirs, torch.full((numel,), round + other * 0.5))
+        assert comm.statistics()[:2] == (2 * 40 * len(sizes), 0)
+        assert paths.ordinary < 40 * len(sizes), "most are fast; a rank that loses its core makes some ordinary"
+
+
+@pytest.mark.ranks(2)
+async def test_fast_and_ordinary_messages_mix(comm: Comm) -> None:
+    async with counted() as (own, _):
+        other = 1 - own.rank
+        for round in range(30):
+            first, second, last = (torch.full((5,), 10.0 * round + k) for k in range(3))
+            got = [torch.empty(5) for _ in range(3)]
+            if own.rank == 0:
+                await own.send(first, 1, tag=7)
+                await own.send(second, 1, tag=8, timeout=20)
+                await own.send(torch.ones(1 << 17), 1, tag=9)  # offered
+                await own.send(last, 1, tag=7)
+            else:
+                await own.recv(got[1], 0, tag=8)  # which stands behind the first in the ring
+                works = [own.recv(got[0], tag=7), own.recv(torch.empty(1 << 17), 0, tag=9)]
+                await asyncio.gather(*works)
+                await own.recv(got[2], 0, tag=7)
+                for k in range(3):
+                    assert got[k].tolist() == [10.0 * round + k] * 5
+            await own.barrier()
+        assert own.statistics().in_flight == 0
+        await own.recv_object(other) if own.rank else await own.send_object("x", other)
+
+
+@pytest.mark.ranks(2)
+async def test_messages_that_do_not_fit_are_an_error() -> None:
+    for received in (torch.empty(3), torch.empty(2, dtype=torch.int32)):
+        async with new_comm("shm", name=f"unfit {received.dtype}", timeout=30) as comm:
+            await comm.barrier()
+            if comm.rank == 0:
+                await comm.send(torch.ones(2), 1)
+                with pytest.raises((CollectiveMismatchError, PeerLostError)):
+                    await comm.recv(torch.empty(1), 1)
+            else:
+                with pytest.raises(CollectiveMismatchError, match=r"send\(float32\[2\]"):
+                    await comm.recv(received, 0)
+
+
+@pytest.mark.ranks(2)
+async def test_a_sender_without_room_waits(comm: Comm) -> None:
+    async with counted(hints={"message_bytes": "4096"}) as (own, _):
+        if own.rank == 0:
+            works = [own.send(torch.full((64,), float(k)), 1) for k in range(100)]
+            assert not works[-1].done()
+            await comm.barrier()
+            await asyncio.gather(*works)
+            await own.send(torch.full((64,), 100.0), 1)
+        else:
+            await comm.barrier()
+            for k in range(101):
+                tensor = torch.empty(64)
+                await own.recv(tensor, 0)
+                assert tensor.tolist() == [float(k)] * 64
 
 
 @pytest.mark.ranks(2)

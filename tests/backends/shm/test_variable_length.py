@@ -106,7 +106,7 @@ def test_who_does_not_take_learns_the_steps_and_waits_no_longer() -> None:
     for _ in range(20):
         next(first, None)
     assert next(first, None) is None  # rank 2 has only begun
-    assert world[1].step == 4
+    assert world[1].state.step == 4
     finish(late, taking)
     assert (len(found.data[1]), len(found.data[2])) == (10, 900)
 
