@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
+from asynccomm.core.work import Work
+
 @final
 class Program:
     """A program in the form that a run reads."""
@@ -24,7 +26,7 @@ class Segment:
 
     Args:
         memory: the whole segment.
-        starts: of the records, the headers, the slots and the results, in bytes.
+        starts: of the records, the headers, the slots, the results and the message rings, in bytes.
         bells: by rank, the eventfds of its two bells, or -1.
     """
 
@@ -36,7 +38,8 @@ class Segment:
         banks: int,
         chunk: int,
         piece: int,
-        starts: tuple[int, int, int, int],
+        ring: int,
+        starts: tuple[int, int, int, int, int],
         bells: Sequence[tuple[int, int]],
         /,
     ) -> Segment: ...
@@ -66,3 +69,17 @@ class Segment:
         """Make ``Run.drive`` return soon, until ``resume``. From any thread."""
 
     def resume(self) -> None: ...
+
+class RankPosition:
+    """``board.RankPosition``, with the same attributes."""
+
+class LinkState:
+    """``rings.LinkState``, with the same attributes."""
+
+@final
+class FastPath:
+    """The fast path of a comm's calls; ``fast_path.fast_path`` makes it, and names the arguments."""
+
+    def __new__(cls, *arguments: Any) -> FastPath: ...
+    def submit(self, timeout: Any, hints: Any, tag: Any, check: Callable[..., Any], /, *arguments: Any) -> Work[Any]:
+        """Submit a call, as ``DirectCalls.call`` does."""

@@ -390,7 +390,7 @@ async def test_ranks_that_differ_get_an_error() -> None:
             for _ in range(2):
                 await comm.all_reduce(torch.ones(4 if comm.rank else 5))
         error = caught.value
-        mine, theirs = ("float32[5]", "float32[4]") if comm.rank == 0 else ("float32[4]", "float32[5]")
+        mine, theirs = ("float32[5]", "float32[4]") if error.rank == 0 else ("float32[4]", "float32[5]")
         assert error.seq == 3
         assert mine in str(error.op)
         assert theirs in str(error.other_op)
