@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
+import random
+import struct
 import threading
 import time
 import weakref
@@ -17,6 +20,7 @@ import pytest
 import torch
 
 from asynccomm import (
+    BrokenError,
     ClosedError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -26,9 +30,12 @@ from asynccomm import (
     ReduceOp,
     new_comm,
 )
+from asynccomm.backends.shm.backend import ShmBackend
+from asynccomm.backends.shm.endpoint import SHORT
 from asynccomm.comm.submission import Submitter
 from asynccomm.core.callsite import show
 from asynccomm.core.native import CoreUnavailable, load_core
+from asynccomm.ops.dtypes import CODES
 
 pytestmark = pytest.mark.skipif(isinstance(load_core(), CoreUnavailable), reason="the executor in C was not built")
 
@@ -484,3 +491,36 @@ async def test_with_a_rank_that_runs_the_executor_in_python() -> None:
                 await comm.all_reduce(tensor)
                 assert tensor.tolist() == [2.0 * round + 1] * 4
             assert (paths.took() == "fast") == (comm.rank == 0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("part", range(4))
+async def test_a_peer_that_writes_nonsense_is_named(part: int) -> None:
+    """Frames, heads and counters that no honest rank writes, in front of a receive in C."""
+    choose = random.Random(part)
+    numbers = [0, 1, 63, 64, 8, 100, 2**16, 2**20 - 64, 2**20, 2**20 + 64, 2**31, 2**32 - 1]
+    honest = (8, SHORT, 0, CODES[torch.float32], 0)
+    for case in range(10):
+        fields = [choose.choice(numbers) if choose.random() < 0.5 else number for number in honest]
+        length = choose.choice([2, 2, 0, 2**63, 2**64 - 1])
+        step = choose.choice([64, 64, 64, 0, 8, 2**20, 2**20 + 64, 2**40])
+        async with new_comm("shm", name=f"nonsense {part} {case}", timeout=30) as comm:
+            comm.set_timeout(0.1)
+            tensor = torch.zeros(2)
+            if comm.rank == 0:
+                await comm.recv(tensor, 1)
+                await comm.barrier()
+                with contextlib.suppress(BrokenError):
+                    await comm.recv(tensor, 1)
+                    assert (*fields[:4], length) == (*honest[:4], 2)
+                continue
+            await comm.send(tensor, 0)
+            await comm.barrier()
+            backend = comm.unsafe_get_backend()
+            assert isinstance(backend, ShmBackend)
+            link = backend._engine._messages._links[0]
+            ring = link._writer
+            struct.pack_into("=IIIIIxxxxQ", ring._raw, ring._start + link.state.head, *fields, length)
+            ring._words[ring._head_at] = (link.state.head + step) % 2**64
+            with contextlib.suppress(BrokenError):
+                await comm.recv(tensor, 0)
