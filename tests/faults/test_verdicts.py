@@ -53,14 +53,15 @@ def test_what_is_left_behind() -> None:
     assert "left behind: @asynccomm" in judge(CASE, outcome(left=("@asynccomm",)))[0]
 
 
-def test_a_failed_split_may_leave_a_thread_in_gloo() -> None:
-    for backend, left, problems in [
-        ("gloo", "descriptor 7: pipe", 0),
-        ("gloo", "task", 1),
-        ("shm", "descriptor 7: pipe", 1),
+def test_a_failed_connection_may_leave_a_thread_in_gloo() -> None:
+    for backend, phase, left, problems in [
+        ("gloo", "split", "descriptor 7: pipe", 0),
+        ("gloo", "init", "descriptor 7: pipe", 0),
+        ("gloo", "split", "task", 1),
+        ("shm", "split", "descriptor 7: pipe", 1),
     ]:
         reports = {**outcome().reports, 2: report(2, left=(left,))}
-        found = judge(CASE._replace(backend=backend, phase="split"), outcome(reports=reports))
+        found = judge(CASE._replace(backend=backend, phase=phase), outcome(reports=reports))
         assert len([problem for problem in found if "left behind" in problem]) == problems
 
 
