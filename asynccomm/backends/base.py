@@ -44,7 +44,7 @@ from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.state import CallCounts
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, BackendError, BrokenError
-from asynccomm.ops import Begin, Call, Op, Parcel, PayloadAllocator
+from asynccomm.ops import Begin, Call, Op, Parcel, PayloadAllocator, Several
 from asynccomm.ops.validation import CommInfo
 from asynccomm.store.base import Store
 
@@ -164,7 +164,9 @@ class DirectCalls(Protocol):
     def lock(self) -> Any:
         """An RLock, held while submitting."""
 
-    def call(self, timeout: Any, hints: Any, tag: Any, check: Callable[..., Call], *arguments: Any) -> Work[Any]:
+    def call(
+        self, timeout: Any, hints: Any, tag: Any, check: Callable[..., Call | Several], *arguments: Any
+    ) -> Work[Any]:
         """Submit ``check(group, *arguments)``."""
 
     def adopt(self, run: object, arguments: Sequence[Any], site: CallSite | None, started: float) -> Work[Any]:

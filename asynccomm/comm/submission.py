@@ -34,7 +34,7 @@ from asynccomm.core.callsite import CallSite, call_site
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import UNNUMBERED, Driver, Work
 from asynccomm.errors import AsyncCommError, BrokenError, NotSentError, StoreTimeoutError
-from asynccomm.ops import Call, GroupedOp, Op
+from asynccomm.ops import Call, GroupedOp, Op, Several
 from asynccomm.ops.signature import signature_of
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import check_strings, seconds
@@ -127,19 +127,23 @@ class Submitter:
         timeout: float | timedelta | None,
         hints: Mapping[str, str] | None,
         tag: str | None,
-        check: Callable[..., Call],
+        check: Callable[..., Call | Several],
         *arguments: Any,
     ) -> Work[Any]:
         """Submit ``check(group, *arguments)``. From any thread."""
-        call = check(self.group, *arguments)
-        if tag is not None:
-            call = call.labelled(tag)
-        return self.submit(call, timeout, hints, call_site(DEPTH) if self.records_sites else None)
+        made = check(self.group, *arguments)
+        site = call_site(DEPTH) if self.records_sites else None
+        if isinstance(made, Several):
+            calls = made.calls if tag is None else [call.labelled(tag) for call in made.calls]
+            return self.submit_together(calls, made.result, timeout, hints, site)
+        return self.submit(made if tag is None else made.labelled(tag), timeout, hints, site)
 
     def adopt(self, run: object, arguments: Sequence[Any], site: CallSite | None, started: float) -> Work[Any]:
         """Go on with a call of which the backend's fast path has begun ``run``. Under the lock."""
         check, *rest = arguments
         call = check(self.group, *rest)
+        if isinstance(call, Several):
+            call = call.calls[0]._replace(result=call.result)
         work = self._work(call, self.counts.limit, site, self.backend, self.counts.collectives)
         work.started = started
         self._send_one(call, work, run)
@@ -228,6 +232,8 @@ class Submitter:
 
         The Work is done when all operations are, and carries the number of the first.
         """
+        if len(calls) == 1:
+            return self.submit(calls[0]._replace(result=result), timeout, hints, site)
         limit = self._checked(timeout, hints)
         check_apart([item_of(call.op, call.inputs, call.outputs, [t for _, t in call.copies]) for call in calls])
         whole = CompositeWork()

@@ -23,6 +23,7 @@ from asynccomm.ops.base import Op as Op
 from asynccomm.ops.base import Parcel as Parcel
 from asynccomm.ops.base import PayloadAllocator as PayloadAllocator
 from asynccomm.ops.base import PeerOp as PeerOp
+from asynccomm.ops.base import Several as Several
 from asynccomm.ops.base import TensorOp as TensorOp
 from asynccomm.ops.base import layout_of as layout_of
 from asynccomm.ops.movement import AllGather as AllGather

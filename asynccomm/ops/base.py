@@ -209,6 +209,13 @@ class Call(NamedTuple):
         return self._replace(op=replace(op, label=check_label(tag)))  # equal calls may share one operation
 
 
+class Several(NamedTuple):
+    """The checked calls of one method, with one result for all."""
+
+    calls: Sequence[Call]
+    result: Any
+
+
 def layout_of(numbers: Sequence[int]) -> int:
     """A 24-bit number, never 0, that differs for almost all other lists of numbers."""
     return zlib.crc32(array("Q", numbers).tobytes()) % 0xFFFFFF + 1

@@ -8,7 +8,7 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
-from asynccomm.ops.base import Call, layout_of
+from asynccomm.ops.base import Call, Several, layout_of
 from asynccomm.ops.dims import parts_along, whole_of
 from asynccomm.ops.movement import AllGather, Broadcast
 from asynccomm.ops.reductions import AllReduce, ReduceScatter
@@ -26,15 +26,16 @@ from asynccomm.ops.validation import (
 )
 
 
-def all_reduce(group: CommInfo, tensors: Sequence[Tensor], op: object) -> list[Call]:
+def all_reduce(group: CommInfo, tensors: Sequence[Tensor], op: object) -> Several:
     """One call for each dtype."""
     items = check_several(group, "tensors", tensors, written=True)
-    return [
+    calls = [
         AllReduce.of_several(group, [items[i] for i in numbers], op)
         if len(numbers) > 1
         else AllReduce.of(group, items[numbers[0]], op)
         for numbers in _by_dtype(items)
     ]
+    return Several(calls, tensors)
 
 
 def broadcast(group: CommInfo, tensors: Sequence[Tensor], root: SupportsIndex) -> Call:

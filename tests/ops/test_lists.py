@@ -19,7 +19,8 @@ SUM = ReduceOp.SUM
 
 def test_one_call_for_each_dtype() -> None:
     tensors = [t(3), t(2, dtype=INT), t(2, 2), t(5, dtype=D), t(1, dtype=INT)]
-    calls = all_reduce(GROUP, tensors, SUM)
+    calls, result = all_reduce(GROUP, tensors, SUM)
+    assert result is tensors
     assert [call.op for call in calls] == [
         AllReduce(F, 7, SUM, layout=layout_of([3, 4])),
         AllReduce(INT, 3, SUM, layout=layout_of([2, 1])),
@@ -31,7 +32,7 @@ def test_one_call_for_each_dtype() -> None:
 
 
 def test_one_tensor_is_a_plain_call() -> None:
-    (call,) = all_reduce(GROUP, (t(3),), SUM)
+    ((call,), _) = all_reduce(GROUP, (t(3),), SUM)
     assert call.op == AllReduce(F, 3, SUM)
 
 

@@ -504,7 +504,7 @@ static void Run_dealloc(PyObject *self)
     if (run->vectors)
         for (int k = 0; k < run->program->vector_count; k++) free(run->vectors[k].pieces);
     free(run->vectors), free(run->reductions), free(run->done), free(run->sources);
-    Py_XDECREF((PyObject *)run->segment), Py_XDECREF((PyObject *)run->program), Py_XDECREF(run->mismatch);
+    Py_XDECREF((PyObject *)run->segment), Py_XDECREF((PyObject *)run->program), Py_XDECREF(run->mismatch), Py_XDECREF(run->owners);
     core_free(self);
 }
 
@@ -546,8 +546,7 @@ static int parse_reduction(PyObject *t, Reduction *reduction)
     return -1;
 }
 
-/* The vectors of reductions must be in one piece. */
-static int check_vectors(const Run *run)
+int core_check_vectors(const Run *run)
 {
     for (int k = 0; k < run->program->stage_count; k++) {
         const Stage *stage = &run->program->stages[k];
@@ -604,7 +603,7 @@ static PyObject *Segment_run(PyObject *self, PyObject *args)
         failed = !item || parse_vector(item, &run->vectors[k]);
         Py_XDECREF(item);
     }
-    if (!failed && !check_vectors(run)) return (PyObject *)run;
+    if (!failed && !core_check_vectors(run)) return (PyObject *)run;
     Py_DECREF((PyObject *)run);
     return NULL;
 }

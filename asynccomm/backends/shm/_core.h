@@ -104,6 +104,7 @@ typedef struct {
     Segment *segment;
     Program *program;
     PyObject *mismatch; /* called with (rank, step); returns the exception to raise */
+    PyObject *owners;   /* of memory that the run uses, or NULL */
     uint64_t first, code, numel, mark;
     Reduction *reductions;
     int wrong_rank, running;
@@ -124,6 +125,9 @@ void core_free(PyObject *self);                   /* the end of a deallocator */
 
 /* A run with empty vectors; NULL with an exception. */
 Run *core_new_run(Segment *segment, Program *program, PyObject *reductions, PyObject *mismatch);
+
+/* The vectors of reductions must be in one piece; -1 with an exception otherwise. */
+int core_check_vectors(const Run *run);
 
 /* Take each stage on by one iteration, if it is ready and the stage before it is ahead. */
 int core_pass(Run *run);

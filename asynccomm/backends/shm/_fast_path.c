@@ -24,9 +24,9 @@
 #endif
 
 #define MIX 0x9E3779B97F4A7C15u /* as in board.py */
-#define MOST_TENSORS 24
+#define MOST_TENSORS 256
 #define MOST_DIMS 8
-#define MOST_WORDS 160
+#define MOST_WORDS 1024
 #define MOST_CONSTANTS 24
 #define MOST_SKIPPED 64 /* calls in a row without a spin, after spinning has failed */
 #define ENTRIES 1024    /* a power of two */
@@ -57,6 +57,13 @@ typedef struct {
     int count;
 } Key;
 
+/* The pieces of a program's vector: where each lies, and where it starts in the vector. */
+typedef struct {
+    int count;
+    int *tensors;                /* -1: `offsets` has an address */
+    int64_t *offsets, *starts; /* starts: one more, the bytes of the vector */
+} Places;
+
 typedef struct {
     char *data[MOST_TENSORS];
     int64_t nbytes[MOST_TENSORS];
@@ -65,16 +72,16 @@ typedef struct {
 
 /* What a kind of call comes to. */
 typedef struct {
-    Key key;
+    uint64_t *words; /* the key */
+    int word_count;
     PyObject *make; /* that the key names by its address; kept alive */
-    PyObject *op, *kernels;
+    PyObject *op, *kernels, *owners; /* owners: of memory that is part of the recipe */
     Program *program; /* NULL: a message, or this kind is not for the fast path */
     uint64_t code, numel;
     int peer, sends; /* of a message; -1 otherwise */
     uint32_t tag;
     int result, vectors; /* number of the argument that is the result, -1: None */
-    int *tensor;         /* by vector: the tensor that it lies in, and where */
-    int64_t *offset;
+    Places *places; /* by vector */
     Run *run; /* for the next call */
     int holds; /* of the table, and of calls: a destructor may make further calls, which empty the table */
 } Entry;
@@ -134,14 +141,14 @@ static int add_tensor(const FastPath *f, PyObject *tensor, Key *key, Tensors *te
     int64_t nbytes = numel * (found.dtype.bits / 8);
     if (!nbytes || !found.data) return 0;
     char *data = (char *)found.data + found.byte_offset;
-    int same = MOST_TENSORS;
+    int same = 0; /* the number of a tensor before in the same memory, from 1 on */
     for (int k = 0; k < tensors->count; k++) {
-        if (data == tensors->data[k] && nbytes == tensors->nbytes[k]) same = k;
+        if (data == tensors->data[k] && nbytes == tensors->nbytes[k]) same = k + 1;
         else if (data < tensors->data[k] + tensors->nbytes[k] && tensors->data[k] < data + nbytes) return 0;
     }
     uint64_t *words = key->words + key->count;
-    words[0] = 1 | (uint64_t)found.dtype.code << 8 | (uint64_t)found.dtype.bits << 16 | (uint64_t)same << 32
-               | (uint64_t)found.ndim << 40;
+    words[0] = 1 | (uint64_t)found.dtype.code << 8 | (uint64_t)found.dtype.bits << 16 | (uint64_t)found.ndim << 24
+               | (uint64_t)same << 32;
     for (int k = 0; k < found.ndim; k++) words[1 + k] = (uint64_t)found.shape[k];
     key->count += 1 + found.ndim;
     int number = tensors->count++;
@@ -206,7 +213,7 @@ static Entry **entry_of(FastPath *f, const Key *key)
     for (int k = 0; k < key->count; k++) hash = (hash ^ key->words[k]) * MIX, hash ^= hash >> 32;
     for (uint64_t at = hash;; at++) {
         Entry **entry = &f->entries[at % ENTRIES];
-        if (!*entry || ((*entry)->key.count == key->count && !memcmp((*entry)->key.words, key->words, 8 * (size_t)key->count)))
+        if (!*entry || ((*entry)->word_count == key->count && !memcmp((*entry)->words, key->words, 8 * (size_t)key->count)))
             return entry;
     }
 }
@@ -215,8 +222,10 @@ static void release_entry(Entry *entry)
 {
     if (--entry->holds > 0) return;
     Py_XDECREF(entry->make), Py_XDECREF(entry->op), Py_XDECREF(entry->kernels);
-    Py_XDECREF((PyObject *)entry->program), Py_XDECREF((PyObject *)entry->run);
-    free(entry->tensor), free(entry->offset), free(entry);
+    Py_XDECREF(entry->owners), Py_XDECREF((PyObject *)entry->program), Py_XDECREF((PyObject *)entry->run);
+    for (int k = 0; entry->places && k < entry->vectors; k++)
+        free(entry->places[k].tensors), free(entry->places[k].offsets), free(entry->places[k].starts);
+    free(entry->places), free(entry->words), free(entry);
 }
 
 static void forget(FastPath *f)
@@ -229,19 +238,39 @@ static void forget(FastPath *f)
     f->known = 0;
 }
 
-/* Fill an entry from a recipe: (program, (code, numel), kernels, ((tensor, offset) by vector), op, result, message), where a
+/* The places of a vector: a sequence of (tensor, offset, bytes). */
+static int fill_places(Places *places, PyObject *pieces, int tensors)
+{
+    Py_ssize_t count = PySequence_Size(pieces);
+    if (count < 0) return -1;
+    places->tensors = core_zeroed(count, sizeof(int)), places->offsets = core_zeroed(count, sizeof(int64_t));
+    places->starts = core_zeroed(count + 1, sizeof(int64_t)), places->count = (int)count;
+    if (!places->tensors || !places->offsets || !places->starts) return -1;
+    for (Py_ssize_t k = 0; k < count; k++) {
+        PyObject *piece = PySequence_GetItem(pieces, k);
+        if (!piece) return -1;
+        places->tensors[k] = (int)core_number_at(piece, 0, -1, tensors - 1, "tensor");
+        places->offsets[k] = core_number_at(piece, 1, 0, INT64_MAX, "offset");
+        places->starts[k + 1] = places->starts[k] + core_number_at(piece, 2, 0, INT64_MAX / 4, "bytes");
+        Py_DECREF(piece);
+        if (PyErr_Occurred()) return -1;
+    }
+    return 0;
+}
+
+/* Fill an entry from a recipe: (program, (code, numel), kernels, (places by vector), op, result, owners, message), where a
  * message is (peer, tag, sends) and has no program; or None. */
 static int fill_entry(const FastPath *f, Entry *entry, PyObject *recipe, int tensors, Py_ssize_t arguments)
 {
     PyObject *program, *vectors, *message;
     unsigned long long code, numel;
     if (recipe == Py_None) return 0;
-    if (!PyArg_ParseTuple(recipe, "O(KK)OOOiO", &program, &code, &numel, &entry->kernels, &vectors, &entry->op, &entry->result,
-                          &message)) {
-        entry->kernels = entry->op = NULL;
+    if (!PyArg_ParseTuple(recipe, "O(KK)OOOiOO", &program, &code, &numel, &entry->kernels, &vectors, &entry->op, &entry->result,
+                          &entry->owners, &message)) {
+        entry->kernels = entry->op = entry->owners = NULL;
         return -1;
     }
-    Py_INCREF(entry->kernels), Py_INCREF(entry->op);
+    Py_INCREF(entry->kernels), Py_INCREF(entry->op), Py_INCREF(entry->owners);
     entry->code = code, entry->numel = numel;
     if (entry->result >= arguments || (message == Py_None && Py_TYPE(program) != Core_Program) || (message != Py_None && tensors != 1)) {
         PyErr_Format(PyExc_ValueError, "%R is no recipe of %zd arguments", recipe, arguments);
@@ -254,19 +283,13 @@ static int fill_entry(const FastPath *f, Entry *entry, PyObject *recipe, int ten
         return PyErr_Occurred() ? -1 : 0;
     }
     entry->vectors = ((Program *)program)->vector_count;
-    entry->tensor = core_zeroed(entry->vectors, sizeof(int)), entry->offset = core_zeroed(entry->vectors, sizeof(int64_t));
-    if (!entry->tensor || !entry->offset) return -1;
+    if (!(entry->places = core_zeroed(entry->vectors, sizeof(Places)))) return -1;
     for (int k = 0; k < entry->vectors; k++) {
-        PyObject *pair = PySequence_GetItem(vectors, k);
-        if (pair) {
-            entry->tensor[k] = (int)core_number_at(pair, 0, 0, tensors - 1, "tensor");
-            entry->offset[k] = core_number_at(pair, 1, 0, INT64_MAX / 4, "offset");
-            Py_DECREF(pair);
-        }
-        if (PyErr_Occurred()) return -1;
+        PyObject *pieces = PySequence_GetItem(vectors, k);
+        int failed = !pieces || fill_places(&entry->places[k], pieces, tensors);
+        Py_XDECREF(pieces);
+        if (failed) return -1;
     }
-    entry->run = core_new_run(f->segment, (Program *)program, entry->kernels, f->mismatch);
-    if (!entry->run) return -1;
     Py_INCREF(program);
     entry->program = (Program *)program;
     return 0;
@@ -284,10 +307,12 @@ static Entry *learn(FastPath *f, const Key *key, PyObject *const *args, Py_ssize
     PyObject *recipe = all ? PyObject_CallObject(f->learn, all) : NULL;
     Entry *entry = recipe ? core_zeroed(1, sizeof(Entry)) : NULL;
     if (entry) {
-        entry->key = *key, entry->holds = 1, entry->peer = -1;
+        entry->word_count = key->count, entry->holds = 1, entry->peer = -1;
         entry->make = args[0];
         Py_INCREF(entry->make);
-        if (fill_entry(f, entry, recipe, tensors, n - 1)) {
+        entry->words = core_zeroed(key->count, sizeof(uint64_t));
+        if (entry->words) memcpy(entry->words, key->words, (size_t)key->count * sizeof(uint64_t));
+        if (!entry->words || fill_entry(f, entry, recipe, tensors, n - 1)) {
             release_entry(entry);
             entry = NULL;
         }
@@ -530,13 +555,46 @@ static void begin(const FastPath *f, const Entry *entry)
     memset(run->done, 0, (size_t)entry->program->stage_count * sizeof *run->done);
 }
 
+/* Give an entry a run for its next call. */
+static int new_run(const FastPath *f, Entry *entry)
+{
+    Run *run = core_new_run(f->segment, entry->program, entry->kernels, f->mismatch);
+    if (!run) return -1;
+    run->owners = entry->owners;
+    Py_INCREF(run->owners);
+    for (int k = 0; k < entry->vectors; k++) {
+        const Places *places = &entry->places[k];
+        Vector *vector = &run->vectors[k];
+        if (places->count == 1) continue;
+        vector->count = places->count, vector->nbytes = places->starts[places->count];
+        if (!(vector->pieces = core_zeroed(places->count + 1, sizeof(Piece)))) {
+            Py_DECREF((PyObject *)run);
+            return -1;
+        }
+        for (int j = 0; j <= places->count; j++) vector->pieces[j].start = places->starts[j];
+    }
+    if (core_check_vectors(run)) {
+        Py_DECREF((PyObject *)run);
+        return -1;
+    }
+    entry->run = run;
+    return 0;
+}
+
 /* Submit a known call: its Work, or NULL with an exception. The comm's lock is held. */
 static PyObject *send(FastPath *f, Entry *entry, const Tensors *tensors, PyObject *const *args, Py_ssize_t n, PyObject *site,
                       double started)
 {
     Run *run = entry->run;
     begin(f, entry);
-    for (int k = 0; k < entry->vectors; k++) run->vectors[k].address = tensors->data[entry->tensor[k]] + entry->offset[k];
+    for (int k = 0; k < entry->vectors; k++) {
+        const Places *places = &entry->places[k];
+        for (int j = 0; j < places->count; j++) {
+            char *address = (places->tensors[j] < 0 ? NULL : tensors->data[places->tensors[j]]) + places->offsets[j];
+            if (places->count == 1) run->vectors[k].address = address;
+            else run->vectors[k].pieces[j].address = address;
+        }
+    }
     if (run_on(f, run) == DONE) return finish(f, entry, args, site, started);
     entry->run = NULL; /* which goes on without this entry */
     PyObject *call = PyTuple_New(n), *work = NULL;
@@ -562,9 +620,7 @@ static int try_fast(FastPath *f, PyObject *const *args, Py_ssize_t n, PyObject *
     if (!entry && !(entry = learn(f, &key, args, n, tensors.count))) return 1;
     if ((!entry->program && entry->peer < 0) || f->counts->closed || f->counts->detours) return 0;
     entry->holds++;
-    PyObject *site = NULL;
-    if (!entry->program || entry->run || (entry->run = core_new_run(f->segment, entry->program, entry->kernels, f->mismatch)))
-        site = site_of(f);
+    PyObject *site = !entry->program || entry->run || !new_run(f, entry) ? site_of(f) : NULL;
     int may = site ? may_send(f) : -1;
     if (may > 0) {
         if (entry->program) *work = send(f, entry, &tensors, args, n, site, started);
@@ -624,6 +680,7 @@ static int FastPath_traverse(PyObject *self, visitproc visit, void *arg)
         Py_VISIT(entry->make);
         Py_VISIT(entry->op);
         Py_VISIT(entry->kernels);
+        Py_VISIT(entry->owners);
     }
     return 0;
 }

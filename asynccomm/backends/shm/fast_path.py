@@ -20,11 +20,11 @@ from asynccomm.backends.shm.endpoint import largest_short
 from asynccomm.backends.shm.executor import Executor
 from asynccomm.backends.shm.lowering import has_program, lowered
 from asynccomm.backends.shm.rings import LinkState
-from asynccomm.backends.shm.vectors import Operand
+from asynccomm.backends.shm.vectors import Operand, Scattered
 from asynccomm.core.callsite import call_site, user_files
 from asynccomm.core.native import load_core
 from asynccomm.core.work import Work
-from asynccomm.ops import Call
+from asynccomm.ops import Call, Several
 from asynccomm.ops.dtypes import CODES
 from asynccomm.ops.reduce_op import CONSTANTS
 from asynccomm.ops.signature import Signature, signature
@@ -46,6 +46,10 @@ class Limits(NamedTuple):
     patience: float  #: seconds to spin for a late rank
 
 
+# the number of a tensor, the offset in it, and bytes; or -1 and an address, of memory of the recipe's own
+Place = tuple[int, int, int]
+
+
 @final
 class Recipe(NamedTuple):
     """A kind of call, for ``_core.FastPath``."""
@@ -53,9 +57,10 @@ class Recipe(NamedTuple):
     program: Any  #: compiled
     words: Signature
     kernels: Sequence[tuple[int, int, int]]
-    vectors: Sequence[tuple[int, int]]  #: the number of a tensor, and the offset of the vector in it, in bytes
+    vectors: Sequence[Sequence[Place]]  #: the pieces of each vector
     op: Any
     result: int  #: the number of the argument that is the result; -1: the result is None
+    owners: object = None  #: of memory of the recipe's own
     message: tuple[int, int, bool] | None = None  #: peer, tag, and whether it is sent; without a program then
 
 
@@ -107,7 +112,7 @@ def fast_path(
 
 
 def recipe(
-    executor: Executor, group: CommInfo, limits: Limits, check: Callable[..., Call], *arguments: Any
+    executor: Executor, group: CommInfo, limits: Limits, check: Callable[..., Call | Several], *arguments: Any
 ) -> Recipe | None:
     """The recipe of calls like ``check(group, *arguments)``; None if they are not for the fast path."""
     tensors: list[Tensor] = []
@@ -117,9 +122,15 @@ def recipe(
         elif isinstance(argument, (list, tuple)):
             tensors += argument
     try:
-        call = check(group, *arguments)
+        made = check(group, *arguments)
     except Exception:  # for the ordinary path, which raises it again
         return None
+    if isinstance(made, Several):
+        if len(made.calls) > 1:
+            return None
+        call = made.calls[0]._replace(result=made.result)
+    else:
+        call = made
     result = next((k for k, argument in enumerate(arguments) if argument is call.result is not None), -1)
     if (
         not (call.op.p2p or has_program(call.op))
@@ -136,26 +147,43 @@ def recipe(
     with torch.inference_mode(False):
         low = lowered(executor, submission, limits.whole_bytes)
     kernels = [reduction.kernel for reduction in low.reductions]
-    vectors = [_place(operand, tensors) for operand in low.operands]
+    vectors = [
+        _places(operand, tensors) if number != low.scratch else [(-1, operand.data_ptr(), 0)]  # type: ignore[union-attr]
+        for number, operand in enumerate(low.operands)
+    ]
     if low.compiled.core is None or low.lands or None in kernels or None in vectors:
         return None
-    return Recipe(low.compiled.core, signature(call.op), kernels, vectors, call.op, result)  # type: ignore[arg-type]
+    owners = None if low.scratch < 0 else low.operands[low.scratch]
+    words = signature(call.op)
+    return Recipe(low.compiled.core, words, kernels, vectors, call.op, result, owners)  # type: ignore[arg-type]
 
 
 def _message(group: CommInfo, call: Call, result: int) -> Recipe | None:
     op: Any = call.op
     if op.peer is None or op.peer == group.rank:
         return None
-    return Recipe(None, (CODES[op.dtype], op.numel), (), (), op, result, (op.peer, op.tag, op.is_send))
+    return Recipe(None, (CODES[op.dtype], op.numel), (), (), op, result, None, (op.peer, op.tag, op.is_send))
 
 
-def _place(operand: Operand | int, tensors: Sequence[Tensor]) -> tuple[int, int] | None:
-    """The tensor that an operand of one piece lies in, and its offset there."""
-    if not isinstance(operand, (int, Tensor)):
-        return None
-    address = operand if isinstance(operand, int) else operand.data_ptr()
-    for number, tensor in enumerate(tensors):
-        offset = address - tensor.data_ptr()
-        if 0 <= offset < tensor.nbytes:
-            return number, offset
-    return None
+def _places(operand: Operand | int, tensors: Sequence[Tensor]) -> list[Place] | None:
+    """The pieces of an operand; None if one is not in the memory of the arguments."""
+    if isinstance(operand, Scattered):
+        ends = zip(operand.starts, operand.starts[1:], strict=False)
+        pieces = [(address, end - start) for address, (start, end) in zip(operand.addresses, ends, strict=True)]
+    elif isinstance(operand, int):
+        pieces = [(operand, 0)]
+    else:
+        pieces = [(operand.data_ptr(), 0)]
+    places: list[Place] = []
+    for address, left in pieces:
+        while True:  # a piece may go on in the next tensor, which is elsewhere in other calls
+            found = next((k for k, t in enumerate(tensors) if 0 <= address - t.data_ptr() < t.nbytes), None)
+            if found is None:
+                return None
+            offset = address - tensors[found].data_ptr()
+            n = min(left, tensors[found].nbytes - offset)
+            places.append((found, offset, n))
+            address, left = address + n, left - n
+            if not left:
+                break
+    return places

@@ -31,7 +31,7 @@ from asynccomm.backends.shm.programs import (
 )
 from asynccomm.backends.shm.reduction import Reduction
 from asynccomm.backends.shm.reference import Progress
-from asynccomm.backends.shm.schedule import Lands, by_rank, flat_target, in_place, landed, reducing, schedule
+from asynccomm.backends.shm.schedule import Lands, by_rank, in_place, landed, reducing, schedule, targets_of
 from asynccomm.backends.shm.variable_length import PayloadSink, PayloadSource, stream
 from asynccomm.backends.shm.vectors import Operand, copy, write
 from asynccomm.ops import (
@@ -54,6 +54,7 @@ class Lowered(NamedTuple):
     reductions: Sequence[Reduction] = ()
     lands: Sequence[Callable[[], object]] = ()  #: called at the end
     owners: object = None  #: of the operands' memory; kept alive
+    scratch: int = -1  #: the number of the operand that is memory of the lowering's own; -1: there is none
 
 
 def start(executor: Executor, submission: Submission | Bundle, whole: int) -> Progress:
@@ -101,25 +102,25 @@ def _reduce(executor: Executor, submission: Submission, whole: int) -> Lowered:
         target = source
     else:
         source, target, reduction, lands = reducing(board, submission)
-    nbytes, takes = source.nbytes, target is not None
-    operands = [source]
+    rank, size, nbytes, takes = board.rank, board.size, source.nbytes, target is not None
+    targets: list[Operand] = [] if target is None else [target]
+    scratch = -1
     if nbytes <= whole:
         inline = nbytes <= board.layout.inline
-        if target is not None:
-            operands.append(flat_target(target, reduction, lands))
+        targets = targets_of(target, reduction)
+        copies = len(targets) > 1
+        scratch = 1 if copies else -1
         compiled = executor.compiled(
-            (AllReduce, nbytes, takes),
-            lambda: program(1, combined(board.rank, board.size, nbytes, Window(nbytes), takes=takes, inline=inline)),
+            (AllReduce, nbytes, len(targets)),
+            lambda: program(1, combined(rank, size, nbytes, Window(nbytes), takes=takes, copies=copies, inline=inline)),
         )
     else:
         own = isinstance(source, Tensor)
-        if target is not None:
-            operands.append(target)
         compiled = executor.compiled(
             (AllReduce, nbytes, takes, own),
-            lambda: reduced_in_parts(board.rank, board.size, nbytes, board.chunk, takes=takes, own=own),
+            lambda: reduced_in_parts(rank, size, nbytes, board.chunk, takes=takes, own=own),
         )
-    return Lowered(compiled, operands, (reduction,), lands)
+    return Lowered(compiled, [source, *targets], (reduction,), lands, scratch=scratch)
 
 
 def _transfer(executor: Executor, submission: Submission, whole: int) -> Lowered:

@@ -215,12 +215,15 @@ def scattered_sums(rank: int, sizes: Sequence[int], window: Window, *, own: bool
     return Part(tuple(fill), tuple(take), others(rank, size))
 
 
-def combined(rank: int, size: int, nbytes: int, window: Window, *, takes: bool, inline: bool = False) -> Part:
+def combined(
+    rank: int, size: int, nbytes: int, window: Window, *, takes: bool, copies: bool = False, inline: bool = False
+) -> Part:
     """The part of a small reduction: every rank that ``takes`` the result combines all slots.
 
     The vectors: the source, then the target.
 
     Args:
+        copies: the target is copied to a third vector in the end.
         inline: the data lie in the record beside the flag, and not in the slot.
     """
     _, at, first, reduction = window
@@ -230,6 +233,8 @@ def combined(rank: int, size: int, nbytes: int, window: Window, *, takes: bool, 
     if takes and nbytes:
         rows = tuple([Ref(space, giver, at) for giver in range(size)])
         take.append(Action(Ref(Space.VECTOR, first + 1), rows, nbytes, nbytes, nbytes, reduction))
+        if copies:
+            take.append(_copy(Ref(Space.VECTOR, first + 2), Ref(Space.VECTOR, first + 1), nbytes, nbytes))
     return Part(tuple(fill), tuple(take), others(rank, size) if takes else ())
 
 

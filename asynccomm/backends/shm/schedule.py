@@ -92,26 +92,21 @@ def reducing(board: Board, submission: Submission) -> tuple[Operand, Operand | N
 def _reduce(board: Board, submission: Submission) -> Schedule:
     source, target, reduction, lands = reducing(board, submission)
     nbytes = source.nbytes
-    operands = [source]
-    if target is not None:
-        operands.append(flat_target(target, reduction, lands))
+    targets = targets_of(target, reduction)
+    takes, copies = bool(targets), len(targets) > 1
 
     def part(window: Window) -> Part:
-        return programs.combined(board.rank, board.size, nbytes, window, takes=target is not None)
+        return programs.combined(board.rank, board.size, nbytes, window, takes=takes, copies=copies)
 
-    return Schedule((AllReduce, nbytes, target is not None), part, operands, lands, (reduction,))
+    return Schedule((AllReduce, nbytes, len(targets)), part, [source, *targets], lands, (reduction,))
 
 
-def flat_target(target: Operand, reduction: Reduction, lands: Lands) -> Tensor:
-    """A tensor that a reduction can write; if it is not ``target``, the copy to ``target`` comes first in ``lands``.
-
-    The caller keeps the tensor until then.
-    """
-    if isinstance(target, Tensor):
-        return target
-    values = torch.empty(target.nbytes // reduction.dtype.itemsize, dtype=reduction.dtype, device="cpu")
-    lands.insert(0, partial(target.write, 0, target.nbytes, values.data_ptr()))
-    return values
+def targets_of(target: Operand | None, reduction: Reduction) -> list[Operand]:
+    """The vectors that a small reduction writes: the target, behind a flat vector if it is in pieces."""
+    if target is None or isinstance(target, Tensor):
+        return [] if target is None else [target]
+    nbytes = target.nbytes
+    return [torch.empty(nbytes // reduction.dtype.itemsize, dtype=reduction.dtype, device="cpu"), target]
 
 
 def _reduce_scatter(board: Board, submission: Submission) -> Schedule:

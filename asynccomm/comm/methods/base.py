@@ -124,8 +124,6 @@ class CommBase(Handle):
         if tag is not None:
             calls = [call.labelled(tag) for call in calls]
         site = call_site(_DEPTH) if self._submitter.records_sites else None
-        if len(calls) == 1:
-            return self._submitter.submit(calls[0]._replace(result=result), timeout, hints, site)
         return self._submitter.submit_together(calls, result, timeout, hints, site)
 
     def _receive_op(self, method: str, src: SupportsIndex | None, tag: SupportsIndex) -> RecvParcel:

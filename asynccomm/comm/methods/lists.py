@@ -33,7 +33,7 @@ class CoalescedCollectives(CommBase):
 
         Returns: Work of ``tensors``.
         """
-        return self._submit_together(lists.all_reduce(self._group, tensors, op), tensors, timeout, hints, tag)
+        return self._call(timeout, hints, tag, lists.all_reduce, tensors, op)
 
     def broadcast_coalesced(
         self,
@@ -48,7 +48,7 @@ class CoalescedCollectives(CommBase):
 
         Returns: Work of ``tensors``.
         """
-        return self._submit(lists.broadcast(self._group, tensors, root), timeout, hints, tag)
+        return self._call(timeout, hints, tag, lists.broadcast, tensors, root)
 
     def all_gather_coalesced(
         self,
@@ -66,7 +66,7 @@ class CoalescedCollectives(CommBase):
 
         Returns: Work of ``output_lists``.
         """
-        return self._submit(lists.all_gather(self._group, output_lists, tensors), timeout, hints, tag)
+        return self._call(timeout, hints, tag, lists.all_gather, output_lists, tensors)
 
     def reduce_scatter_coalesced(
         self,

@@ -82,7 +82,7 @@ def all_reduce_coalesced(
     comm, kind = pg.comm(tensors[0].device if tensors else None), reduction(op)
     if _go_in_parts(tensors, kind):
         reals = [in_reals(tensor) for tensor in tensors]
-        return comm._submit_together(lists.all_reduce(comm._group, reals, kind), tensors, None, None)
+        return comm._submit_together(lists.all_reduce(comm._group, reals, kind).calls, tensors, None, None)
     return comm.all_reduce_coalesced(tensors, kind)
 
 

@@ -271,6 +271,73 @@ async def test_a_streak_of_awaits_yields() -> None:
 
 
 @pytest.mark.ranks(2)
+async def test_calls_that_differ_by_shared_memory_alone() -> None:
+    async with counted() as (comm, paths):
+        me = comm.rank
+        for round in range(12):
+            inputs = [torch.full((2,), float(me + 1)), torch.full((2,), 10.0 * (me + 1))]
+            output = [torch.empty(2), inputs[me], inputs[1 - me], torch.empty(2)][round % 4]
+            await comm.reduce_scatter(output, inputs)
+            assert output.tolist() == [[3.0] * 2, [30.0] * 2][me]
+            gathered = [torch.empty(2), torch.empty(2)]
+            mine = gathered[me] if round % 3 else torch.empty(2)
+            mine.fill_(me + 5.0)
+            await comm.all_gather(gathered, mine)
+            assert [tensor.tolist() for tensor in gathered] == [[5.0] * 2, [6.0] * 2]
+            source = torch.full((4,), me + 1.0)
+            target = source if round % 2 else torch.empty(4)
+            await comm.all_reduce(source, out=target)
+            assert target.tolist() == [3.0] * 4
+        assert paths.ordinary <= 12, "the output is another rank's input in every fourth round"
+
+
+@pytest.mark.ranks(2)
+async def test_lists_are_right_wherever_their_tensors_lie() -> None:
+    async with counted() as (comm, paths):
+        for round in range(8):
+            whole = torch.zeros(1 + 40 * 3)
+            adjacent = list(whole[1:].split(3))
+            apart = [torch.zeros(3) for _ in range(40)]
+            mixed = [*adjacent[:5], *apart[5:17], *adjacent[17:]]
+            for tensors in (adjacent, apart, mixed) if round % 2 else (mixed, apart, adjacent):
+                for k, tensor in enumerate(tensors):
+                    tensor.fill_(k + round + comm.rank)
+                assert await comm.all_reduce_coalesced(tensors) is tensors
+                assert [tensor.tolist() for tensor in tensors] == [[2 * (k + round) + 1.0] * 3 for k in range(40)]
+                for tensor in tensors:
+                    tensor += comm.rank
+                assert await comm.broadcast_coalesced(tensors, 1) is tensors
+                assert [tensor.tolist() for tensor in tensors] == [[2 * (k + round) + 2.0] * 3 for k in range(40)]
+            assert whole[0] == 0
+        assert paths.took() == "fast"
+        assert comm.statistics().submitted == 8 * 3 * 2
+        several = [torch.ones(2), torch.ones(3, dtype=torch.int64)]
+        await comm.all_reduce_coalesced(several)
+        assert paths.took() == "ordinary", "one operation for each dtype"
+        many = [torch.full((1,), float(k)) for k in range(300)]
+        await comm.all_reduce_coalesced(many)
+        assert paths.took() == "ordinary", "more tensors than a key may name"
+        assert [tensor.item() for tensor in many] == [2.0 * k for k in range(300)]
+        assert several[1].tolist() == [2, 2, 2]
+
+
+@pytest.mark.ranks(2)
+async def test_a_list_of_a_late_rank_goes_on(comm: Comm) -> None:
+    async with counted(hints={"spin_us": "0"}) as (own, _):
+        for round in range(6):
+            tensors = [torch.full((5,), float(own.rank + k)) for k in range(30)]
+            late = own.rank != round % 2
+            if late:
+                await comm.barrier()
+            work = own.all_reduce_coalesced(tensors)
+            others = [own.barrier() for _ in range(20)]  # while the list goes on
+            if not late:
+                await comm.barrier()
+            await asyncio.gather(work, *others)
+            assert [tensor.tolist() for tensor in tensors] == [[2 * k + 1.0] * 5 for k in range(30)]
+
+
+@pytest.mark.ranks(2)
 async def test_messages_are_right_and_in_order() -> None:
     async with counted() as (comm, paths):
         me, other = comm.rank, 1 - comm.rank

@@ -20,7 +20,7 @@ from asynccomm.comm.methods.collectives import Collectives
 from asynccomm.comm.methods.lists import CoalescedCollectives
 from asynccomm.comm.methods.p2p import P2P
 from asynccomm.comm.methods.variable import VariableCollectives
-from asynccomm.ops import Call
+from asynccomm.ops import Call, Several
 from asynccomm.ops.validation import CommInfo
 from tests.cases import cases
 
@@ -35,8 +35,9 @@ class Recorder(Collectives, VariableCollectives, CoalescedCollectives, P2P):
     def __init__(self, group: CommInfo = GROUP) -> None:
         self._group = group
 
-    def _call(self, timeout: Any, hints: Any, tag: Any, check: Callable[..., Call], *arguments: Any) -> Any:
-        return check(self._group, *arguments)
+    def _call(self, timeout: Any, hints: Any, tag: Any, check: Callable[..., Call | Several], *arguments: Any) -> Any:
+        made = check(self._group, *arguments)
+        return made if isinstance(made, Call) else (list(made.calls), made.result)
 
     def _submit(self, call: Call, timeout: Any, hints: Mapping[str, str] | None, tag: str | None = None) -> Any:
         return call
