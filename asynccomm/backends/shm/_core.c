@@ -13,18 +13,8 @@
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <structmember.h>
 #include <unistd.h>
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#define RELAX() _mm_pause()
-#elif defined(__aarch64__)
-#define RELAX() __asm__ __volatile__("yield" ::: "memory")
-#else
-#define RELAX() ((void)0)
-#endif
 
 #define HOLD_BYTES (32 << 10) /* a pass over fewer bytes keeps the GIL: it takes a few microseconds */
 #define STREAM_BYTES (16 << 20) /* results of larger runs are stored past the caches, which they would flush */
@@ -407,13 +397,6 @@ int core_pass(Run *run)
     }
     if (limit == p->steps) return DONE;
     return p->steps == 1 ? STUCK : moved; /* of one step, all that is ready has been done */
-}
-
-static int64_t nanoseconds(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
 int core_drive(Run *run, int64_t patience, int64_t stretch)

@@ -7,6 +7,22 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define RELAX() _mm_pause()
+#elif defined(__aarch64__)
+#define RELAX() __asm__ __volatile__("yield" ::: "memory")
+#else
+#define RELAX() ((void)0)
+#endif
+
+static inline int64_t nanoseconds(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
 /* ---- reductions: _kernels.c --------------------------------------------------------------------------------------- */
 
 /* in the order of reduction.DTYPES and reduction.OPERATORS */

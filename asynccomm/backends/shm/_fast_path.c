@@ -16,13 +16,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#define RELAX() _mm_pause()
-#else
-#define RELAX() ((void)0)
-#endif
-
 #define MIX 0x9E3779B97F4A7C15u /* as in board.py */
 #define MOST_TENSORS 256
 #define MOST_DIMS 8
@@ -326,13 +319,6 @@ static Entry *learn(FastPath *f, const Key *key, PyObject *const *args, Py_ssize
 }
 
 /* ---- one call ----------------------------------------------------------------------------------------------------- */
-
-static int64_t nanoseconds(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
 
 /* A wait for late ranks inside the call: for a moment, and only if that has paid off recently. */
 typedef struct {
