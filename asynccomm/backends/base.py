@@ -169,8 +169,15 @@ class DirectCalls(Protocol):
     ) -> Work[Any]:
         """Submit ``check(group, *arguments)``."""
 
-    def adopt(self, run: object, arguments: Sequence[Any], site: CallSite | None, started: float) -> Work[Any]:
-        """Submit a call that has begun as ``run``, which then is ``Submission.run``."""
+    def adopt(
+        self, run: object, arguments: Sequence[Any], result: object, site: CallSite | None, started: float
+    ) -> Work[Any]:
+        """Submit a call that has begun as ``run``, which then is ``Submission.run``.
+
+        Args:
+            arguments: those of ``call`` from ``check`` on, with tuples in place of lists.
+            result: of awaiting the Work.
+        """
 
 
 class Backend(Handle, abc.ABC):

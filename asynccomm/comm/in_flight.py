@@ -98,9 +98,10 @@ class InFlight:
     def extend_timeout(self, extra: float) -> None:
         """Give later operations ``extra`` more seconds, until the first of them is done."""
         self.counts.limit += extra
-        if self._extended == math.inf:
+        now = time.monotonic()
+        if self._extended == math.inf:  # no call from here on: another thread may settle an operation
             self.counts.detours += 1  # the first operation to be done ends the extension
-        self._extended = time.monotonic()
+        self._extended = now
 
     async def ready(self, check_open: Callable[[], object]) -> None:
         """Wait until the operations that were sent are below the limits; ``check_open`` raises to end the wait."""

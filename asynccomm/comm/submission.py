@@ -135,15 +135,16 @@ class Submitter:
         site = call_site(DEPTH) if self.records_sites else None
         if isinstance(made, Several):
             calls = made.calls if tag is None else [call.labelled(tag) for call in made.calls]
-            return self.submit_together(calls, made.result, timeout, hints, site)
+            return self.submit_several(calls, made.result, timeout, hints, site)
         return self.submit(made if tag is None else made.labelled(tag), timeout, hints, site)
 
-    def adopt(self, run: object, arguments: Sequence[Any], site: CallSite | None, started: float) -> Work[Any]:
+    def adopt(
+        self, run: object, arguments: Sequence[Any], result: object, site: CallSite | None, started: float
+    ) -> Work[Any]:
         """Go on with a call of which the backend's fast path has begun ``run``. Under the lock."""
         check, *rest = arguments
-        call = check(self.group, *rest)
-        if isinstance(call, Several):
-            call = call.calls[0]._replace(result=call.result)
+        made = check(self.group, *rest)
+        call = (made.calls[0] if isinstance(made, Several) else made)._replace(result=result)
         work = self._work(call, self.counts.limit, site, self.backend, self.counts.collectives)
         work.started = started
         self._send_one(call, work, run)
@@ -220,6 +221,19 @@ class Submitter:
             self.in_flight.deadlines.add(work)
         return work
 
+    def submit_several(
+        self,
+        calls: Sequence[Call],
+        result: Any,
+        timeout: float | timedelta | None,
+        hints: Mapping[str, str] | None,
+        site: CallSite | None,
+    ) -> Work[Any]:
+        """Submit ``calls``, of one method, as one operation if that is enough. From any thread."""
+        if len(calls) == 1:
+            return self.submit(calls[0]._replace(result=result), timeout, hints, site)
+        return self.submit_together(calls, result, timeout, hints, site)
+
     def submit_together(
         self,
         calls: Sequence[Call],
@@ -232,8 +246,6 @@ class Submitter:
 
         The Work is done when all operations are, and carries the number of the first.
         """
-        if len(calls) == 1:
-            return self.submit(calls[0]._replace(result=result), timeout, hints, site)
         limit = self._checked(timeout, hints)
         check_apart([item_of(call.op, call.inputs, call.outputs, [t for _, t in call.copies]) for call in calls])
         whole = CompositeWork()

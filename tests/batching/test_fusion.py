@@ -65,7 +65,9 @@ def one_reduction(op: ReduceOp, dtype: torch.dtype) -> Make:
     def make(world: CommInfo, chance: random.Random) -> Call:
         kind = chance.randrange(3)
         if kind == 2:
-            return lists_module.all_reduce(world, [data(world, chance, dtype, shape(chance)) for _ in range(3)], op)[0]
+            return lists_module.all_reduce(
+                world, [data(world, chance, dtype, shape(chance)) for _ in range(3)], op
+            ).calls[0]
         where = shape(chance)
         tensor = data(world, chance, dtype, where)
         return AllReduce.of(world, tensor, op, blank(chance, dtype, where) if kind else None)

@@ -1,4 +1,4 @@
-/* The fast path of a call: arguments, program, run, Work and bookkeeping of a small collective, without Python code.
+/* The fast path of a call: arguments, program, run, Work and bookkeeping of a small operation, without Python code.
  *
  * A call is known by its method and its arguments: of a tensor the dtype, the shape, and whether it is the memory of
  * another argument. The first call of its kind is taken by Python, which makes a recipe of it (fast_path.py); later
@@ -8,7 +8,8 @@
  * - a comm that is closed, orders its calls by agreement, is inside a scope, or has operations in flight;
  * - a run that is not done after a short spin: Python adopts it as it is.
  *
- * All this happens with the GIL held, so no other thread can begin to submit or drive meanwhile.
+ * Python code may run, and other threads with it, until the addresses of the tensors are taken; from then on to the end of
+ * the run nothing releases the GIL, so no other thread can begin to submit or drive, or give a tensor other memory.
  */
 #include "_core.h"
 
@@ -17,6 +18,7 @@
 #include <string.h>
 
 #define MIX 0x9E3779B97F4A7C15u /* as in board.py */
+#define MOST_ARGS 8
 #define MOST_TENSORS 256
 #define MOST_DIMS 8
 #define MOST_WORDS 1024
@@ -60,8 +62,16 @@ typedef struct {
 typedef struct {
     char *data[MOST_TENSORS];
     int64_t nbytes[MOST_TENSORS];
+    PyObject *dtype[MOST_TENSORS];                              /* borrowed: dtypes live for ever */
+    int64_t offset[MOST_TENSORS], storage[MOST_TENSORS]; /* elements, and bytes: of views that do not begin their storage */
     int count;
 } Tensors;
+
+/* The arguments of a call, with tuples in place of lists, which other threads may change. */
+typedef struct {
+    PyObject *items[MOST_ARGS];
+    int count;
+} Arguments;
 
 /* What a kind of call comes to. */
 typedef struct {
@@ -85,7 +95,7 @@ typedef struct {
     RankPosition *state;
     CallCounts *counts;
     PyTypeObject *work_type;
-    PyObject *mailbox, *mismatch, *learn, *submit, *adopt, *call_site, *files, *recent, *lock, *driven, *queue, *inbox;
+    PyObject *mailbox, *mismatch, *learn, *submit, *adopt, *broken, *call_site, *files, *recent, *lock, *driven, *queue, *inbox;
     DLPackTable *table;
     PyTypeObject *tensor, *parameter;
     PyObject *values, *constants[MOST_CONSTANTS]; /* the constants are those of the tuple `values` */
@@ -102,7 +112,8 @@ typedef struct {
 
 static PyTypeObject *FastPath_Type, *Streak_Type, *Counts_Type, *State_of_Work;
 static PyObject *get_running_loop, *get_frame, *one, *two;
-static PyObject *name_running, *name_acquire, *name_release, *name_append, *name_filename, *name_lasti, *name_is_neg;
+static PyObject *name_running, *name_acquire, *name_release, *name_append, *name_filename, *name_lasti, *name_is_neg, *name_dtype,
+    *name_storage_offset, *name_untyped_storage, *name_nbytes;
 
 /* Whether the answer of a method without arguments is `expected`; -1 with an exception. */
 static int answers(PyObject *object, PyObject *name, PyObject *argument, PyObject *expected)
@@ -113,38 +124,110 @@ static int answers(PyObject *object, PyObject *name, PyObject *argument, PyObjec
     return answer == expected;
 }
 
-/* Append a tensor to the key. 1: done; 0: it is unusual; -1: an exception. */
+static void release_arguments(Arguments *arguments)
+{
+    for (int k = 0; k < arguments->count; k++) Py_DECREF(arguments->items[k]);
+}
+
+/* Hold the arguments of a call. 1: done; 0: the call is unusual; -1: an exception. */
+static int hold_arguments(Arguments *arguments, PyObject *const *args, Py_ssize_t n)
+{
+    arguments->count = 0;
+    if (n > MOST_ARGS) return 0;
+    for (Py_ssize_t k = 0; k < n; k++) {
+        PyObject *item = PyList_CheckExact(args[k]) ? PyList_AsTuple(args[k]) : args[k];
+        if (!item) {
+            release_arguments(arguments);
+            return -1;
+        }
+        if (item == args[k]) Py_INCREF(item);
+        arguments->items[arguments->count++] = item;
+    }
+    return 1;
+}
+
+/* A method without arguments that returns a number; -1 with an exception. */
+static int64_t number_of(PyObject *object, PyObject *name)
+{
+    PyObject *answer = PyObject_CallMethodObjArgs(object, name, NULL);
+    int64_t number = answer ? PyLong_AsLongLong(answer) : -1;
+    Py_XDECREF(answer);
+    return number;
+}
+
+/* Ask a tensor all that DLPack does not tell; as hold_arguments. Torch may release the GIL, or call a mode in Python. */
+static int ask_tensor(PyObject *tensor, Tensors *tensors)
+{
+    if (tensors->count == MOST_TENSORS) return 0;
+    int negative = answers(tensor, name_is_neg, NULL, Py_True); /* lazily negated: the memory holds other values */
+    if (negative) return negative < 0 ? -1 : 0;
+    PyObject *dtype = PyObject_GetAttr(tensor, name_dtype);
+    if (!dtype) return -1;
+    Py_DECREF(dtype);
+    int64_t offset = number_of(tensor, name_storage_offset), bytes = 0;
+    if (offset > 0) { /* else a freed storage shows itself by its address */
+        PyObject *storage = PyObject_CallMethodObjArgs(tensor, name_untyped_storage, NULL);
+        bytes = storage ? number_of(storage, name_nbytes) : -1;
+        Py_XDECREF(storage);
+    }
+    if (PyErr_Occurred()) {
+        PyErr_Clear();
+        return 0;
+    }
+    tensors->dtype[tensors->count] = dtype, tensors->offset[tensors->count] = offset, tensors->storage[tensors->count] = bytes;
+    tensors->count++;
+    return 1;
+}
+
+static int is_tensor(const FastPath *f, PyObject *object) { return Py_TYPE(object) == f->tensor || Py_TYPE(object) == f->parameter; }
+
+/* Ask all tensors among the arguments; as hold_arguments. */
+static int ask_tensors(const FastPath *f, const Arguments *arguments, Tensors *tensors)
+{
+    tensors->count = 0;
+    for (int k = 1; k < arguments->count; k++) {
+        PyObject *argument = arguments->items[k];
+        Py_ssize_t count = PyTuple_CheckExact(argument) ? PyTuple_Size(argument) : is_tensor(f, argument);
+        for (Py_ssize_t j = 0; j < count; j++) {
+            PyObject *item = PyTuple_CheckExact(argument) ? PyTuple_GetItem(argument, j) : argument;
+            int usual = is_tensor(f, item) ? ask_tensor(item, tensors) : 0;
+            if (usual <= 0) return usual;
+        }
+    }
+    return 1;
+}
+
+/* Append a tensor to the key, and take its address. 1: done; 0: it is unusual. */
 static int add_tensor(const FastPath *f, PyObject *tensor, Key *key, Tensors *tensors)
 {
     DLTensor found;
-    if (tensors->count == MOST_TENSORS || key->count + 1 + MOST_DIMS > MOST_WORDS || f->table->look(tensor, &found)) {
+    if (key->count + 2 + MOST_DIMS > MOST_WORDS || f->table->look(tensor, &found)) {
         PyErr_Clear();
         return 0;
     }
     if (found.device.type != DL_CPU || found.ndim > MOST_DIMS || found.dtype.lanes != 1 || found.dtype.bits % 8
         || found.dtype.code == DL_COMPLEX)
         return 0;
-    int64_t numel = 1;
+    int64_t numel = 1, item = found.dtype.bits / 8;
     for (int k = found.ndim - 1; k >= 0; k--) {
         if (found.shape[k] != 1 && found.strides && found.strides[k] != numel) return 0;
         numel *= found.shape[k];
     }
-    int negative = answers(tensor, name_is_neg, NULL, Py_True); /* lazily negated: the memory holds other values */
-    if (negative) return negative < 0 ? -1 : 0;
-    int64_t nbytes = numel * (found.dtype.bits / 8);
-    if (!nbytes || !found.data) return 0;
+    int number = tensors->count;
+    int64_t nbytes = numel * item, offset = tensors->offset[number] * item;
+    if (!nbytes || !found.data || (offset && offset + nbytes > tensors->storage[number])) return 0;
     char *data = (char *)found.data + found.byte_offset;
     int same = 0; /* the number of a tensor before in the same memory, from 1 on */
-    for (int k = 0; k < tensors->count; k++) {
+    for (int k = 0; k < number; k++) {
         if (data == tensors->data[k] && nbytes == tensors->nbytes[k]) same = k + 1;
         else if (data < tensors->data[k] + tensors->nbytes[k] && tensors->data[k] < data + nbytes) return 0;
     }
     uint64_t *words = key->words + key->count;
-    words[0] = 1 | (uint64_t)found.dtype.code << 8 | (uint64_t)found.dtype.bits << 16 | (uint64_t)found.ndim << 24
-               | (uint64_t)same << 32;
-    for (int k = 0; k < found.ndim; k++) words[1 + k] = (uint64_t)found.shape[k];
-    key->count += 1 + found.ndim;
-    int number = tensors->count++;
+    words[0] = 1 | (uint64_t)found.ndim << 24 | (uint64_t)same << 32;
+    words[1] = (uint64_t)(uintptr_t)tensors->dtype[number];
+    for (int k = 0; k < found.ndim; k++) words[2 + k] = (uint64_t)found.shape[k];
+    key->count += 2 + found.ndim;
+    tensors->count++;
     tensors->data[number] = data, tensors->nbytes[number] = nbytes;
     return 1;
 }
@@ -157,20 +240,16 @@ static int is_constant(const FastPath *f, PyObject *value)
     return 0;
 }
 
-/* Append an argument to the key, or the tensors of a list; as add_tensor. */
-static int add_argument(const FastPath *f, PyObject *argument, Key *key, Tensors *tensors, int in_list)
+/* Append an argument to the key; as add_tensor. */
+static int add_argument(const FastPath *f, PyObject *argument, Key *key, Tensors *tensors)
 {
-    if (Py_TYPE(argument) == f->tensor || Py_TYPE(argument) == f->parameter) return add_tensor(f, argument, key, tensors);
-    int is_list = PyList_CheckExact(argument);
-    if (in_list || key->count + 2 > MOST_WORDS) return 0;
-    if (is_list || PyTuple_CheckExact(argument)) {
-        Py_ssize_t count = PyObject_Size(argument);
+    if (is_tensor(f, argument)) return add_tensor(f, argument, key, tensors);
+    if (key->count + 2 > MOST_WORDS) return 0;
+    if (PyTuple_CheckExact(argument)) {
+        Py_ssize_t count = PyTuple_Size(argument);
         key->words[key->count++] = 2 | (uint64_t)count << 8;
-        for (Py_ssize_t k = 0; k < count; k++) {
-            PyObject *item = is_list ? PyList_GetItem(argument, k) : PyTuple_GetItem(argument, k);
-            int usual = item ? add_argument(f, item, key, tensors, 1) : -1;
-            if (usual <= 0) return usual;
-        }
+        for (Py_ssize_t k = 0; k < count; k++)
+            if (!add_tensor(f, PyTuple_GetItem(argument, k), key, tensors)) return 0;
         return 1;
     }
     if (PyLong_CheckExact(argument)) {
@@ -189,14 +268,12 @@ static int add_argument(const FastPath *f, PyObject *argument, Key *key, Tensors
     return 1;
 }
 
-/* The key of a call; as add_tensor. */
-static int key_of(const FastPath *f, PyObject *const *args, Py_ssize_t n, Key *key, Tensors *tensors)
+/* The key of a call, and the addresses of its tensors, which were asked before; as add_tensor. Runs no Python code. */
+static int key_of(const FastPath *f, const Arguments *arguments, Key *key, Tensors *tensors)
 {
-    key->words[0] = (uint64_t)(uintptr_t)args[0], key->count = 1, tensors->count = 0;
-    for (Py_ssize_t k = 1; k < n; k++) {
-        int usual = add_argument(f, args[k], key, tensors, 0);
-        if (usual <= 0) return usual;
-    }
+    key->words[0] = (uint64_t)(uintptr_t)arguments->items[0], key->count = 1, tensors->count = 0;
+    for (int k = 1; k < arguments->count; k++)
+        if (!add_argument(f, arguments->items[k], key, tensors)) return 0;
     return 1;
 }
 
@@ -288,24 +365,30 @@ static int fill_entry(const FastPath *f, Entry *entry, PyObject *recipe, int ten
     return 0;
 }
 
+static PyObject *tuple_of(PyObject *const *items, Py_ssize_t n)
+{
+    PyObject *tuple = PyTuple_New(n);
+    for (Py_ssize_t k = 0; tuple && k < n; k++) {
+        Py_INCREF(items[k]);
+        PyTuple_SetItem(tuple, k, items[k]);
+    }
+    return tuple;
+}
+
 /* Have Python make a recipe of a call; returns its entry, NULL for an exception. */
-static Entry *learn(FastPath *f, const Key *key, PyObject *const *args, Py_ssize_t n, int tensors)
+static Entry *learn(FastPath *f, const Key *key, const Arguments *arguments, int tensors)
 {
     if (f->known >= ENTRIES / 2) forget(f);
-    PyObject *all = PyTuple_New(n);
-    for (Py_ssize_t k = 0; all && k < n; k++) {
-        Py_INCREF(args[k]);
-        PyTuple_SetItem(all, k, args[k]);
-    }
+    PyObject *all = tuple_of(arguments->items, arguments->count);
     PyObject *recipe = all ? PyObject_CallObject(f->learn, all) : NULL;
     Entry *entry = recipe ? core_zeroed(1, sizeof(Entry)) : NULL;
     if (entry) {
         entry->word_count = key->count, entry->holds = 1, entry->peer = -1;
-        entry->make = args[0];
+        entry->make = arguments->items[0];
         Py_INCREF(entry->make);
         entry->words = core_zeroed(key->count, sizeof(uint64_t));
         if (entry->words) memcpy(entry->words, key->words, (size_t)key->count * sizeof(uint64_t));
-        if (!entry->words || fill_entry(f, entry, recipe, tensors, n - 1)) {
+        if (!entry->words || fill_entry(f, entry, recipe, tensors, arguments->count - 1)) {
             release_entry(entry);
             entry = NULL;
         }
@@ -457,7 +540,10 @@ static PyObject *site_of(const FastPath *f)
 {
     if (f->call_site == Py_None) Py_RETURN_NONE;
     PyObject *frame = PyObject_CallFunctionObjArgs(get_frame, one, NULL), *site = NULL; /* 0: the method of the comm */
-    if (!frame) return NULL;
+    if (!frame) { /* called from C */
+        PyErr_Clear();
+        return PyObject_CallFunctionObjArgs(f->call_site, two, NULL);
+    }
     PyObject *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame), *file = PyObject_GetAttr(code, name_filename);
     int users = file ? PySet_Contains(f->files, file) : -1;
     if (users > 0) {
@@ -477,7 +563,7 @@ static PyObject *site_of(const FastPath *f)
 /* Whether a call may be sent from here now: -1 with an exception. */
 static int may_send(FastPath *f)
 {
-    if (f->state->dead || PyObject_Size(f->queue) || PyObject_Size(f->inbox)) return 0;
+    if (f->state->dead || f->counts->closed || f->counts->detours || PyObject_Size(f->queue) || PyObject_Size(f->inbox)) return 0;
     int other, in_loop = core_in_loop((Streak *)f->mailbox, get_running_loop, name_running, &other);
     if (in_loop < 0 || other) return in_loop;
     f->in_loop = in_loop;
@@ -514,9 +600,8 @@ static int remember(const FastPath *f, const Entry *entry, PyObject *site, doubl
 }
 
 /* Take note of a call that is done; its Work. */
-static PyObject *finish(FastPath *f, const Entry *entry, PyObject *const *args, PyObject *site, double started)
+static PyObject *finish(FastPath *f, const Entry *entry, PyObject *result, PyObject *site, double started)
 {
-    PyObject *result = entry->result < 0 ? Py_None : args[1 + entry->result];
     PyObject *work = remember(f, entry, site, started) ? NULL : finished_work(f, entry, result, site, started);
     ++*(entry->peer < 0 ? &f->counts->collectives : &f->counts->messages), f->counts->submitted++;
     return work;
@@ -536,9 +621,9 @@ static void begin(const FastPath *f, const Entry *entry)
     s->code = entry->code, s->numel = entry->numel;
     s->op = entry->op;
     Py_INCREF(s->op);
-    Py_XDECREF(before);
     run->code = s->code, run->numel = s->numel, run->mark = s->mark;
     memset(run->done, 0, (size_t)entry->program->stage_count * sizeof *run->done);
+    Py_XDECREF(before);
 }
 
 /* Give an entry a run for its next call. */
@@ -567,9 +652,22 @@ static int new_run(const FastPath *f, Entry *entry)
     return 0;
 }
 
+/* Break the comm because of the current exception: a run has begun that nobody goes on with. */
+static void break_comm(FastPath *f)
+{
+    PyObject *type, *value, *traceback;
+    f->state->dead = 1;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    PyObject *none = PyObject_CallFunctionObjArgs(f->broken, value ? value : Py_None, NULL);
+    if (none) Py_DECREF(none);
+    else PyErr_WriteUnraisable(f->broken);
+    PyErr_Restore(type, value, traceback);
+}
+
 /* Submit a known call: its Work, or NULL with an exception. The comm's lock is held. */
-static PyObject *send(FastPath *f, Entry *entry, const Tensors *tensors, PyObject *const *args, Py_ssize_t n, PyObject *site,
-                      double started)
+static PyObject *send(FastPath *f, Entry *entry, const Tensors *tensors, const Arguments *arguments, PyObject *result,
+                      PyObject *site, double started)
 {
     Run *run = entry->run;
     begin(f, entry);
@@ -581,38 +679,34 @@ static PyObject *send(FastPath *f, Entry *entry, const Tensors *tensors, PyObjec
             else run->vectors[k].pieces[j].address = address;
         }
     }
-    if (run_on(f, run) == DONE) return finish(f, entry, args, site, started);
+    if (run_on(f, run) == DONE) return finish(f, entry, result, site, started);
     entry->run = NULL; /* which goes on without this entry */
-    PyObject *call = PyTuple_New(n), *work = NULL;
-    for (Py_ssize_t k = 0; call && k < n; k++) {
-        Py_INCREF(args[k]);
-        PyTuple_SetItem(call, k, args[k]);
-    }
-    if (call) work = PyObject_CallFunction(f->adopt, "OOOd", (PyObject *)run, call, site, started);
+    PyObject *call = tuple_of(arguments->items, arguments->count), *work = NULL;
+    if (call) work = PyObject_CallFunction(f->adopt, "OOOOd", (PyObject *)run, call, result, site, started);
+    if (!work) break_comm(f);
     Py_XDECREF(call);
     Py_DECREF((PyObject *)run);
     return work;
 }
 
-/* Submit a call by the fast path. 1: `work` is its Work, or NULL with an exception; 0: the call is not for this path. */
-static int try_fast(FastPath *f, PyObject *const *args, Py_ssize_t n, PyObject **work)
+/* Submit a call of which all Python code has run: 1: `work` is its Work, or NULL with an exception; 0: it is not for this
+ * path; 2: its kind is known by now, and its addresses are to be taken again. */
+static int try_known(FastPath *f, const Arguments *arguments, Tensors *tensors, PyObject *const *args, PyObject *site,
+                     double started, PyObject **work)
 {
-    double started = monotonic();
     Key key;
-    Tensors tensors;
-    int usual = key_of(f, args, n, &key, &tensors);
-    if (usual <= 0) return usual < 0;
+    if (!key_of(f, arguments, &key, tensors)) return 0;
     Entry *entry = *entry_of(f, &key);
-    if (!entry && !(entry = learn(f, &key, args, n, tensors.count))) return 1;
-    if ((!entry->program && entry->peer < 0) || f->counts->closed || f->counts->detours) return 0;
+    if (!entry) return learn(f, &key, arguments, tensors->count) ? 2 : 1;
+    if (!entry->program && entry->peer < 0) return 0;
     entry->holds++;
-    PyObject *site = !entry->program || entry->run || !new_run(f, entry) ? site_of(f) : NULL;
-    int may = site ? may_send(f) : -1;
+    int may = !entry->program || entry->run || !new_run(f, entry) ? may_send(f) : -1;
     if (may > 0) {
-        if (entry->program) *work = send(f, entry, &tensors, args, n, site, started);
-        else if (entry->sends ? send_message(f, entry, tensors.data[0], (uint64_t)tensors.nbytes[0])
-                              : receive_message(f, entry, tensors.data[0], (uint64_t)tensors.nbytes[0]))
-            *work = finish(f, entry, args, site, started);
+        PyObject *result = entry->result < 0 ? Py_None : args[1 + entry->result];
+        if (entry->program) *work = send(f, entry, tensors, arguments, result, site, started);
+        else if (entry->sends ? send_message(f, entry, tensors->data[0], (uint64_t)tensors->nbytes[0])
+                              : receive_message(f, entry, tensors->data[0], (uint64_t)tensors->nbytes[0]))
+            *work = finish(f, entry, result, site, started);
         else may = 0;
         PyObject *type, *value, *traceback;
         PyErr_Fetch(&type, &value, &traceback);
@@ -624,34 +718,53 @@ static int try_fast(FastPath *f, PyObject *const *args, Py_ssize_t n, PyObject *
         }
         Py_XDECREF(released);
     }
-    Py_XDECREF(site);
     release_entry(entry);
     return may != 0;
+}
+
+/* Submit a call by the fast path; as try_known, without 2. */
+static int try_fast(FastPath *f, PyObject *const *args, Py_ssize_t n, PyObject **work)
+{
+    double started = monotonic();
+    Arguments arguments;
+    Tensors tensors;
+    int result = hold_arguments(&arguments, args, n);
+    if (result <= 0) return result < 0;
+    PyObject *site = NULL;
+    result = ask_tensors(f, &arguments, &tensors);
+    if (result > 0 && !(site = site_of(f))) result = -1;
+    if (result < 0) result = 1; /* with the exception */
+    else if (result) {
+        result = try_known(f, &arguments, &tensors, args, site, started, work);
+        if (result == 2) result = try_known(f, &arguments, &tensors, args, site, started, work);
+        if (result == 2) result = 0; /* forgotten already */
+    }
+    Py_XDECREF(site);
+    release_arguments(&arguments);
+    return result;
 }
 
 /* submit(timeout, hints, tag, make, *arguments) -> Work */
 static PyObject *FastPath_submit(PyObject *self, PyObject *const *args, Py_ssize_t n)
 {
     FastPath *f = (FastPath *)self;
+    if (!f->counts) { /* the garbage collector has cleared it */
+        PyErr_SetString(PyExc_RuntimeError, "the comm was dropped");
+        return NULL;
+    }
     if (n >= 4 && args[0] == Py_None && args[1] == Py_None && args[2] == Py_None && !f->counts->closed && !f->counts->detours) {
         PyObject *work = NULL;
         if (try_fast(f, args + 3, n - 3, &work)) return work;
     }
-    PyObject *all = PyTuple_New(n), *work;
-    if (!all) return NULL;
-    for (Py_ssize_t k = 0; k < n; k++) {
-        Py_INCREF(args[k]);
-        PyTuple_SetItem(all, k, args[k]);
-    }
-    work = PyObject_CallObject(f->submit, all);
-    Py_DECREF(all);
+    PyObject *all = tuple_of(args, n), *work = all ? PyObject_CallObject(f->submit, all) : NULL;
+    Py_XDECREF(all);
     return work;
 }
 
 /* ---- FastPath ----------------------------------------------------------------------------------------------------- */
 
 #define OBJECTS(DO)                                                                                                    \
-    DO(segment) DO(state) DO(counts) DO(work_type) DO(mailbox) DO(mismatch) DO(learn) DO(submit) DO(adopt) DO(call_site)  \
+    DO(segment) DO(state) DO(counts) DO(work_type) DO(mailbox) DO(mismatch) DO(learn) DO(submit) DO(adopt) DO(broken) DO(call_site)  \
     DO(files) DO(recent) DO(lock) DO(driven) DO(queue) DO(inbox) DO(tensor) DO(parameter) DO(values)
 
 static int FastPath_traverse(PyObject *self, visitproc visit, void *arg)
@@ -726,7 +839,7 @@ static int hold_links(FastPath *f, PyObject *links, int64_t short_bytes)
     return 0;
 }
 
-/* FastPath(segment, state, counts, work_type, mailbox, mismatch, learn, submit, adopt, call_site, files, recent, lock,
+/* FastPath(segment, state, counts, work_type, mailbox, mismatch, learn, submit, adopt, broken, call_site, files, recent, lock,
  * driven, queue, inbox, tensor, parameter, values, patience, links, short_bytes,
  * thread_patience) */
 static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
@@ -736,9 +849,9 @@ static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
     long long short_bytes;
     double patience, thread_patience;
     if (!f) return NULL;
-    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOO!OOOOOOOO!dO!Ld", Core_Segment, &f->segment, Core_RankPosition, &f->state, Counts_Type,
+    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOOO!OOOOOOOO!dO!Ld", Core_Segment, &f->segment, Core_RankPosition, &f->state, Counts_Type,
                                   &f->counts, &PyType_Type, &f->work_type, Streak_Type, &f->mailbox, &f->mismatch, &f->learn, &f->submit,
-                                  &f->adopt, &f->call_site, &PySet_Type, &f->files, &f->recent, &f->lock, &f->driven,
+                                  &f->adopt, &f->broken, &f->call_site, &PySet_Type, &f->files, &f->recent, &f->lock, &f->driven,
                                   &f->queue, &f->inbox, &f->tensor, &f->parameter, &PyTuple_Type, &f->values, &patience, &PyDict_Type, &links, &short_bytes, &thread_patience);
 #define HOLD(name) Py_XINCREF((PyObject *)f->name);
     OBJECTS(HOLD)
@@ -779,7 +892,9 @@ int core_add_fast_path(PyObject *module)
 {
     const struct { PyObject **place; const char *text; } names[] = {
         {&name_running, "__asyncio_running_event_loop__"}, {&name_acquire, "acquire"}, {&name_release, "release"}, {&name_append, "append"},
-        {&name_filename, "co_filename"}, {&name_lasti, "f_lasti"}, {&name_is_neg, "is_neg"}};
+        {&name_filename, "co_filename"}, {&name_lasti, "f_lasti"}, {&name_is_neg, "is_neg"},
+        {&name_dtype, "dtype"}, {&name_storage_offset, "storage_offset"}, {&name_untyped_storage, "untyped_storage"},
+        {&name_nbytes, "nbytes"}};
     for (size_t k = 0; k < sizeof names / sizeof *names; k++)
         if (!(*names[k].place = PyUnicode_InternFromString(names[k].text))) return -1;
     if (!(get_running_loop = attribute_of("asyncio", "_get_running_loop")) || !(get_frame = attribute_of("sys", "_getframe"))

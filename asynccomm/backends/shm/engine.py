@@ -157,7 +157,8 @@ class Engine:
         """See ``Backend.fast_path``."""
         limits = Limits(self._inline_bytes, self._whole_bytes, self.patience)
         links = self._messages.link_states
-        return fast_path(self._executor, links, calls, limits, self._lock.locked, self._queue, self._inbox)
+        queues = self._queue, self._inbox
+        return fast_path(self._executor, links, calls, limits, self._lock.locked, self.failed, *queues)
 
     def before_await(self, work: Work[Any]) -> None:
         """Spin for the peers before a task on the loop waits for ``work``, if spinning has paid off recently."""
@@ -404,8 +405,8 @@ class Engine:
         words[self._place] = cpu + 1
         return [place - 1 for word in self._places if (place := words[word])]
 
-    def failed(self, exc: Exception) -> None:
-        """Break the comm after a turn raised, which is a bug: the operations would otherwise never finish."""
+    def failed(self, exc: BaseException) -> None:
+        """Break the comm after an exception has left an operation half done: it would otherwise never finish."""
         error = BackendError(f"shm failed: {type(exc).__name__}: {exc}")
         error.__cause__ = exc
         self._sequence.dead = True

@@ -22,7 +22,7 @@ from asynccomm.backends.shm.lowering import has_program, lowered
 from asynccomm.backends.shm.rings import LinkState
 from asynccomm.backends.shm.vectors import Operand, Scattered
 from asynccomm.core.callsite import call_site, user_files
-from asynccomm.core.native import load_core
+from asynccomm.core.native import CoreUnavailable, load, load_core
 from asynccomm.core.work import Work
 from asynccomm.ops import Call, Several
 from asynccomm.ops.dtypes import CODES
@@ -70,6 +70,7 @@ def fast_path(
     calls: DirectCalls,
     limits: Limits,
     driven: Callable[[], bool],
+    broken: Callable[[Exception], object],
     *queues: Sequence[Any],
 ) -> Callable[..., Work[Any]] | None:
     """The fast path of the calls of a comm; None without the executor in C, or if torch shows it no tensors.
@@ -77,9 +78,16 @@ def fast_path(
     Args:
         links: the counters of the message rings, by peer.
         driven: whether a thread drives the engine.
+        broken: called with an exception that leaves an operation half done.
         queues: operations that must be done before.
     """
-    if executor.segment is None or not hasattr(Tensor, "__dlpack_c_exchange_api__"):
+    states = load("asynccomm.core._work")
+    if (
+        executor.segment is None
+        or isinstance(states, CoreUnavailable)
+        or not issubclass(Work, states.WorkState)  # chosen when it was imported
+        or not hasattr(Tensor, "__dlpack_c_exchange_api__")
+    ):
         return None
     board = executor.board
     # ranks that share cores wait for each other's time slices, and offer theirs meanwhile
@@ -94,6 +102,7 @@ def fast_path(
         partial(recipe, executor, calls.group, limits),
         calls.call,
         calls.adopt,
+        broken,
         call_site if calls.records_sites else None,
         user_files,
         calls.recent,
@@ -131,7 +140,8 @@ def recipe(
         call = made.calls[0]._replace(result=made.result)
     else:
         call = made
-    result = next((k for k, argument in enumerate(arguments) if argument is call.result is not None), -1)
+    # the last of equals: an output may be another tensor in the same memory, and comes behind the input
+    result = max([k for k, argument in enumerate(arguments) if argument is call.result is not None], default=-1)
     if (
         not (call.op.p2p or has_program(call.op))
         or (result < 0 and call.result is not None)
@@ -144,8 +154,11 @@ def recipe(
     submission = Submission(call, None)  # type: ignore[arg-type]
     if submission.nbytes > limits.inline_bytes:
         return None
-    with torch.inference_mode(False):
-        low = lowered(executor, submission, limits.whole_bytes)
+    try:
+        with torch.inference_mode(False):
+            low = lowered(executor, submission, limits.whole_bytes)
+    except Exception:  # of torch, for tensors without all of their memory
+        return None
     kernels = [reduction.kernel for reduction in low.reductions]
     vectors = [
         _places(operand, tensors) if number != low.scratch else [(-1, operand.data_ptr(), 0)]  # type: ignore[union-attr]

@@ -39,9 +39,9 @@ class CommBase(Handle):
         self._session = session
         self._submitter = session.submitter
         self._submitter.records_sites = session.reporter is not None
-        self._call = self._submitter.caller()  # for methods that take tensors and plain values
         self._group = session.group
         self._backend_name = backend_name
+        self._call = self._submitter.caller()  # for methods that take tensors and plain values
         self._sent_schemas = SenderSchemaCache()
         self._received_schemas = ReceiverSchemaCache()
 
@@ -124,7 +124,7 @@ class CommBase(Handle):
         if tag is not None:
             calls = [call.labelled(tag) for call in calls]
         site = call_site(_DEPTH) if self._submitter.records_sites else None
-        return self._submitter.submit_together(calls, result, timeout, hints, site)
+        return self._submitter.submit_several(calls, result, timeout, hints, site)
 
     def _receive_op(self, method: str, src: SupportsIndex | None, tag: SupportsIndex) -> RecvParcel:
         return RecvParcel(method, None if src is None else check_rank(self._group, "src", src), check_tag(tag))

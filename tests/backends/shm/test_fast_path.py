@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextlib
 import gc
 import os
 import random
 import struct
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -558,6 +561,114 @@ async def test_with_a_rank_that_runs_the_executor_in_python() -> None:
                 await comm.all_reduce(tensor)
                 assert tensor.tolist() == [2.0 * round + 1] * 4
             assert (paths.took() == "fast") == (comm.rank == 0)
+
+
+@pytest.mark.ranks(2)
+async def test_a_list_that_another_thread_changes() -> None:
+    async with counted() as (comm, _):
+        given = torch.ones(40000)
+        outputs = [torch.empty(40000) for _ in range(2)]
+        stop = threading.Event()
+
+        def change() -> None:
+            while not stop.is_set():
+                outputs[1] = torch.zeros(40000)
+
+        thread = threading.Thread(target=change)
+        thread.start()
+        for _ in range(500):
+            await comm.all_gather(outputs, given)
+        stop.set()
+        thread.join()
+        assert outputs[0].tolist() == [1.0] * 40000
+
+
+@pytest.mark.ranks(1)
+async def test_views_of_a_freed_storage_are_left_to_the_ordinary_path() -> None:
+    async with counted() as (comm, paths):
+        for _ in range(3):
+            await comm.all_reduce(torch.ones(10, 2))
+        whole = torch.ones(100)
+        view = whole[10:30].view(10, 2)
+        await comm.all_reduce(view)
+        assert paths.took() == "fast"
+        whole.untyped_storage().resize_(0)
+        with pytest.raises(BrokenError, match="out of bounds for storage of size 0"):
+            await comm.all_reduce(view)
+        assert paths.took() == "ordinary"
+
+
+@pytest.mark.ranks(2)
+async def test_an_exception_before_a_begun_operation_is_adopted_breaks_the_comm(comm: Comm) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        if comm.rank == 0:
+
+            def interrupted(*_: object) -> None:
+                raise KeyboardInterrupt
+
+            patched.setattr(Submitter, "adopt", interrupted)
+        async with new_comm("shm", name="interrupted", timeout=30, hints={"spin_us": "0"}) as own:
+            await own.barrier(timeout=30)
+            if comm.rank == 0:
+                with pytest.raises(KeyboardInterrupt):
+                    own.all_reduce(torch.ones(2))
+                with pytest.raises(BrokenError, match="KeyboardInterrupt"):
+                    await own.barrier()
+                await comm.barrier()
+            else:
+                await comm.barrier()
+                with pytest.raises(BrokenError):
+                    await own.all_reduce(torch.ones(2))
+
+
+@pytest.mark.ranks(1)
+async def test_dtypes_that_look_alike_are_told_apart() -> None:
+    async with counted() as (comm, _):
+        tensor = torch.ones(7, dtype=torch.uint8)
+        for _ in range(2):
+            assert str(comm.broadcast(tensor, 0).op) == "broadcast(uint8[7], root=0)"
+            assert str(comm.broadcast(tensor.view(torch.uint4), 0).op) == "broadcast(uint4[7], root=0)"
+
+
+@pytest.mark.ranks(1)
+async def test_the_result_is_the_output_that_was_passed() -> None:
+    async with counted() as (comm, paths):
+        tensor = torch.ones(5)
+        for _ in range(2):
+            assert await comm.all_reduce(tensor, out=tensor) is tensor
+            other = tensor.detach()
+            assert await comm.all_reduce(tensor, out=other) is other
+            assert await comm.reduce(tensor, 0, out=other) is other
+        assert paths.took() == "fast"
+
+
+@pytest.mark.ranks(1)
+async def test_a_thread_without_python_frames_may_call() -> None:
+    async with counted() as (comm, _):
+        await comm.barrier()
+        _thread.start_new_thread(comm.barrier, ())
+        while comm.statistics().submitted < 2:
+            await asyncio.sleep(0)
+        assert comm.statistics()[:2] == (2, 0)
+
+
+def test_modules_that_were_chosen_at_different_times() -> None:
+    program = """
+import asyncio, os
+import asynccomm.core.work
+os.environ.pop("ASYNCCOMM_EXECUTOR")
+import torch, asynccomm
+
+async def main():
+    async with asynccomm.new_comm("shm", store=asynccomm.MemoryStore(), rank=0, size=1) as comm:
+        print((await comm.all_reduce(torch.ones(2))).tolist())
+
+asyncio.run(main())
+"""
+    environment = os.environ | {"ASYNCCOMM_EXECUTOR": "reference"}
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("[1.0, 1.0]")
 
 
 @pytest.mark.ranks(2)
