@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from asynccomm import (
     BrokenError,
@@ -41,6 +42,17 @@ from asynccomm.core.native import CoreUnavailable, load_core
 from asynccomm.ops.dtypes import CODES
 
 pytestmark = pytest.mark.skipif(isinstance(load_core(), CoreUnavailable), reason="the executor in C was not built")
+
+KINDS = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather_single",
+    "reduce_scatter",
+    "all_reduce_coalesced",
+    "messages",
+    "barrier",
+)
 
 
 class Paths:
@@ -166,6 +178,56 @@ async def test_which_calls_are_fast() -> None:
         comm.set_timeout(7)
         assert comm.all_reduce(plain).timeout == 7
         assert paths.took() == "fast"
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("seed", range(3))
+async def test_ranks_on_different_paths(seed: int) -> None:
+    """Random calls, of which each rank takes some on the ordinary path, and some before it awaits the last."""
+    async with counted() as (comm, _):
+        rank, size = comm.rank, comm.size
+        same, own = random.Random(seed), random.Random(f"{seed} {rank}")
+        works: list[tuple[Any, Tensor, Tensor]] = []
+        for _ in range(300):
+            kind, n, root = same.choice(KINDS), same.choice([1, 2, 5, 64, 1000]), same.randrange(size)
+            dtype = same.choice([torch.float32, torch.int64, torch.uint8])
+            mine = torch.arange(n, dtype=dtype) + rank
+            each = [torch.arange(n, dtype=dtype) + r for r in range(size)]
+            options: dict[str, Any] = {"hints": {}} if own.random() < 0.3 else {}
+            target, expected = mine, mine
+            match kind:
+                case "all_reduce":
+                    work, expected = comm.all_reduce(mine, **options), sum(each)
+                case "reduce":
+                    target = torch.zeros(n, dtype=dtype)
+                    work = comm.reduce(mine, root, out=target, **options)
+                    expected = sum(each) if rank == root else torch.zeros(n, dtype=dtype)
+                case "broadcast":
+                    work, expected = comm.broadcast(mine, root, **options), each[root]
+                case "all_gather_single":
+                    target = torch.empty(size * n, dtype=dtype)
+                    work, expected = comm.all_gather_single(target, mine, **options), torch.cat(each)
+                case "reduce_scatter":
+                    target = torch.empty(n, dtype=dtype)
+                    work = comm.reduce_scatter(target, [mine + r for r in range(size)], **options)
+                    expected = sum(each) + size * rank
+                case "all_reduce_coalesced":
+                    work, expected = comm.all_reduce_coalesced([mine, mine.clone()], **options), sum(each)
+                case "messages":
+                    target = torch.empty(n, dtype=dtype)
+                    work = comm.recv(target, (rank - 1) % size, n, **options)
+                    await comm.send(mine, (rank + 1) % size, n)
+                    expected = each[rank - 1]
+                case _:
+                    work = comm.barrier(**options)
+            works.append((work, target, torch.as_tensor(expected, dtype=dtype)))
+            if own.random() < 0.6:
+                for work, got, wanted in works:
+                    await work
+                    assert torch.equal(got, wanted), f"{work.op} gave {got}, not {wanted}"
+                works.clear()
+        await asyncio.gather(*[work for work, _, _ in works])
+        assert comm.statistics().in_flight == 0
 
 
 @pytest.mark.ranks(1)
