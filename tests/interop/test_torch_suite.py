@@ -1,6 +1,6 @@
 """torch's own tests of torch.distributed: at least as many pass on ours as on gloo.
 
-Some of them run here. To run all, on both backends, takes a quarter of an hour::
+Some of them run here. To run all, on both backends, takes four minutes::
 
     pytest --exhaustive tests/interop/test_torch_suite.py
 """
