@@ -214,8 +214,8 @@ class Backend(Handle, abc.ABC):
     def fast_path(self, calls: DirectCalls) -> Callable[..., Work[Any]] | None:
         """A function in place of ``calls.call`` that submits usual calls faster, in C; None: there is none.
 
-        It counts calls and notes them in ``calls.recent`` as ``calls`` does. A call that is not done at once goes on by
-        ``calls.adopt``.
+        It counts calls and notes them in ``calls.recent`` as ``calls`` does. It may look out for late ranks for some
+        microseconds; a call that is not done then goes on by ``calls.adopt``.
         """
         return None
 

@@ -94,6 +94,7 @@ class Session:
         if channel is not None:  # last, as it delivers messages at once
             on_failure = weak_callback(self.break_by)
             self.reporter = Reporter(channel, identity.key, identity.job_ranks, self.submitter, on_failure)
+            self.submitter.records_sites = True
         _alive.add(self)
 
     @property

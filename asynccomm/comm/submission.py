@@ -42,7 +42,7 @@ from asynccomm.options import check_strings, seconds
 REMEMBERED: Final = 64  # number of last calls stored; few, so that their memory stays in the cache
 COMPARED: Final = 1024  # the same where fingerprints are compared, which may find a difference long after the call
 
-DEPTH: Final = 3  # frames from call_site() to the user's call: call_site, ``call``, and a method
+DEPTH: Final = 4  # frames from call_site() to the user's call: call_site, ``submit_made``, its caller, and a method
 
 Called = tuple[Op, CallSite | None, int, float]  # operation, call site, number, time of the call
 
@@ -131,11 +131,22 @@ class Submitter:
         *arguments: Any,
     ) -> Work[Any]:
         """Submit ``check(group, *arguments)``. From any thread."""
-        made = check(self.group, *arguments)
+        return self.submit_made(check(self.group, *arguments), timeout, hints, tag)
+
+    def submit_made(
+        self,
+        made: Call | Several,
+        timeout: float | timedelta | None,
+        hints: Mapping[str, str] | None,
+        tag: str | None,
+    ) -> Work[Any]:
+        """Submit the checked calls of a method, as one operation if there is one call. From any thread."""
         site = call_site(DEPTH) if self.records_sites else None
         if isinstance(made, Several):
             calls = made.calls if tag is None else [call.labelled(tag) for call in made.calls]
-            return self.submit_several(calls, made.result, timeout, hints, site)
+            if len(calls) > 1:
+                return self.submit_together(calls, made.result, timeout, hints, site)
+            return self.submit(calls[0]._replace(result=made.result), timeout, hints, site)
         return self.submit(made if tag is None else made.labelled(tag), timeout, hints, site)
 
     def adopt(
@@ -220,19 +231,6 @@ class Submitter:
             queue.due = due
             self.in_flight.deadlines.add(work)
         return work
-
-    def submit_several(
-        self,
-        calls: Sequence[Call],
-        result: Any,
-        timeout: float | timedelta | None,
-        hints: Mapping[str, str] | None,
-        site: CallSite | None,
-    ) -> Work[Any]:
-        """Submit ``calls``, of one method, as one operation if that is enough. From any thread."""
-        if len(calls) == 1:
-            return self.submit(calls[0]._replace(result=result), timeout, hints, site)
-        return self.submit_together(calls, result, timeout, hints, site)
 
     def submit_together(
         self,

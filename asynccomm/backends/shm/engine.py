@@ -95,7 +95,7 @@ class Engine:
         core = load_core()
         state = None if isinstance(core, CoreUnavailable) else core.RankPosition()
         self._board = Board(group.rank, layout, words, mapping.segment.data, fence, self._bells.ring_all, state)
-        self._sequence = self._board.state
+        self._position = self._board.state
         self._executor = Executor(self._board, mapping.segment.raw, mapping.bells, core)
         self._finished: deque[Submission | Bundle] = deque()  # done, to be settled after the lock is released
         self._faults: deque[BrokenError] = deque()
@@ -177,7 +177,7 @@ class Engine:
         deadline = time.perf_counter() + self.patience
         while not work.done():
             left = deadline - time.perf_counter()
-            if left <= 0 or self._sequence.dead or not self._drive(left):
+            if left <= 0 or self._position.dead or not self._drive(left):
                 break
         return work.done()
 
@@ -220,10 +220,10 @@ class Engine:
         return drove
 
     def _may_drive(self) -> bool:
-        return not (self._large or self._sequence.dead)
+        return not (self._large or self._position.dead)
 
     def _run(self, patience: float, arm: bool) -> None:
-        if self._sequence.dead:  # set since the caller's check
+        if self._position.dead:  # set since the caller's check
             return
         bells, messages = self._bells, self._messages
         bells.disarm()
@@ -233,7 +233,7 @@ class Engine:
         while True:
             moved = self._step(spin=spin)
             spin = 0.0
-            if self._sequence.dead or self._large or not (self._queue or messages.pending or self._inbox):
+            if self._position.dead or self._large or not (self._queue or messages.pending or self._inbox):
                 return
             if moved:
                 now = time.perf_counter()
@@ -307,13 +307,13 @@ class Engine:
             error.__cause__ = exc
             self._faults.append(error)
             if not isinstance(exc, Exception):
-                self._sequence.dead = True  # an interrupted step cannot be resumed
+                self._position.dead = True  # an interrupted step cannot be resumed
                 raise
         if self._grown:
             self._count_the_grown()
         if self._faults:
-            self._sequence.dead = True
-        return moved and not self._sequence.dead
+            self._position.dead = True
+        return moved and not self._position.dead
 
     def _count_the_grown(self) -> None:
         """Pass receives that have become large on to the progress thread."""
@@ -335,7 +335,7 @@ class Engine:
                 finished += item.submissions
             if self._large and item.nbytes > self._inline_bytes:
                 self._large_out += 1
-        if self._sequence.dead:
+        if self._position.dead:
             faults = list(self._faults)
             self._faults.clear()
             self._drop()
@@ -365,13 +365,13 @@ class Engine:
             self._lock.requested = self._dozing = False
             self._executor.resume()
             self._bells.disarm()
-            if not self._sequence.dead:
+            if not self._position.dead:
                 turn = ProgressResult.MOVED if self._step(one=True) else ProgressResult.STUCK
-            if self._sequence.dead or not (self._large or self._waited):
+            if self._position.dead or not (self._large or self._waited):
                 self._with_worker = False
                 self._words[self._place] = 0
                 turn = ProgressResult.OVER
-                if not self._sequence.dead:
+                if not self._position.dead:
                     self._run(0.0, True)  # the event loop drives the remaining operations
         finally:
             self._release()
@@ -386,7 +386,7 @@ class Engine:
         self._lock.acquire()
         try:
             self._lock.requested = False
-            if self._sequence.dead or not (self._large or self._waited):
+            if self._position.dead or not (self._large or self._waited):
                 return False  # the next turn is the last
             self._dozing = True
             self._words[self._place] = 0
@@ -409,7 +409,7 @@ class Engine:
         """Break the comm after an exception has left an operation half done: it would otherwise never finish."""
         error = BackendError(f"shm failed: {type(exc).__name__}: {exc}")
         error.__cause__ = exc
-        self._sequence.dead = True
+        self._position.dead = True
         self._on_error(error)
 
     # -- peers --------------------------------------------------------------------------------------------------------
@@ -417,7 +417,7 @@ class Engine:
     def ended(self, rank: int) -> None:
         """Handle EOF on the liveness pipe of ``rank``. On the progress thread."""
         state = self._words[self._states[rank]]
-        if self._sequence.dead:
+        if self._position.dead:
             return
         if state == State.LEFT:
             self._lock.acquire()
@@ -435,11 +435,11 @@ class Engine:
         """Finish operations that need not wait, before a failure is reported: posts of a lost rank remain valid."""
         self._failing = True
         self._executor.interrupt()
-        if self._sequence.dead or not self._lock.acquire(timeout=LOCK_SECONDS):
+        if self._position.dead or not self._lock.acquire(timeout=LOCK_SECONDS):
             return
         until = time.thread_time() + CATCH_UP_SECONDS  # CPU time, not wall time: the machine may be busy
         try:
-            while not self._sequence.dead and self._step(one=True) and time.thread_time() < until:
+            while not self._position.dead and self._step(one=True) and time.thread_time() < until:
                 pass
         finally:
             self._release()
@@ -456,14 +456,14 @@ class Engine:
 
     def leave(self) -> None:
         """Publish that this rank leaves, so that the peers take the EOF on its pipe for an orderly close."""
-        self._sequence.dead = True
+        self._position.dead = True
         if self._words[self._state] == State.HERE:
             self._words[self._state] = State.LEFT
         Fence().full()  # the engine's own fence belongs to the lock holder
 
     def abort(self) -> None:
         """Drop all operations now, or when the driving thread releases the lock. From any thread."""
-        self._sequence.dead = True
+        self._position.dead = True
         if self._words[self._state] == State.HERE:
             self._words[self._state] = State.ABORTED
             Fence().full()  # the engine's own fence belongs to the lock holder

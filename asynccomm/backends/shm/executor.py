@@ -43,6 +43,7 @@ class Executor:
     def __init__(self, board: Board, memory: memoryview, bells: Sequence[tuple[int, int]], core: Any) -> None:
         layout = board.layout
         self.board = board
+        self.core = core
         self._programs: dict[Hashable, Compiled] = {}
         self.running: _core.Run | None = None  #: the run in C that is in progress, if one is
         self.segment: _core.Segment | None = None  #: the segment as the executor in C knows it

@@ -22,7 +22,7 @@ from asynccomm.backends.shm.lowering import has_program, lowered
 from asynccomm.backends.shm.rings import LinkState
 from asynccomm.backends.shm.vectors import Operand, Scattered
 from asynccomm.core.callsite import call_site, user_files
-from asynccomm.core.native import CoreUnavailable, load, load_core
+from asynccomm.core.native import CoreUnavailable, load
 from asynccomm.core.work import Work
 from asynccomm.ops import Call, Several
 from asynccomm.ops.dtypes import CODES
@@ -70,7 +70,7 @@ def fast_path(
     calls: DirectCalls,
     limits: Limits,
     driven: Callable[[], bool],
-    broken: Callable[[Exception], object],
+    broken: Callable[[BaseException], object],
     *queues: Sequence[Any],
 ) -> Callable[..., Work[Any]] | None:
     """The fast path of the calls of a comm; None without the executor in C, or if torch shows it no tensors.
@@ -92,7 +92,7 @@ def fast_path(
     board = executor.board
     # ranks that share cores wait for each other's time slices, and offer theirs meanwhile
     crowded = board.size > (os.cpu_count() or 1)
-    path = load_core().FastPath(
+    path = executor.core.FastPath(
         executor.segment,
         board.state,
         calls.counts,

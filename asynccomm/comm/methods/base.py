@@ -14,11 +14,10 @@ from torch import Tensor
 from asynccomm.backends.base import Backend
 from asynccomm.comm.in_flight import CommStatistics
 from asynccomm.comm.session import Session
-from asynccomm.core.callsite import call_site
 from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
 from asynccomm.errors import ClosedError, PayloadError
-from asynccomm.ops import Call, Parcel, RecvParcel
+from asynccomm.ops import Call, Parcel, RecvParcel, Several
 from asynccomm.ops.validation import as_index, check_rank, check_tag
 from asynccomm.options import CommOptions
 from asynccomm.serialization.objects import IncomingObject, PayloadKind, clone_out, kind_of
@@ -26,7 +25,6 @@ from asynccomm.serialization.tensor_dicts import ReceiverSchemaCache, SenderSche
 
 ENDING: Final = 4096  # bytes of an end-of-stream message, which is accepted even above ``max_bytes``
 MAX_BYTES: Final = 1 << 32  # of head and payload from one sender, unless the caller gives another limit
-_DEPTH: Final = 3  # frames from call_site() to the user's call: call_site, _submit, and a method
 
 
 class CommBase(Handle):
@@ -38,7 +36,6 @@ class CommBase(Handle):
         """Not for users: see ``asynccomm.new_comm``."""
         self._session = session
         self._submitter = session.submitter
-        self._submitter.records_sites = session.reporter is not None
         self._group = session.group
         self._backend_name = backend_name
         self._call = self._submitter.caller()  # for methods that take tensors and plain values
@@ -107,10 +104,7 @@ class CommBase(Handle):
         hints: Mapping[str, str] | None,
         tag: str | None = None,
     ) -> Work[Any]:
-        if tag is not None:
-            call = call.labelled(tag)
-        site = call_site(_DEPTH) if self._submitter.records_sites else None
-        return self._submitter.submit(call, timeout, hints, site)
+        return self._submitter.submit_made(call, timeout, hints, tag)
 
     def _submit_together(
         self,
@@ -121,10 +115,7 @@ class CommBase(Handle):
         tag: str | None = None,
     ) -> Work[Any]:
         """Submit ``calls`` under one Work, whose result is ``result``."""
-        if tag is not None:
-            calls = [call.labelled(tag) for call in calls]
-        site = call_site(_DEPTH) if self._submitter.records_sites else None
-        return self._submitter.submit_several(calls, result, timeout, hints, site)
+        return self._submitter.submit_made(Several(calls, result), timeout, hints, tag)
 
     def _receive_op(self, method: str, src: SupportsIndex | None, tag: SupportsIndex) -> RecvParcel:
         return RecvParcel(method, None if src is None else check_rank(self._group, "src", src), check_tag(tag))
