@@ -71,6 +71,7 @@ _libc = ctypes.CDLL(None)
 _lock = threading.Lock()
 _real_popen, _real_spawnv_passfds = subprocess.Popen, util.spawnv_passfds
 _server: _Server | None = None
+_ends: tuple[socket.socket, socket.socket] | None = None  # of the channel to a server that has not been started
 _finalize = False
 
 
@@ -93,7 +94,9 @@ def installed(*, finalize: bool = False) -> Iterator[None]:
     Args:
         finalize: the forks end as interpreters do, which costs 0.3 s of CPU time.
     """
-    global _finalize
+    global _finalize, _ends
+    if _server is None and _ends is None:  # before a test counts its descriptors
+        _ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     before = subprocess.Popen, util.spawnv_passfds, _finalize
     subprocess.Popen, util.spawnv_passfds, _finalize = Popen, _spawnv_passfds, finalize  # type: ignore
     try:
@@ -188,7 +191,9 @@ class _Server(NamedTuple):
 
 
 def _new_server() -> _Server:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    global _ends
+    assert _ends is not None
+    (ours, theirs), _ends = _ends, None
     with theirs:
         process = _real_popen(
             [sys.executable, "-m", __name__, str(theirs.fileno())],

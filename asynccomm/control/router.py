@@ -127,7 +127,7 @@ class Router:
                 link.send(message)
             if self._is_new(message):
                 self._handle(message, came_by)
-        elif to == ROOT and self.is_root:
+        elif to == ROOT and (self.is_root or self._loses_above(message.body)):
             self._handle(message, came_by)
         elif isinstance(to, int) and to in self._routes:
             self._routes[to].send(message)
@@ -142,6 +142,10 @@ class Router:
                 self.up.send(message)
         elif not self.is_root:
             self._waiting.append(message)
+
+    def _loses_above(self, body: Body) -> bool:
+        """Whether ``body`` says that the rank above is lost: then the message cannot pass over that rank."""
+        return isinstance(body, Departure) and bool(body.reason) and body.rank == self._up_rank
 
     def _broadcast(self, message: RoutedMessage, came_by: Transport | None) -> None:
         """Send a message to all ranks, at the root."""

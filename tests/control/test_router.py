@@ -265,6 +265,18 @@ def test_whoever_gives_up_whom(hosts: str, seed: int, data: st.DataObject) -> No
             assert [rank for rank, _ in place.gone] == [other]
 
 
+def test_a_loss_of_the_rank_above_needs_no_way_over_that_rank() -> None:
+    tree = up("aaa")
+    tree.places[0].runs = False  # it is stopped: its connections stay open
+    tree.places[2].router.declare_lost(0, "it is silent")
+    tree.settle()
+    assert tree.places[1].gone == [(0, "it is silent")]
+    assert tree.places[1].router.is_root
+    tree.tell(2, "still here")
+    tree.settle()
+    assert tree.places[1].news() == ["still here"]
+
+
 def test_the_children_of_who_was_given_up_go_on() -> None:
     tree = up("abb")
     tree.places[0].router.declare_lost(1, "it is silent")
