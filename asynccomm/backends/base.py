@@ -28,12 +28,14 @@ A backend promises:
 from __future__ import annotations
 
 import abc
+import asyncio
+import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, Self, final
+from typing import Any, ClassVar, Final, Protocol, Self, final
 
 import torch
 from torch import Tensor
@@ -49,6 +51,9 @@ from asynccomm.ops.validation import CommInfo
 from asynccomm.store.base import Store
 
 __all__ = ["Backend", "BackendContext", "DirectCalls", "RankInfo", "Submission", "UnsuitableError"]
+
+ANNOUNCE_SECONDS: Final = 0.5  # until a rank looks for the announcement in the store, too
+SOON_SECONDS: Final = 0.02  # in which ranks usually connect; only slower ones use the store
 
 
 class UnsuitableError(BackendError):
@@ -126,6 +131,16 @@ class RankInfo:
     pid: int
 
 
+class Announcements(Protocol):
+    """A way beside the store, and faster, for one announcement of rank 0 to the other ranks."""
+
+    def announce(self, text: str) -> None:
+        """Send ``text`` to the other ranks."""
+
+    async def announced(self) -> str:
+        """Wait for the text."""
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class BackendContext:
@@ -139,6 +154,29 @@ class BackendContext:
     on_error: Callable[[BrokenError], object]  #: reports a failure of the transport; callable from any thread
     hints: Mapping[str, str] = field(default_factory=dict)  #: already checked; only keys of ``Backend.hints``
     high_priority_stream: bool = False  #: for GPU backends
+    announcements: Announcements | None = None  #: None: there is only the store
+
+    def announce(self, text: str) -> Coroutine[Any, Any, None]:
+        """Send ``text`` to the other ranks; rank 0 calls this once, and awaits the result or cancels it when all came.
+
+        The text goes to the store at once if there is no other way, and else for ranks that do not come soon.
+        """
+        if self.announcements is not None:
+            self.announcements.announce(text)
+        return self._store_announcement(text)
+
+    async def _store_announcement(self, text: str) -> None:
+        if self.announcements is not None:
+            await asyncio.sleep(SOON_SECONDS)
+        await self.store.set("address", text)
+
+    async def announced(self) -> bytes:
+        """The announcement of rank 0."""
+        if self.announcements is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ANNOUNCE_SECONDS):
+                    return (await self.announcements.announced()).encode()
+        return await self.store.get("address", math.inf)
 
     async def all_connected(self) -> None:
         """Wait until all ranks have called this: closing a comm earlier would break connections still being made.

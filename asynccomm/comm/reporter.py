@@ -68,8 +68,9 @@ class Reporter:
         self._main = threading.get_ident()
         self._closed: set[int] = set()  # ranks that have left in an orderly way
         self._fingerprints: deque[tuple[int, Op, int]] = deque()
+        self._announced: str | None = None  # rank 0's announcement
         self._stores: dict[str, Any] = {}  # addresses of the next comm's store, by decision key
-        self._waiters: list[asyncio.Future[None]] = []  # for such an address
+        self._waiters: list[asyncio.Future[None]] = []  # for an announcement or such an address
         self._ping: float | None = None  # when a callback was posted to the loop; None: it has run
         channel.subscribe(key, self)
 
@@ -92,12 +93,25 @@ class Reporter:
 
     async def receive_store(self, key: str) -> Any:
         """Wait for the address that another member of decision ``key`` sends. On the comm's loop."""
-        while key not in self._stores:
+        await self._wait_until(lambda: key in self._stores)
+        return self._stores[key]
+
+    def announce(self, text: str) -> None:
+        """See ``Announcements``."""
+        self._channel.broadcast(self._key, {"rank": self._group.rank, "kind": "announcement", "text": text})
+
+    async def announced(self) -> str:
+        """See ``Announcements``. On the comm's loop."""
+        await self._wait_until(lambda: self._announced is not None)
+        assert self._announced is not None
+        return self._announced
+
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
             waiter: asyncio.Future[None] = self._loop.create_future()
             self._waiters.append(waiter)
-            if key not in self._stores:
+            if not condition():
                 await waiter
-        return self._stores[key]
 
     def _wake(self) -> None:
         waiters, self._waiters = self._waiters, []
@@ -209,12 +223,20 @@ class Reporter:
             return
         if item.get("kind") == "meet":
             self._stores[str(item["key"])] = item.get("store")
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._wake)
+            self._wake_loop()
+            return
+        if item.get("kind") == "announcement":
+            if rank == 0:
+                self._announced = str(item.get("text"))
+                self._wake_loop()
             return
         error = decode_error({**item, "rank": rank})
         if error is not None and not (isinstance(error, PeerLostError) and error.rank == self._group.rank):
             self._on_failure(error)
+
+    def _wake_loop(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._wake)
 
     def _closed_by_loss(self, rank: int, item: JsonObject) -> BrokenError:
         """The error where ``rank`` has closed the comm because a rank was lost, which may be this one."""

@@ -25,7 +25,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, final
 
-from asynccomm.backends.base import Backend, BackendContext, UnsuitableError, own_hints
+from asynccomm.backends.base import SOON_SECONDS, Backend, BackendContext, UnsuitableError, own_hints
 from asynccomm.comm.in_flight import InFlight, RollCall, timeout_error
 from asynccomm.comm.monitored_barrier import MonitoredBarriers
 from asynccomm.comm.reporter import Reporter
@@ -126,8 +126,11 @@ class Session:
                     raise self.error
                 if parent is not None:
                     parent.submitter.check_open()
-                await self.identity.room.set(f"here/{self.group.rank}", b"1")
-                await self._connect_first(backends, timeout)
+                noting = self.mailbox.loop.create_task(self._note_presence(timeout))
+                try:
+                    await self._connect_first(backends, timeout)
+                finally:
+                    noting.cancel()
             self._connecting = None
             if self.options.ordering == "agreed":
                 self._resources.push_async_callback(self.submitter.start_ordering().aclose)
@@ -153,6 +156,12 @@ class Session:
             if parent is not None:
                 parent._children.discard(self)
 
+    async def _note_presence(self, timeout: float) -> None:
+        """Write to the store that this rank came, for the errors of other ranks, unless connecting is over soon."""
+        await asyncio.sleep(min(SOON_SECONDS, timeout / 4))
+        with contextlib.suppress(AsyncCommError):  # connecting reports an error of the store that matters
+            await self.identity.room.set(f"here/{self.group.rank}", b"1")
+
     async def _connect_first(self, backends: Mapping[str, type[Backend]], timeout: float) -> None:
         last = list(backends)[-1]
         for name, backend in backends.items():
@@ -167,6 +176,7 @@ class Session:
                 on_error=self.transport_failed,
                 hints=hints,
                 high_priority_stream=self.options.high_priority_stream,
+                announcements=self.reporter,
             )
             try:
                 connected = self.submitter.backend = await backend.connect(context)

@@ -49,7 +49,7 @@ class Line:
     def unsubscribe(self, key: str, item: JsonObject | None = None) -> None:
         self.withdrawn.append(item)
 
-    def broadcast(self, key: str, item: JsonObject, then: Callable[[], object]) -> None:
+    def broadcast(self, key: str, item: JsonObject, then: Callable[[], object] = lambda: None) -> None:
         self.told.append(item)
         then()
 
@@ -244,6 +244,19 @@ async def test_an_error_of_another_rank_breaks_the_comm(parts: Parts) -> None:
 async def test_other_messages_do_not_break_the_comm(parts: Parts, item: JsonObject) -> None:
     parts.reporter.on_news(11, {"rank": 1, **item})
     assert parts.broken == []
+
+
+async def test_the_announcement_of_rank_0(parts: Parts) -> None:
+    waiting = asyncio.ensure_future(parts.reporter.announced())
+    parts.reporter.on_news(11, {"rank": 1, "kind": "announcement", "text": "not of rank 0"})
+    parts.reporter.on_news(10, {"rank": 0, "kind": "announcement", "text": "here"})
+    assert await waiting == await parts.reporter.announced() == "here"
+    assert parts.broken == []
+
+
+async def test_an_announcement_goes_to_all_ranks(parts: Parts) -> None:
+    parts.reporter.announce("here")
+    assert parts.line.told == [{"rank": 0, "kind": "announcement", "text": "here"}]
 
 
 async def test_messages_about_ranks_outside_the_comm(parts: Parts) -> None:

@@ -22,7 +22,15 @@ from asynccomm.backends.base import Backend, BackendContext, DirectCalls, Submis
 from asynccomm.backends.shm.bootstrap import PeerMapping, bootstrap_segment, report_unsupported, unsupported
 from asynccomm.backends.shm.engine import Engine
 from asynccomm.backends.shm.progress_thread import ProgressThread, shared_thread
-from asynccomm.backends.shm.settings import HINTS, Settings, patience_for, spin_seconds, yield_seconds
+from asynccomm.backends.shm.settings import (
+    HINTS,
+    Settings,
+    patience_for,
+    spin_seconds,
+    wake_up_is_measured,
+    wake_up_seconds,
+    yield_seconds,
+)
 from asynccomm.core.work import Work
 
 QUIET_SECONDS: Final = 5.0  # limit of the wait for an aborted transfer to finish its chunk
@@ -72,7 +80,9 @@ class ShmBackend(Backend):
         with contextlib.ExitStack() as unless_connected:
             try:
                 if patience is None:
-                    patience = await anyio.to_thread.run_sync(patience_for, context.group.size)
+                    if context.group.size > 1 and not wake_up_is_measured():
+                        await anyio.to_thread.run_sync(wake_up_seconds)
+                    patience = patience_for(context.group.size)
                 worker = shared_thread()
                 bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             except (OSError, RuntimeError) as exc:  # no descriptors or threads left; the other ranks must be informed
@@ -104,7 +114,8 @@ class ShmBackend(Backend):
     async def aclose(self) -> None:
         self._engine.leave()
         self._withdraw()
-        await anyio.to_thread.run_sync(self._engine.idle, QUIET_SECONDS)
+        if not self._engine.idle(0.0):
+            await anyio.to_thread.run_sync(self._engine.idle, QUIET_SECONDS)
         self._release()
 
     def abort(self) -> None:

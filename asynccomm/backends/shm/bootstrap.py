@@ -1,16 +1,19 @@
 """Bootstrap of a shared segment: the ranks exchange descriptors over a local socket.
 
-1. Rank 0 listens at an abstract address (which leaves no file behind) and publishes the address in the store.
-2. Each other rank connects. Both sides check the other side's user, and a token from the store. The rank sends its
-   descriptors to rank 0: its two doorbells, and one end of a pipe that reads EOF when the rank is lost.
-3. Each rank writes its result to the store. All ranks read all results, and so reach the same decision.
-4. Rank 0 creates the segment and sends it to all ranks with all other ranks' descriptors. Each rank maps the segment
-   and writes its result to the store, as in 3.
+1. Rank 0 listens at an abstract address (which leaves no file behind), and announces the address.
+2. Each other rank connects. Both sides check the other side's user, and a token from the announcement. The rank sends
+   its descriptors to rank 0: its two doorbells, and one end of a pipe that reads EOF when the rank is lost.
+3. Rank 0 sends the segment to all ranks with all other ranks' descriptors. Each rank maps the segment, and reports the
+   result to rank 0.
+4. Rank 0 sends the verdict: all ranks have mapped the segment, or the problem of the lowest rank that has one.
+
+A rank that cannot connect has only the store. It writes its problem there, and rank 0, which watches the store, asks
+all connected ranks for their results in the store. All ranks read all results, and so reach the same decision.
 
 Only an attempt shows whether ranks can share memory: host names and environment variables do not reveal containers,
 namespaces and users.
 
-The connections stay open until all results are in the store, so a connection that ends earlier means a lost rank.
+The connections stay open until the verdict, so a connection that ends earlier means a lost rank.
 Callbacks that never block serve the connections, and coroutines await only their results: the bootstrap can therefore
 be cancelled at any point.
 
@@ -34,13 +37,13 @@ import socket
 import struct
 import sys
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, NoReturn, TypeAlias, cast, final
 
 from msgspec import Meta
 
-from asynccomm.backends.base import BackendContext, UnsuitableError
+from asynccomm.backends.base import SOON_SECONDS, BackendContext, UnsuitableError
 from asynccomm.backends.shm.fd_socket import MESSAGE_DESCRIPTORS, Datagram, FdBag, FdSocket
 from asynccomm.backends.shm.layout import Layout
 from asynccomm.backends.shm.segment import Segment, create
@@ -91,9 +94,8 @@ async def report_unsupported(context: BackendContext, reason: str) -> NoReturn:
     """
     problem = f"rank {context.group.rank} cannot share memory: {reason}"
     if context.group.rank == 0:
-        await context.store.set("address", dumps(_Address(problem)))
-    await _agree(context, "reach", problem, asyncio.get_running_loop().create_future())
-    raise AssertionError("agreed to share memory with a rank that declined")
+        await context.announce(dumps(_Address(problem)))
+    await _consult(context, problem, asyncio.get_running_loop().create_future())
 
 
 async def bootstrap_segment(
@@ -143,21 +145,61 @@ async def _accept_peers(
     context: BackendContext, settings: Mapping[str, int], layout: Layout, host: _RootSide
 ) -> tuple[Segment, dict[int, _Handed]]:
     """Rank 0's side; returns the segment and all ranks' descriptors."""
-    await context.store.set("address", dumps(host.address(settings)))
-    await _read_results(context.store, "reach", range(1, context.group.size), host.gone)
-    host.stop_listening()
-    await _agree(context, "reach", host.problem, host.gone)
-    problem = ""
+    announcing = asyncio.ensure_future(context.announce(dumps(host.address(settings))))
+    watching = asyncio.ensure_future(_problem_in_store(context.store))
     try:
-        fd = host.ours.add(create(layout.total))
-        segment = Segment(fd, layout.total)
+        segment, fd, problem = _new_segment(layout, host.ours)
+        await _first_of(host.came, host.gone, watching, announcing)
+        if host.problem or not host.came.done():
+            host.ask_for_results()
+            await _consult(context, host.problem, host.gone)
+    finally:
+        announcing.cancel()
+        watching.cancel()
+    host.stop_listening()
+    if segment is not None:
         await host.distribute_fds(fd)
         host.ours.close_one(fd)
-    except BackendError as exc:
-        problem = f"rank 0 cannot share memory: {exc}"
-        await host.send(_News(problem=problem))
-    await _agree(context, "mapped", problem, host.gone)
+        problem = await host.mapping_problem()
+    await host.send_verdict(problem)
+    if problem or segment is None:
+        raise UnsuitableError(f"comm {context.group.name!r}: {problem}")
     return segment, host.handed
+
+
+def _new_segment(layout: Layout, ours: FdBag) -> tuple[Segment | None, int, str]:
+    """A segment with its descriptor, which ``ours`` owns; or the reason why there is none."""
+    try:
+        fd = ours.add(create(layout.total))
+        return Segment(fd, layout.total), fd, ""
+    except BackendError as exc:
+        return None, -1, f"rank 0 cannot share memory: {exc}"
+
+
+async def _problem_in_store(store: Store) -> None:
+    """Wait until a rank has written to the store that it has a problem."""
+    await asyncio.sleep(SOON_SECONDS)
+    await store.wait(["problem"], math.inf)
+
+
+async def _first_of(
+    came: asyncio.Future[None],
+    gone: asyncio.Future[PeerLostError],
+    watching: asyncio.Future[None],
+    announcing: asyncio.Future[None],
+) -> None:
+    """Wait until all ranks came, or one has a problem. Raises: PeerLostError; the error of the announcement."""
+    waited: set[asyncio.Future[Any]] = {came, gone, watching, announcing}
+    while True:
+        done, waited = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if came in done:
+            return
+        if gone in done:
+            raise gone.result()
+        for each in done:
+            each.result()
+        if watching in done:
+            return
 
 
 async def _connect_to_root(
@@ -165,7 +207,7 @@ async def _connect_to_root(
 ) -> tuple[Segment, dict[int, _Handed]]:
     """Any other rank's side; returns the segment and all other ranks' descriptors."""
     rank, hosts = context.group.rank, [member.host for member in context.members]
-    address = _address_from(await context.store.get("address", math.inf))
+    address = _address_from(await context.announced())
     problem = address.problem or _difference(settings, address.settings, rank)
     if not problem:
         try:
@@ -175,14 +217,17 @@ async def _connect_to_root(
                 f"rank {rank} on host {hosts[rank]!r} cannot reach rank 0 on host {hosts[0]!r} by a local socket: "
                 f"{exc.strerror or exc}"
             )
-    await _agree(context, "reach", problem, peer.gone)
+    if problem or await peer.is_asked():
+        await _consult(context, problem, peer.gone)
     try:
         fd, handed = await peer.receive_fds([r for r in range(context.group.size) if r != rank])
         segment = Segment(fd, layout.total)
         peer.ours.close_one(fd)
+        verdict = await peer.verdict("")
     except BackendError as exc:
-        problem = f"rank {rank} cannot share memory: {exc}"
-    await _agree(context, "mapped", problem, peer.gone)
+        verdict = await peer.verdict(f"rank {rank} cannot share memory: {exc}")
+    if verdict:
+        raise UnsuitableError(f"comm {context.group.name!r}: {verdict}")
     return segment, handed
 
 
@@ -200,10 +245,18 @@ class _Address(Message, frozen=True):
             raise ValueError("neither an address nor a problem")
 
 
-class _News(Message, frozen=True):
+class _News(Message, frozen=True, omit_defaults=True):
     """A message of rank 0 after its reply, which may carry descriptors."""
 
     lost: Annotated[int, Meta(ge=0)] = -1  #: a rank
+    problem: str = ""  #: the verdict: this problem
+    agreed: bool = False  #: the verdict: all ranks have mapped the segment
+    consult: bool = False  #: a rank has a problem: all ranks write their results to the store
+
+
+class _Report(Message, frozen=True):
+    """A rank's message to rank 0: whether the rank has mapped the segment."""
+
     problem: str = ""
 
 
@@ -222,22 +275,21 @@ def _difference(mine: Mapping[str, int], host: Mapping[str, object], rank: int) 
     return ""
 
 
-async def _agree(context: BackendContext, what: str, problem: str, gone: asyncio.Future[PeerLostError]) -> None:
-    """Write this rank's result to the store (no problem: empty), and read the results of all ranks.
+async def _consult(context: BackendContext, problem: str, gone: asyncio.Future[PeerLostError]) -> NoReturn:
+    """Write this rank's problem to the store (none: empty), and read the results of all ranks.
 
     Raises: UnsuitableError, the same on all ranks, with the problem of the lowest rank that has one.
     """
-    await context.store.set(f"{what}/{context.group.rank}", problem or OK)
-    for said in await _read_results(context.store, what, range(context.group.size), gone):
-        if said != OK:
-            raise UnsuitableError(f"comm {context.group.name!r}: {said}")
+    await context.store.set(f"reach/{context.group.rank}", problem or OK)
+    if problem:
+        await context.store.set("problem", b"1")
+    results = await _read_results(context.store, [f"reach/{rank}" for rank in range(context.group.size)], gone)
+    found = next((said for said in results if said != OK), "a rank has a problem, and does not say which")
+    raise UnsuitableError(f"comm {context.group.name!r}: {found}")
 
 
-async def _read_results(
-    store: Store, what: str, ranks: Iterable[int], gone: asyncio.Future[PeerLostError]
-) -> list[str]:
-    """The results of ``ranks`` in the store. Raises: PeerLostError if a rank is lost before it has written one."""
-    keys = [f"{what}/{rank}" for rank in ranks]
+async def _read_results(store: Store, keys: Sequence[str], gone: asyncio.Future[PeerLostError]) -> list[str]:
+    """The results at ``keys``. Raises: PeerLostError if a rank is lost before it has written one."""
     asking = asyncio.ensure_future(store.multi_get(keys, math.inf))
     either: set[asyncio.Future[Any]] = {asking, gone}
     try:
@@ -268,11 +320,18 @@ class _RootSide:
         self._loop = asyncio.get_running_loop()
         self._name = f"asynccomm-{secrets.token_hex(16)}"
         self._ask, self._answer = secrets.token_bytes(TOKEN_BYTES), secrets.token_bytes(TOKEN_BYTES)
+        self.came: asyncio.Future[None] = self._loop.create_future()  #: all ranks have connected, or ``problem`` is set
         self._lines: dict[int, FdSocket] = {}  # by rank
+        self._reports: dict[int, str] = {}  # problems by rank; empty: the rank has mapped the segment
+        self._mapped: asyncio.Future[None] = self._loop.create_future()  # done when all ranks have reported
+        self._asked = False  # for results in the store
+        self._over = False  # the verdict is on its way
         self._admission = Admission(f"rank 0 of comm {group.name!r}", self._refuse, group.size, FdSocket.read)
         self._listener: socket.socket | None = None
         if group.size > 1:
             self._listen()
+        else:
+            self.came.set_result(None)
 
     def address(self, settings: Mapping[str, int]) -> _Address:
         """The entry of rank 0 in the store."""
@@ -306,7 +365,7 @@ class _RootSide:
                 if self._admission.waiting:  # their descriptors may be the ones too many
                     self._admission.drop_oldest()
                     continue
-                self.problem = f"rank 0 cannot share memory: it cannot take connections: {exc.strerror}"
+                self._fail(f"rank 0 cannot share memory: it cannot take connections: {exc.strerror}")
                 self.stop_listening()
                 return
             self._watch(sock)
@@ -333,10 +392,19 @@ class _RootSide:
         bell, second_bell, liveness_fd = (self.ours.add(fd) for fd in message.fds)
         self.handed[rank] = (bell, second_bell, liveness_fd)
         self._lines[rank] = line
-        line.receive = functools.partial(self._on_end, rank)
+        line.receive = functools.partial(self._on_report, rank)
         with contextlib.suppress(OSError):  # the connection reports its own end
             line.send_now(self._answer)
+            if self._asked:
+                line.send_now(_CONSULT)
         self._send_loss()
+        if len(self._lines) == self._size - 1 and not self.came.done():
+            self.came.set_result(None)
+
+    def _fail(self, problem: str) -> None:
+        self.problem = problem
+        if not self.came.done():
+            self.came.set_result(None)
 
     def _check_hello(self, message: Datagram) -> tuple[int, str]:
         """The rank of a hello, and the reason to reject it (empty: none)."""
@@ -350,17 +418,23 @@ class _RootSide:
         if not 0 < rank < self._size or rank in self._lines:
             return 0, "as a rank that has come already or does not exist"
         if not message.whole:
-            self.problem = f"rank 0 cannot share memory: {_too_many(self._size)}"
+            self._fail(f"rank 0 cannot share memory: {_too_many(self._size)}")
         if not message.whole or len(message.fds) != 3:
             return 0, "without the descriptors of a rank"
         return rank, ""
 
-    def _on_end(self, rank: int, message: Datagram) -> None:
-        """Handle a later message of a rank: the end of its connection, or garbage, which also ends the connection."""
+    def _on_report(self, rank: int, message: Datagram) -> None:
+        """Handle a later message of a rank: its report, the end of its connection, or garbage, which also ends it."""
         for fd in message.fds:
             os.close(fd)
+        if message.data and rank not in self._reports:
+            with contextlib.suppress(MessageError):
+                self._reports[rank] = cast(_Report, loads(_Report, message.data)).problem
+                if len(self._reports) == self._size - 1:
+                    self._mapped.set_result(None)
+                return
         self._lines[rank].close()
-        if not self.gone.done():
+        if not self.gone.done() and not self._over:
             self.gone.set_result(_lost(rank))
             self._send_loss()
 
@@ -374,10 +448,29 @@ class _RootSide:
                 with contextlib.suppress(OSError):
                     line.send_now(dumps(_News(lost=self.gone.result().rank)).encode())
 
-    async def send(self, news: _News) -> None:
+    def ask_for_results(self) -> None:
+        """Ask all ranks for their results in the store, also those that connect later."""
+        self._asked = True
         for line in self._lines.values():
             with contextlib.suppress(OSError):  # the connection reports its own end
-                await line.send(dumps(news).encode())
+                line.send_now(_CONSULT)
+
+    async def mapping_problem(self) -> str:
+        """The problem of the lowest rank that could not map the segment; empty: none. Raises: PeerLostError."""
+        if self._size > 1:
+            either: list[asyncio.Future[Any]] = [self._mapped, self.gone]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not self._mapped.done():
+                raise self.gone.result()
+        return next((self._reports[rank] for rank in sorted(self._reports) if self._reports[rank]), "")
+
+    async def send_verdict(self, problem: str) -> None:
+        """Send all ranks the verdict; empty: all have mapped the segment."""
+        self._over = True
+        news = dumps(_News(problem=problem, agreed=not problem)).encode()
+        for line in self._lines.values():
+            with contextlib.suppress(OSError):  # the rank is gone, which its pipe shows
+                await line.send(news)
 
     async def distribute_fds(self, segment: int) -> None:
         """Send each rank the segment, then the other ranks' descriptors in rank order."""
@@ -414,7 +507,9 @@ class _PeerSide:
         self._sock = _socket()
         self._line: FdSocket | None = None
         self._answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._inbox: deque[tuple[str, Datagram]] = deque()  # problems, and messages that carry descriptors
+        self._inbox: deque[Datagram] = deque()  # messages that carry descriptors
+        self._verdict: str | None = None  # of rank 0; empty: all ranks have mapped the segment
+        self._asked = False  # for a result in the store
         self._welcome = b""
         self._due = 1 + 3 * (size - 1)  # descriptors that have not arrived yet
         self._garbled = False
@@ -467,30 +562,61 @@ class _PeerSide:
                 self.gone.set_result(_lost(news.lost))
         elif not self._garbled:  # after garbage, all messages are ignored
             self._garbled = news is _GARBAGE or self._due < 0
-            problem = _GARBAGE.problem if self._garbled else news.problem
-            if problem or message.fds:
-                self._inbox.append((problem, message))
+            self._asked = self._asked or news.consult
+            if not self._garbled:
+                if (news.problem or news.agreed) and self._verdict is None:
+                    self._verdict = news.problem
+                if message.fds:
+                    self._inbox.append(message)
         if self._due < 0:
             for fd in message.fds:
                 self.ours.close_one(fd)
             self._due += len(message.fds)
         self._news.set()
 
+    async def is_asked(self) -> bool:
+        """Wait for a message of rank 0; returns whether it asks for a result in the store. Raises: PeerLostError."""
+        await self._wait_until(lambda: bool(self._inbox) or self._garbled or self._asked or self._verdict is not None)
+        return self._asked
+
     async def receive_fds(self, others: Sequence[int]) -> tuple[int, dict[int, _Handed]]:
         """Receive the segment's descriptor and those of each of ``others``. Raises: BackendError, PeerLostError."""
         fds: list[int] = []
         while len(fds) < 1 + 3 * len(others):
-            while not self._inbox:
-                if self.gone.done():
-                    raise self.gone.result()
-                self._news.clear()
-                await self._news.wait()
-            problem, message = self._inbox.popleft()
-            if problem or not message.whole:
-                raise BackendError(problem or _too_many(len(others) + 1))
+            await self._wait_until(lambda: bool(self._inbox) or self._garbled or self._verdict is not None)
+            if not self._inbox:
+                raise BackendError(_UNREADABLE)
+            message = self._inbox.popleft()
+            if not message.whole:
+                raise BackendError(_too_many(len(others) + 1))
             fds += message.fds
         handed = {rank: (fds[i], fds[i + 1], fds[i + 2]) for rank, i in zip(others, range(1, len(fds), 3), strict=True)}
         return fds[0], handed
+
+    async def verdict(self, problem: str) -> str:
+        """Report ``problem`` to rank 0 (empty: none), and wait for the verdict: a problem, or empty.
+
+        Raises: BackendError if a message of rank 0 cannot be read, PeerLostError; neither if this rank has a problem.
+        """
+        if self._verdict is None and not self._garbled and self._line is not None:
+            with contextlib.suppress(OSError):  # the connection reports its own end
+                await self._line.send(dumps(_Report(problem)).encode())
+            try:
+                await self._wait_until(lambda: self._garbled or self._verdict is not None)
+            except PeerLostError:
+                if not problem:
+                    raise
+        if self._verdict is None and not problem:
+            raise BackendError(_UNREADABLE)
+        return self._verdict or problem
+
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait for messages of rank 0. Raises: PeerLostError."""
+        while not condition():
+            if self.gone.done():
+                raise self.gone.result()
+            self._news.clear()
+            await self._news.wait()
 
     def close(self) -> None:
         if self._line is not None:
@@ -498,7 +624,9 @@ class _PeerSide:
         self._sock.close()
 
 
-_GARBAGE: Final = _News(problem="rank 0 sends an unreadable message")
+_UNREADABLE: Final = "rank 0 sends an unreadable message"
+_GARBAGE: Final = _News(problem=_UNREADABLE)
+_CONSULT: Final = dumps(_News(consult=True)).encode()
 
 
 def _news_from(data: bytes, size: int) -> _News:

@@ -127,6 +127,11 @@ def wake_up_seconds() -> float:
     return statistics.median(times) / 2
 
 
+def wake_up_is_measured() -> bool:
+    """Whether ``wake_up_seconds`` returns at once."""
+    return wake_up_seconds.cache_info().currsize > 0
+
+
 def _number(key: str, text: str) -> int:
     if not text.isascii() or not text.isdecimal() or int(text) > MOST_BYTES:
         raise ValueError(f"hint {key!r} must be an integer from 0 to {MOST_BYTES}, got {text!r}")

@@ -288,6 +288,67 @@ async def test_other_users_are_dropped_on_both_sides(
     all_unsuitable(await outcomes(world_of(2)), f"comm 'test': {reason}: it closed the connection")
 
 
+# -- without the store ------------------------------------------------------------------------------------------------
+
+
+class NoStore(MemoryStore):  # type: ignore[misc]
+    """A store that nobody may need."""
+
+    async def set(self, key: str, value: bytes | str) -> None:
+        raise AssertionError(f"{key} was set")
+
+    async def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
+        raise AssertionError(f"{keys} were awaited")
+
+
+class Loudspeaker:
+    """Announcements within a process."""
+
+    def __init__(self) -> None:
+        self.text = asyncio.get_running_loop().create_future()
+
+    def announce(self, text: str) -> None:
+        self.text.set_result(text)
+
+    async def announced(self) -> str:
+        return str(await asyncio.shield(self.text))
+
+
+async def test_ranks_that_hear_announcements_need_no_store(
+    world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asynccomm.backends.base.SOON_SECONDS", 60)
+    monkeypatch.setattr(bootstrap, "SOON_SECONDS", 60)
+    world = world_of(3)
+    speaker = Loudspeaker()
+    contexts = [dataclasses.replace(context_of(NoStore(), rank, 3), announcements=speaker) for rank in range(3)]
+    joining = [bootstrap_segment(context, SETTINGS, layout_of(3), world.bells[i]) for i, context in enumerate(contexts)]
+    check_mappings(await asyncio.gather(*joining), world.bells)
+
+
+async def test_a_rank_that_hears_no_announcement_looks_in_the_store(
+    world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asynccomm.backends.base.ANNOUNCE_SECONDS", 0.01)
+    world = world_of(3)
+    speakers = Loudspeaker(), Loudspeaker(), None  # the second rank is deaf, the third has no channel
+    contexts = [
+        dataclasses.replace(context_of(world.store, rank, 3), announcements=speaker)
+        for rank, speaker in enumerate(speakers)
+    ]
+    joining = [bootstrap_segment(context, SETTINGS, layout_of(3), world.bells[i]) for i, context in enumerate(contexts)]
+    check_mappings(await asyncio.gather(*joining), world.bells)
+
+
+async def test_a_rank_that_comes_after_a_problem_hears_of_it(world_of: Callable[[int], World]) -> None:
+    world = world_of(3)
+    zero = asyncio.ensure_future(world.rank(0))
+    one = asyncio.ensure_future(report_unsupported(context_of(world.store, 1, 3), "no"))
+    await world.store.wait(["reach/0"])  # rank 0 has seen the problem
+    outcomes = await asyncio.gather(zero, one, world.rank(2), return_exceptions=True)
+    all_unsuitable(outcomes, "comm 'test': rank 1 cannot share memory: no")
+
+
 # -- strangers --------------------------------------------------------------------------------------------------------
 
 
@@ -332,11 +393,19 @@ async def test_strangers_are_dropped_and_the_meeting_goes_on(world_of: Callable[
         sock.close()
 
 
-async def test_a_rank_cannot_be_taken_twice(world_of: Callable[[int], World]) -> None:
+async def test_a_rank_cannot_be_taken_twice(world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch) -> None:
     world = world_of(3)
+    connected = asyncio.Event()
+    is_asked = bootstrap._PeerSide.is_asked
+
+    async def noted(self: bootstrap._PeerSide) -> bool:
+        connected.set()
+        return await is_asked(self)
+
+    monkeypatch.setattr(bootstrap._PeerSide, "is_asked", noted)
     tasks = [asyncio.ensure_future(world.rank(rank)) for rank in (0, 1)]
     address = json.loads(await world.store.get("address"))
-    await world.store.wait(["reach/1"])
+    await connected.wait()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.connect(f"\0{address['name']}")
         hello = bootstrap._hello.pack(bytes.fromhex(address["ask"]), 1)
