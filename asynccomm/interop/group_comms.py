@@ -3,6 +3,9 @@
 The CPU comm is connected when the group is made. The GPU comm is connected by the first operation on a GPU, as in other
 backends of torch, because only this operation selects this rank's GPU; all ranks of the group must take part in the
 operation. A group bound to a device connects its GPU comm at once.
+
+The CPU comm of a part of another group is split off the other group's, if that is in shared memory and works: the ranks
+know each other and need no rendezvous in the store. All ranks decide alike, or learn it from the failure of the split.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Final, Self, final
 
@@ -22,7 +25,7 @@ from torch import distributed as dist
 
 from asynccomm.comm.comm import Comm
 from asynccomm.comm.new_comm import new_comm
-from asynccomm.errors import ClosedError
+from asynccomm.errors import BrokenError, ClosedError
 from asynccomm.interop.loop_thread import at_exit, detached, loops, on_a_thread
 from asynccomm.interop.torch_version import uncompiled
 from asynccomm.interop.torch_words import check_split
@@ -40,6 +43,7 @@ class GroupComms:
         rank, size: this rank, and the number of ranks.
         timeout: of operations, and of connecting.
         given: existing comms; their creator closes them.
+        whole: comms of a group that this group is a part of, and the ranks of the part there; None: of no group.
     """
 
     def __init__(
@@ -50,10 +54,12 @@ class GroupComms:
         size: int,
         timeout: timedelta,
         given: Iterable[Comm] = (),
+        whole: tuple[GroupComms, Sequence[int]] | None = None,
     ) -> None:
         self.name, self.store, self.rank, self.size, self.timeout = name, store, rank, size, timeout
         self._comms = {comm.device.type: comm for comm in given}
         self._given = frozenset(self._comms.values())
+        self._whole = whole
         self._connecting = threading.Lock()
         self._portal: BlockingPortal | None = None
         self._closed = False
@@ -61,9 +67,17 @@ class GroupComms:
         at_exit(self)
 
     @classmethod
-    def opened(cls, name: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Self:
+    def opened(
+        cls,
+        name: str,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        whole: tuple[GroupComms, Sequence[int]] | None = None,
+    ) -> Self:
         """Create comms, with the CPU comm connected. Blocks until all ranks have connected."""
-        comms = cls(name, store, rank, size, timeout)
+        comms = cls(name, store, rank, size, timeout, whole=whole)
         try:
             with detached():
                 comms.connect(torch.device("cpu"))
@@ -73,7 +87,7 @@ class GroupComms:
         return comms
 
     def part(self, ranks: list[int], timeout: timedelta | None, name: str) -> GroupComms | None:
-        """The comms of some ranks, connected over the store; None on other ranks. Raises: torch's errors."""
+        """The comms of some ranks, connected; None on other ranks. Raises: torch's errors."""
         if self.store is None:
             raise RuntimeError(f"group {self.name!r} was made over comms, and cannot be split: split these")
         check_split(ranks, self.size)
@@ -81,7 +95,7 @@ class GroupComms:
             return None
         store = dist.PrefixStore(f"{name}/", self.store)
         limit = self.timeout if timeout is None else timeout
-        return GroupComms.opened(name, store, ranks.index(self.rank), len(ranks), limit)
+        return GroupComms.opened(name, store, ranks.index(self.rank), len(ranks), limit, (self, ranks))
 
     def connect(self, device: torch.device) -> Comm:
         """The comm of a device; a first call for a type of device blocks until all ranks have connected.
@@ -104,7 +118,8 @@ class GroupComms:
     async def _connected(self, device: torch.device) -> Comm:
         assert self.store is not None
         gpu = device.type == "cuda"
-        return await new_comm(
+        comm = None if gpu or self._whole is None else await self._split_off(*self._whole)
+        return comm or await new_comm(
             "nccl" if gpu else "auto",
             device,
             hints={} if gpu else {"yield_us": "0"},  # no event loop of the program needs the core
@@ -114,6 +129,25 @@ class GroupComms:
             rank=self.rank,
             size=self.size,
         )
+
+    async def _split_off(self, whole: GroupComms, ranks: Sequence[int]) -> Comm | None:
+        """The CPU comm of ``ranks`` of ``whole``; None if it cannot be split off the other CPU comm."""
+        parent = whole.splittable
+        if parent is None:
+            return None
+        try:
+            return await parent._split(ranks, f"{self.name}/cpu", None, self.timeout, f"{self.name}/cpu")
+        except (BrokenError, ClosedError):
+            if parent is whole.splittable:
+                raise
+            return None  # the other comm is broken: the other ranks do not split it, either
+
+    @property
+    def splittable(self) -> Comm | None:
+        """The CPU comm, if it was connected here, is in shared memory and works."""
+        comm = self._comms.get("cpu")
+        usable = comm is not None and self._portal is not None and comm.backend == "shm" and not comm._session.error
+        return comm if usable else None
 
     def of(self, tensor: Tensor) -> Comm:
         """The comm for ``tensor``."""

@@ -29,6 +29,7 @@ from asynccomm.comm.comm import Comm
 from asynccomm.interop.group_comms import GroupComms, SplittableGroup, name_group, part_name
 from asynccomm.interop.legacy_group import LegacyGroup
 from asynccomm.interop.torch_collectives import DEVICES, NAME, TorchCollectives
+from asynccomm.interop.torch_registry import default
 from asynccomm.interop.torch_version import PYTHON_BACKENDS, as_backend, group_arguments, uncompiled
 
 T = TypeVar("T")
@@ -169,7 +170,15 @@ def _create(opts: Any, backend_options: Any) -> Any:
     """Constructor that torch calls for a group, or for a backend of a group."""
     if backend_options is not None and not isinstance(backend_options, c10d.Backend.Options):
         raise TypeError(f"pg_options must be Backend.Options, got {backend_options!r}")
-    comms = GroupComms.opened(opts.group_id, opts.store, opts.group_rank, opts.group_size, opts.timeout)
+    whole = getattr(default(), "comms", None)
+    comms = GroupComms.opened(
+        opts.group_id,
+        opts.store,
+        opts.group_rank,
+        opts.group_size,
+        opts.timeout,
+        (whole, opts.global_ranks_in_group) if isinstance(whole, GroupComms) else None,
+    )
     torchs = getattr(opts, "process_group", None)
     if torchs is None:
         return TorchGroup(comms)

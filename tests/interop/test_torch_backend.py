@@ -124,6 +124,36 @@ async def test_names_and_ranks_of_splits() -> None:
                 group.split_group(ranks)
 
 
+@pytest.mark.ranks(2)
+async def test_a_new_group_is_split_off_the_default_group() -> None:
+    """The ranks know each other already: they share the control channel and no other rendezvous is needed."""
+    with world() as group:
+        comm = group.comms.any()
+        for ranks in ([0, 1], [1, 0]):
+            part = dist.new_group(ranks, backend="asynccomm", sort_ranks=False)
+            assert part.comms.any()._session.identity.job is comm._session.identity.job
+            assert part.rank() == ranks.index(group.rank())
+            tensor = torch.ones(1)
+            dist.all_reduce(tensor, group=part)
+            assert tensor.item() == 2
+            dist.destroy_process_group(part)
+
+
+@pytest.mark.ranks(2)
+async def test_a_new_group_where_the_default_group_is_broken() -> None:
+    with world() as group:
+        comm = group.comms.any()
+        dist.barrier()  # an abort would fail a rank that is still connecting
+        if group.rank() == 0:
+            comm.abort("enough")
+        part = dist.new_group(backend="asynccomm")
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor, group=part)
+        assert tensor.item() == 2
+        assert part.comms.any()._session.identity.job is not comm._session.identity.job
+        dist.destroy_process_group(part)
+
+
 @pytest.mark.skipif(not PYTHON_BACKENDS, reason="a Python group serves all devices where torch takes no backends")
 @pytest.mark.ranks(2)
 async def test_splits_of_a_group_of_several_backends() -> None:

@@ -168,7 +168,9 @@ class Groups(CommBase):
         name: str,
         hints: Mapping[str, str] | None,
         timeout: float | timedelta | None,
+        whole_name: str = "",
     ) -> PendingComm[Self | None]:
+        """See :meth:`split`; ``whole_name`` is the name of the new comm, in place of both, and need not be unique."""
         parent, group = self._session, self._group
         check_name(name)
         if ranks and group.rank not in ranks:
@@ -183,7 +185,8 @@ class Groups(CommBase):
         if not ranks:
             return PendingComm(_no_comm)
         job = parent.identity.job
-        reservation = NameReservation(job.world, f"{group.name}/{name}")
+        world = (object(), group.rank) if whole_name else job.world
+        reservation = NameReservation(world, whole_name or f"{group.name}/{name}")
         room = parent.identity.child_prefix(name, ranks)
         child = CommInfo(reservation.name, list(ranks).index(group.rank), len(ranks), group.device)
         called = [reservation]  # the await takes it, so a second await finds none
