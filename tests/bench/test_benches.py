@@ -175,6 +175,15 @@ def test_agreed_simulates_each_number_of_ranks(tmp_path: Path) -> None:
     assert all(0 < row["announcement_bytes"] <= 6 and row["decision_bytes"] <= 6 for row in rows)
 
 
+def test_connecting(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    done = bench("connecting.py", *("--ranks", 2), *("--rounds", 1), "--json", out)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())
+    assert [row["what"] for row in rows][:3] == ["gloo, new_group", "new_group", "split"]
+    assert all(row["connect_ms"] > 0 < row["close_ms"] for row in rows)
+
+
 @pytest.mark.exhaustive
 def test_agreed_measures_real_ranks(tmp_path: Path) -> None:
     out, backend = tmp_path / "rows.json", "gloo"
