@@ -97,6 +97,8 @@ def installed(*, finalize: bool = False) -> Iterator[None]:
     global _finalize, _ends
     if _server is None and _ends is None:  # before a test counts its descriptors
         _ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in _ends:
+            atexit.register(end.close)
     before = subprocess.Popen, util.spawnv_passfds, _finalize
     subprocess.Popen, util.spawnv_passfds, _finalize = Popen, _spawnv_passfds, finalize  # type: ignore
     try:

@@ -50,7 +50,16 @@ from asynccomm.ops import Begin, Call, Op, Parcel, PayloadAllocator, Several
 from asynccomm.ops.validation import CommInfo
 from asynccomm.store.base import Store
 
-__all__ = ["Backend", "BackendContext", "DirectCalls", "RankInfo", "Submission", "UnsuitableError"]
+__all__ = [
+    "Backend",
+    "BackendContext",
+    "DirectCalls",
+    "FastCalls",
+    "HeldCall",
+    "RankInfo",
+    "Submission",
+    "UnsuitableError",
+]
 
 ANNOUNCE_SECONDS: Final = 0.5  # until a rank looks for the announcement in the store, too
 SOON_SECONDS: Final = 0.02  # in which ranks usually connect; only slower ones use the store
@@ -88,7 +97,8 @@ class Submission:
     error: AsyncCommError | None = None  #: the error that fails the Work while the comm stays usable
     whole: Any = None  #: for the comm: the CompositeWork that this operation is part of
     batch: Any = None  #: for the backend: the batch of the submission
-    run: object = None  #: for the backend: the run of the operation, if its fast path has begun it
+    run: Any = None  #: for the backend: the run of the operation, if its fast path has made it
+    owners: object = None  #: keeps the memory of ``run`` alive, where the submission has no tensors
 
     def __init__(self, call: Call, work: Work[Any], *, detached: bool = False) -> None:
         self.op: Op = call.op
@@ -189,6 +199,34 @@ class BackendContext:
         await self.store.wait(["all connected"], math.inf)
 
 
+class HeldCall(Protocol):
+    """A call that a backend's fast path holds for a scope, in place of a Submission."""
+
+    @property
+    def op(self) -> Op: ...
+
+    @property
+    def work(self) -> Work[Any]: ...
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Those of ``DirectCalls.call`` from ``check`` on, with tuples in place of lists."""
+
+    @property
+    def places(self) -> Sequence[tuple[torch.UntypedStorage, int, int, tuple[int, ...]]]:
+        """Storage, offset in elements, address and shape of each tensor among the arguments, as at the call."""
+
+
+class FastCalls(Protocol):
+    """A backend's fast path."""
+
+    def submit(self, timeout: Any, hints: Any, tag: Any, check: Callable[..., Any], /, *arguments: Any) -> Work[Any]:
+        """Submit a call, as ``DirectCalls.call`` does, or hold it in the queue of the caller's scope."""
+
+    def flush(self, items: list[Any], /) -> bool | None:
+        """Send the operations of a queue if it has held all of them; None: the submitter has to. Under the lock."""
+
+
 class DirectCalls(Protocol):
     """The part of a comm that a backend's fast path works for."""
 
@@ -197,6 +235,8 @@ class DirectCalls(Protocol):
     counts: CallCounts
     recent: deque[Any]
     records_sites: bool
+    queues: dict[object, Any]  #: of scopes, by the task or thread
+    in_flight: Any
 
     @property
     def lock(self) -> Any:
@@ -217,6 +257,29 @@ class DirectCalls(Protocol):
             result: of awaiting the Work.
         """
 
+    def overdue(self, work: Work[Any]) -> object:
+        """Break when a thread has waited for ``work`` past its deadline."""
+
+    def fusion_kind(self, op: Op) -> int | None:
+        """A number, equal for held operations that are sent as one; 0 if ``op`` is sent alone; None: see ``flush``."""
+
+    @property
+    def fused_limit(self) -> int:
+        """``Backend.fused_limit``."""
+
+    def fused(self, arguments: Sequence[Sequence[Any]]) -> Call:
+        """The one call that several held calls become; ``arguments`` of each as those of ``adopt``."""
+
+    def note_deadline(self, queue: Any, work: Work[Any]) -> object:
+        """Have the comm look at the deadline of ``work``, which ``queue`` holds."""
+
+    def adopt_held(self, left: Sequence[tuple[object, Op, Sequence[HeldCall]]]) -> object:
+        """Submit the operations of held calls that ``FastCalls.flush`` has numbered; the first has begun.
+
+        Args:
+            left: of each operation its run, the operation, and the calls.
+        """
+
 
 class Backend(Handle, abc.ABC):
     """The transport of one comm; the module's docstring states the contract."""
@@ -230,6 +293,7 @@ class Backend(Handle, abc.ABC):
     compares: ClassVar[bool] = False  #: whether the backend itself detects that ranks issued different collectives
     uid: int = -1  #: identifies the connection, equal on all ranks; -1: no such number
     fusion_limit: ClassVar[int] = 1 << 20  #: size of the largest operation that gains from being fused with others
+    fused_limit: ClassVar[int] = 1 << 62  #: size up to which operations that are fused gain from more of them
 
     @classmethod
     @abc.abstractmethod
@@ -249,8 +313,8 @@ class Backend(Handle, abc.ABC):
     def submit(self, batch: Sequence[Submission]) -> None:
         """Start the operations of ``batch`` in order; they belong together."""
 
-    def fast_path(self, calls: DirectCalls) -> Callable[..., Work[Any]] | None:
-        """A function in place of ``calls.call`` that submits usual calls faster, in C; None: there is none.
+    def fast_path(self, calls: DirectCalls) -> FastCalls | None:
+        """The functions that submit and hold usual calls faster than ``calls``, in C; None: there are none.
 
         It counts calls and notes them in ``calls.recent`` as ``calls`` does. It may look out for late ranks for some
         microseconds; a call that is not done then goes on by ``calls.adopt``.

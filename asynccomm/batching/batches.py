@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from asynccomm.backends.base import Backend, Submission
+from asynccomm.backends.base import Backend, HeldCall, Submission
 from asynccomm.batching.composite import FusedWork
 from asynccomm.batching.fusion import fuse
 from asynccomm.batching.plan import Item, item_of, plan
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import UNNUMBERED, Driver, Work
+from asynccomm.ops import Call, Op
 
 
 class FusedOp(NamedTuple):
     """One operation for the backend."""
 
     submission: Submission
-    members: Sequence[Submission]  #: the operations that it performs; the submission itself if only one
+    #: the operations that it performs; the submission itself if only one
+    members: Sequence[Submission | HeldCall]
     fused_work: FusedWork | None = None  #: settles the members, if there are several
 
     def prepare(self, driver: Driver) -> None:
@@ -48,20 +50,27 @@ class Batch(NamedTuple):
     fused_ops: Sequence[FusedOp]
 
 
-def batches_of(held: Sequence[Submission], size: int, backend: Backend, mailbox: Mailbox) -> list[Batch]:
+def batches_of(
+    held: Sequence[Submission], size: int, backend: Backend, mailbox: Mailbox, *, apart: bool = False
+) -> list[Batch]:
     """The batches of ``held``, the operations of a rank of ``size``, none of them numbered or submitted yet.
+
+    Args:
+        apart: whether no operations share memory on any rank; then there is one batch.
 
     Raises: ValueError if the operations cannot be submitted together.
     """
     batches = []
-    for fused_ops in plan([planned(s) for s in held], fusion_limit=backend.fusion_limit):
+    items = [planned(submission) for submission in held]
+    limits = backend.fusion_limit, backend.fused_limit
+    for fused_ops in plan(items, fusion_limit=limits[0], fused_limit=limits[1], apart=apart):
         made = [_fused([held[i] for i in fused], size, backend, mailbox) for fused in fused_ops]
-        items = (
+        members = (
             held
             if len(held) == sum(map(len, fused_ops))
             else [held[i] for i in sorted([i for fused in fused_ops for i in fused])]
         )
-        batches.append(Batch(items, made))
+        batches.append(Batch(members, made))
     return batches
 
 
@@ -74,26 +83,35 @@ def planned(submission: Submission) -> Item:
     return item_of(submission.op, submission.inputs, submission.outputs, given)
 
 
-def _fused(members: list[Submission], size: int, backend: Backend, mailbox: Mailbox) -> FusedOp:
+def _fused(members: Sequence[Submission], size: int, backend: Backend, mailbox: Mailbox) -> FusedOp:
+    """The one operation for the backend that does the same as ``members``, of one :func:`fusion_key`."""
     if len(members) == 1:
         return FusedOp(members[0], members)
     call = fuse(size, members)
-    works = [member.work for member in members]
-    fused_work = FusedWork(works, backend)
-    first = min(works, key=due)
-    fused_work.work = Work(
-        call.op,
-        UNNUMBERED,
-        mailbox,
-        value=None,
-        timeout=first.timeout,
-        on_settled=fused_work.settled,
-        driver=backend,
-    )
+    fused_work = _fused_work(call.op, members, backend, mailbox)
     submission = Submission(call, fused_work.work, detached=True)
     submission.members = tuple([member.op for member in members])
     submission.call_context = _origins(members)
     return FusedOp(submission, members, fused_work)
+
+
+def prepared_op(run: object, op: Op, members: Sequence[HeldCall], backend: Backend, mailbox: Mailbox) -> FusedOp:
+    """The operation ``op`` that does the same as ``members``; the backend's fast path has made its ``run``."""
+    fused_work = None if len(members) == 1 else _fused_work(op, members, backend, mailbox)
+    work = members[0].work if fused_work is None else fused_work.work
+    submission = Submission(Call(op, (), (), None), work, detached=True)
+    submission.run, submission.owners = run, members
+    return FusedOp(submission, members, fused_work)
+
+
+def _fused_work(op: Op, members: Sequence[Submission | HeldCall], backend: Backend, mailbox: Mailbox) -> FusedWork:
+    works = [member.work for member in members]
+    fused_work = FusedWork(works, backend)
+    limit = min(works, key=due).timeout
+    fused_work.work = Work(
+        op, UNNUMBERED, mailbox, value=None, timeout=limit, on_settled=fused_work.settled, driver=backend
+    )
+    return fused_work
 
 
 def due(work: Work[Any]) -> float:

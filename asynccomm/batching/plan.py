@@ -21,7 +21,7 @@ the batch nor count towards its limits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import Final, final
 
 from torch import Tensor
 
@@ -29,6 +29,7 @@ from asynccomm.backends.regions import AccessSet, Region, RegionSet, disjoint, r
 from asynccomm.batching.fusion import MERGED_BYTES, fusion_key
 from asynccomm.ops import Op
 
+UNLIMITED: Final = 1 << 62
 Batch = list[list[int]]  # fused operations: the indices of operations that move as one
 
 
@@ -83,44 +84,59 @@ class BatchLimiter:
 
 
 def plan(
-    items: Sequence[Item], *, max_ops: int | None = None, max_bytes: int | None = None, fusion_limit: int = MERGED_BYTES
+    items: Sequence[Item],
+    *,
+    max_ops: int | None = None,
+    max_bytes: int | None = None,
+    fusion_limit: int = MERGED_BYTES,
+    fused_limit: int = UNLIMITED,
+    apart: bool = False,
 ) -> list[Batch]:
     """Batches of ``items``, as indices, each index once. Fused operations stand at the place of their first member.
 
     Args:
         max_ops, max_bytes: limits of a batch.
         fusion_limit: size of the largest operation that is fused; a larger operation gains nothing from fusion.
+        fused_limit: size of operations that are fused with each other, together.
+        apart: whether every rank has checked its items by ``check_apart``; then memory sets no limits.
 
     Raises: ValueError if a message shares memory with another operation sent with it: their order is undefined.
     """
-    if _disjoint(items):
+    if apart:
+        cuts = set()
+    elif _disjoint(items):
         cuts = _cuts_by_kind(items)
     else:
         check_messages(items)
         cuts = _cuts_by_memory(items)
     batches: list[Batch] = []
-    fused_ops: dict[object, list[int]] = {}
+    fused_ops: list[list[int]] = []
+    latest: dict[object, list[int]] = {}  # by kind: the last of ``fused_ops``
+    sizes: dict[object, int] = {}
     meter = BatchLimiter(max_ops, max_bytes)
     limited = meter.limited
     sorts: dict[int, object] = {}  # by operation, since equal calls share one
     for i, (op, _, _) in enumerate(items):
         if i in cuts or (limited and not meter.admits(op)):
-            batches.append(list(fused_ops.values()))
-            fused_ops = {}
+            batches.append(fused_ops)
+            fused_ops, latest = [], {}
             meter.clear()
         sort = sorts.get(id(op), sorts)
         if sort is sorts:
             sort = sorts[id(op)] = fusion_key(op, fusion_limit)
         if sort is None:
-            fused_ops[i] = [i]
-        elif (fused := fused_ops.get(sort)) is None:
-            fused_ops[sort] = [i]
+            fused_ops.append([i])
+        elif (fused := latest.get(sort)) is None or sizes[sort] + op.nbytes > fused_limit:
+            latest[sort] = [i]
+            sizes[sort] = op.nbytes
+            fused_ops.append(latest[sort])
         else:
             fused.append(i)
+            sizes[sort] += op.nbytes
         if limited:
             meter.count(op)
     if fused_ops:
-        batches.append(list(fused_ops.values()))
+        batches.append(fused_ops)
     return batches
 
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, final
 
-from asynccomm.backends.base import Submission
+from asynccomm.backends.base import FastCalls, HeldCall, Submission
 from asynccomm.batching.plan import BatchLimiter
 from asynccomm.core.work import Work
 
@@ -38,8 +38,9 @@ class DeferredQueue:
     def __init__(self, owner: object, meter: BatchLimiter, send: Callable[[DeferredQueue], object]) -> None:
         self.owner = owner
         self.works: list[Work[Any]] = []  #: the Works returned to callers, of all operations ever added
-        self.items: list[Submission] = []
+        self.items: list[Submission | HeldCall] = []
         self.depth = 1  #: number of open scopes
+        self.fast: FastCalls | None = None  #: the backend's fast path, which may hold operations
         self.due = math.inf  #: the earliest deadline of the waiting operations
         self._before = 0  # number of operations taken so far
         self._meter = meter
@@ -62,7 +63,7 @@ class DeferredQueue:
         if self._meter.count(item.op):
             self._send(self)
 
-    def take(self, since: int = 0) -> list[Submission]:
+    def take(self, since: int = 0) -> list[Submission | HeldCall]:
         """Remove and return the waiting operations, or those added as number ``since`` and later."""
         keep = max(0, since - self._before)
         taken = self.items[keep:]

@@ -121,7 +121,7 @@ class Comm(
             max_bytes, max_ops: limits of the collectives in a batch, counted as the program calls them: a full batch is
                 sent at once, and the next batch begins. None: no limit.
         """
-        return CoalesceScope([self._submitter], max_bytes, max_ops)
+        return CoalesceScope([self._submitter], max_bytes, max_ops, self._fast)
 
     def time_estimator(self) -> Estimate:
         """Estimate the time that the operations called in the scope would take, without running them.

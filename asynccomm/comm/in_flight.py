@@ -61,6 +61,10 @@ class InFlight:
         self.works.pop(work, None)
         if work.started > self._extended:
             self.set_timeout(self.timeout)
+        self.wake()
+
+    def wake(self) -> None:
+        """Have the tasks that wait for operations to settle look again. From any thread."""
         if self._waiters:
             self._mailbox.post(self._wake)
 

@@ -15,9 +15,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 from asynccomm.comm.in_flight import RollCall
+from asynccomm.comm.monitored_barrier import MonitoredBarrier
 from asynccomm.comm.submission import Called, Submitter
 from asynccomm.comm.wire_errors import decode_error, encode_error
 from asynccomm.control.channel import ControlChannel
@@ -25,7 +26,7 @@ from asynccomm.control.diagnosis import Diagnosis, RankState
 from asynccomm.control.fingerprints import Fingerprint
 from asynccomm.control.timing import PING_SECONDS
 from asynccomm.control.transport.schema import JsonObject
-from asynccomm.core.callsite import show
+from asynccomm.core.callsite import CallSite, show
 from asynccomm.core.stacks import format_stacks
 from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.errors import AbortedError, BrokenError, CollectiveMismatchError, PeerLostError
@@ -33,6 +34,7 @@ from asynccomm.ops import Op, PeerOp
 from asynccomm.ops.signature import signature
 
 SHOWN: Final = 8  # operations in flight that an answer lists
+EXPLAINED: Final = 256  # operations at most that an answer about a mismatch describes
 ANSWER_SECONDS: Final = 0.5  # for peers to answer a request
 
 
@@ -191,13 +193,23 @@ class Reporter:
         return Diagnosis(group.name, tuple(states[rank] for rank in range(group.size)))
 
     async def complete(self, error: CollectiveMismatchError) -> CollectiveMismatchError:
-        """``error`` with the call sites on both ranks, if these answer."""
+        """``error`` with the call sites on both ranks, if these answer.
+
+        Operations that a scope holds may travel as one. Then the first of them that differs takes its place.
+        """
         sides = [error.rank, error.other_rank]
         others = [rank for rank in sides if rank != self._group.rank]
-        replies = await self.request(others, ANSWER_SECONDS, what="explain", seq=error.seq)
-        replies[self._group.rank] = self._explain(error.seq)
-        sites = [str(replies.get(rank, {}).get("site", "")) for rank in sides]
-        return CollectiveMismatchError(*error.args[:5], *sites)
+        numbered = error.seq != UNNUMBERED  # operations without a number are in no order that the ranks share
+        replies = await self.request(others, ANSWER_SECONDS, what="explain", seq=error.seq, following=numbered)
+        replies[self._group.rank] = self._explain(error.seq, following=numbered)
+        calls = [_Explained.from_reply(replies.get(rank, {})) for rank in sides]
+        for seq, (mine, theirs) in enumerate(zip(*calls, strict=False) if numbered else (), error.seq):
+            if mine.signature != theirs.signature:
+                divided = ", divided otherwise" if mine.op == theirs.op else ""
+                return CollectiveMismatchError(
+                    seq, error.rank, mine.op, error.other_rank, theirs.op + divided, mine.site, theirs.site
+                )
+        return CollectiveMismatchError(*error.args[:5], *[found[0].site if found else "" for found in calls])
 
     # -- from the channel, on its thread ------------------------------------------------------------------------------
 
@@ -266,7 +278,7 @@ class Reporter:
                 self._ping_loop()
                 return {}
             case "explain":
-                return self._explain(int(question["seq"]))
+                return self._explain(int(question["seq"]), following=bool(question.get("following")))
             case "state":
                 return self._describe(bool(question.get("stacks")), question.get("tag"))
             case _:
@@ -280,16 +292,22 @@ class Reporter:
             found.append((seq, *signature(op), batch))
         return self._group.size, found
 
-    def _explain(self, seq: int) -> JsonObject:
+    def _explain(self, seq: int, *, following: bool) -> JsonObject:
+        """The collective of number ``seq``, with those that are ``following`` it without a gap."""
         submitter = self._submitter()
         if submitter is None:
             return {}
         calls = [call[:3] for call in submitter.recent.copy()]  # a copy: other threads append calls
         calls += [(work.op, work.site, work.seq) for work in submitter.in_flight.pending()]
+        known: dict[int, tuple[Op, CallSite | None]] = {}
         for op, site, number in calls:
-            if number == seq and not op.p2p:
-                return {"op": str(op), "site": show(site)}
-        return {}
+            if not op.p2p and not isinstance(op, MonitoredBarrier):  # these have numbers of their own
+                known.setdefault(number, (op, site))
+        found: list[JsonObject] = []
+        while seq + len(found) in known and len(found) < EXPLAINED:
+            op, site = known[seq + len(found)]
+            found.append({"op": str(op), "site": show(site), "signature": list(signature(op))})
+        return found[0] | ({"following": found[1:]} if following else {}) if found else {}
 
     def _ping_loop(self) -> None:
         def ran() -> None:
@@ -329,6 +347,23 @@ class Reporter:
         if stacks:
             answer["stacks"] = format_stacks(self._main, self._loop)
         return answer
+
+
+class _Explained(NamedTuple):
+    """A collective as its rank describes it, after a mismatch."""
+
+    op: str
+    site: str
+    signature: Any
+
+    @classmethod
+    def from_reply(cls, reply: JsonObject) -> list[_Explained]:
+        """The collectives in a reply, up to the first one that cannot be read."""
+        found = []
+        with contextlib.suppress(TypeError, KeyError, ValueError):
+            for call in (reply, *reply.get("following", ())):
+                found.append(cls(str(call["op"]), str(call["site"]), list(call["signature"])))
+        return found
 
 
 def _called(call: Called, now: float) -> dict[str, Any]:

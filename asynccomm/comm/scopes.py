@@ -9,7 +9,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Final, Self, final
 
-from asynccomm.backends.base import Submission
+from asynccomm.backends.base import FastCalls, Submission
 from asynccomm.backends.regions import AccessSet
 from asynccomm.batching.batches import planned
 from asynccomm.batching.plan import BatchLimiter, Item, conflict
@@ -40,11 +40,18 @@ class CoalesceScope(Handle):
 
     _instead = "open a scope there"
 
-    def __init__(self, submitters: Sequence[Submitter], max_bytes: int | None, max_ops: int | None) -> None:
+    def __init__(
+        self,
+        submitters: Sequence[Submitter],
+        max_bytes: int | None,
+        max_ops: int | None,
+        fast: FastCalls | None = None,
+    ) -> None:
         """Not for users: see ``comm.coalesce``."""
         check_limit("max_bytes", max_bytes)
         check_limit("max_ops", max_ops)
         self._limits = max_ops, max_bytes
+        self._fast = fast  # of the only comm
         # by name, so that all ranks with several comms in common send in the same order
         self._submitters: Final = sorted(submitters, key=lambda submitter: submitter.group.name)
         self._queues: list[DeferredQueue] = []  # one queue for each comm
@@ -73,7 +80,11 @@ class CoalesceScope(Handle):
         return self._all().__await__()
 
     async def _all(self) -> list[Any]:
-        return [work.result() if work.done() else await work for work in self.works]
+        works = self.works
+        for work in works:
+            if not work.done():
+                await work
+        return [work.result() for work in works]
 
     def wait(self, timeout: float | timedelta | None = None) -> list[Any]:
         """``Work.wait`` for each Work in order; ``timeout`` applies to each of them."""
@@ -87,7 +98,7 @@ class CoalesceScope(Handle):
         self._entered = True
         try:
             for submitter in self._submitters:
-                queue = submitter.open_queue(BatchLimiter(*self._limits))
+                queue = submitter.open_queue(BatchLimiter(*self._limits), fast=self._fast)
                 self._queues.append(queue)
                 self._since.append((queue.count, len(queue.works)))
         except BaseException:
@@ -143,7 +154,7 @@ class CoalesceScope(Handle):
             return
         before = AccessSet()
         for i, (submitter, queue) in enumerate(zip(self._submitters, self._queues, strict=True)):
-            items = [planned(submission) for submission in queue.items]
+            items = [planned(submission) for submission in submitter.submissions(queue)]
             for item in items:
                 if before.conflicts(*item[1:]):
                     name, other = self._partner(item, i)
@@ -157,7 +168,11 @@ class CoalesceScope(Handle):
     def _partner(self, item: Item, end: int) -> tuple[str, Item]:
         """The comm, before number ``end``, and its held operation that shares memory with ``item``."""
         pairs = zip(self._submitters[:end], self._queues, strict=False)
-        held = [(submitter.group.name, planned(submission)) for submitter, queue in pairs for submission in queue.items]
+        held = [
+            (submitter.group.name, planned(submission))
+            for submitter, queue in pairs
+            for submission in submitter.submissions(queue)
+        ]
         return next((name, other) for name, other in held if conflict(item, other))
 
 
@@ -192,7 +207,7 @@ class Estimate(Handle):
     ) -> None:
         assert self._queue is not None
         submitter = self._submitter
-        held = submitter.take(self._queue)
+        held = [submitter.taken_over(item) for item in submitter.take(self._queue)]
         submitter.close_queue(self._queue)
         try:
             if exc is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import threading
 import weakref
 from collections import deque
@@ -21,10 +22,12 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Final, Protocol, final
 
-from asynccomm.backends.base import Backend, Submission
-from asynccomm.batching.batches import Batch, FusedOp, batches_of, planned
+from torch import Tensor
+
+from asynccomm.backends.base import Backend, FastCalls, HeldCall, Submission
+from asynccomm.batching.batches import Batch, batches_of, planned, prepared_op
 from asynccomm.batching.composite import CompositeWork
-from asynccomm.batching.fusion import can_fuse, check_fusible
+from asynccomm.batching.fusion import can_fuse, check_fusible, fuse, fusion_key
 from asynccomm.batching.hazards import PendingHazards
 from asynccomm.batching.ordering.transport import SELF, OrderingSession
 from asynccomm.batching.plan import BatchLimiter, check_apart, check_messages, item_of
@@ -39,12 +42,14 @@ from asynccomm.ops.signature import signature_of
 from asynccomm.ops.validation import CommInfo
 from asynccomm.options import check_strings, seconds
 
-REMEMBERED: Final = 64  # number of last calls stored; few, so that their memory stays in the cache
+REMEMBERED: Final = 64  # number of last calls stored, as in _scopes.c; few, so that their memory stays in the cache
 COMPARED: Final = 1024  # the same where fingerprints are compared, which may find a difference long after the call
 
 DEPTH: Final = 4  # frames from call_site() to the user's call: call_site, ``submit_made``, its caller, and a method
 
 Called = tuple[Op, CallSite | None, int, float]  # operation, call site, number, time of the call
+
+_NO_WORK: Final[Any] = None  # of submissions that are only looked at
 
 _log = logging.getLogger("asynccomm")
 
@@ -86,7 +91,8 @@ class Submitter:
         self.recent: deque[Called] = deque(maxlen=REMEMBERED)  #: the last calls that were numbered
         self._compare: Callable[[Work[Any], int], object] | None = None
         self._aside = 0  # operations that do not use the backend
-        self._queues: dict[object, DeferredQueue] = {}  # by the task or thread that is in a scope
+        self.queues: dict[object, DeferredQueue] = {}  #: by the task or thread that is in a scope
+        self._kinds: dict[object, int] = {}  # of operations that are fused, by their key
         self._undecided = PendingHazards()
 
     def compare(self, compare: Callable[[Work[Any], int], object]) -> None:
@@ -117,10 +123,10 @@ class Submitter:
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
-    def caller(self) -> Callable[..., Work[Any]]:
-        """The function for calls of methods: :meth:`call`, or the backend's fast path, which does the same."""
+    def fast_path(self) -> FastCalls | None:
+        """The backend's fast path; its ``submit`` does the same as :meth:`call`. None: there is none."""
         assert self.backend is not None
-        return self.backend.fast_path(self) or self.call
+        return self.backend.fast_path(self)
 
     def call(
         self,
@@ -153,13 +159,65 @@ class Submitter:
         self, run: object, arguments: Sequence[Any], result: object, site: CallSite | None, started: float
     ) -> Work[Any]:
         """Go on with a call of which the backend's fast path has begun ``run``. Under the lock."""
-        check, *rest = arguments
-        made = check(self.group, *rest)
-        call = (made.calls[0] if isinstance(made, Several) else made)._replace(result=result)
+        call = self._checked_call(arguments)._replace(result=result)
         work = self._work(call, self.counts.limit, site, self.backend, self.counts.collectives)
         work.started = started
         self._send_one(call, work, run)
         return work
+
+    def fusion_kind(self, op: Op) -> int | None:
+        """See ``DirectCalls.fusion_kind``."""
+        assert self.backend is not None
+        if op.one_sided or op.p2p:
+            return None
+        key = fusion_key(op, self.backend.fusion_limit)
+        return 0 if key is None else self._kinds.setdefault(key, len(self._kinds) + 1)
+
+    @property
+    def fused_limit(self) -> int:
+        """See ``Backend.fused_limit``."""
+        assert self.backend is not None
+        return self.backend.fused_limit
+
+    def fused(self, arguments: Sequence[Sequence[Any]]) -> Call:
+        """See ``DirectCalls.fused``."""
+        calls = [self._checked_call(each) for each in arguments]
+        return fuse(self.group.size, [Submission(call, _NO_WORK) for call in calls])
+
+    def note_deadline(self, queue: DeferredQueue, work: Work[Any]) -> None:
+        """Have the comm look at the deadline of ``work``, which ``queue`` holds."""
+        if (due := work.started + work.timeout) < queue.due:
+            queue.due = due
+            self.in_flight.deadlines.add(work)
+
+    def adopt_held(self, left: Sequence[tuple[object, Op, Sequence[HeldCall]]]) -> None:
+        """See ``DirectCalls.adopt_held``. Under the lock."""
+        backend = self.backend
+        assert backend is not None
+        fused_ops = [prepared_op(run, op, members, backend, self.mailbox) for run, op, members in left]
+        for fused in fused_ops:
+            fused.prepare(backend)
+        backend.submit([fused.submission for fused in fused_ops])
+        for fused in fused_ops:
+            fused.sent()
+            if not fused.submission.work.done():
+                self.in_flight.deadlines.add(fused.most_urgent)
+            for member in fused.members:
+                self._check_late(member.work)
+
+    def _checked_call(self, arguments: Sequence[Any]) -> Call:
+        """The call of arguments that the fast path takes."""
+        check, *rest = arguments
+        made = check(self.group, *rest)
+        return made.calls[0] if isinstance(made, Several) else made
+
+    def taken_over(self, item: Submission | HeldCall) -> Submission:
+        """The submission of a held operation."""
+        if isinstance(item, Submission):
+            return item
+        submission = Submission(self._checked_call(_restored(item)), item.work)
+        submission.call_context = self._context()
+        return submission
 
     def submit(
         self,
@@ -180,7 +238,7 @@ class Submitter:
         with self.lock:
             if self._error is not None:
                 self.check_open()
-            if self._queues and (queue := self._queues.get(current_owner())) is not None:
+            if self.queues and (queue := self.queues.get(current_owner())) is not None:
                 work = self._defer(call, limit, site, queue)
             elif self.ordering is not None and not call.op.p2p:
                 work = self._work(call, limit, site, None)  # until the ranks have agreed on it
@@ -227,9 +285,8 @@ class Submitter:
         item = self._submission(call, work, self._context())
         queue.works.append(work)
         self._add(queue, [item])
-        if work.seq == UNNUMBERED and (due := work.started + limit) < queue.due:
-            queue.due = due
-            self.in_flight.deadlines.add(work)
+        if work.seq == UNNUMBERED:
+            self.note_deadline(queue, work)
         return work
 
     def submit_together(
@@ -254,7 +311,7 @@ class Submitter:
 
         with self.lock:
             self.check_open()
-            queue = self._queues.get(current_owner()) if self._queues else None
+            queue = self.queues.get(current_owner()) if self.queues else None
             propose = queue is None and self.ordering is not None and not calls[0].op.p2p
             driver = None if propose else self.backend if queue is None else queue
             context = self._context() if propose or queue is not None else None
@@ -271,7 +328,7 @@ class Submitter:
                 self._issue(items)
             else:
                 try:
-                    self._send(Batch(items, [FusedOp(item, (item,)) for item in items]))
+                    self._send_planned(items, apart=True)  # as one batch, which is sent or refused as a whole
                 except BaseException:
                     for part in parts:
                         self.in_flight.works.pop(part, None)
@@ -299,7 +356,7 @@ class Submitter:
 
     def sends_now(self, *, p2p: bool) -> bool:
         """Whether operations of the caller are sent in the call, in the order of the calls."""
-        return (p2p or self.ordering is None) and not (self._queues and current_owner() in self._queues)
+        return (p2p or self.ordering is None) and not (self.queues and current_owner() in self.queues)
 
     def _checked(self, timeout: float | timedelta | None, hints: Mapping[str, str] | None) -> float:
         """Check ``timeout``, ``hints`` and the calling thread; returns the time limit in seconds."""
@@ -328,7 +385,7 @@ class Submitter:
         if isinstance(error, BrokenError):
             work.settle(error)
 
-    def _overdue(self, work: Work[Any]) -> None:
+    def overdue(self, work: Work[Any]) -> None:
         """Break when a thread has waited for ``work`` past its deadline, so the loop must be blocked."""
         error = timeout_error(self.group, work, RollCall())
         self.on_failure(error)
@@ -353,7 +410,7 @@ class Submitter:
             finish=call.finish,
             timeout=limit,
             on_settled=self.in_flight.settled if on_settled is None else on_settled,
-            on_overdue=self._overdue,
+            on_overdue=self.overdue,
             driver=driver,
         )
         work.site = site
@@ -409,9 +466,9 @@ class Submitter:
         for whole in dict.fromkeys([item.whole for item in batch.items if item.whole is not None]):
             whole.sent()
 
-    def _send_planned(self, items: Sequence[Submission]) -> None:
+    def _send_planned(self, items: Sequence[Submission], *, apart: bool = False) -> None:
         assert self.backend is not None
-        for batch in batches_of(items, self.group.size, self.backend, self.mailbox):
+        for batch in batches_of(items, self.group.size, self.backend, self.mailbox, apart=apart):
             self._send(batch)
 
     def _add(self, queue: DeferredQueue, items: Sequence[Submission]) -> None:
@@ -423,16 +480,23 @@ class Submitter:
             self.drop(items, describe_exception(exc))
             raise
 
-    def open_queue(self, meter: BatchLimiter, send: Callable[[DeferredQueue], object] | None = None) -> DeferredQueue:
-        """Defer later operations of the caller; an open queue of the same caller serves both scopes."""
+    def open_queue(
+        self, meter: BatchLimiter, send: Callable[[DeferredQueue], object] | None = None, fast: FastCalls | None = None
+    ) -> DeferredQueue:
+        """Defer later operations of the caller; an open queue of the same caller serves both scopes.
+
+        Args:
+            fast: the backend's fast path, which may hold operations; None: it may not.
+        """
         self.check_loop()
         with self.lock:
             self.check_open()
             owner = current_owner()
-            queue = self._queues.get(owner)
+            queue = self.queues.get(owner)
             if queue is None:
-                queue = self._queues[owner] = DeferredQueue(owner, meter, self.flush if send is None else send)
-                self.counts.detours += 1
+                queue = self.queues[owner] = DeferredQueue(owner, meter, self.flush if send is None else send)
+                queue.fast = None if meter.limited else fast
+                self._count_scope(queue, 1)
             else:
                 queue.depth += 1
             return queue
@@ -441,8 +505,14 @@ class Submitter:
         """Leave one scope of ``queue``; the last one ends the deferring."""
         with self.lock:
             queue.depth -= 1
-            if not queue.depth and self._queues.pop(queue.owner, None) is not None:
-                self.counts.detours -= 1
+            if not queue.depth and self.queues.pop(queue.owner, None) is not None:
+                self._count_scope(queue, -1)
+
+    def _count_scope(self, queue: DeferredQueue, number: int) -> None:
+        if queue.fast is not None:
+            self.counts.scopes += number
+        else:
+            self.counts.detours += number
 
     def flush(self, queue: DeferredQueue) -> None:
         """Send the operations in ``queue``. From any thread.
@@ -453,28 +523,42 @@ class Submitter:
             held = [item for item in queue.take() if not item.work.done()]
             if not held:
                 return  # nothing was deferred, or the comm has broken
-            try:
-                if self.ordering is not None:
-                    check_messages([planned(item) for item in held])
-                    held = self._issue_all(held)
-                self._send_planned(held)
-            except BaseException as exc:
-                self.drop(held, describe_exception(exc))
-                raise
+            if queue.fast is not None and queue.fast.flush(held):
+                self.in_flight.batches += len(held) > 1
+                self.in_flight.wake()
+                return
+            self._flush([self.taken_over(item) for item in held])
+
+    def _flush(self, held: list[Submission]) -> None:
+        try:
+            if self.ordering is not None:
+                check_messages([planned(item) for item in held])
+                held = self._issue_all(held)
+            self._send_planned(held)
+        except BaseException as exc:
+            self.drop(held, describe_exception(exc))
+            raise
 
     def flush_all(self) -> None:
         """Send the operations of all scopes: the comm is closing. Operations that cannot be sent have failed."""
-        for queue in list(self._queues.values()):
+        for queue in list(self.queues.values()):
             with contextlib.suppress(Exception):
                 queue.send()
             self.drop(queue.take(), "the comm was closed")  # the operations of a time_estimator()
 
-    def take(self, queue: DeferredQueue, since: int = 0) -> list[Submission]:
+    def submissions(self, queue: DeferredQueue) -> list[Submission]:
+        """The operations in ``queue``, which stay there."""
+        with self.lock:
+            found = [self.taken_over(item) for item in queue.items]
+            queue.items[:] = found
+            return found
+
+    def take(self, queue: DeferredQueue, since: int = 0) -> list[Submission | HeldCall]:
         """Take the items of ``queue``, from number ``since`` on, out of it."""
         with self.lock:
             return queue.take(since)
 
-    def drop(self, items: Sequence[Submission], reason: str) -> None:
+    def drop(self, items: Sequence[Submission | HeldCall], reason: str) -> None:
         """Fail the operations of ``items`` that were not sent. From any thread."""
         for item in items:
             work = item.work
@@ -571,6 +655,28 @@ class Submitter:
         self.lock = threading.RLock()  # a thread of the parent may have held the old one
         self.error = error
         self.backend = None
+
+
+def _restored(held: HeldCall) -> list[Any]:
+    """The arguments of a held call; a tensor that was given other memory since then is replaced by one like it was."""
+    places = iter(held.places)
+
+    def restored(argument: Any) -> Any:
+        if isinstance(argument, tuple):
+            return [restored(item) for item in argument]
+        if not isinstance(argument, Tensor):
+            return argument
+        storage, offset, address, shape = next(places)
+        end = (offset + math.prod(shape)) * argument.itemsize
+        if (argument.data_ptr() == address and argument.shape == shape) or storage.nbytes() < end:
+            return argument
+        return (
+            argument.detach()
+            .new_empty(0)
+            .set_(storage, offset, shape, argument.new_empty(shape, device="meta").stride())
+        )
+
+    return [restored(argument) for argument in held.arguments]
 
 
 def weak_callback(method: Callable[[Any], object]) -> Callable[[Any], None]:

@@ -85,6 +85,7 @@ static PyMemberDef counts_members[] = {
     {"submitted", T_LONGLONG, offsetof(CallCounts, submitted), 0, NULL},
     {"limit", T_DOUBLE, offsetof(CallCounts, limit), 0, NULL},
     {"detours", T_INT, offsetof(CallCounts, detours), 0, NULL},
+    {"scopes", T_INT, offsetof(CallCounts, scopes), 0, NULL},
     {"closed", T_BOOL, offsetof(CallCounts, closed), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };

@@ -20,7 +20,7 @@ typedef struct {
     PyObject_HEAD
     long long collectives, messages, submitted;
     double limit; /* seconds */
-    int detours;
+    int detours, scopes;
     char closed;
 } CallCounts;
 

@@ -45,7 +45,8 @@ class CallCounts:
         self.messages = 0  #: point-to-point operations numbered so far
         self.submitted = 0  #: operations called so far, for the statistics
         self.limit = math.inf  #: seconds for an operation called now without a time limit of its own
-        self.detours = 0  #: reasons for which calls do more than be sent: scopes, an agreed order, observers
+        self.detours = 0  #: reasons for which calls do more than be sent or held: an agreed order, observers
+        self.scopes = 0  #: tasks and threads in scopes that hold their calls
         self.closed = False  #: calls raise an error
 
 

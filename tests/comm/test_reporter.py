@@ -6,23 +6,25 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from asynccomm import AbortedError, BrokenError, CollectiveMismatchError, Comm, PeerLostError
+from asynccomm import AbortedError, BrokenError, CollectiveMismatchError, Comm, PeerLostError, new_comm
 from asynccomm.comm.in_flight import InFlight
-from asynccomm.comm.reporter import Reporter
+from asynccomm.comm.monitored_barrier import MonitoredBarrier
+from asynccomm.comm.reporter import EXPLAINED, Reporter
 from asynccomm.comm.submission import COMPARED, REMEMBERED, Submitter
 from asynccomm.comm.wire_errors import encode_error
 from asynccomm.control.channel import ControlChannel
 from asynccomm.control.transport.schema import JsonObject
 from asynccomm.core.callsite import call_site
 from asynccomm.core.mailbox import Mailbox
-from asynccomm.core.work import Work
+from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.ops import AllReduce, Barrier
 from asynccomm.ops.p2p import Send
 from asynccomm.ops.reduce_op import ReduceOp
@@ -42,6 +44,7 @@ class Line:
         self.looks = 0
         self.gone = {11: "its process ended"}
         self.topology = SimpleNamespace(contacts={10: None, 11: None})
+        self.answers: dict[int, Callable[[JsonObject], Any]] = {}  # by the rank of the job
 
     def subscribe(self, key: str, member: object) -> None:
         self.enrolled.append(key)
@@ -55,6 +58,13 @@ class Line:
 
     def fingerprints_ready(self) -> None:
         self.looks += 1
+
+    def request(
+        self, key: str, jobs: Sequence[int], question: JsonObject, timeout: float
+    ) -> Future[dict[int, JsonObject]]:
+        replies: Future[dict[int, JsonObject]] = Future()
+        replies.set_result({job: self.answers[job](question) for job in jobs if job in self.answers})
+        return replies
 
     def silence(self, rank: int) -> float:
         return 2.5
@@ -176,12 +186,33 @@ async def test_the_operation_of_a_number(parts: Parts) -> None:
     parts.issue(REDUCE, 5)
     parts.issue(Send(torch.float32, 3, 1, 0), 6)
     found = parts.reporter.on_request({"what": "explain", "seq": 5})
-    assert found["op"] == str(REDUCE)
+    assert (found["op"], found["signature"]) == (str(REDUCE), list(signature(REDUCE)))
     assert __file__ in found["site"]
+    assert found.keys() == {"op", "site", "signature"}
     assert parts.reporter.on_request({"what": "explain", "seq": 6}) == {}, "messages have numbers of their own"
     for number in range(REMEMBERED):
         parts.issue(REDUCE, 100 + number)
     assert parts.reporter.on_request({"what": "explain", "seq": 5}) == {}, "long ago"
+
+
+async def test_the_operations_that_follow(parts: Parts) -> None:
+    for number in (5, 6, 7, 9):
+        parts.issue(Barrier() if number == 6 else REDUCE, number)
+    parts.issue(Send(torch.float32, 3, 1, 0), 8)
+    found = parts.reporter.on_request({"what": "explain", "seq": 5, "following": True})
+    assert found["op"] == str(REDUCE)
+    assert [call["op"] for call in found["following"]] == ["barrier()", str(REDUCE)], "up to a gap"
+    assert parts.reporter.on_request({"what": "explain", "seq": 8, "following": True}) == {}
+    parts.in_flight.works = dict.fromkeys([parts.issue(Barrier(), 100 + number) for number in range(2 * EXPLAINED)], 0)
+    found = parts.reporter.on_request({"what": "explain", "seq": 100, "following": True})
+    assert len(found["following"]) == EXPLAINED - 1
+
+
+async def test_a_monitored_barrier_has_a_number_of_its_own(parts: Parts) -> None:
+    parts.issue(REDUCE, 0)
+    parts.in_flight.works = {parts.work(MonitoredBarrier(), 0): 0, parts.work(MonitoredBarrier(), 1): 0}
+    assert parts.reporter.on_request({"what": "explain", "seq": 0, "following": True})["following"] == []
+    assert parts.reporter.on_request({"what": "explain", "seq": 1}) == {}
 
 
 async def test_operations_in_flight_are_explained_at_any_age(parts: Parts) -> None:
@@ -303,6 +334,123 @@ async def test_a_difference_names_both_sides(parts: Parts) -> None:
     (error,) = parts.broken
     assert isinstance(error, CollectiveMismatchError)
     assert error.args == (4, 2, "barrier()", 0, "a call that is no longer recorded", "a.py:1 in f", "")
+
+
+# -- errors that are completed ----------------------------------------------------------------------------------------
+
+FUSED = CollectiveMismatchError(4, 0, "the fused operation", 1, "another fused operation")
+
+
+def issued(parts: Parts, *numels: int) -> None:
+    for seq, n in enumerate(numels, 4):
+        parts.issue(AllReduce(torch.float32, n, ReduceOp.SUM), seq)
+
+
+async def test_the_first_operation_that_differs_is_named(parts: Parts) -> None:
+    peer = Parts()
+    parts.line.answers[11] = peer.reporter.on_request
+    issued(parts, 10, 20, 30, 40)
+    issued(peer, 10, 20, 31, 41, 51)
+    error = await parts.reporter.complete(FUSED)
+    texts = [f"all_reduce(float32[{n}], SUM)" for n in (30, 31)]
+    assert (error.seq, error.rank, error.op, error.other_rank, error.other_op) == (6, 0, texts[0], 1, texts[1])
+    assert __file__ in error.site
+    assert __file__ in error.other_site
+
+
+async def test_operations_that_are_divided_otherwise(parts: Parts) -> None:
+    peer = Parts()
+    parts.line.answers[11] = peer.reporter.on_request
+    for each, layout in ((parts, 1), (peer, 2)):
+        each.issue(Barrier(), 4)
+        each.issue(AllReduce(torch.float32, 9, ReduceOp.SUM, layout=layout), 5)
+    error = await parts.reporter.complete(FUSED)
+    assert error.seq == 5
+    assert error.other_op == f"{error.op}, divided otherwise"
+
+
+@pytest.mark.parametrize("theirs", [(10, 20), (10, 20, 30)])
+async def test_equal_operations_keep_the_texts(parts: Parts, theirs: tuple[int, ...]) -> None:
+    """The ranks have fused equal operations in other ways, or differ in what they do not announce."""
+    peer = Parts()
+    parts.line.answers[11] = peer.reporter.on_request
+    issued(parts, 10, 20)
+    issued(peer, *theirs)
+    error = await parts.reporter.complete(FUSED)
+    assert error.args[:5] == FUSED.args[:5]
+    assert __file__ in error.site
+    assert __file__ in error.other_site
+
+
+BAD_REPLIES: list[Any] = [
+    {},
+    {"op": "barrier()"},
+    {"op": "barrier()", "site": "", "signature": 5},
+    {"op": "barrier()", "site": "", "signature": None, "following": [{}]},
+    {"op": "barrier()", "site": "", "signature": [1, 2], "following": 7},
+]
+
+
+@pytest.mark.parametrize("reply", [None, *BAD_REPLIES], ids=str)
+async def test_a_reply_that_cannot_be_read_keeps_the_error(parts: Parts, reply: Any) -> None:
+    if reply is not None:
+        parts.line.answers[11] = lambda question: reply
+    issued(parts, 10, 20)
+    error = await parts.reporter.complete(FUSED)
+    assert error.args[:5] == FUSED.args[:5]
+    assert __file__ in error.site
+    assert error.other_site == ""
+
+
+async def test_a_reply_is_read_as_far_as_possible(parts: Parts) -> None:
+    peer = Parts()
+    issued(parts, 10, 20)
+    issued(peer, 10, 21)
+
+    def answer(question: JsonObject) -> JsonObject:
+        reply = peer.reporter.on_request(question)
+        return reply | {"following": [{"op": "barrier()"}, *reply["following"]]}
+
+    parts.line.answers[11] = answer
+    error = await parts.reporter.complete(FUSED)
+    assert error.args[:5] == FUSED.args[:5]
+    assert __file__ in error.other_site
+
+
+async def test_operations_without_a_number_are_not_compared(parts: Parts) -> None:
+    """Under agreed ordering each rank issues them in an order of its own."""
+    peer = Parts()
+    parts.line.answers[11] = peer.reporter.on_request
+    for each, op in ((parts, REDUCE), (peer, Barrier())):
+        each.in_flight.works = {each.work(op, UNNUMBERED): 0}
+        issued(each, 10 if each is parts else 20)
+    error = await parts.reporter.complete(CollectiveMismatchError(UNNUMBERED, 0, "mine", 1, "theirs"))
+    assert error.args[:5] == (UNNUMBERED, 0, "mine", 1, "theirs")
+
+
+@pytest.mark.ranks(3, backend="shm")
+async def test_the_operation_of_a_scope_that_differs_is_named_on_all_ranks(comm: Comm) -> None:
+    async with new_comm("shm", name="differs", timeout=60) as doomed:
+        await doomed.barrier()
+        with pytest.raises(CollectiveMismatchError) as caught:
+            async with doomed.coalesce() as batch:
+                doomed.all_reduce(torch.ones(2))
+                doomed.all_reduce(torch.ones(3))
+                if comm.rank == 1:
+                    doomed.all_reduce(torch.ones(5))
+                else:
+                    doomed.all_reduce(torch.ones(4))
+                doomed.all_reduce(torch.ones(6))
+            await batch
+        error = caught.value
+        assert error.seq == 3
+        sides = {error.rank: (error.op, error.site), error.other_rank: (error.other_op, error.other_site)}
+        wrong, right = sides.pop(1), next(iter(sides.values()))
+        assert (wrong[0], right[0]) == ("all_reduce(float32[5], SUM)", "all_reduce(float32[4], SUM)")
+        assert __file__ in wrong[1]
+        assert __file__ in right[1]
+        assert wrong[1] != right[1]
+    await comm.barrier()
 
 
 # -- on real channels -------------------------------------------------------------------------------------------------

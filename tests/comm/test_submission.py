@@ -40,7 +40,7 @@ from asynccomm.comm.submission import COMPARED, REMEMBERED, Submitter
 from asynccomm.core.callsite import call_site
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import UNNUMBERED, Work
-from asynccomm.ops import AllReduce, Barrier, Call, GroupedOp, Recv, Send, variable
+from asynccomm.ops import AllReduce, Barrier, Call, Gather, GroupedOp, Recv, Send, variable
 from asynccomm.ops.validation import CommInfo
 from asynccomm.testing.local import loopback_world
 from tests.fake_streams import STREAM, Place
@@ -78,7 +78,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 class Keeper:
     """A backend that keeps the submissions, or raises ``failure``."""
 
-    fusion_limit = 1 << 20
+    fusion_limit = fused_limit = 1 << 20
 
     def __init__(self) -> None:
         self.batches: list[list[Submission]] = []
@@ -241,9 +241,9 @@ async def test_draining_and_aborting_reach_the_backend(caplog: pytest.LogCapture
 async def test_done_when_all_are() -> None:
     async with loopback_world(2) as (a, b):
         hub_of(a).hold()
-        tensors = [torch.ones(2), torch.ones(3)]
+        tensors = [torch.ones(2), torch.ones(3, dtype=torch.int64)]  # of two dtypes, so that they are not fused
         work = together(a, [reduced(a, x) for x in tensors], tensors)
-        together(b, [reduced(b, torch.ones(n)) for n in (2, 3)])
+        together(b, [reduced(b, torch.ones_like(x)) for x in tensors])
         assert not work.done()
         hub_of(a).release(1)
         assert tensors[0].tolist() == [2, 2]
@@ -277,10 +277,11 @@ async def test_numbers_and_descriptions() -> None:
 
 async def test_statistics_count_each() -> None:
     async with loopback_world(2) as (a, b):
-        work = together(a, [reduced(a, torch.ones(2)), reduced(a, torch.ones(100)), barrier(a)])
+        tensors = [torch.ones(2), torch.ones(50, dtype=torch.int64)]  # of two dtypes, so that they are not fused
+        work = together(a, [*[reduced(a, x) for x in tensors], barrier(a)])
         assert a.statistics()[:3] == (3, 3, 408)
         hub_of(a).hold()
-        together(b, [reduced(b, torch.ones(2)), reduced(b, torch.ones(100)), barrier(b)])
+        together(b, [*[reduced(b, torch.ones_like(x)) for x in tensors], barrier(b)])
         assert a.statistics()[:3] == (3, 3, 408)
         hub_of(a).release(1)
         assert a.statistics()[:3] == (3, 2, 400)
@@ -289,6 +290,24 @@ async def test_statistics_count_each() -> None:
         hub_of(a).release()
         assert a.statistics()[:3] == (3, 0, 0)
         assert work.done()
+
+
+async def test_operations_of_one_kind_are_fused_and_counted_each() -> None:
+    async with loopback_world(2) as (a, b):
+        tensors = [torch.ones(2), torch.ones(100)]
+        hub_of(a).hold()
+        work = together(a, [*[reduced(a, x) for x in tensors], barrier(a)])
+        together(b, [*[reduced(b, torch.ones_like(x)) for x in tensors], barrier(b)])
+        assert a.statistics()[:3] == (3, 3, 408)
+        assert work.seq == 0
+        hub_of(a).release(1)
+        assert a.statistics()[:3] == (3, 1, 0)
+        assert all(tensor.eq(2).all() for tensor in tensors)
+        hub_of(a).release()
+        assert work.done()
+        works = [a.barrier(), b.barrier()]
+        assert [each.seq for each in works] == [3, 3]
+        await asyncio.gather(*works)
 
 
 async def test_ready_waits_for_each() -> None:
@@ -522,7 +541,9 @@ async def test_handed_on_as_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(backend, "submit", counting)
         await together(comm, [barrier(comm) for _ in range(5)])
-        assert batches == [5]
+        gather = Gather.of(comm._group, [torch.ones(1)], torch.ones(1), 0)  # in a scope, alone in its batch
+        await together(comm, [barrier(comm), gather, barrier(comm)])
+        assert batches == [5, 3]
 
 
 # -- in the streams of a GPU

@@ -156,6 +156,7 @@ async def test_a_finished_work_does_not_suspend(bench: Bench) -> None:
     with pytest.raises(StopIteration) as caught:
         next(drive(bench.done()))
     assert caught.value.value is VALUE
+    bench.mailbox.reset_streak()  # the machine may be slow, and a streak is short
     with pytest.raises(BackendError):
         next(drive(bench.done(BackendError("no"))))
 

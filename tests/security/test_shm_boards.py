@@ -1,30 +1,26 @@
-"""What a rank may find on the board: words, headers, lists and slots that another one has written."""
+"""What a rank may find on the board: words, headers and slots that another one has written."""
 
 from __future__ import annotations
 
 import random
-import struct
-from ctypes import memmove
 from typing import Any
 
 import pytest
 import torch
 
 from asynccomm import ops
-from asynccomm.backends.shm.board import BUNDLE, LARGEST, Board
-from asynccomm.backends.shm.bundles import Bundle, cut, size_of_batch
+from asynccomm.backends.shm.board import LARGEST, Board
 from asynccomm.backends.shm.executor import Executor
-from asynccomm.backends.shm.layout import WORD, RecordWord, Word
+from asynccomm.backends.shm.layout import RecordWord, Word
 from asynccomm.backends.shm.lowering import start
-from asynccomm.backends.shm.manifest import read_listing
-from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
+from asynccomm.errors import BackendError, BrokenError
 from asynccomm.ops import Call, Parcel, Parcels
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.signature import describe, differing_layout, signature
 from asynccomm.ops.validation import CommInfo
 
 from ..backends.shm.world import each_executor, executors, submission  # noqa: F401, TID252
-from .mutations import HUGE, little_memory, mutated
+from .mutations import HUGE, little_memory
 
 GROUP = CommInfo("test", 0, 2, torch.device("cpu"))
 ALL_REDUCE = ops.AllReduce(torch.float32, 6, ReduceOp.SUM)
@@ -40,10 +36,8 @@ def pair() -> tuple[Executor, Board]:
     return mine, theirs.board
 
 
-def a_bundle(board: Board, sizes: tuple[int, ...]) -> Bundle:
-    (bundle,) = cut([submission(all_reduce(n), i) for i, n in enumerate(sizes)], 2, board.chunk, 512)
-    assert isinstance(bundle, Bundle)
-    return bundle
+def all_reduce_of_several(*sizes: int) -> Call:
+    return ops.AllReduce.of_several(GROUP, [torch.ones(n) for n in sizes], ReduceOp.SUM)
 
 
 def drive(progress: Any, turns: int = 50) -> BaseException | None:
@@ -76,7 +70,6 @@ def test_any_words_can_be_described(seed: int) -> None:
         assert isinstance(text, str)
         assert len(text) < 400
         differing_layout(words, right[0])
-        size_of_batch(words[0])
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -86,11 +79,8 @@ def test_words_that_a_rank_has_written(seed: int) -> None:
         for _ in range(30):
             executor, theirs = pair()
             mine = executor.board
-            if choose.random() < 0.5:
-                bundle = a_bundle(mine, (6, 7))
-                progress = start(executor, bundle, 512)
-            else:
-                progress = start(executor, submission(all_reduce(6), 0), 512)
+            call = choose.choice([all_reduce(6), all_reduce_of_several(6, 7)])
+            progress = start(executor, submission(call, 0), 512)
             theirs.begin(0, ALL_REDUCE, 1)
             theirs.put(0, 0, tuple(choose.choice([0, 8, 64, 1016, *HUGE]) % 2**64 for _ in range(3)))  # type: ignore[arg-type]
             theirs.post(0)
@@ -100,87 +90,10 @@ def test_words_that_a_rank_has_written(seed: int) -> None:
                     words[word] = choose.choice([1, *HUGE]) % 2**64
             if choose.random() < 0.7:
                 record = layout.record(0, 1)
-                words[record + choose.choice([RecordWord.CODE, RecordWord.NUMEL, RecordWord.MARK])] ^= (
+                words[record + choose.choice([RecordWord.CODE, RecordWord.NUMEL, RecordWord.HISTORY])] ^= (
                     1 << choose.randrange(64)
                 )
-            if choose.random() < 0.5:
-                words[layout.record(0, 1) + RecordWord.CODE] = BUNDLE
-                words[layout.record(0, 1) + RecordWord.MARK] = mine.state.mark ^ choose.choice(
-                    [0, 1 << 20, 3 << 20, 2**40]
-                )
             drive(progress)
-
-
-# -- lists ------------------------------------------------------------------------------------------------------------
-
-LIST = [7, 2, 10, 20, 0, 1, 9, 1, 30, 2]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_any_list(seed: int) -> None:
-    choose = random.Random(seed)
-    with little_memory():
-        for _ in range(300):
-            data = mutated(struct.pack(f"={len(LIST)}Q", *LIST), choose)
-            words = list(struct.unpack(f"={len(data) // 8}Q", data[: len(data) // 8 * 8]))
-            try:
-                listed = read_listing(words)
-            except ValueError:
-                continue
-            assert 0 < len(listed) <= len(words) // 2 + 1
-
-
-@pytest.mark.parametrize(
-    "words", [[], [1], [7, 2**63], [7, 2**64 - 1, 1, 2], [7, 1], [7, 1, 2], [7, 3, 1, 2, 3], [7, 0], [7, 0, 1]], ids=str
-)
-def test_what_is_no_list(words: list[int]) -> None:
-    with little_memory(64 << 20), pytest.raises(ValueError):
-        read_listing(words)
-
-
-@pytest.mark.parametrize(
-    "header",
-    [(0, 2**47, 2), (2**47, 1, 2), (1024, 1, 2), (1017, 1, 2), (0, 129, 2), (0, 0, 2), (1000, 3, 2)],
-    ids=str,
-)
-def test_a_list_outside_of_its_slot_is_not_looked_at(header: tuple[int, int, int]) -> None:
-    mine, theirs = pair()
-    progress = start(mine, a_bundle(mine.board, (6, 7)), 512)
-    assert next(progress) is False
-    their_bundle = a_bundle(theirs, (6, 8))
-    theirs.enter(their_bundle)
-    step = theirs.begin_bundle(their_bundle)
-    theirs.put(step, 0, header)
-    theirs.post(step)
-    with (
-        little_memory(64 << 20),
-        pytest.raises(BackendError, match=r"rank 1 differs from .* list of a batch is corrupt"),
-    ):
-        next(progress)
-
-
-def test_a_list_of_anything() -> None:
-    choose = random.Random(1)
-    seen = set()
-    for _ in range(300):
-        executor, theirs = pair()
-        mine = executor.board
-        progress = start(executor, a_bundle(mine, (6, 7)), 512)
-        next(progress)
-        their_bundle = a_bundle(theirs, (6, 8))
-        theirs.enter(their_bundle)
-        step = theirs.begin_bundle(their_bundle)
-        header, rows = theirs.listing(their_bundle)
-        theirs.put(step, 0, (header[0], header[1], header[2]))
-        memmove(theirs.slot_address(step, 1) + their_bundle.used, rows.buffer_info()[0], len(rows) * WORD)
-        at = mine.layout.slot(0, 1) + their_bundle.used
-        changed = mutated(bytes(mine._data[at : at + 96].tolist()), choose)[:96]
-        mine._data[at : at + len(changed)] = torch.tensor(list(changed), dtype=torch.uint8)
-        theirs.post(step)
-        error = drive(progress)
-        assert isinstance(error, (CollectiveMismatchError, BackendError))
-        seen.add(type(error))
-    assert seen == {CollectiveMismatchError, BackendError}
 
 
 # -- headers of streams -----------------------------------------------------------------------------------------------

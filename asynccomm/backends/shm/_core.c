@@ -58,8 +58,7 @@ static void copy_past_caches(char *restrict to, const char *restrict from, size_
 
 /* words of a rank's block and of a record, as in layout.py */
 enum { REDUCED = 0, FINISHED = 16, SLEEPING_LOOP = 32, SLEEPING_THREAD = 33, BLOCK_WORDS = 64 };
-enum { SEQ = 0, CODE = 1, NUMEL = 2, MARK = 3, INLINE = 4, RECORD_WORDS = 16 };
-enum { HEADER_WORDS = 4 };
+enum { SEQ = 0, CODE = 1, NUMEL = 2, HISTORY = 3, INLINE = 4, RECORD_WORDS = 16 };
 
 PyTypeObject *Core_Segment, *Core_Program, *Core_RankPosition, *Core_LinkState;
 static PyTypeObject *Run_Type;
@@ -100,7 +99,7 @@ static void ring_all(Segment *s)
 /* ---- programs ----------------------------------------------------------------------------------------------------- */
 
 /* in the order of the enumerations of programs.py */
-enum { IN_VECTOR, IN_SLOT, IN_RESULT, IN_RECORD, IN_HEADER, SPACES };
+enum { IN_VECTOR, IN_SLOT, IN_RESULT, IN_RECORD, SPACES };
 enum { WAIT_NOTHING, WAIT_FREE, WAIT_POSTED, WAIT_REDUCED, WAITS };
 enum { SIGNAL_NOTHING, SIGNAL_POST, SIGNAL_RESULT, SIGNAL_FINISH, SIGNALS };
 
@@ -158,8 +157,7 @@ static int parse_ref(const Segment *s, Program *p, PyObject *t, const Action *ac
     }
     int64_t room = ref->space == IN_SLOT   ? s->chunk
                    : ref->space == IN_RESULT ? s->piece
-                   : ref->space == IN_RECORD ? (RECORD_WORDS - INLINE) * 8
-                                             : (int64_t)s->size * HEADER_WORDS * 8;
+                                             : (RECORD_WORDS - INLINE) * 8;
     int64_t bytes = action->total < action->most ? action->total : action->most;
     if (ref->stride || ref->offset + bytes > room) {
         PyErr_Format(PyExc_ValueError, "%lld bytes at %lld do not fit in %lld", (long long)bytes, (long long)ref->offset,
@@ -259,7 +257,6 @@ static inline char *place(const Run *run, const Ref *ref, uint32_t i)
     case IN_SLOT: return s->slots + at * (uint64_t)s->chunk + ref->offset;
     case IN_RESULT: return s->results + at * (uint64_t)s->piece + ref->offset;
     case IN_RECORD: return (char *)(s->records + at * RECORD_WORDS + INLINE) + ref->offset;
-    case IN_HEADER: return (char *)(s->headers + at * (uint64_t)s->size * HEADER_WORDS) + ref->offset;
     default: return run->vectors[ref->index].address + ref->offset + (int64_t)i * ref->stride;
     }
 }
@@ -341,7 +338,7 @@ static int ready(Run *run, const Stage *stage, uint32_t i)
             if (acquired(record_of(s, stage->waited[k], step) + SEQ) <= step) return 0;
         for (int k = 0; k < stage->waited_count; k++) {
             Word *record = record_of(s, stage->waited[k], step);
-            if (record[CODE] != run->code || record[NUMEL] != run->numel || record[MARK] != run->mark) {
+            if (record[CODE] != run->code || record[NUMEL] != run->numel || record[HISTORY] != run->history) {
                 run->wrong_rank = stage->waited[k], run->wrong_step = step;
                 return -1;
             }
@@ -364,7 +361,7 @@ static void raise_flag(Run *run, const Stage *stage, uint32_t i)
         Word *record = record_of(s, s->rank, step);
         atomic_store_explicit(record + CODE, run->code, memory_order_relaxed);
         atomic_store_explicit(record + NUMEL, run->numel, memory_order_relaxed);
-        atomic_store_explicit(record + MARK, run->mark, memory_order_relaxed);
+        atomic_store_explicit(record + HISTORY, run->history, memory_order_relaxed);
         released(record + SEQ, step + 1);
         break;
     }
@@ -481,6 +478,23 @@ static PyObject *Run_drive(PyObject *self, PyObject *args)
     return PyBool_FromLong(result == DONE);
 }
 
+/* begin(first, (code, numel, history)), as for Segment.run */
+static PyObject *Run_begin(PyObject *self, PyObject *args)
+{
+    Run *run = (Run *)self;
+    unsigned long long first, code, numel, history;
+    if (!PyArg_ParseTuple(args, "K(KKK)", &first, &code, &numel, &history)) return NULL;
+    if (run->begun) {
+        PyErr_SetString(PyExc_RuntimeError, "this run has begun");
+        return NULL;
+    }
+    run->first = first, run->code = code, run->numel = numel, run->history = history, run->begun = 1;
+    memset(run->done, 0, (size_t)run->program->stage_count * sizeof *run->done);
+    Py_RETURN_NONE;
+}
+
+static PyObject *Run_steps(PyObject *self, void *Py_UNUSED(closure)) { return PyLong_FromUnsignedLong(((Run *)self)->program->steps); }
+
 static void Run_dealloc(PyObject *self)
 {
     Run *run = (Run *)self;
@@ -566,12 +580,12 @@ Run *core_new_run(Segment *segment, Program *p, PyObject *reductions, PyObject *
     return run;
 }
 
-/* run(program, first, (code, numel, mark), vectors, reductions, mismatch) */
+/* run(program, first, (code, numel, history), vectors, reductions, mismatch) */
 static PyObject *Segment_run(PyObject *self, PyObject *args)
 {
     PyObject *program, *vectors, *reductions, *mismatch;
-    unsigned long long first, code, numel, mark;
-    if (!PyArg_ParseTuple(args, "OK(KKK)OOO", &program, &first, &code, &numel, &mark, &vectors, &reductions, &mismatch)) return NULL;
+    unsigned long long first, code, numel, history;
+    if (!PyArg_ParseTuple(args, "OK(KKK)OOO", &program, &first, &code, &numel, &history, &vectors, &reductions, &mismatch)) return NULL;
     if (Py_TYPE(program) != Core_Program) return PyErr_Format(PyExc_TypeError, "program must be a Program, got %R", program);
     Program *p = (Program *)program;
     if (PySequence_Size(vectors) < p->vector_count || PySequence_Size(reductions) < p->kernel_count)
@@ -579,7 +593,7 @@ static PyObject *Segment_run(PyObject *self, PyObject *args)
                             p->kernel_count, PySequence_Size(vectors), PySequence_Size(reductions));
     Run *run = core_new_run((Segment *)self, p, reductions, mismatch);
     if (!run) return NULL;
-    run->first = first, run->code = code, run->numel = numel, run->mark = mark;
+    run->first = first, run->code = code, run->numel = numel, run->history = history, run->begun = 1;
     int failed = 0;
     for (int k = 0; k < p->vector_count && !failed; k++) {
         PyObject *item = PySequence_GetItem(vectors, k);
@@ -601,13 +615,13 @@ static void Segment_dealloc(PyObject *self)
     core_free(self);
 }
 
-/* Segment(memory, rank, size, banks, chunk, piece, ring, (records, headers, slots, results, rings), bells) */
+/* Segment(memory, rank, size, banks, chunk, piece, ring, (records, slots, results, rings), bells) */
 static PyObject *Segment_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
 {
     PyObject *memory, *bells;
     int rank, size, banks;
-    long long chunk, piece, ring, records, headers, slots, results, rings;
-    if (!PyArg_ParseTuple(args, "OiiiLLL(LLLLL)O", &memory, &rank, &size, &banks, &chunk, &piece, &ring, &records, &headers,
+    long long chunk, piece, ring, records, slots, results, rings;
+    if (!PyArg_ParseTuple(args, "OiiiLLL(LLLL)O", &memory, &rank, &size, &banks, &chunk, &piece, &ring, &records,
                           &slots, &results, &rings, &bells))
         return NULL;
     Segment *s = (Segment *)PyType_GenericAlloc(type, 0);
@@ -617,15 +631,14 @@ static PyObject *Segment_new(PyTypeObject *type, PyObject *args, PyObject *Py_UN
     s->rank = rank, s->size = size, s->banks = banks, s->chunk = chunk, s->piece = piece, s->ring = ring;
     if (size < 1 || rank < 0 || rank >= size || banks < 1 || chunk < 1 || piece < 1 || (uintptr_t)s->base % 8 || records % 8
         || records < (long long)size * BLOCK_WORDS * 8
-        || headers < records + (long long)banks * size * RECORD_WORDS * 8
-        || slots < headers + (long long)banks * size * size * HEADER_WORDS * 8 || results < slots + banks * size * chunk
+        || slots < records + (long long)banks * size * RECORD_WORDS * 8 || results < slots + banks * size * chunk
         || rings < results + banks * size * piece || ring < 1024 || ring % 64 || rings % 64
         || rings + (long long)size * size * (2 * 64 + ring) > s->memory.len) {
         PyErr_SetString(PyExc_ValueError, "the layout does not fit the memory");
         goto fail;
     }
     s->blocks = (Word *)s->base;
-    s->records = (Word *)(s->base + records), s->headers = (Word *)(s->base + headers);
+    s->records = (Word *)(s->base + records);
     s->slots = s->base + slots, s->results = s->base + results, s->rings = s->base + rings;
     s->free_below = (uint64_t)banks;
     s->spins = size <= sysconf(_SC_NPROCESSORS_ONLN) ? 100 : 0;
@@ -678,7 +691,7 @@ static int RankPosition_clear(PyObject *self)
 
 #define NUMBER(name) {#name, T_ULONGLONG, offsetof(RankPosition, name), 0, NULL}
 static PyMemberDef state_members[] = {
-    NUMBER(step), NUMBER(code), NUMBER(numel), NUMBER(history), NUMBER(mark), NUMBER(place), NUMBER(number), NUMBER(messages), NUMBER(kept),
+    NUMBER(step), NUMBER(code), NUMBER(numel), NUMBER(history), NUMBER(number), NUMBER(messages), NUMBER(kept),
     {"op", T_OBJECT, offsetof(RankPosition, op), 0, NULL}, {"dead", T_BOOL, offsetof(RankPosition, dead), 0, NULL}, {NULL, 0, 0, 0, NULL}};
 static PyType_Slot state_slots[] = {
     {Py_tp_dealloc, (void *)RankPosition_dealloc}, {Py_tp_traverse, (void *)RankPosition_traverse}, {Py_tp_clear, (void *)RankPosition_clear},
@@ -716,7 +729,10 @@ static PyMethodDef segment_methods[] = {
     {"resume", Segment_resume, METH_NOARGS, "End an interruption."},
     {NULL, NULL, 0, NULL},
 };
+static PyMemberDef run_members[] = {{"begun", T_BOOL, offsetof(Run, begun), READONLY, NULL}, {NULL, 0, 0, 0, NULL}};
+static PyGetSetDef run_properties[] = {{"steps", Run_steps, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
 static PyMethodDef run_methods[] = {
+    {"begin", Run_begin, METH_VARARGS, "Begin a run that the fast path has prepared."},
     {"drive", Run_drive, METH_VARARGS, "Go on without the GIL; returns whether the run is done."},
     {NULL, NULL, 0, NULL},
 };
@@ -724,7 +740,8 @@ static PyType_Slot segment_slots[] = {
     {Py_tp_new, (void *)Segment_new}, {Py_tp_dealloc, (void *)Segment_dealloc}, {Py_tp_methods, segment_methods}, {0, NULL}};
 static PyType_Slot program_slots[] = {{Py_tp_dealloc, (void *)Program_dealloc}, {0, NULL}};
 static PyType_Slot run_slots[] = {{Py_tp_dealloc, (void *)Run_dealloc}, {Py_tp_iter, (void *)itself},
-    {Py_tp_iternext, (void *)Run_next}, {Py_tp_methods, run_methods}, {0, NULL}};
+    {Py_tp_iternext, (void *)Run_next}, {Py_tp_methods, run_methods}, {Py_tp_members, run_members},
+    {Py_tp_getset, run_properties}, {0, NULL}};
 static PyType_Spec segment_spec = {"_core.Segment", sizeof(Segment), 0, Py_TPFLAGS_DEFAULT, segment_slots};
 static PyType_Spec program_spec = {
     "_core.Program", sizeof(Program), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, program_slots};

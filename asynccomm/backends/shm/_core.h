@@ -47,7 +47,7 @@ typedef struct {
     int rank, size, banks;
     int64_t chunk, piece;
     int64_t ring; /* bytes of a message ring */
-    Word *blocks, *records, *headers;
+    Word *blocks, *records;
     char *slots, *results, *rings;
     int (*bells)[2];
     uint64_t free_below;     /* the slots of all steps below are known to be free */
@@ -58,7 +58,7 @@ typedef struct {
 /* The position of a rank in the sequence of collectives, and its messages: board.RankPosition */
 typedef struct {
     PyObject_HEAD
-    uint64_t step, code, numel, history, mark, place, number;
+    uint64_t step, code, numel, history, number;
     uint64_t messages, kept;
     PyObject *op;
     char dead;
@@ -121,9 +121,10 @@ typedef struct {
     Program *program;
     PyObject *mismatch; /* called with (rank, step); returns the exception to raise */
     PyObject *owners;   /* of memory that the run uses, or NULL */
-    uint64_t first, code, numel, mark;
+    uint64_t first, code, numel, history;
     Reduction *reductions;
     int wrong_rank, running;
+    char begun; /* it has its steps */
     uint64_t wrong_step;
     uint32_t *done; /* iterations, by stage */
     Vector *vectors;

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 from asynccomm.core.work import Work
+from asynccomm.ops import Op
 
 @final
 class Program:
@@ -13,7 +14,12 @@ class Program:
 class Run(Iterator[bool]):
     """A run of a program; ``next`` is one pass, as of the reference executor's generator."""
 
+    begun: bool
+    steps: int
     def __next__(self) -> bool: ...
+    def begin(self, first: int, words: tuple[int, int, int], /) -> None:
+        """Begin a run that the fast path has prepared, at step ``first``; ``words`` as for ``Segment.run``."""
+
     def drive(self, patience: float, stretch: float, /) -> bool:
         """Go on without the GIL until the run is done, has waited for ``patience`` seconds in vain, or is interrupted.
 
@@ -26,7 +32,7 @@ class Segment:
 
     Args:
         memory: the whole segment.
-        starts: of the records, the headers, the slots, the results and the message rings, in bytes.
+        starts: of the records, the slots, the results and the message rings, in bytes.
         bells: by rank, the eventfds of its two bells, or -1.
     """
 
@@ -39,7 +45,7 @@ class Segment:
         chunk: int,
         piece: int,
         ring: int,
-        starts: tuple[int, int, int, int, int],
+        starts: tuple[int, int, int, int],
         bells: Sequence[tuple[int, int]],
         /,
     ) -> Segment: ...
@@ -50,7 +56,7 @@ class Segment:
         self,
         program: Program,
         first: int,
-        mark: tuple[int, int, int],
+        words: tuple[int, int, int],
         vectors: Sequence[int | tuple[Sequence[int], Sequence[int]]],
         reductions: Sequence[tuple[int, int, int] | None],
         mismatch: Callable[[int, int], BaseException],
@@ -59,7 +65,7 @@ class Segment:
         """A run from step ``first`` on.
 
         Args:
-            mark: the words that a record of this collective has on all ranks.
+            words: the words that a record of this collective has on all ranks.
             vectors: addresses, or the addresses of the pieces and where they start; the memory is the caller's.
             reductions: dtype, operator and divisor, by ``reduction.DTYPES`` and ``reduction.OPERATORS``.
             mismatch: called with a rank and a step if their record differs; returns the exception to raise.
@@ -83,3 +89,15 @@ class FastPath:
     def __new__(cls, *arguments: Any) -> FastPath: ...
     def submit(self, timeout: Any, hints: Any, tag: Any, check: Callable[..., Any], /, *arguments: Any) -> Work[Any]:
         """Submit a call, as ``DirectCalls.call`` does."""
+
+    def flush(self, items: list[Any], /) -> bool | None:
+        """Send held calls; None: the submitter has to. See ``FastCalls.flush``."""
+
+@final
+class HeldCall:
+    """A call that a scope holds; see ``base.HeldCall``."""
+
+    op: Op
+    work: Work[Any]
+    arguments: tuple[Any, ...]
+    places: list[tuple[Any, int, int, tuple[int, ...]]]

@@ -11,104 +11,11 @@
  * Python code may run, and other threads with it, until the addresses of the tensors are taken; from then on to the end of
  * the run nothing releases the GIL, so no other thread can begin to submit or drive, or give a tensor other memory.
  */
-#include "_core.h"
+#include "_fast_path.h"
 
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
-
-#define MIX 0x9E3779B97F4A7C15u /* as in board.py */
-#define MOST_ARGS 8
-#define MOST_TENSORS 256
-#define MOST_DIMS 8
-#define MOST_WORDS 1024
-#define MOST_CONSTANTS 24
-#define MOST_SKIPPED 64 /* calls in a row without a spin, after spinning has failed */
-#define ENTRIES 1024    /* a power of two */
-
-/* ---- tensors, by the table of functions that torch publishes for DLPack ------------------------------------------- */
-
-/* dlpack.h, version 1: the members up to `dltensor_from_py_object_no_sync` */
-typedef struct {
-    void *data;
-    struct { int32_t type, id; } device;
-    int32_t ndim;
-    struct { uint8_t code, bits; uint16_t lanes; } dtype;
-    int64_t *shape, *strides;
-    uint64_t byte_offset;
-} DLTensor;
-typedef struct {
-    struct { uint32_t major, minor; } version;
-    void *previous;
-    void *allocate, *export_tensor, *import_tensor;
-    int (*look)(void *tensor, DLTensor *found);
-} DLPackTable;
-
-enum { DL_CPU = 1, DL_COMPLEX = 5 };
-
-/* Numbers that are equal if two calls need the same program. */
-typedef struct {
-    uint64_t words[MOST_WORDS];
-    int count;
-} Key;
-
-/* The pieces of a program's vector: where each lies, and where it starts in the vector. */
-typedef struct {
-    int count;
-    int *tensors;                /* -1: `offsets` has an address */
-    int64_t *offsets, *starts; /* starts: one more, the bytes of the vector */
-} Places;
-
-typedef struct {
-    char *data[MOST_TENSORS];
-    int64_t nbytes[MOST_TENSORS];
-    PyObject *dtype[MOST_TENSORS];                              /* borrowed: dtypes live for ever */
-    int64_t offset[MOST_TENSORS], storage[MOST_TENSORS]; /* elements, and bytes: of views that do not begin their storage */
-    int count;
-} Tensors;
-
-/* The arguments of a call, with tuples in place of lists, which other threads may change. */
-typedef struct {
-    PyObject *items[MOST_ARGS];
-    int count;
-} Arguments;
-
-/* What a kind of call comes to. */
-typedef struct {
-    uint64_t *words; /* the key */
-    int word_count;
-    PyObject *make; /* that the key names by its address; kept alive */
-    PyObject *op, *kernels, *owners; /* owners: of memory that is part of the recipe */
-    Program *program; /* NULL: a message, or this kind is not for the fast path */
-    uint64_t code, numel;
-    int peer, sends; /* of a message; -1 otherwise */
-    uint32_t tag;
-    int result, vectors; /* number of the argument that is the result, -1: None */
-    Places *places; /* by vector */
-    Run *run; /* for the next call */
-    int holds; /* of the table, and of calls: a destructor may make further calls, which empty the table */
-} Entry;
-
-typedef struct {
-    PyObject_HEAD
-    Segment *segment;
-    RankPosition *state;
-    CallCounts *counts;
-    PyTypeObject *work_type;
-    PyObject *mailbox, *mismatch, *learn, *submit, *adopt, *broken, *call_site, *files, *recent, *lock, *driven, *queue, *inbox;
-    DLPackTable *table;
-    PyTypeObject *tensor, *parameter;
-    PyObject *values, *constants[MOST_CONSTANTS]; /* the constants are those of the tuple `values` */
-    int constant_count;
-    LinkState **links; /* by rank; NULL for this rank */
-    int ranks;
-    int64_t short_bytes;
-    Entry *entries[ENTRIES];
-    int known;
-    int64_t patience, thread_patience; /* nanoseconds; the latter on a thread that runs no loop, and so waits anyway */
-    int in_loop; /* of the current call */
-    unsigned to_skip, skipped;
-} FastPath;
 
 static PyTypeObject *FastPath_Type, *Streak_Type, *Counts_Type, *State_of_Work;
 static PyObject *get_running_loop, *get_frame, *one, *two;
@@ -223,7 +130,7 @@ static int add_tensor(const FastPath *f, PyObject *tensor, Key *key, Tensors *te
         else if (data < tensors->data[k] + tensors->nbytes[k] && tensors->data[k] < data + nbytes) return 0;
     }
     uint64_t *words = key->words + key->count;
-    words[0] = 1 | (uint64_t)found.ndim << 24 | (uint64_t)same << 32;
+    words[0] = OF_TENSOR | (uint64_t)found.ndim << 24 | (uint64_t)same << 32;
     words[1] = (uint64_t)(uintptr_t)tensors->dtype[number];
     for (int k = 0; k < found.ndim; k++) words[2 + k] = (uint64_t)found.shape[k];
     key->count += 2 + found.ndim;
@@ -247,7 +154,7 @@ static int add_argument(const FastPath *f, PyObject *argument, Key *key, Tensors
     if (key->count + 2 > MOST_WORDS) return 0;
     if (PyTuple_CheckExact(argument)) {
         Py_ssize_t count = PyTuple_Size(argument);
-        key->words[key->count++] = 2 | (uint64_t)count << 8;
+        key->words[key->count++] = OF_LIST | (uint64_t)count << 8;
         for (Py_ssize_t k = 0; k < count; k++)
             if (!add_tensor(f, PyTuple_GetItem(argument, k), key, tensors)) return 0;
         return 1;
@@ -258,12 +165,12 @@ static int add_argument(const FastPath *f, PyObject *argument, Key *key, Tensors
             PyErr_Clear();
             return 0;
         }
-        key->words[key->count++] = 3;
+        key->words[key->count++] = OF_INTEGER;
         key->words[key->count++] = (uint64_t)value;
         return 1;
     }
     if (!is_constant(f, argument)) return 0;
-    key->words[key->count++] = 4;
+    key->words[key->count++] = OF_CONSTANT;
     key->words[key->count++] = (uint64_t)(uintptr_t)argument;
     return 1;
 }
@@ -277,22 +184,22 @@ static int key_of(const FastPath *f, const Arguments *arguments, Key *key, Tenso
     return 1;
 }
 
-static Entry **entry_of(FastPath *f, const Key *key)
+Entry **core_entry_of(FastPath *f, const uint64_t *words, int count)
 {
     uint64_t hash = 0;
-    for (int k = 0; k < key->count; k++) hash = (hash ^ key->words[k]) * MIX, hash ^= hash >> 32;
+    for (int k = 0; k < count; k++) hash = (hash ^ words[k]) * MIX, hash ^= hash >> 32;
     for (uint64_t at = hash;; at++) {
         Entry **entry = &f->entries[at % ENTRIES];
-        if (!*entry || ((*entry)->word_count == key->count && !memcmp((*entry)->words, key->words, 8 * (size_t)key->count)))
+        if (!*entry || ((*entry)->word_count == count && !memcmp((*entry)->words, words, 8 * (size_t)count)))
             return entry;
     }
 }
 
-static void release_entry(Entry *entry)
+void core_release_entry(Entry *entry)
 {
     if (--entry->holds > 0) return;
     Py_XDECREF(entry->make), Py_XDECREF(entry->op), Py_XDECREF(entry->kernels);
-    Py_XDECREF(entry->owners), Py_XDECREF((PyObject *)entry->program), Py_XDECREF((PyObject *)entry->run);
+    Py_XDECREF(entry->nbytes), Py_XDECREF(entry->owners), Py_XDECREF((PyObject *)entry->program), Py_XDECREF((PyObject *)entry->run);
     for (int k = 0; entry->places && k < entry->vectors; k++)
         free(entry->places[k].tensors), free(entry->places[k].offsets), free(entry->places[k].starts);
     free(entry->places), free(entry->words), free(entry);
@@ -303,7 +210,7 @@ static void forget(FastPath *f)
     for (int k = 0; k < ENTRIES; k++) {
         Entry *entry = f->entries[k];
         f->entries[k] = NULL;
-        if (entry) release_entry(entry);
+        if (entry) core_release_entry(entry);
     }
     f->known = 0;
 }
@@ -328,20 +235,21 @@ static int fill_places(Places *places, PyObject *pieces, int tensors)
     return 0;
 }
 
-/* Fill an entry from a recipe: (program, (code, numel), kernels, (places by vector), op, result, owners, message), where a
- * message is (peer, tag, sends) and has no program; or None. */
+/* Fill an entry from a recipe: (program, (code, numel), kernels, (places by vector), op, result, owners, message, nbytes,
+ * kind, weight), where a message is (peer, tag, sends) and has no program; or None. */
 static int fill_entry(const FastPath *f, Entry *entry, PyObject *recipe, int tensors, Py_ssize_t arguments)
 {
     PyObject *program, *vectors, *message;
     unsigned long long code, numel;
+    long long weight;
     if (recipe == Py_None) return 0;
-    if (!PyArg_ParseTuple(recipe, "O(KK)OOOiOO", &program, &code, &numel, &entry->kernels, &vectors, &entry->op, &entry->result,
-                          &entry->owners, &message)) {
-        entry->kernels = entry->op = entry->owners = NULL;
+    if (!PyArg_ParseTuple(recipe, "O(KK)OOOiOOOiL", &program, &code, &numel, &entry->kernels, &vectors, &entry->op, &entry->result,
+                          &entry->owners, &message, &entry->nbytes, &entry->kind, &weight)) {
+        entry->kernels = entry->op = entry->owners = entry->nbytes = NULL;
         return -1;
     }
-    Py_INCREF(entry->kernels), Py_INCREF(entry->op), Py_INCREF(entry->owners);
-    entry->code = code, entry->numel = numel;
+    Py_INCREF(entry->kernels), Py_INCREF(entry->op), Py_INCREF(entry->owners), Py_INCREF(entry->nbytes);
+    entry->code = code, entry->numel = numel, entry->weight = weight;
     if (entry->result >= arguments || (message == Py_None && Py_TYPE(program) != Core_Program) || (message != Py_None && tensors != 1)) {
         PyErr_Format(PyExc_ValueError, "%R is no recipe of %zd arguments", recipe, arguments);
         return -1;
@@ -365,7 +273,7 @@ static int fill_entry(const FastPath *f, Entry *entry, PyObject *recipe, int ten
     return 0;
 }
 
-static PyObject *tuple_of(PyObject *const *items, Py_ssize_t n)
+PyObject *core_tuple_of(PyObject *const *items, Py_ssize_t n)
 {
     PyObject *tuple = PyTuple_New(n);
     for (Py_ssize_t k = 0; tuple && k < n; k++) {
@@ -375,30 +283,39 @@ static PyObject *tuple_of(PyObject *const *items, Py_ssize_t n)
     return tuple;
 }
 
-/* Have Python make a recipe of a call; returns its entry, NULL for an exception. */
-static Entry *learn(FastPath *f, const Key *key, const Arguments *arguments, int tensors)
+Entry *core_learn(FastPath *f, PyObject *learn, PyObject *given, const uint64_t *words, int count, int tensors, Py_ssize_t arguments)
 {
     if (f->known >= ENTRIES / 2) forget(f);
-    PyObject *all = tuple_of(arguments->items, arguments->count);
-    PyObject *recipe = all ? PyObject_CallObject(f->learn, all) : NULL;
+    PyObject *recipe = PyObject_CallObject(learn, given);
     Entry *entry = recipe ? core_zeroed(1, sizeof(Entry)) : NULL;
     if (entry) {
-        entry->word_count = key->count, entry->holds = 1, entry->peer = -1;
-        entry->make = arguments->items[0];
-        Py_INCREF(entry->make);
-        entry->words = core_zeroed(key->count, sizeof(uint64_t));
-        if (entry->words) memcpy(entry->words, key->words, (size_t)key->count * sizeof(uint64_t));
-        if (!entry->words || fill_entry(f, entry, recipe, tensors, arguments->count - 1)) {
-            release_entry(entry);
+        entry->word_count = count, entry->holds = 1, entry->peer = -1, entry->serial = ++f->serials;
+        entry->words = core_zeroed(count, sizeof(uint64_t));
+        if (entry->words) memcpy(entry->words, words, (size_t)count * sizeof(uint64_t));
+        if (!entry->words || fill_entry(f, entry, recipe, tensors, arguments)) {
+            core_release_entry(entry);
             entry = NULL;
         }
     }
-    Py_XDECREF(all), Py_XDECREF(recipe);
+    Py_XDECREF(recipe);
     if (!entry) return NULL;
-    Entry **place = entry_of(f, key); /* `learn` may have run other calls */
-    if (*place) release_entry(*place), f->known--;
+    Entry **place = core_entry_of(f, words, count); /* `learn` may have run other calls */
+    if (*place) core_release_entry(*place), f->known--;
     f->known++;
     return *place = entry;
+}
+
+/* Have Python make a recipe of a call; -1 with an exception. */
+static int learn_call(FastPath *f, const Key *key, const Arguments *arguments, int tensors)
+{
+    PyObject *all = core_tuple_of(arguments->items, arguments->count);
+    Entry *entry = all ? core_learn(f, f->learn, all, key->words, key->count, tensors, arguments->count - 1) : NULL;
+    if (entry) {
+        entry->make = arguments->items[0];
+        Py_INCREF(entry->make);
+    }
+    Py_XDECREF(all);
+    return entry ? 0 : -1;
 }
 
 /* ---- one call ----------------------------------------------------------------------------------------------------- */
@@ -560,8 +477,7 @@ static PyObject *site_of(const FastPath *f)
     return site;
 }
 
-/* Whether a call may be sent from here now: -1 with an exception. */
-static int may_send(FastPath *f)
+int core_may_send(FastPath *f)
 {
     if (f->state->dead || f->counts->closed || f->counts->detours || PyObject_Size(f->queue) || PyObject_Size(f->inbox)) return 0;
     int other, in_loop = core_in_loop((Streak *)f->mailbox, get_running_loop, name_running, &other);
@@ -574,26 +490,20 @@ static int may_send(FastPath *f)
     return answers(f->lock, name_acquire, Py_False, Py_True);
 }
 
-/* The finished Work of a call. */
-static PyObject *finished_work(const FastPath *f, const Entry *entry, PyObject *result, PyObject *site, double started)
+WorkState *core_new_work(const FastPath *f, const Entry *entry, PyObject *result, PyObject *site, double started)
 {
     WorkState *work = (WorkState *)((allocfunc)PyType_GetSlot(f->work_type, Py_tp_alloc))(f->work_type, 0);
     if (!work) return NULL;
     work->op = entry->op, work->mailbox = f->mailbox, work->value = result, work->site = site;
     Py_INCREF(work->op), Py_INCREF(work->mailbox), Py_INCREF(work->value), Py_INCREF(work->site);
-    work->seq = entry->peer < 0 ? f->counts->collectives : f->counts->messages, work->timeout = f->counts->limit;
-    if (entry->peer >= 0 && !entry->sends && !(work->source = PyLong_FromLong(entry->peer))) Py_CLEAR(work);
-    if (!work) return NULL;
-    work->started = started, work->finished = monotonic();
-    work->done = 1;
-    return (PyObject *)work;
+    work->seq = work->finished = -1;
+    work->started = started, work->timeout = f->counts->limit;
+    return work;
 }
 
-/* Note a call for diagnoses: (op, site, seq, started). */
-static int remember(const FastPath *f, const Entry *entry, PyObject *site, double started)
+int core_remember(const FastPath *f, PyObject *op, PyObject *site, long long seq, double started)
 {
-    long long seq = entry->peer < 0 ? f->counts->collectives : f->counts->messages;
-    PyObject *call = Py_BuildValue("(OOLd)", entry->op, site, seq, started);
+    PyObject *call = Py_BuildValue("(OOLd)", op, site, seq, started);
     PyObject *none = call ? PyObject_CallMethodObjArgs(f->recent, name_append, call, NULL) : NULL;
     Py_XDECREF(call), Py_XDECREF(none);
     return none ? 0 : -1;
@@ -602,33 +512,35 @@ static int remember(const FastPath *f, const Entry *entry, PyObject *site, doubl
 /* Take note of a call that is done; its Work. */
 static PyObject *finish(FastPath *f, const Entry *entry, PyObject *result, PyObject *site, double started)
 {
-    PyObject *work = remember(f, entry, site, started) ? NULL : finished_work(f, entry, result, site, started);
+    long long seq = entry->peer < 0 ? f->counts->collectives : f->counts->messages;
+    WorkState *work = core_remember(f, entry->op, site, seq, started) ? NULL : core_new_work(f, entry, result, site, started);
     ++*(entry->peer < 0 ? &f->counts->collectives : &f->counts->messages), f->counts->submitted++;
-    return work;
+    if (work && entry->peer >= 0 && !entry->sends && !(work->source = PyLong_FromLong(entry->peer))) Py_CLEAR(work);
+    if (work) work->seq = seq, work->finished = monotonic(), work->done = 1;
+    return (PyObject *)work;
 }
 
 /* As Board.begin. */
-static void begin(const FastPath *f, const Entry *entry)
+static void begin(const FastPath *f, const Entry *entry, long long number)
 {
     RankPosition *s = f->state;
     Run *run = entry->run;
     PyObject *before = s->op;
     run->first = s->step;
     s->step += entry->program->steps;
-    s->number = (uint64_t)f->counts->collectives;
-    s->history = (s->mark + s->code * 31 + s->numel) * MIX;
-    s->mark = s->history ^ s->place;
+    s->number = (uint64_t)number;
+    s->history = (s->history + s->code * 31 + s->numel) * MIX;
     s->code = entry->code, s->numel = entry->numel;
     s->op = entry->op;
     Py_INCREF(s->op);
-    run->code = s->code, run->numel = s->numel, run->mark = s->mark;
+    run->code = s->code, run->numel = s->numel, run->history = s->history, run->begun = 1;
     memset(run->done, 0, (size_t)entry->program->stage_count * sizeof *run->done);
     Py_XDECREF(before);
 }
 
-/* Give an entry a run for its next call. */
-static int new_run(const FastPath *f, Entry *entry)
+int core_prepare(const FastPath *f, Entry *entry)
 {
+    if (entry->run) return 0;
     Run *run = core_new_run(f->segment, entry->program, entry->kernels, f->mismatch);
     if (!run) return -1;
     run->owners = entry->owners;
@@ -652,8 +564,7 @@ static int new_run(const FastPath *f, Entry *entry)
     return 0;
 }
 
-/* Break the comm because of the current exception: a run has begun that nobody goes on with. */
-static void break_comm(FastPath *f)
+void core_break_comm(FastPath *f)
 {
     PyObject *type, *value, *traceback;
     f->state->dead = 1;
@@ -665,60 +576,79 @@ static void break_comm(FastPath *f)
     PyErr_Restore(type, value, traceback);
 }
 
-/* Submit a known call: its Work, or NULL with an exception. The comm's lock is held. */
-static PyObject *send(FastPath *f, Entry *entry, const Tensors *tensors, const Arguments *arguments, PyObject *result,
-                      PyObject *site, double started)
+void core_place(const Entry *entry, char *const *data)
 {
     Run *run = entry->run;
-    begin(f, entry);
     for (int k = 0; k < entry->vectors; k++) {
         const Places *places = &entry->places[k];
         for (int j = 0; j < places->count; j++) {
-            char *address = (places->tensors[j] < 0 ? NULL : tensors->data[places->tensors[j]]) + places->offsets[j];
+            char *address = (places->tensors[j] < 0 ? NULL : data[places->tensors[j]]) + places->offsets[j];
             if (places->count == 1) run->vectors[k].address = address;
             else run->vectors[k].pieces[j].address = address;
         }
     }
-    if (run_on(f, run) == DONE) return finish(f, entry, result, site, started);
+}
+
+int core_start(FastPath *f, Entry *entry, char *const *data, long long number)
+{
+    begin(f, entry, number);
+    core_place(entry, data);
+    return run_on(f, entry->run);
+}
+
+/* Submit a known call: its Work, or NULL with an exception. The comm's lock is held. */
+static PyObject *send(FastPath *f, Entry *entry, const Tensors *tensors, const Arguments *arguments, PyObject *result,
+                      PyObject *site, double started)
+{
+    if (core_start(f, entry, tensors->data, f->counts->collectives) == DONE) return finish(f, entry, result, site, started);
+    Run *run = entry->run;
     entry->run = NULL; /* which goes on without this entry */
-    PyObject *call = tuple_of(arguments->items, arguments->count), *work = NULL;
+    PyObject *call = core_tuple_of(arguments->items, arguments->count), *work = NULL;
     if (call) work = PyObject_CallFunction(f->adopt, "OOOOd", (PyObject *)run, call, result, site, started);
-    if (!work) break_comm(f);
+    if (!work) core_break_comm(f);
     Py_XDECREF(call);
     Py_DECREF((PyObject *)run);
     return work;
 }
 
+int core_release_lock(FastPath *f)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *released = PyObject_CallMethodObjArgs(f->lock, name_release, NULL);
+    if (!released) return -1;
+    Py_DECREF(released);
+    PyErr_Restore(type, value, traceback);
+    return 0;
+}
+
 /* Submit a call of which all Python code has run: 1: `work` is its Work, or NULL with an exception; 0: it is not for this
  * path; 2: its kind is known by now, and its addresses are to be taken again. */
 static int try_known(FastPath *f, const Arguments *arguments, Tensors *tensors, PyObject *const *args, PyObject *site,
-                     double started, PyObject **work)
+                     double started, PyObject *queue, PyObject **work)
 {
     Key key;
     if (!key_of(f, arguments, &key, tensors)) return 0;
-    Entry *entry = *entry_of(f, &key);
-    if (!entry) return learn(f, &key, arguments, tensors->count) ? 2 : 1;
+    Entry *entry = *core_entry_of(f, key.words, key.count);
+    if (!entry) return learn_call(f, &key, arguments, tensors->count) ? 1 : 2;
     if (!entry->program && entry->peer < 0) return 0;
+    PyObject *result = entry->result < 0 ? Py_None : args[1 + entry->result];
     entry->holds++;
-    int may = !entry->program || entry->run || !new_run(f, entry) ? may_send(f) : -1;
-    if (may > 0) {
-        PyObject *result = entry->result < 0 ? Py_None : args[1 + entry->result];
+    int may;
+    if (queue) may = core_hold(f, entry, tensors, arguments, result, site, started, queue, work);
+    else may = !entry->program || !core_prepare(f, entry) ? core_may_send(f) : -1;
+    if (may > 0 && !queue) {
         if (entry->program) *work = send(f, entry, tensors, arguments, result, site, started);
         else if (entry->sends ? send_message(f, entry, tensors->data[0], (uint64_t)tensors->nbytes[0])
                               : receive_message(f, entry, tensors->data[0], (uint64_t)tensors->nbytes[0]))
             *work = finish(f, entry, result, site, started);
         else may = 0;
-        PyObject *type, *value, *traceback;
-        PyErr_Fetch(&type, &value, &traceback);
-        PyObject *released = PyObject_CallMethodObjArgs(f->lock, name_release, NULL);
-        if (released) PyErr_Restore(type, value, traceback);
-        else {
+        if (core_release_lock(f)) {
             Py_CLEAR(*work);
             may = -1;
         }
-        Py_XDECREF(released);
     }
-    release_entry(entry);
+    core_release_entry(entry);
     return may != 0;
 }
 
@@ -730,16 +660,17 @@ static int try_fast(FastPath *f, PyObject *const *args, Py_ssize_t n, PyObject *
     Tensors tensors;
     int result = hold_arguments(&arguments, args, n);
     if (result <= 0) return result < 0;
-    PyObject *site = NULL;
+    PyObject *site = NULL, *queue = NULL;
     result = ask_tensors(f, &arguments, &tensors);
     if (result > 0 && !(site = site_of(f))) result = -1;
+    if (result > 0 && f->counts->scopes) result = core_queue_of(f, &queue);
     if (result < 0) result = 1; /* with the exception */
     else if (result) {
-        result = try_known(f, &arguments, &tensors, args, site, started, work);
-        if (result == 2) result = try_known(f, &arguments, &tensors, args, site, started, work);
+        result = try_known(f, &arguments, &tensors, args, site, started, queue, work);
+        if (result == 2) result = try_known(f, &arguments, &tensors, args, site, started, queue, work);
         if (result == 2) result = 0; /* forgotten already */
     }
-    Py_XDECREF(site);
+    Py_XDECREF(site), Py_XDECREF(queue);
     release_arguments(&arguments);
     return result;
 }
@@ -756,7 +687,7 @@ static PyObject *FastPath_submit(PyObject *self, PyObject *const *args, Py_ssize
         PyObject *work = NULL;
         if (try_fast(f, args + 3, n - 3, &work)) return work;
     }
-    PyObject *all = tuple_of(args, n), *work = all ? PyObject_CallObject(f->submit, all) : NULL;
+    PyObject *all = core_tuple_of(args, n), *work = all ? PyObject_CallObject(f->submit, all) : NULL;
     Py_XDECREF(all);
     return work;
 }
@@ -765,7 +696,8 @@ static PyObject *FastPath_submit(PyObject *self, PyObject *const *args, Py_ssize
 
 #define OBJECTS(DO)                                                                                                    \
     DO(segment) DO(state) DO(counts) DO(work_type) DO(mailbox) DO(mismatch) DO(learn) DO(submit) DO(adopt) DO(broken) DO(call_site)  \
-    DO(files) DO(recent) DO(lock) DO(driven) DO(queue) DO(inbox) DO(tensor) DO(parameter) DO(values)
+    DO(files) DO(recent) DO(lock) DO(driven) DO(queue) DO(inbox) DO(tensor) DO(parameter) DO(values) DO(scopes.queues)               \
+    DO(scopes.works) DO(scopes.settled) DO(scopes.overdue) DO(scopes.note) DO(scopes.learn) DO(scopes.adopt)
 
 static int FastPath_traverse(PyObject *self, visitproc visit, void *arg)
 {
@@ -840,8 +772,8 @@ static int hold_links(FastPath *f, PyObject *links, int64_t short_bytes)
 }
 
 /* FastPath(segment, state, counts, work_type, mailbox, mismatch, learn, submit, adopt, broken, call_site, files, recent, lock,
- * driven, queue, inbox, tensor, parameter, values, patience, links, short_bytes,
- * thread_patience) */
+ * driven, queue, inbox, tensor, parameter, values, patience, links, short_bytes, thread_patience,
+ * (queues, works, settled, overdue, note, learn, adopt, fused_limit)) */
 static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
 {
     FastPath *f = (FastPath *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
@@ -849,10 +781,12 @@ static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
     long long short_bytes;
     double patience, thread_patience;
     if (!f) return NULL;
-    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOOO!OOOOOOOO!dO!Ld", Core_Segment, &f->segment, Core_RankPosition, &f->state, Counts_Type,
+    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOOO!OOOOOOOO!dO!Ld(O!O!OOOOOL)", Core_Segment, &f->segment, Core_RankPosition, &f->state, Counts_Type,
                                   &f->counts, &PyType_Type, &f->work_type, Streak_Type, &f->mailbox, &f->mismatch, &f->learn, &f->submit,
                                   &f->adopt, &f->broken, &f->call_site, &PySet_Type, &f->files, &f->recent, &f->lock, &f->driven,
-                                  &f->queue, &f->inbox, &f->tensor, &f->parameter, &PyTuple_Type, &f->values, &patience, &PyDict_Type, &links, &short_bytes, &thread_patience);
+                                  &f->queue, &f->inbox, &f->tensor, &f->parameter, &PyTuple_Type, &f->values, &patience, &PyDict_Type, &links, &short_bytes, &thread_patience,
+                                  &PyDict_Type, &f->scopes.queues, &PyDict_Type, &f->scopes.works, &f->scopes.settled, &f->scopes.overdue,
+                                  &f->scopes.note, &f->scopes.learn, &f->scopes.adopt, &f->scopes.fused_limit);
 #define HOLD(name) Py_XINCREF((PyObject *)f->name);
     OBJECTS(HOLD)
     if (parsed && !PyType_IsSubtype(f->work_type, State_of_Work)) {
@@ -873,6 +807,7 @@ static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
 
 static PyMethodDef fast_path_methods[] = {
     {"submit", (PyCFunction)(void (*)(void))FastPath_submit, METH_FASTCALL, "Submit a call; see the submitter's `call`."},
+    {"flush", FastPath_flush, METH_O, "Send the held calls of a list: True, or None if the submitter has to."},
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot fast_path_slots[] = {
@@ -902,7 +837,7 @@ int core_add_fast_path(PyObject *module)
         || !(Streak_Type = (PyTypeObject *)attribute_of("asynccomm.core._work", "Streak"))
         || !(Counts_Type = (PyTypeObject *)attribute_of("asynccomm.core._work", "CallCounts"))
         || !(State_of_Work = (PyTypeObject *)attribute_of("asynccomm.core._work", "WorkState"))
-        || !(FastPath_Type = (PyTypeObject *)PyType_FromSpec(&fast_path_spec)))
+        || !(FastPath_Type = (PyTypeObject *)PyType_FromSpec(&fast_path_spec)) || core_add_scopes(module))
         return -1;
     return PyModule_AddObjectRef(module, "FastPath", (PyObject *)FastPath_Type);
 }

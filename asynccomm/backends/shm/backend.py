@@ -1,10 +1,10 @@
 """The shm backend: CPU collectives through shared memory, between ranks on one machine; Linux only.
 
 The modules, lowest first: ``layout`` (offsets in a segment), ``fence`` (memory ordering), ``segment`` and ``bootstrap``
-(creating and sharing a segment), ``rings``, ``endpoint`` and ``p2p`` (point to point), ``bundles`` (collectives that
-share a step), ``board``, ``reduction``, ``programs``, ``reference`` and ``executor`` (steps of collectives),
-``schedule`` and ``lowering`` (programs of operations), ``fast_path`` (small collectives in C), ``doorbell``,
-``progress_thread`` and ``engine`` (waking, and making progress).
+(creating and sharing a segment), ``rings``, ``endpoint`` and ``p2p`` (point to point), ``board``, ``reduction``,
+``programs``, ``reference`` and ``executor`` (steps of collectives), ``schedule`` and ``lowering`` (programs of
+operations), ``fast_path`` (small collectives in C), ``doorbell``, ``progress_thread`` and ``engine`` (waking ranks, and
+making progress).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Self, final
+from typing import Final, Self, final
 
 import anyio.to_thread
 
-from asynccomm.backends.base import Backend, BackendContext, DirectCalls, Submission
+from asynccomm.backends.base import Backend, BackendContext, DirectCalls, FastCalls, Submission
 from asynccomm.backends.shm.bootstrap import PeerMapping, bootstrap_segment, report_unsupported, unsupported
 from asynccomm.backends.shm.engine import Engine
 from asynccomm.backends.shm.progress_thread import ProgressThread, shared_thread
@@ -46,6 +46,7 @@ class ShmBackend(Backend):
     hints = HINTS
     compares = True
     fusion_limit = 256 << 10  # larger operations are faster unmerged than in pieces (measured: 2 ranks on 2 cores)
+    fused_limit = 1 << 20
 
     def __init__(
         self, context: BackendContext, engine: Engine, mapping: PeerMapping, worker: ProgressThread, bell: int
@@ -99,7 +100,7 @@ class ShmBackend(Backend):
     def submit(self, batch: Sequence[Submission]) -> None:
         self._engine.submit(batch)
 
-    def fast_path(self, calls: DirectCalls) -> Callable[..., Work[Any]] | None:
+    def fast_path(self, calls: DirectCalls) -> FastCalls | None:
         return self._engine.fast_path(calls)
 
     def before_await(self, work: Work[object]) -> None:

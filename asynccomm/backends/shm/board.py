@@ -9,18 +9,14 @@ it last.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
-from ctypes import string_at
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor
 
-from asynccomm.backends.shm.bundles import MOST, Bundle, size_of_batch
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.layout import HEADER, WORD, Layout, RecordWord, Word
-from asynccomm.backends.shm.manifest import ManifestEntry, ManifestRow, difference, listing, read_listing
 from asynccomm.backends.shm.programs import Space
 from asynccomm.errors import BackendError, CollectiveMismatchError
 from asynccomm.ops import Barrier, Op
@@ -28,23 +24,20 @@ from asynccomm.ops.signature import Signature, describe, differing_layout, signa
 
 MIX: Final = 0x9E3779B97F4A7C15  # any odd number with well-mixed bits
 MASK: Final = (1 << 64) - 1
-CACHED_VIEWS: Final = 16 * MOST  # views of memory of the segment: a bundle of a few ranks in each bank
+CACHED_VIEWS: Final = 4096  # views of memory of the segment
 LARGEST: Final = 1 << 48  # upper limit of a number in a header: exceeds the bytes or steps of any memory
-BUNDLE: Final = (1 << 64) - 1  # first word of a bundle's signature; the second is a hash of its collectives' signatures
 
 
 @final
 class RankPosition:
     """The position of a rank in the sequence of collectives, and its messages; ``_core`` has it in C."""
 
-    __slots__ = ("code", "dead", "history", "kept", "mark", "messages", "number", "numel", "op", "place", "step")
+    __slots__ = ("code", "dead", "history", "kept", "messages", "number", "numel", "op", "step")
 
     def __init__(self) -> None:
         self.step = 0  #: the first step of the next collective
         self.code = self.numel = 0  #: the signature of the current collective
         self.history = 0  #: a hash of all collectives before the current one; every bit depends on the last of them
-        self.mark = 0  #: ``history`` combined with ``place``
-        self.place = 0  #: of the current collective in a batch
         self.number = 0  #: sequence number of the current collective on the comm, for errors
         self.op: Op = Barrier()  #: the current collective, for errors
         self.messages = 0  #: point-to-point operations that are pending
@@ -78,7 +71,6 @@ class Board:
         self.layout = layout
         self.chunk = layout.chunk
         self.state: RankPosition = RankPosition() if state is None else state
-        self._bundle: Bundle | None = None  # the current part of a batch
         self._banks = layout.banks
         self._words = words
         self._data = data
@@ -96,7 +88,6 @@ class Board:
             Space.SLOT: layout.slot,
             Space.RESULT: layout.result,
             Space.RECORD: lambda bank, rank: (layout.record(bank, rank) + RecordWord.INLINE) * WORD,
-            Space.HEADER: lambda bank, rank: layout.header(bank, rank, 0) * WORD,
         }
         self._starts = {space: [[start(bank, r) for r in ranks] for bank in banks] for space, start in starts.items()}
         self._addresses = {
@@ -121,30 +112,10 @@ class Board:
         first = state.step
         state.step += steps
         state.number = number
-        state.history = (state.mark + state.code * 31 + state.numel) * MIX & MASK
-        state.mark = state.history ^ state.place
+        state.history = (state.history + state.code * 31 + state.numel) * MIX & MASK
         state.code, state.numel = signature(op) if words is None else words
         state.op = op
         return first
-
-    def enter(self, bundle: Bundle | None) -> None:
-        """Make the following collectives part of a batch, as ``bundle``; None: of no batch."""
-        self._bundle = bundle
-        self.state.place = bundle.place if bundle is not None else 0
-
-    def begin_bundle(self, bundle: Bundle) -> int:
-        """Take the one step that the collectives of ``bundle`` share; after ``enter``."""
-        mixed = 0
-        for words in bundle.signatures[: len(bundle.submissions)]:
-            for word in words:
-                mixed = (mixed ^ word) * MIX & MASK
-                mixed ^= mixed >> 32
-        return self.begin(bundle.submissions[0].work.seq, bundle.op, 1, (BUNDLE, mixed))
-
-    def listing(self, bundle: Bundle) -> tuple[array[int], array[int]]:
-        """The header of this rank's slot for a bundle, and the list of the bundle's collectives behind the data."""
-        words = listing(bundle.listed, bundle.signatures, self.chunk - bundle.used)
-        return array("Q", (bundle.used, len(words), bundle.total)), words
 
     def extend(self, steps: int) -> None:
         """Take ``steps`` more steps for the current collective; all ranks do so before they begin the next."""
@@ -165,7 +136,7 @@ class Board:
         record = self._records[step % self._banks][self.rank]
         state = self.state
         words[record + RecordWord.CODE], words[record + RecordWord.NUMEL] = state.code, state.numel
-        words[record + RecordWord.MARK] = state.mark
+        words[record + RecordWord.HISTORY] = state.history
         self._order()
         words[record] = step + 1
         self._notify()
@@ -173,18 +144,17 @@ class Board:
     def posted(self, step: int, ranks: Sequence[int]) -> bool:
         """Whether ``ranks`` have filled their slots of ``step``.
 
-        Raises: CollectiveMismatchError if a rank has filled its slot for another collective; BackendError if the list
-            of collectives in that slot is corrupt.
+        Raises: CollectiveMismatchError if a rank has filled its slot for another collective.
         """
         words, records = self._words, self._records[step % self._banks]
         for rank in ranks:
             if words[records[rank]] <= step:
                 return False
         self._order()
-        code, numel, mark = self.state.code, self.state.numel, self.state.mark
+        code, numel, history = self.state.code, self.state.numel, self.state.history
         for rank in ranks:
             i = records[rank]
-            if words[i + 1] != code or words[i + 2] != numel or words[i + 3] != mark:
+            if words[i + 1] != code or words[i + 2] != numel or words[i + 3] != history:
                 raise self.difference(rank, step)
         return True
 
@@ -214,46 +184,16 @@ class Board:
         last = self.state.step - 1
         return bool(self._words[self._records[last % self._banks][rank]] <= last)
 
-    def difference(self, rank: int, step: int) -> CollectiveMismatchError | BackendError:
+    def difference(self, rank: int, step: int) -> CollectiveMismatchError:
         """The error for a rank that has filled its slot of ``step`` for another collective."""
         i = self._records[step % self._banks][rank]
         words = self._words[i + RecordWord.CODE], self._words[i + RecordWord.NUMEL]
-        total = size_of_batch(
-            self._words[i + RecordWord.MARK] ^ self.state.history
-        )  # None: the collectives before differ as well
-        if total is not None and (self._bundle is not None or total > 1):
-            mine = self._issued(step, self.rank, self.signature)
-            try:
-                theirs = self._issued(step, rank, words, total)
-            except ValueError as exc:
-                return BackendError(
-                    f"rank {rank} differs from {self.state.op}, and its list of a batch is corrupt: {exc}"
-                )
-            number, ours, other = difference(mine, theirs)
-            return CollectiveMismatchError(number, self.rank, ours, rank, other)
-        described = "a batch" if words[0] == BUNDLE else describe(words)
-        if total is None:  # the ranks differed earlier, in a collective in which this rank did not wait for the other
+        described = describe(words)
+        if self._words[i + RecordWord.HISTORY] != self.state.history:  # this rank did not wait for the other one there
             described += ", and the ranks differed in a collective before it"
         elif differing_layout(words, self.signature):
             described += ", divided otherwise"
         return self.mismatch(rank, described)
-
-    def _issued(self, step: int, rank: int, words: Signature, total: int = 1) -> ManifestEntry:
-        """The collectives of a rank in ``step``, from its slot alone. Raises: ValueError if the list is corrupt."""
-        listed = [ManifestRow(self.state.number, words)]
-        if words[0] == BUNDLE:
-            used, n, total = self.get(step, rank, 0)
-            if used + n * WORD > self.chunk:
-                raise ValueError(f"{n} words behind {used} bytes")
-            data = string_at(self.slot_address(step, rank) + used, n * WORD)
-            listed = read_listing(memoryview(data).cast("Q").tolist())
-        if rank != self.rank:
-            return ManifestEntry(total, listed)
-        bundle = self._bundle
-        if bundle is None:
-            return ManifestEntry(1, listed, (self.state.op,))
-        ops = [op for submission in bundle.listed for op in (*submission.members, submission.op)]
-        return ManifestEntry(bundle.total, listed, ops)
 
     def mismatch(self, rank: int, theirs: str) -> CollectiveMismatchError:
         """The error for the current collective when ``rank`` has issued another, described by ``theirs``."""

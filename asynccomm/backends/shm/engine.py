@@ -21,15 +21,14 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, final
 
 import torch
 
-from asynccomm.backends.base import BackendContext, DirectCalls, Submission
+from asynccomm.backends.base import BackendContext, DirectCalls, FastCalls, Submission
 from asynccomm.backends.shm.board import Board
 from asynccomm.backends.shm.bootstrap import PeerMapping
-from asynccomm.backends.shm.bundles import Bundle, cut
 from asynccomm.backends.shm.combining_lock import CombiningLock, SpinPolicy
 from asynccomm.backends.shm.doorbell import Bell, Bells
 from asynccomm.backends.shm.executor import Executor
@@ -97,7 +96,7 @@ class Engine:
         self._board = Board(group.rank, layout, words, mapping.segment.data, fence, self._bells.ring_all, state)
         self._position = self._board.state
         self._executor = Executor(self._board, mapping.segment.raw, mapping.bells, core)
-        self._finished: deque[Submission | Bundle] = deque()  # done, to be settled after the lock is released
+        self._finished: deque[Submission] = deque()  # done, to be settled after the lock is released
         self._faults: deque[BrokenError] = deque()
         self._grown = grown = deque[tuple[Submission, int]]()  # receives, and larger sizes than expected
         self._messages = Messages(
@@ -112,8 +111,8 @@ class Engine:
             LinkState if isinstance(core, CoreUnavailable) else core.LinkState,
         )
         self._lock = CombiningLock()  # held by the driving thread
-        self._inbox: deque[Submission | Bundle] = deque()
-        self._queue: deque[Submission | Bundle] = deque()  # collectives, the first in progress
+        self._inbox: deque[Submission] = deque()
+        self._queue: deque[Submission] = deque()  # collectives, the first in progress
         self._current: Progress | None = None
         self._failing = False  # a failure is about to be reported
         self._gone: set[int] = set()  # ranks that have left
@@ -129,11 +128,8 @@ class Engine:
 
     def submit(self, batch: Sequence[Submission]) -> None:
         """Submit operations, in order, and advance them as far as possible without waiting. From any thread."""
-        items: Sequence[Submission | Bundle] = batch
-        if len(batch) != 1 or batch[0].members:
-            items = cut(batch, self._board.size, self._board.chunk, self._whole_bytes)
         large = False
-        for item in items:
+        for item in batch:
             if item.nbytes > self._inline_bytes:
                 self._large_in += 1
                 large = True
@@ -153,7 +149,7 @@ class Engine:
                 if not submission.work.done():
                     self._without_loop(submission.work)
 
-    def fast_path(self, calls: DirectCalls) -> Callable[..., Work[Any]] | None:
+    def fast_path(self, calls: DirectCalls) -> FastCalls | None:
         """See ``Backend.fast_path``."""
         limits = Limits(self._inline_bytes, self._whole_bytes, self.patience)
         links = self._messages.link_states
@@ -274,7 +270,7 @@ class Engine:
         try:
             while inbox:
                 item = inbox.popleft()
-                if item.op.p2p and isinstance(item, Submission):
+                if item.op.p2p:
                     self._messages.submit(item)
                 else:
                     queue.append(item)
@@ -329,10 +325,7 @@ class Engine:
         faults: list[BrokenError] = []
         while self._finished:
             item = self._finished.popleft()
-            if isinstance(item, Submission):
-                finished.append(item)
-            else:
-                finished += item.submissions
+            finished.append(item)
             if self._large and item.nbytes > self._inline_bytes:
                 self._large_out += 1
         if self._position.dead:

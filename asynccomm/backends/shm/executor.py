@@ -50,7 +50,6 @@ class Executor:
         if not isinstance(core, CoreUnavailable):
             starts = (
                 layout.record(0, 0) * WORD,
-                layout.header(0, 0, 0) * WORD,
                 layout.slot(0, 0),
                 layout.result(0, 0),
                 layout.ring_start(0, 0),
@@ -78,8 +77,8 @@ class Executor:
             return reference.run(self.board, compiled.program, first, operands, reductions)
         board = self.board
         vectors = [_vector(operand) for operand in operands]
-        mark = (*board.signature, board.state.mark)
-        return self.driven(self.segment.run(compiled.core, first, mark, vectors, kernels, board.difference))
+        words = (*board.signature, board.state.history)
+        return self.driven(self.segment.run(compiled.core, first, words, vectors, kernels, board.difference))
 
     def driven(self, run: _core.Run) -> Progress:
         """Go on with a run in C."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from asynccomm.backends.base import DirectCalls, Submission
+from asynccomm.backends.base import DirectCalls, FastCalls, Submission
 from asynccomm.backends.shm.endpoint import largest_short
 from asynccomm.backends.shm.executor import Executor
 from asynccomm.backends.shm.lowering import has_program, lowered
@@ -62,6 +62,9 @@ class Recipe(NamedTuple):
     result: int  #: the number of the argument that is the result; -1: the result is None
     owners: object = None  #: of memory of the recipe's own
     message: tuple[int, int, bool] | None = None  #: peer, tag, and whether it is sent; without a program then
+    nbytes: int = 0  #: of the operation, for the statistics
+    kind: int = -1  #: of ``DirectCalls.fusion_kind``; -1 for None
+    weight: int = 0  #: bytes that count for ``Backend.fused_limit``
 
 
 def fast_path(
@@ -72,7 +75,7 @@ def fast_path(
     driven: Callable[[], bool],
     broken: Callable[[BaseException], object],
     *queues: Sequence[Any],
-) -> Callable[..., Work[Any]] | None:
+) -> FastCalls | None:
     """The fast path of the calls of a comm; None without the executor in C, or if torch shows it no tensors.
 
     Args:
@@ -99,7 +102,7 @@ def fast_path(
         Work,
         calls.mailbox,
         board.difference,
-        partial(recipe, executor, calls.group, limits),
+        partial(recipe, executor, calls, limits),
         calls.call,
         calls.adopt,
         broken,
@@ -116,22 +119,26 @@ def fast_path(
         links,
         largest_short(board.layout),
         limits.patience if crowded else min(THREAD_SPIN_SECONDS, limits.patience),
+        (
+            calls.queues,
+            calls.in_flight.works,
+            calls.in_flight.settled,
+            calls.overdue,
+            calls.note_deadline,
+            partial(recipe_of_held, executor, calls, limits),
+            calls.adopt_held,
+            calls.fused_limit,
+        ),
     )
-    return path.submit  # type: ignore[no-any-return]
+    return path  # type: ignore[no-any-return]
 
 
 def recipe(
-    executor: Executor, group: CommInfo, limits: Limits, check: Callable[..., Call | Several], *arguments: Any
+    executor: Executor, calls: DirectCalls, limits: Limits, check: Callable[..., Call | Several], *arguments: Any
 ) -> Recipe | None:
     """The recipe of calls like ``check(group, *arguments)``; None if they are not for the fast path."""
-    tensors: list[Tensor] = []
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            tensors.append(argument)
-        elif isinstance(argument, (list, tuple)):
-            tensors += argument
     try:
-        made = check(group, *arguments)
+        made = check(calls.group, *arguments)
     except Exception:  # for the ordinary path, which raises it again
         return None
     if isinstance(made, Several):
@@ -142,17 +149,41 @@ def recipe(
         call = made
     # the last of equals: an output may be another tensor in the same memory, and comes behind the input
     result = max([k for k, argument in enumerate(arguments) if argument is call.result is not None], default=-1)
-    if (
-        not (call.op.p2p or has_program(call.op))
-        or (result < 0 and call.result is not None)
-        or call.finish is not None
-        or call.copies
-    ):
+    if (result < 0 and call.result is not None) or call.finish is not None:
         return None
     if call.op.p2p:
-        return _message(group, call, result)
+        return _message(calls.group, call, result)
+    if not has_program(call.op):
+        return None
+    kind = calls.fusion_kind(call.op)
+    return _collective(executor, limits, call, _tensors(arguments), result, -1 if kind is None else kind)
+
+
+def recipe_of_held(
+    executor: Executor, calls: DirectCalls, limits: Limits, arguments: Sequence[Sequence[Any]]
+) -> Recipe | None:
+    """The recipe of the one call that several held calls become; None if the submitter has to send them."""
+    return _collective(
+        executor, limits, calls.fused(arguments), _tensors([t for each in arguments for t in each]), -1, -1
+    )
+
+
+def _tensors(arguments: Sequence[Any]) -> list[Tensor]:
+    """The tensors among arguments, in the order in which the fast path takes their addresses."""
+    tensors: list[Tensor] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            tensors.append(argument)
+        elif isinstance(argument, (list, tuple)):
+            tensors += argument
+    return tensors
+
+
+def _collective(
+    executor: Executor, limits: Limits, call: Call, tensors: Sequence[Tensor], result: int, kind: int
+) -> Recipe | None:
     submission = Submission(call, None)  # type: ignore[arg-type]
-    if submission.nbytes > limits.inline_bytes:
+    if submission.nbytes > limits.inline_bytes or call.copies:
         return None
     try:
         with torch.inference_mode(False):
@@ -168,7 +199,18 @@ def recipe(
         return None
     owners = None if low.scratch < 0 else low.operands[low.scratch]
     words = signature(call.op)
-    return Recipe(low.compiled.core, words, kernels, vectors, call.op, result, owners)  # type: ignore[arg-type]
+    return Recipe(
+        low.compiled.core,
+        words,
+        kernels,  # type: ignore[arg-type]
+        vectors,  # type: ignore[arg-type]
+        call.op,
+        result,
+        owners,
+        nbytes=submission.nbytes,
+        kind=kind,
+        weight=call.op.nbytes,
+    )
 
 
 def _message(group: CommInfo, call: Call, result: int) -> Recipe | None:

@@ -4,7 +4,7 @@
 
     words   one block of 64-bit words per rank; all but SLEEPING are written by that rank alone
     records per bank and rank: the flag that a slot is filled, the collective it is filled for, and room for tiny data
-    headers per bank, rank and part of its slot: four words that describe the part
+    headers per bank, rank and part of its slot: the lengths of a stream and its number of steps (``variable_length``)
     slots   per bank and rank: the rank's contribution to a step of a collective
     results per bank and rank: the rank's reduced part of a step
     rings   per (source, destination): a queue of bytes for messages
@@ -45,7 +45,7 @@ class RecordWord(IntEnum):
     POSTED = 0  #: the last step of this bank for which the rank has filled its slot, plus one
     CODE = 1  #: with NUMEL, the signature of the collective
     NUMEL = 2
-    MARK = 3  #: a hash of all collectives before
+    HISTORY = 3  #: a hash of all collectives before
     INLINE = 4  #: the first word of the data that fit here, and need no slot
 
 

@@ -1,4 +1,4 @@
-"""Lowering of operations to programs: their form and number of steps; bundles take one step."""
+"""Lowering of operations to programs: their form and number of steps."""
 
 from __future__ import annotations
 
@@ -10,26 +10,17 @@ from torch import Tensor
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
 from asynccomm.backends.hazards import separated
-from asynccomm.backends.shm.bundles import Bundle, extent
 from asynccomm.backends.shm.executor import Compiled, Executor
-from asynccomm.backends.shm.layout import WORD
 from asynccomm.backends.shm.payloads import parcels
 from asynccomm.backends.shm.programs import (
-    Action,
-    Part,
-    Program,
-    Ref,
-    Space,
-    Window,
     barrier,
     combined,
-    others,
     program,
     reduced_in_parts,
     room_per_reader,
     steps_for,
 )
-from asynccomm.backends.shm.reduction import Reduction
+from asynccomm.backends.shm.reduction import Reduction, reduction_for
 from asynccomm.backends.shm.reference import Progress
 from asynccomm.backends.shm.schedule import Lands, by_rank, in_place, landed, reducing, schedule, targets_of
 from asynccomm.backends.shm.variable_length import PayloadSink, PayloadSource, stream
@@ -38,10 +29,10 @@ from asynccomm.ops import (
     AllReduce,
     AllToAll,
     Barrier,
-    GroupedOp,
     Op,
     Parcels,
     Reduce,
+    TensorOp,
 )
 
 
@@ -57,14 +48,18 @@ class Lowered(NamedTuple):
     scratch: int = -1  #: the number of the operand that is memory of the lowering's own; -1: there is none
 
 
-def start(executor: Executor, submission: Submission | Bundle, whole: int) -> Progress:
-    """Begin a collective, or a bundle of collectives.
+def start(executor: Executor, submission: Submission, whole: int) -> Progress:
+    """Begin a collective.
 
     Args:
         whole: bytes up to which every rank combines a whole reduction (``programs.combined``).
     """
-    if isinstance(submission, Submission) and submission.run is not None:
-        return executor.driven(submission.run)  # type: ignore[arg-type]
+    if (run := submission.run) is not None:
+        board = executor.board
+        if not run.begun:
+            first = board.begin(submission.work.seq, submission.op, run.steps)
+            run.begin(first, (*board.signature, board.state.history))
+        return executor.driven(run)
     return _FORMS.get(type(submission.op), _run)(executor, submission, whole)
 
 
@@ -112,7 +107,7 @@ def _reduce(executor: Executor, submission: Submission, whole: int) -> Lowered:
         scratch = 1 if copies else -1
         compiled = executor.compiled(
             (AllReduce, nbytes, len(targets)),
-            lambda: program(1, combined(rank, size, nbytes, Window(nbytes), takes=takes, copies=copies, inline=inline)),
+            lambda: program(1, combined(rank, size, nbytes, takes=takes, copies=copies, inline=inline)),
         )
     else:
         own = isinstance(source, Tensor)
@@ -130,8 +125,18 @@ def _transfer(executor: Executor, submission: Submission, whole: int) -> Lowered
     nbytes, split = extent(submission.op, board.size)
     room = room_per_reader(board.chunk, board.size) if split else board.chunk
     steps = steps_for(nbytes, room)
-    compiled = executor.compiled((key, steps), lambda: program(steps, part(Window(room))))
+    compiled = executor.compiled((key, steps), lambda: program(steps, part(room)))
     return Lowered(compiled, operands, reductions, lands, owners)
+
+
+def extent(op: Op, size: int) -> tuple[int, bool]:
+    """The bytes that a rank contributes to a slot (of the largest rank), and whether it contributes them per rank."""
+    nbytes = op.part_nbytes(size)
+    if op.reduction is not None:
+        assert isinstance(op, TensorOp)
+        travels = reduction_for(op.dtype, op.reduction, size).dtype
+        nbytes = op.numel * travels.itemsize * (2 if op.dtype.is_complex else 1)
+    return nbytes, op.split
 
 
 def _parcels(executor: Executor, submission: Submission, whole: int) -> Progress:
@@ -169,61 +174,6 @@ def _all_to_all(executor: Executor, submission: Submission, whole: int) -> Progr
         land()
 
 
-# -- batches ----------------------------------------------------------------------------------------------------------
-
-
-def _bundle(executor: Executor, bundle: Bundle, whole: int) -> Progress:
-    board = executor.board
-    board.enter(bundle)
-    if bundle.places:
-        yield from _together(executor, bundle)
-    else:
-        (submission,) = bundle.submissions
-        bundle.op = submission.op
-        yield from start(executor, submission, whole)
-    board.enter(None)
-
-
-def _together(executor: Executor, bundle: Bundle) -> Progress:
-    """Run a bundle in one step, in which every rank waits for all others."""
-    board = executor.board
-    everything, places = bundle.op, bundle.places
-    schedules = []
-    for submission in bundle.submissions:
-        bundle.op = submission.op
-        schedules.append(schedule(board, submission))
-    bundle.op = everything
-    step = board.begin_bundle(bundle)
-    header, rows = board.listing(bundle)
-    operands: list[Operand | int] = [header.buffer_info()[0], rows.buffer_info()[0]]
-    reductions: list[Reduction] = []
-    for each in schedules:
-        operands += each.operands
-        reductions += each.reductions
-
-    def build() -> Program:
-        fill = [
-            Action(Ref(Space.HEADER, board.rank), (Ref(Space.VECTOR, 0),), *(len(header) * WORD,) * 3),
-            Action(Ref(Space.SLOT, board.rank, bundle.used), (Ref(Space.VECTOR, 1),), *(len(rows) * WORD,) * 3),
-        ]
-        take: list[Action] = []
-        vectors, kernels = 2, 0
-        for (offset, room), each in zip(places, schedules, strict=True):
-            part = each.part(Window(room, offset, vectors, kernels))
-            fill += part.fill
-            take += part.take
-            vectors += len(each.operands)
-            kernels += len(each.reductions)
-        return program(1, Part(tuple(fill), tuple(take), others(board.rank, board.size)))
-
-    key = bundle.used, len(rows), tuple(places), tuple([each.key for each in schedules])
-    yield from executor.run(executor.compiled(key, build), step, operands, reductions)
-    for submission, each in zip(bundle.submissions, schedules, strict=True):
-        bundle.op = submission.op
-        for land in each.lands:
-            land()
-
-
 _LOWERINGS: Final[Mapping[type[Op], Callable[[Executor, Submission, int], Lowered]]] = {
     AllReduce: _reduce,
     Reduce: _reduce,
@@ -232,5 +182,4 @@ _LOWERINGS: Final[Mapping[type[Op], Callable[[Executor, Submission, int], Lowere
 _FORMS: Final[Mapping[type[Op], Callable[[Executor, Any, int], Progress]]] = {
     AllToAll: _all_to_all,
     Parcels: _parcels,
-    GroupedOp: _bundle,
 }

@@ -8,15 +8,14 @@ own. An action names memory by a :class:`Ref`: a vector of the caller, or a plac
 There are two executors: ``reference.py`` in Python, which is the specification, and ``_core.c``. Both read and write
 the same segment, so ranks with either of them can take part in one collective, and their results have the same bits.
 
-A collective is a few parts of three kinds, of which each can share a step with others, at an offset in the slots:
+The collectives have four forms:
 
 - ``published``: a slot is for all readers (broadcast, all_gather, gather);
 - ``exchanged``: a slot holds a part for each reader (scatter, all_to_all_single), which a reader may combine
-  (reduce_scatter);
+  (``scattered_sums``: reduce_scatter);
 - ``combined``: small reductions; every rank that needs the result combines all slots;
-
-and ``reduced_in_parts`` is the program of large reductions: each rank combines its part of every step and publishes the
-result (reduce-scatter, then all-gather), chunk by chunk through slots that stay in the caches.
+- ``reduced_in_parts``: large reductions. Each rank combines its part of every step and publishes the result
+  (reduce-scatter, then all-gather), chunk by chunk through slots that stay in the caches.
 
 Reductions combine in rank order on every rank, so all ranks hold the same bits. Lengths and offsets are in bytes.
 """
@@ -37,7 +36,6 @@ class Space:
     SLOT: Final = 1
     RESULT: Final = 2
     RECORD: Final = 3  #: the room for tiny data beside a flag
-    HEADER: Final = 4  #: the headers of a slot's parts
 
 
 @final
@@ -100,20 +98,11 @@ class Program(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A collective's actions in the two stages of a step that may be shared: fill the slot, then read others' slots."""
+    """A collective's actions in the two stages of a step: fill the slot, then read others' slots."""
 
     fill: tuple[Action, ...]
     take: tuple[Action, ...]
     givers: tuple[int, ...]  #: this rank reads the slots of these ranks
-
-
-class Window(NamedTuple):
-    """The place of a part in the slots: ``room`` bytes at ``offset``, for each reader if readers have their own."""
-
-    room: int
-    offset: int = 0
-    first_vector: int = 0  #: number of the part's first vector
-    first_reduction: int = 0
 
 
 def steps_for(nbytes: int, per_step: int) -> int:
@@ -139,7 +128,7 @@ def barrier(rank: int, size: int) -> Part:
     return Part((), (), others(rank, size))
 
 
-def published(rank: int, source: int | None, targets: Sequence[tuple[int, int]], window: Window) -> Part:
+def published(rank: int, source: int | None, targets: Sequence[tuple[int, int]], room: int) -> Part:
     """A part in which this rank's vector is for all readers.
 
     The vectors: this rank's, if it has one, then one for each target.
@@ -147,27 +136,24 @@ def published(rank: int, source: int | None, targets: Sequence[tuple[int, int]],
     Args:
         source: bytes of this rank's vector; None without.
         targets: the ranks that this rank needs data of, and their bytes.
+        room: bytes of a slot.
     """
-    room, at, first, _ = window
     fill: list[Action] = []
     take: list[Action] = []
-    mine = Ref(Space.VECTOR, first, 0, room)
+    mine = Ref(Space.VECTOR, 0, 0, room)
     if source:
-        fill.append(_copy(Ref(Space.SLOT, rank, at), mine, source, room))
-    after = first + (source is not None)
-    for number, (giver, nbytes) in enumerate(targets, after):
+        fill.append(_copy(Ref(Space.SLOT, rank), mine, source, room))
+    for number, (giver, nbytes) in enumerate(targets, source is not None):
         target = Ref(Space.VECTOR, number, 0, room)
         if giver != rank:
-            take.append(_copy(target, Ref(Space.SLOT, giver, at), nbytes, room))
+            take.append(_copy(target, Ref(Space.SLOT, giver), nbytes, room))
         elif source is not None:
             fill.append(_copy(target, mine, nbytes, room))
     givers = tuple([giver for giver, _ in targets if giver != rank])
     return Part(tuple(fill), tuple(take), givers)
 
 
-def exchanged(
-    rank: int, sources: Sequence[tuple[int, int]], targets: Sequence[tuple[int, int]], window: Window
-) -> Part:
+def exchanged(rank: int, sources: Sequence[tuple[int, int]], targets: Sequence[tuple[int, int]], room: int) -> Part:
     """A part in which a slot holds data for each reader.
 
     The vectors: one for each source, then one for each target.
@@ -175,49 +161,47 @@ def exchanged(
     Args:
         sources: the ranks that this rank has data for, and the bytes.
         targets: the ranks that this rank needs data from, and the bytes. Its own data are copied directly.
+        room: bytes of a slot for each reader.
     """
-    room, at, first, _ = window
-    numbers = {reader: number for number, (reader, _) in enumerate(sources, first)}
-    fill = _to_readers(rank, [(reader, numbers[reader], n) for reader, n in sources if reader != rank], window)
+    numbers = {reader: number for number, (reader, _) in enumerate(sources)}
+    fill = _to_readers(rank, [(reader, numbers[reader], n) for reader, n in sources if reader != rank], room)
     take = []
-    for number, (giver, nbytes) in enumerate(targets, first + len(sources)):
+    for number, (giver, nbytes) in enumerate(targets, len(sources)):
         target = Ref(Space.VECTOR, number, 0, room)
         if giver != rank:
-            take.append(_copy(target, Ref(Space.SLOT, giver, at + rank * room), nbytes, room))
+            take.append(_copy(target, Ref(Space.SLOT, giver, rank * room), nbytes, room))
         else:
             fill.append(_copy(target, Ref(Space.VECTOR, numbers[rank], 0, room), nbytes, room))
     givers = tuple([giver for giver, _ in targets if giver != rank])
     return Part(tuple(fill), tuple(take), givers)
 
 
-def scattered_sums(rank: int, sizes: Sequence[int], window: Window, *, own: bool, direct: bool) -> Part:
+def scattered_sums(rank: int, sizes: Sequence[int], room: int, *, own: bool, direct: bool) -> Part:
     """The part of a reduce_scatter: each reader combines the data for it.
 
     The vectors: the data for each rank, then the target.
 
     Args:
         sizes: bytes of the data for each rank.
+        room: bytes of a slot for each reader.
         own: whether this rank's own data are combined in place, and not through its slot.
         direct: whether the target is written by the reduction; otherwise it is copied from this rank's result.
     """
-    room, at, first, reduction = window
     size, nbytes = len(sizes), sizes[rank]
     readers = others(rank, size) if own else range(size)
-    fill = _to_readers(rank, [(reader, first + reader, sizes[reader]) for reader in readers], window)
-    rows = [Ref(Space.SLOT, giver, at + rank * room) for giver in range(size)]
+    fill = _to_readers(rank, [(reader, reader, sizes[reader]) for reader in readers], room)
+    rows = [Ref(Space.SLOT, giver, rank * room) for giver in range(size)]
     if own:
-        rows[rank] = Ref(Space.VECTOR, first + rank, 0, room)
-    target = Ref(Space.VECTOR, first + size, 0, room)
+        rows[rank] = Ref(Space.VECTOR, rank, 0, room)
+    target = Ref(Space.VECTOR, size, 0, room)
     result = target if direct else Ref(Space.RESULT, rank)
-    take = [Action(result, tuple(rows), nbytes, room, room, reduction)]
+    take = [Action(result, tuple(rows), nbytes, room, room, 0)]
     if not direct:
         take.append(_copy(target, result, nbytes, room))
     return Part(tuple(fill), tuple(take), others(rank, size))
 
 
-def combined(
-    rank: int, size: int, nbytes: int, window: Window, *, takes: bool, copies: bool = False, inline: bool = False
-) -> Part:
+def combined(rank: int, size: int, nbytes: int, *, takes: bool, copies: bool = False, inline: bool = False) -> Part:
     """The part of a small reduction: every rank that ``takes`` the result combines all slots.
 
     The vectors: the source, then the target.
@@ -226,15 +210,14 @@ def combined(
         copies: the target is copied to a third vector in the end.
         inline: the data lie in the record beside the flag, and not in the slot.
     """
-    _, at, first, reduction = window
     space = Space.RECORD if inline else Space.SLOT
-    fill = [_copy(Ref(space, rank, at), Ref(Space.VECTOR, first), nbytes, nbytes)] if nbytes else []
+    fill = [_copy(Ref(space, rank), Ref(Space.VECTOR, 0), nbytes, nbytes)] if nbytes else []
     take: list[Action] = []
     if takes and nbytes:
-        rows = tuple([Ref(space, giver, at) for giver in range(size)])
-        take.append(Action(Ref(Space.VECTOR, first + 1), rows, nbytes, nbytes, nbytes, reduction))
+        rows = tuple([Ref(space, giver) for giver in range(size)])
+        take.append(Action(Ref(Space.VECTOR, 1), rows, nbytes, nbytes, nbytes, 0))
         if copies:
-            take.append(_copy(Ref(Space.VECTOR, first + 2), Ref(Space.VECTOR, first + 1), nbytes, nbytes))
+            take.append(_copy(Ref(Space.VECTOR, 2), Ref(Space.VECTOR, 1), nbytes, nbytes))
     return Part(tuple(fill), tuple(take), others(rank, size) if takes else ())
 
 
@@ -291,10 +274,9 @@ def _copy(target: Ref, source: Ref, nbytes: int, room: int) -> Action:
     return Action(target, (source,), nbytes, room, room)
 
 
-def _to_readers(rank: int, data: Sequence[tuple[int, int, int]], window: Window) -> list[Action]:
+def _to_readers(rank: int, data: Sequence[tuple[int, int, int]], room: int) -> list[Action]:
     """Copies to this rank's slot of a reader's data: (reader, number of the vector, bytes)."""
-    room, at, _, _ = window
     return [
-        _copy(Ref(Space.SLOT, rank, at + reader * room), Ref(Space.VECTOR, number, 0, room), nbytes, room)
+        _copy(Ref(Space.SLOT, rank, reader * room), Ref(Space.VECTOR, number, 0, room), nbytes, room)
         for reader, number, nbytes in data
     ]

@@ -18,19 +18,16 @@ from asynccomm.backends.base import Submission
 from asynccomm.backends.hazards import separated
 from asynccomm.backends.shm import programs
 from asynccomm.backends.shm.board import Board
-from asynccomm.backends.shm.programs import Part, Window
+from asynccomm.backends.shm.programs import Part
 from asynccomm.backends.shm.reduction import Reduction, reduction_for
 from asynccomm.backends.shm.vectors import Operand, Share, scattered, share_of, where
 from asynccomm.ops import (
     AllGather,
     AllGatherSingle,
-    AllReduce,
     AllToAllSingle,
-    Barrier,
     Broadcast,
     Gather,
     Op,
-    Reduce,
     ReduceScatter,
     ReduceScatterSingle,
     Scatter,
@@ -42,8 +39,8 @@ Lands = list[Callable[[], object]]
 class Schedule(NamedTuple):
     """A collective as a part of a program, with the memory that the part refers to."""
 
-    key: Hashable  #: with the window, determines the part
-    part: Callable[[Window], Part]
+    key: Hashable  #: with the room in a slot, determines the part
+    part: Callable[[int], Part]  #: takes the room, for each reader if the slot has a part for each
     operands: Sequence[Operand | int]  #: the vectors
     lands: Lands  #: called at the end
     reductions: Sequence[Reduction] = ()
@@ -51,12 +48,8 @@ class Schedule(NamedTuple):
 
 
 def schedule(board: Board, submission: Submission) -> Schedule:
-    """This rank's part in a collective with sizes known to all ranks."""
+    """This rank's part in a collective with equal steps, and with sizes that all ranks know."""
     return _SCHEDULES[type(submission.op)](board, submission)
-
-
-def _barrier(board: Board, submission: Submission) -> Schedule:
-    return Schedule(Barrier, lambda _: programs.barrier(board.rank, board.size), (), [])
 
 
 # -- reductions -------------------------------------------------------------------------------------------------------
@@ -89,18 +82,6 @@ def reducing(board: Board, submission: Submission) -> tuple[Operand, Operand | N
     return source, target, reduction, [*lands, *after]
 
 
-def _reduce(board: Board, submission: Submission) -> Schedule:
-    source, target, reduction, lands = reducing(board, submission)
-    nbytes = source.nbytes
-    targets = targets_of(target, reduction)
-    takes, copies = bool(targets), len(targets) > 1
-
-    def part(window: Window) -> Part:
-        return programs.combined(board.rank, board.size, nbytes, window, takes=takes, copies=copies)
-
-    return Schedule((AllReduce, nbytes, len(targets)), part, [source, *targets], lands, (reduction,))
-
-
 def targets_of(target: Operand | None, reduction: Reduction) -> list[Operand]:
     """The vectors that a small reduction writes: the target, behind a flat vector if it is in pieces."""
     if target is None or isinstance(target, Tensor):
@@ -122,8 +103,8 @@ def _reduce_scatter(board: Board, submission: Submission) -> Schedule:
     # in place, the first of several additions would overwrite the input of a later one
     direct = isinstance(target, Tensor) and not (own and where(sources[me]) == where(target))
 
-    def part(window: Window) -> Part:
-        return programs.scattered_sums(me, sizes, window, own=own, direct=direct)
+    def part(room: int) -> Part:
+        return programs.scattered_sums(me, sizes, room, own=own, direct=direct)
 
     key = ReduceScatter, sizes, own, direct
     return Schedule(key, part, [*sources, target], [*lands, *after], (reduction,), sources)
@@ -231,8 +212,6 @@ def _chunks(tensor: Tensor, nbytes: int, size: int) -> list[Share]:
 
 
 _SCHEDULES: Final[Mapping[type[Op], Callable[[Board, Submission], Schedule]]] = {
-    AllReduce: _reduce,
-    Reduce: _reduce,
     ReduceScatter: _reduce_scatter,
     ReduceScatterSingle: _reduce_scatter,
     Broadcast: _publish,
@@ -241,7 +220,6 @@ _SCHEDULES: Final[Mapping[type[Op], Callable[[Board, Submission], Schedule]]] = 
     Gather: _publish,
     Scatter: _distribute,
     AllToAllSingle: _distribute,
-    Barrier: _barrier,
 }
 
 

@@ -38,7 +38,9 @@ class CommBase(Handle):
         self._submitter = session.submitter
         self._group = session.group
         self._backend_name = backend_name
-        self._call = self._submitter.caller()  # for methods that take tensors and plain values
+        self._fast = self._submitter.fast_path()
+        # for methods that take tensors and plain values
+        self._call = self._submitter.call if self._fast is None else self._fast.submit
         self._sent_schemas = SenderSchemaCache()
         self._received_schemas = ReceiverSchemaCache()
 

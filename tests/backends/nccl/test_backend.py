@@ -151,14 +151,14 @@ async def test_a_barrier_comes_after_what_this_rank_has_called(world: World) -> 
         assert isinstance(stream, SimulatedStream)
         held = threading.Event()
         stream.put(held.wait)
-        work = comms[0].all_reduce(torch.ones(4))
+        works = [comm.all_reduce(torch.ones(4)) for comm in comms]
         barriers = [comm.barrier() for comm in comms]
-        comms[1].all_reduce(torch.ones(4))
-        await barriers[1]  # rank 1 had nothing in flight when it called
+        for _ in range(20):  # more turns of the loop than a barrier needs
+            await asyncio.sleep(0)
         assert not barriers[0].done()
         held.set()
-        await barriers[0]
-        assert work.done()
+        await asyncio.gather(*barriers)
+        assert works[0].done()
 
 
 async def test_objects_and_barriers_need_no_nccl(world: World) -> None:
@@ -535,10 +535,10 @@ async def test_what_was_called_in_a_capture_must_be_submitted_in_it(world: World
             (inside, None, "was called within the capture"),
         ):
             backend.device.capture = capture
-            for call in (AllReduce.of(comm._group, tensor, ReduceOp.SUM), Send.of(comm._group, tensor, 0, 0)):
+            for call in (AllReduce.of(comm._group, tensor, ReduceOp.MAX), Send.of(comm._group, tensor, 0, 0)):
                 hold(backend, None if capture is None else inside, call_context)
                 with pytest.raises(RuntimeError, match=message):
-                    together(comm, [AllReduce.of(comm._group, torch.ones(4), ReduceOp.SUM), call])
+                    together(comm, [Broadcast.of(comm._group, torch.ones(4), 0), call])
         assert backend.nccl.calls == [], "nothing of the batches was handed on"
         backend.device.capture = None
         assert comm.statistics().in_flight == 0

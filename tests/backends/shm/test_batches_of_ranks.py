@@ -3,7 +3,7 @@
 import asyncio
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -68,7 +68,7 @@ async def test_any_batch_is_what_one_by_one_is(comm: Comm, late: bool) -> None:
 
 
 @pytest.mark.ranks(2, backend="shm")
-async def test_a_batch_is_one_synchronisation(comm: Comm) -> None:
+async def test_operations_of_one_kind_take_one_step(comm: Comm) -> None:
     board = board_of(comm)
     await comm.barrier()
     before = board.state.step
@@ -79,10 +79,10 @@ async def test_a_batch_is_one_synchronisation(comm: Comm) -> None:
 
 
 @pytest.mark.ranks(2, backend="shm")
-async def test_a_batch_is_over_in_the_call_where_the_peer_was_first(comm: Comm) -> None:
+async def test_a_fused_operation_is_over_in_the_call_where_the_peer_was_first(comm: Comm) -> None:
     first = torch.zeros(1)
     for turn in range(20):
-        calls = [*reduced(comm, torch.ones(1), torch.ones(2)), ops.Barrier.of(comm._group)]
+        calls = reduced(comm, torch.ones(1), torch.ones(2))
         if comm.rank == turn % 2:
             work = batch(comm, calls)
             await comm.send(first, 1 - comm.rank)  # "I have posted mine"
@@ -93,41 +93,29 @@ async def test_a_batch_is_over_in_the_call_where_the_peer_was_first(comm: Comm) 
 
 
 @pytest.mark.ranks(2, backend="shm")
-async def test_the_works_of_a_bundle_settle_together(comm: Comm) -> None:
-    seen: list[list[bool]] = []
-    if comm.rank == 0:
-        backend: Any = comm._session.backend
-        submit, works = backend.submit, []
-
-        def noted(submissions: Sequence[Any]) -> None:
-            works.extend([submission.work for submission in submissions])
-            submit(submissions)
-
-        backend.submit = noted
-        work = batch(comm, reduced(comm, torch.ones(1), torch.ones(2), torch.ones(3)))
-        del backend.submit
-        assert [part.done() for part in works] == [False] * 3
-        engine: Any = backend._engine
-        current = engine._current
-
-        def watched() -> Iterator[bool]:
-            yield from current
-            seen.append([part.done() for part in works])
-
-        engine._current = watched()
-        await comm.send(torch.ones(1), 1)
-        await work
-        assert seen == [[False] * 3]
-        assert [part.done() for part in works] == [True] * 3
-    else:
+async def test_the_works_of_fused_operations_settle_together(comm: Comm) -> None:
+    calls = [*reduced(comm, torch.ones(1), torch.ones(2), torch.ones(3)), ops.Barrier.of(comm._group)]
+    if comm.rank == 1:
         await comm.recv(torch.ones(1), 0)
-        await batch(comm, reduced(comm, torch.ones(1), torch.ones(2), torch.ones(3)))
+        await batch(comm, calls)
+        return
+    before = set(comm._submitter.in_flight.works)
+    work = batch(comm, calls)
+    parts = [part for part in comm._submitter.in_flight.works if part not in before]
+    assert [part.done() for part in parts] == [False] * 4
+    seen: list[list[bool]] = []
+    for part in parts:
+        part.add_done_callback(lambda _: seen.append([each.done() for each in parts[:3]]))
+    await comm.send(torch.ones(1), 1)
+    await work
+    await asyncio.gather(*parts)
+    assert seen == [[True] * 3] * 4
 
 
 @pytest.mark.ranks([2, 3], backend="shm")
 @pytest.mark.parametrize("inline", [None, "0", "1000"])
 async def test_large_and_small_ones_stay_in_order(comm: Comm, inline: str | None) -> None:
-    """Bundles, what goes by itself, and what is the worker's: each reads what the one before has written."""
+    """Fused operations, single ones, and those of the worker: each reads what the one before has written."""
     hints = {} if inline is None else {"inline_bytes": inline}
     async with new_comm("shm", name="mixed", timeout=60, hints=hints) as mixed:
         small, large = torch.ones(10), torch.ones(LARGE)
@@ -191,16 +179,12 @@ def mistaken(comm: Comm, case: str, wrong: bool) -> list[list[Call]]:
             return [reduced(comm, *ones[:3], torch.ones(4).long(), *ones[4:])]
         case "cut":
             return [reduced(comm, *ones[:4]), reduced(comm, *ones[4:])]
-        case "cut before the large one":
-            return [reduced(comm, *ones[:5]), reduced(comm, *ones[5:])]
         case _:
             return [[call] for call in reduced(comm, *ones)]
 
 
 @pytest.mark.ranks(3, backend="shm")
-@pytest.mark.parametrize(
-    "case", ["one more", "one less", "one other", "other dtype", "cut", "cut before the large one", "one by one"]
-)
+@pytest.mark.parametrize("case", ["one more", "one less", "one other", "other dtype", "cut", "one by one"])
 async def test_batches_that_differ_fail_on_all_ranks(comm: Comm, case: str) -> None:
     for who in range(comm.size):
         async with new_comm("shm", name=f"{case} {who}", timeout=60) as doomed:
@@ -218,14 +202,24 @@ async def test_batches_that_differ_fail_on_all_ranks(comm: Comm, case: str) -> N
 
 
 @pytest.mark.ranks(3, backend="shm")
+async def test_a_batch_may_be_cut_before_an_operation_that_is_not_fused(comm: Comm) -> None:
+    tensors = [torch.ones(n) for n in (1, 2, 3, LARGE)]
+    calls = [*reduced(comm, *tensors), ops.Barrier.of(comm._group)]
+    for part in [calls[:3], calls[3:]] if comm.rank == 1 else [calls]:
+        await batch(comm, part)
+    assert all(tensor.eq(comm.size).all() for tensor in tensors)
+
+
+@pytest.mark.ranks(3, backend="shm")
 async def test_a_rank_that_has_closed_is_missed_in_a_batch(comm: Comm) -> None:
     async with new_comm("shm", name="short", timeout=60) as short:
         await short.barrier()
         if comm.rank == 2:
             await short.aclose()
             return
-        with pytest.raises(BackendError, match=r"rank 2 has closed the comm and takes no part in together\(all_reduce"):
-            await batch(short, reduced(short, torch.ones(4), torch.ones(5)))
+        text = r"rank 2 has closed the comm and takes no part in all_reduce\(float32\[9\] in pieces, SUM\)"
+        with pytest.raises(BackendError, match=text):
+            await batch(short, [*reduced(short, torch.ones(4), torch.ones(5)), ops.Barrier.of(short._group)])
 
 
 @pytest.mark.ranks(3, backend="shm")
@@ -272,14 +266,17 @@ async def test_a_failing_operation_of_a_batch_is_named_on_all_ranks(
 
 
 @pytest.mark.ranks(2, backend="shm")
-async def test_nothing_of_a_batch_is_handed_on_if_it_cannot_be_cut(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_of_a_batch_is_handed_on_if_it_cannot_be_fused(
+    comm: Comm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_memory(*_: Any) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr("asynccomm.backends.shm.engine.cut", no_memory)
+        patched.setattr("asynccomm.batching.batches.fuse", no_memory)
         with pytest.raises(MemoryError):
-            batch(comm, [*reduced(comm, torch.ones(1), torch.ones(2))])
+            batch(comm, [ops.Barrier.of(comm._group), *reduced(comm, torch.ones(1), torch.ones(2))])
+    assert comm.statistics().in_flight == 0
     tensor = torch.ones(1)
     await batch(comm, reduced(comm, tensor, torch.ones(2)))
     assert tensor.item() == 2

@@ -65,6 +65,18 @@ def test_another_collective_is_a_mismatch(ranks: list[int]) -> None:
     assert caught.value.other_op == "all_reduce(int64[3], SUM)"
 
 
+def test_a_difference_before_is_told_apart() -> None:
+    """A rank that gives does not wait for the others, so it may notice the difference later."""
+    mine, theirs = boards(2)
+    for board, n in ((mine, 3), (theirs, 4)):
+        board.begin(0, ops.Gather(torch.float32, n, 0), 1)
+        assert board.begin(1, BARRIER, 1) == 1
+        board.post(1)
+    with pytest.raises(CollectiveMismatchError, match="and the ranks differed in a collective before it") as caught:
+        mine.posted(1, [1])
+    assert (caught.value.seq, caught.value.op) == (1, "barrier()")
+
+
 def test_behind_is_who_has_not_come_to_the_end() -> None:
     mine, theirs = boards(2)
     mine.begin(0, BARRIER, 2)

@@ -169,7 +169,7 @@ async def test_which_calls_are_fast() -> None:
                 assert await path(call()) == "ordinary", name
         async with comm.coalesce():
             work = comm.all_reduce(plain)
-        assert await path(work) == "ordinary"
+        assert await path(work) == "fast"
         comm.extend_timeout(5)
         assert comm.all_reduce(plain).timeout == 35
         assert paths.took() == "ordinary", "the first operation that is done ends the extension"
@@ -671,6 +671,10 @@ async def test_an_exception_before_a_begun_operation_is_adopted_breaks_the_comm(
             patched.setattr(Submitter, "adopt", interrupted)
         async with new_comm("shm", name="interrupted", timeout=30, hints={"spin_us": "0"}) as own:
             await own.barrier(timeout=30)
+            backend = own.unsafe_get_backend()
+            assert isinstance(backend, ShmBackend)
+            while backend._engine._lock.locked():  # by the thread that has finished the barrier
+                await asyncio.sleep(0)
             if comm.rank == 0:
                 with pytest.raises(KeyboardInterrupt):
                     own.all_reduce(torch.ones(2))
@@ -680,7 +684,8 @@ async def test_an_exception_before_a_begun_operation_is_adopted_breaks_the_comm(
             else:
                 await comm.barrier()
                 with pytest.raises(BrokenError):
-                    await own.all_reduce(torch.ones(2))
+                    await own.all_reduce(torch.ones(2))  # may be done: the other rank has filled its slot
+                    await own.barrier()
 
 
 @pytest.mark.ranks(1)
@@ -745,17 +750,18 @@ async def test_a_peer_that_writes_nonsense_is_named(part: int) -> None:
         length = choose.choice([2, 2, 0, 2**63, 2**64 - 1])
         step = choose.choice([64, 64, 64, 0, 8, 2**20, 2**20 + 64, 2**40])
         async with new_comm("shm", name=f"nonsense {part} {case}", timeout=30) as comm:
-            comm.set_timeout(0.1)
             tensor = torch.zeros(2)
             if comm.rank == 0:
                 await comm.recv(tensor, 1)
                 await comm.barrier()
+                comm.set_timeout(0.1)
                 with contextlib.suppress(BrokenError):
                     await comm.recv(tensor, 1)
                     assert (*fields[:4], length) == (*honest[:4], 2)
                 continue
             await comm.send(tensor, 0)
             await comm.barrier()
+            comm.set_timeout(0.1)
             backend = comm.unsafe_get_backend()
             assert isinstance(backend, ShmBackend)
             link = backend._engine._messages._links[0]

@@ -13,7 +13,6 @@ from asynccomm.backends.shm.executor import Executor
 from asynccomm.backends.shm.programs import (
     Program,
     Space,
-    Window,
     barrier,
     combined,
     exchanged,
@@ -73,7 +72,7 @@ def test_publish(n: int) -> None:
     got = [[torch.zeros(n, dtype=torch.uint8) for _ in range(3)] for _ in range(3)]
 
     def one(me: int) -> Progress:
-        part = published(me, n, [(rank, n) for rank in range(3)], Window(256))
+        part = published(me, n, [(rank, n) for rank in range(3)], 256)
         return run(world[me], program(steps_for(n, 256), part), [sent[me], *got[me]])
 
     finish(*(one(me) for me in range(3)))
@@ -84,8 +83,8 @@ def test_publish(n: int) -> None:
 def test_a_reader_of_one_rank_waits_for_that_rank_only() -> None:
     world = executors(3, chunk=256)
     out, sent = torch.zeros(4, dtype=torch.uint8), torch.ones(4, dtype=torch.uint8)
-    reading = run(world[1], program(1, published(1, None, [(0, 4)], Window(256))), [out])
-    finish(run(world[0], program(1, published(0, 4, [], Window(256))), [sent]), reading)
+    reading = run(world[1], program(1, published(1, None, [(0, 4)], 256)), [out])
+    finish(run(world[0], program(1, published(0, 4, [], 256)), [sent]), reading)
     assert out.tolist() == [1] * 4  # rank 2 has not come
 
 
@@ -99,9 +98,7 @@ def test_exchange(n: int) -> None:
     each = [(rank, n) for rank in range(3)]
 
     def one(me: int) -> Progress:
-        return run(
-            world[me], program(steps_for(n, room), exchanged(me, each, each, Window(room))), [*sent[me], *got[me]]
-        )
+        return run(world[me], program(steps_for(n, room), exchanged(me, each, each, room)), [*sent[me], *got[me]])
 
     finish(*(one(me) for me in range(3)))
     for me in range(3):
@@ -121,7 +118,7 @@ def test_reduce(size: int, n: int, parts: bool, own: bool) -> None:
         made = (
             reduced_in_parts(rank, size, 4 * n, 1024, takes=True, own=own)
             if parts
-            else program(1, combined(rank, size, 4 * n, Window(4 * n), takes=True, inline=own and n <= 24))
+            else program(1, combined(rank, size, 4 * n, takes=True, inline=own and n <= 24))
         )
         return run(world[rank], made, [tensors[rank]] * 2, [reduction_for(torch.float32, ReduceOp.SUM, size)])
 
@@ -139,7 +136,7 @@ def test_scattered_sums(size: int, n: int, own: bool, direct: bool) -> None:
     got = [torch.zeros(n) for _ in range(size)]
 
     def one(me: int) -> Progress:
-        part = scattered_sums(me, [4 * n] * size, Window(64), own=own, direct=direct)
+        part = scattered_sums(me, [4 * n] * size, 64, own=own, direct=direct)
         reductions = [reduction_for(torch.float32, ReduceOp.SUM, size)]
         return run(world[me], program(steps_for(4 * n, 64), part), [*data[me], got[me]], reductions)
 
@@ -148,22 +145,15 @@ def test_scattered_sums(size: int, n: int, own: bool, direct: bool) -> None:
         assert torch.equal(got[me], sum((data[rank][me] for rank in range(size)), torch.zeros(n)))
 
 
-@pytest.mark.parametrize("at", [0, 64, 512])
-def test_a_part_touches_nothing_beside_its_window(at: int) -> None:
+def test_a_part_touches_nothing_behind_its_data() -> None:
     world = executors(2, chunk=1024)
     tensors = [torch.arange(16) * (rank + 1.0) for rank in range(2)]
     slots = [each.board.elements(Space.SLOT, torch.uint8, 0, each.board.rank, 0, 1024).fill_(77) for each in world]
     reductions = [reduction_for(torch.float32, ReduceOp.SUM, 2)]
-    finish(
-        *(
-            run(world[r], program(1, combined(r, 2, 64, Window(64, at), takes=True)), [tensors[r]] * 2, reductions)
-            for r in range(2)
-        )
-    )
+    made = [program(1, combined(r, 2, 64, takes=True)) for r in range(2)]
+    finish(*(run(world[r], made[r], [tensors[r]] * 2, reductions) for r in range(2)))
     assert all(torch.equal(tensor, 3.0 * torch.arange(16)) for tensor in tensors)
-    for slot in slots:
-        assert slot[:at].eq(77).all()
-        assert slot[at + 64 :].eq(77).all()
+    assert all(slot[64:].eq(77).all() for slot in slots)
 
 
 @given(data=st.data())
@@ -179,8 +169,8 @@ def test_vectors_in_pieces(data: st.DataObject) -> None:
     sources, targets = pieces(), [pieces(), pieces()]
     for k, tensor in enumerate(sources):
         tensor.copy_((torch.arange(len(tensor)) * 7 + k).to(torch.uint8))
-    sender = program(steps_for(n, 128), published(0, n, [(0, n)], Window(128)))
-    reader = program(steps_for(n, 128), published(1, None, [(0, n)], Window(128)))
+    sender = program(steps_for(n, 128), published(0, n, [(0, n)], 128))
+    reader = program(steps_for(n, 128), published(1, None, [(0, n)], 128))
     finish(
         run(world[0], sender, [scattered(sources), scattered(targets[0])]),
         run(world[1], reader, [scattered(targets[1])]),
@@ -242,9 +232,7 @@ def test_both_executors_compute_the_same_bits(dtype: torch.dtype) -> None:
                 for executor in ("core", "reference"):
                     world = executors(size, chunk=64 << 10, kind=executor)
                     out = [tensor.clone() for tensor in tensors]
-                    made = [
-                        program(1, combined(r, size, out[0].nbytes, Window(64 << 10), takes=True)) for r in range(size)
-                    ]
+                    made = [program(1, combined(r, size, out[0].nbytes, takes=True)) for r in range(size)]
                     reductions = [reduction_for(dtype, op, size)]
                     assert reductions[0].kernel is not None
                     finish(*(run(world[r], made[r], [out[r]] * 2, reductions) for r in range(size)))

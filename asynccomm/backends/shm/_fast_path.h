@@ -1,0 +1,171 @@
+/* The objects that _fast_path.c and _scopes.c share. */
+#ifndef ASYNCCOMM_FAST_PATH_H
+#define ASYNCCOMM_FAST_PATH_H
+
+#include "_core.h"
+
+#define MIX 0x9E3779B97F4A7C15u /* as in board.py */
+#define MOST_ARGS 8
+#define MOST_TENSORS 256
+#define MOST_DIMS 8
+#define MOST_WORDS 1024
+#define MOST_CONSTANTS 24
+#define MOST_SKIPPED 64 /* calls in a row without a spin, after spinning has failed */
+#define ENTRIES 1024    /* a power of two */
+
+/* ---- tensors, by the table of functions that torch publishes for DLPack ------------------------------------------- */
+
+/* dlpack.h, version 1: the members up to `dltensor_from_py_object_no_sync` */
+typedef struct {
+    void *data;
+    struct { int32_t type, id; } device;
+    int32_t ndim;
+    struct { uint8_t code, bits; uint16_t lanes; } dtype;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} DLTensor;
+typedef struct {
+    struct { uint32_t major, minor; } version;
+    void *previous;
+    void *allocate, *export_tensor, *import_tensor;
+    int (*look)(void *tensor, DLTensor *found);
+} DLPackTable;
+
+enum { DL_CPU = 1, DL_COMPLEX = 5 };
+
+/* The lowest byte of the first word of an argument in a key; the first word of all is the address of the method's check, or
+ * SEVERAL for a key of the serial numbers of calls. */
+enum { OF_TENSOR = 1, OF_LIST, OF_INTEGER, OF_CONSTANT, SEVERAL };
+
+/* Numbers that are equal if two calls need the same program. */
+typedef struct {
+    uint64_t words[MOST_WORDS];
+    int count;
+} Key;
+
+/* The pieces of a program's vector: where each lies, and where it starts in the vector. */
+typedef struct {
+    int count;
+    int *tensors;                /* -1: `offsets` has an address */
+    int64_t *offsets, *starts; /* starts: one more, the bytes of the vector */
+} Places;
+
+typedef struct {
+    char *data[MOST_TENSORS];
+    int64_t nbytes[MOST_TENSORS];
+    PyObject *dtype[MOST_TENSORS];                              /* borrowed: dtypes live for ever */
+    int64_t offset[MOST_TENSORS], storage[MOST_TENSORS]; /* elements, and bytes: of views that do not begin their storage */
+    int count;
+} Tensors;
+
+/* The arguments of a call, with tuples in place of lists, which other threads may change. */
+typedef struct {
+    PyObject *items[MOST_ARGS];
+    int count;
+} Arguments;
+
+/* What a kind of call comes to. */
+typedef struct {
+    uint64_t *words; /* the key */
+    int word_count;
+    PyObject *make; /* that the key names by its address; kept alive; NULL for calls that a scope has held */
+    PyObject *op, *kernels, *owners; /* owners: of memory that is part of the recipe */
+    PyObject *nbytes;                /* an int, for the statistics */
+    uint64_t serial;                 /* names the entry in keys of several calls */
+    int64_t weight; /* bytes that count for the limit of a kind */
+    int kind; /* calls of one kind that a scope holds travel as one; 0: this one travels alone; -1: Python holds it */
+    Program *program; /* NULL: a message, or this kind is not for the fast path */
+    uint64_t code, numel;
+    int peer, sends; /* of a message; -1 otherwise */
+    uint32_t tag;
+    int result, vectors; /* number of the argument that is the result, -1: None */
+    Places *places; /* by vector */
+    Run *run; /* for the next call */
+    int holds; /* of the table, and of calls: a destructor may make further calls, which empty the table */
+} Entry;
+
+/* Calls that a scope holds: _scopes.c */
+typedef struct {
+    PyObject *queues;           /* a dict: the DeferredQueue by the task or thread that is in a scope */
+    PyObject *works;            /* a dict: the bytes by the Work in flight */
+    PyObject *settled, *overdue; /* of a Work */
+    PyObject *note;             /* called with a queue and a Work that may have the first deadline of the queue */
+    PyObject *learn, *adopt;    /* as those of the FastPath, for several calls */
+    double limit;               /* at the last call of `note` */
+    long long fused_limit;      /* bytes of the calls that travel as one */
+} Scopes;
+
+typedef struct {
+    PyObject_HEAD
+    Segment *segment;
+    RankPosition *state;
+    CallCounts *counts;
+    PyTypeObject *work_type;
+    PyObject *mailbox, *mismatch, *learn, *submit, *adopt, *broken, *call_site, *files, *recent, *lock, *driven, *queue, *inbox;
+    DLPackTable *table;
+    PyTypeObject *tensor, *parameter;
+    Scopes scopes;
+    uint64_t serials;
+    PyObject *values, *constants[MOST_CONSTANTS]; /* the constants are those of the tuple `values` */
+    int constant_count;
+    LinkState **links; /* by rank; NULL for this rank */
+    int ranks;
+    int64_t short_bytes;
+    Entry *entries[ENTRIES];
+    int known;
+    int64_t patience, thread_patience; /* nanoseconds; the latter on a thread that runs no loop, and so waits anyway */
+    int in_loop; /* of the current call */
+    unsigned to_skip, skipped;
+} FastPath;
+
+/* ---- _fast_path.c ------------------------------------------------------------------------------------------------- */
+
+PyObject *core_tuple_of(PyObject *const *items, Py_ssize_t n);
+
+/* The place of the entry of a key. */
+Entry **core_entry_of(FastPath *f, const uint64_t *words, int count);
+
+/* Have Python make a recipe: learn(given). Returns the entry, NULL with an exception. */
+Entry *core_learn(FastPath *f, PyObject *learn, PyObject *given, const uint64_t *words, int count, int tensors, Py_ssize_t arguments);
+
+void core_release_entry(Entry *entry);
+
+/* Give an entry a run, if it has none; -1 with an exception. */
+int core_prepare(const FastPath *f, Entry *entry);
+
+/* Whether a call may be sent from here now, -1 with an exception; if so, the comm's lock is taken. */
+int core_may_send(FastPath *f);
+
+/* Release the lock behind an exception, if there is one; -1 with another exception. */
+int core_release_lock(FastPath *f);
+
+/* Give the run of an entry the memory of tensors at these addresses. */
+void core_place(const Entry *entry, char *const *data);
+
+/* Begin the collective of an entry as number `number`, on tensors at these addresses, and run it as far as possible. */
+int core_start(FastPath *f, Entry *entry, char *const *data, long long number);
+
+/* Note a call for diagnoses: (op, site, seq, started); -1 with an exception. */
+int core_remember(const FastPath *f, PyObject *op, PyObject *site, long long seq, double started);
+
+/* A Work of a call, not settled, or NULL with an exception. */
+WorkState *core_new_work(const FastPath *f, const Entry *entry, PyObject *result, PyObject *site, double started);
+
+/* Break the comm because of the current exception: a run has begun that nobody goes on with. */
+void core_break_comm(FastPath *f);
+
+/* ---- _scopes.c ---------------------------------------------------------------------------------------------------- */
+
+/* The queue of the scope that the caller is in, or NULL; as hold_arguments. */
+int core_queue_of(FastPath *f, PyObject **queue);
+
+/* Hold a call in `queue`: 1 with its Work or an exception, 0: Python holds it. */
+int core_hold(FastPath *f, Entry *entry, const Tensors *tensors, const Arguments *arguments, PyObject *result, PyObject *site,
+              double started, PyObject *queue, PyObject **work);
+
+/* flush(items) -> True, or None: Python sends them */
+PyObject *FastPath_flush(PyObject *self, PyObject *items);
+
+int core_add_scopes(PyObject *module);
+
+#endif
