@@ -45,7 +45,7 @@ class ShmBackend(Backend):
     devices = frozenset({"cpu"})
     hints = HINTS
     compares = True
-    fusion_limit = 256 << 10  # larger operations are faster unmerged than in pieces (measured: 2 ranks on 2 cores)
+    fusion_limit = 128 << 10  # larger operations are faster unmerged than in pieces (measured: 2 ranks on 2 cores)
     fused_limit = 1 << 20
 
     def __init__(
