@@ -213,8 +213,8 @@ class HeldCall(Protocol):
         """Those of ``DirectCalls.call`` from ``check`` on, with tuples in place of lists."""
 
     @property
-    def places(self) -> Sequence[tuple[torch.UntypedStorage, int, int, tuple[int, ...]]]:
-        """Storage, offset in elements, address and shape of each tensor among the arguments, as at the call."""
+    def places(self) -> Sequence[tuple[torch.UntypedStorage, int, int, tuple[int, ...], torch.dtype]]:
+        """Storage, offset in elements, address, shape and dtype of each tensor among the arguments, as at the call."""
 
 
 class FastCalls(Protocol):
@@ -261,7 +261,7 @@ class DirectCalls(Protocol):
         """Break when a thread has waited for ``work`` past its deadline."""
 
     def fusion_kind(self, op: Op) -> int | None:
-        """A number, equal for held operations that are sent as one; 0 if ``op`` is sent alone; None: see ``flush``."""
+        """A number, equal for held operations that are sent as one; 0: ``op`` is sent alone; None: the comm holds it."""
 
     @property
     def fused_limit(self) -> int:

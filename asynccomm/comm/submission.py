@@ -22,6 +22,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Final, Protocol, final
 
+import torch
 from torch import Tensor
 
 from asynccomm.backends.base import Backend, FastCalls, HeldCall, Submission
@@ -523,21 +524,21 @@ class Submitter:
             held = [item for item in queue.take() if not item.work.done()]
             if not held:
                 return  # nothing was deferred, or the comm has broken
-            if queue.fast is not None and queue.fast.flush(held):
-                self.in_flight.batches += len(held) > 1
-                self.in_flight.wake()
-                return
-            self._flush([self.taken_over(item) for item in held])
+            try:
+                if queue.fast is None or not queue.fast.flush(held):
+                    self._flush([self.taken_over(item) for item in held])
+                    return
+            except BaseException as exc:
+                self.drop(held, describe_exception(exc))
+                raise
+            self.in_flight.batches += len(held) > 1
+            self.in_flight.wake()
 
     def _flush(self, held: list[Submission]) -> None:
-        try:
-            if self.ordering is not None:
-                check_messages([planned(item) for item in held])
-                held = self._issue_all(held)
-            self._send_planned(held)
-        except BaseException as exc:
-            self.drop(held, describe_exception(exc))
-            raise
+        if self.ordering is not None:
+            check_messages([planned(item) for item in held])
+            held = self._issue_all(held)
+        self._send_planned(held)
 
     def flush_all(self) -> None:
         """Send the operations of all scopes: the comm is closing. Operations that cannot be sent have failed."""
@@ -666,15 +667,13 @@ def _restored(held: HeldCall) -> list[Any]:
             return [restored(item) for item in argument]
         if not isinstance(argument, Tensor):
             return argument
-        storage, offset, address, shape = next(places)
-        end = (offset + math.prod(shape)) * argument.itemsize
-        if (argument.data_ptr() == address and argument.shape == shape) or storage.nbytes() < end:
+        storage, offset, address, shape, dtype = next(places)
+        if (argument.data_ptr(), argument.shape, argument.dtype) == (address, shape, dtype):
             return argument
-        return (
-            argument.detach()
-            .new_empty(0)
-            .set_(storage, offset, shape, argument.new_empty(shape, device="meta").stride())
-        )
+        if storage.nbytes() < (offset + math.prod(shape)) * dtype.itemsize:  # the memory was freed
+            return argument
+        strides = torch.empty(shape, device="meta").stride()
+        return torch.empty(0, dtype=dtype).set_(storage, offset, shape, strides)
 
     return [restored(argument) for argument in held.arguments]
 

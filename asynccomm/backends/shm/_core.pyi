@@ -100,4 +100,4 @@ class HeldCall:
     op: Op
     work: Work[Any]
     arguments: tuple[Any, ...]
-    places: list[tuple[Any, int, int, tuple[int, ...]]]
+    places: list[tuple[Any, int, int, tuple[int, ...], Any]]

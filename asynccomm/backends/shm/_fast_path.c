@@ -5,7 +5,7 @@
  * calls run the recipe here, if nothing else is going on in the comm. Everything unusual falls back to Python:
  *
  * - arguments that are no plain contiguous CPU tensors, and anything that a check could refuse;
- * - a comm that is closed, orders its calls by agreement, is inside a scope, or has operations in flight;
+ * - a comm that is closed, orders its calls by agreement, is inside a scope with limits, or has operations in flight;
  * - a run that is not done after a short spin: Python adopts it as it is.
  *
  * Python code may run, and other threads with it, until the addresses of the tensors are taken; from then on to the end of

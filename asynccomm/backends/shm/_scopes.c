@@ -467,7 +467,7 @@ static PyObject *shape_of(const uint64_t *dims, int ndim)
     return shape;
 }
 
-/* places: [(storage, offset in elements, address, shape), ...] by tensor, as at the call; the key has the shapes */
+/* places: [(storage, offset in elements, address, shape, dtype), ...] by tensor, as at the call; the key has the last two */
 static PyObject *HeldCall_places(PyObject *self, void *Py_UNUSED(closure))
 {
     HeldCall *held = (HeldCall *)self;
@@ -479,8 +479,9 @@ static PyObject *HeldCall_places(PyObject *self, void *Py_UNUSED(closure))
         at += sort == OF_LIST ? 1 : 2 + ndim;
         if (sort != OF_TENSOR) continue;
         PyObject *shape = shape_of(words + 2, ndim);
-        PyObject *place = shape ? Py_BuildValue("(OLKO)", PyTuple_GetItem(held->storages, k), (long long)held->tensors[k].offset,
-                                                (unsigned long long)(uintptr_t)held->tensors[k].data, shape) : NULL;
+        PyObject *place = shape ? Py_BuildValue("(OLKOO)", PyTuple_GetItem(held->storages, k), (long long)held->tensors[k].offset,
+                                                (unsigned long long)(uintptr_t)held->tensors[k].data, shape,
+                                                (PyObject *)(uintptr_t)words[1]) : NULL;
         if (!place || PyList_Append(places, place)) Py_CLEAR(places);
         Py_XDECREF(shape), Py_XDECREF(place);
         k++;

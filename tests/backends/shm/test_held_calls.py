@@ -382,7 +382,7 @@ async def test_memory_is_what_it_was_at_the_call() -> None:
                 was = [x.detach() for x in (a, b, c)]
                 async with comm.coalesce() as batch:
                     works = [comm.all_reduce(x, tag=tag) for x in (a, b, c)]
-                    a.data = torch.zeros(6)
+                    a.data = torch.zeros(6, dtype=torch.float64)
                     b.resize_(1000)  # the storage is the same, in other memory
                     c.data = torch.zeros(4)
                 await batch
@@ -455,3 +455,23 @@ async def test_a_failure_to_go_on_breaks_the_comm() -> None:
                 await batch  # may be done: the other rank has filled its slot
                 await comm.barrier()
         await sign.aclose()
+
+
+@pytest.mark.ranks(1)
+async def test_held_calls_that_cannot_be_sent_any_more_fail() -> None:
+    def refuses(*arguments: Any) -> Any:
+        raise ValueError("not any more")
+
+    async with counted() as (comm, _):
+        for _ in range(2):
+            x, y = ones(3, 4)
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(Submitter, "taken_over", refuses)
+                with pytest.raises(ValueError, match="not any more"):
+                    async with comm.coalesce():
+                        works = [comm.all_reduce(x), comm.all_reduce(x)]
+            for work in works:
+                with pytest.raises(NotSentError, match="ValueError: not any more"):
+                    await work
+            assert comm.statistics().in_flight == 0
+            assert (await comm.all_reduce(y)) is y
