@@ -261,7 +261,7 @@ class DirectCalls(Protocol):
         """Break when a thread has waited for ``work`` past its deadline."""
 
     def fusion_kind(self, op: Op) -> int | None:
-        """A number, equal for held operations that are sent as one; 0: ``op`` is sent alone; None: the comm holds it."""
+        """A number, equal for held operations that are sent as one; 0: ``op`` is sent alone; None: Python holds it."""
 
     @property
     def fused_limit(self) -> int:
