@@ -165,7 +165,7 @@ async def test_threads_that_wait_for_batches_need_no_loop(comm: Comm) -> None:
 
 def mistaken(comm: Comm, case: str, wrong: bool) -> list[list[Call]]:
     """Batches on a comm of which one rank has made a mistake."""
-    ones = [torch.ones(n) for n in (1, 2, 3, 4, 40_000, LARGE)]
+    ones = [torch.ones(n) for n in (1, 2, 3, 4, 20_000, LARGE)]
     if not wrong:
         return [reduced(comm, *ones)]
     match case:
