@@ -134,6 +134,8 @@ class CoalesceScope(Handle):
         try:
             if all(queue.depth == 1 for queue in self._queues):
                 self.flush()
+                while any(queue.items for queue in self._queues):  # a listener of a Work has made calls
+                    self.flush()
             else:
                 for submitter, queue in zip(self._submitters, self._queues, strict=True):
                     if queue.depth == 1:  # else the outer scope sends it

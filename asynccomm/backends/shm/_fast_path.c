@@ -512,9 +512,9 @@ int core_remember(const FastPath *f, PyObject *op, PyObject *site, long long seq
 /* Take note of a call that is done; its Work. */
 static PyObject *finish(FastPath *f, const Entry *entry, PyObject *result, PyObject *site, double started)
 {
-    long long seq = entry->peer < 0 ? f->counts->collectives : f->counts->messages;
+    long long seq = (*(entry->peer < 0 ? &f->counts->collectives : &f->counts->messages))++; /* before Python code can run */
+    f->counts->submitted++;
     WorkState *work = core_remember(f, entry->op, site, seq, started) ? NULL : core_new_work(f, entry, result, site, started);
-    ++*(entry->peer < 0 ? &f->counts->collectives : &f->counts->messages), f->counts->submitted++;
     if (work && entry->peer >= 0 && !entry->sends && !(work->source = PyLong_FromLong(entry->peer))) Py_CLEAR(work);
     if (work) work->seq = seq, work->finished = monotonic(), work->done = 1;
     return (PyObject *)work;
@@ -603,8 +603,10 @@ static PyObject *send(FastPath *f, Entry *entry, const Tensors *tensors, const A
     if (core_start(f, entry, tensors->data, f->counts->collectives) == DONE) return finish(f, entry, result, site, started);
     Run *run = entry->run;
     entry->run = NULL; /* which goes on without this entry */
+    int gc = PyGC_Disable(); /* a finalizer may make a call, which comes after this one */
     PyObject *call = core_tuple_of(arguments->items, arguments->count), *work = NULL;
     if (call) work = PyObject_CallFunction(f->adopt, "OOOOd", (PyObject *)run, call, result, site, started);
+    if (gc) PyGC_Enable();
     if (!work) core_break_comm(f);
     Py_XDECREF(call);
     Py_DECREF((PyObject *)run);

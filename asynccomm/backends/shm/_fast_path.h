@@ -89,9 +89,8 @@ typedef struct {
     PyObject *queues;           /* a dict: the DeferredQueue by the task or thread that is in a scope */
     PyObject *works;            /* a dict: the bytes by the Work in flight */
     PyObject *settled, *overdue; /* of a Work */
-    PyObject *note;             /* called with a queue and a Work that may have the first deadline of the queue */
+    PyObject *note;             /* called with a queue and a Work that has the first deadline of the queue */
     PyObject *learn, *adopt;    /* as those of the FastPath, for several calls */
-    double limit;               /* at the last call of `note` */
     long long fused_limit;      /* bytes of the calls that travel as one */
 } Scopes;
 

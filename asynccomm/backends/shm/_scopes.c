@@ -35,7 +35,7 @@ typedef struct {
 
 static PyTypeObject *HeldCall_Type;
 static PyObject *current_tasks; /* of Python 3.11, where `current_task` is Python code; NULL in later versions */
-static PyObject *current_task, *get_running_loop, *name_running, *name_items, *name_works, *name_untyped_storage, *name_settle;
+static PyObject *current_task, *get_running_loop, *name_running, *name_items, *name_works, *name_due, *name_untyped_storage, *name_settle;
 
 /* ---- holding ------------------------------------------------------------------------------------------------------ */
 
@@ -112,14 +112,16 @@ static int enter(FastPath *f, const Entry *entry, HeldCall *held, PyObject *queu
 {
     PyObject *work = (PyObject *)held->work;
     PyObject *items = PyObject_GetAttr(queue, name_items), *works = items ? PyObject_GetAttr(queue, name_works) : NULL;
-    Py_ssize_t before = works ? PyObject_Size(items) : -1;
-    int failed = before < 0 || PyDict_SetItem(f->scopes.works, work, entry->nbytes) || PyList_Append(works, work)
+    int failed = !works || PyDict_SetItem(f->scopes.works, work, entry->nbytes) || PyList_Append(works, work)
                  || PyList_Append(items, (PyObject *)held);
     Py_XDECREF(items), Py_XDECREF(works);
     if (failed) return -1;
     f->counts->submitted++;
-    if (before && f->counts->limit == f->scopes.limit) return 0; /* another call has the first deadline */
-    f->scopes.limit = f->counts->limit;
+    PyObject *due = PyObject_GetAttr(queue, name_due);
+    double first = due ? PyFloat_AsDouble(due) : -1;
+    Py_XDECREF(due);
+    if (PyErr_Occurred()) return -1;
+    if (first <= held->work->started + held->work->timeout) return 0; /* another call has the first deadline */
     PyObject *none = PyObject_CallFunctionObjArgs(f->scopes.note, queue, work, NULL);
     Py_XDECREF(none);
     return none ? 0 : -1;
@@ -397,13 +399,21 @@ static PyObject *groups_from(const Flush *flush, int first)
     return left;
 }
 
-/* Take note of what was sent, settle the calls that are done, and have Python go on with the others; -1 with an exception. */
-static int conclude(Flush *flush)
+/* Have Python go on with the calls that are not done, take note of what was sent, and settle the calls that are done; -1
+ * with an exception. `gc`: whether to enable the garbage collector, whose finalizers may make calls. */
+static int conclude(Flush *flush, int gc)
 {
     FastPath *f = flush->f;
     int done = flush->started < 0 ? -flush->started - 1 : flush->started, failed = 0;
     PyObject *left = NULL;
     if (done < flush->group_count) failed = !(left = groups_from(flush, done));
+    if (left && !failed) { /* before any other code of Python can make calls, which come after these */
+        PyObject *none = PyObject_CallFunctionObjArgs(f->scopes.adopt, left, NULL);
+        Py_XDECREF(none);
+        failed = !none;
+    }
+    Py_XDECREF(left);
+    if (gc) PyGC_Enable();
     for (int k = flush->count > REMEMBERED ? flush->count - REMEMBERED : 0; k < flush->count && !failed; k++) {
         WorkState *work = flush->calls[k]->work;
         failed = core_remember(f, work->op, work->site, work->seq, work->started);
@@ -411,12 +421,6 @@ static int conclude(Flush *flush)
     double now = monotonic();
     for (int g = 0; g < done && !failed; g++)
         for (int k = flush->groups[g].first; k >= 0 && !failed; k = flush->next[k]) failed = settle(f, flush->calls[k]->work, now);
-    if (left && !failed) {
-        PyObject *none = PyObject_CallFunctionObjArgs(f->scopes.adopt, left, NULL);
-        Py_XDECREF(none);
-        failed = !none;
-    }
-    Py_XDECREF(left);
     if (failed) core_break_comm(f);
     return failed ? -1 : 0;
 }
@@ -431,8 +435,9 @@ static int send_calls(Flush *flush)
     for (int g = 0; g < flush->group_count && may; g++) may = flush->groups[g].entry->run != NULL; /* no call has taken it */
     f->in_loop = 0; /* a scope is worth a longer wait than a call */
     if (may) {
+        int gc = PyGC_Disable();
         start_groups(flush);
-        if (conclude(flush)) may = -1;
+        if (conclude(flush, gc)) may = -1;
     }
     if (core_release_lock(f)) may = -1;
     return may;
@@ -551,6 +556,7 @@ int core_add_scopes(PyObject *module)
     }
     if (!get_running_loop || !(name_running = PyUnicode_InternFromString("__asyncio_running_event_loop__"))
         || !(name_items = PyUnicode_InternFromString("items")) || !(name_works = PyUnicode_InternFromString("works"))
+        || !(name_due = PyUnicode_InternFromString("due"))
         || !(name_untyped_storage = PyUnicode_InternFromString("untyped_storage"))
         || !(name_settle = PyUnicode_InternFromString("settle")) || !(HeldCall_Type = (PyTypeObject *)PyType_FromSpec(&held_spec)))
         return -1;

@@ -7,6 +7,7 @@ program's vectors lie in. Calls of equal arguments, up to the memory and the val
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, final
@@ -229,15 +230,19 @@ def _places(operand: Operand | int, tensors: Sequence[Tensor]) -> list[Place] | 
         pieces = [(operand, 0)]
     else:
         pieces = [(operand.data_ptr(), 0)]
+    # of tensors in the same memory, the search finds the last one here, which is the first argument
+    order = sorted((tensor.data_ptr(), -number, tensor.nbytes) for number, tensor in enumerate(tensors))
+    starts = [start for start, _, _ in order]
     places: list[Place] = []
     for address, left in pieces:
         while True:  # a piece may go on in the next tensor, which is elsewhere in other calls
-            found = next((k for k, t in enumerate(tensors) if 0 <= address - t.data_ptr() < t.nbytes), None)
-            if found is None:
+            found = bisect_right(starts, address) - 1
+            if found < 0 or address >= order[found][0] + order[found][2]:
                 return None
-            offset = address - tensors[found].data_ptr()
-            n = min(left, tensors[found].nbytes - offset)
-            places.append((found, offset, n))
+            start, number, nbytes = order[found]
+            offset = address - start
+            n = min(left, nbytes - offset)
+            places.append((-number, offset, n))
             address, left = address + n, left - n
             if not left:
                 break

@@ -369,6 +369,54 @@ async def test_scopes_of_threads_and_tasks_are_apart() -> None:
             assert all((t == 2).all() for t in (*mine, *one, *other))
 
 
+@pytest.mark.ranks(1)
+async def test_the_deadline_of_a_held_call_behind_a_longer_one() -> None:
+    async with counted() as (comm, _):
+        a, b = ones(3, 4)
+        for _ in range(2):
+            async with comm.coalesce() as batch:
+                comm.all_reduce(a)
+                comm.all_reduce(b)
+            await batch
+        async with comm.coalesce():
+            comm.all_reduce(a, timeout=100)  # which Python holds
+            comm.set_timeout(0.1)
+            with pytest.raises(CollectiveTimeoutError, match="not finished after"):
+                await asyncio.wait_for(asyncio.shield(wait_for(comm.all_reduce(b))), 20)
+
+
+@pytest.mark.ranks(2)
+async def test_calls_of_listeners_come_after_all_held_calls() -> None:
+    async with counted() as (comm, paths):
+        sign = await new_comm("shm", name="sign", timeout=30)
+        a, d, x = ones(3, 4, 5)
+        for round in range(4):
+            made: list[Work[Any]] = []
+            async with comm.coalesce() as batch:
+                comm.broadcast(d, 0).listen(lambda: None if made else made.append(comm.all_reduce(x)))  # noqa: B023
+                second = comm.all_reduce(a)
+                comm.barrier()
+
+                async def send() -> None:  # by another task, in whose calls no scope is
+                    if comm.rank == 1 and round == 3:  # noqa: B023
+                        await sign.recv(torch.empty(1), 0)
+                    await second  # noqa: B023
+
+                sending = asyncio.create_task(send())
+                while comm.rank == 0 and not made:
+                    await asyncio.sleep(0)
+                if comm.rank == 0 and round == 3:
+                    assert paths.adopted
+                    await sign.send(torch.empty(1), 1)
+                await sending
+            await batch
+            await made[0]
+            assert x.tolist() == [2.0 ** (round + 1)] * 5
+            numbers = [work.seq for work in (*batch.works, made[0])]
+            assert numbers == sorted(set(numbers))
+        await sign.aclose()
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
