@@ -147,24 +147,28 @@ async def _accept_peers(
     """Rank 0's side; returns the segment and all ranks' descriptors."""
     announcing = asyncio.ensure_future(context.announce(dumps(host.address(settings))))
     watching = asyncio.ensure_future(_problem_in_store(context.store))
+    segment, fd, problem = _new_segment(layout, host.ours)
     try:
-        segment, fd, problem = _new_segment(layout, host.ours)
-        await _first_of(host.came, host.gone, watching, announcing)
-        if host.problem or not host.came.done():
-            host.ask_for_results()
-            await _consult(context, host.problem, host.gone)
-    finally:
-        announcing.cancel()
-        watching.cancel()
-    host.stop_listening()
-    if segment is not None:
-        await host.distribute_fds(fd)
-        host.ours.close_one(fd)
-        problem = await host.mapping_problem()
-    await host.send_verdict(problem)
-    if problem or segment is None:
-        raise UnsuitableError(f"comm {context.group.name!r}: {problem}")
-    return segment, host.handed
+        try:
+            await _first_of(host.came, host.gone, watching, announcing)
+            if host.problem or not host.came.done():
+                host.ask_for_results()
+                await _consult(context, host.problem, host.gone)
+        finally:
+            announcing.cancel()
+            watching.cancel()
+        host.stop_listening()
+        if segment is not None:
+            await host.distribute_fds(fd)
+            host.ours.close_one(fd)
+            problem = await host.mapping_problem()
+        await host.send_verdict(problem)
+        if problem or segment is None:
+            raise UnsuitableError(f"comm {context.group.name!r}: {problem}")
+        return segment, host.handed
+    except BaseException:
+        segment = None  # the error keeps this frame alive, and would keep the mapping
+        raise
 
 
 def _new_segment(layout: Layout, ours: FdBag) -> tuple[Segment | None, int, str]:
@@ -219,16 +223,21 @@ async def _connect_to_root(
             )
     if problem or await peer.is_asked():
         await _consult(context, problem, peer.gone)
+    segment: Segment | None = None
     try:
-        fd, handed = await peer.receive_fds([r for r in range(context.group.size) if r != rank])
-        segment = Segment(fd, layout.total)
-        peer.ours.close_one(fd)
-        verdict = await peer.verdict("")
-    except BackendError as exc:
-        verdict = await peer.verdict(f"rank {rank} cannot share memory: {exc}")
-    if verdict:
-        raise UnsuitableError(f"comm {context.group.name!r}: {verdict}")
-    return segment, handed
+        try:
+            fd, handed = await peer.receive_fds([r for r in range(context.group.size) if r != rank])
+            segment = Segment(fd, layout.total)
+            peer.ours.close_one(fd)
+            verdict = await peer.verdict("")
+        except BackendError as exc:
+            verdict = await peer.verdict(f"rank {rank} cannot share memory: {exc}")
+        if verdict or segment is None:
+            raise UnsuitableError(f"comm {context.group.name!r}: {verdict}")
+        return segment, handed
+    except BaseException:
+        segment = None  # as in _accept_peers
+        raise
 
 
 class _Address(Message, frozen=True):

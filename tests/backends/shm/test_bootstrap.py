@@ -14,6 +14,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -579,3 +580,22 @@ async def test_a_rank_that_runs_out_of_descriptors_says_so() -> None:
     for fd in bells:
         os.close(fd)
     await store.aclose()
+
+
+async def test_an_error_keeps_no_mapping() -> None:
+    """Its traceback keeps the frames of the bootstrap for as long as the program keeps the error."""
+    bells = os.eventfd(0), os.eventfd(0)
+    connecting = asyncio.ensure_future(
+        bootstrap_segment(context_of(MemoryStore(), 0, 2), SETTINGS, layout_of(2), bells)  # rank 1 never comes
+    )
+    while "memfd:asynccomm" not in Path("/proc/self/maps").read_text():
+        await asyncio.sleep(0)
+    connecting.cancel()
+    try:
+        await connecting
+    except asyncio.CancelledError as exc:
+        error = exc
+    assert error.__traceback__ is not None
+    assert "memfd:asynccomm" not in Path("/proc/self/maps").read_text()
+    for bell in bells:
+        os.close(bell)
