@@ -50,20 +50,15 @@ class Batch(NamedTuple):
     fused_ops: Sequence[FusedOp]
 
 
-def batches_of(
-    held: Sequence[Submission], size: int, backend: Backend, mailbox: Mailbox, *, apart: bool = False
-) -> list[Batch]:
+def batches_of(held: Sequence[Submission], size: int, backend: Backend, mailbox: Mailbox) -> list[Batch]:
     """The batches of ``held``, the operations of a rank of ``size``, none of them numbered or submitted yet.
-
-    Args:
-        apart: whether no operations share memory on any rank; then there is one batch.
 
     Raises: ValueError if the operations cannot be submitted together.
     """
     batches = []
     items = [planned(submission) for submission in held]
     limits = backend.fusion_limit, backend.fused_limit
-    for fused_ops in plan(items, fusion_limit=limits[0], fused_limit=limits[1], apart=apart):
+    for fused_ops in plan(items, fusion_limit=limits[0], fused_limit=limits[1]):
         made = [_fused([held[i] for i in fused], size, backend, mailbox) for fused in fused_ops]
         members = (
             held

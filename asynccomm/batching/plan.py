@@ -90,7 +90,6 @@ def plan(
     max_bytes: int | None = None,
     fusion_limit: int = MERGED_BYTES,
     fused_limit: int = UNLIMITED,
-    apart: bool = False,
 ) -> list[Batch]:
     """Batches of ``items``, as indices, each index once. Fused operations stand at the place of their first member.
 
@@ -98,13 +97,10 @@ def plan(
         max_ops, max_bytes: limits of a batch.
         fusion_limit: size of the largest operation that is fused; a larger operation gains nothing from fusion.
         fused_limit: size of operations that are fused with each other, together.
-        apart: whether every rank has checked its items by ``check_apart``; then memory sets no limits.
 
     Raises: ValueError if a message shares memory with another operation sent with it: their order is undefined.
     """
-    if apart:
-        cuts = set()
-    elif _disjoint(items):
+    if _disjoint(items):
         cuts = _cuts_by_kind(items)
     else:
         check_messages(items)

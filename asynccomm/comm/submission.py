@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from asynccomm.backends.base import Backend, FastCalls, HeldCall, Submission
-from asynccomm.batching.batches import Batch, batches_of, planned, prepared_op
+from asynccomm.batching.batches import Batch, FusedOp, batches_of, planned, prepared_op
 from asynccomm.batching.composite import CompositeWork
 from asynccomm.batching.fusion import can_fuse, check_fusible, fuse, fusion_key
 from asynccomm.batching.hazards import PendingHazards
@@ -329,7 +329,8 @@ class Submitter:
                 self._issue(items)
             else:
                 try:
-                    self._send_planned(items, apart=True)  # as one batch, which is sent or refused as a whole
+                    # one batch, which is sent or refused as a whole
+                    self._send(Batch(items, [FusedOp(item, (item,)) for item in items]))
                 except BaseException:
                     for part in parts:
                         self.in_flight.works.pop(part, None)
@@ -467,9 +468,9 @@ class Submitter:
         for whole in dict.fromkeys([item.whole for item in batch.items if item.whole is not None]):
             whole.sent()
 
-    def _send_planned(self, items: Sequence[Submission], *, apart: bool = False) -> None:
+    def _send_planned(self, items: Sequence[Submission]) -> None:
         assert self.backend is not None
-        for batch in batches_of(items, self.group.size, self.backend, self.mailbox, apart=apart):
+        for batch in batches_of(items, self.group.size, self.backend, self.mailbox):
             self._send(batch)
 
     def _add(self, queue: DeferredQueue, items: Sequence[Submission]) -> None:

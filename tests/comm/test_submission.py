@@ -241,9 +241,9 @@ async def test_draining_and_aborting_reach_the_backend(caplog: pytest.LogCapture
 async def test_done_when_all_are() -> None:
     async with loopback_world(2) as (a, b):
         hub_of(a).hold()
-        tensors = [torch.ones(2), torch.ones(3, dtype=torch.int64)]  # of two dtypes, so that they are not fused
+        tensors = [torch.ones(2), torch.ones(3)]
         work = together(a, [reduced(a, x) for x in tensors], tensors)
-        together(b, [reduced(b, torch.ones_like(x)) for x in tensors])
+        together(b, [reduced(b, torch.ones(n)) for n in (2, 3)])
         assert not work.done()
         hub_of(a).release(1)
         assert tensors[0].tolist() == [2, 2]
@@ -277,11 +277,10 @@ async def test_numbers_and_descriptions() -> None:
 
 async def test_statistics_count_each() -> None:
     async with loopback_world(2) as (a, b):
-        tensors = [torch.ones(2), torch.ones(50, dtype=torch.int64)]  # of two dtypes, so that they are not fused
-        work = together(a, [*[reduced(a, x) for x in tensors], barrier(a)])
+        work = together(a, [reduced(a, torch.ones(2)), reduced(a, torch.ones(100)), barrier(a)])
         assert a.statistics()[:3] == (3, 3, 408)
         hub_of(a).hold()
-        together(b, [*[reduced(b, torch.ones_like(x)) for x in tensors], barrier(b)])
+        together(b, [reduced(b, torch.ones(2)), reduced(b, torch.ones(100)), barrier(b)])
         assert a.statistics()[:3] == (3, 3, 408)
         hub_of(a).release(1)
         assert a.statistics()[:3] == (3, 2, 400)
@@ -294,17 +293,23 @@ async def test_statistics_count_each() -> None:
 
 async def test_operations_of_one_kind_are_fused_and_counted_each() -> None:
     async with loopback_world(2) as (a, b):
-        tensors = [torch.ones(2), torch.ones(100)]
         hub_of(a).hold()
-        work = together(a, [*[reduced(a, x) for x in tensors], barrier(a)])
-        together(b, [*[reduced(b, torch.ones_like(x)) for x in tensors], barrier(b)])
+        tensors: list[Tensor] = []
+        scopes = []
+        for comm in (a, b):
+            with comm.coalesce() as scope:
+                for n in (2, 100):
+                    tensors.append(torch.ones(n))
+                    comm.all_reduce(tensors[-1])
+                comm.barrier()
+            scopes.append(scope)
         assert a.statistics()[:3] == (3, 3, 408)
-        assert work.seq == 0
+        assert [work.seq for work in scopes[0].works] == [0, 1, 2]
         hub_of(a).release(1)
         assert a.statistics()[:3] == (3, 1, 0)
         assert all(tensor.eq(2).all() for tensor in tensors)
         hub_of(a).release()
-        assert work.done()
+        assert all(work.done() for work in scopes[0].works)
         works = [a.barrier(), b.barrier()]
         assert [each.seq for each in works] == [3, 3]
         await asyncio.gather(*works)

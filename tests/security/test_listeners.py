@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from asynccomm import Comm, StoreClient, new_comm
-from asynccomm.backends.shm import bootstrap
+from asynccomm.backends.shm import handshake
 from asynccomm.rendezvous.spec import connect_store as meet_at
 from asynccomm.rendezvous.spec import resolve_spec
 from asynccomm.store.server import listen, serve
@@ -108,7 +108,7 @@ def test_the_meeting_has_a_name_that_nobody_can_guess() -> None:
 
         group = CommInfo("test", 0, 2, torch.device("cpu"))
         before = listeners_of(os.getpid())
-        hosts = [bootstrap._RootSide(group, FdBag(), (-1, -1, -1)) for _ in range(2)]
+        hosts = [handshake.RootSide(group, FdBag(), (-1, -1, -1)) for _ in range(2)]
         names = {name for name in names_of(os.getpid()) if name.startswith("@asynccomm-")}
         assert names == {f"@{host.address({}).name}" for host in hosts}
         assert all(len(name) == len("@asynccomm-") + 32 for name in names)

@@ -1,10 +1,10 @@
 """The shm backend: CPU collectives through shared memory, between ranks on one machine; Linux only.
 
-The modules, lowest first: ``layout`` (offsets in a segment), ``fence`` (memory ordering), ``segment`` and ``bootstrap``
-(creating and sharing a segment), ``rings``, ``endpoint`` and ``p2p`` (point to point), ``board``, ``reduction``,
-``programs``, ``reference`` and ``executor`` (steps of collectives), ``schedule`` and ``lowering`` (programs of
-operations), ``fast_path`` (small collectives in C), ``doorbell``, ``progress_thread`` and ``engine`` (waking ranks, and
-making progress).
+The modules, lowest first: ``layout`` (offsets in a segment), ``fence`` (memory ordering), ``segment``, ``handshake``
+and ``bootstrap`` (creating and sharing a segment), ``rings``, ``endpoint`` and ``p2p`` (point to point), ``board``,
+``reduction``, ``programs``, ``reference`` and ``executor`` (steps of collectives), ``schedule`` and ``lowering``
+(programs of operations), ``fast_path`` (small collectives in C), ``doorbell``, ``progress_thread`` and ``engine``
+(waking ranks, and making progress).
 """
 
 from __future__ import annotations

@@ -27,43 +27,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import functools
 import math
 import os
-import resource
-import secrets
-import socket
-import struct
 import sys
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, NoReturn, TypeAlias, cast, final
-
-from msgspec import Meta
+from typing import Any, Final, NoReturn, final
 
 from asynccomm.backends.base import SOON_SECONDS, BackendContext, UnsuitableError
-from asynccomm.backends.shm.fd_socket import MESSAGE_DESCRIPTORS, Datagram, FdBag, FdSocket
+from asynccomm.backends.shm.fd_socket import FdBag
+from asynccomm.backends.shm.handshake import Address, Handed, PeerSide, RootSide, parse_address
 from asynccomm.backends.shm.layout import Layout
 from asynccomm.backends.shm.segment import Segment, create
-from asynccomm.control.timing import RETRY_SECONDS
-from asynccomm.control.transport.admission import CROWDED, LATE, WRONG_TOKEN, Admission
-from asynccomm.control.transport.schema import Message, MessageError, dumps, loads
-from asynccomm.control.transport.sockets import peer_user
+from asynccomm.control.transport.schema import dumps
 from asynccomm.errors import BackendError, PeerLostError
-from asynccomm.ops.validation import CommInfo
 from asynccomm.store.base import Store
 
-BACKLOG: Final = 4096  # of the listening socket; the kernel may have a lower limit
-ACCEPTS: Final = 64  # connections accepted per loop iteration
-TOKEN_BYTES: Final = 16
 OK: Final = "ok"
-REFUSED: Final = b"refused"  # sent to a connection that is rejected for good
-
-_HexToken: TypeAlias = Annotated[str, Meta(pattern=f"^([0-9a-f]{{{2 * TOKEN_BYTES}}})?$")]
-_hello = struct.Struct(f"={TOKEN_BYTES}sI")  # token, rank
-_Handed = tuple[int, int, int]  # descriptors that each rank sends to the others: two doorbells and its liveness pipe
 
 
 @final
@@ -94,7 +74,7 @@ async def report_unsupported(context: BackendContext, reason: str) -> NoReturn:
     """
     problem = f"rank {context.group.rank} cannot share memory: {reason}"
     if context.group.rank == 0:
-        await context.announce(dumps(_Address(problem)))
+        await context.announce(dumps(Address(problem)))
     await _consult(context, problem, asyncio.get_running_loop().create_future())
 
 
@@ -121,11 +101,11 @@ async def bootstrap_segment(
         try:
             there, liveness_fd = (ours.add(fd) for fd in os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
             mine = (*bells, there)
-            side = _RootSide(context.group, ours, mine) if rank == 0 else _PeerSide(size, ours, mine)
+            side = RootSide(context.group, ours, mine) if rank == 0 else PeerSide(size, ours, mine)
         except OSError as exc:
             await report_unsupported(context, str(exc.strerror))
         with contextlib.closing(side):
-            if isinstance(side, _RootSide):
+            if isinstance(side, RootSide):
                 segment, handed = await _accept_peers(context, settings, layout, side)
             else:
                 segment, handed = await _connect_to_root(context, settings, layout, side)
@@ -142,42 +122,34 @@ async def bootstrap_segment(
 
 
 async def _accept_peers(
-    context: BackendContext, settings: Mapping[str, int], layout: Layout, host: _RootSide
-) -> tuple[Segment, dict[int, _Handed]]:
+    context: BackendContext, settings: Mapping[str, int], layout: Layout, host: RootSide
+) -> tuple[Segment, dict[int, Handed]]:
     """Rank 0's side; returns the segment and all ranks' descriptors."""
     announcing = asyncio.ensure_future(context.announce(dumps(host.address(settings))))
     watching = asyncio.ensure_future(_problem_in_store(context.store))
-    segment, fd, problem = _new_segment(layout, host.ours)
+    fd, problem = -1, ""
     try:
-        try:
-            await _first_of(host.came, host.gone, watching, announcing)
-            if host.problem or not host.came.done():
-                host.ask_for_results()
-                await _consult(context, host.problem, host.gone)
-        finally:
-            announcing.cancel()
-            watching.cancel()
-        host.stop_listening()
-        if segment is not None:
-            await host.distribute_fds(fd)
-            host.ours.close_one(fd)
-            problem = await host.mapping_problem()
-        await host.send_verdict(problem)
-        if problem or segment is None:
-            raise UnsuitableError(f"comm {context.group.name!r}: {problem}")
-        return segment, host.handed
-    except BaseException:
-        segment = None  # the error keeps this frame alive, and would keep the mapping
-        raise
-
-
-def _new_segment(layout: Layout, ours: FdBag) -> tuple[Segment | None, int, str]:
-    """A segment with its descriptor, which ``ours`` owns; or the reason why there is none."""
-    try:
-        fd = ours.add(create(layout.total))
-        return Segment(fd, layout.total), fd, ""
+        fd = host.ours.add(create(layout.total))
+        host.segment = Segment(fd, layout.total)
     except BackendError as exc:
-        return None, -1, f"rank 0 cannot share memory: {exc}"
+        problem = f"rank 0 cannot share memory: {exc}"
+    try:
+        await _first_of(host.came, host.gone, watching, announcing)
+        if host.problem or not host.came.done():
+            host.ask_for_results()
+            await _consult(context, host.problem, host.gone)
+    finally:
+        announcing.cancel()
+        watching.cancel()
+    host.stop_listening()
+    if not problem:
+        await host.distribute_fds(fd)
+        host.ours.close_one(fd)
+        problem = await host.mapping_problem()
+    await host.send_verdict(problem)
+    if problem or host.segment is None:
+        raise UnsuitableError(f"comm {context.group.name!r}: {problem}")
+    return host.segment, host.handed
 
 
 async def _problem_in_store(store: Store) -> None:
@@ -207,11 +179,11 @@ async def _first_of(
 
 
 async def _connect_to_root(
-    context: BackendContext, settings: Mapping[str, int], layout: Layout, peer: _PeerSide
-) -> tuple[Segment, dict[int, _Handed]]:
+    context: BackendContext, settings: Mapping[str, int], layout: Layout, peer: PeerSide
+) -> tuple[Segment, dict[int, Handed]]:
     """Any other rank's side; returns the segment and all other ranks' descriptors."""
     rank, hosts = context.group.rank, [member.host for member in context.members]
-    address = _address_from(await context.announced())
+    address = parse_address(await context.announced())
     problem = address.problem or _difference(settings, address.settings, rank)
     if not problem:
         try:
@@ -223,58 +195,16 @@ async def _connect_to_root(
             )
     if problem or await peer.is_asked():
         await _consult(context, problem, peer.gone)
-    segment: Segment | None = None
     try:
-        try:
-            fd, handed = await peer.receive_fds([r for r in range(context.group.size) if r != rank])
-            segment = Segment(fd, layout.total)
-            peer.ours.close_one(fd)
-            verdict = await peer.verdict("")
-        except BackendError as exc:
-            verdict = await peer.verdict(f"rank {rank} cannot share memory: {exc}")
-        if verdict or segment is None:
-            raise UnsuitableError(f"comm {context.group.name!r}: {verdict}")
-        return segment, handed
-    except BaseException:
-        segment = None  # as in _accept_peers
-        raise
-
-
-class _Address(Message, frozen=True):
-    """Rank 0's entry in the store: its problem, or its settings, address and tokens."""
-
-    problem: str = ""
-    settings: dict[str, Any] = {}  # noqa: RUF012 (msgspec copies it)
-    name: Annotated[str, Meta(pattern="^[!-~]*$")] = ""
-    ask: _HexToken = ""  #: token that rank 0 expects
-    answer: _HexToken = ""  #: token that rank 0 replies with
-
-    def __post_init__(self) -> None:
-        if not self.problem and not (self.name and self.ask and self.answer):
-            raise ValueError("neither an address nor a problem")
-
-
-class _News(Message, frozen=True, omit_defaults=True):
-    """A message of rank 0 after its reply, which may carry descriptors."""
-
-    lost: Annotated[int, Meta(ge=0)] = -1  #: a rank
-    problem: str = ""  #: the verdict: this problem
-    agreed: bool = False  #: the verdict: all ranks have mapped the segment
-    consult: bool = False  #: a rank has a problem: all ranks write their results to the store
-
-
-class _Report(Message, frozen=True):
-    """A rank's message to rank 0: whether the rank has mapped the segment."""
-
-    problem: str = ""
-
-
-def _address_from(said: bytes) -> _Address:
-    """Rank 0's entry in the store."""
-    try:
-        return cast(_Address, loads(_Address, said))
-    except MessageError:
-        return _Address("the address of rank 0 in the store cannot be read")
+        fd, handed = await peer.receive_fds([r for r in range(context.group.size) if r != rank])
+        peer.segment = Segment(fd, layout.total)
+        peer.ours.close_one(fd)
+        verdict = await peer.verdict("")
+    except BackendError as exc:
+        verdict = await peer.verdict(f"rank {rank} cannot share memory: {exc}")
+    if verdict or peer.segment is None:
+        raise UnsuitableError(f"comm {context.group.name!r}: {verdict}")
+    return peer.segment, handed
 
 
 def _difference(mine: Mapping[str, int], host: Mapping[str, object], rank: int) -> str:
@@ -309,356 +239,3 @@ async def _read_results(store: Store, keys: Sequence[str], gone: asyncio.Future[
         return [said.decode(errors="replace") for said in await asking]
     finally:
         asking.cancel()
-
-
-@final
-class _RootSide:
-    """Rank 0's side of the connections.
-
-    Args:
-        ours: owns the descriptors that are received.
-        mine: the descriptors that this rank sends to the others.
-    """
-
-    def __init__(self, group: CommInfo, ours: FdBag, mine: _Handed) -> None:
-        self.ours = ours
-        self.handed = {0: mine}  #: descriptors by rank
-        self.problem = ""  #: why rank 0 could not connect all ranks
-        self.gone: asyncio.Future[PeerLostError] = asyncio.get_running_loop().create_future()
-        self._comm, self._size = group.name, group.size
-        self._loop = asyncio.get_running_loop()
-        self._name = f"asynccomm-{secrets.token_hex(16)}"
-        self._ask, self._answer = secrets.token_bytes(TOKEN_BYTES), secrets.token_bytes(TOKEN_BYTES)
-        self.came: asyncio.Future[None] = self._loop.create_future()  #: all ranks have connected, or ``problem`` is set
-        self._lines: dict[int, FdSocket] = {}  # by rank
-        self._reports: dict[int, str] = {}  # problems by rank; empty: the rank has mapped the segment
-        self._mapped: asyncio.Future[None] = self._loop.create_future()  # done when all ranks have reported
-        self._asked = False  # for results in the store
-        self._over = False  # the verdict is on its way
-        self._admission = Admission(f"rank 0 of comm {group.name!r}", self._refuse, group.size, FdSocket.read)
-        self._listener: socket.socket | None = None
-        if group.size > 1:
-            self._listen()
-        else:
-            self.came.set_result(None)
-
-    def address(self, settings: Mapping[str, int]) -> _Address:
-        """The entry of rank 0 in the store."""
-        # tokens are needed because the name is no secret: any process on the host can list the names in use
-        return _Address("", dict(settings), self._name, self._ask.hex(), self._answer.hex())
-
-    def _listen(self) -> None:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            listener.bind(f"\0{self._name}")
-            listener.listen(max(self._size, BACKLOG))
-        except OSError:
-            listener.close()
-            raise
-        listener.setblocking(False)
-        self._listener = listener
-        self._loop.add_reader(listener.fileno(), self._accept)
-
-    def _accept(self) -> None:
-        """Accept up to ``ACCEPTS`` connections; the loop calls again if more are waiting."""
-        for _ in range(ACCEPTS):
-            if self._listener is None:
-                return
-            try:
-                sock, _ = self._listener.accept()
-            except ConnectionAbortedError:
-                continue
-            except BlockingIOError:
-                return
-            except OSError as exc:
-                if self._admission.waiting:  # their descriptors may be the ones too many
-                    self._admission.drop_oldest()
-                    continue
-                self._fail(f"rank 0 cannot share memory: it cannot take connections: {exc.strerror}")
-                self.stop_listening()
-                return
-            self._watch(sock)
-
-    def _watch(self, sock: socket.socket) -> None:
-        line = FdSocket(sock, lambda message: self._on_hello(line, message))
-        self._admission.add(line, peer_user(sock))
-
-    def _refuse(self, line: FdSocket, reason: str) -> None:
-        if reason not in (LATE, CROWDED):  # else a rank may connect again
-            with contextlib.suppress(OSError):
-                line.send_now(REFUSED)
-        line.close()
-
-    def _on_hello(self, line: FdSocket, message: Datagram) -> None:
-        """Handle the first message of a connection: register a rank and its descriptors, reject anything else."""
-        rank, wrong = self._check_hello(message)
-        if wrong:
-            for fd in message.fds:
-                os.close(fd)
-            self._admission.refuse(line, wrong)
-            return
-        self._admission.remove(line)
-        bell, second_bell, liveness_fd = (self.ours.add(fd) for fd in message.fds)
-        self.handed[rank] = (bell, second_bell, liveness_fd)
-        self._lines[rank] = line
-        line.receive = functools.partial(self._on_report, rank)
-        with contextlib.suppress(OSError):  # the connection reports its own end
-            line.send_now(self._answer)
-            if self._asked:
-                line.send_now(_CONSULT)
-        self._send_loss()
-        if len(self._lines) == self._size - 1 and not self.came.done():
-            self.came.set_result(None)
-
-    def _fail(self, problem: str) -> None:
-        self.problem = problem
-        if not self.came.done():
-            self.came.set_result(None)
-
-    def _check_hello(self, message: Datagram) -> tuple[int, str]:
-        """The rank of a hello, and the reason to reject it (empty: none)."""
-        if not message.data:
-            return 0, "closed without a hello"
-        if len(message.data) != _hello.size:
-            return 0, "without a hello"
-        token, rank = _hello.unpack(message.data)
-        if not secrets.compare_digest(token, self._ask):
-            return 0, WRONG_TOKEN
-        if not 0 < rank < self._size or rank in self._lines:
-            return 0, "as a rank that has come already or does not exist"
-        if not message.whole:
-            self._fail(f"rank 0 cannot share memory: {_too_many(self._size)}")
-        if not message.whole or len(message.fds) != 3:
-            return 0, "without the descriptors of a rank"
-        return rank, ""
-
-    def _on_report(self, rank: int, message: Datagram) -> None:
-        """Handle a later message of a rank: its report, the end of its connection, or garbage, which also ends it."""
-        for fd in message.fds:
-            os.close(fd)
-        if message.data and rank not in self._reports:
-            with contextlib.suppress(MessageError):
-                self._reports[rank] = cast(_Report, loads(_Report, message.data)).problem
-                if len(self._reports) == self._size - 1:
-                    self._mapped.set_result(None)
-                return
-        self._lines[rank].close()
-        if not self.gone.done() and not self._over:
-            self.gone.set_result(_lost(rank))
-            self._send_loss()
-
-    def _send_loss(self) -> None:
-        """Report a lost rank to the others, which would otherwise take the end of this side for the loss of rank 0.
-
-        Repeated reports are harmless.
-        """
-        if self.gone.done():
-            for line in self._lines.values():
-                with contextlib.suppress(OSError):
-                    line.send_now(dumps(_News(lost=self.gone.result().rank)).encode())
-
-    def ask_for_results(self) -> None:
-        """Ask all ranks for their results in the store, also those that connect later."""
-        self._asked = True
-        for line in self._lines.values():
-            with contextlib.suppress(OSError):  # the connection reports its own end
-                line.send_now(_CONSULT)
-
-    async def mapping_problem(self) -> str:
-        """The problem of the lowest rank that could not map the segment; empty: none. Raises: PeerLostError."""
-        if self._size > 1:
-            either: list[asyncio.Future[Any]] = [self._mapped, self.gone]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not self._mapped.done():
-                raise self.gone.result()
-        return next((self._reports[rank] for rank in sorted(self._reports) if self._reports[rank]), "")
-
-    async def send_verdict(self, problem: str) -> None:
-        """Send all ranks the verdict; empty: all have mapped the segment."""
-        self._over = True
-        news = dumps(_News(problem=problem, agreed=not problem)).encode()
-        for line in self._lines.values():
-            with contextlib.suppress(OSError):  # the rank is gone, which its pipe shows
-                await line.send(news)
-
-    async def distribute_fds(self, segment: int) -> None:
-        """Send each rank the segment, then the other ranks' descriptors in rank order."""
-        for rank, line in self._lines.items():
-            fds = [segment, *(fd for r in range(self._size) if r != rank for fd in self.handed[r])]
-            with contextlib.suppress(OSError):  # the connection reports its own end
-                for i in range(0, len(fds), MESSAGE_DESCRIPTORS):
-                    await line.send(b"{}", fds[i : i + MESSAGE_DESCRIPTORS])
-
-    def stop_listening(self) -> None:
-        for line in list(self._admission.waiting):
-            self._admission.refuse(line, "silent")
-        if self._listener is not None:
-            self._loop.remove_reader(self._listener.fileno())
-            self._listener.close()
-            self._listener = None
-        self._admission.log_refusals()
-
-    def close(self) -> None:
-        self.stop_listening()
-        for line in self._lines.values():
-            line.close()
-
-
-@final
-class _PeerSide:
-    """Any other rank's side of the connection; arguments as for ``_RootSide``."""
-
-    def __init__(self, size: int, ours: FdBag, mine: _Handed) -> None:
-        self.ours = ours
-        self.gone: asyncio.Future[PeerLostError] = asyncio.get_running_loop().create_future()
-        self._size = size
-        self._mine = mine
-        self._sock = _socket()
-        self._line: FdSocket | None = None
-        self._answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._inbox: deque[Datagram] = deque()  # messages that carry descriptors
-        self._verdict: str | None = None  # of rank 0; empty: all ranks have mapped the segment
-        self._asked = False  # for a result in the store
-        self._welcome = b""
-        self._due = 1 + 3 * (size - 1)  # descriptors that have not arrived yet
-        self._garbled = False
-        self._news = asyncio.Event()
-
-    async def connect(self, rank: int, address: _Address) -> None:
-        """Connect to rank 0, send this rank's descriptors and wait for the reply. Raises: OSError."""
-        self._welcome = bytes.fromhex(address.answer)
-        while not await self._connect_once(rank, address):  # a flood of connections may have closed this one
-            await asyncio.sleep(RETRY_SECONDS)
-            self.close()
-            self._sock = _socket()
-            self._answer = asyncio.get_running_loop().create_future()
-
-    async def _connect_once(self, rank: int, address: _Address) -> bool:
-        """Connect once; returns whether rank 0 has replied. Raises: OSError if the reply is a rejection."""
-        try:
-            self._sock.connect(f"\0{address.name}")
-        except BlockingIOError:  # unlike TCP's, the connection does not continue in the background
-            return False
-        if (user := peer_user(self._sock)) != os.geteuid():
-            raise PermissionError(errno.EPERM, f"it runs as user {user}, this rank as user {os.geteuid()}")
-        self._line = FdSocket(self._sock, self._receive)
-        try:
-            await self._line.send(_hello.pack(bytes.fromhex(address.ask), rank), self._mine)
-        except OSError as exc:
-            # rank 0 has closed the connection, perhaps after a reply
-            if not (self._answer.done() or isinstance(exc, (BrokenPipeError, ConnectionResetError))):
-                raise
-        await asyncio.wait([self._answer])  # wait() does not cancel the future when it is cancelled itself
-        answer = self._answer.result()
-        if answer and answer != self._welcome:
-            raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
-        return bool(answer)
-
-    def _receive(self, message: Datagram) -> None:
-        if not self._answer.done():
-            for fd in message.fds:
-                os.close(fd)
-            self._answer.set_result(message.data)  # after a rejection, rank 0 may still write the reason to the store
-            if message.data and not secrets.compare_digest(message.data, self._welcome) and self._line is not None:
-                self._line.close()  # the end of this connection would count as the loss of rank 0
-            return
-        self._due -= len(message.fds)
-        for fd in message.fds:
-            self.ours.add(fd)
-        news = _news_from(message.data, self._size)
-        if news.lost >= 0:
-            if not self.gone.done():
-                self.gone.set_result(_lost(news.lost))
-        elif not self._garbled:  # after garbage, all messages are ignored
-            self._garbled = news is _GARBAGE or self._due < 0
-            self._asked = self._asked or news.consult
-            if not self._garbled:
-                if (news.problem or news.agreed) and self._verdict is None:
-                    self._verdict = news.problem
-                if message.fds:
-                    self._inbox.append(message)
-        if self._due < 0:
-            for fd in message.fds:
-                self.ours.close_one(fd)
-            self._due += len(message.fds)
-        self._news.set()
-
-    async def is_asked(self) -> bool:
-        """Wait for a message of rank 0; returns whether it asks for a result in the store. Raises: PeerLostError."""
-        await self._wait_until(lambda: bool(self._inbox) or self._garbled or self._asked or self._verdict is not None)
-        return self._asked
-
-    async def receive_fds(self, others: Sequence[int]) -> tuple[int, dict[int, _Handed]]:
-        """Receive the segment's descriptor and those of each of ``others``. Raises: BackendError, PeerLostError."""
-        fds: list[int] = []
-        while len(fds) < 1 + 3 * len(others):
-            await self._wait_until(lambda: bool(self._inbox) or self._garbled or self._verdict is not None)
-            if not self._inbox:
-                raise BackendError(_UNREADABLE)
-            message = self._inbox.popleft()
-            if not message.whole:
-                raise BackendError(_too_many(len(others) + 1))
-            fds += message.fds
-        handed = {rank: (fds[i], fds[i + 1], fds[i + 2]) for rank, i in zip(others, range(1, len(fds), 3), strict=True)}
-        return fds[0], handed
-
-    async def verdict(self, problem: str) -> str:
-        """Report ``problem`` to rank 0 (empty: none), and wait for the verdict: a problem, or empty.
-
-        Raises: BackendError if a message of rank 0 cannot be read, PeerLostError; neither if this rank has a problem.
-        """
-        if self._verdict is None and not self._garbled and self._line is not None:
-            with contextlib.suppress(OSError):  # the connection reports its own end
-                await self._line.send(dumps(_Report(problem)).encode())
-            try:
-                await self._wait_until(lambda: self._garbled or self._verdict is not None)
-            except PeerLostError:
-                if not problem:
-                    raise
-        if self._verdict is None and not problem:
-            raise BackendError(_UNREADABLE)
-        return self._verdict or problem
-
-    async def _wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait for messages of rank 0. Raises: PeerLostError."""
-        while not condition():
-            if self.gone.done():
-                raise self.gone.result()
-            self._news.clear()
-            await self._news.wait()
-
-    def close(self) -> None:
-        if self._line is not None:
-            self._line.close()
-        self._sock.close()
-
-
-_UNREADABLE: Final = "rank 0 sends an unreadable message"
-_GARBAGE: Final = _News(problem=_UNREADABLE)
-_CONSULT: Final = dumps(_News(consult=True)).encode()
-
-
-def _news_from(data: bytes, size: int) -> _News:
-    """A message of rank 0 after its reply."""
-    if not data:
-        return _News(lost=0)
-    with contextlib.suppress(MessageError):
-        news: _News = loads(_News, data)
-        if news.lost < size:
-            return news
-    return _GARBAGE
-
-
-def _socket() -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.setblocking(False)
-    return sock
-
-
-def _lost(rank: int) -> PeerLostError:
-    return PeerLostError(rank, "it left while the ranks were connecting")
-
-
-def _too_many(size: int) -> str:
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return f"{3 * size} more open files than now exceed the limit of {limit} (ulimit -n)"

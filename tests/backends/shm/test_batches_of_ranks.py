@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from asynccomm import AbortedError, BackendError, CollectiveMismatchError, Comm, ReduceOp, Work, new_comm, ops
+from asynccomm import AbortedError, BackendError, CollectiveMismatchError, Comm, ReduceOp, new_comm, ops
 from asynccomm.backends.shm.board import Board
+from asynccomm.comm.scopes import CoalesceScope
 from asynccomm.ops import Call
 
 from .calls import DTYPES, KINDS, legal, make, values
@@ -19,9 +20,12 @@ from .calls import DTYPES, KINDS, legal, make, values
 LARGE = 3 << 19  # elements: for the worker, in many steps
 
 
-def batch(comm: Comm, calls: Sequence[Call]) -> Work[Any]:
+def batch(comm: Comm, calls: Sequence[Call]) -> CoalesceScope:
     """As one batch."""
-    return comm._submitter.submit_together(calls, None, None, None)
+    with comm.coalesce() as scope:
+        for call in calls:
+            comm._submit(call, None, None)
+    return scope
 
 
 def reduced(comm: Comm, *tensors: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> list[Call]:
@@ -89,7 +93,7 @@ async def test_a_fused_operation_is_over_in_the_call_where_the_peer_was_first(co
             await work
         else:
             await comm.recv(first, 1 - comm.rank)
-            assert batch(comm, calls).done()
+            assert all(work.done() for work in batch(comm, calls).works)
 
 
 @pytest.mark.ranks(2, backend="shm")
@@ -99,15 +103,12 @@ async def test_the_works_of_fused_operations_settle_together(comm: Comm) -> None
         await comm.recv(torch.ones(1), 0)
         await batch(comm, calls)
         return
-    before = set(comm._submitter.in_flight.works)
-    work = batch(comm, calls)
-    parts = [part for part in comm._submitter.in_flight.works if part not in before]
+    parts = batch(comm, calls).works
     assert [part.done() for part in parts] == [False] * 4
     seen: list[list[bool]] = []
     for part in parts:
         part.add_done_callback(lambda _: seen.append([each.done() for each in parts[:3]]))
     await comm.send(torch.ones(1), 1)
-    await work
     await asyncio.gather(*parts)
     assert seen == [[True] * 3] * 4
 
@@ -232,7 +233,7 @@ async def test_abort_in_the_middle_of_a_batch(comm: Comm, n: int) -> None:
                 work = batch(doomed, reduced(doomed, torch.ones(3), torch.ones(n), torch.ones(2)))
             if comm.rank == 1:
                 doomed.abort("enough")
-                assert work.done()
+                assert all(each.done() for each in work.works)
             await (work if comm.rank != 2 else doomed.recv(torch.ones(1), 0))
     await comm.barrier()
 

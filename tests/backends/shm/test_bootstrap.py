@@ -1,10 +1,8 @@
 """Ranks come to share a segment: several in one process mostly, real ones where death matters."""
 
 import asyncio
-import contextlib
 import dataclasses
 import errno
-import gc
 import json
 import os
 import resource
@@ -13,119 +11,26 @@ import socket
 import subprocess
 import sys
 import warnings
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import uvloop
 
-from asynccomm import BackendError, MemoryStore, PeerLostError, Store, StoreClient
-from asynccomm.backends.base import BackendContext, RankInfo, UnsuitableError
-from asynccomm.backends.shm import bootstrap
+from asynccomm import BackendError, MemoryStore, PeerLostError, StoreClient
+from asynccomm.backends.base import UnsuitableError
+from asynccomm.backends.shm import bootstrap, handshake
 from asynccomm.backends.shm.bootstrap import PeerMapping, bootstrap_segment, report_unsupported, unsupported
-from asynccomm.backends.shm.layout import Layout
-from asynccomm.core.mailbox import Mailbox
-from asynccomm.ops.validation import CommInfo
 
-SETTINGS = {"chunk_bytes": 4096, "message_bytes": 1024}
-
-
-def layout_of(size: int) -> Layout:
-    return Layout(size, 4096, 2, 1024)
-
-
-def context_of(store: Store, rank: int, size: int, *, hosts: Sequence[str] = ()) -> BackendContext:
-    return BackendContext(
-        group=CommInfo("test", rank, size, torch.device("cpu")),
-        members=[RankInfo(r, hosts[r] if hosts else "here", 1000 + r) for r in range(size)],
-        store=store,
-        mailbox=Mailbox(asyncio.get_running_loop()),
-        timeout=20,
-        on_error=lambda error: None,
-    )
-
-
-def descriptors() -> int:
-    gc.collect()
-    return len(os.listdir("/proc/self/fd"))
-
-
-@pytest.fixture(autouse=True)
-def no_descriptor_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.node.get_closest_marker("ranks") is not None:  # the processes stay for the next test
-        yield
-        return
-    uvloop.new_event_loop().close()  # the first one leaves some for the process
-    before = descriptors()
-    yield
-    assert descriptors() == before
-
-
-class World:
-    """Ranks in this process, with bells."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.store = MemoryStore()
-        self.bells = [(os.eventfd(0, os.EFD_NONBLOCK), os.eventfd(0, os.EFD_NONBLOCK)) for _ in range(size)]
-
-    def rank(self, rank: int, **settings: int) -> Awaitable[PeerMapping]:
-        context = context_of(self.store, rank, self.size)
-        return bootstrap_segment(context, {**SETTINGS, **settings}, layout_of(self.size), self.bells[rank])
-
-    async def all(self) -> list[PeerMapping]:
-        return await asyncio.gather(*(self.rank(rank) for rank in range(self.size)))
-
-    async def outcomes(self) -> list[PeerMapping | BaseException]:
-        return await asyncio.gather(*(self.rank(rank) for rank in range(self.size)), return_exceptions=True)
-
-    def close(self) -> None:
-        for bells in self.bells:
-            for fd in bells:
-                os.close(fd)
-
-
-@pytest.fixture
-def world_of() -> Iterator[Callable[[int], World]]:
-    worlds: list[World] = []
-
-    def make(size: int) -> World:
-        worlds.append(World(size))
-        return worlds[-1]
-
-    yield make
-    for world in worlds:
-        world.close()
-
-
-def ended(liveness_fd: int) -> bool:
-    return bool(select.select([liveness_fd], [], [], 0)[0]) and os.read(liveness_fd, 1) == b""
-
-
-def check_mappings(mappings: Sequence[PeerMapping], bells: Sequence[tuple[int, int]]) -> None:
-    size = len(mappings)
-    for rank, mapping in enumerate(mappings):
-        mapping.segment.words[rank] = rank + 1
-        assert mapping.bells[rank] == bells[rank], "the own bells are passed on as they are"
-        assert (len(mapping.bells), len(mapping.liveness_fds)) == (size, size)
-        assert [other for other in range(size) if mapping.liveness_fds[other] == -1] == [rank]
-        received = [fd for r in range(size) if r != rank for fd in (*mapping.bells[r], mapping.liveness_fds[r])]
-        assert not any(os.get_inheritable(fd) for fd in (*received, mapping.liveness_fd))
-    for mapping in mappings:
-        assert mapping.segment.words[:size].tolist() == list(range(1, size + 1))
-        for rank in range(size):
-            for which in range(2):
-                os.eventfd_write(mapping.bells[rank][which], 1)
-    for pair in bells:
-        assert [os.eventfd_read(fd) for fd in pair] == [size, size]
-    for rank, mapping in enumerate(mappings):
-        mapping.close()
-        mapping.close()
-        for later in mappings[rank + 1 :]:
-            assert [ended(later.liveness_fds[r]) for r in range(size) if r <= rank] == [True] * (rank + 1)
-            assert not any(ended(later.liveness_fds[r]) for r in range(rank + 1, size) if later.liveness_fds[r] != -1)
+from .segment_world import (
+    SETTINGS,
+    World,
+    check_mappings,
+    context_of,
+    ended,
+    layout_of,
+)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -144,7 +49,7 @@ def test_on_uvloop(world_of: Callable[[int], World], size: int) -> None:
 async def test_descriptors_may_take_several_messages(
     world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bootstrap, "MESSAGE_DESCRIPTORS", 4)
+    monkeypatch.setattr(handshake, "MESSAGE_DESCRIPTORS", 4)
     world = world_of(6)
     check_mappings(await world.all(), world.bells)
 
@@ -281,7 +186,7 @@ async def test_other_users_are_dropped_on_both_sides(
         one = asyncio.ensure_future(world.rank(1))
         return list(await asyncio.gather(zero, one, return_exceptions=True))
 
-    monkeypatch.setattr(bootstrap, "peer_user", lambda sock: next(users))
+    monkeypatch.setattr(handshake, "peer_user", lambda sock: next(users))
     reason = "rank 1 on host 'here' cannot reach rank 0 on host 'here' by a local socket"
     found = await outcomes(world_of(2))
     all_unsuitable(found, f"comm 'test': {reason}: it runs as user {real + 1}, this rank as user {real}")
@@ -348,74 +253,6 @@ async def test_a_rank_that_comes_after_a_problem_hears_of_it(world_of: Callable[
     await world.store.wait(["reach/0"])  # rank 0 has seen the problem
     outcomes = await asyncio.gather(zero, one, world.rank(2), return_exceptions=True)
     all_unsuitable(outcomes, "comm 'test': rank 1 cannot share memory: no")
-
-
-# -- strangers --------------------------------------------------------------------------------------------------------
-
-
-def dropped(sock: socket.socket) -> bool:
-    """Whether rank 0 has closed the connection, whatever it said before."""
-    sock.setblocking(False)
-    with contextlib.suppress(ConnectionResetError):
-        while sock.recv(100):
-            pass
-    return True
-
-
-async def test_strangers_are_dropped_and_the_meeting_goes_on(world_of: Callable[[int], World]) -> None:
-    world = world_of(2)
-    zero = asyncio.ensure_future(world.rank(0))
-    address = json.loads(await world.store.get("address"))
-    token = bytes.fromhex(address["ask"])
-    null = os.open(os.devnull, os.O_RDONLY)
-    strangers = []
-    for data, count in (
-        (b"x", 3),
-        (bootstrap._hello.pack(b"wrong" * 3, 1), 3),
-        (bootstrap._hello.pack(token, 0), 3),
-        (bootstrap._hello.pack(token, 2), 3),
-        (bootstrap._hello.pack(token, 1), 2),
-        (bootstrap._hello.pack(token, 1), 0),
-        (b"", 0),
-        (None, 0),
-    ):
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.connect(f"\0{address['name']}")
-        if data is not None:
-            socket.send_fds(sock, [data], [null] * count)
-        strangers.append(sock)
-        await asyncio.sleep(0.001)  # the host takes them one by one
-    os.close(null)
-    await asyncio.sleep(0.05)
-    for sock in strangers[:-1]:
-        assert dropped(sock)
-    check_mappings(await asyncio.gather(zero, world.rank(1)), world.bells)
-    for sock in strangers:
-        sock.close()
-
-
-async def test_a_rank_cannot_be_taken_twice(world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch) -> None:
-    world = world_of(3)
-    connected = asyncio.Event()
-    is_asked = bootstrap._PeerSide.is_asked
-
-    async def noted(self: bootstrap._PeerSide) -> bool:
-        connected.set()
-        return await is_asked(self)
-
-    monkeypatch.setattr(bootstrap._PeerSide, "is_asked", noted)
-    tasks = [asyncio.ensure_future(world.rank(rank)) for rank in (0, 1)]
-    address = json.loads(await world.store.get("address"))
-    await connected.wait()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.connect(f"\0{address['name']}")
-        hello = bootstrap._hello.pack(bytes.fromhex(address["ask"]), 1)
-        socket.send_fds(sock, [hello], [*world.bells[0], world.bells[1][0]])
-        await asyncio.sleep(0.05)
-        assert sock.recv(100) == bootstrap.REFUSED
-        assert dropped(sock)
-    tasks.append(asyncio.ensure_future(world.rank(2)))
-    check_mappings(await asyncio.gather(*tasks), world.bells)
 
 
 # -- cancelling and dying ---------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import json
 import logging
 import os
@@ -22,77 +21,18 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-import torch
 import uvloop
 
 from asynccomm import MemoryStore, PeerLostError
-from asynccomm.backends.base import BackendContext, RankInfo, UnsuitableError
-from asynccomm.backends.shm import bootstrap
-from asynccomm.backends.shm.bootstrap import PeerMapping, bootstrap_segment
+from asynccomm.backends.base import UnsuitableError
+from asynccomm.backends.shm import handshake
+from asynccomm.backends.shm.bootstrap import PeerMapping
 from asynccomm.backends.shm.fd_socket import MESSAGE_BYTES
-from asynccomm.backends.shm.layout import Layout
 from asynccomm.control.transport import admission
-from asynccomm.core.mailbox import Mailbox
-from asynccomm.ops.validation import CommInfo
+from tests.security.mutations import little_memory, mutated
 from tests.waiting import until
 
-from .mutations import little_memory, mutated
-
-SETTINGS = {"chunk_bytes": 4096}
-
-
-class World:
-    """Ranks in this process."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.store = MemoryStore()
-        self.bells = [(os.eventfd(0, os.EFD_NONBLOCK), os.eventfd(0, os.EFD_NONBLOCK)) for _ in range(size)]
-
-    def rank(self, rank: int) -> Awaitable[PeerMapping]:
-        context = BackendContext(
-            group=CommInfo("test", rank, self.size, torch.device("cpu")),
-            members=[RankInfo(r, "here", r) for r in range(self.size)],
-            store=self.store,
-            mailbox=Mailbox(asyncio.get_running_loop()),
-            timeout=20,
-            on_error=lambda error: None,
-        )
-        return bootstrap_segment(context, SETTINGS, Layout(self.size, 4096, 2, 1024), self.bells[rank])
-
-    async def address(self) -> dict[str, Any]:
-        return dict(json.loads(await self.store.get("address", 20)))
-
-    def stranger(self, address: dict[str, Any]) -> socket.socket:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.connect(f"\0{address['name']}")
-        return sock
-
-    def hello(self, address: dict[str, Any], rank: int) -> bytes:
-        return bootstrap._hello.pack(bytes.fromhex(address["ask"]), rank)
-
-    def close(self) -> None:
-        for fd in [fd for bells in self.bells for fd in bells]:
-            os.close(fd)
-
-
-@pytest.fixture
-def world_of() -> Iterator[Callable[[int], World]]:
-    """Worlds, of which no descriptor is left at the end."""
-    uvloop.new_event_loop().close()
-    gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
-    worlds: list[World] = []
-
-    def make(size: int) -> World:
-        worlds.append(World(size))
-        return worlds[-1]
-
-    yield make
-    for world in worlds:
-        world.close()
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+from .segment_world import SETTINGS, World, check_mappings
 
 
 @pytest.fixture
@@ -144,7 +84,7 @@ async def test_descriptors_of_strangers_are_closed(
     world = world_of(2)
     zero = asyncio.ensure_future(world.rank(0))
     address = await world.address()
-    wrong = bootstrap._hello.pack(b"x" * 16, 1)
+    wrong = handshake.HELLO.pack(b"x" * 16, 1)
     given, strangers = [], []
     for data in (
         b"x",
@@ -166,7 +106,7 @@ async def test_descriptors_of_strangers_are_closed(
     async with asyncio.timeout(20):
         assert set(await asyncio.gather(*ended)) == {b""}
     for sock in strangers:
-        assert heard(sock) in ((b"", True), (bootstrap.REFUSED, True))
+        assert heard(sock) in ((b"", True), (handshake.REFUSED, True))
         sock.close()
     for fd in given:
         os.close(fd)
@@ -211,6 +151,19 @@ async def test_an_oversized_message_is_no_hello(world_of: Callable[[int], World]
     await all_come(world, zero)
 
 
+async def test_a_rank_cannot_be_taken_twice(world_of: Callable[[int], World], connected: asyncio.Event) -> None:
+    world = world_of(3)
+    tasks = [asyncio.ensure_future(world.rank(rank)) for rank in (0, 1)]
+    address = await world.address()
+    await connected.wait()
+    with world.stranger(address) as sock:
+        socket.send_fds(sock, [world.hello(address, 1)], [*world.bells[0], world.bells[1][0]])
+        await until(lambda: select.select([sock], [], [], 0)[0])
+        assert heard(sock) == (handshake.REFUSED, True)
+    tasks.append(asyncio.ensure_future(world.rank(2)))
+    check_mappings(await asyncio.gather(*tasks), world.bells)
+
+
 # -- silence ----------------------------------------------------------------------------------------------------------
 
 
@@ -238,18 +191,10 @@ def test_who_says_nothing_is_dropped_after_some_time(
 
 
 async def test_a_rank_that_has_spoken_has_all_the_time(
-    world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
+    world_of: Callable[[int], World], connected: asyncio.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admission, "HELLO_SECONDS", 0.02)
     world = world_of(3)
-    connected = asyncio.Event()
-    is_asked = bootstrap._PeerSide.is_asked
-
-    async def noted(self: bootstrap._PeerSide) -> bool:
-        connected.set()
-        return await is_asked(self)
-
-    monkeypatch.setattr(bootstrap._PeerSide, "is_asked", noted)
     two = [asyncio.ensure_future(world.rank(rank)) for rank in (0, 1)]
     await connected.wait()
     with world.stranger(await world.address()) as late:
@@ -262,18 +207,18 @@ async def test_who_was_dropped_for_its_silence_comes_again(
 ) -> None:
     """A rank may be stopped just between connecting and saying who it is."""
     world = world_of(2)
-    send, tries = bootstrap.FdSocket.send, 0
+    send, tries = handshake.FdSocket.send, 0
 
-    async def slow(self: bootstrap.FdSocket, data: bytes, fds: Sequence[int] = ()) -> None:
+    async def slow(self: handshake.FdSocket, data: bytes, fds: Sequence[int] = ()) -> None:
         nonlocal tries
-        if len(data) == bootstrap._hello.size:
+        if len(data) == handshake.HELLO.size:
             tries += 1
             if tries < 3:
                 await asyncio.sleep(0.1)
         await send(self, data, fds)
 
     monkeypatch.setattr(admission, "HELLO_SECONDS", 0.01)
-    monkeypatch.setattr(bootstrap.FdSocket, "send", slow)
+    monkeypatch.setattr(handshake.FdSocket, "send", slow)
     await all_come(world, asyncio.ensure_future(world.rank(0)))
     assert tries == 3
 
@@ -318,29 +263,29 @@ async def test_a_rank_whose_hello_is_there_is_not_dropped_as_the_oldest(
 ) -> None:
     """The loop takes connections before it reads: it must look before it throws out."""
     monkeypatch.setattr(admission, "UNAUTHENTICATED", 0)
-    monkeypatch.setattr(bootstrap, "ACCEPTS", 1000)
+    monkeypatch.setattr(handshake, "ACCEPTS", 1000)
     world = world_of(2)
     zero = asyncio.ensure_future(world.rank(0))
     address = await world.address()
     one = asyncio.ensure_future(world.rank(1))
     tries = 0
-    connect = bootstrap._PeerSide._connect_once
+    connect = handshake.PeerSide._connect_once
 
     async def counted(self: Any, rank: int, there: Any) -> bool:
         nonlocal tries
         tries += 1
         return await connect(self, rank, there)
 
-    monkeypatch.setattr(bootstrap._PeerSide, "_connect_once", counted)
-    send = bootstrap.FdSocket.send
+    monkeypatch.setattr(handshake.PeerSide, "_connect_once", counted)
+    send = handshake.FdSocket.send
     strangers: list[socket.socket] = []
 
-    async def crowd(self: bootstrap.FdSocket, data: bytes, fds: Sequence[int] = ()) -> None:
+    async def crowd(self: handshake.FdSocket, data: bytes, fds: Sequence[int] = ()) -> None:
         await send(self, data, fds)
-        if len(data) == bootstrap._hello.size:  # right behind the rank, before the loop sees any of it
+        if len(data) == handshake.HELLO.size:  # right behind the rank, before the loop sees any of it
             strangers.extend(world.stranger(address) for _ in range(20))
 
-    monkeypatch.setattr(bootstrap.FdSocket, "send", crowd)
+    monkeypatch.setattr(handshake.FdSocket, "send", crowd)
     async with asyncio.timeout(20):
         close_all(await asyncio.gather(zero, one))
     assert tries == 1
@@ -444,7 +389,7 @@ async def test_words_in_the_store_that_are_none(
     world_of: Callable[[int], World], key: str, word: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = world_of(2)
-    monkeypatch.setattr(bootstrap, "peer_user", lambda sock: os.geteuid() + 1)  # so rank 1 has a problem
+    monkeypatch.setattr(handshake, "peer_user", lambda sock: os.geteuid() + 1)  # so rank 1 has a problem
 
     class Lying(MemoryStore):  # type: ignore[misc]
         async def set(self, name: str, value: bytes | str) -> None:
@@ -573,4 +518,4 @@ async def test_news_that_are_almost_right(world_of: Callable[[int], World], seed
 
 
 def test_the_hello_is_what_this_file_thinks_it_is() -> None:
-    assert bootstrap._hello.size == struct.calcsize("=16sI") == 20
+    assert handshake.HELLO.size == struct.calcsize("=16sI") == 20
