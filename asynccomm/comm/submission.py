@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import threading
 import weakref
 from collections import deque
@@ -22,17 +21,15 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Final, Protocol, final
 
-import torch
-from torch import Tensor
-
 from asynccomm.backends.base import Backend, FastCalls, HeldCall, Submission
-from asynccomm.batching.batches import Batch, FusedOp, batches_of, planned, prepared_op
+from asynccomm.batching.batches import Batch, FusedOp, batches_of, planned
 from asynccomm.batching.composite import CompositeWork
-from asynccomm.batching.fusion import can_fuse, check_fusible, fuse, fusion_key
+from asynccomm.batching.fusion import can_fuse, check_fusible
 from asynccomm.batching.hazards import PendingHazards
 from asynccomm.batching.ordering.transport import SELF, OrderingSession
 from asynccomm.batching.plan import BatchLimiter, check_apart, check_messages, item_of
 from asynccomm.batching.queue import DeferredQueue, current_owner
+from asynccomm.comm.held_calls import submission_of
 from asynccomm.comm.in_flight import InFlight, RollCall, timeout_error
 from asynccomm.core.callsite import CallSite, call_site
 from asynccomm.core.mailbox import Mailbox
@@ -49,8 +46,6 @@ COMPARED: Final = 1024  # the same where fingerprints are compared, which may fi
 DEPTH: Final = 4  # frames from call_site() to the user's call: call_site, ``submit_made``, its caller, and a method
 
 Called = tuple[Op, CallSite | None, int, float]  # operation, call site, number, time of the call
-
-_NO_WORK: Final[Any] = None  # of submissions that are only looked at
 
 _log = logging.getLogger("asynccomm")
 
@@ -93,7 +88,6 @@ class Submitter:
         self._compare: Callable[[Work[Any], int], object] | None = None
         self._aside = 0  # operations that do not use the backend
         self.queues: dict[object, DeferredQueue] = {}  #: by the task or thread that is in a scope
-        self._kinds: dict[object, int] = {}  # of operations that are fused, by their key
         self._undecided = PendingHazards()
 
     def compare(self, compare: Callable[[Work[Any], int], object]) -> None:
@@ -124,11 +118,6 @@ class Submitter:
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
-    def fast_path(self) -> FastCalls | None:
-        """The backend's fast path; its ``submit`` does the same as :meth:`call`. None: there is none."""
-        assert self.backend is not None
-        return self.backend.fast_path(self)
-
     def call(
         self,
         timeout: float | timedelta | None,
@@ -156,69 +145,23 @@ class Submitter:
             return self.submit(calls[0]._replace(result=made.result), timeout, hints, site)
         return self.submit(made if tag is None else made.labelled(tag), timeout, hints, site)
 
-    def adopt(
-        self, run: object, arguments: Sequence[Any], result: object, site: CallSite | None, started: float
-    ) -> Work[Any]:
-        """Go on with a call of which the backend's fast path has begun ``run``. Under the lock."""
-        call = self._checked_call(arguments)._replace(result=result)
-        work = self._work(call, self.counts.limit, site, self.backend, self.counts.collectives)
+    def submit_begun(self, call: Call, run: object, result: object, site: CallSite | None, started: float) -> Work[Any]:
+        """Number ``call``, which the backend's fast path has begun as ``run``. Under the lock."""
+        call = call._replace(result=result)
+        work = self._work(call, self.counts.limit, site, self.backend)
         work.started = started
         self._send_one(call, work, run)
         return work
 
-    def fusion_kind(self, op: Op) -> int | None:
-        """See ``DirectCalls.fusion_kind``."""
-        assert self.backend is not None
-        if op.one_sided or op.p2p:
-            return None
-        key = fusion_key(op, self.backend.fusion_limit)
-        return 0 if key is None else self._kinds.setdefault(key, len(self._kinds) + 1)
-
-    @property
-    def fused_limit(self) -> int:
-        """See ``Backend.fused_limit``."""
-        assert self.backend is not None
-        return self.backend.fused_limit
-
-    def fused(self, arguments: Sequence[Sequence[Any]]) -> Call:
-        """See ``DirectCalls.fused``."""
-        calls = [self._checked_call(each) for each in arguments]
-        return fuse(self.group.size, [Submission(call, _NO_WORK) for call in calls])
+    def taken_over(self, item: Submission | HeldCall) -> Submission:
+        """The submission of a held operation."""
+        return item if isinstance(item, Submission) else submission_of(self.group, item, self._context())
 
     def note_deadline(self, queue: DeferredQueue, work: Work[Any]) -> None:
         """Have the comm look at the deadline of ``work``, which ``queue`` holds."""
         if (due := work.started + work.timeout) < queue.due:
             queue.due = due
             self.in_flight.deadlines.add(work)
-
-    def adopt_held(self, left: Sequence[tuple[object, Op, Sequence[HeldCall]]]) -> None:
-        """See ``DirectCalls.adopt_held``. Under the lock."""
-        backend = self.backend
-        assert backend is not None
-        fused_ops = [prepared_op(run, op, members, backend, self.mailbox) for run, op, members in left]
-        for fused in fused_ops:
-            fused.prepare(backend)
-        backend.submit([fused.submission for fused in fused_ops])
-        for fused in fused_ops:
-            fused.sent()
-            if not fused.submission.work.done():
-                self.in_flight.deadlines.add(fused.most_urgent)
-            for member in fused.members:
-                self._check_late(member.work)
-
-    def _checked_call(self, arguments: Sequence[Any]) -> Call:
-        """The call of arguments that the fast path takes."""
-        check, *rest = arguments
-        made = check(self.group, *rest)
-        return made.calls[0] if isinstance(made, Several) else made
-
-    def taken_over(self, item: Submission | HeldCall) -> Submission:
-        """The submission of a held operation."""
-        if isinstance(item, Submission):
-            return item
-        submission = Submission(self._checked_call(_restored(item)), item.work)
-        submission.call_context = self._context()
-        return submission
 
     def submit(
         self,
@@ -245,9 +188,7 @@ class Submitter:
                 work = self._work(call, limit, site, None)  # until the ranks have agreed on it
                 self._issue([self._submission(call, work, self._context())])
             else:
-                work = self._work(
-                    call, limit, site, self.backend, counts.messages if call.op.p2p else counts.collectives
-                )
+                work = self._work(call, limit, site, self.backend)
                 self._send_one(call, work)
             if self._observer is not None:
                 self._observer.called(call, work)
@@ -257,6 +198,14 @@ class Submitter:
         """Hand a call to the backend, which may have begun ``run`` already. Under the lock."""
         backend, in_flight, counts = self.backend, self.in_flight, self.counts
         assert backend is not None
+        p2p = call.op.p2p
+        # counted before: the operation may be done in submit(), and a listener of its Work may call the next one
+        if p2p:
+            work.seq = counts.messages
+            counts.messages += 1
+        else:
+            work.seq = counts.collectives
+            counts.collectives += 1
         self.recent.append((work.op, work.site, work.seq, work.started))
         submission = Submission(call, work)
         submission.run = run
@@ -265,16 +214,16 @@ class Submitter:
             backend.submit((submission,))
         except BaseException:
             in_flight.settled(work)
+            if p2p:
+                counts.messages -= 1
+            else:
+                counts.collectives -= 1
             raise
-        if call.op.p2p:
-            counts.messages += 1
-        else:
-            counts.collectives += 1
         counts.submitted += 1
         if self._compare is not None:
             self._compare(work, 1)
         if self._error is not None:
-            self._check_late(work)
+            self.check_late(work)
         if work in in_flight.works:  # not settled in submit(), as most small operations are
             in_flight.deadlines.add(work)
 
@@ -353,7 +302,7 @@ class Submitter:
             self._aside += 1
             self.counts.submitted += 1
             self.in_flight.works[work] = 0
-        self._check_late(work)
+        self.check_late(work)
         return work
 
     def sends_now(self, *, p2p: bool) -> bool:
@@ -381,7 +330,7 @@ class Submitter:
             again = type(error)(*error.args)  # a new error: the pending Works raise the first
             raise again from error
 
-    def _check_late(self, work: Work[Any]) -> None:
+    def check_late(self, work: Work[Any]) -> None:
         """Settle ``work``, now in flight, if the comm broke meanwhile: the failure may have missed it."""
         error = self.error
         if isinstance(error, BrokenError):
@@ -401,12 +350,11 @@ class Submitter:
         limit: float,
         site: CallSite | None,
         driver: Driver | None,
-        seq: int = UNNUMBERED,
         on_settled: Callable[[Work[Any]], object] | None = None,
     ) -> Work[Any]:
         work: Work[Any] = Work(
             call.op,
-            seq,
+            UNNUMBERED,
             self.mailbox,
             value=call.result,
             finish=call.finish,
@@ -431,26 +379,29 @@ class Submitter:
         submission.call_context = call_context
         self.in_flight.works[work] = submission.nbytes
         self.counts.submitted += 1
-        self._check_late(work)
+        self.check_late(work)
         return submission
 
     def _send(self, batch: Batch) -> None:
         """Number a batch and submit it to the backend. Under the lock."""
         backend = self.backend
         assert backend is not None
-        numbers = [self.counts.collectives, self.counts.messages]
+        counts = self.counts
+        before = counts.collectives, counts.messages
+        numbers = list(before)
         for item in batch.items:
             item.work.seq = numbers[item.op.p2p]
             numbers[item.op.p2p] += 1
         for fused in batch.fused_ops:
             fused.prepare(backend)
+        counts.collectives, counts.messages = numbers  # as in _send_one
         try:
             backend.submit([fused.submission for fused in batch.fused_ops])
         except BaseException:
+            counts.collectives, counts.messages = before
             for item in batch.items:
                 item.work.seq = UNNUMBERED
             raise
-        self.counts.collectives, self.counts.messages = numbers
         self.in_flight.batches += len(batch.items) > 1
         collectives = sum([not item.op.p2p for item in batch.items])
         for item in batch.items:
@@ -460,7 +411,7 @@ class Submitter:
                 self._compare(work, collectives)
             if not item.op.p2p:
                 collectives = 0  # compared with the first
-            self._check_late(work)
+            self.check_late(work)
         for fused in batch.fused_ops:
             fused.sent()
             if not fused.submission.work.done():
@@ -657,26 +608,6 @@ class Submitter:
         self.lock = threading.RLock()  # a thread of the parent may have held the old one
         self.error = error
         self.backend = None
-
-
-def _restored(held: HeldCall) -> list[Any]:
-    """The arguments of a held call; a tensor that was given other memory since then is replaced by one like it was."""
-    places = iter(held.places)
-
-    def restored(argument: Any) -> Any:
-        if isinstance(argument, tuple):
-            return [restored(item) for item in argument]
-        if not isinstance(argument, Tensor):
-            return argument
-        storage, offset, address, shape, dtype = next(places)
-        if (argument.data_ptr(), argument.shape, argument.dtype) == (address, shape, dtype):
-            return argument
-        if storage.nbytes() < (offset + math.prod(shape)) * dtype.itemsize:  # the memory was freed
-            return argument
-        strides = torch.empty(shape, device="meta").stride()
-        return torch.empty(0, dtype=dtype).set_(storage, offset, shape, strides)
-
-    return [restored(argument) for argument in held.arguments]
 
 
 def weak_callback(method: Callable[[Any], object]) -> Callable[[Any], None]:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,16 +95,17 @@ def together(comm: Comm, calls: Sequence[Call]) -> Work[Any]:
 def merged(comm: Comm, *lots: Sequence[int]) -> Work[Any]:
     """A batch of all_reduces: one for each lot, made of those of these numbers, which have number + 1 elements."""
     backend = comm.unsafe_get_backend()
+    forward = backend.submit
     calls = [AllReduce.of_several(comm._group, [torch.ones(i + 1) for i in lot], ReduceOp.SUM) for lot in lots]
 
     def submit(batch: Sequence[Submission]) -> None:
         for submission, lot in zip(batch, lots, strict=True):
             submission.members = tuple([call.op for i in lot for call in reduced(comm, i + 1)])
             submission.numbers = tuple(lot)
-        backend.submit(batch)
+        forward(batch)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comm._submitter, "backend", SimpleNamespace(submit=submit, before_await=backend.before_await))
+        patch.setattr(backend, "submit", submit)
         return together(comm, calls)
 
 
@@ -254,8 +254,9 @@ MERGED: list[tuple[list[list[int]], list[list[int]], str]] = [
 
 @pytest.mark.parametrize(("mine", "theirs", "text"), MERGED)
 async def test_merged_operations_that_differ(mine: list[list[int]], theirs: list[list[int]], text: str) -> None:
-    alone = {"control": "off"}  # else the comms compare the lots, as they know them
-    async with loopback_world(2, hints=alone) as comms:
+    async with loopback_world(
+        2, hints={"control": "off"}
+    ) as comms:  # the comms would compare the lots, as they know them
         works = [merged(comm, *lots) for comm, lots in zip(comms, [mine, theirs], strict=True)]
         await expect_mismatch(comms, works, text)
 

@@ -315,6 +315,28 @@ async def test_operations_of_one_kind_are_fused_and_counted_each() -> None:
         await asyncio.gather(*works)
 
 
+async def test_calls_of_listeners_in_a_flush_have_numbers_of_their_own() -> None:
+    async with loopback_world(2) as (a, b):
+        calls: list[Work[Any]] = []
+
+        def called() -> None:
+            if not calls:
+                calls.append(b.barrier())
+
+        async def send(work: Work[Any]) -> None:  # in another task, whose calls are in no scope
+            await work
+
+        with a.coalesce():
+            a.barrier()
+            a.all_reduce(torch.ones(2))
+        with b.coalesce() as scope:
+            b.barrier().listen(called)
+            last = b.all_reduce(torch.ones(2))
+            await asyncio.create_task(send(last))
+        assert [work.seq for work in (*scope.works, *calls)] == [0, 1, 2]
+        await asyncio.gather(a.barrier(), *scope.works, *calls)
+
+
 async def test_ready_waits_for_each() -> None:
     async with loopback_world(2, max_ops=2) as (a, b):
         hub_of(a).hold()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from asynccomm.backends.base import Backend
+from asynccomm.comm.direct_calls import fast_path
 from asynccomm.comm.in_flight import CommStatistics
 from asynccomm.comm.session import Session
 from asynccomm.core.handles import Handle
@@ -38,7 +39,7 @@ class CommBase(Handle):
         self._submitter = session.submitter
         self._group = session.group
         self._backend_name = backend_name
-        self._fast = self._submitter.fast_path()
+        self._fast = fast_path(self._submitter)
         # for methods that take tensors and plain values
         self._call = self._submitter.call if self._fast is None else self._fast.submit
         self._sent_schemas = SenderSchemaCache()

@@ -3,7 +3,7 @@
 import asyncio
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from functools import partial
 from typing import Any
 
@@ -121,7 +121,7 @@ async def test_large_and_small_ones_stay_in_order(comm: Comm, inline: str | None
     async with new_comm("shm", name="mixed", timeout=60, hints=hints) as mixed:
         small, large = torch.ones(10), torch.ones(LARGE)
         factor = float(comm.size)
-        works = []
+        works: list[Awaitable[object]] = []
         for _ in range(3):
             works.append(mixed.all_reduce(small))
             works.append(batch(mixed, reduced(mixed, small, torch.ones(3), large, torch.ones(5))))

@@ -14,8 +14,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +34,12 @@ from asynccomm import (
 )
 from asynccomm.backends.shm.backend import ShmBackend
 from asynccomm.backends.shm.endpoint import SHORT
-from asynccomm.comm.submission import Submitter
+from asynccomm.comm.direct_calls import SubmitterCalls
 from asynccomm.core.callsite import show
 from asynccomm.core.native import CoreUnavailable, load_core
 from asynccomm.ops.dtypes import CODES
+
+from .paths import counted
 
 pytestmark = pytest.mark.skipif(isinstance(load_core(), CoreUnavailable), reason="the executor in C was not built")
 
@@ -53,39 +53,6 @@ KINDS = (
     "messages",
     "barrier",
 )
-
-
-class Paths:
-    """Counts the calls of a comm that take the ordinary path, and those that are adopted."""
-
-    def __init__(self) -> None:
-        self.ordinary = self.adopted = 0
-
-    def took(self) -> str:
-        """The path of the calls since the last time."""
-        path = "ordinary" if self.ordinary else "fast"
-        self.ordinary = self.adopted = 0
-        return path
-
-
-@asynccontextmanager
-async def counted(**options: Any) -> AsyncIterator[tuple[Comm, Paths]]:
-    """A new comm that counts; a late rank is waited for inside the call."""
-    paths, call, adopt = Paths(), Submitter.call, Submitter.adopt
-
-    def counting_call(self: Submitter, *args: Any) -> Any:
-        paths.ordinary += 1
-        return call(self, *args)
-
-    def counting_adopt(self: Submitter, *args: Any) -> Any:
-        paths.adopted += 1
-        return adopt(self, *args)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Submitter, "call", counting_call)
-        patched.setattr(Submitter, "adopt", counting_adopt)
-        async with new_comm("shm", name="counted", timeout=30, **options) as comm:
-            yield comm, paths
 
 
 @pytest.mark.ranks(2)
@@ -668,7 +635,7 @@ async def test_an_exception_before_a_begun_operation_is_adopted_breaks_the_comm(
             def interrupted(*_: object) -> None:
                 raise KeyboardInterrupt
 
-            patched.setattr(Submitter, "adopt", interrupted)
+            patched.setattr(SubmitterCalls, "adopt", interrupted)
         async with new_comm("shm", name="interrupted", timeout=30, hints={"spin_us": "0"}) as own:
             await own.barrier(timeout=30)
             backend = own.unsafe_get_backend()

@@ -7,8 +7,7 @@ import gc
 import random
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,44 +20,9 @@ from asynccomm.comm.submission import Submitter
 from asynccomm.core.native import CoreUnavailable, load_core
 from asynccomm.errors import AbortedError, BackendError, ClosedError, CollectiveTimeoutError, NotSentError
 
-pytestmark = [
-    pytest.mark.skipif(isinstance(load_core(), CoreUnavailable), reason="there is no executor in C"),
-    pytest.mark.skipif(
-        not hasattr(Tensor, "__dlpack_c_exchange_api__"), reason="torch shows its tensors to Python only"
-    ),
-]
+from .paths import counted
 
-
-class Paths:
-    """Who has sent the scopes."""
-
-    def __init__(self) -> None:
-        self.ordinary = self.adopted = 0
-
-    def took(self) -> str:
-        """The path of the scopes since the last time."""
-        path = "ordinary" if self.ordinary else "fast"
-        self.ordinary = self.adopted = 0
-        return path
-
-
-@asynccontextmanager
-async def counted(**options: Any) -> AsyncIterator[tuple[Comm, Paths]]:
-    paths, flush, adopt = Paths(), Submitter._flush, Submitter.adopt_held
-
-    def counting_flush(self: Submitter, *args: Any) -> Any:
-        paths.ordinary += 1
-        return flush(self, *args)
-
-    def counting_adopt(self: Submitter, *args: Any) -> Any:
-        paths.adopted += 1
-        return adopt(self, *args)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Submitter, "_flush", counting_flush)
-        patched.setattr(Submitter, "adopt_held", counting_adopt)
-        async with new_comm("shm", name="counted", timeout=30, **options) as comm:
-            yield comm, paths
+pytestmark = pytest.mark.skipif(isinstance(load_core(), CoreUnavailable), reason="the executor in C was not built")
 
 
 def ones(*sizes: int) -> list[Tensor]:
@@ -70,7 +34,7 @@ def ones(*sizes: int) -> list[Tensor]:
 
 @pytest.mark.ranks(2)
 async def test_a_mixture_is_right_and_fast() -> None:
-    async with counted() as (comm, paths):
+    async with counted(scopes=True) as (comm, paths):
         size, rank = comm.size, comm.rank
         for round in range(3):
             a, b, c = ones(3, 70_000, 5)
@@ -105,7 +69,7 @@ async def test_a_mixture_is_right_and_fast() -> None:
 
 @pytest.mark.ranks(1)
 async def test_which_scopes_are_fast() -> None:
-    async with counted() as (comm, paths):
+    async with counted(scopes=True) as (comm, paths):
 
         async def path(*calls: Callable[[], Work[Any]], **limits: Any) -> str:
             async with comm.coalesce(**limits) as batch:
@@ -144,7 +108,7 @@ async def test_which_scopes_are_fast() -> None:
 @pytest.mark.ranks(3)
 async def test_ranks_may_take_different_paths() -> None:
     """The same calls: a rank whose tensors have strides holds them in Python."""
-    async with counted() as (comm, paths):
+    async with counted(scopes=True) as (comm, paths):
         seen = set()
         for seed in range(60):
             choose, mine = random.Random(seed), random.Random(seed * 10 + comm.rank)
@@ -181,7 +145,7 @@ async def test_ranks_may_take_different_paths() -> None:
 
 @pytest.mark.ranks(2)
 async def test_a_late_rank_is_waited_for_by_python() -> None:
-    async with counted() as (comm, paths):
+    async with counted(scopes=True) as (comm, paths):
         for round in range(4):
             tensors = ones(4, 5, 6)
             numbers = torch.full((3,), comm.rank)
@@ -212,7 +176,7 @@ async def test_a_late_rank_is_waited_for_by_python() -> None:
 
 @pytest.mark.ranks(1)
 async def test_works_and_statistics_of_held_calls() -> None:
-    async with counted() as (comm, paths):
+    async with counted(scopes=True) as (comm, paths):
         a, b = ones(3, 4)
         await comm.all_reduce(a)
         batches = comm.statistics().batches
@@ -251,7 +215,7 @@ async def call(comm: Comm) -> None:
 
 @pytest.mark.ranks(2)
 async def test_awaits_flushes_and_scopes_within_scopes() -> None:
-    async with counted() as (comm, _):
+    async with counted(scopes=True) as (comm, _):
         for _ in range(2):
             a, b, c, d = ones(2, 3, 4, 5)
             async with comm.coalesce() as batch:
@@ -271,7 +235,7 @@ async def test_awaits_flushes_and_scopes_within_scopes() -> None:
 
 @pytest.mark.ranks(1)
 async def test_calls_that_are_not_sent() -> None:
-    async with counted() as (comm, _):
+    async with counted(scopes=True) as (comm, _):
         x = torch.ones(3)
         await comm.all_reduce(x)
         with pytest.raises(KeyError):
@@ -294,7 +258,7 @@ async def test_calls_that_are_not_sent() -> None:
 
 @pytest.mark.ranks(1)
 async def test_closing_sends_what_a_scope_holds() -> None:
-    async with counted() as (comm, _):
+    async with counted(scopes=True) as (comm, _):
         x = torch.ones(3)
         await comm.all_reduce(x)
         scope = comm.coalesce()
@@ -309,7 +273,7 @@ async def test_closing_sends_what_a_scope_holds() -> None:
 
 @pytest.mark.ranks(2)
 async def test_deadlines_count_from_the_call() -> None:
-    async with counted() as (comm, _):
+    async with counted(scopes=True) as (comm, _):
         x = torch.ones(3)
         await comm.all_reduce(x)
         await comm.barrier()
@@ -332,7 +296,7 @@ async def wait_for(work: Work[Any]) -> None:
 
 @pytest.mark.ranks(2)
 async def test_scopes_of_threads_and_tasks_are_apart() -> None:
-    async with counted() as (comm, _):
+    async with counted(scopes=True) as (comm, _):
         errors: list[BaseException] = []
         turn = asyncio.Event()
 
@@ -371,7 +335,7 @@ async def test_scopes_of_threads_and_tasks_are_apart() -> None:
 
 @pytest.mark.ranks(1)
 async def test_the_deadline_of_a_held_call_behind_a_longer_one() -> None:
-    async with counted() as (comm, _):
+    async with counted(scopes=True) as (comm, _):
         a, b = ones(3, 4)
         for _ in range(2):
             async with comm.coalesce() as batch:
@@ -387,7 +351,7 @@ async def test_the_deadline_of_a_held_call_behind_a_longer_one() -> None:
 
 @pytest.mark.ranks(2)
 async def test_calls_of_listeners_come_after_all_held_calls() -> None:
-    async with counted() as (comm, paths):
+    async with counted(scopes=True) as (comm, paths):
         sign = await new_comm("shm", name="sign", timeout=30)
         a, d, x = ones(3, 4, 5)
         for round in range(4):
@@ -424,7 +388,7 @@ async def test_calls_of_listeners_come_after_all_held_calls() -> None:
 async def test_memory_is_what_it_was_at_the_call() -> None:
     """As for operations that Python holds, which detach their tensors at the call."""
     for tag in (None, "in Python"):
-        async with counted() as (comm, _):
+        async with counted(scopes=True) as (comm, _):
             for _ in range(2):
                 a, b, c = torch.ones(2, 3), torch.ones(4), torch.ones(8)[2:6]
                 was = [x.detach() for x in (a, b, c)]
@@ -442,7 +406,7 @@ async def test_memory_is_what_it_was_at_the_call() -> None:
 
 @pytest.mark.ranks(1)
 async def test_tensors_live_until_they_are_sent_and_no_longer() -> None:
-    async with counted() as (comm, _):
+    async with counted(scopes=True) as (comm, _):
         for _ in range(2):
             x = torch.ones(300)
             memory = weakref.ref(x)
@@ -472,7 +436,7 @@ async def test_tensors_live_until_they_are_sent_and_no_longer() -> None:
 
 @pytest.mark.ranks(2)
 async def test_a_failure_to_go_on_breaks_the_comm() -> None:
-    async with counted() as (comm, paths):
+    async with counted(scopes=True) as (comm, paths):
         for _ in range(2):
             async with comm.coalesce() as batch:
                 comm.all_reduce(torch.ones(3))
@@ -510,7 +474,7 @@ async def test_held_calls_that_cannot_be_sent_any_more_fail() -> None:
     def refuses(*arguments: Any) -> Any:
         raise ValueError("not any more")
 
-    async with counted() as (comm, _):
+    async with counted(scopes=True) as (comm, _):
         for _ in range(2):
             x, y = ones(3, 4)
             with pytest.MonkeyPatch.context() as patched:
