@@ -198,6 +198,10 @@ class Reporter:
         Operations that a scope holds may travel as one. Then the first of them that differs takes its place.
         """
         sides = [error.rank, error.other_rank]
+        message = self._message(error)
+        if message is not None:  # ranks number their own messages, so only this rank's call is known by its number
+            sites = [message if rank == self._group.rank else "" for rank in sides]
+            return CollectiveMismatchError(*error.args[:5], *sites)
         others = [rank for rank in sides if rank != self._group.rank]
         numbered = error.seq != UNNUMBERED  # operations without a number are in no order that the ranks share
         replies = await self.request(others, ANSWER_SECONDS, what="explain", seq=error.seq, following=numbered)
@@ -292,15 +296,22 @@ class Reporter:
             found.append((seq, *signature(op), batch))
         return self._group.size, found
 
+    def _message(self, error: CollectiveMismatchError) -> str | None:
+        """The call site of this rank's message that ``error`` is about, as far as known; None: no message."""
+        submitter = self._submitter()
+        op = error.op if error.rank == self._group.rank else error.other_op
+        if submitter is None:
+            return None
+        messages = [call for call in _known_calls(submitter) if call[0].p2p and str(call[0]) == op]
+        return next((show(site) for _, site, number in messages if number == error.seq), "") if messages else None
+
     def _explain(self, seq: int, *, following: bool) -> JsonObject:
         """The collective of number ``seq``, with those that are ``following`` it without a gap."""
         submitter = self._submitter()
         if submitter is None:
             return {}
-        calls = [call[:3] for call in submitter.recent.copy()]  # a copy: other threads append calls
-        calls += [(work.op, work.site, work.seq) for work in submitter.in_flight.pending()]
         known: dict[int, tuple[Op, CallSite | None]] = {}
-        for op, site, number in calls:
+        for op, site, number in _known_calls(submitter):
             if not op.p2p and not isinstance(op, MonitoredBarrier):  # these have numbers of their own
                 known.setdefault(number, (op, site))
         found: list[JsonObject] = []
@@ -364,6 +375,12 @@ class _Explained(NamedTuple):
             for call in (reply, *reply.get("following", ())):
                 found.append(cls(str(call["op"]), str(call["site"]), list(call["signature"])))
         return found
+
+
+def _known_calls(submitter: Submitter) -> list[tuple[Op, CallSite | None, int]]:
+    """Operations, call sites and numbers of the last calls, and of those in flight."""
+    calls = [call[:3] for call in submitter.recent.copy()]  # a copy: other threads append calls
+    return calls + [(work.op, work.site, work.seq) for work in submitter.in_flight.pending()]
 
 
 def _called(call: Called, now: float) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from asynccomm.core.callsite import call_site
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.ops import AllReduce, Barrier
-from asynccomm.ops.p2p import Send
+from asynccomm.ops.p2p import Recv, Send
 from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.ops.signature import signature
 from asynccomm.ops.validation import CommInfo
@@ -426,6 +426,20 @@ async def test_operations_without_a_number_are_not_compared(parts: Parts) -> Non
         issued(each, 10 if each is parts else 20)
     error = await parts.reporter.complete(CollectiveMismatchError(UNNUMBERED, 0, "mine", 1, "theirs"))
     assert error.args[:5] == (UNNUMBERED, 0, "mine", 1, "theirs")
+
+
+@pytest.mark.parametrize("number", [4, 5])
+async def test_messages_are_not_taken_for_the_collectives_of_their_numbers(parts: Parts, number: int) -> None:
+    peer = Parts()
+    parts.line.answers[11] = peer.reporter.on_request
+    issued(parts, 10, 20)
+    issued(peer, 10, 21)
+    sent, received = Send(torch.float32, 2, 0, 0), Recv(torch.float32, 3, 1, 0)
+    parts.issue(received, 4)
+    error = await parts.reporter.complete(CollectiveMismatchError(number, 1, str(sent), 0, str(received)))
+    assert error.args[:5] == (number, 1, str(sent), 0, str(received))
+    assert error.site == "", "the call of the other rank has another number"
+    assert (__file__ in error.other_site) == (number == 4)
 
 
 @pytest.mark.ranks(3, backend="shm")

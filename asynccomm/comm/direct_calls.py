@@ -1,0 +1,79 @@
+"""Calls that the backend's fast path begins or holds, as operations of a comm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, final
+
+from asynccomm.backends.base import FastCalls, HeldCall, Submission
+from asynccomm.batching.batches import prepared_op
+from asynccomm.batching.fusion import fuse, fusion_key
+from asynccomm.comm.held_calls import checked_call
+from asynccomm.comm.submission import Submitter
+from asynccomm.core.callsite import CallSite
+from asynccomm.core.work import Work
+from asynccomm.ops import Call, Op
+
+_NO_WORK: Final[Any] = None  # of submissions that are only looked at
+
+
+def fast_path(submitter: Submitter) -> FastCalls | None:
+    """The fast path of the backend; its ``submit`` does the same as ``Submitter.call``. None: there is none."""
+    assert submitter.backend is not None
+    return submitter.backend.fast_path(SubmitterCalls(submitter))
+
+
+@final
+class SubmitterCalls:
+    """``backends.base.DirectCalls`` of a submitter, which does not refer to this object."""
+
+    def __init__(self, submitter: Submitter) -> None:
+        backend = submitter.backend
+        assert backend is not None
+        self._submitter = submitter
+        self._backend = backend
+        self._kinds: dict[object, int] = {}  # of operations that are fused, by their key
+        self.group = submitter.group
+        self.mailbox = submitter.mailbox
+        self.counts = submitter.counts
+        self.recent = submitter.recent
+        self.records_sites = submitter.records_sites
+        self.queues = submitter.queues
+        self.in_flight = submitter.in_flight
+        self.lock = submitter.lock
+        self.call = submitter.call
+        self.overdue = submitter.overdue
+        self.note_deadline = submitter.note_deadline
+        self.fused_limit = backend.fused_limit
+
+    def adopt(
+        self, run: object, arguments: Sequence[Any], result: object, site: CallSite | None, started: float
+    ) -> Work[Any]:
+        """See ``DirectCalls.adopt``. Under the lock."""
+        return self._submitter.submit_begun(checked_call(self.group, arguments), run, result, site, started)
+
+    def fusion_kind(self, op: Op) -> int | None:
+        """See ``DirectCalls.fusion_kind``."""
+        if op.one_sided or op.p2p:
+            return None
+        key = fusion_key(op, self._backend.fusion_limit)
+        return 0 if key is None else self._kinds.setdefault(key, len(self._kinds) + 1)
+
+    def fused(self, arguments: Sequence[Sequence[Any]]) -> Call:
+        """See ``DirectCalls.fused``."""
+        calls = [checked_call(self.group, each) for each in arguments]
+        return fuse(self.group.size, [Submission(call, _NO_WORK) for call in calls])
+
+    def adopt_held(self, left: Sequence[tuple[object, Op, Sequence[HeldCall]]]) -> None:
+        """See ``DirectCalls.adopt_held``. Under the lock."""
+        backend, submitter = self._backend, self._submitter
+        fused_ops = [prepared_op(run, op, members, backend, self.mailbox) for run, op, members in left]
+        for fused in fused_ops:
+            fused.prepare(backend)
+        backend.submit([fused.submission for fused in fused_ops])
+        for fused in fused_ops:
+            fused.sent()
+            if not fused.submission.work.done():
+                submitter.in_flight.deadlines.add(fused.most_urgent)
+            for member in fused.members:
+                submitter.check_late(member.work)
