@@ -125,19 +125,21 @@ def test_numbers_that_cannot_be(at: int, number: int) -> None:
     assert asked == []
 
 
-@pytest.mark.parametrize("header", [(0, 5000, 1), (3000, 0, 1), (1025, 0, 1), (0, 5000, 4), (2000, 5000, 3)], ids=str)
+@pytest.mark.parametrize(
+    "header", [(0, 5000, 1), (3000, 0, 1), (1025, 0, 1), (0, 5000, 4), (2000, 5000, 3), (0, 0, 2**32)], ids=str
+)
 def test_a_stream_that_ends_before_all_has_come(header: tuple[int, int, int]) -> None:
     """It would be taken as complete, with whatever was in the memory before."""
     mine, theirs = pair()
     progress, _ = taking(mine)
     next(progress, None)
-    theirs.begin(0, Parcels("broadcast", giver=1), header[2])
+    theirs.begin(0, Parcels("broadcast", giver=1), 1)
     theirs.put(0, 0, header)
-    for step in range(header[2]):
+    for step in range(min(header[2], 4)):
         theirs.post(step)
     error = drive(progress)
     assert isinstance(error, BackendError)
-    assert str(error).startswith(("rank 1 has not sent", "rank 1 announces"))
+    assert str(error).startswith("rank 1 announces")
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -225,15 +225,16 @@ static int parse_stage(const Segment *s, Program *p, PyObject *t, Stage *stage)
 /* program(steps, stages) */
 static PyObject *Segment_program(PyObject *self, PyObject *args)
 {
-    unsigned int steps;
+    long long steps;
     PyObject *stages;
-    if (!PyArg_ParseTuple(args, "IO", &steps, &stages)) return NULL;
+    if (!PyArg_ParseTuple(args, "LO", &steps, &stages)) return NULL;
     Py_ssize_t count = PySequence_Size(stages);
     if (count < 0) return NULL;
+    if (steps < 0 || steps > UINT32_MAX) return PyErr_Format(PyExc_ValueError, "a program has up to 2**32 - 1 steps, not %lld", steps);
     if (count < 1 || count > 16) return PyErr_Format(PyExc_ValueError, "a program has 1 to 16 stages, not %zd", count);
     Program *p = (Program *)PyType_GenericAlloc(Core_Program, 0);
     if (!p) return NULL;
-    p->steps = steps;
+    p->steps = (uint32_t)steps;
     p->stages = core_zeroed(count, sizeof(Stage));
     int failed = !p->stages;
     p->stage_count = failed ? 0 : (int)count;

@@ -65,8 +65,12 @@ class Executor:
             program = build()
             if len(self._programs) >= _MOST_PROGRAMS:
                 self._programs.clear()
-            found = self._programs[key] = Compiled(program, self.segment and self.segment.program(*program))
+            found = self._programs[key] = self.compile(program)
         return found
+
+    def compile(self, program: Program) -> Compiled:
+        """A program in the form that ``run`` takes."""
+        return Compiled(program, self.segment and self.segment.program(*program))
 
     def run(
         self, compiled: Compiled, first: int, operands: Sequence[Operand | int], reductions: Sequence[Reduction] = ()

@@ -9,19 +9,19 @@ from typing import final
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
 from asynccomm.backends.delivery import Delivery
-from asynccomm.backends.shm.board import Board
+from asynccomm.backends.shm.executor import Executor
 from asynccomm.backends.shm.programs import room_per_reader
 from asynccomm.backends.shm.reference import Progress
-from asynccomm.backends.shm.variable_length import PayloadSink, PayloadSource, stream
+from asynccomm.backends.shm.variable_length import PayloadSource, stream
 from asynccomm.backends.shm.vectors import Scattered, address_of, scattered
 from asynccomm.errors import BackendError, BrokenError
 from asynccomm.ops import Parcel, Parcels
 from asynccomm.ops.parcels import MAX_HEAD
 
 
-def parcels(board: Board, submission: Submission) -> Progress:
+def parcels(executor: Executor, submission: Submission) -> Progress:
     """Run the collective of a submission of ``ops.Parcels``."""
-    op = submission.op
+    board, op = executor.board, submission.op
     assert isinstance(op, Parcels)
     size, me = board.size, board.rank
     first = board.begin(submission.work.seq, op, 1)
@@ -30,11 +30,11 @@ def parcels(board: Board, submission: Submission) -> Progress:
     givers = [rank for rank in board.others if op.gives(rank) and op.taker != rank]
     room, part = (board.chunk, 0) if op.shared else (room_per_reader(board.chunk, size), me)
     if op.takes(me):
-        deliveries = Deliveries(submission, delivery)
-        yield from stream(board, first, room, part, gives, givers, PayloadSink(deliveries.begin, deliveries.take))
-        deliveries.finish()
+        yield from stream(executor, first, room, part, gives, givers, Deliveries(delivery))
+        delivery.finish()
+        submission.error = delivery.error
     else:
-        yield from stream(board, first, room, part, gives, givers, None)
+        yield from stream(executor, first, room, part, gives, givers, None)
         delivery.finish()
 
 
@@ -60,32 +60,28 @@ def _stream(parcel: Parcel) -> PayloadSource:
 
 @final
 class Deliveries:
-    """The parcels that one submission receives."""
+    """The parcels that one submission receives: a ``PayloadSink``."""
 
-    def __init__(self, submission: Submission, delivery: Delivery) -> None:
-        self._submission = submission
+    def __init__(self, delivery: Delivery) -> None:
         self._delivery = delivery
         self._lengths: Mapping[int, tuple[int, int]] = {}
         self._payloads: dict[int, int] = {}
         self._heads: dict[int, list[bytes]] = {}  # chunks of incomplete heads
         self._targets: dict[int, Scattered | None] = {}  # of payloads, once the head is complete; None: discard
-        self._left: dict[int, int] = {}  # bytes that have not arrived yet
 
     def begin(self, lengths: Mapping[int, tuple[int, int]]) -> None:
-        """Set the lengths of all streams, before the first ``take``. Raises: BackendError if a head is too long."""
+        """See ``PayloadSink.begin``. Raises: BackendError if a head is too long."""
         for rank, (head, _) in lengths.items():
             if head > MAX_HEAD:
                 raise BackendError(f"rank {rank} announces {head} bytes of a parcel's head; more than {MAX_HEAD}")
         self._lengths = lengths
         self._payloads = {rank: body for rank, (_, body) in lengths.items()}
         self._heads = {rank: [] for rank in lengths}
-        self._left = {rank: head + body for rank, (head, body) in lengths.items()}
 
     def take(self, source: int, start: int, n: int, address: int) -> None:
-        """Copy bytes ``start`` to ``start + n`` of the stream from ``source``, which are at ``address``."""
+        """See ``PayloadSink.take``."""
         head = self._lengths[source][0]
         end = start + n
-        self._left[source] -= n
         if start < head:
             self._heads[source].append(ctypes.string_at(address, min(end, head) - start))
         if end >= head and source not in self._targets:
@@ -96,13 +92,9 @@ class Deliveries:
             if target is not None:
                 target.write(start + skip - head, n - skip, address + skip)
 
-    def finish(self) -> None:
-        """Complete the deliveries. Raises: BackendError if a rank has sent fewer bytes than it announced."""
-        for rank, left in self._left.items():
-            if left:
-                raise BackendError(f"rank {rank} has not sent {left} bytes of those that it has announced")
-        self._delivery.finish()
-        self._submission.error = self._delivery.error
+    def target(self, source: int) -> Scattered | None:
+        """See ``PayloadSink.target``."""
+        return self._targets[source]
 
     def _accept(self, source: int, head: bytes) -> Scattered | None:
         tensors = self._delivery.accept(source, head, self._payloads)

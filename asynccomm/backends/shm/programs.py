@@ -27,6 +27,8 @@ from typing import Final, NamedTuple, final
 
 from asynccomm.backends.shm.layout import LINE
 
+MOST_STEPS: Final = 2**32 - 1  # of a program
+
 
 @final
 class Space:

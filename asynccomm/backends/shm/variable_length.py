@@ -1,23 +1,21 @@
 """Collectives of variable length, known only to the sending ranks: all_to_all, and all collectives of parcels.
 
-A rank sends one *stream* to all ranks, or one stream to each rank. Streams go through the slots as vectors do in
-the programs, but the slot of the first step has a header: the lengths of the stream, and the number of steps that
-the sender needs. Each rank reads a header of each sender, even if it takes no stream, so that all ranks know the number
-of steps of the collective. A stream that fits into one slot takes one step.
+A rank sends one *stream* to all ranks, or one stream to each rank. The slot of the first step has a header: the lengths
+of the stream, and the number of steps that the sender needs. Each rank reads a header of each sender, even if it takes
+no stream, so that all ranks know the number of steps of the collective. A stream that fits into one slot takes one
+step. Once the heads have arrived, which say where the bodies go, the remaining steps are a program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
-from asynccomm.backends.shm.board import Board
-from asynccomm.backends.shm.programs import steps_for
+from asynccomm.backends.shm.executor import Executor
+from asynccomm.backends.shm.programs import MOST_STEPS, Action, Part, Ref, Space, program, steps_for
 from asynccomm.backends.shm.reference import Progress
 from asynccomm.backends.shm.vectors import Vector, read
 from asynccomm.errors import BackendError
-
-Stage = tuple[Callable[[int], bool], Callable[[int], None]]  # (whether step i is ready, run step i)
 
 
 class PayloadSource(NamedTuple):
@@ -28,21 +26,27 @@ class PayloadSource(NamedTuple):
     data: Vector  #: head and body as one vector
 
 
-class PayloadSink(NamedTuple):
-    """The callbacks that receive other ranks' streams."""
+class PayloadSink(Protocol):
+    """Receives other ranks' streams."""
 
-    begin: Callable[[Mapping[int, tuple[int, int]]], None]  #: called once, with (head, body) by rank
-    take: Callable[[int, int, int, int], None]  #: (source, byte of the stream, bytes here, address)
+    def begin(self, lengths: Mapping[int, tuple[int, int]]) -> None:
+        """The lengths of all streams, (head, body) by rank, before the first ``take``."""
+
+    def take(self, source: int, start: int, n: int, address: int) -> None:
+        """Copy ``n`` bytes of a stream from ``address``, those from byte ``start`` on, in order from byte 0."""
+
+    def target(self, source: int) -> Vector | None:
+        """The memory for a body, once the head was taken; None: the body is discarded."""
 
 
 def stream(
-    board: Board,
+    executor: Executor,
     first: int,
     room: int,
     part: int,
     gives: Mapping[int, PayloadSource],
     givers: Sequence[int],
-    taker: PayloadSink | None,
+    sink: PayloadSink | None,
 ) -> Progress:
     """Transfer streams.
 
@@ -52,13 +56,13 @@ def stream(
         part: the part of other ranks' slots that this rank reads.
         gives: this rank's streams by the part of its slot; either none, or one for each part.
         givers: the other ranks that send.
-        taker: receives the streams; None if no stream is for this rank.
+        sink: None if no stream is for this rank.
     """
-    me = board.rank
+    board = executor.board
     own_steps = steps_for(max([head + body for head, body, _ in gives.values()], default=0), room)
 
     def fill(i: int) -> None:
-        slot, start = board.slot_address(first + i, me), i * room
+        slot, start = board.slot_address(first + i, board.rank), i * room
         for at, (head, body, data) in gives.items():
             if i == 0:
                 board.put(first, at, (head, body, own_steps))
@@ -67,6 +71,15 @@ def stream(
                 read(data, start, n, slot + at * room)
         board.post(first + i)
 
+    def take(i: int) -> None:
+        if sink is not None:
+            start = i * room
+            for rank, (head, body) in lengths.items():
+                n = min(room, head + body - start)
+                if n > 0 or i == 0:
+                    sink.take(rank, start, n, board.slot_address(first + i, rank) + part * room)
+        board.finish(first + i)
+
     while not board.free(first):
         yield False
     fill(0)
@@ -74,66 +87,53 @@ def stream(
         yield False
     headers = [board.get(first, rank, part) for rank in givers]
     for rank, (head, body, needed) in zip(givers, headers, strict=True):
-        if head + body > needed * room:
+        if head + body > needed * room or needed > MOST_STEPS:
             raise BackendError(f"rank {rank} announces {head + body} bytes in {needed} steps of {room}")
     steps = max([own_steps, *[header[2] for header in headers]])
     board.extend(steps - 1)
     lengths = {rank: (head, body) for rank, (head, body, _) in zip(givers, headers, strict=True)}
-    if taker is not None:
-        taker.begin(lengths)
-
-    def take(i: int) -> None:
-        if taker is not None:
-            start = i * room
-            for rank, (head, body) in lengths.items():
-                n = min(room, head + body - start)
-                if n > 0 or i == 0:
-                    taker.take(rank, start, n, board.slot_address(first + i, rank) + part * room)
-        board.finish(first + i)
-
+    awaited: Sequence[int] = ()
+    heads = 1  # steps to the end of the longest head
+    if sink is not None:
+        sink.begin(lengths)
+        awaited = givers
+        heads = steps_for(max([head for head, _ in lengths.values()], default=0), room)
     take(0)
-    if steps > 1:
+    for i in range(1, heads):
+        while not board.free(first + i):
+            yield False
+        fill(i)
+        while not board.posted(first + i, awaited):
+            yield False
+        take(i)
         yield True
-        awaited = givers if taker is not None else ()
-        yield from pipeline(
-            steps - 1,
-            (free(board, first + 1), lambda i: fill(i + 1)),
-            (posted(board, first + 1, awaited), lambda i: take(i + 1)),
-        )
+    if heads < steps:
+        yield True
+        vectors, rest = _rest(board.rank, room, part, gives, lengths, awaited, sink, heads * room)
+        yield from executor.run(executor.compile(program(steps - heads, rest)), first + heads, vectors)
 
 
-def pipeline(steps: int, *stages: Stage) -> Progress:
-    """Run ``steps`` steps through ``stages``: each stage in step order, and never ahead of the previous stage.
-
-    The first stages run ahead as far as they are ready, so that other ranks wait as little as possible.
-    """
-    if steps == 1:
-        for ready, act in stages:
-            while not ready(0):
-                yield False
-            act(0)
-        return
-    done = [0] * len(stages)
-    while True:
-        moved = False
-        limit = steps
-        for k, (ready, act) in enumerate(stages):
-            i = done[k]
-            if i < limit and ready(i):
-                act(i)
-                done[k] = i = i + 1
-                moved = True
-            limit = i
-        if limit == steps:
-            return
-        yield moved
-
-
-def free(board: Board, first: int) -> Callable[[int], bool]:
-    """A predicate of i: whether this rank may fill its slot of step ``first + i``."""
-    return lambda i: board.free(first + i)
-
-
-def posted(board: Board, first: int, ranks: Sequence[int]) -> Callable[[int], bool]:
-    """A predicate of i: whether ``ranks`` have filled their slots of step ``first + i``."""
-    return lambda i: board.posted(first + i, ranks)
+def _rest(
+    me: int,
+    room: int,
+    part: int,
+    gives: Mapping[int, PayloadSource],
+    lengths: Mapping[int, tuple[int, int]],
+    awaited: Sequence[int],
+    sink: PayloadSink | None,
+    start: int,
+) -> tuple[list[Vector], Part]:
+    """The vectors and the part that transfer the streams from byte ``start`` on; other arguments as of ``stream``."""
+    vectors: list[Vector] = []
+    fill, take = [], []
+    for at, (head, body, data) in gives.items():
+        if (left := head + body - start) > 0:
+            source = Ref(Space.VECTOR, len(vectors), start, room)
+            fill.append(Action(Ref(Space.SLOT, me, at * room), (source,), left, room, room))
+            vectors.append(data)
+    for rank, (head, body) in lengths.items():
+        if sink and (left := head + body - start) > 0 and (vector := sink.target(rank)) is not None:
+            target = Ref(Space.VECTOR, len(vectors), start - head, room)
+            take.append(Action(target, (Ref(Space.SLOT, rank, part * room),), left, room, room))
+            vectors.append(vector)
+    return vectors, Part(tuple(fill), tuple(take), tuple(awaited))
