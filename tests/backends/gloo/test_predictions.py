@@ -88,16 +88,23 @@ class FakeGloo:
     def __init__(self) -> None:
         self.calls: list[tuple[str, FakeWork, tuple[Any, ...]]] = []
         self.messages: list[tuple[str, FakeWork, tuple[Any, ...]]] = []
+        self.poisoned = False
 
     def __getattr__(self, name: str) -> Callable[..., FakeWork]:
         def call(*args: Any, **_: Any) -> FakeWork:
             work = FakeWork()
-            (self.messages if name in ("send", "recv") else self.calls).append((name, work, args))
+            if name in ("send", "recv"):
+                self.messages.append((name, work, args))
+                if self.poisoned:
+                    raise RuntimeError("closed")
+            else:
+                self.calls.append((name, work, args))
             return work
 
         return call
 
     def poison(self) -> None:
+        self.poisoned = True
         for _, work, _ in self.messages:
             if not work.future.done():
                 work.future.set_exception(RuntimeError("closed"))
