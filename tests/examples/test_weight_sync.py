@@ -21,9 +21,10 @@ def test_servers_answer_while_weights_arrive() -> None:
     for rank in (1, 2):
         said = "".join(line for line in done.stdout.splitlines(keepends=True) if line.startswith(f"[{rank}]"))
         assert re.search(r"served versions [0-5] to 6", said)  # the first request may come late
-        assert re.search(r"while weights were arriving: (\d+ requests, median [\d.]+ ms|no requests)", said)
-        (requests,) = re.findall(r"else: (\d+) requests, median [\d.]+ ms", said)
-        assert int(requests) > 0
+        # under load, all requests may come while weights arrive, or none
+        for when in ("while weights were arriving", "else"):
+            assert re.search(rf"{when}: (\d+ requests, median [\d.]+ ms|no requests)", said)
+        assert sum(map(int, re.findall(r": (\d+) requests, median", said))) > 0
 
 
 def test_one_rank_is_told_to_bring_more() -> None:
