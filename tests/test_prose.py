@@ -7,6 +7,7 @@ may not have more of them than it had.
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import json
 import re
@@ -34,6 +35,7 @@ def prose_of(path: Path) -> Iterator[str]:
             yield token.string
 
 
+@functools.cache
 def counts() -> dict[str, int]:
     """The counted words of each file of the library and of each document, where there are any."""
     found = {}
