@@ -891,12 +891,12 @@ async def survive(rank: int, backend: str, victims: list[int], signal_number: in
     """Some ranks die or stop in the middle of a collective; the others go on."""
     comm = await new_comm(backend, timeout=2)
     await comm.barrier()
-    work = comm.all_reduce(torch.ones(4)) if rank not in victims else None
     try:
-        if work is None:
+        if rank in victims:
             os.kill(os.getpid(), signal_number)
-            work = comm.barrier()  # when it goes on
-        await work
+            await comm.barrier()  # when it goes on
+        else:
+            await comm.all_reduce(torch.ones(4))
     except BrokenError as exc:
         error = type(exc).__name__
     try:
