@@ -78,7 +78,7 @@ def start(namespace: str, rank: int, hosts_file: Path) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("meaning", some(["127.0.1.1", "127.0.0.1", None], 2))
+@pytest.mark.parametrize("meaning", some([None, "127.0.1.1", "127.0.0.1"], 1))
 def test_hosts_whose_names_mean_nothing_to_others(namespaces: list[str], tmp_path: Path, meaning: str | None) -> None:
     with contextlib.ExitStack() as stack:
         ranks = []
