@@ -267,8 +267,8 @@ class DirectCalls(Protocol):
     def fused_limit(self) -> int:
         """``Backend.fused_limit``."""
 
-    def fused(self, arguments: Sequence[Sequence[Any]]) -> Call:
-        """The one call that several held calls become; ``arguments`` of each as those of ``adopt``."""
+    def fused(self, held: Sequence[HeldCall]) -> tuple[Call, Sequence[Any]]:
+        """The one call that several held calls become, and the arguments of all of them, as at the calls."""
 
     def note_deadline(self, queue: Any, work: Work[Any]) -> object:
         """Have the comm look at the deadline of ``work``, which ``queue`` holds."""

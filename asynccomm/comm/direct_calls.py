@@ -8,7 +8,7 @@ from typing import Any, Final, final
 from asynccomm.backends.base import FastCalls, HeldCall, Submission
 from asynccomm.batching.batches import prepared_op
 from asynccomm.batching.fusion import fuse, fusion_key
-from asynccomm.comm.held_calls import checked_call
+from asynccomm.comm.held_calls import checked_call, restored
 from asynccomm.comm.submission import Submitter
 from asynccomm.core.callsite import CallSite
 from asynccomm.core.work import Work
@@ -59,10 +59,11 @@ class SubmitterCalls:
         key = fusion_key(op, self._backend.fusion_limit)
         return 0 if key is None else self._kinds.setdefault(key, len(self._kinds) + 1)
 
-    def fused(self, arguments: Sequence[Sequence[Any]]) -> Call:
+    def fused(self, held: Sequence[HeldCall]) -> tuple[Call, Sequence[Any]]:
         """See ``DirectCalls.fused``."""
-        calls = [checked_call(self.group, each) for each in arguments]
-        return fuse(self.group.size, [Submission(call, _NO_WORK) for call in calls])
+        arguments = [restored(each) for each in held]
+        submissions = [Submission(checked_call(self.group, each), _NO_WORK) for each in arguments]
+        return fuse(self.group.size, submissions), [argument for each in arguments for argument in each]
 
     def adopt_held(self, left: Sequence[tuple[object, Op, Sequence[HeldCall]]]) -> None:
         """See ``DirectCalls.adopt_held``. Under the lock."""

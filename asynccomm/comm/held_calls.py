@@ -22,27 +22,34 @@ def checked_call(group: CommInfo, arguments: Sequence[Any]) -> Call:
 
 
 def submission_of(group: CommInfo, held: HeldCall, call_context: Any) -> Submission:
-    """The submission of a call that the fast path holds."""
-    submission = Submission(checked_call(group, _restored(held)), held.work)
+    """The submission of a call that the fast path holds. Raises: ValueError if memory of a tensor was freed."""
+    submission = Submission(checked_call(group, restored(held)), held.work)
     submission.call_context = call_context
     return submission
 
 
-def _restored(held: HeldCall) -> list[Any]:
-    """The arguments of a held call; a tensor that was given other memory since then is replaced by one like it was."""
+def restored(held: HeldCall) -> list[Any]:
+    """The arguments of a held call; a tensor that has changed since then is replaced by one as it was.
+
+    Raises: ValueError if memory of a tensor was freed.
+    """
     places = iter(held.places)
 
-    def restored(argument: Any) -> Any:
+    def unchanged(argument: Any) -> Any:
         if isinstance(argument, tuple):
-            return [restored(item) for item in argument]
+            return [unchanged(item) for item in argument]
         if not isinstance(argument, Tensor):
             return argument
         storage, offset, address, shape, dtype = next(places)
-        if (argument.data_ptr(), argument.shape, argument.dtype) == (address, shape, dtype):
+        same = (argument.data_ptr(), argument.shape, argument.dtype) == (address, shape, dtype)
+        if same and argument.is_contiguous():  # as all tensors are that the fast path holds
             return argument
-        if storage.nbytes() < (offset + math.prod(shape)) * dtype.itemsize:  # the memory was freed
-            return argument
+        if storage.nbytes() < (offset + math.prod(shape)) * dtype.itemsize:
+            raise ValueError(
+                f"the memory of a tensor (shape {tuple(shape)}, {dtype}) was freed between its call and the end of its "
+                f"scope"
+            )
         strides = torch.empty(shape, device="meta").stride()
         return torch.empty(0, dtype=dtype).set_(storage, offset, shape, strides)
 
-    return [restored(argument) for argument in held.arguments]
+    return [unchanged(argument) for argument in held.arguments]

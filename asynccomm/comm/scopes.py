@@ -137,6 +137,7 @@ class CoalesceScope(Handle):
                 while any(queue.items for queue in self._queues):  # a listener of a Work has made calls
                     self.flush()
             else:
+                self._check_apart()
                 for submitter, queue in zip(self._submitters, self._queues, strict=True):
                     if queue.depth == 1:  # else the outer scope sends it
                         submitter.flush(queue)

@@ -15,6 +15,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Final, Self, final
 
@@ -62,6 +63,7 @@ class GroupComms:
         self._whole = whole
         self._connecting = threading.Lock()
         self._portal: BlockingPortal | None = None
+        self._attempt: Future[Comm] | None = None  # to connect
         self._closed = False
         self._process = os.getpid()
         at_exit(self)
@@ -112,7 +114,14 @@ class GroupComms:
                 )
             if self._portal is None:
                 self._portal = loops().__enter__()
-            comm = self._comms[device.type] = self._portal.call(self._connected, device)
+            self._attempt = self._portal.start_task_soon(self._connected, device)
+            try:
+                comm = self._comms[device.type] = self._attempt.result()
+            except BaseException:  # Ctrl-C leaves the attempt running, and the loop's thread would wait for it
+                self._attempt.cancel()
+                raise
+            finally:
+                self._attempt = None
             return comm
 
     async def _connected(self, device: torch.device) -> Comm:
@@ -187,15 +196,22 @@ class GroupComms:
         self._close(None)
 
     def end_of_process(self) -> None:
-        """Close within ``EXIT_SECONDS``."""
+        """Close within ``EXIT_SECONDS``; an attempt to connect is cancelled."""
+        attempt = self._attempt
+        if attempt is not None:  # on a daemon thread
+            attempt.cancel()
         self._close(EXIT_SECONDS)
 
     def _close(self, limit: float | None) -> None:
-        with self._connecting:
+        if not self._connecting.acquire(timeout=-1 if limit is None else limit):
+            return
+        try:
             if self._closed:
                 return
             self._closed = True
             portal, self._portal = self._portal, None
+        finally:
+            self._connecting.release()
         if portal is None or self._process != os.getpid():  # a forked child lacks the loop's thread
             return
         try:

@@ -45,6 +45,7 @@ def check_tensor(
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
         raise ValueError(f"{_named(name, key)} must be a dense tensor, got {kind}")
+    check_memory(name, tensor, key)
     if written and not tensor.is_contiguous() and overlaps_itself(tensor):
         raise ValueError(
             f"{_named(name, key)} overlaps itself (shape {tuple(tensor.shape)}, strides {tensor.stride()}) and cannot "
@@ -52,8 +53,28 @@ def check_tensor(
         )
 
 
+def check_memory(name: str, tensor: Tensor, key: int | str | None = None) -> None:
+    """Check that the storage of a tensor reaches to its last element; it may have been resized."""
+    there, needed = tensor.untyped_storage().nbytes(), _extent(tensor)
+    if there < needed:
+        raise ValueError(
+            f"{_named(name, key)} needs {needed} bytes of memory (shape {tuple(tensor.shape)}, {tensor.dtype}), but "
+            f"its storage was resized to {there}"
+        )
+
+
 def _named(name: str, key: int | str | None) -> str:
     return name if key is None else f"{name}[{key!r}]"
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from the start of the storage to the end of the last element."""
+    n = tensor.numel()
+    if not n:
+        return 0
+    if not tensor.is_contiguous():
+        n = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset() + n) * tensor.itemsize
 
 
 def overlaps_itself(tensor: Tensor) -> bool:

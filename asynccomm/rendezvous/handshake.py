@@ -50,6 +50,7 @@ from asynccomm.version import __version__
 FIRST_LOOK = 0.05  # seconds until a rank without an answer checks for a newer epoch; doubles up to LAST_LOOK
 LAST_LOOK = 1.0
 GRACE = 1.0  # seconds that rank 0, after finding a mismatch, gives further ranks to arrive and receive the error
+NOTICE = 0.5  # seconds before its deadline that rank 0 gives up, so that the other ranks learn the reason by theirs
 FAREWELL = 2.0  # seconds that rank 0, which may host the store, gives the other ranks to read the rejection
 
 WINDOW: Final = 256  # hello numbers read in one pass, at either end of the unread range
@@ -158,6 +159,7 @@ async def handshake(
 
 async def _welcome(place: Store, name: str, mine: _Hello, deadline: float, timeout: float) -> HandshakeResult:
     size = mine.size
+    deadline -= min(NOTICE, timeout / 10)
     epoch = secrets.token_hex(8)
     room = place.prefix(epoch)
     await place.set("epoch", epoch)

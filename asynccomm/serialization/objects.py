@@ -42,6 +42,7 @@ from torch import Tensor
 from asynccomm.errors import PayloadError
 from asynccomm.ops import Parcel
 from asynccomm.ops.parcels import MAX_HEAD
+from asynccomm.ops.validation import check_memory
 
 INLINE: Final = 64 << 10  # largest body, in bytes, that is part of the head
 
@@ -214,7 +215,8 @@ def _unreadable(source: int, exc: Exception) -> PayloadError:
 def encode(kind: PayloadKind, obj: object, name: str = "obj") -> Parcel:
     """``obj`` as a parcel, which shares the memory of tensors on the CPU.
 
-    Raises: TypeError, naming the argument ``name``, if it cannot be pickled; ValueError if it has too many tensors.
+    Raises: TypeError, naming the argument ``name``, if it cannot be pickled; ValueError if it has too many tensors, or
+        one without memory.
     """
     buffer = io.BytesIO()
     form = _PLAIN
@@ -240,6 +242,8 @@ def encode(kind: PayloadKind, obj: object, name: str = "obj") -> Parcel:
 
 def _parcel(form: int, kind: PayloadKind, buffer: io.BytesIO, tensors: Sequence[Tensor], name: str) -> Parcel:
     body = buffer.getvalue()
+    for tensor in tensors:
+        check_memory(f"a tensor in {name}", tensor)
     metas = [_meta(tensor) for tensor in tensors]
     payload = [tensor.detach() if tensor.device.type == "cpu" else tensor.detach().cpu() for tensor in tensors]
     if len(body) > INLINE:

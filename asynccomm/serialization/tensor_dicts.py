@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from asynccomm.errors import PayloadError
+from asynccomm.ops.validation import check_memory
 from asynccomm.serialization.objects import (
     DTYPES,
     NotPlainError,
@@ -142,6 +143,7 @@ class _SkeletonBuilder:
         code = dtype_code(tensor)
         if tensor.layout is not torch.strided or tensor.is_nested or code is None:
             raise ValueError(f"{name} must be a dense tensor of a common dtype, got {tensor.layout}, {tensor.dtype}")
+        check_memory(name, tensor)
         device = tensor.device.type
         if device != "cpu" and device != self._device.type:
             raise ValueError(f"{name} is on {tensor.device}, but the comm is on {self._device}")

@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,12 @@ GROUP = CommInfo("test", 0, 2, torch.device("cpu"))
 
 def reduced(n: int, dtype: torch.dtype = torch.float32, op: ReduceOp = ReduceOp.SUM) -> Call:
     return AllReduce.of(GROUP, torch.ones(n, dtype=dtype), op)
+
+
+def held(tensor: torch.Tensor) -> Any:
+    """An all_reduce, as the fast path holds a call."""
+    place = tensor.untyped_storage(), 0, tensor.data_ptr(), tensor.shape, tensor.dtype
+    return SimpleNamespace(arguments=(AllReduce.of, tensor, ReduceOp.SUM), places=[place])
 
 
 def submitter_of(comm: Comm) -> Submitter:
@@ -44,9 +52,21 @@ async def test_operations_are_of_a_kind_if_they_are_fused(pair: tuple[Comm, Comm
 
 async def test_several_calls_as_one(pair: tuple[Comm, Comm]) -> None:
     tensors = torch.ones(2), torch.ones(3)
-    call = SubmitterCalls(submitter_of(pair[0])).fused([(AllReduce.of, tensor, ReduceOp.SUM) for tensor in tensors])
+    call, arguments = SubmitterCalls(submitter_of(pair[0])).fused([held(tensor) for tensor in tensors])
     assert str(call.op) == "all_reduce(float32[5] in pieces, SUM)"
     assert [t.data_ptr() for t in call.inputs] == [t.data_ptr() for t in tensors]
+    assert [argument for argument in arguments if isinstance(argument, torch.Tensor)] == list(tensors)
+
+
+async def test_the_one_call_has_the_tensors_as_they_were(pair: tuple[Comm, Comm]) -> None:
+    tensors = [torch.ones(2), torch.ones(3)]
+    calls = [held(tensor) for tensor in tensors]
+    address = tensors[1].data_ptr()
+    tensors[1].set_(torch.zeros(100))  # type: ignore[call-overload]
+    call, arguments = SubmitterCalls(submitter_of(pair[0])).fused(calls)
+    assert str(call.op) == "all_reduce(float32[5] in pieces, SUM)"
+    assert [t.data_ptr() for t in call.inputs] == [tensors[0].data_ptr(), address]
+    assert [t.numel() for t in arguments if isinstance(t, torch.Tensor)] == [2, 3]
 
 
 async def test_a_call_that_has_begun_is_numbered_and_sent(pair: tuple[Comm, Comm]) -> None:

@@ -1091,6 +1091,21 @@ async def test_memory_shared_across_comms_is_refused() -> None:
         assert len(await batch) == 4
 
 
+async def test_memory_shared_across_comms_is_refused_inside_another_scope() -> None:
+    async with two_comms() as [(b, a)]:
+        t = ones(4)
+        async with a.coalesce():
+            before = a.barrier()
+            with pytest.raises(ValueError, match=r"on comm 'b' shares memory with .* on comm 'a'"):
+                async with coalesce(b, a):
+                    works = [b.all_reduce(t), a.all_reduce(t)]
+        for work in works:
+            with pytest.raises(NotSentError, match="shares memory"):
+                await work
+        await before
+        assert t.tolist() == [1] * 4
+
+
 async def test_several_comms_of_which_one_is_closed() -> None:
     async with two_comms() as [(b, a)]:
         await b.aclose()

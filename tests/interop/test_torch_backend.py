@@ -366,6 +366,35 @@ if sys.argv[2] == "0":
 """
 
 
+def test_a_process_may_end_while_a_daemon_thread_makes_a_group(tmp_path: Path) -> None:
+    program = """
+import sys, threading, torch
+from torch import distributed as dist
+import asynccomm.interop.group_comms as group_comms
+import asynccomm.interop.torch_backend
+
+dist.init_process_group("asynccomm", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
+if sys.argv[2] == "0":  # the other rank never makes the group
+    connecting = threading.Event()
+    connected = group_comms.GroupComms._connected
+    group_comms.GroupComms._connected = lambda *args: (connecting.set(), connected(*args))[1]
+    threading.Thread(target=dist.new_group, args=([0, 1],), daemon=True).start()
+    connecting.wait()
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "store")]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            rank.communicate(timeout=60)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
 def test_a_process_may_end_with_groups_open(tmp_path: Path) -> None:
     """Without a word: few programs destroy their groups."""
     command = [sys.executable, "-X", "dev", "-c", PROGRAM, str(tmp_path / "store")]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import math
 import sys
 import warnings
 from collections import deque
@@ -28,6 +29,7 @@ from asynccomm.ops.validation import (
     CommInfo,
     check_dtype,
     check_label,
+    check_memory,
     check_pair,
     counts_of,
     divided,
@@ -95,6 +97,36 @@ def test_the_wrong_device(argument: Argument) -> None:
 def test_not_dense(argument: Argument) -> None:
     text = fails(ValueError, argument.use, comm, sparse(*argument.shape))
     assert text == f"{argument.name} must be a dense tensor, got torch.sparse_coo"
+
+
+@each(TENSORS)
+def test_without_memory(argument: Argument) -> None:
+    for start in (0, 3):
+        tensor = torch.zeros(3 + math.prod(argument.shape))[start : start + math.prod(argument.shape)]
+        tensor = tensor.view(argument.shape)
+        tensor.untyped_storage().resize_(0)
+        text = fails(ValueError, argument.use, comm, tensor)
+        needed = 4 * (start + tensor.numel())
+        assert text.startswith(
+            f"{argument.name} needs {needed} bytes of memory (shape {argument.shape}, torch.float32)"
+        )
+        assert text.endswith("but its storage was resized to 0")
+
+
+def test_memory_of_views() -> None:
+    whole = torch.zeros(12)
+    needed = {48: [whole[4:], whole.view(3, 4).t(), whole[::11]], 40: [whole[::3]], 0: [whole[:0]], 4: [whole[0]]}
+    for views in needed.values():
+        for view in views:
+            check_memory("x", view)
+    whole.untyped_storage().resize_(40)
+    for nbytes, views in needed.items():
+        for view in views:
+            if nbytes > 40:
+                with pytest.raises(ValueError, match=rf"^x needs {nbytes} bytes of memory .* was resized to 40$"):
+                    check_memory("x", view)
+            else:
+                check_memory("x", view)
 
 
 @each(TENSORS)

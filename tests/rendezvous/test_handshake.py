@@ -219,6 +219,11 @@ async def test_missing_ranks_are_named_at_the_deadline(stores: list[Store]) -> N
         assert str(result) == "comm 'world': ranks [2, 3] of 4 did not come within 0.3 s"
 
 
+async def test_ranks_with_one_deadline_all_learn_of_the_missing(stores: list[Store]) -> None:
+    results = await outcomes(start(stores[0], 0, 4, timeout=1), start(stores[1], 1, 4, timeout=1))
+    assert [str(result) for result in results] == ["comm 'world': ranks [2, 3] of 4 did not come within 1 s"] * 2
+
+
 async def test_without_rank_0(store: MemoryStore) -> None:
     with pytest.raises(RendezvousError, match=r"rank 0 did not come within 0\.05 s \(this is rank 1\)"):
         await handshake(store, "world", 1, 2, "gloo", 0.05)

@@ -231,16 +231,13 @@ static int group_calls(Flush *flush)
     return 0;
 }
 
-/* The arguments of the calls of a group, for Python. */
-static PyObject *arguments_of(const Flush *flush, const Group *group)
+/* The calls of a group, for Python. */
+static PyObject *calls_of(const Flush *flush, const Group *group)
 {
-    PyObject *all = PyTuple_New(group->members);
-    int number = 0;
-    for (int k = group->first; all && k >= 0; k = flush->next[k]) {
-        Py_INCREF(flush->calls[k]->arguments);
-        PyTuple_SetItem(all, number++, flush->calls[k]->arguments);
-    }
-    return all;
+    PyObject *calls = PyList_New(0);
+    for (int k = group->first; calls && k >= 0; k = flush->next[k])
+        if (PyList_Append(calls, (PyObject *)flush->calls[k])) Py_CLEAR(calls);
+    return calls;
 }
 
 /* Find, or make, the entry of a group: 1; 0: it has no program; -1 with an exception. */
@@ -256,9 +253,9 @@ static int find_entry(Flush *flush, Group *group)
         for (int k = group->first; k >= 0; k = flush->next[k]) words[count++] = flush->calls[k]->entry->serial;
         entry = *core_entry_of(f, words, count);
         if (!entry) {
-            PyObject *all = arguments_of(flush, group), *given = all ? PyTuple_Pack(1, all) : NULL;
+            PyObject *calls = calls_of(flush, group), *given = calls ? PyTuple_Pack(1, calls) : NULL;
             entry = given ? core_learn(f, f->scopes.learn, given, words, count, group->tensors, 0) : NULL;
-            Py_XDECREF(all), Py_XDECREF(given);
+            Py_XDECREF(calls), Py_XDECREF(given);
         }
         free(words);
         if (!entry) return -1;
@@ -378,10 +375,8 @@ static PyObject *handed_over(const Flush *flush, const Group *group, int begun)
         entry->run->begun = 0;
         core_place(entry, addresses_of(flush, group));
     }
-    PyObject *run = (PyObject *)entry->run, *calls = PyList_New(0);
+    PyObject *run = (PyObject *)entry->run, *calls = calls_of(flush, group);
     entry->run = NULL;
-    for (int k = group->first; calls && k >= 0; k = flush->next[k])
-        if (PyList_Append(calls, (PyObject *)flush->calls[k])) Py_CLEAR(calls);
     PyObject *handed = calls ? PyTuple_Pack(3, run, entry->op, calls) : NULL;
     Py_DECREF(run), Py_XDECREF(calls);
     return handed;

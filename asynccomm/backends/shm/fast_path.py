@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from asynccomm.backends.base import DirectCalls, FastCalls, Submission
+from asynccomm.backends.base import DirectCalls, FastCalls, HeldCall, Submission
 from asynccomm.backends.shm.endpoint import largest_short
 from asynccomm.backends.shm.executor import Executor
 from asynccomm.backends.shm.lowering import has_program, lowered
@@ -160,13 +160,10 @@ def recipe(
     return _collective(executor, limits, call, _tensors(arguments), result, -1 if kind is None else kind)
 
 
-def recipe_of_held(
-    executor: Executor, calls: DirectCalls, limits: Limits, arguments: Sequence[Sequence[Any]]
-) -> Recipe | None:
+def recipe_of_held(executor: Executor, calls: DirectCalls, limits: Limits, held: Sequence[HeldCall]) -> Recipe | None:
     """The recipe of the one call that several held calls become; None if the submitter has to send them."""
-    return _collective(
-        executor, limits, calls.fused(arguments), _tensors([t for each in arguments for t in each]), -1, -1
-    )
+    call, arguments = calls.fused(held)
+    return _collective(executor, limits, call, _tensors(arguments), -1, -1)
 
 
 def _tensors(arguments: Sequence[Any]) -> list[Tensor]:

@@ -361,7 +361,7 @@ class PeerSide:
             if not self._garbled:
                 if (news.problem or news.agreed) and self._verdict is None:
                     self._verdict = news.problem
-                if message.fds:
+                if message.fds or not message.whole:  # the system may have dropped all descriptors
                     self._inbox.append(message)
         if self._due < 0:
             for fd in message.fds:

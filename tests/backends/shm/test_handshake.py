@@ -468,6 +468,32 @@ async def test_news_that_are_none(world_of: Callable[[int], World], news: bytes,
     os.close(null)
 
 
+async def test_a_message_that_has_lost_all_its_descriptors(
+    world_of: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system drops those that exceed the limit of the process."""
+    receive = handshake.PeerSide._receive
+
+    def truncated(self: Any, message: handshake.Datagram) -> None:
+        receive(self, message._replace(whole=message.data != b"{}"))
+
+    monkeypatch.setattr(handshake.PeerSide, "_receive", truncated)
+    world = world_of(2)
+    host = LyingHost(world)
+    sock, one = await host.receive()
+    sock.send(b"{}")
+    await until(lambda: select.select([sock], [], [], 0)[0])
+    problem = json.loads(sock.recv(1000))["problem"]
+    assert problem.startswith("rank 1 cannot share memory: 6 more open files than now exceed the limit of")
+    sock.send(json.dumps({"problem": problem}).encode())
+    with pytest.raises(UnsuitableError, match=r"rank 1 cannot share memory: 6 more open files") as caught:
+        async with asyncio.timeout(20):
+            await one
+    caught.value.__traceback__ = None
+    sock.close()
+    host.close()
+
+
 async def test_a_host_that_sends_descriptors_without_end(world_of: Callable[[int], World]) -> None:
     world = world_of(2)
     host = LyingHost(world)

@@ -404,6 +404,39 @@ async def test_memory_is_what_it_was_at_the_call() -> None:
                 assert was[2].tolist() == [2.0] * 4
 
 
+CHANGES: dict[str, Callable[[Tensor], object]] = {
+    "grows": lambda t: t.set_(torch.zeros(100_000)),  # type: ignore[call-overload]
+    "shrinks": lambda t: setattr(t, "data", torch.zeros(1)),
+    "in place": lambda t: t.resize_(2, 2),
+    "dtype": lambda t: setattr(t, "data", t.data.view(torch.int32)),
+    "strides": lambda t: t.t_(),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("held_by_python", [False, True])
+async def test_what_scopes_send_is_made_of_the_tensors_as_at_the_call(change: str, held_by_python: bool) -> None:
+    """Also where a scope is the first of its kind."""
+    async with counted(scopes=True) as (comm, paths):
+        for _ in range(3):
+            await comm.all_reduce(torch.ones(8, 8))
+        for round in range(3):
+            tensors = [torch.arange(64.0).view(8, 8) + comm.rank for _ in range(2)]
+            was = [tensor.detach() for tensor in tensors]
+            async with comm.coalesce() as batch:
+                for tensor in tensors:
+                    comm.all_reduce(tensor)
+                if held_by_python:
+                    comm.all_reduce(torch.ones(0))
+                if not round and comm.rank == 0:
+                    CHANGES[change](tensors[0])
+            await batch
+            assert all(torch.equal(tensor, 2 * torch.arange(64.0).view(8, 8) + 1) for tensor in was)
+            elsewhere = not round and comm.rank == 0 and change in ("grows", "shrinks")
+            assert paths.took() == ("ordinary" if held_by_python or elsewhere else "fast")
+
+
 @pytest.mark.ranks(1)
 async def test_tensors_live_until_they_are_sent_and_no_longer() -> None:
     async with counted(scopes=True) as (comm, _):
