@@ -98,6 +98,12 @@ class Reporter:
         await self._wait_until(lambda: key in self._stores)
         return self._stores[key]
 
+    async def closed_by(self, jobs: Sequence[int]) -> int:
+        """Wait until one of ``jobs``, by rank of the job, has closed the comm; returns it. On the comm's loop."""
+        ranks = {self._ranks[job]: job for job in jobs}
+        await self._wait_until(lambda: not self._closed.isdisjoint(ranks))
+        return next(job for rank, job in ranks.items() if rank in self._closed)
+
     def announce(self, text: str) -> None:
         """See ``Announcements``."""
         self._channel.broadcast(self._key, {"rank": self._group.rank, "kind": "announcement", "text": text})
@@ -229,9 +235,11 @@ class Reporter:
             if "lost" in item:
                 self._on_failure(self._closed_by_loss(rank, item))
             self._closed.add(rank)
+            self._wake_loop()
             return
         if item.get("kind") == "followed":
             self._closed.add(rank)
+            self._wake_loop()
             members = item.get("members")
             if isinstance(members, list) and self._channel.rank not in members:
                 others = [self._ranks[member] for member in members if member in self._ranks]

@@ -53,6 +53,7 @@ ABSENT_SECONDS = 2.0  # for the store to list the ranks that came
 LOST_SECONDS = 0.03  # to wait for the reason of a loss; all ranks are to report the loss within 0.1 s
 EXPLAIN_SECONDS = 1.0  # to wait for the reason of other transport errors
 CONNECT_SECONDS = 0.5  # the same while connecting; shorter, as ranks that saw this one leave wait for the reason
+CLOSED_SECONDS = 2.0  # that a rank goes on connecting after a member has closed the comm that is split
 ROLL_CALL_SECONDS = 0.5  # for peers to report their operations, once an operation is past its deadline
 
 _log = logging.getLogger("asynccomm")
@@ -126,11 +127,15 @@ class Session:
                     raise self.error
                 if parent is not None:
                     parent.submitter.check_open()
-                noting = self.mailbox.loop.create_task(self._note_presence(timeout))
+                loop = self.mailbox.loop
+                beside = [loop.create_task(self._note_presence(timeout))]
+                if parent is not None and parent.reporter is not None:
+                    beside.append(loop.create_task(self._miss_members(parent.group.name, parent.reporter)))
                 try:
                     await self._connect_first(backends, timeout)
                 finally:
-                    noting.cancel()
+                    for task in beside:
+                        task.cancel()
             self._connecting = None
             if self.options.ordering == "agreed":
                 self._resources.push_async_callback(self.submitter.start_ordering().aclose)
@@ -161,6 +166,16 @@ class Session:
         await asyncio.sleep(min(SOON_SECONDS, timeout / 4))
         with contextlib.suppress(AsyncCommError):  # connecting reports an error of the store that matters
             await self.identity.room.set(f"here/{self.group.rank}", b"1")
+
+    async def _miss_members(self, parent: str, reporter: Reporter) -> None:
+        """Fail when a member has closed the comm that is split, and so can no longer come.
+
+        A member may close that comm as soon as it has connected, and this rank has soon connected then, too.
+        """
+        jobs = self.identity.job_ranks
+        rank = jobs.index(await reporter.closed_by(jobs))
+        await asyncio.sleep(CLOSED_SECONDS)
+        self._fail(BackendError(f"rank {rank} has closed comm {parent!r}, and takes no part in splitting it"))
 
     async def _connect_first(self, backends: Mapping[str, type[Backend]], timeout: float) -> None:
         last = list(backends)[-1]

@@ -30,6 +30,7 @@ from asynccomm import (
 )
 from asynccomm.backends.base import Backend, BackendContext
 from asynccomm.backends.loopback import LoopbackBackend
+from asynccomm.comm import session as session_module
 from asynccomm.rendezvous.job import LEAVE_SECONDS
 from asynccomm.testing.local import loopback_world
 from tests.waiting import until
@@ -734,6 +735,20 @@ async def test_a_rank_that_does_not_come_is_named_on_processes(comm: Comm) -> No
     async with comm.split([2, 1, 0], "x") as child:
         assert child is not None
         await child.barrier()
+
+
+@pytest.mark.ranks(3, backend=BACKENDS)
+async def test_a_member_that_has_closed_the_parent_is_named_before_the_time_limit(comm: Comm) -> None:
+    async with new_comm(comm.backend, name="wide") as parent:
+        if comm.rank == 1:
+            await parent.aclose()
+        else:
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(session_module, "CLOSED_SECONDS", 0.2)
+                error = r"rank 1 has closed comm 'wide', and takes no part in splitting it"
+                with pytest.raises(BrokenError, match=error):
+                    await parent.split([0, 1, 2], "x", timeout=100)
+        await comm.barrier()
 
 
 LEAVES_ALL_OPEN = """
