@@ -64,7 +64,8 @@ class Groups(CommBase):
         Raises:
             ValueError, TypeError: at the call, naming the argument; also if ``ranks`` does not have this rank.
             ClosedError, BrokenError: the error of this comm, at the call, or from awaiting if it breaks meanwhile.
-            BackendError: from awaiting: the transport could not connect, or ranks did not call this.
+            BackendError: from awaiting: the transport could not connect, or ranks did not call this; if a rank has
+                closed this comm, in 2 seconds.
             AbortedError: from awaiting: another rank could not connect, or gave up.
 
         Cancelling the await is safe; the other ranks get an AbortedError. A split is identified by ``ranks``, ``name``
