@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from asynccomm.backends.shm.board import Board
 from asynccomm.backends.shm.executor import Executor
 from asynccomm.backends.shm.programs import MOST_STEPS, Action, Part, Ref, Space, program, steps_for
 from asynccomm.backends.shm.reference import Progress
@@ -85,13 +86,9 @@ def stream(
     fill(0)
     while not board.posted(first, givers):
         yield False
-    headers = [board.get(first, rank, part) for rank in givers]
-    for rank, (head, body, needed) in zip(givers, headers, strict=True):
-        if head + body > needed * room or needed > MOST_STEPS:
-            raise BackendError(f"rank {rank} announces {head + body} bytes in {needed} steps of {room}")
-    steps = max([own_steps, *[header[2] for header in headers]])
+    lengths, steps = _announced(board, first, room, part, givers)
+    steps = max(own_steps, steps)
     board.extend(steps - 1)
-    lengths = {rank: (head, body) for rank, (head, body, _) in zip(givers, headers, strict=True)}
     awaited: Sequence[int] = ()
     heads = 1  # steps to the end of the longest head
     if sink is not None:
@@ -109,8 +106,22 @@ def stream(
         yield True
     if heads < steps:
         yield True
-        vectors, rest = _rest(board.rank, room, part, gives, lengths, awaited, sink, heads * room)
+        vectors, rest = _rest(board.rank, room, part, gives, lengths, sink, heads * room)
         yield from executor.run(executor.compile(program(steps - heads, rest)), first + heads, vectors)
+
+
+def _announced(
+    board: Board, first: int, room: int, part: int, givers: Sequence[int]
+) -> tuple[dict[int, tuple[int, int]], int]:
+    """The lengths of the streams, (head, body) by rank, and the most steps. Raises: BackendError if they do not fit."""
+    lengths, steps = {}, 0
+    for rank in givers:
+        head, body, needed = board.get(first, rank, part)
+        if head + body > needed * room or needed > MOST_STEPS:
+            raise BackendError(f"rank {rank} announces {head + body} bytes in {needed} steps of {room}")
+        lengths[rank] = head, body
+        steps = max(steps, needed)
+    return lengths, steps
 
 
 def _rest(
@@ -119,7 +130,6 @@ def _rest(
     part: int,
     gives: Mapping[int, PayloadSource],
     lengths: Mapping[int, tuple[int, int]],
-    awaited: Sequence[int],
     sink: PayloadSink | None,
     start: int,
 ) -> tuple[list[Vector], Part]:
@@ -136,4 +146,4 @@ def _rest(
             target = Ref(Space.VECTOR, len(vectors), start - head, room)
             take.append(Action(target, (Ref(Space.SLOT, rank, part * room),), left, room, room))
             vectors.append(vector)
-    return vectors, Part(tuple(fill), tuple(take), tuple(awaited))
+    return vectors, Part(tuple(fill), tuple(take), tuple(lengths) if sink else ())
