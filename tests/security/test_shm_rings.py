@@ -19,7 +19,7 @@ from asynccomm.ops import MessageSpace
 from asynccomm.ops.dtypes import CODES
 from asynccomm.ops.parcels import MAX_HEAD
 
-from ..backends.shm.ring_world import Box, World, pattern, text  # noqa: TID252
+from ..backends.shm.ring_world import Box, World, executor, pattern, text  # noqa: F401, TID252
 from .mutations import HUGE, little_memory, mutated
 
 BYTE = CODES[torch.uint8]
@@ -138,6 +138,7 @@ def test_words_beside_the_ring(seed: int) -> None:
     for _ in range(20):
         world, guarded = begun(choose)
         start = world.layout.ring_start(1, 0)  # what rank 1 sends rank 0, which lies about it
+        world.nobody_sleeps()
         before = bytes(world.raw[:start])
         for word in (8, 9):
             world.words[start // 8 + word] = choose.choice([0, 1, 63, 64, 1024, *HUGE]) % 2**64

@@ -9,6 +9,7 @@
  */
 #include "_core.h"
 
+#include <poll.h>
 #include <sched.h>
 #include <stddef.h>
 #include <stdlib.h>
@@ -17,12 +18,16 @@
 #include <unistd.h>
 
 #define HOLD_BYTES (32 << 10) /* a pass over fewer bytes keeps the GIL: it takes a few microseconds */
+/* Another thread that keeps an offered core for HOG_NS is busy, and probably stays so for CONTENDED_NS. The kernel gives the
+ * core back at once to a thread that has slept, but not to a thread that has offered it. */
+#define HOG_NS 1000000
+#define CONTENDED_NS 100000000
 #define STREAM_BYTES (16 << 20) /* results of larger runs are stored past the caches, which they would flush */
 
 /* ---- copying ------------------------------------------------------------------------------------------------------ */
 
 /* glibc's memcpy may be `rep movsb`, which is slow where another core holds the lines. */
-static void copy(char *restrict to, const char *restrict from, size_t n)
+void core_copy(char *restrict to, const char *restrict from, size_t n)
 {
 #if defined(__x86_64__)
     for (; n >= 64; n -= 64, to += 64, from += 64) {
@@ -51,7 +56,7 @@ static void copy_past_caches(char *restrict to, const char *restrict from, size_
         _mm_sfence();
     }
 #endif
-    copy(to, from, n);
+    core_copy(to, from, n);
 }
 
 /* ---- the segment -------------------------------------------------------------------------------------------------- */
@@ -276,8 +281,8 @@ static void copy_pieces(const Vector *vector, int64_t start, char *memory, int64
         int64_t end = k + 1 < vector->count ? vector->pieces[k + 1].start : vector->nbytes;
         int64_t here = end - start < n ? end - start : n;
         char *at = piece->address + (start - piece->start);
-        if (into_vector) copy(at, memory, (size_t)here);
-        else copy(memory, at, (size_t)here);
+        if (into_vector) core_copy(at, memory, (size_t)here);
+        else core_copy(memory, at, (size_t)here);
         start += here, memory += here, n -= here;
     }
 }
@@ -314,7 +319,7 @@ static void act(const Run *run, const Action *action, uint32_t i)
         char *there = place(run, to, i), *here = place(run, from, i);
         if (there == here) return; /* in place */
         if (target && action->total >= STREAM_BYTES) copy_past_caches(there, here, (size_t)n);
-        else copy(there, here, (size_t)n);
+        else core_copy(there, here, (size_t)n);
     }
 }
 
@@ -397,30 +402,77 @@ int core_pass(Run *run)
     return p->steps == 1 ? STUCK : moved; /* of one step, all that is ready has been done */
 }
 
-int core_drive(Run *run, int64_t patience, int64_t stretch)
+Pace core_pace(double patience, double stretch, int events)
 {
-    int64_t until = 0, offered = nanoseconds();
-    unsigned waits = 0;
+    return (Pace){(int64_t)(patience * 1e9), stretch < 1e9 ? (int64_t)(stretch * 1e9) : INT64_MAX, events, 0, nanoseconds(), 0, 0};
+}
+
+/* Sleep until the bell of the thread rings; returns whether nothing else has woken it. */
+static int sleep_on(Segment *s, int events)
+{
+    struct pollfd waiting = {events, POLLIN, 0};
+    uint64_t rings;
+    atomic_store(&s->asleep, 1);
+    if (!atomic_load(&s->interrupted)) poll(&waiting, 1, -1);
+    atomic_store(&s->asleep, 0);
+    if (read(s->bells[s->rank][1], &rings, sizeof rings) < 0) {} /* something else */
+    return poll(&waiting, 1, 0) == 0;
+}
+
+static void offer_core(Segment *s, Pace *pace, int64_t now)
+{
+    if (now < s->contended_until) {
+        nanosleep(&(struct timespec){0, 1000}, NULL);
+        pace->offered = nanoseconds();
+        return;
+    }
+    sched_yield();
+    pace->offered = nanoseconds();
+    if (pace->offered - now > HOG_NS) s->contended_until = pace->offered + CONTENDED_NS;
+}
+
+static int has_frames(const Segment *s)
+{
+    for (int rank = 0; rank < s->size; rank++)
+        if (rank != s->rank && acquired((Word *)(s->rings + ((int64_t)rank * s->size + s->rank) * (2 * 64 + s->ring))) != s->links[rank]->tail)
+            return 1;
+    return 0;
+}
+
+int core_continues(Segment *s, Pace *pace, int moved)
+{
+    Word *asleep = block_of(s, s->rank) + SLEEPING_THREAD;
+    if (pace->armed && moved) atomic_store(asleep, 0), pace->armed = 0;
+    if (atomic_load_explicit(&s->interrupted, memory_order_relaxed)) return 0;
+    int64_t now = nanoseconds();
+    if (moved) {
+        pace->until = 0, pace->waits = 0;
+        if (now - pace->offered > pace->stretch) offer_core(s, pace, now);
+        return 1;
+    }
+    if (pace->armed) {
+        int woken = !has_frames(s) && sleep_on(s, pace->events);
+        atomic_store(asleep, 0), pace->armed = 0;
+        pace->until = 0, pace->waits = 0, pace->offered = nanoseconds();
+        return woken;
+    }
+    if (!pace->until) pace->until = now < s->contended_until && pace->events >= 0 ? now : now + pace->patience;
+    else if (now >= pace->until) {
+        if (pace->events < 0) return 0;
+        atomic_store(asleep, 1), pace->armed = 1;
+        atomic_thread_fence(memory_order_seq_cst);
+        return 1;
+    }
+    for (int k = 0; k < 16; k++) RELAX();
+    if (++pace->waits > s->spins) offer_core(s, pace, now); /* the late rank may need it */
+    return 1;
+}
+
+int core_drive(Run *run, Pace *pace)
+{
     for (;;) {
         int result = core_pass(run);
-        if (result == DONE || result == WRONG) return result;
-        if (atomic_load_explicit(&run->segment->interrupted, memory_order_relaxed)) return result;
-        int64_t now = nanoseconds();
-        if (result == MOVED) {
-            until = 0, waits = 0;
-            if (now - offered > stretch) {
-                sched_yield();
-                offered = nanoseconds();
-            }
-            continue;
-        }
-        if (!until) until = now + patience;
-        else if (now >= until) return STUCK;
-        for (int k = 0; k < 16; k++) RELAX();
-        if (++waits > run->segment->spins) { /* the late rank may need this core */
-            sched_yield();
-            offered = now;
-        }
+        if (result == DONE || result == WRONG || !core_continues(run->segment, pace, result == MOVED)) return result;
     }
 }
 
@@ -463,16 +515,16 @@ static PyObject *Run_next(PyObject *self)
     return PyBool_FromLong(result == MOVED);
 }
 
-/* drive(patience, stretch) -> whether it is done; seconds */
+/* drive(patience, stretch, events) -> whether it is done; seconds */
 static PyObject *Run_drive(PyObject *self, PyObject *args)
 {
     Run *run = (Run *)self;
     double patience, stretch;
-    int result;
-    if (!PyArg_ParseTuple(args, "dd", &patience, &stretch) || begin(run)) return NULL;
-    int64_t ns = stretch < 1e9 ? (int64_t)(stretch * 1e9) : INT64_MAX;
+    int result, events;
+    if (!PyArg_ParseTuple(args, "ddi", &patience, &stretch, &events) || begin(run)) return NULL;
+    Pace pace = core_pace(patience, stretch, events);
     Py_BEGIN_ALLOW_THREADS
-    result = core_drive(run, (int64_t)(patience * 1e9), ns);
+    result = core_drive(run, &pace);
     Py_END_ALLOW_THREADS
     run->running = 0;
     if (result == WRONG) return wrong(run);
@@ -611,7 +663,8 @@ static PyObject *Segment_run(PyObject *self, PyObject *args)
 static void Segment_dealloc(PyObject *self)
 {
     Segment *s = (Segment *)self;
-    free(s->bells);
+    for (int rank = 0; s->links && rank < s->size; rank++) Py_XDECREF((PyObject *)s->links[rank]);
+    free(s->links), free(s->bells);
     PyBuffer_Release(&s->memory);
     core_free(self);
 }
@@ -650,15 +703,31 @@ static PyObject *Segment_new(PyTypeObject *type, PyObject *args, PyObject *Py_UN
         Py_XDECREF(pair);
         if (PyErr_Occurred()) goto fail;
     }
+    if (!(s->links = core_zeroed(size, sizeof *s->links))) goto fail;
+    for (int r = 0; r < size; r++)
+        if (!(s->links[r] = (LinkState *)PyType_GenericAlloc(Core_LinkState, 0))) goto fail;
     return (PyObject *)s;
 fail:
     Py_DECREF(s);
     return NULL;
 }
 
+static PyObject *Segment_link(PyObject *self, PyObject *argument)
+{
+    Segment *s = (Segment *)self;
+    long rank = PyLong_AsLong(argument);
+    if (rank < 0 || rank >= s->size)
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "rank must be from 0 to %d, got %ld", s->size - 1, rank);
+    Py_INCREF((PyObject *)s->links[rank]);
+    return (PyObject *)s->links[rank];
+}
+
 static PyObject *Segment_interrupt(PyObject *self, PyObject *Py_UNUSED(none))
 {
-    atomic_store(&((Segment *)self)->interrupted, 1);
+    Segment *s = (Segment *)self;
+    uint64_t one = 1;
+    atomic_store(&s->interrupted, 1);
+    if (atomic_load(&s->asleep) && write(s->bells[s->rank][1], &one, sizeof one) < 0) {} /* full: it rings already */
     Py_RETURN_NONE;
 }
 
@@ -713,7 +782,7 @@ static PyMemberDef link_members[] = {
     {"waiting", T_OBJECT, offsetof(LinkState, waiting), 0, NULL}, {"gone", T_BOOL, offsetof(LinkState, gone), 0, NULL},
     {NULL, 0, 0, 0, NULL}};
 static PyType_Slot link_slots[] = {{Py_tp_dealloc, (void *)LinkState_dealloc}, {Py_tp_members, link_members}, {0, NULL}};
-static PyType_Spec link_spec = {"_core.LinkState", sizeof(LinkState), 0, Py_TPFLAGS_DEFAULT, link_slots};
+static PyType_Spec link_spec = {"_core.LinkState", sizeof(LinkState), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, link_slots};
 
 /* ---- the module --------------------------------------------------------------------------------------------------- */
 
@@ -726,6 +795,8 @@ static PyObject *itself(PyObject *self)
 static PyMethodDef segment_methods[] = {
     {"program", Segment_program, METH_VARARGS, "Compile a program for this segment."},
     {"run", Segment_run, METH_VARARGS, "A run of a program: an iterator, and `drive`."},
+    {"transfer", core_transfer, METH_VARARGS, "Write and read frames of long messages; the bytes moved of each."},
+    {"link", Segment_link, METH_O, "The LinkState of a peer."},
     {"interrupt", Segment_interrupt, METH_NOARGS, "Make `drive` return soon. From any thread."},
     {"resume", Segment_resume, METH_NOARGS, "End an interruption."},
     {NULL, NULL, 0, NULL},
@@ -761,7 +832,7 @@ PyMODINIT_FUNC PyInit__core(void)
     Core_RankPosition = (PyTypeObject *)PyType_FromSpec(&state_spec);
     Core_LinkState = (PyTypeObject *)PyType_FromSpec(&link_spec);
     if (!Core_Segment || !Core_Program || !Run_Type || !Core_RankPosition || !Core_LinkState
-        || PyModule_AddObjectRef(m, "LinkState", (PyObject *)Core_LinkState) || PyModule_AddObjectRef(m, "Segment", (PyObject *)Core_Segment)
+        || PyModule_AddObjectRef(m, "Segment", (PyObject *)Core_Segment)
         || PyModule_AddObjectRef(m, "RankPosition", (PyObject *)Core_RankPosition) || core_add_fast_path(m)) {
         Py_DECREF(m);
         return NULL;

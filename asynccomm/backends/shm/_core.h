@@ -51,8 +51,11 @@ typedef struct {
     char *slots, *results, *rings;
     int (*bells)[2];
     uint64_t free_below;     /* the slots of all steps below are known to be free */
-    _Atomic int interrupted; /* `drive` returns soon */
+    _Atomic int interrupted; /* a call without the GIL returns soon */
+    _Atomic int asleep;      /* a call without the GIL sleeps, or is about to */
     unsigned spins;          /* before a waiting run offers its core */
+    int64_t contended_until; /* nanoseconds: other threads keep the cores that they are offered */
+    struct LinkState **links; /* by rank */
 } Segment;
 
 /* The position of a rank in the sequence of collectives, and its messages: board.RankPosition */
@@ -65,7 +68,7 @@ typedef struct {
 } RankPosition;
 
 /* The counters of the two rings between this rank and a peer: rings.LinkState */
-typedef struct {
+typedef struct LinkState {
     PyObject_HEAD
     uint64_t head, taken, sent, tail, told, came, matched;
     PyObject *waiting;
@@ -140,6 +143,9 @@ int64_t core_number_at(PyObject *sequence, Py_ssize_t i, int64_t least, int64_t 
 void *core_zeroed(Py_ssize_t count, size_t size); /* NULL with an exception */
 void core_free(PyObject *self);                   /* the end of a deallocator */
 
+/* memcpy, also fast where another core holds the lines */
+void core_copy(char *restrict to, const char *restrict from, size_t n);
+
 /* A run with empty vectors; NULL with an exception. */
 Run *core_new_run(Segment *segment, Program *program, PyObject *reductions, PyObject *mismatch);
 
@@ -149,12 +155,32 @@ int core_check_vectors(const Run *run);
 /* Take each stage on by one iteration, if it is ready and the stage before it is ahead. */
 int core_pass(Run *run);
 
-/* Go on until the run is done, has waited for `patience` in vain, or the segment is interrupted. The core is offered to
- * other threads every `stretch` nanoseconds, and while the run waits. */
-int core_drive(Run *run, int64_t patience, int64_t stretch);
+/* How a thread drives without the GIL, in nanoseconds. */
+typedef struct {
+    int64_t patience; /* of a wait in vain */
+    int64_t stretch;  /* of driving, after which the core is offered to other threads */
+    int events;       /* a descriptor to sleep on after `patience`; -1: the call returns */
+    int64_t until, offered;
+    unsigned waits;
+    int armed; /* the peers ring from now on */
+} Pace;
+
+Pace core_pace(double patience, double stretch, int events);
+
+/* After a pass: whether there is another. It sleeps when another pass after arming the bell has found nothing. It ends when
+ * it is interrupted, and when there is something to do in Python: a message has come, or something else woke it. */
+int core_continues(Segment *segment, Pace *pace, int moved);
+
+/* Go on until the run is done, or as long as core_continues says. */
+int core_drive(Run *run, Pace *pace);
 
 /* Wake a rank if it is asleep, after a publication for it. */
 void core_ring(Segment *segment, int rank);
+
+/* ---- long messages: _rings.c -------------------------------------------------------------------------------------- */
+
+/* transfer(transfers, frame, patience, stretch): a method of the segment */
+PyObject *core_transfer(PyObject *segment, PyObject *args);
 
 /* ---- calls: _fast_path.c ------------------------------------------------------------------------------------------ */
 

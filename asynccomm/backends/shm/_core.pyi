@@ -20,10 +20,10 @@ class Run(Iterator[bool]):
     def begin(self, first: int, words: tuple[int, int, int], /) -> None:
         """Begin a run that the fast path has prepared, at step ``first``; ``words`` as for ``Segment.run``."""
 
-    def drive(self, patience: float, stretch: float, /) -> bool:
-        """Go on without the GIL until the run is done, has waited for ``patience`` seconds in vain, or is interrupted.
+    def drive(self, patience: float, stretch: float, events: int, /) -> bool:
+        """Go on without the GIL until the run is done, or Python has something to do; returns whether the run is done.
 
-        The core is offered to other threads every ``stretch`` seconds. Returns whether the run is done.
+        The arguments are those of an ``executor.Pace``.
         """
 
 @final
@@ -71,8 +71,30 @@ class Segment:
             mismatch: called with a rank and a step if their record differs; returns the exception to raise.
         """
 
+    def transfer(
+        self,
+        transfers: tuple[tuple[int, bool, int, int, int], ...],
+        frame: int,
+        patience: float,
+        stretch: float,
+        events: int,
+        /,
+    ) -> list[int]:
+        """Write and read DATA frames without the GIL; returns the bytes moved of each transfer.
+
+        It ends when a transfer is done, the next frame of a peer belongs to none, or Python has something to do.
+
+        Args:
+            transfers: peer, whether it is sent, the message's ident, and address and bytes of the memory.
+            frame: bytes of payload of a frame, at most.
+            patience: with ``stretch`` and ``events``, an ``executor.Pace``.
+        """
+
+    def link(self, rank: int, /) -> LinkState:
+        """The counters of the rings to and from a peer."""
+
     def interrupt(self) -> None:
-        """Make ``Run.drive`` return soon, until ``resume``. From any thread."""
+        """Make ``Run.drive`` and ``transfer`` return soon, until ``resume``. From any thread."""
 
     def resume(self) -> None: ...
 

@@ -12,6 +12,7 @@
  * the run nothing releases the GIL, so no other thread can begin to submit or drive, or give a tensor other memory.
  */
 #include "_fast_path.h"
+#include "_rings.h"
 
 #include <sched.h>
 #include <stdlib.h>
@@ -365,90 +366,45 @@ static int run_on(FastPath *f, Run *run)
     }
 }
 
-/* ---- messages, as endpoint.py and rings.py have them -------------------------------------------------------------- */
-
-enum { LINE = 64, FRAME_HEADER = 32, PADDING = 1, SHORT = 2 };
-
-/* rings.py: the head counts the bytes written, the tail the bytes read */
-typedef struct {
-    _Atomic uint64_t head;
-    char rest_of_line[LINE - 8];
-    _Atomic uint64_t tail, matched;
-    char rest_of_line_too[LINE - 16];
-    char frames[];
-} Ring;
-
-typedef struct {
-    uint32_t nbytes, kind, tag, extra, ident, unused;
-    uint64_t length;
-} Frame;
-
-static Ring *ring_of(const Segment *s, int source, int destination)
-{
-    return (Ring *)(s->rings + ((int64_t)source * s->size + destination) * (2 * LINE + s->ring));
-}
-
-static uint64_t framed(uint64_t nbytes) { return (FRAME_HEADER + nbytes + LINE - 1) & ~(uint64_t)(LINE - 1); }
+/* ---- messages, as endpoint.py has them ----------------------------------------------------------------------------- */
 
 /* Send a short message; 0 if that has to wait for something. */
 static int send_message(const FastPath *f, const Entry *entry, const char *data, uint64_t nbytes)
 {
-    LinkState *link = f->links[entry->peer];
+    LinkState *link = f->segment->links[entry->peer];
     Ring *ring = ring_of(f->segment, f->segment->rank, entry->peer);
-    uint64_t room = (uint64_t)f->segment->ring, size = framed(nbytes), at = link->head % room;
-    uint64_t end = size <= room - at ? link->head + size : link->head + room - at + size;
+    uint64_t end, size = framed(nbytes);
     if (link->gone || (int64_t)nbytes > f->short_bytes || PyObject_Size(link->waiting)
-        || link->sent + size - atomic_load_explicit(&ring->matched, memory_order_acquire) > room)
+        || link->sent + size - atomic_load_explicit(&ring->matched, memory_order_acquire) > (uint64_t)f->segment->ring)
         return 0;
-    if (end - link->taken > room) {
-        link->taken = atomic_load_explicit(&ring->tail, memory_order_acquire);
-        if (end - link->taken > room) return 0;
-    }
-    if (size > room - at) {
-        Frame padding = {(uint32_t)(room - at - FRAME_HEADER), PADDING, 0, 0, 0, 0, 0};
-        memcpy(ring->frames + at, &padding, sizeof padding);
-        at = 0;
-    }
-    Frame frame = {(uint32_t)nbytes, SHORT, entry->tag, (uint32_t)entry->code, 0, 0, entry->numel};
-    memcpy(ring->frames + at, &frame, sizeof frame);
-    memcpy(ring->frames + at + FRAME_HEADER, data, nbytes);
-    link->head = end, link->sent += size;
-    atomic_store_explicit(&ring->head, end, memory_order_release);
-    core_ring(f->segment, entry->peer);
+    Frame *frame = reserve_frame(f->segment, link, ring, nbytes, &end);
+    if (!frame) return 0;
+    *frame = (Frame){(uint32_t)nbytes, SHORT, entry->tag, (uint32_t)entry->code, 0, 0, entry->numel};
+    memcpy(frame + 1, data, nbytes);
+    link->sent += size;
+    publish_frame(f->segment, link, ring, entry->peer, end);
     return 1;
 }
 
 /* Receive a short message if it is the next frame; 0 if it is not, or has not come. */
 static int receive_message(FastPath *f, const Entry *entry, char *data, uint64_t nbytes)
 {
-    LinkState *link = f->links[entry->peer];
+    LinkState *link = f->segment->links[entry->peer];
     Ring *ring = ring_of(f->segment, entry->peer, f->segment->rank);
-    uint64_t room = (uint64_t)f->segment->ring, size = framed(nbytes), head, tail = link->tail;
     Spin spin = {0, 0};
     Frame frame;
     if (f->state->messages || f->state->kept || link->gone) return 0;
-    while ((head = atomic_load_explicit(&ring->head, memory_order_acquire)) == tail)
+    while (atomic_load_explicit(&ring->head, memory_order_acquire) == link->tail)
         if (!goes_on(f, &spin)) return 0;
     found(f, &spin);
-    if (head - tail > room || head % LINE) return 0; /* corrupt, as the ordinary path will say */
-    for (;;) {
-        memcpy(&frame, ring->frames + tail % room, sizeof frame); /* once: the peer might change it */
-        if (frame.kind != PADDING) break;
-        uint64_t padding = framed(frame.nbytes);
-        if (padding >= head - tail || padding > room - tail % room) return 0;
-        tail += padding;
-    }
-    if (frame.kind != SHORT || frame.tag != entry->tag || frame.extra != entry->code || frame.length != entry->numel
-        || frame.nbytes != nbytes || size > head - tail || size > room - tail % room || link->came + size - link->matched > room)
-        return 0;
-    memcpy(data, ring->frames + tail % room + FRAME_HEADER, nbytes);
-    link->came += size, link->matched += size, link->tail = tail + size;
+    const char *payload = next_frame(f->segment, link, ring, &frame);
+    if (!payload || frame.kind != SHORT || frame.tag != entry->tag || frame.extra != entry->code || frame.length != entry->numel
+        || frame.nbytes != nbytes || link->came + framed(nbytes) - link->matched > (uint64_t)f->segment->ring)
+        return 0; /* a corrupt frame, too: the ordinary path has the error */
+    memcpy(data, payload, nbytes);
+    link->came += framed(nbytes), link->matched += framed(nbytes);
     atomic_store_explicit(&ring->matched, link->matched, memory_order_release);
-    atomic_store_explicit(&ring->tail, link->tail, memory_order_release);
-    if (link->tail - link->told >= room / 4) {
-        link->told = link->tail;
-        core_ring(f->segment, entry->peer);
-    }
+    free_frame(f->segment, link, ring, entry->peer, nbytes);
     return 1;
 }
 
@@ -735,9 +691,6 @@ static int FastPath_clear(PyObject *self)
 static void FastPath_dealloc(PyObject *self)
 {
     PyObject_GC_UnTrack(self);
-    FastPath *f = (FastPath *)self;
-    for (int rank = 0; rank < f->ranks; rank++) Py_XDECREF((PyObject *)f->links[rank]);
-    free(f->links);
     FastPath_clear(self);
     core_free(self);
 }
@@ -754,39 +707,19 @@ static DLPackTable *table_of(PyObject *tensor)
     return table;
 }
 
-static int hold_links(FastPath *f, PyObject *links, int64_t short_bytes)
-{
-    PyObject *rank, *link;
-    Py_ssize_t at = 0;
-    f->short_bytes = short_bytes;
-    if (!(f->links = core_zeroed(f->segment->size, sizeof(LinkState *)))) return -1;
-    f->ranks = f->segment->size;
-    while (PyDict_Next(links, &at, &rank, &link)) {
-        long number = PyLong_AsLong(rank);
-        if (number < 0 || number >= f->ranks || Py_TYPE(link) != Core_LinkState) {
-            if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "links must be the LinkStates by rank, got %R", links);
-            return -1;
-        }
-        Py_INCREF(link);
-        f->links[number] = (LinkState *)link;
-    }
-    return 0;
-}
-
 /* FastPath(segment, state, counts, work_type, mailbox, mismatch, learn, submit, adopt, broken, call_site, files, recent, lock,
- * driven, queue, inbox, tensor, parameter, values, patience, links, short_bytes, thread_patience,
+ * driven, queue, inbox, tensor, parameter, values, patience, short_bytes, thread_patience,
  * (queues, works, settled, overdue, note, learn, adopt, fused_limit)) */
 static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
 {
     FastPath *f = (FastPath *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-    PyObject *links = NULL;
     long long short_bytes;
     double patience, thread_patience;
     if (!f) return NULL;
-    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOOO!OOOOOOOO!dO!Ld(O!O!OOOOOL)", Core_Segment, &f->segment, Core_RankPosition, &f->state, Counts_Type,
+    int parsed = PyArg_ParseTuple(args, "O!O!O!O!O!OOOOOOO!OOOOOOOO!dLd(O!O!OOOOOL)", Core_Segment, &f->segment, Core_RankPosition, &f->state, Counts_Type,
                                   &f->counts, &PyType_Type, &f->work_type, Streak_Type, &f->mailbox, &f->mismatch, &f->learn, &f->submit,
                                   &f->adopt, &f->broken, &f->call_site, &PySet_Type, &f->files, &f->recent, &f->lock, &f->driven,
-                                  &f->queue, &f->inbox, &f->tensor, &f->parameter, &PyTuple_Type, &f->values, &patience, &PyDict_Type, &links, &short_bytes, &thread_patience,
+                                  &f->queue, &f->inbox, &f->tensor, &f->parameter, &PyTuple_Type, &f->values, &patience, &short_bytes, &thread_patience,
                                   &PyDict_Type, &f->scopes.queues, &PyDict_Type, &f->scopes.works, &f->scopes.settled, &f->scopes.overdue,
                                   &f->scopes.note, &f->scopes.learn, &f->scopes.adopt, &f->scopes.fused_limit);
 #define HOLD(name) Py_XINCREF((PyObject *)f->name);
@@ -795,7 +728,7 @@ static PyObject *FastPath_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
         PyErr_Format(PyExc_TypeError, "work_type must be a WorkState, got %R", f->work_type);
         parsed = 0;
     }
-    if (parsed && hold_links(f, links, short_bytes)) parsed = 0;
+    f->short_bytes = short_bytes;
     if (parsed && (f->table = table_of((PyObject *)f->tensor))) {
         f->patience = (int64_t)(patience * 1e9), f->thread_patience = (int64_t)(thread_patience * 1e9);
         f->constant_count = (int)PyTuple_Size(f->values);

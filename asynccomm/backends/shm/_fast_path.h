@@ -107,8 +107,6 @@ typedef struct {
     uint64_t serials;
     PyObject *values, *constants[MOST_CONSTANTS]; /* the constants are those of the tuple `values` */
     int constant_count;
-    LinkState **links; /* by rank; NULL for this rank */
-    int ranks;
     int64_t short_bytes;
     Entry *entries[ENTRIES];
     int known;

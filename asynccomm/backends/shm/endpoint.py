@@ -8,7 +8,8 @@ matched beside the ring's tail, and rejects a frame beyond the limit. The receiv
 
 A long message, or a short message beyond the limit, uses the rendezvous protocol: the sender announces it by an OFFER
 (RTS), the receiver answers CLEAR (CTS) when the message is matched, and the sender streams DATA frames as the ring has
-room, round-robin with its other messages to the same rank.
+room, round-robin with its other messages to the same rank. Where C is in use, ``_rings.c`` writes and reads the DATA
+frames of memory in one piece (``MessagePart``), without the GIL.
 
 First frames of messages leave in the order of the calls, which gives the order per pair of ranks and tag. Tags share
 the ring, and nothing else.
@@ -30,7 +31,7 @@ from asynccomm.backends.shm.board import RankPosition
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.layout import LINE, WORD, Layout
 from asynccomm.backends.shm.rings import HEADER, LinkState, Mapped, Reader, Writer, framed, largest_payload
-from asynccomm.backends.shm.vectors import Pieces
+from asynccomm.backends.shm.vectors import SMALL, Pieces
 from asynccomm.errors import BackendError
 
 # bytes of an eager payload: 64 KiB take 6 us one way, 12 us with an OFFER and a CLEAR first
@@ -104,6 +105,12 @@ class Arrival(Protocol):
     def take(self, address: int, nbytes: int) -> bool:
         """Copy the next bytes in. Returns whether this call determined the destination of the remaining bytes."""
 
+    def span(self) -> tuple[int, int] | None:
+        """Address and length of the memory for the next bytes, in one piece; None if it is not known or discarded."""
+
+    def skip(self, nbytes: int) -> None:
+        """Count the first ``nbytes`` of ``span`` as copied in."""
+
     def finish(self, source: int) -> None:
         """Complete the receive after the last byte."""
 
@@ -123,9 +130,17 @@ class TensorArrival:
     def take(self, address: int, nbytes: int) -> bool:
         """Copy the next bytes in."""
         ctypes.memmove(self._address, address, nbytes)  # without the GIL
+        self.skip(nbytes)
+        return False
+
+    def span(self) -> tuple[int, int]:
+        """Address and length of the memory for the next bytes."""
+        return self._address, self.left
+
+    def skip(self, nbytes: int) -> None:
+        """Count the first ``nbytes`` of ``span`` as copied in."""
         self._address += nbytes
         self.left -= nbytes
-        return False
 
     def finish(self, source: int) -> None:
         """Copy the tensor to its output, unless it is there."""
@@ -184,11 +199,30 @@ class ParcelArrival:
             self._pieces.copy_from(address, nbytes)
         return chunks is not None
 
+    def span(self) -> tuple[int, int] | None:
+        """Address and length of the memory for the next bytes, in one piece; None if it is not known or discarded."""
+        return None if self._pieces is None else self._pieces.span()
+
+    def skip(self, nbytes: int) -> None:
+        """Count the first ``nbytes`` of ``span`` as copied in."""
+        assert self._pieces is not None, "skipped without a span"
+        self._pieces.skip(nbytes)
+        self.left -= nbytes
+
     def finish(self, source: int) -> None:
         """Complete the receive, with the error of its refusal if there is one."""
         self._delivery.finish()
         self.receive.error = self._delivery.error
         self.receive.work.source = source
+
+
+class MessagePart(NamedTuple):
+    """A part of a long message that is in one piece of memory at this rank."""
+
+    message: Outgoing | Arrival
+    ident: int
+    address: int
+    nbytes: int
 
 
 @final
@@ -231,8 +265,9 @@ class Link:
 
     __slots__ = (
         "_clears",
-        "_frame",
+        "_least",
         "_matched_at",
+        "_native",
         "_next_ident",
         "_offered",
         "_offers",
@@ -245,6 +280,7 @@ class Link:
         "_waiting",
         "_words",
         "_writer",
+        "frame",
         "incoming",
         "lines",
         "peer",
@@ -261,6 +297,7 @@ class Link:
         ring: Callable[[int], None],
         tally: Tally,
         state: LinkState,
+        native: bool,
     ) -> None:
         layout = mapped.layout
         self.peer = peer
@@ -274,7 +311,9 @@ class Link:
         self._ring = ring
         self._tally = tally
         self._short = largest_short(layout)
-        self._frame = min(FRAME - HEADER, largest_payload(layout.ring))
+        self.frame: Final = min(FRAME - HEADER, largest_payload(layout.ring))  #: bytes of a DATA frame, at most
+        self._native = native  # DATA frames of parts of ``_least`` bytes or more move in C
+        self._least = min(SMALL, self.frame)
         self._unmatched = layout.ring  # limit of bytes of short frames in flight or unexpected
         self._waiting: deque[Outgoing] = deque()  # messages without their first frame in the ring
         state.waiting = self._waiting
@@ -287,9 +326,9 @@ class Link:
         self._matched_at = (layout.ring_start(peer, rank) + LINE) // WORD + 1  # word that publishes ``state.matched``
 
     @property
-    def idle(self) -> bool:
-        """Whether there is nothing to write."""
-        return self.state.gone or not (self._waiting or self._streams or self._clears)
+    def backlog(self) -> int:
+        """The number of messages to be written and offers to be answered."""
+        return 0 if self.state.gone else len(self._waiting) + len(self._streams) + len(self._clears)
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
@@ -329,12 +368,29 @@ class Link:
                 self._waiting.popleft()
                 moved = True
             if self._streams:
-                if not self._stream():
+                if self._in_core() or not self._stream():
                     break
                 moved = True
         if moved:
             self._ring(self.peer)
         return moved
+
+    def outgoing_parts(self) -> list[MessagePart]:
+        """The parts of messages that C may write now."""
+        if self.state.gone or self._waiting or self._clears:  # ``pump`` writes these first
+            return []
+        spans = [(message, *message.pieces.span()) for message in self._streams]
+        return [MessagePart(message, message.ident, at, n) for message, at, n in spans if n >= self._least]
+
+    def wrote(self, message: Outgoing, nbytes: int) -> None:
+        """Count bytes of ``outgoing_parts`` as written."""
+        message.pieces.skip(nbytes)
+        message.left -= nbytes
+        self._streams.remove(message)
+        if message.left:
+            self._streams.append(message)
+        else:
+            self._tally.over(message.submission)
 
     def _begin(self, message: Outgoing) -> bool:
         """Write the first frame of a message; False if the ring has no room."""
@@ -363,9 +419,13 @@ class Link:
         self._next_ident = (ident + 1) % _IDENTS
         return True
 
+    def _in_core(self) -> bool:
+        """Whether C writes the next frame of a long message."""
+        return self._native and not self._waiting and self._streams[0].pieces.span()[1] >= self._least
+
     def _stream(self) -> bool:
         message = self._streams[0]
-        nbytes = min(message.left, self._frame, self._writer.run)
+        nbytes = min(message.left, self.frame, self._writer.run)
         target = self._writer.reserve(nbytes)
         if not target:
             return False
@@ -389,6 +449,13 @@ class Link:
             self._ring(self.peer)
         else:
             self._clears.append(ident)
+
+    def incoming_parts(self) -> list[MessagePart]:
+        """The parts of messages that C may read as their frames arrive."""
+        if self.state.gone:
+            return []
+        spans = [(ident, arrival, arrival.span()) for ident, arrival in self.incoming.items()]
+        return [MessagePart(arrival, ident, *span) for ident, arrival, span in spans if span and span[1] >= self._least]
 
     def due(self, ident: int, nbytes: int) -> Arrival:
         """The message that a DATA frame of ``nbytes`` belongs to. Raises BackendError if they are not due."""

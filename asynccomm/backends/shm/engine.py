@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import time
 from collections import deque
@@ -31,7 +30,7 @@ from asynccomm.backends.shm.board import Board
 from asynccomm.backends.shm.bootstrap import PeerMapping
 from asynccomm.backends.shm.combining_lock import CombiningLock, SpinPolicy
 from asynccomm.backends.shm.doorbell import Bell, Bells
-from asynccomm.backends.shm.executor import Executor
+from asynccomm.backends.shm.executor import NO_WAIT, Executor, Pace
 from asynccomm.backends.shm.fast_path import Limits, fast_path
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.layout import Layout, State, Word
@@ -39,7 +38,7 @@ from asynccomm.backends.shm.lowering import start
 from asynccomm.backends.shm.p2p import Messages
 from asynccomm.backends.shm.progress_thread import ProgressResult, ProgressThread
 from asynccomm.backends.shm.reference import Progress
-from asynccomm.backends.shm.rings import LinkState, Mapped
+from asynccomm.backends.shm.rings import Mapped
 from asynccomm.backends.shm.settings import Settings
 from asynccomm.core.native import CoreUnavailable, load_core
 from asynccomm.core.work import Work
@@ -47,6 +46,7 @@ from asynccomm.errors import BackendError, BrokenError, PeerLostError
 
 SLICE_SECONDS: Final = 1e-3  # that one call may drive, so that the loop's other tasks do not starve
 CATCH_UP_SECONDS: Final = 0.02  # of CPU time at most, to finish earlier operations when another rank has failed
+AWAKE: Final = 4  # spin budgets of the progress thread before it sleeps: with one, 64 MiB take 8 % longer
 SPIN_SECONDS: Final = 2e-5  # of a spin in the executor in C, which sees only its own run
 LOCK_SECONDS: Final = 1.0  # to wait for the lock; its holder may have been preempted in the middle of a step
 
@@ -108,7 +108,7 @@ class Engine:
             self._faults.append,
             lambda receive, nbytes: grown.append((receive, nbytes)),
             self._board.state,
-            LinkState if isinstance(core, CoreUnavailable) else core.LinkState,
+            self._executor.segment,
         )
         self._lock = CombiningLock()  # held by the driving thread
         self._inbox: deque[Submission] = deque()
@@ -134,8 +134,8 @@ class Engine:
                 self._large_in += 1
                 large = True
             self._inbox.append(item)
-            if item.op.p2p and self._executor.running is not None:
-                self._executor.interrupt()  # a large collective in progress makes way for messages
+            if (item.op.p2p or self._messages.pending) and self._lock.locked():
+                self._executor.interrupt()  # C returns from a large operation, which makes way
         if large:
             self._to_worker()
         elif asyncio._get_running_loop() is self._loop:
@@ -152,9 +152,8 @@ class Engine:
     def fast_path(self, calls: DirectCalls) -> FastCalls | None:
         """See ``Backend.fast_path``."""
         limits = Limits(self._inline_bytes, self._whole_bytes, self.patience)
-        links = self._messages.link_states
         queues = self._queue, self._inbox
-        return fast_path(self._executor, links, calls, limits, self._lock.locked, self.failed, *queues)
+        return fast_path(self._executor, calls, limits, self._lock.locked, self.failed, *queues)
 
     def before_await(self, work: Work[Any]) -> None:
         """Spin for the peers before a task on the loop waits for ``work``, if spinning has paid off recently."""
@@ -225,10 +224,10 @@ class Engine:
         bells.disarm()
         until = 0.0
         started = 0.0
-        spin = 0.0
+        pace = NO_WAIT
         while True:
-            moved = self._step(spin=spin)
-            spin = 0.0
+            moved = self._step(pace=pace)
+            pace = NO_WAIT
             if self._position.dead or self._large or not (self._queue or messages.pending or self._inbox):
                 return
             if moved:
@@ -245,10 +244,10 @@ class Engine:
                 now = time.perf_counter()
                 until = until or now + patience
                 if now < until:
-                    if messages.pending or self._executor.running is None:
-                        os.sched_yield()  # the late peer may need this core
+                    if messages.transferring or (self._executor.running is not None and not messages.pending):
+                        pace = Pace(min(until - now, SPIN_SECONDS))
                     else:
-                        spin = min(until - now, SPIN_SECONDS)
+                        os.sched_yield()  # the late peer may need this core
                     continue
             if not arm and not self._waited:
                 return
@@ -257,11 +256,11 @@ class Engine:
                 return
             bells.disarm()
 
-    def _step(self, *, one: bool = False, spin: float = 0.0) -> bool:
+    def _step(self, *, one: bool = False, pace: Pace = NO_WAIT) -> bool:
         """Advance collectives and messages as far as possible, or by ``one`` step; returns whether anything advanced.
 
         Args:
-            spin: seconds that a run in C may wait for other ranks.
+            pace: of C; nothing else waits.
 
         If nothing advanced, then every operation waits for other ranks, and was checked after this call began.
         """
@@ -278,10 +277,8 @@ class Engine:
                 current = self._current
                 if current is None:
                     current = self._current = start(self._executor, queue[0], self._whole_bytes)
-                if one and not (inbox or self._messages.pending or self._failing):
-                    self._executor.drive(self.patience, self.stretch)
-                elif spin:
-                    self._executor.drive(spin, math.inf)
+                if pace is not NO_WAIT and not (self._messages.pending or self._comes_first()):
+                    self._executor.drive(pace)
                 got_on = next(current, None)
                 if got_on is None:
                     self._current = None
@@ -291,7 +288,7 @@ class Engine:
                 moved = True
                 if one:
                     break
-            if self._messages.progress():
+            if self._messages.progress(NO_WAIT if queue or self._comes_first() else pace):
                 moved = True
             if self._gone and not moved:
                 self._miss_the_gone()
@@ -310,6 +307,10 @@ class Engine:
         if self._faults:
             self._position.dead = True
         return moved and not self._position.dead
+
+    def _comes_first(self) -> bool:
+        """Whether there is something to do before C may wait."""
+        return bool(self._inbox or self._finished or self._grown or self._faults)
 
     def _count_the_grown(self) -> None:
         """Pass receives that have become large on to the progress thread."""
@@ -359,7 +360,7 @@ class Engine:
             self._executor.resume()
             self._bells.disarm()
             if not self._position.dead:
-                turn = ProgressResult.MOVED if self._step(one=True) else ProgressResult.STUCK
+                turn = ProgressResult.MOVED if self._step(one=True, pace=self._pace()) else ProgressResult.STUCK
             if self._position.dead or not (self._large or self._waited):
                 self._with_worker = False
                 self._words[self._place] = 0
@@ -373,6 +374,13 @@ class Engine:
             if self._waited:
                 self._to_worker()
         return turn
+
+    def _pace(self) -> Pace:
+        return NO_WAIT if self._failing else Pace(AWAKE * self.patience, self.stretch, self._worker.events_of(self))
+
+    def interrupt(self) -> None:
+        """Make a turn in progress return soon. From any thread."""
+        self._executor.interrupt()
 
     def doze(self) -> bool:
         """Arm the progress thread's doorbell before it sleeps; False if it has something to do."""
@@ -453,6 +461,7 @@ class Engine:
         if self._words[self._state] == State.HERE:
             self._words[self._state] = State.LEFT
         Fence().full()  # the engine's own fence belongs to the lock holder
+        self._executor.interrupt()
 
     def abort(self) -> None:
         """Drop all operations now, or when the driving thread releases the lock. From any thread."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from asynccomm.backends.shm import reference
 from asynccomm.backends.shm.board import Board
-from asynccomm.backends.shm.layout import WORD
+from asynccomm.backends.shm.layout import WORD, Layout
 from asynccomm.backends.shm.programs import Program
 from asynccomm.backends.shm.reduction import Reduction
 from asynccomm.backends.shm.reference import Progress
@@ -20,6 +21,18 @@ if TYPE_CHECKING:
     from asynccomm.backends.shm import _core
 
 _MOST_PROGRAMS: Final = 1024  # kept per comm; programs of other sizes and forms are made again
+
+
+@final
+class Pace(NamedTuple):
+    """How a call of C without the GIL drives; the default returns at the first wait."""
+
+    patience: float = 0.0  #: seconds of a wait in vain, after which the thread sleeps or the call returns
+    stretch: float = math.inf  #: seconds after which the core is offered to other threads
+    events: int = -1  #: a descriptor to sleep on: an epoll instance that has the progress thread's bell; -1: not to
+
+
+NO_WAIT: Final = Pace()
 
 
 @final
@@ -41,22 +54,13 @@ class Executor:
     """
 
     def __init__(self, board: Board, memory: memoryview, bells: Sequence[tuple[int, int]], core: Any) -> None:
-        layout = board.layout
         self.board = board
         self.core = core
         self._programs: dict[Hashable, Compiled] = {}
         self.running: _core.Run | None = None  #: the run in C that is in progress, if one is
         self.segment: _core.Segment | None = None  #: the segment as the executor in C knows it
         if not isinstance(core, CoreUnavailable):
-            starts = (
-                layout.record(0, 0) * WORD,
-                layout.slot(0, 0),
-                layout.result(0, 0),
-                layout.ring_start(0, 0),
-            )
-            self.segment = core.Segment(
-                memory, board.rank, board.size, layout.banks, layout.chunk, layout.piece, layout.ring, starts, bells
-            )
+            self.segment = core_segment(core, board.layout, board.rank, memory, bells)
 
     def compiled(self, key: Hashable, build: Callable[[], Program]) -> Compiled:
         """The program of ``key``, which ``build`` makes the first time."""
@@ -92,10 +96,10 @@ class Executor:
         finally:
             self.running = None
 
-    def drive(self, patience: float, stretch: float) -> None:
-        """Go on with ``running`` until it is done, has waited for ``patience`` seconds in vain, or is interrupted."""
+    def drive(self, pace: Pace) -> None:
+        """Go on with ``running`` until it is done, or Python has something to do."""
         if self.running is not None:
-            self.running.drive(patience, stretch)
+            self.running.drive(*pace)
 
     def interrupt(self) -> None:
         """Make a thread that drives ``running`` return soon. From any thread."""
@@ -106,6 +110,15 @@ class Executor:
         """End an interruption."""
         if self.segment is not None:
             self.segment.resume()
+
+
+def core_segment(
+    core: Any, layout: Layout, rank: int, memory: memoryview, bells: Sequence[tuple[int, int]]
+) -> _core.Segment:
+    """The segment of a rank as the executor in C knows it; the arguments are those of :class:`Executor`."""
+    starts = layout.record(0, 0) * WORD, layout.slot(0, 0), layout.result(0, 0), layout.ring_start(0, 0)
+    size, banks, chunk, ring = layout.size, layout.banks, layout.chunk, layout.ring
+    return core.Segment(memory, rank, size, banks, chunk, layout.piece, ring, starts, bells)  # type: ignore[no-any-return]
 
 
 def _vector(operand: Operand | int) -> int | tuple[list[int], list[int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, final
 
@@ -20,7 +20,6 @@ from asynccomm.backends.base import DirectCalls, FastCalls, HeldCall, Submission
 from asynccomm.backends.shm.endpoint import largest_short
 from asynccomm.backends.shm.executor import Executor
 from asynccomm.backends.shm.lowering import has_program, lowered
-from asynccomm.backends.shm.rings import LinkState
 from asynccomm.backends.shm.vectors import Operand, Scattered
 from asynccomm.core.callsite import call_site, user_files
 from asynccomm.core.native import CoreUnavailable, load
@@ -70,7 +69,6 @@ class Recipe(NamedTuple):
 
 def fast_path(
     executor: Executor,
-    links: Mapping[int, LinkState],
     calls: DirectCalls,
     limits: Limits,
     driven: Callable[[], bool],
@@ -80,7 +78,6 @@ def fast_path(
     """The fast path of the calls of a comm; None without the executor in C, or if torch shows it no tensors.
 
     Args:
-        links: the counters of the message rings, by peer.
         driven: whether a thread drives the engine.
         broken: called with an exception that leaves an operation half done.
         queues: operations that must be done before.
@@ -117,7 +114,6 @@ def fast_path(
         Parameter,
         (None, True, False, *CONSTANTS, *_TORCHS),  # arguments of a recipe that are neither tensors nor integers
         limits.patience if crowded else min(SPIN_SECONDS, limits.patience),
-        links,
         largest_short(board.layout),
         limits.patience if crowded else min(THREAD_SPIN_SECONDS, limits.patience),
         (

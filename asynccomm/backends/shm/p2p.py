@@ -18,7 +18,8 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable
-from typing import final
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor
 
@@ -40,6 +41,7 @@ from asynccomm.backends.shm.endpoint import (
     Tally,
     TensorArrival,
 )
+from asynccomm.backends.shm.executor import NO_WAIT, Pace
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.rings import LinkState, Mapped
 from asynccomm.backends.shm.vectors import address_of, spans
@@ -48,6 +50,9 @@ from asynccomm.ops import MessageSpace, PeerOp, PeerParcel, Recv, RecvParcel, Se
 from asynccomm.ops.dtypes import BY_CODE, CODES
 from asynccomm.ops.parcels import MAX_HEAD
 from asynccomm.ops.validation import MAX_TAG
+
+if TYPE_CHECKING:
+    from asynccomm.backends.shm import _core
 
 assert MessageSpace.TENSORS.key(MAX_TAG) == MAX_TAG  # larger tags are those of parcels
 
@@ -67,7 +72,7 @@ class Messages:
         grown: called with a receive and the size of its message, when the message is larger than the receive's
             ``nbytes``; must not call back.
         state: counts the pending operations and the unexpected messages.
-        link_state: makes the counters of the rings to and from one peer.
+        segment: the segment as C knows it, where C is in use.
     """
 
     def __init__(
@@ -80,7 +85,7 @@ class Messages:
         failed: Callable[[BrokenError], None],
         grown: Callable[[Submission, int], None],
         state: RankPosition | None = None,
-        link_state: Callable[[], LinkState] = LinkState,
+        segment: _core.Segment | None = None,
     ) -> None:
         self._rank = rank
         self._words, self._raw = mapped.words, mapped.raw
@@ -90,13 +95,17 @@ class Messages:
         self._state = RankPosition() if state is None else state
         self._tally = tally = Tally(done, self._state)
         self._matching: MatchQueues[Submission, Kept | Offer | Outgoing] = MatchQueues(mapped.layout.size)
-        peers = [peer for peer in range(mapped.layout.size) if peer != rank]
-        self._links = {peer: Link(mapped, rank, peer, fence, ring, tally, link_state()) for peer in peers}
-        #: the counters of the rings, by peer
-        self.link_states = {peer: link.state for peer, link in self._links.items()}
+        link_state: Callable[[int], Any] = segment.link if segment is not None else lambda _: LinkState()
+        self._links = {
+            peer: Link(mapped, rank, peer, fence, ring, tally, link_state(peer), segment is not None)
+            for peer in range(mapped.layout.size)
+            if peer != rank
+        }
         # for progress(): all rings that are read, and the links with frames to write
         self._reading = [(link.reader.head_at, link.reader, link) for link in self._links.values()]
         self._writing: set[Link] = set()
+        self._segment = segment
+        self.transferring = False  #: whether long messages were moved or waited for in C by the last ``progress``
 
     @property
     def pending(self) -> int:
@@ -123,9 +132,13 @@ class Messages:
         if not link.send(message):
             self._writing.add(link)
 
-    def progress(self) -> bool:
-        """Read all frames that have arrived, and write as many as fit. Returns whether anything was read or written."""
-        moved = False
+    def progress(self, pace: Pace = NO_WAIT) -> bool:
+        """Read all frames that have arrived, and write as many as fit. Returns whether anything was read or written.
+
+        Args:
+            pace: of transfers in C; nothing else waits.
+        """
+        moved = self._segment is not None and self._transfer(self._segment, pace)
         words = self._words
         for head_at, reader, link in self._reading:
             if words[head_at] != reader.state.tail:
@@ -135,9 +148,41 @@ class Messages:
             for link in tuple(self._writing):
                 if link.pump():
                     moved = True
-                if link.idle:
+                if not link.backlog:
                     self._writing.discard(link)
         return moved
+
+    def _transfer(self, segment: _core.Segment, pace: Pace) -> bool:
+        """Write and read frames of long messages in C; returns whether anything was written or read."""
+        self.transferring = False
+        if not self._tally.pending:
+            return False
+        parts = [
+            (link, sending, part)
+            for link in self._links.values()
+            for sending, found in ((True, link.outgoing_parts()), (False, link.incoming_parts()))
+            for part in found
+        ]
+        if not parts:
+            return False
+        self.transferring = True
+        frame = parts[0][0].frame
+        flows = tuple((link.peer, sending, *part[1:]) for link, sending, part in parts)
+        if sum(link.backlog for link in self._writing) > sum(sending for _, sending, _ in parts):
+            pace = pace._replace(events=-1)  # C would not wake up for the room that other frames need
+        moved = segment.transfer(flows, frame, *pace)
+        by_progress = sorted(zip(parts, moved, strict=True), key=itemgetter(1))  # the least advanced are next
+        for (link, _, part), nbytes in by_progress:
+            message = part.message
+            if isinstance(message, Outgoing):
+                if nbytes:
+                    link.wrote(message, nbytes)
+            elif nbytes:
+                message.skip(nbytes)
+                if not message.left:
+                    del link.incoming[part.ident]
+                    self._arrived(message, link.peer)
+        return any(moved)
 
     def gone(self, peer: int) -> list[Submission]:
         """Read the last frames of ``peer``, which has left; remove and return the operations that can never complete.
@@ -189,7 +234,7 @@ class Messages:
                 else:
                     raise BackendError(f"the message ring from rank {link.peer} is corrupt: a frame of kind {kind}")
                 reader.free()
-                if not link.idle:
+                if link.backlog:
                     self._writing.add(link)
                 if kind == DATA and reader.publish():
                     self._ring(link.peer)
@@ -251,7 +296,7 @@ class Messages:
         if isinstance(message, Offer):
             link.forget_offer()
         self._accept(link, tag, receive, message)
-        if not link.idle:
+        if link.backlog:
             self._writing.add(link)
 
     # -- matched messages ---------------------------------------------------------------------------------------------

@@ -49,6 +49,9 @@ class Progressed(Protocol):
     def turn(self) -> ProgressResult:
         """Advance the operations by one step, without waiting."""
 
+    def interrupt(self) -> None:
+        """Make a turn in progress return soon. From any thread."""
+
     def settle_on(self, cpu: int) -> Sequence[int]:
         """Publish that the thread runs on ``cpu``; returns the CPUs of other processes' progress threads."""
 
@@ -82,7 +85,17 @@ class ProgressThread:
 
     def ring(self) -> None:
         """Wake the thread. From any thread."""
+        for each in tuple(self._driven):
+            each.interrupt()
         os.eventfd_write(self.bell, 1)
+
+    def events_of(self, driven: Progressed) -> int:
+        """The descriptor that ``driven`` may sleep on in its turn; -1 if the thread drives others, too.
+
+        A call of ``ring`` interrupts such a sleep.
+        """
+        alone = len(self._driven) == 1 and driven in self._driven and not (self._given or self._ending)
+        return self._epoll.fileno() if alone else -1
 
     def take(self, driven: Progressed) -> None:
         """Drive ``driven`` until a turn is OVER. From any thread."""

@@ -172,6 +172,17 @@ class Pieces:
         self._address = 0
         self._here = 0  # bytes left in the piece at ``_address``
 
+    def span(self) -> tuple[int, int]:
+        """Address and length of the next memory in one piece; at least one byte must be left."""
+        if not self._here:
+            self._address, self._here = next(self._spans)
+        return self._address, self._here
+
+    def skip(self, nbytes: int) -> None:
+        """Count the first ``nbytes`` of ``span`` as copied."""
+        self._address += nbytes
+        self._here -= nbytes
+
     def copy_to(self, target: int, nbytes: int) -> None:
         """Copy the next ``nbytes`` to address ``target``; at least as many must be left."""
         while nbytes > self._here:

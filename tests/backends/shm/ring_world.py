@@ -3,27 +3,38 @@
 import mmap
 import random
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import Tensor
 
 from asynccomm.backends.base import Submission
+from asynccomm.backends.shm.executor import core_segment
 from asynccomm.backends.shm.fence import Fence
-from asynccomm.backends.shm.layout import LINE, Layout
+from asynccomm.backends.shm.layout import LINE, Layout, Word
 from asynccomm.backends.shm.p2p import Messages
 from asynccomm.backends.shm.rings import Mapped
+from asynccomm.core.native import CoreUnavailable, load_core
 from asynccomm.errors import BrokenError
 from asynccomm.ops import Call, MessageSpace, Parcel, Recv, RecvParcel, Send, SendParcel
 from asynccomm.ops.validation import CommInfo
 
+#: by name, the ranks whose long messages move in C
+EXECUTORS: Mapping[str, Callable[[int], bool]] = {
+    "reference": lambda rank: False,
+    "core": lambda rank: True,
+    "mixed": lambda rank: rank % 2 == 0,
+}
 Place = Callable[[int, bytes, Mapping[int, int]], Sequence[Tensor]]
 
 
 class World:
     """All ranks over one piece of memory."""
+
+    native: ClassVar[Callable[[int], bool]] = staticmethod(EXECUTORS["reference"])
 
     def __init__(self, size: int = 2, ring: int = 1024) -> None:
         self.layout = Layout(size, 64, 2, ring)
@@ -37,10 +48,28 @@ class World:
         self.grown: list[tuple[Submission, int]] = []
         self.rung = [False] * size
         self.ranks = [
-            Messages(rank, mapped, Fence(), self.ring, self.done.append, self.errors.append, self.grow)
+            Messages(
+                rank,
+                mapped,
+                Fence(),
+                self.ring,
+                self.done.append,
+                self.errors.append,
+                self.grow,
+                segment=self.segment(rank) if World.native(rank) else None,
+            )
             for rank in range(size)
         ]
         self.numbers = [0] * size
+
+    def segment(self, rank: int) -> Any:
+        """The segment as C knows it; its rings clear the word of a sleeper, and go to no descriptor."""
+        core = load_core()
+        if isinstance(core, CoreUnavailable):
+            pytest.skip(core.reason)
+        for other in range(self.layout.size):
+            self.words[self.layout.word(other, Word.SLEEPING)] = 1
+        return core_segment(core, self.layout, rank, self.raw, [(-1, -1)] * self.layout.size)
 
     def ring(self, peer: int) -> None:
         self.rung[peer] = True
@@ -92,8 +121,18 @@ class World:
     def step(self, rank: int) -> None:
         """What an engine does that was rung: it goes on until nothing moves, and sleeps."""
         self.rung[rank] = False
+        self.words[self.layout.word(rank, Word.SLEEPING)] = 1
         while self.ranks[rank].progress():
             pass
+
+    def nobody_sleeps(self) -> None:
+        """Nobody is woken from now on, and no word cleared for it."""
+        for rank in range(self.layout.size):
+            self.words[self.layout.word(rank, Word.SLEEPING)] = 0
+
+    def is_rung(self, rank: int) -> bool:
+        by_core = any(World.native(each) for each in range(self.layout.size))
+        return self.rung[rank] or (by_core and not self.words[self.layout.word(rank, Word.SLEEPING)])
 
     def settle_some(self, rounds: int) -> None:
         """Let all take a turn so many times."""
@@ -103,7 +142,7 @@ class World:
 
     def settle(self, choose: random.Random | None = None) -> None:
         """Go on until all sleep."""
-        while awake := [rank for rank, rung in enumerate(self.rung) if rung]:
+        while awake := [rank for rank in range(self.layout.size) if self.is_rung(rank)]:
             self.step(choose.choice(awake) if choose else awake[0])
         for rank in self.ranks:
             assert not rank.progress(), "there was more to do, but nobody was told"
@@ -130,6 +169,7 @@ class World:
         Args:
             scribbles: where, counted from the ring's start, and the byte.
         """
+        self.nobody_sleeps()
         before = bytes(self.raw)
         start = self.layout.ring_start(0, 1)
         for at, value in scribbles:
@@ -139,6 +179,14 @@ class World:
         end = self.layout.ring_start(1, 0) + 2 * LINE + 1024
         assert bytes(self.raw[:start]) == before[:start]
         assert bytes(self.raw[end:]) == before[end:]
+
+
+@pytest.fixture(params=EXECUTORS, autouse=True, scope="module")
+def executor(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where it is imported, all tests of the module run with each executor."""
+    World.native = staticmethod(EXECUTORS[request.param])
+    yield
+    World.native = staticmethod(EXECUTORS["reference"])
 
 
 class Box:

@@ -6,13 +6,13 @@ import struct
 import pytest
 import torch
 
-from asynccomm.backends.shm.endpoint import DATA, OFFER, SHORT, SHORT_BYTES
+from asynccomm.backends.shm.endpoint import DATA, OFFER, SHORT, SHORT_BYTES, Link, TensorArrival
 from asynccomm.backends.shm.layout import LINE
 from asynccomm.backends.shm.rings import framed, largest_payload
 from asynccomm.errors import BackendError
 from asynccomm.ops import MessageSpace, Send
 
-from .ring_world import Box, World, pattern, text
+from .ring_world import Box, World, executor, pattern, text  # noqa: F401
 
 
 def test_a_short_send_is_done_when_it_is_in_the_ring() -> None:
@@ -41,6 +41,31 @@ def test_tags_and_pairs_do_not_hold_up_each_other() -> None:
     world.settle()
     assert {last, other, *receives} == set(world.done)
     assert not {*late} & {*world.done}
+
+
+def test_frames_of_long_messages_move_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not World.native(1):
+        pytest.skip("Python moves them")
+    monkeypatch.setattr(TensorArrival, "take", None)
+    monkeypatch.setattr(Link, "_stream", None if World.native(0) else Link._stream)
+    world = World()
+    output = torch.zeros(20_000, dtype=torch.uint8)
+    world.recv(1, 0, output)
+    world.send(0, 1, pattern(20_000, 1, 2))
+    world.settle()
+    assert torch.equal(output, pattern(20_000, 1, 2))
+
+
+def test_wrong_transfers_are_refused() -> None:
+    if not World.native(0):
+        pytest.skip("Python moves them")
+    segment = World().ranks[0]._segment
+    assert segment is not None
+    for peer, nbytes, frame in (0, 8, 64), (2, 8, 64), (-1, 8, 64), (1, 0, 64), (1, 8, 0), (1, 8, 225):
+        with pytest.raises(ValueError, match=r"a (transfer|frame) of"):
+            segment.transfer(((peer, True, 0, 4096, nbytes),), frame, 0.0, 0.0, -1)
+    with pytest.raises(ValueError, match="rank must be from 0 to 1, got 2"):
+        segment.link(2)
 
 
 def test_long_messages_advance_in_turn_and_short_ones_pass() -> None:

@@ -26,6 +26,8 @@ from asynccomm import (
     new_comm,
 )
 from asynccomm.backends.shm.backend import ShmBackend
+from asynccomm.backends.shm.doorbell import Bell
+from asynccomm.backends.shm.layout import Word
 from tests.waiting import until
 
 LARGE = 3 << 19  # elements: for the worker, in many steps
@@ -160,20 +162,48 @@ async def test_a_parcel_that_turns_out_to_be_large_is_for_the_worker(comm: Comm)
 @pytest.mark.ranks(2, backend="shm")
 async def test_messages_pass_a_collective_that_waits(comm: Comm) -> None:
     ready, tensor = torch.zeros(1), torch.ones(LARGE)
+    for _ in range(20):
+        if comm.rank == 0:
+            waiting = comm.all_reduce(torch.ones(LARGE))
+            await comm.send(tensor, 1, 5)
+            await comm.recv(ready, 1)
+            assert not waiting.done()
+            await comm.send(ready, 1)
+            await waiting
+        else:
+            received = torch.zeros(LARGE)
+            await comm.recv(received, 0, 5)
+            assert received.eq(1).all()
+            await comm.send(ready, 0)
+            await comm.recv(ready, 0)
+            await comm.all_reduce(torch.ones(LARGE))
+
+
+async def sleeper_of(comm: Comm, rank: int) -> None:
+    """Wait until the progress thread of ``rank`` sleeps."""
+    backend = comm.unsafe_get_backend()
+    assert isinstance(backend, ShmBackend)
+    engine = backend._engine
+    word = engine._board.layout.word(rank, Word.SLEEPING) + Bell.WORKER
+    await until(lambda: bool(engine._words[word]))
+
+
+@pytest.mark.ranks(2, backend="shm")
+async def test_messages_that_fill_their_ring_wake_a_collective_that_waits(comm: Comm) -> None:
+    """Nobody has asked for them, but their sender waits for room before it takes part in the collective."""
+    large, message = torch.ones(LARGE), torch.zeros(60 << 10, dtype=torch.uint8)
     if comm.rank == 0:
-        waiting = comm.all_reduce(torch.ones(LARGE))
-        await comm.send(tensor, 1, 5)
-        await comm.recv(ready, 1)
-        assert not waiting.done()
-        await comm.send(ready, 1)
-        await waiting
+        await comm.recv(message[: 30 << 10], 1)
+        await comm.all_reduce(large)
+        for _ in range(17):
+            await comm.recv(message, 1)
     else:
-        received = torch.zeros(LARGE)
-        await comm.recv(received, 0, 5)
-        assert received.eq(1).all()
-        await comm.send(ready, 0)
-        await comm.recv(ready, 0)
-        await comm.all_reduce(torch.ones(LARGE))
+        await comm.send(message[: 30 << 10], 0)
+        await sleeper_of(comm, 0)
+        async with asyncio.timeout(5):
+            for _ in range(17):  # less than their limit of 1 MiB, but the ring has no room in one piece at its end
+                await comm.send(message, 0)
+        await comm.all_reduce(large)
 
 
 @pytest.mark.ranks(2, backend="shm")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from asynccomm.backends.shm import executor as module
+from asynccomm.backends.shm.executor import Pace
 from asynccomm.backends.shm.programs import (
     Action,
     Part,
@@ -70,8 +71,8 @@ def test_a_run_is_driven_until_it_waits() -> None:
     assert next(giving)
     assert next(taking)
     while not torch.equal(sent, got):
-        mine.drive(0.0, 1.0)
-        theirs.drive(0.0, 1.0)
+        mine.drive(Pace(0.0, 1.0))
+        theirs.drive(Pace(0.0, 1.0))
     finish(giving, taking)
     assert mine.running is theirs.running is None
 
@@ -82,10 +83,10 @@ def test_an_interrupted_run_can_go_on() -> None:
     running = run(executor, program(7, published(0, 800, [(0, 800)], 128)), [sent, got])
     assert next(running)
     executor.interrupt()
-    executor.drive(1e9, 1.0)  # at most one pass
+    executor.drive(Pace(1e9, 1.0))  # at most one pass
     assert not got[-1]
     executor.resume()
-    executor.drive(1e9, 1.0)
+    executor.drive(Pace(1e9, 1.0))
     assert torch.equal(sent, got)
     finish(running)
 

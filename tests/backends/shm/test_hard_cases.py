@@ -81,8 +81,8 @@ async def test_an_operation_submitted_while_the_worker_goes_to_sleep_is_seen(com
         messages, progress = engine._messages, engine._messages.progress
         within, go_on, once = threading.Event(), threading.Event(), [True]
 
-        def interrupted() -> bool:
-            moved: bool = progress()
+        def interrupted(*arguments: float) -> bool:
+            moved: bool = progress(*arguments)
             if once and engine._dozing and threading.current_thread().name == "asynccomm shm":
                 once.clear()
                 within.set()  # the worker loses the interpreter's lock here, in doze(), with the inbox seen empty

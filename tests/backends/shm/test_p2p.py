@@ -18,7 +18,7 @@ from asynccomm.ops.validation import MAX_TAG
 from asynccomm.testing.conformance.data import DTYPES, SHAPES, expect_equal, layouts, sample, sentinel
 from tests.sampling import examples
 
-from .ring_world import World, pattern
+from .ring_world import World, executor, pattern  # noqa: F401
 
 # Around the limits of a ring of 1 KiB: 224 bytes are one frame, and the most that is short there.
 TINY_SIZES = [0, 1, 31, 32, 33, 192, 223, 224, 225, 448, 449, 1023, 1024, 1025, 5000]

@@ -25,7 +25,7 @@ from asynccomm.testing.conformance.data import DTYPES, layouts, sample
 from tests.cases import cases
 from tests.sampling import examples
 
-from .ring_world import Box, World, as_bytes, pattern, text
+from .ring_world import Box, World, as_bytes, executor, pattern, text  # noqa: F401
 
 # In a ring of 1 KiB 224 bytes are the most that is short, and that a frame takes.
 SIZES = [0, 1, 112, 223, 224, 225, 448, 1025, 5000]

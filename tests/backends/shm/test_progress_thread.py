@@ -37,6 +37,7 @@ class Script:
         self.over = threading.Event()
         self.intervals: list[float] = []
         self.failure: Exception | None = None
+        self.interrupts = 0
 
     def turn(self) -> ProgressResult:
         self.threads.add(threading.current_thread().name)
@@ -46,6 +47,9 @@ class Script:
         if turn is ProgressResult.OVER:
             self.over.set()
         return turn
+
+    def interrupt(self) -> None:
+        self.interrupts += 1
 
     def settle_on(self, cpu: int) -> Sequence[int]:
         self.places.append(cpu)

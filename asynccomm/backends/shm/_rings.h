@@ -1,0 +1,85 @@
+/* Frames in the rings of messages, as rings.py has them. */
+#ifndef ASYNCCOMM_RINGS_H
+#define ASYNCCOMM_RINGS_H
+
+#include "_core.h"
+
+#include <string.h>
+
+enum { LINE = 64, FRAME_HEADER = 32 };
+enum { PADDING = 1, SHORT = 2, DATA = 5 }; /* kinds of frames, as in rings.py and endpoint.py */
+
+/* The head counts the bytes written, the tail the bytes read. */
+typedef struct {
+    _Atomic uint64_t head;
+    char rest_of_line[LINE - 8];
+    _Atomic uint64_t tail, matched;
+    char rest_of_line_too[LINE - 16];
+    char frames[];
+} Ring;
+
+typedef struct {
+    uint32_t nbytes, kind, tag, extra, ident, unused;
+    uint64_t length;
+} Frame;
+
+static inline Ring *ring_of(const Segment *s, int source, int destination)
+{
+    return (Ring *)(s->rings + ((int64_t)source * s->size + destination) * (2 * LINE + s->ring));
+}
+
+static inline uint64_t framed(uint64_t nbytes) { return (FRAME_HEADER + nbytes + LINE - 1) & ~(uint64_t)(LINE - 1); }
+
+/* The place of the next frame, to be filled, and the head after it; NULL if the ring has no room. */
+static inline Frame *reserve_frame(const Segment *s, LinkState *link, Ring *ring, uint64_t nbytes, uint64_t *end)
+{
+    uint64_t room = (uint64_t)s->ring, size = framed(nbytes), at = link->head % room;
+    *end = size <= room - at ? link->head + size : link->head + room - at + size;
+    if (*end - link->taken > room) {
+        link->taken = atomic_load_explicit(&ring->tail, memory_order_acquire);
+        if (*end - link->taken > room) return NULL;
+    }
+    if (size > room - at) {
+        Frame padding = {(uint32_t)(room - at - FRAME_HEADER), PADDING, 0, 0, 0, 0, 0};
+        memcpy(ring->frames + at, &padding, sizeof padding);
+        at = 0;
+    }
+    return (Frame *)(ring->frames + at);
+}
+
+static inline void publish_frame(Segment *s, LinkState *link, Ring *ring, int peer, uint64_t end)
+{
+    link->head = end;
+    atomic_store_explicit(&ring->head, end, memory_order_release);
+    core_ring(s, peer);
+}
+
+/* The header and the payload of the next frame; NULL if there is none, or the ring is corrupt. Padding before the frame is
+ * taken. The peer may change its memory at any time: only the copy of the header is checked and used. */
+static inline const char *next_frame(const Segment *s, LinkState *link, Ring *ring, Frame *frame)
+{
+    uint64_t room = (uint64_t)s->ring, head = atomic_load_explicit(&ring->head, memory_order_acquire), tail = link->tail;
+    if (head - tail > room || head % LINE) return NULL;
+    for (; tail != head; tail += framed(frame->nbytes)) {
+        memcpy(frame, ring->frames + tail % room, sizeof *frame);
+        if (framed(frame->nbytes) > head - tail || framed(frame->nbytes) > room - tail % room) return NULL;
+        if (frame->kind != PADDING) {
+            link->tail = tail;
+            return ring->frames + tail % room + FRAME_HEADER;
+        }
+    }
+    return NULL;
+}
+
+/* Finish the frame that next_frame has returned; the writer is woken for every quarter of the ring, in case it waits. */
+static inline void free_frame(Segment *s, LinkState *link, Ring *ring, int peer, uint64_t nbytes)
+{
+    link->tail += framed(nbytes);
+    atomic_store_explicit(&ring->tail, link->tail, memory_order_release);
+    if (link->tail - link->told >= (uint64_t)s->ring / 4) {
+        link->told = link->tail;
+        core_ring(s, peer);
+    }
+}
+
+#endif
