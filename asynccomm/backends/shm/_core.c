@@ -9,8 +9,6 @@
  */
 #include "_core.h"
 
-#include <poll.h>
-#include <sched.h>
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,10 +16,6 @@
 #include <unistd.h>
 
 #define HOLD_BYTES (32 << 10) /* a pass over fewer bytes keeps the GIL: it takes a few microseconds */
-/* Another thread that keeps an offered core for HOG_NS is busy, and probably stays so for CONTENDED_NS. The kernel gives the
- * core back at once to a thread that has slept, but not to a thread that has offered it. */
-#define HOG_NS 1000000
-#define CONTENDED_NS 100000000
 #define STREAM_BYTES (16 << 20) /* results of larger runs are stored past the caches, which they would flush */
 
 /* ---- copying ------------------------------------------------------------------------------------------------------ */
@@ -61,20 +55,8 @@ static void copy_past_caches(char *restrict to, const char *restrict from, size_
 
 /* ---- the segment -------------------------------------------------------------------------------------------------- */
 
-/* words of a rank's block and of a record, as in layout.py */
-enum { REDUCED = 0, FINISHED = 16, SLEEPING_LOOP = 32, SLEEPING_THREAD = 33, BLOCK_WORDS = 64 };
-enum { SEQ = 0, CODE = 1, NUMEL = 2, HISTORY = 3, INLINE = 4, RECORD_WORDS = 16 };
-
 PyTypeObject *Core_Segment, *Core_Program, *Core_RankPosition, *Core_LinkState;
 static PyTypeObject *Run_Type;
-
-static inline Word *block_of(const Segment *s, int rank) { return s->blocks + rank * BLOCK_WORDS; }
-static inline Word *record_of(const Segment *s, int rank, uint64_t step)
-{
-    return s->records + ((step % (uint64_t)s->banks) * (uint64_t)s->size + (uint64_t)rank) * RECORD_WORDS;
-}
-static inline uint64_t acquired(Word *word) { return atomic_load_explicit(word, memory_order_acquire); }
-static inline void released(Word *word, uint64_t value) { atomic_store_explicit(word, value, memory_order_release); }
 
 /* Wake a rank that is asleep, after a fence that stands between the flag just raised and the look at the sleepers, as the
  * sleepers have one between their word and their last look at the flags. */
@@ -400,72 +382,6 @@ int core_pass(Run *run)
     }
     if (limit == p->steps) return DONE;
     return p->steps == 1 ? STUCK : moved; /* of one step, all that is ready has been done */
-}
-
-Pace core_pace(double patience, double stretch, int events)
-{
-    return (Pace){(int64_t)(patience * 1e9), stretch < 1e9 ? (int64_t)(stretch * 1e9) : INT64_MAX, events, 0, nanoseconds(), 0, 0};
-}
-
-/* Sleep until the bell of the thread rings; returns whether nothing else has woken it. */
-static int sleep_on(Segment *s, int events)
-{
-    struct pollfd waiting = {events, POLLIN, 0};
-    uint64_t rings;
-    atomic_store(&s->asleep, 1);
-    if (!atomic_load(&s->interrupted)) poll(&waiting, 1, -1);
-    atomic_store(&s->asleep, 0);
-    if (read(s->bells[s->rank][1], &rings, sizeof rings) < 0) {} /* something else */
-    return poll(&waiting, 1, 0) == 0;
-}
-
-static void offer_core(Segment *s, Pace *pace, int64_t now)
-{
-    if (now < s->contended_until) {
-        nanosleep(&(struct timespec){0, 1000}, NULL);
-        pace->offered = nanoseconds();
-        return;
-    }
-    sched_yield();
-    pace->offered = nanoseconds();
-    if (pace->offered - now > HOG_NS) s->contended_until = pace->offered + CONTENDED_NS;
-}
-
-static int has_frames(const Segment *s)
-{
-    for (int rank = 0; rank < s->size; rank++)
-        if (rank != s->rank && acquired((Word *)(s->rings + ((int64_t)rank * s->size + s->rank) * (2 * 64 + s->ring))) != s->links[rank]->tail)
-            return 1;
-    return 0;
-}
-
-int core_continues(Segment *s, Pace *pace, int moved)
-{
-    Word *asleep = block_of(s, s->rank) + SLEEPING_THREAD;
-    if (pace->armed && moved) atomic_store(asleep, 0), pace->armed = 0;
-    if (atomic_load_explicit(&s->interrupted, memory_order_relaxed)) return 0;
-    int64_t now = nanoseconds();
-    if (moved) {
-        pace->until = 0, pace->waits = 0;
-        if (now - pace->offered > pace->stretch) offer_core(s, pace, now);
-        return 1;
-    }
-    if (pace->armed) {
-        int woken = !has_frames(s) && sleep_on(s, pace->events);
-        atomic_store(asleep, 0), pace->armed = 0;
-        pace->until = 0, pace->waits = 0, pace->offered = nanoseconds();
-        return woken;
-    }
-    if (!pace->until) pace->until = now < s->contended_until && pace->events >= 0 ? now : now + pace->patience;
-    else if (now >= pace->until) {
-        if (pace->events < 0) return 0;
-        atomic_store(asleep, 1), pace->armed = 1;
-        atomic_thread_fence(memory_order_seq_cst);
-        return 1;
-    }
-    for (int k = 0; k < 16; k++) RELAX();
-    if (++pace->waits > s->spins) offer_core(s, pace, now); /* the late rank may need it */
-    return 1;
 }
 
 int core_drive(Run *run, Pace *pace)

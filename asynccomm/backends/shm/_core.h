@@ -58,6 +58,18 @@ typedef struct {
     struct LinkState **links; /* by rank */
 } Segment;
 
+/* words of a rank's block and of a record, as in layout.py */
+enum { REDUCED = 0, FINISHED = 16, SLEEPING_LOOP = 32, SLEEPING_THREAD = 33, BLOCK_WORDS = 64 };
+enum { SEQ = 0, CODE = 1, NUMEL = 2, HISTORY = 3, INLINE = 4, RECORD_WORDS = 16 };
+
+static inline Word *block_of(const Segment *s, int rank) { return s->blocks + rank * BLOCK_WORDS; }
+static inline Word *record_of(const Segment *s, int rank, uint64_t step)
+{
+    return s->records + ((step % (uint64_t)s->banks) * (uint64_t)s->size + (uint64_t)rank) * RECORD_WORDS;
+}
+static inline uint64_t acquired(Word *word) { return atomic_load_explicit(word, memory_order_acquire); }
+static inline void released(Word *word, uint64_t value) { atomic_store_explicit(word, value, memory_order_release); }
+
 /* The position of a rank in the sequence of collectives, and its messages: board.RankPosition */
 typedef struct {
     PyObject_HEAD
@@ -155,7 +167,9 @@ int core_check_vectors(const Run *run);
 /* Take each stage on by one iteration, if it is ready and the stage before it is ahead. */
 int core_pass(Run *run);
 
-/* How a thread drives without the GIL, in nanoseconds. */
+/* ---- driving without the GIL: _pace.c ------------------------------------------------------------------------------ */
+
+/* in nanoseconds */
 typedef struct {
     int64_t patience; /* of a wait in vain */
     int64_t stretch;  /* of driving, after which the core is offered to other threads */

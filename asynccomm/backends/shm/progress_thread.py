@@ -3,8 +3,9 @@
 These must not wait for an event loop. The thread also notices lost ranks, even while the event loops are blocked. An
 idle progress thread sleeps in one system call.
 
-A thread that runs pure Python may keep the GIL for a whole switch interval (5 ms by default), and the progress thread
-takes the GIL after each chunk. The switch interval is therefore shorter (``SWITCH_SECONDS``) during transfers.
+A thread that runs pure Python may keep the GIL for a whole switch interval (5 ms by default). The progress thread takes
+the GIL between operations where C moves the bytes and sleeps (``core_continues`` in ``_core.c``), and after each chunk
+in Python. The switch interval is therefore shorter (``SWITCH_SECONDS``) during transfers.
 """
 
 from __future__ import annotations

@@ -1,0 +1,77 @@
+/* How a thread drives and waits without the GIL: it spins, offers its core, and sleeps. */
+#include "_rings.h"
+
+#include <poll.h>
+#include <sched.h>
+#include <unistd.h>
+
+/* Another thread that keeps an offered core for HOG_NS is busy, and probably stays so for CONTENDED_NS. The kernel gives the
+ * core back at once to a thread that has slept, but not to a thread that has offered it. */
+#define HOG_NS 1000000
+#define CONTENDED_NS 100000000
+
+Pace core_pace(double patience, double stretch, int events)
+{
+    return (Pace){(int64_t)(patience * 1e9), stretch < 1e9 ? (int64_t)(stretch * 1e9) : INT64_MAX, events, 0, nanoseconds(), 0, 0};
+}
+
+/* Sleep until the bell of the thread rings; returns whether nothing else has woken it. */
+static int sleep_on(Segment *s, int events)
+{
+    struct pollfd waiting = {events, POLLIN, 0};
+    uint64_t rings;
+    atomic_store(&s->asleep, 1);
+    if (!atomic_load(&s->interrupted)) poll(&waiting, 1, -1);
+    atomic_store(&s->asleep, 0);
+    if (read(s->bells[s->rank][1], &rings, sizeof rings) < 0) {} /* something else */
+    return poll(&waiting, 1, 0) == 0;
+}
+
+/* Let other threads have the core. */
+static void offer_core(Segment *s, Pace *pace, int64_t now)
+{
+    if (now < s->contended_until) {
+        nanosleep(&(struct timespec){0, 1000}, NULL);
+        pace->offered = nanoseconds();
+        return;
+    }
+    sched_yield();
+    pace->offered = nanoseconds();
+    if (pace->offered - now > HOG_NS) s->contended_until = pace->offered + CONTENDED_NS;
+}
+
+static int has_frames(const Segment *s)
+{
+    for (int rank = 0; rank < s->size; rank++)
+        if (rank != s->rank && acquired(&ring_of(s, rank, s->rank)->head) != s->links[rank]->tail) return 1;
+    return 0;
+}
+
+int core_continues(Segment *s, Pace *pace, int moved)
+{
+    Word *asleep = block_of(s, s->rank) + SLEEPING_THREAD;
+    if (pace->armed && moved) atomic_store(asleep, 0), pace->armed = 0;
+    if (atomic_load_explicit(&s->interrupted, memory_order_relaxed)) return 0;
+    int64_t now = nanoseconds();
+    if (moved) {
+        pace->until = 0, pace->waits = 0;
+        if (now - pace->offered > pace->stretch) offer_core(s, pace, now);
+        return 1;
+    }
+    if (pace->armed) {
+        int woken = !has_frames(s) && sleep_on(s, pace->events);
+        atomic_store(asleep, 0), pace->armed = 0;
+        pace->until = 0, pace->waits = 0, pace->offered = nanoseconds();
+        return woken;
+    }
+    if (!pace->until) pace->until = now < s->contended_until && pace->events >= 0 ? now : now + pace->patience;
+    else if (now >= pace->until) {
+        if (pace->events < 0) return 0;
+        atomic_store(asleep, 1), pace->armed = 1;
+        atomic_thread_fence(memory_order_seq_cst);
+        return 1;
+    }
+    for (int k = 0; k < 16; k++) RELAX();
+    if (++pace->waits > s->spins) offer_core(s, pace, now); /* the late rank may need it */
+    return 1;
+}
