@@ -20,7 +20,10 @@
 
 /* ---- copying ------------------------------------------------------------------------------------------------------ */
 
-/* glibc's memcpy may be `rep movsb`, which is slow where another core holds the lines. */
+/* glibc's memcpy may be `rep movsb`, which is slow where another core holds the lines; GCC must not call it for a loop. */
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("no-tree-loop-distribute-patterns")
+#endif
 void core_copy(char *restrict to, const char *restrict from, size_t n)
 {
 #if defined(__x86_64__)
