@@ -1,13 +1,17 @@
 """How messages travel: short and long, in turn and within limits, whatever they carry."""
 
 import ctypes
+import os
 import struct
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from asynccomm.backends.shm.endpoint import DATA, OFFER, SHORT, SHORT_BYTES, Link, TensorArrival
+from asynccomm.backends.shm.executor import Pace
 from asynccomm.backends.shm.layout import LINE
+from asynccomm.backends.shm.p2p import Messages
 from asynccomm.backends.shm.rings import framed, largest_payload
 from asynccomm.errors import BackendError
 from asynccomm.ops import MessageSpace, Send
@@ -54,6 +58,28 @@ def test_frames_of_long_messages_move_in_c(monkeypatch: pytest.MonkeyPatch) -> N
     world.send(0, 1, pattern(20_000, 1, 2))
     world.settle()
     assert torch.equal(output, pattern(20_000, 1, 2))
+
+
+def test_ranks_that_move_messages_at_once() -> None:
+    """On threads that C drives without the GIL; with a thread sanitizer this checks the order of memory accesses."""
+    world = World(2, 4096)
+    outputs = {}
+    for source in range(2):
+        for tag, nbytes in enumerate((100_000, 5000, 300, 200_000)):
+            outputs[source, tag] = torch.zeros(nbytes, dtype=torch.uint8)
+            world.recv(1 - source, source, outputs[source, tag], tag)
+            world.send(source, 1 - source, pattern(nbytes, source, tag), tag)
+
+    def run(rank: Messages) -> None:
+        while rank.pending:
+            if not rank.progress(Pace(1e-4)):
+                os.sched_yield()
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(run, rank) for rank in world.ranks]:
+            done.result(60)
+    for (source, tag), output in outputs.items():
+        assert torch.equal(output, pattern(output.nbytes, source, tag))
 
 
 def test_wrong_transfers_are_refused() -> None:

@@ -24,16 +24,23 @@ from tests.cases import cases
 from tests.sampling import examples
 
 from .calls import DTYPES, KINDS, copied, legal, make, values
-from .world import each_executor, executors, interleave, submission  # noqa: F401
+from .world import each_executor, executors, in_threads, interleave, submission  # noqa: F401
 
 
-def run_both(calls: list[list[Call]], size: int, *, chunk: int, whole: int, choose: random.Random) -> None:
-    """Run ``calls[i][rank]`` on boards, and compare everything with what loopback makes of the same."""
+def run_both(calls: list[list[Call]], size: int, *, chunk: int, whole: int, choose: random.Random | None) -> None:
+    """Run ``calls[i][rank]`` on boards, and compare everything with what loopback makes of the same.
+
+    Args:
+        choose: chooses an interleaving; None: in threads.
+    """
     expected = [[copied(call) for call in row] for row in calls]
     for seq, row in enumerate(expected):
         loopback._perform([submission(call, seq) for call in row])
     programs = [[submission(row[rank], seq) for seq, row in enumerate(calls)] for rank in range(size)]
-    interleave(executors(size, chunk), programs, whole, choose)
+    if choose is None:
+        in_threads(executors(size, chunk), programs, whole)
+    else:
+        interleave(executors(size, chunk), programs, whole, choose)
     for row, expected_row in zip(calls, expected, strict=True):
         for rank, (call, want) in enumerate(zip(row, expected_row, strict=True)):
             for mine, theirs in zip((*call.inputs, *call.outputs), (*want.inputs, *want.outputs), strict=True):
@@ -49,6 +56,19 @@ def run_both(calls: list[list[Call]], size: int, *, chunk: int, whole: int, choo
 @examples(150)
 def test_any_sequence_in_any_interleaving(seed: int, size: int, kinds: list[str], whole: int) -> None:
     choose = random.Random(seed)
+    run_both(random_calls(kinds, size, choose), size, chunk=1024, whole=whole, choose=choose)
+
+
+def test_ranks_that_run_at_once() -> None:
+    """On threads that C drives without the GIL; with a thread sanitizer this checks the order of memory accesses."""
+    for seed in range(20):
+        choose = random.Random(seed)
+        size = choose.choice([2, 3, 4])
+        calls = random_calls(choose.sample(KINDS, 8), size, choose)
+        run_both(calls, size, chunk=1024, whole=choose.choice([0, 64, 1024]), choose=None)
+
+
+def random_calls(kinds: list[str], size: int, choose: random.Random) -> list[list[Call]]:
     calls = []
     for kind in kinds:
         n = choose.choice([0, 1, 2, 7, 64, 255, 600, 1500])
@@ -70,7 +90,7 @@ def test_any_sequence_in_any_interleaving(seed: int, size: int, kinds: list[str]
                 for rank in range(size)
             ]
         )
-    run_both(calls, size, chunk=1024, whole=whole, choose=choose)
+    return calls
 
 
 @cases("dtype", [torch.float16, torch.uint8, torch.int16, torch.uint16, torch.uint64, torch.int32])

@@ -1,7 +1,9 @@
 """Ranks of a segment in one process, moved on one step at a time in any order."""
 
+import os
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 
 from asynccomm.backends.base import Submission
 from asynccomm.backends.shm.board import Board
-from asynccomm.backends.shm.executor import Executor
+from asynccomm.backends.shm.executor import Executor, Pace
 from asynccomm.backends.shm.fence import Fence
 from asynccomm.backends.shm.layout import Layout
 from asynccomm.backends.shm.lowering import start
@@ -86,3 +88,18 @@ def interleave(
             if not moved:
                 break
         assert idle < 10_000, f"stuck: {[len(queue) for queue in queues]}"
+
+
+def in_threads(world: list[Executor], programs: list[list[Submission]], whole: int) -> None:
+    """Run each rank's operations on a thread of its own, all at once."""
+
+    def run(executor: Executor, program: list[Submission]) -> None:
+        for each in program:
+            for moved in start(executor, each, whole):
+                executor.drive(Pace(1e-4))
+                if not moved:
+                    os.sched_yield()
+
+    with ThreadPoolExecutor(len(world)) as pool:
+        for done in [pool.submit(run, *each) for each in zip(world, programs, strict=True)]:
+            done.result(60)
