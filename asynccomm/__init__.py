@@ -10,6 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from asynccomm import compat as compat
+    from asynccomm import interop as interop
+    from asynccomm import testing as testing
     from asynccomm.backends.registry import backend_names as backend_names
     from asynccomm.comm.comm import Comm as Comm
     from asynccomm.comm.comm import coalesce as coalesce
@@ -99,10 +102,13 @@ _HOMES = {
     "__version__": "asynccomm.version",
     "Work": "asynccomm.core.work",
 }
+_PACKAGES = ("compat", "interop", "testing")
 __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"asynccomm.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOMES[name]), name)
@@ -110,4 +116,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_HOMES, *_PACKAGES})

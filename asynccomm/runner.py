@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable, Coroutine
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, TypeVar
+
+from asynccomm.core.preemption import preemption
 
 T = TypeVar("T")
 
 
 def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None, use_uvloop: bool | None = None) -> T:
     """Run ``main`` on a new event loop and return its result, like ``asyncio.run``.
+
+    SIGTERM cancels ``main``, as Ctrl-C does, and the process ends with exit code 143; a second SIGTERM ends it at once.
+    It does not if the program has a handler of its own, or awaits ``Comm.preempted()``.
 
     Args:
         main: a coroutine.
@@ -27,4 +33,16 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None, use_uvloop: 
     if use_uvloop:
         factory = import_module("uvloop").new_event_loop
     with asyncio.Runner(debug=debug, loop_factory=factory) as runner:
-        return runner.run(main)
+        try:
+            return runner.run(_watched(main) if asyncio.iscoroutine(main) else main)
+        except asyncio.CancelledError:
+            if preemption.cancelled:
+                raise SystemExit(128 + signal.SIGTERM) from None
+            raise
+
+
+async def _watched(main: Coroutine[Any, Any, T]) -> T:
+    task = asyncio.current_task()
+    assert task is not None
+    with preemption.watching(task):
+        return await main

@@ -24,6 +24,8 @@ def declared() -> dict[str, str]:
     for node in block.body:
         assert isinstance(node, ast.ImportFrom)
         assert node.module is not None
+        if node.module == "asynccomm":  # packages: test_packages_need_no_import_of_their_own
+            continue
         for alias in node.names:
             assert alias.asname == alias.name, f"{alias.name} is not re-exported explicitly"
             assert alias.name not in names, f"{alias.name} is imported twice"
@@ -54,6 +56,13 @@ def test_homes_export_them(name: str) -> None:
     home = import_module(declared()[name])
     if name != "__version__":
         assert name in getattr(home, "__all__", vars(home))
+
+
+def test_packages_need_no_import_of_their_own() -> None:
+    code = "import asynccomm as a; print(a.testing.loopback_world.__name__, a.interop.__name__, a.compat.__name__)"
+    assert python(code) == "loopback_world asynccomm.interop asynccomm.compat"
+    assert {"compat", "interop", "testing"} <= set(dir(asynccomm))
+    assert {"loopback_world", "check_backend"} <= set(dir(asynccomm.testing))
 
 
 def test_unknown_name() -> None:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
+from textwrap import dedent
 
 import pytest
 import uvloop
 
+from asynccomm.core.preemption import preemption
 from asynccomm.runner import run
 
 runner = import_module("asynccomm.runner")
@@ -88,3 +95,102 @@ async def test_not_within_a_running_loop() -> None:
             run(coroutine)
     finally:
         coroutine.close()
+
+
+# -- SIGTERM
+
+
+@pytest.mark.parametrize("use_uvloop", [True, False])
+def test_sigterm_is_a_cancellation(use_uvloop: bool) -> None:
+    ended = []
+
+    async def main() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0)
+            ended.append(True)
+
+    with pytest.raises(SystemExit) as end:
+        run(main(), use_uvloop=use_uvloop)
+    assert end.value.code == 128 + signal.SIGTERM
+    assert ended == [True]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_program_may_go_on_after_sigterm() -> None:
+    async def main() -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError as exc:
+            return str(exc)
+        return "never"
+
+    assert run(main()) == "SIGTERM"
+
+
+def test_a_cancellation_of_the_program_s_own_comes_out() -> None:
+    async def main() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        run(main())
+
+
+def test_a_handler_of_the_program_s_own_stays() -> None:
+    got = []
+
+    async def main() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not got:
+            await asyncio.sleep(0)
+
+    signal.signal(signal.SIGTERM, lambda *_: got.append(True))
+    try:
+        run(main())
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_who_asks_for_it_is_cancelled_by_the_second_sigterm() -> None:
+    async def main() -> None:
+        preemption.polled = True
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not preemption.requested:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        assert not preemption.cancelled
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(60)
+
+    with pytest.raises(SystemExit):
+        run(main())
+    assert preemption.cancelled
+
+
+def test_off_the_main_thread_there_is_no_handler() -> None:
+    async def main() -> bool:
+        return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lambda: run(main())).result(10)
+
+
+def test_a_further_sigterm_ends_it_at_once() -> None:
+    code = """
+        import asyncio, os, signal, asynccomm
+        async def main():
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.sleep(60)
+            finally:
+                print("cleaning up", flush=True)
+                os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.sleep(60)
+        asynccomm.run(main())
+    """
+    done = subprocess.run([sys.executable, "-c", dedent(code)], capture_output=True, text=True, timeout=30)
+    assert done.returncode == -signal.SIGTERM
+    assert done.stdout == "cleaning up\n"

@@ -390,7 +390,7 @@ def add_command(commands: Commands) -> None:
     add("--stacks", action="store_true", help="also show the stacks of each rank's main thread and tasks")
     add("--comm", metavar="NAME", help="show this comm only")
     add("--json", action="store_true", help="print it for machines")
-    parser.set_defaults(command=lambda arguments: _diagnose(parser, arguments))
+    parser.set_defaults(command=lambda arguments: _diagnose(parser, arguments), parser=parser)
 
 
 def _diagnose(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:

@@ -509,7 +509,7 @@ def add_command(commands: Commands) -> None:
         usage="asynccomm doctor [--json]",
     )
     parser.add_argument("--json", action="store_true", help="print the report for machines")
-    parser.set_defaults(command=_doctor)
+    parser.set_defaults(command=_doctor, parser=parser)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

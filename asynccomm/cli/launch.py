@@ -2,8 +2,8 @@
 
 The run ends when all ranks have ended. It ends early on
 
-    a rank that fails      the others have ``grace`` seconds to end by themselves (they usually get an error that names
-                           the culprit), then SIGTERM and ``grace`` seconds more, then SIGKILL
+    a rank that fails      the others have a second to end by themselves (they usually get an error that names the
+                           culprit), then SIGTERM and ``grace`` seconds, then SIGKILL
     a signal               passed on to the ranks, which have ``grace`` seconds, then SIGKILL; on a second signal
                            SIGKILL at once
     a lost store           as a rank that fails
@@ -31,6 +31,8 @@ from asynccomm.cli.exit_status import culprit, excerpt, exit_code, how
 from asynccomm.cli.processes import Child, spawn
 from asynccomm.cli.rank_output import LogFile, RankOutput, Terminal
 
+GRACE_SECONDS = 10.0  # after SIGTERM and other signals: a checkpoint takes seconds, Kubernetes waits for 30
+FAILURE_SECONDS = 1.0  # after a failure, before SIGTERM
 DRAIN_SECONDS = 0.5  # after a signal, for a slow terminal to take the last lines
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -49,7 +51,7 @@ class LaunchOptions:
     prefix: bool = True
     log_dir: Path | None = None  #: exists
     tee: bool = False  #: also print the logged output
-    grace: float = 1.0  #: seconds
+    grace: float = GRACE_SECONDS
 
 
 async def launch(options: LaunchOptions, listening: socket.socket) -> int:
@@ -198,17 +200,20 @@ class Launch:
 
     async def _end(self, ranks: asyncio.Future[list[None]]) -> None:
         grace = self._options.grace
+        by_themselves = min(FAILURE_SECONDS, grace)
         alive = sum(rank.child.alive for rank in self._ranks)
         if self._signal is not None:
             self._terminal.say(f"{self._signal.name}; the ranks have {grace:g} s to end")
         elif self._first is not None and alive:
             self._terminal.say(
-                f"rank {self._first.number} {how(self._first.failure)}; the others have {grace:g} s to end"
+                f"rank {self._first.number} {how(self._first.failure)}; the others have {by_themselves:g} s to end"
             )
+        if self._signal is None:
+            await _either(ranks, self._hurry, by_themselves)
+            if not ranks.done():
+                self._terminal.say(f"SIGTERM; the others have {grace:g} s more")
+                self._send(signal.SIGTERM)
         await _either(ranks, self._hurry, grace)
-        if self._signal is None and not ranks.done():
-            self._send(signal.SIGTERM)
-            await _either(ranks, self._hurry, grace)
         self._ended_by_us = True
         for rank in self._ranks:
             rank.child.send(signal.SIGKILL, group=False)  # clear_group kills its group after GROUP_SECONDS

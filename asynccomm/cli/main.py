@@ -7,6 +7,8 @@ at once.
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -15,7 +17,21 @@ from asynccomm.version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code; bad input exits with 2, naming the argument and its value."""
+    """Run the command and return its exit code; bad input exits with 2, naming the argument and its value.
+
+    A reader of the output that ends early, as in ``asynccomm doctor | head``, ends the command quietly.
+    """
+    try:
+        try:
+            return _main(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left for the flush at exit
+        return 128 + signal.SIGPIPE
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="asynccomm",
         description="Collective communication for PyTorch tensors that you can await.",
@@ -26,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.add_command(commands)
     doctor.add_command(commands)
     diagnose.add_command(commands)
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     code: int = arguments.command(arguments)
     return code
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from asynccomm.cli.environment import cpu_sets
-from asynccomm.cli.launch import LaunchOptions, launch
+from asynccomm.cli.launch import GRACE_SECONDS, LaunchOptions, launch
 
 _DESCRIPTION = """\
 Run a script on N ranks of this host, with the environment that torchrun would give it.
@@ -24,8 +24,8 @@ Run a script on N ranks of this host, with the environment that torchrun would g
 
 Each line that a rank prints is passed on with its rank in front. The first rank that fails ends the run: its error is
 printed once more at the end, and its exit code is the launcher's (128 + number when a signal killed it). Ctrl-C,
-SIGTERM and SIGHUP are passed on to the ranks; a second Ctrl-C kills them. Rank 0 reads the launcher's stdin, the others
-read nothing.
+SIGTERM and SIGHUP are passed on to the ranks, which have --grace seconds to end; a second Ctrl-C kills them. Rank 0
+reads the launcher's stdin, the others read nothing.
 """
 
 
@@ -55,7 +55,7 @@ def add_command(commands: Commands) -> None:
         usage="asynccomm run -n N [options] [-m] SCRIPT [ARGUMENT ...]",
     )
     _add_arguments(parser)
-    parser.set_defaults(command=lambda arguments: _run(parser, arguments))
+    parser.set_defaults(command=lambda arguments: _run(parser, arguments), parser=parser)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,8 +68,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--log-dir", type=Path, metavar="DIR", help="write what ranks print to DIR/rank0.log, ... instead")
     add("--tee", action="store_true", help="with --log-dir: print it as well")
     add("--no-prefix", action="store_true", help="pass lines on without their rank in front")
-    grace = "time that ranks get to end after a failure or signal (default: 1)"
-    add("--grace", type=_seconds, default=1.0, metavar="SECONDS", help=grace)
+    grace = f"time that ranks get to end after a signal (default: {GRACE_SECONDS:g})"
+    add("--grace", type=_seconds, default=GRACE_SECONDS, metavar="SECONDS", help=grace)
     add("script", metavar="SCRIPT", help="a Python script, or a module with -m")
     add("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="given to the script as they are")
 

@@ -26,7 +26,9 @@ from asynccomm.comm.methods.variable import VariableCollectives
 from asynccomm.comm.monitored_barrier import MonitoredBarrier
 from asynccomm.comm.scopes import CoalesceScope, Estimate
 from asynccomm.control.diagnosis import Diagnosis
+from asynccomm.core.preemption import preemption
 from asynccomm.core.work import Work
+from asynccomm.ops.reduce_op import ReduceOp
 from asynccomm.options import duration, seconds
 
 ANSWER_SECONDS = 1.0
@@ -208,6 +210,25 @@ class Comm(
         self._submitter.check_loop()
         await self._session.in_flight.ready(self._submitter.check_open)
 
+    async def preempted(self) -> bool:
+        """Whether SIGTERM has arrived at any rank: the same answer on all ranks. A collective.
+
+        Schedulers and container runtimes send SIGTERM some time before they kill a process. With one call per step, all
+        ranks save and leave in the same step::
+
+            if await comm.preempted():
+                save(model)
+                break
+
+        From the first call on, SIGTERM does not cancel the main task of :func:`asynccomm.run`, but a second SIGTERM
+        does. A program that runs its event loop otherwise, or handles SIGTERM itself, gets False. The cost is an
+        all_reduce of 4 bytes; errors and cancellation are those of ``all_reduce``.
+        """
+        preemption.polled = True
+        flag = torch.tensor([preemption.requested], dtype=torch.int32, device=self.device)
+        await self.all_reduce(flag, ReduceOp.MAX)
+        return bool(flag.item())
+
     def set_timeout(self, timeout: float | timedelta) -> None:
         """Change the time limit of later operations without ``timeout=``, on this rank alone.
 
@@ -258,7 +279,7 @@ class Comm(
     ) -> None:
         session = self._session
         if exc is not None:
-            session.abort(f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__)
+            session.abort(reason_of(exc))
             if session.error is not None:
                 session.error.observed = True  # ``exc`` reaches the user; pending Works need not report it, too
         await session.aclose()
@@ -269,6 +290,20 @@ class Comm(
             return
         warnings.warn(f"{self!r} was never closed: use `async with` or `await comm.aclose()`", ResourceWarning, 1, self)
         session.discard()
+
+
+def reason_of(exc: BaseException) -> str:
+    """The reason that the other ranks get: the error, or the errors of which a group consists."""
+    reasons = [f"{type(each).__name__}: {each}" if str(each) else type(each).__name__ for each in _leaves(exc)]
+    return "; ".join(dict.fromkeys(reasons))  # equal ones once
+
+
+def _leaves(exc: BaseException) -> Iterator[BaseException]:
+    if isinstance(exc, BaseExceptionGroup):
+        for each in exc.exceptions:
+            yield from _leaves(each)
+    else:
+        yield exc
 
 
 def coalesce(*comms: Comm, max_bytes: int | None = None, max_ops: int | None = None) -> CoalesceScope:

@@ -21,3 +21,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOMES[name]), name)
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -172,7 +172,7 @@ def store_of(launcher_pid: int, until) -> int:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_are_passed_on_and_end_everything(launcher, is_running, number: signal.Signals) -> None:
-    started = launcher.start("run", "-n", "2", launcher.script(STUBBORN))
+    started = launcher.start("run", "-n", "2", "--grace", "1", launcher.script(STUBBORN))
     started.sees("pid", times=2)
     began = time.monotonic()
     started.process.send_signal(number)
@@ -180,6 +180,66 @@ def test_signals_are_passed_on_and_end_everything(launcher, is_running, number: 
     assert time.monotonic() - began < 2
     assert started.out.count(b"got " + number.name.encode()) == 2
     assert not any(map(is_running, started.words_after("pid")))
+
+
+SAVES = """
+    import asyncio, asynccomm, os, sys, torch
+
+    async def main():
+        async with asynccomm.new_comm(timeout=60) as comm:
+            step = 0
+            try:
+                while True:
+                    await comm.all_reduce(torch.ones(4))
+                    step += 1
+                    if step == 100:
+                        print("steps", flush=True)
+                    if "ask" in sys.argv and await comm.preempted():
+                        break
+            finally:
+                await asyncio.sleep(0.2)  # longer than the second that survivors of a failure have in all
+                open(f"saved{comm.rank}", "w").write(str(step))
+
+    asynccomm.run(main())
+"""
+
+
+@pytest.mark.parametrize("ask", [[], ["ask"]])
+def test_a_job_under_sigterm_saves_on_all_ranks(launcher, ask: list[str]) -> None:
+    started = launcher.start("run", "-n", "3", launcher.script(SAVES), *ask)
+    started.sees("steps", times=3)
+    started.process.send_signal(signal.SIGTERM)
+    assert started.finish() == 128 + signal.SIGTERM
+    saved = [int((launcher.directory / f"saved{rank}").read_text()) for rank in range(3)]
+    assert all(step >= 100 for step in saved)
+    if ask:
+        assert len(set(saved)) == 1, "they leave in the same step"
+
+
+def test_a_survivor_that_waits_for_something_else_may_clean_up(launcher) -> None:
+    script = launcher.script(
+        """
+        import asyncio, asynccomm, os
+
+        async def main():
+            if os.environ["RANK"] == "0":
+                while not os.path.exists("waiting"):
+                    await asyncio.sleep(0.01)
+                raise SystemExit(7)
+            try:
+                open("waiting", "w")
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.sleep(0.1)
+                open("cleaned", "w")
+
+        asynccomm.run(main())
+        """
+    )
+    started = launcher.start("run", "-n", "2", script)
+    assert started.finish() == 7
+    assert (launcher.directory / "cleaned").exists()
+    assert b"SIGTERM; the others have 10 s more" in started.err
 
 
 def test_ranks_that_obey_are_not_waited_for(launcher) -> None:

@@ -1,3 +1,8 @@
+import os
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from asynccomm.cli.main import main
@@ -24,6 +29,31 @@ def test_a_command_is_required(argv: list[str], capsys: pytest.CaptureFixture[st
         main(argv)
     assert ended.value.code == 2
     assert "COMMAND" in capsys.readouterr().err
+
+
+def test_an_unknown_option_shows_the_usage_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "-n", "2", "--frob", "x.py"])
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith("usage: asynccomm run -n N [options]")
+    assert err.endswith("error: unrecognized arguments: --frob\n")
+
+
+@pytest.mark.real_python
+def test_it_is_a_module_and_may_be_cut_off() -> None:
+    code = f"{sys.executable} -m asynccomm --help | head -c 1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout in ("u0\n", "u141\n")  # 0 if the pipe took it all first
+    assert done.stderr == ""
+
+
+def test_a_reader_that_has_gone_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as stdout, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        assert main(["run", "-n", "1", "--help"]) == 128 + signal.SIGPIPE
 
 
 @pytest.mark.real_python

@@ -17,6 +17,7 @@ from asynccomm import (
     new_comm,
 )
 from asynccomm.backends.loopback import Hub, LoopbackBackend
+from asynccomm.comm.comm import reason_of
 from asynccomm.testing.local import loopback_world
 
 
@@ -195,3 +196,33 @@ async def test_there_are_no_graphs_on_the_cpu() -> None:
     async with loopback_world(1) as (comm,):
         with pytest.raises(RuntimeError, match="needs a GPU, but comm 'test' is on cpu"), comm.graph_capture():
             pass
+
+
+# -- the reason that other ranks get
+
+
+@pytest.mark.ranks(2)
+async def test_the_reason_is_the_errors_of_a_group(comm: Comm) -> None:
+    with pytest.raises((ExceptionGroup, AbortedError)) as failed:
+        async with comm, asyncio.TaskGroup() as tasks:
+            work = comm.barrier() if comm.rank == 0 else None
+            tasks.create_task(fail(comm.rank))
+            if work is not None:
+                await work
+    if comm.rank == 0:
+        (error,) = failed.value.exceptions if isinstance(failed.value, ExceptionGroup) else (failed.value,)
+        assert str(error) == "aborted by rank 1: ValueError: no such file; KeyError: 'step'"
+
+
+async def fail(rank: int) -> None:
+    if rank == 1:
+        inner = ExceptionGroup("inner", [ValueError("no such file"), KeyError("step")])
+        raise ExceptionGroup("outer", [inner, ValueError("no such file")])
+
+
+def test_a_reason_in_words() -> None:
+    assert reason_of(ValueError("x")) == "ValueError: x"
+    assert reason_of(ValueError()) == "ValueError"
+    assert (
+        reason_of(BaseExceptionGroup("g", [KeyboardInterrupt(), ValueError("x")])) == "KeyboardInterrupt; ValueError: x"
+    )
