@@ -8,8 +8,11 @@ The run ends when all ranks have ended. It ends early on
                            SIGKILL at once
     a lost store           as a rank that fails
 
-and leaves no process behind: the launcher kills the whole process group of each rank. The launcher has one thread, does
-not import torch, and waits only in its event loop, so every signal is handled promptly.
+An elastic run goes on after a rank has failed, as long as ``min_ranks`` are left. A newcomer takes the place of the
+lost rank, as often as ``restarts`` allows; its environment says so.
+
+The run leaves no process behind: the launcher kills the whole process group of each rank. The launcher has one thread,
+does not import torch, and waits only in its event loop, so every signal is handled promptly.
 """
 
 from __future__ import annotations
@@ -52,6 +55,9 @@ class LaunchOptions:
     log_dir: Path | None = None  #: exists
     tee: bool = False  #: also print the logged output
     grace: float = GRACE_SECONDS
+    elastic: bool = False
+    min_ranks: int = 1  #: that an elastic run needs
+    restarts: int = 0  #: in all, of an elastic run
 
 
 async def launch(options: LaunchOptions, listening: socket.socket) -> int:
@@ -72,6 +78,7 @@ class LaunchedRank:
     number: int
     child: Child
     output: RankOutput
+    restart: int = 0  #: number of the restart that it came with
     failure: int = 0
 
 
@@ -84,7 +91,9 @@ class Launch:
         self._terminal = terminal
         self._ranks: list[LaunchedRank] = []
         self._store: LaunchedRank | None = None
-        self._first: LaunchedRank | None = None  # the first rank to fail
+        self._first: LaunchedRank | None = None  # the rank that ended the run, or was the first to fail
+        self._restarts = 0
+        self._port = 0
         self._signal: signal.Signals | None = None
         self._ended_by_us = False  # exit codes from here on are the launcher's doing
         self._ending = asyncio.Event()
@@ -113,22 +122,25 @@ class Launch:
     # -- starting
 
     def _spawn(self, listening: socket.socket) -> None:
-        options, terminal = self._options, self._terminal
-        port = listening.getsockname()[1]
-        for number in range(options.size):
-            environment = rank_environment(os.environ, number, options.size, port, options.run_id, options.threads)
-            log = None if options.log_dir is None else LogFile(options.log_dir / f"rank{number}.log", terminal)
-            prefix = f"[{number}] ".encode() if options.prefix else b""
-            child = spawn(
-                options.command,
-                environment,
-                stdin=None if number == 0 else subprocess.DEVNULL,  # one reader, as with mpirun: ranks split no line
-                cpus=options.cpus[number] if options.cpus else frozenset(),
-            )
-            rank = LaunchedRank(number, child, RankOutput(terminal, prefix, log, options.tee or log is None))
-            self._ranks.append(rank)
-            rank.output.attach(child.stdout, child.stderr)
+        self._port = listening.getsockname()[1]
+        for number in range(self._options.size):
+            self._ranks.append(self._spawn_rank(number))
         self._store = self._spawn_store(listening.fileno())
+
+    def _spawn_rank(self, number: int, restart: int = 0) -> LaunchedRank:
+        options, terminal = self._options, self._terminal
+        size, run_id, threads = options.size, options.run_id, options.threads
+        log = None if options.log_dir is None else LogFile(options.log_dir / log_name(number, restart), terminal)
+        prefix = f"[{number}] ".encode() if options.prefix else b""
+        child = spawn(
+            options.command,
+            rank_environment(os.environ, number, size, self._port, run_id, threads, restart),
+            stdin=None if number == 0 else subprocess.DEVNULL,  # one reader, as with mpirun: ranks split no line
+            cpus=options.cpus[number] if options.cpus else frozenset(),
+        )
+        rank = LaunchedRank(number, child, RankOutput(terminal, prefix, log, options.tee or log is None), restart)
+        rank.output.attach(child.stdout, child.stderr)
+        return rank
 
     def _spawn_store(self, listening: int) -> LaunchedRank:
         groups = [str(rank.child.pid) for rank in self._ranks]
@@ -150,14 +162,40 @@ class Launch:
 
     async def _watch(self, rank: LaunchedRank) -> None:
         code = await rank.child.exited
-        if code != 0 and not self._ended_by_us:
+        failed = code != 0 and not self._ended_by_us
+        replaced = False
+        if failed:
             rank.failure = code
-            self._first = self._first or rank
-            self._ending.set()
+            if self._options.elastic and not self._ending.is_set():
+                replaced = self._go_on_without(rank)
+            else:
+                self._first = self._first or rank
+                self._ending.set()
         await rank.child.clear_group()
         rank.output.close()
         if self._store is not None:
             self._store.child.tell(b"%d\n" % rank.child.pid)
+        if replaced and not self._ending.is_set():
+            await self._watch(self._replace(rank))
+
+    def _go_on_without(self, lost: LaunchedRank) -> bool:
+        """End an elastic run if too few ranks are left; otherwise, returns whether a newcomer is due."""
+        left, options = sum(not rank.failure for rank in self._ranks), self._options
+        if left < options.min_ranks:
+            self._first = lost
+            self._ending.set()
+            return False
+        replaced = self._restarts < options.restarts
+        self._restarts += replaced
+        newcomer = f"; a newcomer takes its place (restart {self._restarts} of {options.restarts})" if replaced else ""
+        self._terminal.say(f"rank {lost.number} {how(lost.failure)}; {left} of {options.size} go on{newcomer}")
+        return replaced
+
+    def _replace(self, lost: LaunchedRank) -> LaunchedRank:
+        newcomer = self._ranks[lost.number] = self._spawn_rank(lost.number, self._restarts)
+        assert self._store is not None
+        self._store.child.tell(b"+%d\n" % newcomer.child.pid)
+        return newcomer
 
     async def _watch_store(self) -> None:
         assert self._store is not None
@@ -244,11 +282,16 @@ class Launch:
     def _report_failure(self, rank: LaunchedRank, failed: int) -> None:
         others = f" ({failed - 1} other{'s' * (failed > 2)} failed after it)" if failed > 1 else ""
         log = self._options.log_dir
-        where = "" if log is None else f"; all of its output is in {log / f'rank{rank.number}.log'}"
+        where = "" if log is None else f"; all of its output is in {log / log_name(rank.number, rank.restart)}"
         lines = excerpt(rank.output.tail.lines())
         end = "; the end of its stderr:" if lines else "; it wrote nothing to stderr"
         self._terminal.say(f"rank {rank.number} failed first: it {how(rank.failure)}{others}{where}{end}")
         self._terminal.err.write(b"".join(b"[%d] %s\n" % (rank.number, line) for line in lines))
+
+
+def log_name(number: int, restart: int) -> str:
+    """The log file of a rank, or of the newcomer of a restart."""
+    return f"rank{number}.{restart}.log" if restart else f"rank{number}.log"
 
 
 async def _either(future: asyncio.Future[Any], event: asyncio.Event, timeout: float | None = None) -> None:

@@ -70,6 +70,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-prefix", action="store_true", help="pass lines on without their rank in front")
     grace = f"time that ranks get to end after a signal (default: {GRACE_SECONDS:g})"
     add("--grace", type=_seconds, default=GRACE_SECONDS, metavar="SECONDS", help=grace)
+    add("--elastic", action="store_true", help="go on when a rank is lost (see Comm.shrink)")
+    least = "an elastic run fails when fewer ranks are left (default: 1)"
+    add("--min-ranks", type=_at_least_one, metavar="N", help=least)
+    restart = "elastic, and N lost ranks are replaced: ASYNCCOMM_NEWCOMER is set for newcomers, which call join_comm"
+    add("--restart", type=_at_least_one, metavar="N", help=restart)
     add("script", metavar="SCRIPT", help="a Python script, or a module with -m")
     add("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="given to the script as they are")
 
@@ -93,6 +98,11 @@ def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         parser.error(f"argument SCRIPT: {arguments.script!r} does not exist")
     if arguments.tee and log_dir is None:
         parser.error("argument --tee: needs --log-dir")
+    elastic = arguments.elastic or arguments.restart is not None
+    if arguments.min_ranks is not None and not elastic:
+        parser.error("argument --min-ranks: needs --elastic")
+    if arguments.min_ranks is not None and arguments.min_ranks > size:
+        parser.error(f"argument --min-ranks: must be at most the number of ranks, {size}, got {arguments.min_ranks}")
     cpus = os.sched_getaffinity(0)
     try:
         sets = cpu_sets(cpus, size, per_rank) if per_rank else []
@@ -113,6 +123,9 @@ def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         log_dir=log_dir,
         tee=arguments.tee,
         grace=arguments.grace,
+        elastic=elastic,
+        min_ranks=arguments.min_ranks or 1,
+        restarts=arguments.restart or 0,
     )
 
 

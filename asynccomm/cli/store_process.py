@@ -5,7 +5,7 @@ The store process also outlives a killed launcher: the kernel then kills the ran
 the store process kills the ranks' groups.
 
 FD is the listening socket. GROUPs are the ranks' process groups; the launcher writes the numbers of ended groups to
-stdin, one per line. The end of stdin is the end of the launcher.
+stdin, one per line, and of new groups with a "+" in front. The end of stdin is the end of the launcher.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ def main() -> int:
         print(f"asynccomm: {exc}", file=sys.stderr)
         return 1
     for line in sys.stdin:
-        groups.discard(int(line))
+        if line.startswith("+"):
+            groups.add(int(line))
+        else:
+            groups.discard(int(line))
     if groups:
         time.sleep(GROUP_SECONDS)
         for group in groups:

@@ -167,6 +167,80 @@ def store_of(launcher_pid: int, until) -> int:
     return found[0]
 
 
+# -- elastic runs
+
+FAILS = """
+    import os, sys, time
+    rank, newcomer = int(os.environ["RANK"]), os.environ.get("ASYNCCOMM_NEWCOMER")
+    print("started", newcomer, flush=True)
+    if newcomer is None and str(rank) in sys.argv[1:]:
+        raise SystemExit(20 + rank)
+    open(f"end{rank}", "w") if newcomer else None
+    while "x" in sys.argv and not os.path.exists("end1"):
+        time.sleep(0.01)
+    print("ended", flush=True)
+"""
+
+
+def test_an_elastic_run_goes_on_without_the_lost(launcher) -> None:
+    code, out, err = launcher.run("run", "-n", "3", "--elastic", launcher.script(FAILS), "1")
+    assert code == 0
+    assert out.count("ended") == 2
+    assert err == "asynccomm: rank 1 ended with exit code 21; 2 of 3 go on\n"
+
+
+def test_an_elastic_run_fails_when_too_few_are_left(launcher) -> None:
+    code, _, err = launcher.run("run", "-n", "3", "--elastic", "--min-ranks", "3", launcher.script(FAILS), "1")
+    assert code == 21
+    assert "rank 1 failed first: it ended with exit code 21" in err
+
+
+def test_an_elastic_run_fails_when_all_have_failed(launcher) -> None:
+    code, _, err = launcher.run("run", "-n", "1", "--elastic", "--restart", "5", launcher.script("raise SystemExit(4)"))
+    assert code == 4
+    assert "go on" not in err, "a newcomer would have nobody to join"
+
+
+def test_newcomers_take_the_places_of_the_lost(launcher) -> None:
+    script = launcher.script(FAILS)
+    code, out, err = launcher.run("run", "-n", "3", "--restart", "1", "--log-dir", "logs", "--tee", script, "1", "x")
+    assert code == 0
+    assert out.count("started None") == 3
+    assert out.count("[1] started 1") == 1
+    assert out.count("ended") == 3
+    assert "rank 1 ended with exit code 21; 2 of 3 go on; a newcomer takes its place (restart 1 of 1)" in err
+    logs = launcher.directory / "logs"
+    assert sorted(path.name for path in logs.iterdir()) == ["rank0.log", "rank1.1.log", "rank1.log", "rank2.log"]
+    assert (logs / "rank1.1.log").read_text() == "started 1\nended\n"
+
+
+def test_restarts_are_counted_in_all(launcher) -> None:
+    code, out, err = launcher.run("run", "-n", "3", "--restart", "1", launcher.script(FAILS), "1", "2")
+    assert code == 0
+    assert out.count("started 1") == 1
+    assert err.count("takes its place") == 1
+    assert err.count("go on") == 2
+
+
+def test_a_killed_launcher_takes_newcomers_along(launcher, is_running, until) -> None:
+    script = launcher.script(
+        """
+        import os, subprocess, sys, time
+        if os.environ["RANK"] == "1" and "ASYNCCOMM_NEWCOMER" not in os.environ:
+            raise SystemExit(1)
+        helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        print("pid", helper.pid, flush=True)
+        time.sleep(60)
+        """
+    )
+    started = launcher.start("run", "-n", "2", "--restart", "1", script)
+    started.sees("pid", times=2)
+    started.process.kill()
+    started.process.wait()
+    pids = started.words_after("pid")
+    until(lambda: not any(map(is_running, pids)), "the helpers of ranks and newcomers are gone")
+
+
 # -- signals
 
 

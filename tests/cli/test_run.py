@@ -93,6 +93,12 @@ def test_cpus_per_rank(launcher) -> None:
         (["-n", "1", "missing.py"], "argument SCRIPT: 'missing.py' does not exist"),
         (["-n", "1", "--master-port", "70000", "script.py"], "argument --master-port: must be a port"),
         (["-n", "1", "--grace", "soon", "script.py"], "argument --grace: must be seconds, at least 0, got 'soon'"),
+        (["-n", "2", "--min-ranks", "2", "script.py"], "argument --min-ranks: needs --elastic"),
+        (
+            ["-n", "2", "--elastic", "--min-ranks", "3", "script.py"],
+            "argument --min-ranks: must be at most the number of ranks, 2, got 3",
+        ),
+        (["-n", "2", "--restart", "0", "script.py"], "argument --restart: must be a whole number, at least 1, got '0'"),
         (["-n", "1", "--tee", "script.py"], "argument --tee: needs --log-dir"),
         (["-n", "1", "--log-dir", "/dev/null/logs", "script.py"], "argument --log-dir: cannot make '/dev/null/logs'"),
         (["-n", "1", "--cpus-per-rank", "4096", "script.py"], "argument --cpus-per-rank: 4096: 1 ranks need 4096 CPUs"),
