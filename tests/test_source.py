@@ -47,7 +47,7 @@ def modules() -> dict[str, Path]:
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         name = ".".join(part for part in parts if part != "__init__")
-        if name:
+        if name and name != "__main__":  # which is cli.main
             found[name] = path
     return found
 
