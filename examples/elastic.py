@@ -11,30 +11,28 @@ The loss goes on as if nothing had happened. That takes three things, all in ``s
 - Whenever the ranks have changed, those that are behind get the state of one that is not: newcomers, and survivors that
   missed the end of the last step.
 
-The process that you start is the launcher, and does not train. It hosts the store where the ranks meet (on a rank it
-would die with that rank), kills, starts the newcomer, and prints the losses that it hears of. In the end it compares
-them with those of an ordinary loop in one process.
+The process that you start does not train. It starts ``asynccomm run --elastic --restart 1``, which hosts the store
+where the ranks meet and starts a newcomer in place of a lost rank; kills a rank; and prints the losses that the ranks
+report. In the end it compares them with those of an ordinary loop in one process.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import hashlib
 import itertools
 import json
 import os
-import subprocess
+import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.nn import functional as F
 
 import asynccomm
@@ -43,9 +41,10 @@ from asynccomm import Comm
 RANKS = 3
 STEPS = 150
 BATCH = 96  # samples of one step, of all ranks together
-KILL_AT, JOIN_AT = 40, 80  # the steps from which on the launcher may do so
+KILL_AT, JOIN_AT = 40, 80  # the step of the kill, and the step before which the newcomer must have come
 LOOK_EVERY = 5  # steps from one look for newcomers to the next
 PACE = 0.02  # seconds of a step: a larger model would take them by itself
+NEWCOMER = "ASYNCCOMM_NEWCOMER" in os.environ  # set by `asynccomm run --restart`
 
 
 class Training:
@@ -105,7 +104,8 @@ async def step_with_recovery(comm: Comm, training: Training) -> tuple[Comm, floa
         try:
             if comm is not training.comm:  # the ranks have changed
                 await training.catch_up(comm)
-            if training.step % LOOK_EVERY == 0 and (names := await newcomers(comm)):
+            must_grow = comm.size < RANKS and training.step >= JOIN_AT
+            if (must_grow or training.step % LOOK_EVERY == 0) and (names := await newcomers(comm, wait=must_grow)):
                 comm = await go_on(comm, names)
                 continue  # to bring them up to date
             return comm, await training.do_step(comm)
@@ -114,10 +114,13 @@ async def step_with_recovery(comm: Comm, training: Training) -> tuple[Comm, floa
             comm = await go_on(comm)
 
 
-async def newcomers(comm: Comm) -> list[str]:
+async def newcomers(comm: Comm, *, wait: bool) -> list[str]:
     """Who waits to be taken in. One rank looks and tells the others: all must propose the same."""
-    names: Any = await comm.broadcast_object(await comm.newcomers() if comm.rank == 0 else None, root=0)
-    return list(names)
+    while True:
+        names: Any = await comm.broadcast_object(await comm.newcomers() if comm.rank == 0 else None, root=0)
+        if names or not wait:
+            return list(names)
+        await asyncio.sleep(PACE)
 
 
 async def go_on(comm: Comm, names: Sequence[str] = ()) -> Comm:
@@ -152,39 +155,41 @@ async def train(comm: Comm, training: Training) -> None:
 
 
 async def be_rank(backend: str) -> None:
-    await train(await asynccomm.new_comm(backend, name="elastic", timeout=30), Training())
-
-
-async def be_newcomer() -> None:
-    training = Training()
-    # Importing torch takes longer than all of the rest: a spare that has done so already saves seconds. This one waits
-    # for a word of the launcher, and then to be taken in.
-    await asyncio.to_thread(sys.stdin.readline)
-    await train(await asynccomm.join_comm(name="elastic", timeout=30), training)
-
-
-# -- the launcher -----------------------------------------------------------------------------------------------------
+    report(pid=os.getpid())
+    if NEWCOMER:
+        comm = await asynccomm.join_comm(name="elastic", timeout=60)
+    else:
+        comm = await asynccomm.new_comm(backend, name="elastic", timeout=60)
+    await train(comm, Training())
 
 
 def report(**what: Any) -> None:
-    """Tell the launcher."""
-    print(json.dumps(what), flush=True)
+    """Tell the process that has started all of this."""
+    name = "newcomer" if NEWCOMER else f"rank {os.environ['RANK']}"
+    print(json.dumps({"name": name, **what}), flush=True)
+
+
+# -- the process that watches -----------------------------------------------------------------------------------------
 
 
 @dataclass
 class Heard:
-    """What the launcher has been told."""
+    """What the ranks have reported."""
 
+    pids: dict[str, int] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)  # by step
     by: dict[str, list[int]] = field(default_factory=dict)  # the steps that each process has done, in its order
     weights: dict[str, str] = field(default_factory=dict)  # digests in the end, by process
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def listen(self, name: str, said: asyncio.StreamReader) -> None:
-        """Take and show what one process says, until it ends."""
+    async def listen(self, said: asyncio.StreamReader) -> None:
+        """Take and show what the ranks say, until all have ended."""
         async for line in said:
             what = json.loads(line)
-            if "event" in what:
+            name = what["name"]
+            if "pid" in what:
+                self.pids[name] = what["pid"]
+            elif "event" in what:
                 print(f"step {what['step']:3}   {name}: {what['event']}", flush=True)
             elif "weights" in what:
                 self.weights[name] = what["weights"]
@@ -206,51 +211,25 @@ class Heard:
             await self.news.wait()
 
 
-@contextlib.asynccontextmanager
-async def started(role: str, backend: str, **variables: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Another process of this program; killed in the end, however that comes."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, __file__, "--role", role, "--backend", backend]
-    pipe = subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, env=environment, stdin=pipe, stdout=pipe)
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-
-
-async def launch(backend: str, victim: int) -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    meeting = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(server.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # or rank 0 would host the store, and take it along when it dies
-        "WORLD_SIZE": str(RANKS),
-    }
+async def watch(backend: str, victim: str) -> None:
+    command = [sys.executable, "-m", "asynccomm", "run", "-n", str(RANKS), "--elastic", "--restart", "1", "--no-prefix"]
+    script = [__file__, "--role", "rank", "--backend", backend]
+    run = await asyncio.create_subprocess_exec(*command, *script, stdout=asyncio.subprocess.PIPE)
+    assert run.stdout is not None
     heard = Heard()
-    async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as listening:
-        ranks = [
-            await stack.enter_async_context(started("rank", backend, **meeting, RANK=str(rank)))
-            for rank in range(RANKS)
-        ]
-        spare = await stack.enter_async_context(started("newcomer", backend, **meeting))
-        for name, process in [*((f"rank {i}", p) for i, p in enumerate(ranks)), ("newcomer", spare)]:
-            assert process.stdout is not None
-            listening.create_task(heard.listen(name, process.stdout))
-
-        await heard.reached(KILL_AT)
-        print(f"step {KILL_AT:3}   kill -9 of rank {victim}", flush=True)
-        ranks[victim].kill()
-        await heard.reached(JOIN_AT)
-        print(f"step {JOIN_AT:3}   the newcomer is told to join", flush=True)
-        assert spare.stdin is not None
-        spare.stdin.write(b"come\n")
-        for process in [*ranks, spare]:
-            if process is not ranks[victim] and await process.wait():
-                raise SystemExit("a rank has failed")
-    check(heard, f"rank {victim}")
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(heard.listen(run.stdout))
+            await heard.reached(KILL_AT)
+            print(f"step {KILL_AT:3}   kill -9 of {victim}", flush=True)
+            os.kill(heard.pids[victim], signal.SIGKILL)
+        if await run.wait():
+            raise SystemExit("the run has failed")
+    finally:
+        if run.returncode is None:
+            run.terminate()
+            await run.wait()
+    check(heard, victim)
 
 
 def check(heard: Heard, victim: str) -> None:
@@ -291,11 +270,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Lose a rank and take one in, in the middle of training.")
     parser.add_argument("--backend", default="auto", help="auto, shm or gloo")
     parser.add_argument("--kill", type=int, choices=range(RANKS), default=1, help="the rank to kill")
-    parser.add_argument("--role", choices=["launcher", "rank", "newcomer"], default="launcher", help=argparse.SUPPRESS)
+    parser.add_argument("--role", choices=["watch", "rank"], default="watch", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.role == "rank":
         asynccomm.run(be_rank(options.backend))
-    elif options.role == "newcomer":
-        asynccomm.run(be_newcomer())
     else:
-        asynccomm.run(launch(options.backend, options.kill))
+        asynccomm.run(watch(options.backend, f"rank {options.kill}"))
