@@ -173,8 +173,8 @@ int core_pass(Run *run);
 typedef struct {
     int64_t patience; /* of a wait in vain */
     int64_t stretch;  /* of driving, after which the core is offered to other threads */
-    int events;       /* a descriptor to sleep on after `patience`; -1: the call returns */
-    int64_t until, offered;
+    int events;       /* a descriptor to sleep on after `patience`; -1: the call returns, and lasts no longer than a turn */
+    int64_t began, until, offered;
     unsigned waits;
     int armed; /* the peers ring from now on */
 } Pace;

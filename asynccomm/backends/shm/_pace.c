@@ -9,10 +9,12 @@
  * core back at once to a thread that has slept, but not to a thread that has offered it. */
 #define HOG_NS 1000000
 #define CONTENDED_NS 100000000
+#define TURN_NS 200000 /* of a call that others wait for */
 
 Pace core_pace(double patience, double stretch, int events)
 {
-    return (Pace){(int64_t)(patience * 1e9), stretch < 1e9 ? (int64_t)(stretch * 1e9) : INT64_MAX, events, 0, nanoseconds(), 0, 0};
+    int64_t now = nanoseconds();
+    return (Pace){(int64_t)(patience * 1e9), stretch < 1e9 ? (int64_t)(stretch * 1e9) : INT64_MAX, events, now, 0, now, 0, 0};
 }
 
 /* Sleep until the bell of the thread rings; returns whether nothing else has woken it. */
@@ -54,6 +56,7 @@ int core_continues(Segment *s, Pace *pace, int moved)
     if (atomic_load_explicit(&s->interrupted, memory_order_relaxed)) return 0;
     int64_t now = nanoseconds();
     if (moved) {
+        if (pace->events < 0 && now - pace->began > TURN_NS) return 0;
         pace->until = 0, pace->waits = 0;
         if (now - pace->offered > pace->stretch) offer_core(s, pace, now);
         return 1;

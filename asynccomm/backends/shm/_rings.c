@@ -34,13 +34,15 @@ static int write_frame(Segment *s, Transfer *t, uint64_t most)
     return t->left ? MOVED : DONE;
 }
 
-/* Read the frames of a link, as long as they belong to a transfer; DONE if a transfer is done or a frame belongs to none. */
+/* Read the frames of a link that are there, as long as they belong to a transfer; DONE if a transfer is done or a frame
+ * belongs to none. Frames that arrive meanwhile are for the next pass: a fast sender would keep this link the only one. */
 static int read_frames(Segment *s, Transfer *transfers, Py_ssize_t count, const Transfer *any)
 {
     int result = STUCK;
     Frame frame;
     const char *payload;
-    while ((payload = next_frame(s, any->link, any->ring, &frame))) {
+    uint64_t head = atomic_load_explicit(&any->ring->head, memory_order_relaxed);
+    while (any->link->tail != head && (payload = next_frame(s, any->link, any->ring, &frame))) {
         Transfer *t = transfers;
         while (t < transfers + count && (t->sending || t->link != any->link || t->ident != frame.ident)) t++;
         if (t == transfers + count || frame.kind != DATA || !frame.nbytes || frame.nbytes > t->left) return DONE;
@@ -51,6 +53,19 @@ static int read_frames(Segment *s, Transfer *transfers, Py_ssize_t count, const 
         result = MOVED;
     }
     return result;
+}
+
+/* Whether a rank without a transfer from it has sent a frame. */
+static int others_sent(const Segment *s, const Transfer *transfers, Py_ssize_t count)
+{
+    for (int rank = 0; rank < s->size; rank++) {
+        Py_ssize_t k = 0;
+        while (k < count && (transfers[k].sending || transfers[k].peer != rank)) k++;
+        if (k == count && rank != s->rank
+            && atomic_load_explicit(&ring_of(s, rank, s->rank)->head, memory_order_relaxed) != s->links[rank]->tail)
+            return 1;
+    }
+    return 0;
 }
 
 static void transfer(Segment *s, Transfer *transfers, Py_ssize_t count, uint64_t frame, Pace *pace)
@@ -68,7 +83,7 @@ static void transfer(Segment *s, Transfer *transfers, Py_ssize_t count, uint64_t
             if (t->sending && moved == STUCK && without_room < 0) without_room = k;
         }
         if (without_room >= 0) first = without_room;
-        if (result == DONE || !core_continues(s, pace, result == MOVED)) return;
+        if (result == DONE || others_sent(s, transfers, count) || !core_continues(s, pace, result == MOVED)) return;
     }
 }
 

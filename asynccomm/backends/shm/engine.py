@@ -221,6 +221,8 @@ class Engine:
         if self._position.dead:  # set since the caller's check
             return
         bells, messages = self._bells, self._messages
+        if self._executor.segment is not None:
+            self._executor.resume()
         bells.disarm()
         until = 0.0
         started = 0.0
@@ -376,7 +378,10 @@ class Engine:
         return turn
 
     def _pace(self) -> Pace:
-        return NO_WAIT if self._failing else Pace(AWAKE * self.patience, self.stretch, self._worker.events_of(self))
+        if self._failing:
+            return NO_WAIT
+        events = -1 if self._gone else self._worker.events_of(self)  # C does not know that a rank has left
+        return Pace(AWAKE * self.patience, self.stretch, events)
 
     def interrupt(self) -> None:
         """Make a turn in progress return soon. From any thread."""

@@ -25,7 +25,10 @@ _MOST_PROGRAMS: Final = 1024  # kept per comm; programs of other sizes and forms
 
 @final
 class Pace(NamedTuple):
-    """How a call of C without the GIL drives; the default returns at the first wait."""
+    """How a call of C without the GIL drives; the default returns at the first wait.
+
+    A call that may not sleep has others beside it, and returns after a fifth of a millisecond in any case.
+    """
 
     patience: float = 0.0  #: seconds of a wait in vain, after which the thread sleeps or the call returns
     stretch: float = math.inf  #: seconds after which the core is offered to other threads
@@ -102,7 +105,7 @@ class Executor:
             self.running.drive(*pace)
 
     def interrupt(self) -> None:
-        """Make a thread that drives ``running`` return soon. From any thread."""
+        """Make a thread in C return soon. From any thread."""
         if self.segment is not None:
             self.segment.interrupt()
 

@@ -82,6 +82,48 @@ def test_ranks_that_move_messages_at_once() -> None:
         assert torch.equal(output, pattern(output.nbytes, source, tag))
 
 
+def test_a_frame_of_another_rank_ends_a_transfer_that_waits() -> None:
+    world = World(3)
+    output = torch.zeros(1)
+    world.recv(1, 0, torch.zeros(20_000))
+    world.send(0, 1, torch.ones(20_000))
+    for rank in (1, 0, 1, 0, 1):  # on its way, and then its sender does nothing more
+        world.ranks[rank].progress()
+    last = world.recv(1, 2, output)
+    world.send(2, 1, torch.ones(1))
+    while last not in world.done:
+        world.ranks[1].progress(Pace(1e6))
+
+
+def test_an_interrupted_transfer_reads_no_more_than_the_ring_holds() -> None:
+    """However fast its sender is."""
+    if not (World.native(0) and World.native(1)):
+        pytest.skip("Python moves them")
+    world, nbytes = World(2, 4096), 20_000_000
+    output = torch.zeros(nbytes, dtype=torch.uint8)
+    world.recv(1, 0, output)
+    world.send(0, 1, torch.ones(nbytes, dtype=torch.uint8))
+    for rank in (1, 0, 1):
+        world.ranks[rank].progress()
+    sender, receiver = world.ranks
+    segment = receiver._segment
+    assert segment is not None
+
+    def send() -> None:
+        while sender.pending:
+            sender.progress(Pace(1e-3))
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(send)
+        segment.interrupt()
+        while receiver.pending:
+            before = int(receiver._links[0].state.tail)
+            receiver.progress(Pace(1e-3))
+            assert receiver._links[0].state.tail - before <= 2 * 4096  # in C, and in Python behind it
+        done.result(60)
+    assert output.eq(1).all()
+
+
 def test_wrong_transfers_are_refused() -> None:
     if not World.native(0):
         pytest.skip("Python moves them")

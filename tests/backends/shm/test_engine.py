@@ -27,6 +27,7 @@ from asynccomm import (
 )
 from asynccomm.backends.shm.backend import ShmBackend
 from asynccomm.backends.shm.doorbell import Bell
+from asynccomm.backends.shm.engine import Engine
 from asynccomm.backends.shm.layout import Word
 from tests.waiting import until
 
@@ -179,11 +180,15 @@ async def test_messages_pass_a_collective_that_waits(comm: Comm) -> None:
             await comm.all_reduce(torch.ones(LARGE))
 
 
-async def sleeper_of(comm: Comm, rank: int) -> None:
-    """Wait until the progress thread of ``rank`` sleeps."""
+def engine_of(comm: Comm) -> Engine:
     backend = comm.unsafe_get_backend()
     assert isinstance(backend, ShmBackend)
-    engine = backend._engine
+    return backend._engine
+
+
+async def sleeper_of(comm: Comm, rank: int) -> None:
+    """Wait until the progress thread of ``rank`` sleeps."""
+    engine = engine_of(comm)
     word = engine._board.layout.word(rank, Word.SLEEPING) + Bell.WORKER
     await until(lambda: bool(engine._words[word]))
 
@@ -204,6 +209,46 @@ async def test_messages_that_fill_their_ring_wake_a_collective_that_waits(comm: 
             for _ in range(17):  # less than their limit of 1 MiB, but the ring has no room in one piece at its end
                 await comm.send(message, 0)
         await comm.all_reduce(large)
+
+
+@pytest.mark.ranks(2, backend="shm")
+async def test_a_rank_that_leaves_wakes_a_collective_that_waits(comm: Comm) -> None:
+    if comm.rank == 0:
+        with pytest.raises(BackendError, match="rank 1 has closed the comm and takes no part in all_reduce"):
+            async with asyncio.timeout(10):
+                await comm.all_reduce(torch.ones(LARGE))
+    else:
+        await sleeper_of(comm, 0)
+        await comm.aclose()
+
+
+@pytest.mark.ranks(3, backend="shm")
+async def test_a_rank_that_leaves_wakes_a_message_that_waits(comm: Comm) -> None:
+    """Rank 0 waits for the rest of a message from rank 2, which has stopped, and for rank 1, which leaves."""
+    if comm.rank == 0:
+        long = comm.recv(torch.zeros(64 * LARGE), 2)
+        with pytest.raises(BackendError, match="rank 1 has closed the comm"):
+            async with asyncio.timeout(10):
+                await comm.recv(torch.zeros(1), 1)
+        assert not long.done() or long.exception() is not None
+        return
+    engine, stopped = engine_of(comm), 1000
+    place = engine._board.layout.word(2, Word.PLACE)  # the others only compare it
+    if comm.rank == 1:
+        await until(lambda: engine._words[place] == stopped)
+        await sleeper_of(comm, 0)
+        await comm.aclose()
+    else:
+        work = comm.send(torch.zeros(64 * LARGE), 0)
+        await until(lambda: engine._messages._links[0].state.head > 1 << 20)
+        while not engine._lock.acquire(timeout=0.001):  # as if this process were stopped
+            engine.interrupt()
+        try:
+            engine._words[place] = stopped
+            with pytest.raises(BrokenError):
+                await work
+        finally:
+            engine._lock.release()
 
 
 @pytest.mark.ranks(2, backend="shm")
