@@ -394,11 +394,13 @@ async def main():
         async with asynccomm.new_comm("shm", timeout=60) as comm:
             await comm.barrier()
             if comm.rank == 1:
-                await asyncio.sleep(0.2)
+                while not all(os.path.exists(f"{sys.argv[1]}.{rank}") for rank in (0, 2)):
+                    await asyncio.sleep(0.01)
                 with open(sys.argv[1], "w") as file:
                     print(time.time(), file=file)
                 os.kill(os.getpid(), signal.SIGKILL)
             works = [comm.all_reduce(torch.ones(4)), comm.recv(torch.ones(4), 1), comm.all_reduce(torch.ones(1 << 22))]
+            open(f"{sys.argv[1]}.{comm.rank}", "w").close()
             for work in works:
                 try:
                     await work
