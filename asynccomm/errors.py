@@ -152,15 +152,19 @@ class PeerLostError(BrokenError):
 
     Args:
         rank: the rank that was lost.
-        detail: the evidence.
+        detail: the evidence; the exit code or signal, if the launcher on this host knows it.
+        comm: name of the comm that numbers the ranks so; may be empty.
+        host: of the lost process.
+        pid: of the lost process; 0: unknown.
     """
 
-    def __init__(self, rank: int, detail: str) -> None:
-        super().__init__(rank, detail)
-        self.rank, self.detail = rank, detail
+    def __init__(self, rank: int, detail: str, comm: str = "", host: str = "", pid: int = 0) -> None:
+        super().__init__(rank, detail, comm, host, pid)
+        self.rank, self.detail, self.comm, self.host, self.pid = rank, detail, comm, host, pid
 
     def __str__(self) -> str:
-        return f"rank {self.rank} was lost: {self.detail}"
+        process = f" (comm {self.comm!r}, process {self.pid} on {self.host})" if self.comm else ""
+        return f"rank {self.rank} was lost: {self.detail}{process}"
 
 
 class CollectiveTimeoutError(BrokenError, TimeoutError):

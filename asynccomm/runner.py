@@ -18,7 +18,7 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None, use_uvloop: 
     """Run ``main`` on a new event loop and return its result, like ``asyncio.run``.
 
     SIGTERM cancels ``main``, as Ctrl-C does, and the process ends with exit code 143; a second SIGTERM ends it at once.
-    It does not if the program has a handler of its own, or awaits ``Comm.preempted()``.
+    In a program that awaits ``Comm.preempted()`` the first SIGTERM cancels nothing. A program's own handler stays.
 
     Args:
         main: a coroutine.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from asynccomm.core.exit_records import VARIABLE
+
 NEWCOMER = "ASYNCCOMM_NEWCOMER"  # set for a rank that takes the place of a lost rank: the number of the restart
 
 
 def rank_environment(
-    base: Mapping[str, str], rank: int, size: int, port: int, run_id: str, threads: str, restart: int = 0
+    base: Mapping[str, str], rank: int, size: int, port: int, run_id: str, threads: str, exits: str, restart: int = 0
 ) -> dict[str, str]:
     """The environment of one rank: ``base`` and the variables that torchrun sets for a job on one host.
 
@@ -17,32 +19,32 @@ def rank_environment(
         port: the store's port on 127.0.0.1.
         run_id: distinguishes this run from others that use the same store.
         threads: OMP_NUM_THREADS.
+        exits: the path of the launcher's exit records.
         restart: the number of the restart, for a rank that takes the place of a lost rank.
     """
-    inherited = {name: value for name, value in base.items() if name != NEWCOMER}
-    return (
-        inherited
-        | ({NEWCOMER: str(restart)} if restart else {})
-        | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(size),
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
-            "ROLE_NAME": "default",
-            "ROLE_RANK": str(rank),
-            "ROLE_WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_RUN_ID": run_id,
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "0",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "PYTHONUNBUFFERED": "1",
-            "OMP_NUM_THREADS": threads,
-        }
-    )
+    environment = {
+        **base,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": threads,
+        VARIABLE: exits,
+    }
+    environment.pop(NEWCOMER, None)  # of a launcher that this one runs under
+    return environment | ({NEWCOMER: str(restart)} if restart else {})
 
 
 def cpu_sets(cpus: Collection[int], size: int, per_rank: int) -> list[frozenset[int]]:

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Mapping, Sequence
 
 EXCERPT_LINES = 20  # lines of stderr shown when there is no traceback in it
 
 _TRACEBACK = b"Traceback (most recent call last)"
 _BLAME = re.compile(rb"(?:AbortedError: aborted by rank|PeerLostError: rank) (\d+)")
-
-
-def how(code: int) -> str:
-    """The end of a process in words, from its exit code in subprocess's form."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
 
 
 def exit_code(code: int) -> int:

@@ -30,9 +30,10 @@ from pathlib import Path
 from typing import Any, final
 
 from asynccomm.cli.environment import rank_environment
-from asynccomm.cli.exit_status import culprit, excerpt, exit_code, how
+from asynccomm.cli.exit_status import culprit, excerpt, exit_code
 from asynccomm.cli.processes import Child, spawn
 from asynccomm.cli.rank_output import LogFile, RankOutput, Terminal
+from asynccomm.core.exit_records import ExitRecords, describe_exit
 
 GRACE_SECONDS = 10.0  # after SIGTERM and other signals: a checkpoint takes seconds, Kubernetes waits for 30
 FAILURE_SECONDS = 1.0  # after a failure, before SIGTERM
@@ -93,6 +94,7 @@ class Launch:
         self._store: LaunchedRank | None = None
         self._first: LaunchedRank | None = None  # the rank that ended the run, or was the first to fail
         self._restarts = 0
+        self._exits = ExitRecords()
         self._port = 0
         self._signal: signal.Signals | None = None
         self._ended_by_us = False  # exit codes from here on are the launcher's doing
@@ -134,7 +136,7 @@ class Launch:
         prefix = f"[{number}] ".encode() if options.prefix else b""
         child = spawn(
             options.command,
-            rank_environment(os.environ, number, size, self._port, run_id, threads, restart),
+            rank_environment(os.environ, number, size, self._port, run_id, threads, self._exits.path, restart),
             stdin=None if number == 0 else subprocess.DEVNULL,  # one reader, as with mpirun: ranks split no line
             cpus=options.cpus[number] if options.cpus else frozenset(),
         )
@@ -162,6 +164,7 @@ class Launch:
 
     async def _watch(self, rank: LaunchedRank) -> None:
         code = await rank.child.exited
+        self._exits.add(rank.child.pid, code)
         failed = code != 0 and not self._ended_by_us
         replaced = False
         if failed:
@@ -176,7 +179,12 @@ class Launch:
         if self._store is not None:
             self._store.child.tell(b"%d\n" % rank.child.pid)
         if replaced and not self._ending.is_set():
-            await self._watch(self._replace(rank))
+            try:
+                newcomer = self._replace(rank)
+            except (OSError, subprocess.SubprocessError) as exc:
+                self._terminal.say(f"no newcomer takes the place of rank {rank.number}: {exc}")
+            else:
+                await self._watch(newcomer)
 
     def _go_on_without(self, lost: LaunchedRank) -> bool:
         """End an elastic run if too few ranks are left; otherwise, returns whether a newcomer is due."""
@@ -185,10 +193,13 @@ class Launch:
             self._first = lost
             self._ending.set()
             return False
-        replaced = self._restarts < options.restarts
+        joinable = any(rank.child.alive for rank in self._ranks)  # else there is no comm for a newcomer
+        replaced = joinable and self._restarts < options.restarts
         self._restarts += replaced
         newcomer = f"; a newcomer takes its place (restart {self._restarts} of {options.restarts})" if replaced else ""
-        self._terminal.say(f"rank {lost.number} {how(lost.failure)}; {left} of {options.size} go on{newcomer}")
+        self._terminal.say(
+            f"rank {lost.number} {describe_exit(lost.failure)}; {left} of {options.size} are left{newcomer}"
+        )
         return replaced
 
     def _replace(self, lost: LaunchedRank) -> LaunchedRank:
@@ -203,7 +214,7 @@ class Launch:
         self._store.output.close()
         if not self._ending.is_set():
             self._store.failure = code or 1
-            self._terminal.say(f"the process that hosts the store {how(code)}")
+            self._terminal.say(f"the process that hosts the store {describe_exit(code)}")
             self._ending.set()
 
     def _poll_children(self) -> None:
@@ -244,7 +255,7 @@ class Launch:
             self._terminal.say(f"{self._signal.name}; the ranks have {grace:g} s to end")
         elif self._first is not None and alive:
             self._terminal.say(
-                f"rank {self._first.number} {how(self._first.failure)}; the others have {by_themselves:g} s to end"
+                f"rank {self._first.number} {describe_exit(self._first.failure)}; the others have {by_themselves:g} s to end"
             )
         if self._signal is None:
             await _either(ranks, self._hurry, by_themselves)
@@ -267,6 +278,7 @@ class Launch:
         for process in self._processes():
             process.child.kill()
             process.output.close()
+        self._exits.close()
 
     def _report(self) -> int:
         """Print the failure, if any; return the exit code."""
@@ -285,7 +297,7 @@ class Launch:
         where = "" if log is None else f"; all of its output is in {log / log_name(rank.number, rank.restart)}"
         lines = excerpt(rank.output.tail.lines())
         end = "; the end of its stderr:" if lines else "; it wrote nothing to stderr"
-        self._terminal.say(f"rank {rank.number} failed first: it {how(rank.failure)}{others}{where}{end}")
+        self._terminal.say(f"rank {rank.number} failed first: it {describe_exit(rank.failure)}{others}{where}{end}")
         self._terminal.err.write(b"".join(b"[%d] %s\n" % (rank.number, line) for line in lines))
 
 

@@ -27,6 +27,7 @@ from typing import Any, final
 
 from asynccomm.backends.base import SOON_SECONDS, Backend, BackendContext, UnsuitableError, own_hints
 from asynccomm.comm.in_flight import InFlight, RollCall, timeout_error
+from asynccomm.comm.losses import located, may_be_recorded
 from asynccomm.comm.monitored_barrier import MonitoredBarriers
 from asynccomm.comm.reporter import Reporter
 from asynccomm.comm.submission import Submitter, weak_callback
@@ -51,6 +52,7 @@ from asynccomm.store.base import within
 
 ABSENT_SECONDS = 2.0  # for the store to list the ranks that came
 LOST_SECONDS = 0.03  # to wait for the reason of a loss; all ranks are to report the loss within 0.1 s
+EXIT_SECONDS, EXIT_CHECKS = 0.002, 10  # between looks for the exit code of a lost process, in the same time
 EXPLAIN_SECONDS = 1.0  # to wait for the reason of other transport errors
 CONNECT_SECONDS = 0.5  # the same while connecting; shorter, as ranks that saw this one leave wait for the reason
 CLOSED_SECONDS = 2.0  # that a rank goes on connecting after a member has closed the comm that is split
@@ -380,6 +382,7 @@ class Session:
         Args:
             notify: send the error to the other ranks.
         """
+        error = self._located(error)
         with self._breaking:
             draining = isinstance(self.error, ClosedError) and self.in_flight.works
             if self.error is not None and not draining:
@@ -396,6 +399,13 @@ class Session:
         else:
             self._end(error, ended)
         self.mailbox.post(self._end_waits)
+
+    def _located(self, error: BrokenError) -> BrokenError:
+        """``error``, with the lost process where it is a loss."""
+        if not isinstance(error, PeerLostError) or error.comm:
+            return error
+        members, group = self.identity.members, self.group
+        return located(error, group.name, members[error.rank], members[group.rank])
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = self.mailbox.loop.create_task(coroutine)
@@ -425,7 +435,18 @@ class Session:
     def break_by(self, error: BrokenError) -> None:
         """Break by ``error``, received from another rank. On the control thread."""
         self.submitter.drain()
-        self._fail(error, notify=False)
+        if isinstance(error, PeerLostError):
+            self._fail_by_loss(error, EXIT_CHECKS)
+        else:
+            self._fail(error, notify=False)
+
+    def _fail_by_loss(self, error: PeerLostError, checks: int) -> None:
+        """Break once the launcher has recorded the end of the lost process, or after ``checks`` checks."""
+        members, channel = self.identity.members, self.identity.job.channel
+        if channel is not None and checks and may_be_recorded(members[error.rank], members[self.group.rank]):
+            channel.call_later(EXIT_SECONDS, lambda: self._fail_by_loss(error, checks - 1))
+        else:
+            self._fail(error, notify=False)
 
     def _transport_failed(self, error: BrokenError) -> None:
         """Break by a transport error, after waiting for a message with its cause. From any thread.

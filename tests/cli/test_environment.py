@@ -4,7 +4,7 @@ from asynccomm.cli.environment import cpu_sets, rank_environment
 
 
 def test_base_is_kept_and_the_rank_wins() -> None:
-    environment = rank_environment({"HOME": "/here", "RANK": "9"}, 1, 2, 4711, "id", "3")
+    environment = rank_environment({"HOME": "/here", "RANK": "9"}, 1, 2, 4711, "id", "3", "/exits")
     assert environment["HOME"] == "/here"
     assert (environment["RANK"], environment["MASTER_PORT"], environment["OMP_NUM_THREADS"]) == ("1", "4711", "3")
 

@@ -186,7 +186,7 @@ def test_an_elastic_run_goes_on_without_the_lost(launcher) -> None:
     code, out, err = launcher.run("run", "-n", "3", "--elastic", launcher.script(FAILS), "1")
     assert code == 0
     assert out.count("ended") == 2
-    assert err == "asynccomm: rank 1 ended with exit code 21; 2 of 3 go on\n"
+    assert err == "asynccomm: rank 1 ended with exit code 21; 2 of 3 are left\n"
 
 
 def test_an_elastic_run_fails_when_too_few_are_left(launcher) -> None:
@@ -198,7 +198,7 @@ def test_an_elastic_run_fails_when_too_few_are_left(launcher) -> None:
 def test_an_elastic_run_fails_when_all_have_failed(launcher) -> None:
     code, _, err = launcher.run("run", "-n", "1", "--elastic", "--restart", "5", launcher.script("raise SystemExit(4)"))
     assert code == 4
-    assert "go on" not in err, "a newcomer would have nobody to join"
+    assert "left" not in err, "a newcomer would have nobody to join"
 
 
 def test_newcomers_take_the_places_of_the_lost(launcher) -> None:
@@ -208,7 +208,7 @@ def test_newcomers_take_the_places_of_the_lost(launcher) -> None:
     assert out.count("started None") == 3
     assert out.count("[1] started 1") == 1
     assert out.count("ended") == 3
-    assert "rank 1 ended with exit code 21; 2 of 3 go on; a newcomer takes its place (restart 1 of 1)" in err
+    assert "rank 1 ended with exit code 21; 2 of 3 are left; a newcomer takes its place (restart 1 of 1)" in err
     logs = launcher.directory / "logs"
     assert sorted(path.name for path in logs.iterdir()) == ["rank0.log", "rank1.1.log", "rank1.log", "rank2.log"]
     assert (logs / "rank1.1.log").read_text() == "started 1\nended\n"
@@ -219,7 +219,60 @@ def test_restarts_are_counted_in_all(launcher) -> None:
     assert code == 0
     assert out.count("started 1") == 1
     assert err.count("takes its place") == 1
-    assert err.count("go on") == 2
+    assert err.count("are left") == 2
+
+
+def test_no_newcomer_comes_when_all_others_have_ended(launcher) -> None:
+    script = launcher.script("""
+        import os, time
+        if os.environ["RANK"] == "1":
+            while any(os.path.exists(f"/proc/{pid}") for pid in [int(open("pid").read())]):
+                time.sleep(0.01)
+            raise SystemExit(21)
+        with open("new", "w") as file:
+            file.write(str(os.getpid()))
+        os.rename("new", "pid")
+    """)
+    (launcher.directory / "pid").write_text(str(os.getpid()))
+    code, _, err = launcher.run("run", "-n", "2", "--restart", "1", script)
+    assert code == 0
+    assert err == "asynccomm: rank 1 ended with exit code 21; 1 of 2 are left\n"
+
+
+def test_a_newcomer_that_cannot_start_leaves_the_others(launcher) -> None:
+    script = launcher.script("""
+        import os, shutil, time
+        from asynccomm.core.exit_records import recorded_exit
+        if os.environ["RANK"] == "1":
+            with open("new", "w") as file:
+                file.write(str(os.getpid()))
+            os.rename("new", "pid")
+            shutil.rmtree("logs")
+            raise SystemExit(21)
+        while not (os.path.exists("pid") and recorded_exit(int(open("pid").read()))):
+            time.sleep(0.01)
+        print("ended", flush=True)
+    """)
+    code, out, err = launcher.run("run", "-n", "2", "--restart", "1", "--log-dir", "logs", "--tee", script)
+    assert (code, out) == (0, "[0] ended\n")
+    assert "asynccomm: no newcomer takes the place of rank 1: [Errno 2] No such file" in err
+
+
+def test_ranks_know_how_another_rank_ended(launcher) -> None:
+    script = launcher.script("""
+        import os, signal, time
+        from asynccomm.core.exit_records import recorded_exit
+        if os.environ["RANK"] == "1":
+            with open("new", "w") as file:
+                file.write(str(os.getpid()))
+            os.rename("new", "pid")
+            os.kill(os.getpid(), signal.SIGKILL)
+        while not (os.path.exists("pid") and recorded_exit(int(open("pid").read()))):
+            time.sleep(0.01)
+        print(recorded_exit(int(open("pid").read())), "of", recorded_exit(1), flush=True)
+    """)
+    code, out, _ = launcher.run("run", "-n", "2", "--elastic", script)
+    assert (code, out) == (0, "[0] was killed by SIGKILL of \n")
 
 
 def test_a_killed_launcher_takes_newcomers_along(launcher, is_running, until) -> None:

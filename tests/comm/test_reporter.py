@@ -325,7 +325,7 @@ async def test_a_lost_rank_breaks_the_comm_unless_it_had_closed(parts: Parts) ->
     parts.reporter.on_departure(12, "its process ended")
     (error,) = parts.broken
     assert isinstance(error, PeerLostError)
-    assert error.args == (2, "its process ended")
+    assert (error.rank, error.detail) == (2, "its process ended")
 
 
 async def test_a_difference_names_both_sides(parts: Parts) -> None:
