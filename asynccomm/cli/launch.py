@@ -254,9 +254,8 @@ class Launch:
         if self._signal is not None:
             self._terminal.say(f"{self._signal.name}; the ranks have {grace:g} s to end")
         elif self._first is not None and alive:
-            self._terminal.say(
-                f"rank {self._first.number} {describe_exit(self._first.failure)}; the others have {by_themselves:g} s to end"
-            )
+            end = describe_exit(self._first.failure)
+            self._terminal.say(f"rank {self._first.number} {end}; the others have {by_themselves:g} s to end")
         if self._signal is None:
             await _either(ranks, self._hurry, by_themselves)
             if not ranks.done():

@@ -1,4 +1,4 @@
-"""The process behind a lost rank: its host, its pid, and the exit code or signal that a launcher on this host records."""
+"""The process of a lost rank: host, pid, and the exit code or signal if a launcher on this host records it."""
 
 from __future__ import annotations
 
