@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from asynccomm.errors import NotSentError as NotSentError
     from asynccomm.errors import PayloadError as PayloadError
     from asynccomm.errors import PeerLostError as PeerLostError
+    from asynccomm.errors import QuorumError as QuorumError
     from asynccomm.errors import RendezvousError as RendezvousError
     from asynccomm.errors import StoreError as StoreError
     from asynccomm.errors import StoreProtocolError as StoreProtocolError
@@ -80,6 +81,7 @@ _HOMES = {
     "LeftOutError": "asynccomm.errors",
     "MonitoredBarrierError": "asynccomm.errors",
     "PeerLostError": "asynccomm.errors",
+    "QuorumError": "asynccomm.errors",
     "RendezvousError": "asynccomm.errors",
     "StoreError": "asynccomm.errors",
     "StoreProtocolError": "asynccomm.errors",

@@ -40,6 +40,7 @@ __all__ = [
     "RendezvousError",
     "BrokenError",
     "PeerLostError",
+    "QuorumError",
     "CollectiveTimeoutError",
     "CollectiveMismatchError",
     "AbortedError",
@@ -125,6 +126,24 @@ class LeftOutError(AsyncCommError):
 
     def __str__(self) -> str:
         return f"comm {self.comm!r} goes on without this rank: {self.reason}"
+
+
+class QuorumError(AsyncCommError):
+    """Too few ranks of a comm are left to go on.
+
+    Args:
+        comm: name of the comm.
+        left: number of ranks that would go on.
+        size: of the comm.
+        rule: the argument that they do not satisfy.
+    """
+
+    def __init__(self, comm: str, left: int, size: int, rule: str) -> None:
+        super().__init__(comm, left, size, rule)
+        self.comm, self.left, self.size, self.rule = comm, left, size, rule
+
+    def __str__(self) -> str:
+        return f"comm {self.comm!r} does not go on: {self.left} of its {self.size} ranks are left, and {self.rule}"
 
 
 class StoreError(AsyncCommError):

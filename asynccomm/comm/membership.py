@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, final
 
@@ -33,7 +33,7 @@ from asynccomm.control.membership.messages import (
 )
 from asynccomm.control.timing import CONNECT_SECONDS
 from asynccomm.core.tasks import detach, shielded
-from asynccomm.errors import AsyncCommError, BackendError, ClosedError, LeftOutError
+from asynccomm.errors import AsyncCommError, BackendError, ClosedError, LeftOutError, QuorumError
 from asynccomm.ops.validation import CommInfo
 from asynccomm.rendezvous.job import STORE_HOST_KEY
 from asynccomm.rendezvous.lobby import Lobby
@@ -72,6 +72,15 @@ class _RankClient:
         self._channel.call(call)
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Requirements:
+    """Conditions on the members of the new comm."""
+
+    min_size: int = 1  #: number of members
+    quorum: bool = False  #: more than half of the old comm's ranks; or half of them, with the store
+
+
 MembershipClient = _RankClient | Joiner  # a participant in the agreement; see ``control.membership.service``
 
 
@@ -88,14 +97,16 @@ async def await_commit(
     Args:
         proposal: the members in the order of their new ranks; None: all.
         wait: seconds to wait for the proposals of other ranks.
-        form: connects the members of a decision. Raises LeftOutError if other ranks go on in place of the comm.
+        form: connects the members of a decision. Raises LeftOutError if other ranks go on in place of the comm,
+            QuorumError if the decision has too few members.
         name: the name of the comm, for errors.
         note: explains the rank numbers in errors, where they are not the comm's.
 
-    Raises: ValueError: the ranks propose different things; LeftOutError; BackendError: they could not connect.
+    Raises: ValueError: the ranks propose different things; LeftOutError; QuorumError; BackendError: they could not
+    connect.
     """
     loop = asyncio.get_running_loop()
-    orders: asyncio.Queue[CoordinatorOrder | LeftOutError] = asyncio.Queue()
+    orders: asyncio.Queue[CoordinatorOrder | LeftOutError | QuorumError] = asyncio.Queue()
 
     def on_order(order: CoordinatorOrder) -> None:
         with contextlib.suppress(RuntimeError):  # the loop may be closed
@@ -124,7 +135,7 @@ async def await_commit(
                 case Excluded(why):
                     asking = False
                     raise LeftOutError(name, f"{why}{note}")
-                case LeftOutError() as error:
+                case LeftOutError() | QuorumError() as error:
                     raise error
                 case _:
                     pass
@@ -139,16 +150,16 @@ async def await_commit(
 
 @final
 class _JoinAttempt:
-    """Connects the members of a decision; calls ``left_out`` if other ranks have gone on already."""
+    """Connects the members of a decision; calls ``give_up`` if this rank must not go on."""
 
     def __init__(
         self,
         client: MembershipClient,
         decision: View,
         form: Callable[[View], Awaitable[Session]],
-        left_out: Callable[[LeftOutError], object],
+        give_up: Callable[[LeftOutError | QuorumError], object],
     ) -> None:
-        self._client, self._decision, self._form, self._left_out = client, decision, form, left_out
+        self._client, self._decision, self._form, self._give_up = client, decision, form, give_up
         self._session: Session | None = None
         self._dropping: asyncio.Task[None] | None = None
         self._task = asyncio.ensure_future(self._run())
@@ -156,8 +167,8 @@ class _JoinAttempt:
     async def _run(self) -> None:
         try:
             self._session = await self._form(self._decision)
-        except LeftOutError as exc:
-            self._left_out(exc)
+        except (LeftOutError, QuorumError) as exc:
+            self._give_up(exc)
         except Exception as exc:  # after any error: the other ranks must not wait for this one
             self._client.failed(self._decision.key, f"{type(exc).__name__}: {exc}")
         else:
@@ -182,19 +193,24 @@ class _JoinAttempt:
 
 
 async def reconfigure(
-    session: Session, proposal: Sequence[ParticipantId], wait: float, invite: Sequence[str] = ()
+    session: Session,
+    proposal: Sequence[ParticipantId],
+    wait: float,
+    requirements: Requirements,
+    invite: Sequence[str] = (),
 ) -> Session:
     """Connect a comm of the members in ``proposal`` that take part, and close the old comm. One call at a time.
 
     Args:
         proposal: job ranks of members of the old comm, and names of newcomers, in the order of their new ranks.
         wait: seconds for them to propose, too.
+        requirements: of the members.
         invite: the newcomers in ``proposal``.
     """
     identity = session.identity
     assert identity.job.channel is not None
     client = _RankClient(identity.job.channel, identity.key, identity.job_ranks)
-    task = asyncio.ensure_future(_regroup(session, client, proposal, wait, invite))
+    task = asyncio.ensure_future(_regroup(session, client, proposal, wait, requirements, invite))
     detach(task)
     session.regrouping = task  # closing the comm meanwhile cancels the task
     try:
@@ -215,7 +231,12 @@ async def reconfigure(
 
 
 async def _regroup(
-    session: Session, client: _RankClient, proposal: Sequence[ParticipantId], wait: float, invite: Sequence[str]
+    session: Session,
+    client: _RankClient,
+    proposal: Sequence[ParticipantId],
+    wait: float,
+    requirements: Requirements,
+    invite: Sequence[str],
 ) -> Session:
     identity = session.identity
     job, channel = identity.job, identity.job.channel
@@ -232,6 +253,7 @@ async def _regroup(
 
     async def form(decision: View) -> Session:
         me = decision.members.index(channel.rank)
+        await _check(session, decision, requirements)
         place = await _place(session, decision, origin.place)
         identity.free_name()
         return await bootstrap(
@@ -310,6 +332,22 @@ async def _place(session: Session, decision: View, place: RendezvousSpec) -> Ren
         address = [place.host, place.port]
     reporter.send_store(decision.key, address)
     return place
+
+
+async def _check(session: Session, decision: View, requirements: Requirements) -> None:
+    """Raise QuorumError if the decision has too few members. Every member checks, and none goes on without all."""
+    name, size, members = session.group.name, session.group.size, decision.members
+    if len(members) < requirements.min_size:
+        raise QuorumError(name, len(members), size, f"min_size is {requirements.min_size}")
+    if not requirements.quorum:
+        return
+    left = sum(isinstance(member, int) for member in members)
+    if 2 * left < size:
+        raise QuorumError(name, left, size, "quorum=True demands half of them")
+    if 2 * left == size:
+        if not await _survives(session, decision):
+            raise QuorumError(name, left, size, "quorum=True demands more than half of them where the store is gone")
+        await _reservation(session, decision)
 
 
 async def _reservation(session: Session, decision: View) -> None:

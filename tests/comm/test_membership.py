@@ -30,6 +30,7 @@ from asynccomm import (
     LeftOutError,
     MemoryStore,
     PeerLostError,
+    QuorumError,
     new_comm,
 )
 from asynccomm.comm import membership as regrouping_module
@@ -508,6 +509,84 @@ async def test_ranks_cut_off_from_each_other_do_not_all_go_on(alone_first: bool)
             with pytest.raises(LeftOutError, match=f"goes on without this rank: the comm goes on as {names}"):
                 raise error
         await close(new)
+
+
+async def cut_off(comms: Sequence[Comm], rank: int) -> None:
+    """Cut the control connection of ``rank``, the last one, and wait until all ranks have noticed."""
+    channel = comms[rank]._session.identity.job.channel
+    assert channel is not None
+    channel.call(partial(_cut_off, channel))
+    others = range(rank)
+    await until(lambda: all(gone(comms[other], rank) and gone(comms[rank], other) for other in others))
+
+
+@pytest.mark.parametrize("alone_first", [False, True])
+async def test_with_a_quorum_the_larger_part_goes_on(alone_first: bool) -> None:
+    async with loopback_world(3) as comms:
+        await cut_off(comms, 2)
+        new: list[Comm] = []
+        for part in [comms[2:], comms[:2]] if alone_first else [comms[:2], comms[2:]]:
+            found = await together([comm.shrink(quorum=True) for comm in part])
+            if len(part) == 2:
+                new = found
+            else:
+                message = "comm 'test' does not go on: 1 of its 3 ranks are left, and quorum=True demands half of them"
+                assert str(found[0]) == message
+                with pytest.raises(QuorumError):
+                    raise found[0]
+        await check(new)
+        await close(new)
+
+
+async def test_with_a_quorum_half_of_the_ranks_need_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with loopback_world(2) as comms:
+        await cut_off(comms, 1)
+        (new,) = await shrunk([comms[1]], quorum=True)
+        with pytest.raises(LeftOutError, match=r"the comm goes on as \[1\]"):
+            await comms[0].shrink(quorum=True)
+        await close([new])
+
+    async def survives(*args: object) -> bool:
+        return False
+
+    monkeypatch.setattr(regrouping_module, "_survives", survives)
+    async with loopback_world(2) as comms:
+        await cut_off(comms, 1)
+        for error in await together([comm.shrink(quorum=True) for comm in comms]):
+            with pytest.raises(
+                QuorumError, match="1 of its 2 ranks are left, .* more than half of them where the store"
+            ):
+                raise error
+
+
+async def test_too_few_ranks_do_not_go_on() -> None:
+    async with loopback_world(4) as comms:
+        await lost(comms, 1)
+        for error in await together([comms[rank].shrink(min_size=4) for rank in (0, 2, 3)]):
+            with pytest.raises(QuorumError, match="3 of its 4 ranks are left, and min_size is 4") as caught:
+                raise error
+            assert (caught.value.comm, caught.value.left, caught.value.size) == ("test", 3, 4)
+    async with loopback_world(4) as comms:
+        await lost(comms, 1)
+        asking = [asyncio.ensure_future(_await(comms[rank].shrink(min_size=3))) for rank in (0, 2)]
+        await until(lambda: _asking(comms[0]))
+        die(comms[3])
+        await until(lambda: gone(comms[0], 3) and gone(comms[2], 3))
+        for error in await together(asking):
+            with pytest.raises(QuorumError, match="2 of its 4 ranks are left, and min_size is 3"):
+                raise error
+
+
+async def test_requirements_are_checked_at_the_call() -> None:
+    async with loopback_world(2) as (comm, other):
+        for size in (0, 3, -1, 1.5, None):
+            with pytest.raises(ValueError, match=f"min_size must be from 1 to the 2 proposed members, got {size}"):
+                comm.shrink(min_size=size)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="min_size must be from 1 to the 1 proposed members, got 2"):
+            comm.shrink([1], min_size=2)
+        with pytest.raises(TypeError, match="quorum must be a bool, got 2"):
+            comm.reconfigure([0, 1], quorum=2)  # type: ignore[arg-type]
+        assert other.size == 2
 
 
 def _cut_off(channel: ControlChannel) -> None:

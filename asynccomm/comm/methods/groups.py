@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Self, SupportsIndex
 
-from asynccomm.comm.membership import lobby_of, reconfigure
+from asynccomm.comm.membership import Requirements, lobby_of, reconfigure
 from asynccomm.comm.methods.base import CommBase
 from asynccomm.comm.pending import PendingComm
 from asynccomm.comm.session import Session
@@ -207,7 +207,12 @@ class Groups(CommBase):
     # -- going on in place of this comm --------------------------------------------------------------------------------
 
     def shrink(
-        self, exclude: Sequence[SupportsIndex] = (), *, timeout: float | timedelta | None = None
+        self,
+        exclude: Sequence[SupportsIndex] = (),
+        *,
+        min_size: SupportsIndex = 1,
+        quorum: bool = False,
+        timeout: float | timedelta | None = None,
     ) -> PendingComm[Self]:
         """Go on without the lost ranks; ``await`` it, or better ``async with`` it. All remaining ranks call this.
 
@@ -223,6 +228,10 @@ class Groups(CommBase):
 
         Args:
             exclude: live ranks to leave out; they do not call this. The same on all ranks.
+            min_size: go on with at least so many ranks. The same on all ranks.
+            quorum: go on only with more than half of the ranks of this comm, or with half of them if they reach its
+                store first. So of the parts of a comm that cannot reach each other, one at most goes on. The same on
+                all ranks.
             timeout: seconds to wait for the live ranks to call this, too; None: the comm's time limit. Ranks that have
                 not called by then are left out; ranks that do not answer at all (they are stopped) are left out at
                 once.
@@ -231,6 +240,7 @@ class Groups(CommBase):
             ValueError, TypeError: at the call, naming the argument; from awaiting, if ranks propose different members.
             ClosedError: this rank has closed the comm; also from awaiting, if the comm is closed meanwhile.
             LeftOutError: from awaiting: the other ranks went on without this rank.
+            QuorumError: from awaiting: too few ranks are left for ``min_size`` or ``quorum``. Final, as cancelling is.
             BackendError: from awaiting: the members could not connect, in several attempts.
             RuntimeError: this rank has no control channel, or not all ranks have one; another task regroups the comm.
 
@@ -241,10 +251,15 @@ class Groups(CommBase):
         excluded = distinct(self._group, "exclude", exclude)
         if self.rank in excluded:
             raise ValueError(f"exclude must not have this rank, {self.rank}, got {list(exclude)!r}")
-        return self._regroup([rank for rank in range(self.size) if rank not in excluded], timeout)
+        return self._regroup([rank for rank in range(self.size) if rank not in excluded], min_size, quorum, timeout)
 
     def reconfigure(
-        self, members: Sequence[SupportsIndex | str], *, timeout: float | timedelta | None = None
+        self,
+        members: Sequence[SupportsIndex | str],
+        *,
+        min_size: SupportsIndex = 1,
+        quorum: bool = False,
+        timeout: float | timedelta | None = None,
     ) -> PendingComm[Self]:
         """Go on as a comm of ``members``, like :meth:`shrink`, but in any order and with newcomers.
 
@@ -258,7 +273,7 @@ class Groups(CommBase):
             members: ranks of this comm and names of newcomers (see :meth:`newcomers`), in the order of their new
                 numbers, with this rank among them. The same on all ranks. Members that are lost or do not join are left
                 out; newcomers, ten seconds after all ranks have called this.
-            timeout: as for :meth:`shrink`.
+            min_size, quorum, timeout: as for :meth:`shrink`; newcomers count for ``min_size``, not for ``quorum``.
 
         Raises: the errors of :meth:`shrink`; StoreError from awaiting, if newcomers cannot be invited.
         """
@@ -271,7 +286,7 @@ class Groups(CommBase):
         if len(set(names)) < len(names) or not all(0 < len(name) <= MAX_NAME for name in names):
             raise ValueError(f"members must be different newcomers, got {list(members)!r}")
         found = iter(ranks)
-        return self._regroup([m if isinstance(m, str) else next(found) for m in members], timeout)
+        return self._regroup([m if isinstance(m, str) else next(found) for m in members], min_size, quorum, timeout)
 
     async def newcomers(self) -> list[str]:
         """The names of the processes that wait in ``join_comm`` for a comm of this name, longest wait first.
@@ -283,15 +298,27 @@ class Groups(CommBase):
         self._submitter.check_open()
         return await lobby_of(self._session).waiting()
 
-    def _regroup(self, proposal: Sequence[int | str], timeout: float | timedelta | None) -> PendingComm[Self]:
+    def _regroup(
+        self,
+        proposal: Sequence[int | str],
+        min_size: SupportsIndex,
+        quorum: bool,
+        timeout: float | timedelta | None,
+    ) -> PendingComm[Self]:
         session = self._session
+        least = as_index(min_size)
+        if least is None or not 0 < least <= len(proposal):
+            raise ValueError(f"min_size must be from 1 to the {len(proposal)} proposed members, got {min_size!r}")
+        if not isinstance(quorum, bool):
+            raise TypeError(f"quorum must be a bool, got {quorum!r}")
+        requirements = Requirements(least, quorum)
         wait = seconds("timeout", timeout, session.options.timeout)
         self._check_regrouping()
         jobs = [each if isinstance(each, str) else session.identity.job_ranks[each] for each in proposal]
 
         async def connect() -> Self:
             self._check_regrouping()  # the state may have changed since the call
-            new = await reconfigure(session, jobs, wait, [job for job in jobs if isinstance(job, str)])
+            new = await reconfigure(session, jobs, wait, requirements, [job for job in jobs if isinstance(job, str)])
             return type(self)(new, new.backend_name)
 
         return PendingComm(connect)
