@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from asynccomm import interop as interop
     from asynccomm import testing as testing
     from asynccomm.backends.registry import backend_names as backend_names
+    from asynccomm.cli.spawning import spawn as spawn
     from asynccomm.comm.comm import Comm as Comm
     from asynccomm.comm.comm import coalesce as coalesce
     from asynccomm.comm.in_flight import CommStatistics as CommStatistics
@@ -96,6 +97,7 @@ _HOMES = {
     "RedOpType": "asynccomm.ops.reduce_op",
     "ReduceOp": "asynccomm.ops.reduce_op",
     "run": "asynccomm.runner",
+    "spawn": "asynccomm.cli.spawning",
     "PrefixStore": "asynccomm.store.base",
     "Store": "asynccomm.store.base",
     "StoreClient": "asynccomm.store.client",

@@ -39,7 +39,8 @@ ROOT: Final = Path(__file__).parent.parent
 PR_SET_CHILD_SUBREAPER: Final = 36
 MESSAGE_BYTES: Final = 1 << 17
 DESCRIPTORS: Final = 64  # at most, of one command
-STARTERS: Final = {"pytest", "asynccomm.cli.main", "torch.distributed.run"}  # modules that start Python themselves
+# modules that start Python themselves
+STARTERS: Final = {"pytest", "asynccomm.cli.main", "asynccomm.cli.tethered", "torch.distributed.run"}
 # imported before any fork
 IMPORTS: Final = (
     "asynccomm.comm.new_comm",
@@ -61,7 +62,7 @@ _PLAIN: Final = dict.fromkeys(("shell", "env", "cwd", "executable", "preexec_fn"
     "close_fds": True,
     "umask": -1,
 }
-OPTIONS: Final = {"-B": "PYTHONDONTWRITEBYTECODE", "-u": "PYTHONUNBUFFERED"}
+OPTIONS: Final = {"-B": "PYTHONDONTWRITEBYTECODE", "-P": "PYTHONSAFEPATH", "-u": "PYTHONUNBUFFERED"}
 # variables that only a new process reads
 AT_START: Final = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONDEVMODE", "PYTHONHASHSEED", "PYTHONWARNINGS")
 # The first rank of a pool is a real interpreter, so that not all ranks hash strings alike: the order of sets differs.

@@ -29,6 +29,7 @@ from asynccomm.rendezvous.job import JobOrigin
 from asynccomm.rendezvous.lobby import Lobby
 from asynccomm.rendezvous.spec import RendezvousSpec, connect_store, resolve_spec
 from asynccomm.store.base import Store, within
+from asynccomm.store.memory import MemoryStore
 
 LAST_SECONDS = 1.0  # the least time to join, for a process invited just before its timeout
 
@@ -42,6 +43,7 @@ def new_comm(
     store: Store | dist.Store | str | None = None,
     rank: SupportsIndex | None = None,
     size: SupportsIndex | None = None,
+    alone: bool = False,
     hints: Mapping[str, str] | None = None,
     abort_process_on_timeout_or_error: bool = False,
     high_priority_stream: bool = False,
@@ -66,6 +68,9 @@ def new_comm(
         store: the store for the rendezvous: None for the environment that launchers set (``env://``),
             ``tcp://host:port``, ``file:///path``, an asynccomm store, or any ``torch.distributed.Store``.
         rank, size: this process's rank and the number of ranks; None: from the store's URL, or RANK and WORLD_SIZE.
+        alone: a comm of this process only, without a launcher or another process; its collectives copy. ``store``,
+            ``rank`` and ``size`` are not given then. A script that may also run without a launcher says
+            ``alone="RANK" not in os.environ``.
         hints: strings for the backend (with ``"auto"``, for all that may be chosen); unknown hints are logged and
             ignored.
         abort_process_on_timeout_or_error: end the process (SIGABRT) when the comm breaks, instead of only raising.
@@ -95,7 +100,9 @@ def new_comm(
         max_ops=max_ops,
         max_bytes=max_bytes,
     )
-    place = resolve_spec(store, rank, size)
+    if alone and any(each is not None for each in (store, rank, size)):
+        raise ValueError(f"alone=True excludes store, rank and size, got {store!r}, {rank!r} and {size!r}")
+    place = resolve_spec(MemoryStore(), 0, 1) if alone else resolve_spec(store, rank, size)
     group = CommInfo(name, place.rank, place.size, where)
 
     async def connect() -> Comm:

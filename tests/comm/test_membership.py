@@ -553,9 +553,7 @@ async def test_with_a_quorum_half_of_the_ranks_need_the_store(monkeypatch: pytes
     async with loopback_world(2) as comms:
         await cut_off(comms, 1)
         for error in await together([comm.shrink(quorum=True) for comm in comms]):
-            with pytest.raises(
-                QuorumError, match="1 of its 2 ranks are left, .* more than half of them where the store"
-            ):
+            with pytest.raises(QuorumError, match=r"1 of its 2 ranks are left, .* more than half"):
                 raise error
 
 

@@ -22,6 +22,7 @@ from asynccomm import (
     Comm,
     MemoryStore,
     PeerLostError,
+    ReduceOp,
     RendezvousError,
     StoreClient,
     StoreError,
@@ -109,6 +110,18 @@ async def test_one_rank_alone(environ: pytest.MonkeyPatch, backend: str) -> None
         assert await comm.all_reduce(tensor) is tensor
         assert tensor.tolist() == [1, 1, 1]
         assert comm.options.timeout == 20
+
+
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
+async def test_a_process_alone_needs_no_launcher(environ: pytest.MonkeyPatch, backend: str) -> None:
+    environ.delenv("RANK")
+    async with new_comm(backend, alone=True) as comm, new_comm(backend, alone=True) as other:
+        assert (comm.rank, comm.size, other.name) == (0, 1, "main")
+        assert torch.equal(await comm.all_reduce(torch.ones(3), ReduceOp.AVG), torch.ones(3))
+        async with comm.split([0], "half") as half:
+            assert await half.all_gather_object("x") == ["x"]
+    with pytest.raises(ValueError, match="alone=True excludes store, rank and size, got None, 0 and None"):
+        new_comm(alone=True, rank=0)
 
 
 async def test_unknown_hints_are_logged_and_ignored(caplog: pytest.LogCaptureFixture) -> None:

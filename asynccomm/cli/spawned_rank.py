@@ -1,0 +1,48 @@
+"""One rank of ``spawn``: calls the function, and writes the outcome into the folder that it is given."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from asynccomm.cli.spawning import CALL, PATH, RankResult, result_file
+from asynccomm.comm.new_comm import new_comm
+from asynccomm.runner import run
+
+
+def main(directory: Path) -> int:
+    """Run this rank; returns the exit code."""
+    sys.path[:] = cloudpickle.loads((directory / PATH).read_bytes())
+    try:
+        fn, args, kwargs = cloudpickle.loads((directory / CALL).read_bytes())
+        outcome = RankResult(run(_call(fn, args, kwargs)))
+    except Exception as exc:
+        outcome = RankResult(None, exc, "".join(traceback.format_exception(exc)))
+    try:
+        data = cloudpickle.dumps(outcome)
+        cloudpickle.loads(data)
+    except Exception as exc:  # an error in place of an outcome that cannot travel
+        value, error, trace = outcome
+        text = f"{value!r} cannot be returned" if error is None else f"{type(error).__name__}: {error}"
+        error = RuntimeError(f"{text} ({type(exc).__name__}: {exc})")
+        outcome = RankResult(None, error, trace or f"{error}\n")
+        data = cloudpickle.dumps(outcome)
+    path = result_file(directory, int(os.environ["RANK"]))
+    path.with_suffix(".part").write_bytes(data)
+    path.with_suffix(".part").rename(path)
+    return 0 if outcome.error is None else 1
+
+
+async def _call(fn: Callable[..., Coroutine[Any, Any, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    async with new_comm() as comm:
+        return await fn(comm, *args, **kwargs)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,148 @@
+"""Several ranks from a notebook or a script: a function runs on each under ``asynccomm run``, and returns results.
+
+A process between the caller and the ranks is the launcher; it ends with the caller. The function, its arguments and
+the results travel by cloudpickle in a private folder.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any, Concatenate, Final, NamedTuple, ParamSpec, SupportsIndex, TypeVar
+
+import cloudpickle
+
+from asynccomm.comm.comm import Comm
+from asynccomm.errors import BrokenError
+from asynccomm.ops.validation import as_index
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+PATH: Final = "path"  # the file with sys.path, which the function may need to be loaded
+CALL: Final = "call"  # the file with the function and its arguments
+_RANK: Final = ("-m", "asynccomm.cli.spawned_rank")
+_END_SECONDS: Final = 30.0  # for the launcher to end after an interrupt
+
+
+class RankResult(NamedTuple):
+    """The result of one rank, or the error and its traceback."""
+
+    value: Any
+    error: BaseException | None = None
+    trace: str = ""
+
+
+def result_file(directory: Path, rank: int) -> Path:
+    """The file with the outcome of ``rank``, which appears whole."""
+    return directory / f"outcome{rank}"
+
+
+def spawn(
+    fn: Callable[Concatenate[Comm, P], Coroutine[Any, Any, T]],
+    size: SupportsIndex,
+    /,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> list[T]:
+    """Run ``await fn(comm, ...)`` on ``size`` new ranks of this host, and return the results in rank order.
+
+    ::
+
+        async def mean(comm, value):
+            return (await comm.all_reduce(torch.tensor(value * comm.rank), "avg")).item()
+
+        assert asynccomm.spawn(mean, 4, 2.0) == [3.0] * 4
+
+    Blocks, for some seconds at least: each rank is a new process that imports torch. The ranks print to this process's
+    ``sys.stdout`` and ``sys.stderr``, with their rank in front of each line. They end when this process does.
+
+    Args:
+        fn: a coroutine function, which may be defined in a notebook or a script; its first argument is a comm of all
+            ranks, which is closed after it.
+        size: number of ranks.
+        args, kwargs: the other arguments, the same on all ranks. The ranks get copies.
+
+    Raises:
+        ValueError: ``size`` is not a positive integer.
+        TypeError: ``fn`` is not callable.
+        Exception: the error of a rank, with its traceback as a note; of several, one that no other rank has caused.
+        RuntimeError: a rank gave no result, because it was killed, for example, or no result that can be pickled.
+        KeyboardInterrupt: after the ranks have ended; Ctrl-C cancels ``fn`` there.
+    """
+    ranks = as_index(size)
+    if ranks is None or ranks < 1:
+        raise ValueError(f"size must be a positive integer, got {size!r}")
+    if not callable(fn):
+        raise TypeError(f"fn must be a coroutine function, got {fn!r}")
+    with tempfile.TemporaryDirectory(prefix="asynccomm-") as folder:
+        directory = Path(folder)
+        (directory / PATH).write_bytes(cloudpickle.dumps(sys.path))
+        (directory / CALL).write_bytes(cloudpickle.dumps((fn, args, kwargs)))
+        code = _launch(ranks, directory)
+        return _results(ranks, directory, code)
+
+
+def _launch(size: int, directory: Path) -> int:
+    """Run the launcher until it ends, and pass on its output; returns its exit code."""
+    package = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), package)))
+    command = [sys.executable, "-P", "-m", "asynccomm.cli.tethered", str(os.getpid()), "run", "-n", str(size), *_RANK]
+    launcher = subprocess.Popen(
+        [*command, str(directory)],
+        env=os.environ | {"PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # a terminal's Ctrl-C reaches this process alone, which passes it on
+    )
+    with ExitStack() as stack:
+        stack.callback(launcher.wait)
+        stack.callback(launcher.kill)
+        for source, sink in ((launcher.stdout, sys.stdout), (launcher.stderr, sys.stderr)):
+            assert source is not None
+            reader = threading.Thread(target=_pass_on, args=(source, sink), daemon=True)
+            reader.start()
+            stack.callback(reader.join)
+        try:
+            code = launcher.wait()
+        except BaseException:
+            launcher.send_signal(signal.SIGINT)
+            launcher.wait(_END_SECONDS)
+            raise
+    return code
+
+
+def _pass_on(source: IO[bytes], sink: IO[str]) -> None:
+    with source:
+        for line in source:
+            sink.write(line.decode(errors="replace"))
+            sink.flush()
+
+
+def _results(size: int, directory: Path, code: int) -> list[Any]:
+    outcomes: dict[int, RankResult] = {}
+    for rank in range(size):
+        path = result_file(directory, rank)
+        if path.exists():
+            outcomes[rank] = cloudpickle.loads(path.read_bytes())
+    failed = [(rank, outcome) for rank, outcome in outcomes.items() if outcome.error is not None]
+    # a rank that lost another rank, or was aborted by it, is not the cause
+    failed.sort(key=lambda item: isinstance(item[1].error, BrokenError))
+    missing = [rank for rank in range(size) if rank not in outcomes]
+    if missing and (not failed or isinstance(failed[0][1].error, BrokenError)):
+        cause = failed[0][1].error if failed else None
+        raise RuntimeError(f"ranks {missing} gave no result; the launcher ended with exit code {code}") from cause
+    if failed:
+        rank, (_, error, trace) = failed[0]
+        assert error is not None
+        error.add_note(f"On rank {rank}:\n{trace}")
+        raise error
+    return [outcomes[rank].value for rank in range(size)]

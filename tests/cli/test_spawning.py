@@ -1,0 +1,116 @@
+"""Functions on several ranks, from a script, a notebook or a test."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+import asynccomm
+from asynccomm import Comm, PeerLostError
+from asynccomm.cli.spawning import RankResult, _results, result_file
+
+
+async def work(comm: Comm, case: str, *, scale: float = 1.0) -> Any:
+    """A case by its name."""
+    if case == "mean":
+        print("hello", file=sys.stderr if comm.rank else sys.stdout)
+        return (await comm.all_reduce(torch.tensor(scale * comm.rank), asynccomm.ReduceOp.AVG)).item(), os.environ[
+            "WORLD_SIZE"
+        ]
+    if case == "error" and comm.rank == 1:
+        raise LookupError("no such key")
+    await comm.barrier()
+    return None
+
+
+def test_results_come_in_rank_order_and_output_with_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    async def caller() -> list[Any]:  # a notebook has a running loop
+        return asynccomm.spawn(work, 2, "mean", scale=3.0)
+
+    assert asyncio.run(caller()) == [(1.5, "2")] * 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("[0] hello\n", "[1] hello\n")
+
+
+@pytest.mark.real_python
+def test_a_function_of_a_script_runs_too(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import asynccomm\n"
+        "class Answer:\n"
+        "    def __init__(self, rank): self.rank = rank\n"
+        "factor = 7\n"
+        "async def main(comm): return Answer(factor * comm.rank)\n"
+        "found = asynccomm.spawn(main, 2)\n"
+        "assert [type(each) for each in found] == [Answer, Answer]\n"
+        "print([each.rank for each in found])\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.returncode) == ("[0, 7]\n", 0), done.stderr
+
+
+def test_the_first_cause_is_raised(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(LookupError, match="no such key") as caught:
+        asynccomm.spawn(work, 2, "error")
+    assert 'raise LookupError("no such key")' in caught.value.__notes__[0]
+    assert caught.value.__notes__[0].startswith("On rank 1:\nTraceback")
+
+
+def test_a_rank_without_an_outcome_is_named(tmp_path: Path) -> None:
+    lost = RankResult(None, PeerLostError(1, "its connection ended"), "trace")
+    result_file(tmp_path, 0).write_bytes(cloudpickle.dumps(lost))
+    with pytest.raises(
+        RuntimeError, match=r"ranks \[1\] gave no result; the launcher ended with exit code 137"
+    ) as caught:
+        _results(2, tmp_path, 137)
+    assert isinstance(caught.value.__cause__, PeerLostError)
+    cause = RankResult(None, KeyError("x"), "trace")
+    result_file(tmp_path, 2).write_bytes(cloudpickle.dumps(cause))
+    with pytest.raises(KeyError) as found:
+        _results(3, tmp_path, 1)
+    assert found.value.__notes__ == ["On rank 2:\ntrace"]
+
+
+def test_arguments_are_checked() -> None:
+    for size in (0, -1, 1.5, None):
+        with pytest.raises(ValueError, match=f"size must be a positive integer, got {size}"):
+            asynccomm.spawn(work, size, "mean")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="fn must be a coroutine function, got 3"):
+        asynccomm.spawn(3, 1)  # type: ignore[call-overload, arg-type]
+
+
+def test_ctrl_c_ends_the_ranks_first(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import asyncio, os, sys\n"
+        "import asynccomm\n"
+        "async def main(comm):\n"
+        "    await comm.barrier()\n"
+        "    print('ready', flush=True)\n"
+        "    try:\n"
+        "        await asyncio.sleep(600)\n"
+        "    finally:\n"
+        "        print('cleaned', flush=True)\n"
+        "try:\n"
+        "    asynccomm.spawn(main, 2)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted', flush=True)\n"
+    )
+    child = subprocess.Popen([sys.executable, "-u", str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.stdout is not None
+    lines = []
+    for line in child.stdout:
+        lines.append(line.decode().strip())
+        if lines[-2:] in (["[0] ready", "[1] ready"], ["[1] ready", "[0] ready"]):
+            child.send_signal(signal.SIGINT)
+    child.communicate(timeout=60)
+    assert sorted(lines[2:4]) == ["[0] cleaned", "[1] cleaned"]
+    assert lines[4:] == ["interrupted"]
+    assert child.returncode == 0
