@@ -140,9 +140,9 @@ class Launch:
             stdin=None if number == 0 else subprocess.DEVNULL,  # one reader, as with mpirun: ranks split no line
             cpus=options.cpus[number] if options.cpus else frozenset(),
         )
-        rank = LaunchedRank(number, child, RankOutput(terminal, prefix, log, options.tee or log is None), restart)
-        rank.output.attach(child.stdout, child.stderr)
-        return rank
+        output = RankOutput(terminal, number, prefix, log, options.tee or log is None)
+        output.attach(child.stdout, child.stderr)
+        return LaunchedRank(number, child, output, restart)
 
     def _spawn_store(self, listening: int) -> LaunchedRank:
         groups = [str(rank.child.pid) for rank in self._ranks]
@@ -156,7 +156,7 @@ class Launch:
             keep=(listening,),
             die_with_parent=False,
         )
-        output = RankOutput(self._terminal, b"[store] ")
+        output = RankOutput(self._terminal, -1, b"[store] ")
         output.attach(child.stdout, child.stderr)
         return LaunchedRank(-1, child, output)
 
@@ -242,6 +242,7 @@ class Launch:
         if self._ending.is_set():
             self._hurry.set()
         self._signal = self._signal or number
+        self._terminal.tracebacks.interrupted = True
         self._send(number)
         self._ending.set()
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from typing import IO, final
 
 from asynccomm.cli.output import OutputSink, PipeReader, Prefixer, Tail
+from asynccomm.cli.tracebacks import SeenTracebacks, TracebackFolder
+
+FOLD_SECONDS = 0.1  # for a traceback to go on, after its last line
 
 
 @final
@@ -14,6 +18,7 @@ class Terminal:
     """The launcher's stdout and stderr. If both are one file, they share one queue, so lines stay whole."""
 
     def __init__(self) -> None:
+        self.tracebacks = SeenTracebacks()
         self.out = OutputSink(1)
         try:
             same = os.path.samestat(os.fstat(1), os.fstat(2))
@@ -62,12 +67,15 @@ class RankOutput:
     """Passes on both pipes of a process, line by line.
 
     Args:
+        rank: of several ranks with the same traceback, one shows it.
         prefix: put before each line on the terminal.
         log: a file that also receives the lines, if any.
         shown: whether lines go to the terminal.
     """
 
-    def __init__(self, terminal: Terminal, prefix: bytes, log: LogFile | None = None, shown: bool = True) -> None:
+    def __init__(
+        self, terminal: Terminal, rank: int, prefix: bytes, log: LogFile | None = None, shown: bool = True
+    ) -> None:
         self.tail = Tail()  #: of stderr
         self._terminal = terminal
         self._log = log
@@ -75,6 +83,8 @@ class RankOutput:
         self._out_prefix = Prefixer(prefix)
         self._err_prefix = Prefixer(prefix)
         self._readers: list[PipeReader] = []
+        self._folder = TracebackFolder(rank, terminal.tracebacks)
+        self._timer: asyncio.TimerHandle | None = None
 
     def attach(self, stdout: IO[bytes] | None, stderr: IO[bytes] | None) -> None:
         """Start reading these pipes."""
@@ -89,18 +99,31 @@ class RankOutput:
         """Pass on all received bytes, and end, without waiting for other holders of the pipes."""
         for reader in self._readers:
             reader.close()
+        self._flush()
         if self._log is not None:
             self._log.close()
 
     def _on_stdout(self, lines: list[bytes]) -> None:
-        self._pass_on(lines, self._out_prefix, self._terminal.out)
+        self._keep(lines)
+        self._show(lines, self._out_prefix, self._terminal.out)
 
     def _on_stderr(self, lines: list[bytes]) -> None:
         self.tail.add(lines)
-        self._pass_on(lines, self._err_prefix, self._terminal.err)
+        self._keep(lines)
+        self._show(self._folder.feed(lines), self._err_prefix, self._terminal.err)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._folder.holds:
+            self._timer = asyncio.get_running_loop().call_later(FOLD_SECONDS, self._flush)
 
-    def _pass_on(self, lines: list[bytes], prefix: Prefixer, sink: OutputSink) -> None:
+    def _flush(self) -> None:
+        self._show(self._folder.flush(), self._err_prefix, self._terminal.err)
+
+    def _keep(self, lines: list[bytes]) -> None:
         if self._log is not None:
             self._log.write(lines)
-        if self._shown:
+
+    def _show(self, lines: list[bytes], prefix: Prefixer, sink: OutputSink) -> None:
+        if self._shown and lines:
             sink.write(prefix.join(lines))

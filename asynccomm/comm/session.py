@@ -158,7 +158,8 @@ class Session:
                 await self.aclose()
             if reason is exc:
                 raise
-            raise reason from exc
+            # a rank that failed shows here as a timeout or as lost: no cause, and many lines of traceback
+            raise reason from None if isinstance(exc, (TimeoutError, PeerLostError)) else exc
         finally:
             if parent is not None:
                 parent._children.discard(self)

@@ -305,8 +305,8 @@ async def _ask(place: Store, name: str, mine: _Hello, deadline: float, timeout: 
     def left() -> float:
         return max(0.0, deadline - time.monotonic())
 
-    def late(what: str) -> RendezvousError:
-        return RendezvousError(f"comm {name!r}: {what} within {timeout:g} s (this is rank {mine.rank})")
+    def late(event: str, reason: str = "") -> RendezvousError:
+        return RendezvousError(f"comm {name!r}: {event} within {timeout:g} s{reason} (this is rank {mine.rank})")
 
     greeted = ""
     look = FIRST_LOOK
@@ -319,7 +319,7 @@ async def _ask(place: Store, name: str, mine: _Hello, deadline: float, timeout: 
             epoch: str = decode(Epoch, found.decode(errors="replace"))
         except MessageError:  # rank 0 may still overwrite it with its own epoch
             if left() <= 0:
-                raise late(f"rank 0 did not come: in the place of its epoch is {shown(found)}") from None
+                raise late("rank 0 did not come", f": in the place of its epoch is {shown(found)}") from None
             await asyncio.sleep(min(look, left()))
             look = min(2 * look, LAST_LOOK)
             continue
@@ -331,7 +331,7 @@ async def _ask(place: Store, name: str, mine: _Hello, deadline: float, timeout: 
             text = await room.get(f"answer/{mine.nonce}", min(look, left()))
         except StoreTimeoutError:
             if left() <= 0:
-                raise late("rank 0 did not answer: it or others are missing, or the world is full") from None
+                raise late("rank 0 did not answer", ": it or others are missing, or the comm is full") from None
             look = min(2 * look, LAST_LOOK)
             continue
         try:

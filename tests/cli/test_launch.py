@@ -167,6 +167,34 @@ def store_of(launcher_pid: int, until) -> int:
     return found[0]
 
 
+# -- tracebacks
+
+
+def test_one_traceback_for_all_ranks(launcher) -> None:
+    code, _, err = launcher.run("run", "-n", "3", launcher.script("import time; raise ValueError('everywhere')"))
+    assert code == 1
+    shown = err.split("failed first")[0]
+    assert shown.count("Traceback") == 1
+    assert len(re.findall(r"\[\d\] traceback as on rank \d: ValueError: everywhere\n", shown)) == 2
+
+
+def test_an_interrupt_is_a_line_of_each_rank(launcher) -> None:
+    script = """
+        import time
+        print("ready", flush=True)
+        time.sleep(60)
+    """
+    started = launcher.start("run", "-n", "2", launcher.script(script))
+    started.sees("ready", 2)
+    started.process.send_signal(signal.SIGINT)
+    assert started.finish() == 130
+    assert sorted(started.err.decode().splitlines()) == [
+        "[0] KeyboardInterrupt",
+        "[1] KeyboardInterrupt",
+        "asynccomm: SIGINT; the ranks have 10 s to end",
+    ]
+
+
 # -- elastic runs
 
 FAILS = """

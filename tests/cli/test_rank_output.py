@@ -28,7 +28,7 @@ def test_terminal_that_is_one_file_is_one_queue(launcher) -> None:
 
 async def test_both_pipes_go_to_the_log_and_only_stderr_to_the_tail(tmp_path: Path) -> None:
     terminal = Terminal()
-    output = RankOutput(terminal, b"[0] ", LogFile(tmp_path / "log", terminal), shown=False)
+    output = RankOutput(terminal, 0, b"[0] ", LogFile(tmp_path / "log", terminal), shown=False)
     (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe()
     output.attach(os.fdopen(out_read, "rb", buffering=0), os.fdopen(err_read, "rb", buffering=0))
     os.write(out_write, b"said\n")

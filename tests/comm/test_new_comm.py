@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -294,6 +295,22 @@ async def test_the_error_of_a_broken_parent_is_raised_at_once(monkeypatch: pytes
             cause = caught.value.__cause__
             assert isinstance(cause, type(error))
             assert cause.args[:2] == error.args[:2]
+
+
+@pytest.mark.parametrize("first", [TimeoutError(), PeerLostError(1, "it left while the ranks were connecting")])
+async def test_an_abort_while_connecting_has_no_other_cause(monkeypatch: pytest.MonkeyPatch, first: Exception) -> None:
+    async with loopback_world(2) as (a, b):
+
+        async def fails(cls: type[Backend], context: BackendContext) -> Backend:
+            a._session.break_by(AbortedError(1, "enough"))
+            raise first
+
+        monkeypatch.setattr(LoopbackBackend, "connect", classmethod(fails))
+        with pytest.raises(AbortedError, match="aborted by rank 1: enough") as caught:
+            await a.dup()
+        lines = traceback.format_exception(caught.value)
+        assert sum("Traceback" in line for line in lines) == 1, "".join(lines)
+        assert b.size == 2
 
 
 # -- "auto" -----------------------------------------------------------------------------------------------------------
