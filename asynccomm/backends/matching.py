@@ -8,6 +8,7 @@ sources never wait for each other.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from typing import Generic, TypeVar, final
 
 R = TypeVar("R")
@@ -55,6 +56,13 @@ class MatchQueues(Generic[R, M]):
     def keep(self, message: M, source: int, tag: int) -> None:
         """Queue a message that matches no posted receive."""
         _append(self._arrived[source], tag, self._stamped(), message)
+
+    def kept(self) -> Iterator[tuple[int, int, M]]:
+        """Source, tag and content of each unexpected message, those of a source and tag in order."""
+        for source, arrived in enumerate(self._arrived):
+            for tag, queue in arrived.items():
+                for _, message in queue:
+                    yield source, tag, message
 
     def withdraw(self, source: int | None) -> list[R]:
         """Remove and return the receives that name ``source``; with None those that accept any source."""

@@ -15,6 +15,9 @@ from asynccomm.ops.validation import MAX_TAG
 MAX_HEAD: Final = 64 << 20  # bytes; a receiver must receive a head before it can refuse the parcel
 
 
+TAG_BITS: Final = 28
+
+
 class MessageSpace(enum.IntEnum):
     """Separate spaces of tags: messages of different spaces never match, even under equal tags."""
 
@@ -25,10 +28,15 @@ class MessageSpace(enum.IntEnum):
 
     def key(self, tag: int) -> int:
         """The tag, in 30 bits, under which a transport sends a message of this space."""
-        return self << 28 | tag
+        return self << TAG_BITS | tag
+
+    @classmethod
+    def of_key(cls, key: int) -> tuple[MessageSpace, int]:
+        """The space and the tag of ``key``."""
+        return cls(key >> TAG_BITS), key & (1 << TAG_BITS) - 1
 
 
-assert MAX_TAG < 1 << 28
+assert MAX_TAG < 1 << TAG_BITS
 
 
 @final

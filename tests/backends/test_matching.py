@@ -76,3 +76,11 @@ def test_queues_of_tags_that_are_done_with_are_removed() -> None:
         matching.post(tag, None, tag)
         assert matching.claim(0, tag) == tag
     assert not any([*matching._arrived, *matching._posted])
+
+
+def test_unexpected_messages_are_listed() -> None:
+    queues = MatchQueues[str, str](SIZE)
+    for message, source, tag in (("a", 2, 0), ("b", 0, 1), ("c", 2, 0), ("d", 1, 1)):
+        queues.keep(message, source, tag)
+    assert queues.post("receive", 1, 1) == (1, "d")
+    assert list(queues.kept()) == [(0, 1, "b"), (2, 0, "a"), (2, 0, "c")]

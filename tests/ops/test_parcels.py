@@ -29,3 +29,4 @@ def test_keys_of_channels_never_meet() -> None:
     assert len(set(keys)) == len(MessageSpace) * len(tags)
     assert all(0 <= key < 2**30 for key in keys)
     assert MessageSpace.TENSORS.key(7) == 7
+    assert MessageSpace.of_key(MessageSpace.STREAMS.key(9)) == (MessageSpace.STREAMS, 9)

@@ -10,6 +10,7 @@ and ``bootstrap`` (creating and sharing a segment), ``rings``, ``endpoint`` and 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -33,8 +34,11 @@ from asynccomm.backends.shm.settings import (
 )
 from asynccomm.core.work import Work
 
+NAMED: Final = 8  # messages that a warning names
 QUIET_SECONDS: Final = 5.0  # limit of the wait for an aborted transfer to finish its chunk
 RELEASE_SECONDS: Final = 0.01  # between checks whether it has
+
+_log = logging.getLogger("asynccomm")
 
 
 @final
@@ -57,6 +61,7 @@ class ShmBackend(Backend):
         self._bell = bell
         self._loop = context.mailbox.loop
         self._on_error = context.on_error
+        self._name = context.group.name
         self._withdrawing = threading.RLock()  # reentrant: garbage collection inside may withdraw another comm
         self._withdrawn = False
         self._released = False
@@ -113,6 +118,10 @@ class ShmBackend(Backend):
         self._engine.drain_before_failure()
 
     async def aclose(self) -> None:
+        if unreceived := self._engine.unreceived():
+            more = f" and {len(unreceived) - NAMED} more" if len(unreceived) > NAMED else ""
+            messages = "; ".join(unreceived[:NAMED])
+            _log.warning("comm %r was closed with messages that were not received: %s%s", self._name, messages, more)
         self._engine.leave()
         self._withdraw()
         if not self._engine.idle(0.0):

@@ -460,6 +460,16 @@ class Engine:
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
+    def unreceived(self) -> list[str]:
+        """The messages that have arrived and that no receive has taken, in words. Before ``leave``."""
+        if self._position.dead or not self._lock.acquire(timeout=LOCK_SECONDS):
+            return []
+        try:
+            self._messages.progress()
+            return self._messages.unreceived()
+        finally:
+            self._release()
+
     def leave(self) -> None:
         """Publish that this rank leaves, so that the peers take the EOF on its pipe for an orderly close."""
         self._position.dead = True

@@ -204,6 +204,14 @@ class Messages:
         self._tally.pending -= len(lost)
         return lost
 
+    def unreceived(self) -> list[str]:
+        """The short messages of other ranks that no receive has taken, in words; a long one is known to its sender."""
+        return [
+            _describe(source, *MessageSpace.of_key(tag), message)
+            for source, tag, message in self._matching.kept()
+            if isinstance(message, Kept) and MessageSpace.of_key(tag)[0] is not MessageSpace.INTERNAL
+        ]
+
     def drop(self) -> None:
         """Drop all operations and never access the segment again. Submitting afterwards is not allowed."""
         self._reading = []
@@ -422,6 +430,15 @@ def _tag(op: PeerOp) -> int:
     """The tag in frames: an operation's tag and channel as one number."""
     assert not isinstance(op, PeerParcel) or op.channel is not MessageSpace.TENSORS, f"{op} would meet tensors"
     return op.key
+
+
+def _describe(source: int, space: MessageSpace, tag: int, message: Kept) -> str:
+    content = "an item of a stream"
+    if space is MessageSpace.TENSORS:
+        content = f"{str(BY_CODE[message.extra]).removeprefix('torch.')}[{message.length}]"
+    elif space is MessageSpace.OBJECTS:
+        content = f"an object of {len(message.data)} bytes"
+    return f"{content} of rank {source}" + (f", tag={tag}" if tag else "")
 
 
 def _outgoing(submission: Submission) -> Outgoing:

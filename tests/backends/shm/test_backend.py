@@ -1,10 +1,14 @@
 """Shared memory on real processes: the conformance suite, and what is shm's own."""
 
+import logging
+import logging.handlers
 import os
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+import torch
 
 from asynccomm import new_comm
 from asynccomm.testing import check_backend
@@ -65,3 +69,28 @@ async def test_conformance_with_tiny_slots_and_everything_on_the_worker(all_chec
     only = None if os.environ["WORLD_SIZE"] == "2" and all_checks else MANY_RANKS
     async with executors(kind):
         await check_backend(lambda name: new_comm("shm", name=name, timeout=50, hints=hints), only=only)
+
+
+@executor("core", "reference")
+@pytest.mark.ranks(2)
+async def test_messages_that_were_not_received_are_named_at_the_end(kind: str) -> None:
+    """Their senders have gone on, so no error tells of them."""
+    async with executors(kind):
+        handler = logging.handlers.BufferingHandler(10)
+        logger = logging.getLogger("asynccomm")
+        logger.addHandler(handler)
+        comm = await new_comm("shm", name="leftovers")
+        if comm.rank == 0:
+            for tag in range(3):
+                await comm.send(torch.ones(2), 1, tag=tag)
+            await comm.send_object("x", 1, tag=7)
+        await comm.barrier()
+        if comm.rank == 1:
+            await comm.recv(torch.zeros(2), 0, tag=1)
+        await comm.aclose()
+        logger.removeHandler(handler)
+        texts = [record.getMessage() for record in handler.buffer]
+        named = "comm 'leftovers' was closed with messages that were not received: "
+        content = r"float32\[2\] of rank 0; float32\[2\] of rank 0, tag=2; an object of \d+ bytes of rank 0, tag=7"
+        assert len(texts) == comm.rank
+        assert all(re.fullmatch(named + content, text) for text in texts), texts
