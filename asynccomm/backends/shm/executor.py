@@ -121,7 +121,8 @@ def core_segment(
     """The segment of a rank as the executor in C knows it; the arguments are those of :class:`Executor`."""
     starts = layout.record(0, 0) * WORD, layout.slot(0, 0), layout.result(0, 0), layout.ring_start(0, 0)
     size, banks, chunk, ring = layout.size, layout.banks, layout.chunk, layout.ring
-    return core.Segment(memory, rank, size, banks, chunk, layout.piece, ring, starts, bells)  # type: ignore[no-any-return]
+    segment: _core.Segment = core.Segment(memory, rank, size, banks, chunk, layout.piece, ring, starts, bells)
+    return segment
 
 
 def _vector(operand: Operand | int) -> int | tuple[list[int], list[int]]:

@@ -26,20 +26,18 @@ from torch import Tensor
 from asynccomm.backends import arithmetic
 from asynccomm.backends.base import Submission
 from asynccomm.backends.matching import MatchQueues
+from asynccomm.backends.shm.arrivals import Arrival, ParcelArrival, TensorArrival
 from asynccomm.backends.shm.board import RankPosition
 from asynccomm.backends.shm.endpoint import (
     CLEAR,
     DATA,
     OFFER,
     SHORT,
-    Arrival,
     Kept,
     Link,
     Offer,
     Outgoing,
-    ParcelArrival,
     Tally,
-    TensorArrival,
 )
 from asynccomm.backends.shm.executor import NO_WAIT, Pace
 from asynccomm.backends.shm.fence import Fence

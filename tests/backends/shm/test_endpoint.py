@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from asynccomm.backends.shm.endpoint import DATA, OFFER, SHORT, SHORT_BYTES, Link, TensorArrival
+from asynccomm.backends.shm.arrivals import TensorArrival
+from asynccomm.backends.shm.endpoint import DATA, OFFER, SHORT, SHORT_BYTES, Link
 from asynccomm.backends.shm.executor import Pace
 from asynccomm.backends.shm.layout import LINE
 from asynccomm.backends.shm.p2p import Messages

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asynccomm.backends.base import Submission
-from asynccomm.backends.shm.endpoint import CLEAR, DATA, OFFER, SHORT, ParcelArrival, TensorArrival
+from asynccomm.backends.shm.arrivals import ParcelArrival, TensorArrival
+from asynccomm.backends.shm.endpoint import CLEAR, DATA, OFFER, SHORT
 from asynccomm.backends.shm.vectors import address_of
 from asynccomm.errors import BackendError, PayloadError, PeerLostError
 from asynccomm.ops import MessageSpace
