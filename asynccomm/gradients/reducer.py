@@ -251,12 +251,16 @@ class GradientReducer(Handle):
         try:
             order = await step.receive()
         except Exception as exc:
-            self._fail(exc)
+            with self._lock:
+                if step is self._step:  # and not forgotten by a rebind() meanwhile
+                    self._error = exc
+                    self._forget_step()
             raise
         finally:
             step.finishing = False
         with self._lock:
-            self._end_step(order)
+            if step is self._step:
+                self._end_step(order)
 
     def _begin_finish(self) -> GradientStep:
         """Send the remaining buckets. Without any wait, so the order of calls on the comm is that of the program."""
@@ -302,11 +306,6 @@ class GradientReducer(Handle):
                 self._build(plan)
                 return
         self._step = self._new_step()
-
-    def _fail(self, error: Exception) -> None:
-        with self._lock:
-            self._error = error
-            self._forget_step()
 
     # -- buckets ------------------------------------------------------------------------------------------------------
 
