@@ -1,6 +1,6 @@
 """The ranks compare their models and settings, before any gradient travels.
 
-Buckets carry no names: ranks whose models differ would add gradients of unlike parameters, or find operations of
+Buckets carry no names: ranks with different models would add gradients of unlike parameters, or call operations of
 unlike sizes. The root therefore sends the description of its model, each rank compares it with its own, and all ranks
 get the first difference that any of them has found.
 """
@@ -17,7 +17,7 @@ from asynccomm.gradients.planning import GradientLayout
 
 
 def describe_model(model: nn.Module) -> list[str]:
-    """A line for each parameter and buffer, equal on ranks whose gradients can be reduced together."""
+    """A line for each parameter and buffer, equal on ranks with gradients that can be reduced together."""
     lines = []
     for name, parameter in model.named_parameters():
         line = f"parameter {name!r}: {_form(parameter)}"

@@ -5,8 +5,8 @@ computed into memory of its own (after ``zero_grad(set_to_none=True)``) is copie
 than clearing the bucket and adding to it. Where the view is still the parameter's gradient, autograd adds to it in
 place.
 
-The flag of a gradient is 1 on a rank that contributes one, and 0 on a rank whose parameter has none. The flags are
-reduced with the gradients. So a rank without the gradient learns, without another message, whether any rank has one.
+The flag of a gradient is 1 on a rank with that gradient, and 0 on a rank without it. The flags are reduced with the
+gradients. So a rank without the gradient knows, without another message, whether any rank has one.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class GradientBucket:
         if not isinstance(result, Tensor) or result.numel() != self.tensor.numel():
             got = _text(result) if isinstance(result, Tensor) else repr(result)
             raise ValueError(f"compress must give None or a tensor of {self.tensor.numel()} elements, got {got}")
-        self.tensor.copy_(result.detach().view(-1))
+        self.tensor.copy_(result.detach().reshape(-1))
 
     def settle(self) -> None:
         """Give their gradient to parameters for which only other ranks had one, and be ready for the next step.
@@ -219,11 +219,6 @@ class GradientBuckets:
             for slot, parameter in enumerate(bucket.parameters):
                 if parameter.grad is not None:
                     bucket.put(slot)
-
-    def discard(self) -> None:
-        """Give up the step."""
-        for bucket in self.all:
-            bucket.discard()
 
 
 def _text(tensor: Tensor) -> str:

@@ -73,7 +73,7 @@ def plan_buckets(layouts: Sequence[GradientLayout], order: Sequence[int], limit:
     open_buckets: dict[torch.dtype, list[int]] = {}
     sizes: dict[torch.dtype, int] = {}
     full: list[list[int]] = []
-    begun: set[torch.dtype] = set()  # the dtypes whose first bucket is full
+    begun: set[torch.dtype] = set()  # the dtypes with a full first bucket
     for number in order:
         dtype, nbytes = layouts[number].dtype, layouts[number].nbytes
         most = limit if dtype in begun else min(limit, FIRST_BYTES)

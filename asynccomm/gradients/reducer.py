@@ -44,7 +44,7 @@ _COMPRESSED: Final = (torch.bfloat16, torch.float16)
 
 @final
 class ArrivalHook:
-    """Tells a reducer that autograd has computed the gradient of a parameter. Does not keep the reducer alive."""
+    """Notifies a reducer that the gradient of a parameter was computed. Does not keep the reducer alive."""
 
     __slots__ = ("_number", "reducer")
 
@@ -217,6 +217,9 @@ class GradientReducer(Handle):
         """Remove the hooks: later gradients stay local. Idempotent; the gradients keep their values."""
         self._closed = True
         self._remove_hooks()
+        with self._lock:
+            if self._step is not None and not self._step.finishing:
+                self._step.give_up()
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -325,8 +328,8 @@ class GradientReducer(Handle):
 
     def _forget_step(self) -> None:
         """Let go of gradients and their memory, which operations in flight may still change."""
-        if self._buckets is not None:
-            self._buckets.discard()
+        if self._step is not None:
+            self._step.give_up()
         self._buckets = self._step = None
         for parameter in self._parameters:
             parameter.grad = None

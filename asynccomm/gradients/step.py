@@ -1,7 +1,8 @@
 """One step: from the first gradient that backward computes to the end of ``finish``.
 
-A bucket whose gradients are all there is sent by the thread that has computed the last one, if all buckets before it
-are sent. The owner of a step holds a lock around all methods but ``receive``: hooks run on the thread of backward.
+When all gradients of a bucket are there, and all buckets before it are sent, the thread that has computed the last
+gradient sends the bucket. The owner of a step holds a lock around all methods but ``receive``: hooks run on the thread
+of backward.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class GradientStep:
         self._buckets = buckets
         self._op = op
         self._compress = compress
-        self._ready: set[int] = set()  # parameters whose gradient is in its bucket
+        self._ready: set[int] = set()  # parameters with their gradient in the bucket
         self._sent = 0  # buckets
         self._received = 0  # buckets
         self.recorded: list[int] = []  #: parameters in the order of their gradients
@@ -54,11 +55,11 @@ class GradientStep:
             return  # finish() raises it
         bucket, slot = self._buckets.places[number]
         try:
-            if number in self._ready:
+            if number in self._ready or bucket.pending is not None:
                 raise RuntimeError(
-                    f"parameter {bucket.names[slot]!r} got another gradient while the last one was on its way to the "
-                    f"other ranks: call finish() after backward, and use `with reducer.no_sync():` for all backward "
-                    f"passes of a step but the last"
+                    f"parameter {bucket.names[slot]!r} got another gradient while gradients of the last backward are "
+                    f"on their way to the other ranks: call finish() after backward, and use `with "
+                    f"reducer.no_sync():` for all backward passes of a step but the last"
                 )
             if not sync:
                 return
@@ -112,4 +113,14 @@ class GradientStep:
         order: Sequence[int] | None = None if self.order is None else await self.order
         for bucket in self._buckets.all:
             bucket.settle()
+        if self.error is not None:  # of a backward pass meanwhile, which has changed gradients on their way
+            raise self.error
         return order or ()
+
+    def give_up(self) -> None:
+        """Forget the step, which has failed or will not be finished. Operations in flight go on."""
+        for work in [*self.works, *([] if self.order is None else [self.order])]:
+            if work.done():
+                work.exception()  # retrieved: the error of the step stands for all
+        for bucket in self._buckets.all:
+            bucket.discard()

@@ -274,6 +274,7 @@ def test_ddp_has_a_row_per_model(tmp_path: Path) -> None:
         assert row["ratio"] == pytest.approx(row["gloo_cost_ms"] / row["cost_ms"])
 
 
+@pytest.mark.exhaustive
 def test_gradients_has_a_row_per_model(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     done = bench("gradients.py", *("--models", "convolutions"), *("--rounds", 1), *("--bucket-mb", 2), "--json", out)

@@ -14,9 +14,9 @@ from asynccomm.testing import loopback_world
 R = TypeVar("R")
 
 
-async def on_ranks(size: int, program: Callable[[Comm], Awaitable[R]]) -> list[R]:
+async def on_ranks(size: int, program: Callable[[Comm], Awaitable[R]], ordering: str = "program") -> list[R]:
     """The results of ``program`` on each rank."""
-    async with loopback_world(size) as comms:
+    async with loopback_world(size, ordering=ordering) as comms:
         return await asyncio.gather(*(program(comm) for comm in comms))
 
 

@@ -39,7 +39,7 @@ class Net(nn.Module):
         self.tied.weight = self.second.weight
         self.branch, self.unused = nn.Linear(64, 64), nn.Linear(3, 3)
         self.first.bias.requires_grad_(False)
-        self.register_buffer("scale", torch.rand(4))
+        self.register_buffer("scale", torch.rand(4), persistent=False)
 
     def forward(self, x: Tensor, branch: bool = False) -> Tensor:
         x = torch.relu(self.first(x))
@@ -98,7 +98,8 @@ async def test_training_equals_one_process_and_ddp(comm: Comm) -> None:
     assert found[0][-1] is None, "the unused layer"
 
 
-async def test_gradients_are_those_of_all_samples_together() -> None:
+@pytest.mark.parametrize("ordering", ["program", "agreed"])
+async def test_gradients_are_those_of_all_samples_together(ordering: str) -> None:
     torch.manual_seed(0)
     alone = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)).to(
         memory_format=torch.channels_last
@@ -117,7 +118,7 @@ async def test_gradients_are_those_of_all_samples_together() -> None:
                 for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
                     torch.testing.assert_close(mine.grad, theirs.grad)
 
-    await on_ranks(3, program)
+    await on_ranks(3, program, ordering)
 
 
 class Random(nn.Module):
@@ -395,6 +396,19 @@ async def test_a_second_backward() -> None:
                 await reducer.finish()
             assert all(each.grad is None for each in model.parameters()), "they were not the ranks' result"
             await reducer.rebind(reducer.comm)
+
+    await with_reducer(body)
+
+
+async def test_backward_on_a_thread_with_another_event_loop() -> None:
+    async def body(model: nn.Sequential, reducer: GradientReducer) -> None:
+        async def elsewhere() -> None:
+            loss_of(model).backward()
+
+        with pytest.raises(RuntimeError, match="belongs to another event loop than the running one"):
+            await asyncio.to_thread(asyncio.run, elsewhere())
+        with pytest.raises(RuntimeError, match="belongs to another event loop"):
+            await reducer.finish()
 
     await with_reducer(body)
 

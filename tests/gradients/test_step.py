@@ -89,3 +89,18 @@ async def test_a_cancelled_wait_goes_on_later() -> None:
         assert [each.grad[0].item() for each in parameters] == [1, 1]
 
     await on_ranks(2, program)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+async def test_gradients_on_their_way_must_not_change(number: int) -> None:
+    async def program(comm: Comm) -> None:
+        parameters, step = step_of(comm, [[0, 1]])
+        parameters[0].sum().backward()
+        step.send_rest()
+        text = f"parameter 'p{number}' got another gradient while gradients of the last backward are on their way"
+        with pytest.raises(RuntimeError, match=text):
+            parameters[number].sum().backward()
+        with pytest.raises(RuntimeError, match=text):
+            await step.receive()
+
+    await on_ranks(2, program)
