@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from asynccomm.errors import StoreProtocolError as StoreProtocolError
     from asynccomm.errors import StoreTimeoutError as StoreTimeoutError
     from asynccomm.errors import WouldBlockError as WouldBlockError
+    from asynccomm.gradients.bucket import GradientBucket as GradientBucket
+    from asynccomm.gradients.reducer import GradientReducer as GradientReducer
     from asynccomm.interop.wrap import wrap as wrap
     from asynccomm.ops.reduce_op import RedOpType as RedOpType
     from asynccomm.ops.reduce_op import ReduceOp as ReduceOp
@@ -88,6 +90,8 @@ _HOMES = {
     "StoreProtocolError": "asynccomm.errors",
     "StoreTimeoutError": "asynccomm.errors",
     "WouldBlockError": "asynccomm.errors",
+    "GradientBucket": "asynccomm.gradients.bucket",
+    "GradientReducer": "asynccomm.gradients.reducer",
     "wrap": "asynccomm.interop.wrap",
     "BatchSendRecv": "asynccomm.comm.methods.p2p",
     "coalesce": "asynccomm.comm.comm",

@@ -117,15 +117,16 @@ def stepper(
     return timed(steps)
 
 
+def silent(group: Any, model: nn.Module) -> nn.Module:
+    """DDP that sends nothing in a step."""
+    wrapped = DistributedDataParallel(model, process_group=group)
+    wrapped.register_comm_hook(None, noop_hook)
+    return wrapped
+
+
 async def measure(comm: Comm, name: str, groups: dict[str, Any], rounds: int) -> Step:
     kind = MODELS[name]
-
-    def silent(model: nn.Module) -> nn.Module:
-        wrapped = DistributedDataParallel(model, process_group=groups["gloo"])
-        wrapped.register_comm_hook(None, noop_hook)
-        return wrapped
-
-    bodies = {"bare": stepper(kind, silent, comm.barrier)}
+    bodies = {"bare": stepper(kind, partial(silent, groups["gloo"]), comm.barrier)}
     for peer, group in groups.items():
         bodies[peer] = stepper(kind, partial(DistributedDataParallel, process_group=group))
     us = await in_turns(comm, bodies, rounds)

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import asynccomm
-from asynccomm import Comm
+from asynccomm import Comm, GradientReducer, ReduceOp
 
 RANKS = 3
 STEPS = 150
@@ -57,6 +57,7 @@ class Training:
         self.model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.step = 0
+        self.gradients: GradientReducer | None = None
         self.comm: Comm | None = None  # on which all ranks have been brought to one state
 
     def batch(self) -> tuple[Tensor, Tensor]:
@@ -72,10 +73,11 @@ class Training:
         # Over the whole batch, and so the ranks' gradients are summed. With the mean of each rank's own samples, and
         # ReduceOp.AVG, a step of two ranks would weigh samples otherwise than one of three where shares are uneven.
         loss = F.cross_entropy(self.model(images), labels, reduction="sum") / BATCH
+        work = comm.all_reduce(loss.detach().clone())
         loss.backward()  # type: ignore[no-untyped-call]
-        total = loss.detach()
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        await comm.all_reduce_coalesced([*gradients, total])
+        assert self.gradients is not None
+        await self.gradients.finish()
+        total = await work
         # From here on nothing waits for anybody: the step is done here even if others never hear the end of it.
         self.optimizer.step()
         self.step += 1
@@ -86,7 +88,9 @@ class Training:
         steps: list[Any] = await comm.all_gather_object(self.step)  # 0: a newcomer
         # Ranks may differ by one step: the sum may have reached some before the loss, and others never.
         root = steps.index(max(steps))
-        await comm.broadcast_state(self.model, root=root)
+        if self.gradients is None:
+            self.gradients = GradientReducer(self.model, comm, op=ReduceOp.SUM)
+        await self.gradients.rebind(comm, root)  # with the weights of that rank
         mine = self.optimizer.state_dict(), self.step
         theirs: Any = await comm.broadcast_object(mine if comm.rank == root else None, root=root)
         state, self.step = theirs

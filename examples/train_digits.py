@@ -4,7 +4,7 @@
     asynccomm run -n 2 examples/train_digits.py --device cuda      # by NCCL
 
 Three things happen at once in every step: backward computes gradients in a thread, those that are complete already
-travel (``GradientBuckets``), and another thread prepares the next batch (``prefetch``). The event loop only
+travel (``asynccomm.GradientReducer``), and another thread prepares the next batch (``prefetch``). The event loop only
 coordinates, so it stays free for whatever else your program does.
 
 N ranks train the same weights as one rank does: each takes an equal slice of every global batch, and the average of
@@ -18,9 +18,8 @@ import argparse
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,10 +30,10 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 import asynccomm
-from asynccomm import Comm, ReduceOp, Work
+from asynccomm import Comm, GradientReducer
 
 TEST_SAMPLES = 360  # of 1797
-BUCKET_BYTES = 64 << 10  # small, as the model is: so its 600 KiB of gradients leave in three parts
+BUCKET_MB = 1 / 16  # small, as the model is: so its 600 KiB of gradients leave in three parts
 
 
 class Samples(NamedTuple):
@@ -92,64 +91,6 @@ async def prefetch(samples: Iterator[Samples]) -> AsyncIterator[Samples]:
 
 
 @dataclass
-class Bucket:
-    """Some parameters' gradients, side by side in one tensor."""
-
-    gradients: Tensor
-    parameters: int
-    missing: int = 0  #: how many of the parameters backward has not reached yet
-
-
-class GradientBuckets:
-    """Averages the gradients over the ranks, bucket by bucket, while backward still computes the rest.
-
-    Every ``parameter.grad`` is a view into its bucket. Backward adds to it in place and all_reduce works in place, so
-    nothing is copied. Backward goes from the last layer to the first, and so do the buckets. It reaches the parameters
-    in the same order on all ranks, because they compute the same graph: that is why the collectives match.
-    """
-
-    def __init__(self, comm: Comm, model: nn.Module) -> None:
-        self._comm = comm
-        self._works: list[Work[Tensor]] = []
-        self._buckets: list[Bucket] = []
-        for group in grouped(reversed(list(model.parameters())), BUCKET_BYTES):
-            sizes = [parameter.numel() for parameter in group]
-            bucket = Bucket(torch.zeros(sum(sizes), device=group[0].device), len(group))
-            self._buckets.append(bucket)
-            for parameter, gradient in zip(group, torch.split(bucket.gradients, sizes), strict=True):
-                parameter.grad = gradient.view_as(parameter)
-                hook = partial(self._arrived, bucket)
-                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-    def backward(self, loss: Tensor) -> list[Work[Tensor]]:
-        """Compute the gradients; they are averages once the Works are done. Blocks, so call it in a thread."""
-        self._works = []
-        for bucket in self._buckets:
-            bucket.gradients.zero_()  # and never zero_grad(): that would replace the views
-            bucket.missing = bucket.parameters
-        torch.autograd.backward(loss)
-        assert not any(bucket.missing for bucket in self._buckets), "the loss does not depend on all parameters"
-        return self._works
-
-    def _arrived(self, bucket: Bucket, parameter: Tensor) -> None:
-        bucket.missing -= 1
-        if bucket.missing == 0:  # sent right here, from the thread of backward; awaited on the event loop
-            self._works.append(self._comm.all_reduce(bucket.gradients, ReduceOp.AVG))
-
-
-def grouped(parameters: Iterable[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:
-    """The parameters in order, in groups of at least ``limit`` bytes; the last may be smaller."""
-    group: list[nn.Parameter] = []
-    for parameter in parameters:
-        group.append(parameter)
-        if sum(member.nbytes for member in group) >= limit:
-            yield group
-            group = []
-    if group:
-        yield group
-
-
-@dataclass
 class Overlap:
     """How much of the communication was hidden behind backward.
 
@@ -161,11 +102,10 @@ class Overlap:
     total: float = 0.0  #: seconds
     exposed: float = 0.0  #: seconds
 
-    async def wait(self, works: Sequence[Work[Tensor]]) -> None:
-        """Await the Works of one step, given in the order they were sent, and take the times."""
-        began = time.monotonic()
-        for work in works:
-            await work
+    async def finish(self, gradients: GradientReducer) -> None:
+        """Wait for the gradients of one step, and take the times."""
+        began, works = time.monotonic(), gradients.works  # in the order they were sent
+        await gradients.finish()
         self.exposed += time.monotonic() - began
         covered = 0.0  # until when; two Works at a time count once
         for work in works:
@@ -183,23 +123,26 @@ async def train(
     comm: Comm, model: nn.Module, optimizer: torch.optim.Optimizer, samples: Samples, options: argparse.Namespace
 ) -> Overlap:
     """Run all epochs. Rank 0 shows the progress."""
-    gradients = GradientBuckets(comm, model)
     overlap = Overlap()
 
-    def forward_backward(batch: Samples) -> tuple[float, list[Work[Tensor]]]:
+    def forward_backward(batch: Samples) -> float:
         images, labels = (tensor.to(comm.device) for tensor in batch)
+        optimizer.zero_grad()
         loss = F.cross_entropy(model(images), labels)
-        return loss.item(), gradients.backward(loss)
+        torch.autograd.backward(loss)
+        return loss.item()
 
     steps = options.epochs * (len(samples.labels) // options.batch_size)
     mine = batches(samples, options.epochs, options.batch_size, options.seed, comm.rank, comm.size)
     with tqdm(total=steps, desc="training", unit="step", disable=comm.rank != 0) as progress:
-        async for batch in prefetch(mine):
-            loss, works = await asyncio.to_thread(forward_backward, batch)
-            await overlap.wait(works)
-            optimizer.step()
-            progress.set_postfix(loss=f"{loss:.3f}", refresh=False)
-            progress.update()
+        # the ranks begin with the weights of rank 0
+        async with GradientReducer(model, comm, bucket_mb=BUCKET_MB) as gradients:
+            async for batch in prefetch(mine):
+                loss = await asyncio.to_thread(forward_backward, batch)
+                await overlap.finish(gradients)
+                optimizer.step()
+                progress.set_postfix(loss=f"{loss:.3f}", refresh=False)
+                progress.update()
     return overlap
 
 
@@ -221,8 +164,6 @@ async def main(options: argparse.Namespace) -> None:
         torch.manual_seed(options.seed)
         model = make_model().to(comm.device)
         optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, nesterov=True)
-        # the seed has made them equal already; weights from a file or another kind of machine might not be
-        await asyncio.gather(*[comm.broadcast(parameter.detach(), root=0) for parameter in model.parameters()])
 
         began = time.monotonic()
         overlap = await train(comm, model, optimizer, train_samples, options)

@@ -225,6 +225,7 @@ BAD_ARGUMENTS = {
     "only": (["forms.py", "--only", "telepathy"], "argument --only: no form contains 'telepathy'"),
     "rounds": (["completion.py", "--rounds", "0"], "arguments --delays, --rounds, --late: must be positive"),
     "ranks": (["agreed.py", "--simulate", "2,0"], "arguments --simulate, --ops, --rounds, --ranks: must be positive"),
+    "bucket-mb": (["gradients.py", "--bucket-mb", "0"], "argument --bucket-mb: must be positive, got 0"),
     "lists": (
         ["coalesce.py", "--lists", "64 x 64 B,a shopping list"],
         "argument --lists: there is no list 'a shopping list'",
@@ -271,3 +272,16 @@ def test_ddp_has_a_row_per_model(tmp_path: Path) -> None:
     for row in rows:
         assert row["cost_ms"] == pytest.approx(row["asynccomm_ms"] - row["bare_ms"])
         assert row["ratio"] == pytest.approx(row["gloo_cost_ms"] / row["cost_ms"])
+
+
+@pytest.mark.exhaustive
+def test_gradients_has_a_row_per_model(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    done = bench("gradients.py", *("--models", "convolutions"), *("--rounds", 1), *("--bucket-mb", 2), "--json", out)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(out.read_text())
+    assert (row["model"], row["ranks"], row["bytes"] >> 20, row["bucket_mb"]) == ("convolutions", 2, 8, 2.0)
+    assert row["cost_ms"] == pytest.approx(row["reducer_ms"] - row["bare_ms"])
+    for peer in ("asynccomm", "gloo"):
+        assert row[f"over_{peer}"] == pytest.approx((row[f"{peer}_ms"] - row["bare_ms"]) / row["cost_ms"])
+    assert row["thread_ms"] > 0

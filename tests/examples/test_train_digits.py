@@ -13,8 +13,6 @@ from types import ModuleType
 import pytest
 import torch
 
-import asynccomm
-
 ROOT = Path(__file__).parents[2]
 SCRIPT = "examples/train_digits.py"
 
@@ -30,9 +28,6 @@ def launch(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
 class FinishedWork:
     started: float
     finished: float
-
-    def __await__(self) -> Iterator[None]:
-        return iter(())
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +54,7 @@ def test_two_ranks_learn_the_digits() -> None:
         r"communication: ([\d.]+) s of ([\d.]+) s, (-?\d+)% of it hidden", done.stdout
     )
     assert 0 < float(communication) < float(total)
-    assert int(hidden) <= 100  # how much it is depends on the machine; see test_gradients_leave_during_backward
+    assert int(hidden) <= 100  # how much it is depends on the machine; see tests/gradients/test_reducer.py
     assert all(line.startswith("[0]") for line in done.stdout.splitlines())
 
     bars = [line for line in re.split(r"[\r\n]+", done.stderr) if "training:" in line]
@@ -80,32 +75,15 @@ def test_two_ranks_train_the_same_weights_as_one(tmp_path: Path) -> None:
     torch.testing.assert_close(weights[2], weights[1], rtol=0, atol=1e-5)
 
 
-def test_gradients_leave_during_backward(example: ModuleType) -> None:
-    events: list[str] = []
-
-    class Comm:
-        def all_reduce(self, tensor: torch.Tensor, op: asynccomm.ReduceOp) -> None:
-            events.append(f"sent {tensor.numel()} for {op}")
-
-    model = example.make_model()
-    gradients = example.GradientBuckets(Comm(), model)
-    first = next(model.parameters())
-    first.register_post_accumulate_grad_hook(lambda _: events.append("backward has reached the first layer"))
-    works = gradients.backward(model(torch.randn(2, 1, 8, 8)).sum())
-
-    assert len(works) == 3
-    assert [event for event in events if event.startswith("sent")] == [
-        "sent 132490 for AVG",  # 1024 x 128 and 128 x 10 weights, 138 biases
-        "sent 18496 for AVG",
-        "sent 320 for AVG",
-    ]
-    assert events.index("backward has reached the first layer") >= 2
-
-
 def test_time_under_way_counts_once(example: ModuleType) -> None:
+    class Gradients:
+        works = (FinishedWork(1.0, 3.0), FinishedWork(2.0, 4.0), FinishedWork(2.5, 3.5), FinishedWork(6.0, 7.0))
+
+        async def finish(self) -> None:
+            self.works = ()  # as after a step
+
     overlap = example.Overlap()
-    works = [FinishedWork(1.0, 3.0), FinishedWork(2.0, 4.0), FinishedWork(2.5, 3.5), FinishedWork(6.0, 7.0)]
-    asyncio.run(overlap.wait(works))
+    asyncio.run(overlap.finish(Gradients()))
     assert overlap.total == 4.0
     assert 0 <= overlap.exposed < overlap.total
     assert overlap.hidden == 1 - overlap.exposed / 4.0
