@@ -41,7 +41,8 @@ from asynccomm import Comm, GradientReducer, ReduceOp
 RANKS = 3
 STEPS = 150
 BATCH = 96  # samples of one step, of all ranks together
-KILL_AT, JOIN_AT = 40, 80  # the step of the kill, and the step before which the newcomer must have come
+KILL_AT = 40  # the step of the kill
+JOIN_AFTER = 40  # steps from the kill to the step before which the newcomer must have come
 LOOK_EVERY = 5  # steps from one look for newcomers to the next
 PACE = 0.02  # seconds of a step: a larger model would take them by itself
 NEWCOMER = "ASYNCCOMM_NEWCOMER" in os.environ  # set by `asynccomm run --restart`
@@ -50,13 +51,14 @@ NEWCOMER = "ASYNCCOMM_NEWCOMER" in os.environ  # set by `asynccomm run --restart
 class Training:
     """All that must survive: the weights, the optimizer's state, and how many steps have been done."""
 
-    def __init__(self) -> None:
+    def __init__(self, join_at: int = STEPS) -> None:
         torch.manual_seed(0)
         pixels, digits = load_digits(return_X_y=True)
         self.images, self.labels = torch.from_numpy(pixels).float() / 16 - 0.5, torch.from_numpy(digits)
         self.model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.step = 0
+        self.join_at = join_at  # the step that waits for a newcomer
         self.gradients: GradientReducer | None = None
         self.comm: Comm | None = None  # on which all ranks have been brought to one state
 
@@ -108,7 +110,7 @@ async def step_with_recovery(comm: Comm, training: Training) -> tuple[Comm, floa
         try:
             if comm is not training.comm:  # the ranks have changed
                 await training.catch_up(comm)
-            must_grow = comm.size < RANKS and training.step >= JOIN_AT
+            must_grow = comm.size < RANKS and training.step >= training.join_at
             if (must_grow or training.step % LOOK_EVERY == 0) and (names := await newcomers(comm, wait=must_grow)):
                 comm = await go_on(comm, names)
                 continue  # to bring them up to date
@@ -158,13 +160,13 @@ async def train(comm: Comm, training: Training) -> None:
     await comm.aclose()
 
 
-async def be_rank(backend: str) -> None:
+async def be_rank(backend: str, kill_at: int) -> None:
     report(pid=os.getpid())
     if NEWCOMER:
         comm = await asynccomm.join_comm(name="elastic", timeout=60)
     else:
         comm = await asynccomm.new_comm(backend, name="elastic", timeout=60)
-    await train(comm, Training())
+    await train(comm, Training(kill_at + JOIN_AFTER))
 
 
 def report(**what: Any) -> None:
@@ -215,17 +217,17 @@ class Heard:
             await self.news.wait()
 
 
-async def watch(backend: str, victim: str) -> None:
+async def watch(backend: str, victim: str, kill_at: int) -> None:
     command = [sys.executable, "-m", "asynccomm", "run", "-n", str(RANKS), "--elastic", "--restart", "1", "--no-prefix"]
-    script = [__file__, "--role", "rank", "--backend", backend]
+    script = [__file__, "--role", "rank", "--backend", backend, "--at", str(kill_at)]
     run = await asyncio.create_subprocess_exec(*command, *script, stdout=asyncio.subprocess.PIPE)
     assert run.stdout is not None
     heard = Heard()
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(heard.listen(run.stdout))
-            await heard.reached(KILL_AT)
-            print(f"step {KILL_AT:3}   kill -9 of {victim}", flush=True)
+            await heard.reached(kill_at)
+            print(f"step {kill_at:3}   kill -9 of {victim}", flush=True)
             os.kill(heard.pids[victim], signal.SIGKILL)
         if await run.wait():
             raise SystemExit("the run has failed")
@@ -233,17 +235,17 @@ async def watch(backend: str, victim: str) -> None:
         if run.returncode is None:
             run.terminate()
             await run.wait()
-    check(heard, victim)
+    check(heard, victim, kill_at)
 
 
-def check(heard: Heard, victim: str) -> None:
+def check(heard: Heard, victim: str, kill_at: int) -> None:
     """That nothing was lost, repeated or otherwise than in a run that was never interrupted."""
     if sorted(heard.losses) != list(range(STEPS)):
         raise SystemExit(f"steps are missing: {sorted(set(range(STEPS)) - heard.losses.keys())}")
     for name, steps in heard.by.items():
         if any(after <= before for before, after in itertools.pairwise(steps)):
             raise SystemExit(f"{name} has repeated a step: {steps}")
-    if max(heard.by[victim]) >= STEPS - 1 or min(heard.by["newcomer"]) < JOIN_AT:
+    if max(heard.by[victim]) >= STEPS - 1 or min(heard.by["newcomer"]) <= kill_at:
         raise SystemExit("the ranks did not come and go as they should")
     if len(heard.weights) != RANKS or len(set(heard.weights.values())) != 1:
         raise SystemExit(f"the weights differ in the end: {heard.weights}")
@@ -274,9 +276,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Lose a rank and take one in, in the middle of training.")
     parser.add_argument("--backend", default="auto", help="auto, shm or gloo")
     parser.add_argument("--kill", type=int, choices=range(RANKS), default=1, help="the rank to kill")
+    last = STEPS - JOIN_AFTER - 1
+    parser.add_argument("--at", type=int, choices=range(last), default=KILL_AT, metavar="STEP", help="of the kill")
     parser.add_argument("--role", choices=["watch", "rank"], default="watch", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.role == "rank":
-        asynccomm.run(be_rank(options.backend))
+        asynccomm.run(be_rank(options.backend, options.at))
     else:
-        asynccomm.run(watch(options.backend, f"rank {options.kill}"))
+        asynccomm.run(watch(options.backend, f"rank {options.kill}", options.at))

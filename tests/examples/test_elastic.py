@@ -1,5 +1,6 @@
 """examples/elastic.py, started as its user would: nothing of the training is lost with a rank."""
 
+import random
 import re
 import subprocess
 import sys
@@ -12,10 +13,14 @@ from tests.sampling import some
 ROOT = Path(__file__).parents[2]
 
 
+RANDOM = random.Random(19)
+KILLS = [("shm", 0, 40), ("gloo", 2, 40), *(("shm", RANDOM.randrange(3), RANDOM.randrange(109)) for _ in range(50))]
+
+
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(("backend", "victim"), some([("shm", 0), ("gloo", 2)], 1))
-def test_training_goes_on_without_a_rank_and_with_a_new_one(backend: str, victim: int) -> None:
-    command = [sys.executable, "examples/elastic.py", "--backend", backend, "--kill", str(victim)]
+@pytest.mark.parametrize(("backend", "victim", "at"), some(KILLS, 1))
+def test_training_goes_on_without_a_rank_and_with_a_new_one(backend: str, victim: int, at: int) -> None:
+    command = [sys.executable, "examples/elastic.py", "--backend", backend, "--kill", str(victim), "--at", str(at)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     # the script has compared steps, losses and weights, and would have failed; here is that it had reason to
