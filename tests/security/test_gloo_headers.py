@@ -29,6 +29,7 @@ from asynccomm.ops import Call, MessageSpace, Parcel, Parcels, Recv, RecvParcel
 from asynccomm.ops.dtypes import CODES
 from asynccomm.ops.parcels import MAX_HEAD
 from asynccomm.ops.validation import CommInfo
+from tests.cases import cases
 
 from .mutations import HUGE, little_memory, mutated
 
@@ -99,7 +100,7 @@ PARCELS = [
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("seed", range(40))
+@cases("seed", range(40))
 def test_messages_that_are_almost_right(seed: int) -> None:
     choose = random.Random(seed)
     with little_memory():
@@ -118,7 +119,7 @@ def test_what_was_not_changed_is_taken() -> None:
             assert take(sent(parcel), room) is None
 
 
-@pytest.mark.parametrize("seed", range(20))
+@cases("seed", range(20))
 def test_headers_of_any_numbers(seed: int) -> None:
     choose = random.Random(seed)
     numbers = [0, 1, 8, 4096, 4097, 1 << 20, 1 << 26, *HUGE]
@@ -230,7 +231,7 @@ def received(message: bytes, n: int = 8) -> BaseException | None:
 BYTE = CODES[torch.uint8]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@cases("seed", range(20))
 def test_headers_of_tensors_that_are_almost_right(seed: int) -> None:
     choose = random.Random(seed)
     for _ in range(50):
@@ -258,7 +259,7 @@ def test_a_message_without_a_header() -> None:
         assert isinstance(received(message), BackendError)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@cases("seed", range(10))
 def test_collectives_of_parcels(seed: int) -> None:
     choose = random.Random(seed)
     lane: Any = Lane()

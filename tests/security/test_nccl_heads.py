@@ -16,6 +16,7 @@ from asynccomm import BackendError, BrokenError, Comm
 from asynccomm.backends.nccl.envelopes import HeaderReceiver, packed
 from asynccomm.ops import Call, MessageSpace, Parcel, SendParcel
 from asynccomm.ops.dtypes import CODES
+from tests.cases import cases
 
 from ..backends.nccl.conftest import World, simulated, world  # noqa: F401, TID252
 from ..backends.nccl.test_transfers import Ends, ends  # noqa: F401, TID252
@@ -24,7 +25,7 @@ from .mutations import little_memory, mutated
 BYTE = CODES[torch.uint8]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@cases("seed", range(20))
 def test_heads_that_are_almost_right(seed: int) -> None:
     choose = random.Random(seed)
     along = torch.ones(10, dtype=torch.uint8)

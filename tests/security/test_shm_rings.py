@@ -18,6 +18,7 @@ from asynccomm.errors import BackendError, BrokenError, CollectiveMismatchError
 from asynccomm.ops import MessageSpace
 from asynccomm.ops.dtypes import CODES
 from asynccomm.ops.parcels import MAX_HEAD
+from tests.cases import cases
 
 from ..backends.shm.ring_world import Box, World, executor, pattern, text  # noqa: F401, TID252
 from .mutations import HUGE, little_memory, mutated
@@ -87,7 +88,7 @@ def go_on(world: World, guarded: Guarded) -> None:
     assert all(len(str(error)) < 1000 for error in world.errors)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@cases("seed", range(40))
 def test_frames_that_are_almost_right(seed: int) -> None:
     choose = random.Random(seed)
     with little_memory():
@@ -104,7 +105,7 @@ def test_frames_that_are_almost_right(seed: int) -> None:
             go_on(world, guarded)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@cases("seed", range(40))
 def test_frames_of_any_numbers(seed: int) -> None:
     """Each by itself is a frame, or nearly."""
     choose = random.Random(seed)
@@ -131,7 +132,7 @@ def test_frames_of_any_numbers(seed: int) -> None:
             go_on(world, guarded)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@cases("seed", range(10))
 def test_words_beside_the_ring(seed: int) -> None:
     """How far the other side has read, and how much it has matched."""
     choose = random.Random(seed)

@@ -13,6 +13,7 @@ import pytest
 from asynccomm.errors import StoreError, StoreProtocolError
 from asynccomm.store.client import StoreClient
 from asynccomm.store.codec import Codec
+from tests.cases import cases
 
 from .mutations import little_memory, mutated
 
@@ -49,7 +50,7 @@ def feed(codec: Codec, data: bytes, choose: random.Random) -> None:
             return
 
 
-@pytest.mark.parametrize("seed", range(20))
+@cases("seed", range(20))
 def test_answers_that_are_almost_right(seed: int) -> None:
     choose = random.Random(seed)
     with little_memory():
@@ -63,7 +64,7 @@ def test_answers_that_are_almost_right(seed: int) -> None:
             feed(codec, mutated(b"".join([answer for _, answer in asked]), choose), choose)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@cases("seed", range(10))
 def test_any_bytes(seed: int) -> None:
     choose = random.Random(seed)
     with little_memory():
