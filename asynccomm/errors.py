@@ -5,6 +5,7 @@ AsyncCommError
  ├─ WouldBlockError           a blocking call on a thread whose event loop is running
  ├─ NotSentError              the operation was held back by a scope and then dropped
  ├─ PayloadError              a peer's message could not be read or did not fit; the comm goes on
+ │   └─ PayloadTypeError      an object is not of the type that the receive expects
  ├─ MonitoredBarrierError     ranks did not come to a monitored barrier in time; the comm goes on
  ├─ StoreError                the key-value store that ranks meet on
  │   ├─ StoreProtocolError    the server (or another service on that port) broke the protocol
@@ -32,6 +33,7 @@ __all__ = [
     "WouldBlockError",
     "NotSentError",
     "PayloadError",
+    "PayloadTypeError",
     "MonitoredBarrierError",
     "LeftOutError",
     "StoreError",
@@ -87,6 +89,10 @@ class NotSentError(AsyncCommError):
 
 class PayloadError(AsyncCommError):
     """A peer's message does not fit the receive, or cannot be decoded; it is discarded, and the comm goes on."""
+
+
+class PayloadTypeError(PayloadError, TypeError):
+    """A received object is not of the class that the receive has as ``expect``; the comm goes on."""
 
 
 class MonitoredBarrierError(AsyncCommError, TimeoutError):

@@ -154,8 +154,11 @@ async def test_one_rank_alone_may_refuse_the_object_of_a_collective() -> None:
         with pytest.raises(PayloadError, match="max_bytes is 0"):
             await works[1]
         assert await works[0] == [0, 1, 2]
-        works = [comm.all_gather_object(Point(comm.rank), weights_only=comm.rank != 0) for comm in comms]
-        assert [point.x for point in await works[0]] == [0, 1, 2]  # type: ignore[attr-defined]
+        first, *others = comms
+        works = [first.all_gather_object(Point(5), weights_only=False), *(c.all_gather_object(1) for c in others)]
+        point, *rest = await works[0]
+        assert point.x == 5  # type: ignore[attr-defined]
+        assert rest == [1, 1]
         with pytest.raises(PayloadError, match="from rank 0 is refused"):
             await works[2]
         with pytest.raises(PayloadError):
@@ -258,20 +261,22 @@ async def test_code_of_the_sender_runs_only_when_trusted(tmp_path: Path) -> None
         }
         evil = {name: Opener(tmp_path / name) for name in receives}
         sends = {
-            "recv": lambda e: a.send_object(e, 1),
-            "list": lambda e: a.send_object_list([e], 1),
-            "all_gather": lambda e: a.all_gather_object(e),
-            "gather": lambda e: a.gather_object(e, 1),
-            "broadcast": lambda e: a.broadcast_object(e, 0),
-            "broadcast_list": lambda e: a.broadcast_object_list([e], 0),
-            "scatter": lambda e: a.scatter_object_list([e, e], 0),
+            "recv": lambda e, **trust: a.send_object(e, 1, **trust),
+            "list": lambda e, **trust: a.send_object_list([e], 1, **trust),
+            "all_gather": lambda e, **trust: a.all_gather_object(e, **trust),
+            "gather": lambda e, **trust: a.gather_object(e, 1, **trust),
+            "broadcast": lambda e, **trust: a.broadcast_object(e, 0, **trust),
+            "broadcast_list": lambda e, **trust: a.broadcast_object_list([e], 0, **trust),
+            "scatter": lambda e, **trust: a.scatter_object_list([e, e], 0, **trust),
         }
         for name, receive in receives.items():
-            sends[name](evil[name])
+            with pytest.raises(TypeError, match=r"cannot be sent, because receivers refuse posix.mkdir"):
+                sends[name](evil[name])
+            sends[name](evil[name], weights_only=False)
             with pytest.raises(PayloadError, match=r"unsupported GLOBAL posix.mkdir.*weights_only=False"):
                 await receive()
         assert list(tmp_path.iterdir()) == []
-        a.send_object(Opener(tmp_path / "trusted"), 1)
+        a.send_object(Opener(tmp_path / "trusted"), 1, weights_only=False)
         await b.recv_object(0, weights_only=False)
         assert [path.name for path in tmp_path.iterdir()] == ["trusted"]
 
@@ -279,15 +284,15 @@ async def test_code_of_the_sender_runs_only_when_trusted(tmp_path: Path) -> None
 async def test_trust_on_every_receiving_method() -> None:
     async with loopback_world(2) as (a, b):
         p = Point(4)
-        a.send_object_list([p], 1)
+        a.send_object_list([p], 1, weights_only=False)
         assert (await b.recv_object_list([None], 0, weights_only=False))[0].x == 4
-        a.gather_object(p, 1)
+        a.gather_object(p, 1, weights_only=False)
         assert (await b.gather_object(1, 1, weights_only=False))[0].x == 4  # type: ignore[index]
-        a.broadcast_object(p, 0)
+        a.broadcast_object(p, 0, weights_only=False)
         assert (await b.broadcast_object(None, 0, weights_only=False)).x == 4  # type: ignore[attr-defined]
-        a.broadcast_object_list([p], 0)
+        a.broadcast_object_list([p], 0, weights_only=False)
         assert (await b.broadcast_object_list([None], 0, weights_only=False))[0].x == 4
-        a.scatter_object_list([1, p], 0)
+        a.scatter_object_list([1, p], 0, weights_only=False)
         assert (await b.scatter_object_list(None, 0, weights_only=False)).x == 4  # type: ignore[attr-defined]
 
 
