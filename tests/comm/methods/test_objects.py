@@ -2,13 +2,17 @@
 
 import asyncio
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
-from asynccomm import CollectiveMismatchError, Comm, PayloadError, ReduceOp
+from asynccomm import CollectiveMismatchError, Comm, PayloadError, ReduceOp, Work, register_safe
 from asynccomm.testing.local import loopback_world
 
 
@@ -440,3 +444,83 @@ async def test_lists_are_checked() -> None:
             with pytest.raises(ValueError, match=r"input_list must be None or empty except on the root \(rank 1\)"):
                 a.scatter_object_list(wrong, 1)  # type: ignore[arg-type]
         nothing_sent(a, b)
+
+
+# -- expected classes -------------------------------------------------------------------------------------------------
+
+
+@register_safe
+@dataclass
+class Settings:
+    steps: int
+    out: Path = Path("out")
+    mask: Any = None
+
+
+async def test_received_objects_have_the_expected_class() -> None:
+    async with loopback_world(2) as (a, b):
+        a.send_object(Settings(1), 1)
+        settings = await b.recv_object(0, expect=Settings)
+        assert settings.steps == 1
+        works = [comm.all_gather_object(Settings(comm.rank), expect=Settings) for comm in (a, b)]
+        assert [each.steps for each in await works[1]] == [0, 1]
+        a.gather_object(Settings(5), 1, expect=Settings)
+        gathered = await b.gather_object(Settings(6), 1, expect=Settings)
+        assert gathered is not None
+        assert [each.steps for each in gathered] == [5, 6]
+        a.broadcast_object(Settings(7), 0, expect=Settings)
+        assert (await b.broadcast_object(None, 0, expect=Settings)).steps == 7
+        a.scatter_object_list([Settings(8), Settings(9)], 0, expect=Settings)
+        assert (await b.scatter_object_list(None, 0, expect=Settings)).steps == 9
+
+
+async def test_an_object_of_another_class() -> None:
+    async with loopback_world(2) as (a, b):
+        sends: list[Callable[[], object]] = [
+            lambda: a.send_object({"steps": 1}, 1),
+            lambda: a.all_gather_object({"steps": 1}),
+            lambda: a.gather_object({"steps": 1}, 1),
+            lambda: a.broadcast_object({"steps": 1}, 0),
+            lambda: a.scatter_object_list([1, {"steps": 1}], 0),
+        ]
+        receives: list[Callable[[], Work[Any]]] = [
+            lambda: b.recv_object(0, expect=Settings),
+            lambda: b.all_gather_object(Settings(1), expect=Settings),
+            lambda: b.gather_object(Settings(1), 1, expect=Settings),
+            lambda: b.broadcast_object(None, 0, expect=Settings),
+            lambda: b.scatter_object_list(None, 0, expect=Settings),
+        ]
+        for send, receive in zip(sends, receives, strict=True):
+            send()
+            work = receive()
+            for error in (TypeError, PayloadError):
+                with pytest.raises(error, match=r"\(\) of rank 1 expected a Settings, but rank 0 sent a dict$"):
+                    await work
+        nothing_sent_before = [comm.statistics().submitted for comm in (a, b)]
+        for call in (
+            lambda: a.all_gather_object(1, expect=Settings),
+            lambda: a.gather_object(1, 1, expect=Settings),
+            lambda: a.broadcast_object(1, 0, expect=Settings),
+        ):
+            with pytest.raises(TypeError, match=r"^obj must be a Settings, as expect says, got a int$"):
+                call()
+        with pytest.raises(TypeError, match=r"^input_list\[1\] must be a Settings, as expect says, got a str$"):
+            a.scatter_object_list([Settings(1), "x"], 0, expect=Settings)
+        assert [comm.statistics().submitted for comm in (a, b)] == nothing_sent_before
+        a.send_object("next", 1)
+        assert await b.recv_object(0) == "next", "the comm goes on"
+
+
+@pytest.mark.ranks(2, backend=["shm", "gloo"])
+async def test_everyday_values_on_real_ranks(comm: Comm) -> None:
+    for size in (3, 100_000):
+        mask = numpy.arange(size * 2.0).reshape(2, size, order="F")
+        mine = Settings(comm.rank, Path("x"), mask)
+        for settings in await comm.all_gather_object(mine, expect=Settings):
+            assert settings.out == Path("x")
+            assert numpy.array_equal(settings.mask, mask)
+        work = comm.send_tensor_dict({"t": torch.ones(2), "mask": mask, "at": date(2024, 1, 1)}, 1 - comm.rank)
+        got = await comm.recv_tensor_dict(1 - comm.rank)
+        assert got["at"] == date(2024, 1, 1)
+        assert numpy.array_equal(got["mask"], mask)
+        await work

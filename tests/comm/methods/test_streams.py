@@ -204,6 +204,18 @@ async def test_trust() -> None:
         assert await anext(b.stream(0, weights_only=False)) is Comm
 
 
+async def test_items_of_another_class_do_not_end_the_stream() -> None:
+    async with loopback_world(2) as (a, b):
+        sink, stream = a.sink(1), b.stream(0, expect=int)
+        for item in (1, "two", 3):
+            sink.put(item)
+        sink.close()
+        assert await anext(stream) == 1
+        with pytest.raises(TypeError, match=r"stream\(\) of rank 1 expected a int, but rank 0 sent a str"):
+            await anext(stream)
+        assert [number + 1 async for number in stream] == [4]
+
+
 async def test_other_kinds_are_refused() -> None:
     async with loopback_world(2) as (a, b):
         call = Call(SendParcel("x", 1, 0, MessageSpace.STREAMS), (), (), None, parcels=(encode(PayloadKind.OBJECT, 1),))
