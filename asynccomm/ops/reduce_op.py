@@ -19,10 +19,13 @@ reduced, e4m3fn and e5m2; the others can only be moved (broadcast, gather, ...).
 from __future__ import annotations
 
 import enum
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ReduceOp as TorchReduceOp
 
 
 class RedOpType(enum.Enum):
@@ -40,6 +43,9 @@ class RedOpType(enum.Enum):
 
     __hash__ = object.__hash__  # members are single; Enum's own hash is a Python function, run several times per call
 
+
+#: the reductions that methods of a comm take: ours, and a member or an instance of torch's ReduceOp
+ReduceOpLike: TypeAlias = "ReduceOp | TorchReduceOp | TorchReduceOp.RedOpType"
 
 _FLOAT8: Final = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 _BITWISE: Final = frozenset({RedOpType.BAND, RedOpType.BOR, RedOpType.BXOR})
