@@ -79,6 +79,10 @@ class NotSentError(AsyncCommError):
         reason: the end of the scope.
     """
 
+    op: Labelled
+    comm: str
+    reason: str
+
     def __init__(self, op: Labelled, comm: str, reason: str) -> None:
         super().__init__(op, comm, reason)
         self.op, self.comm, self.reason = op, comm, reason
@@ -105,6 +109,11 @@ class MonitoredBarrierError(AsyncCommError, TimeoutError):
         elapsed: seconds since that rank came.
     """
 
+    comm: str
+    rank: int
+    missing: tuple[int, ...]
+    elapsed: float
+
     def __init__(self, comm: str, rank: int, missing: tuple[int, ...], elapsed: float) -> None:
         super().__init__(comm, rank, missing, elapsed)
         self.args = (comm, rank, missing, elapsed)  # OSError, a base of TimeoutError, keeps only two
@@ -124,6 +133,9 @@ class LeftOutError(AsyncCommError):
         comm: name of the comm.
         reason: why this rank was left out.
     """
+
+    comm: str
+    reason: str
 
     def __init__(self, comm: str, reason: str) -> None:
         super().__init__(comm, reason)
@@ -161,6 +173,9 @@ class PeerLostError(BrokenError):
         detail: the evidence.
     """
 
+    rank: int
+    detail: str
+
     def __init__(self, rank: int, detail: str) -> None:
         super().__init__(rank, detail)
         self.rank, self.detail = rank, detail
@@ -184,6 +199,17 @@ class CollectiveTimeoutError(BrokenError, TimeoutError):
         doing: for each missing rank, in order, its last call and where, or why it does not answer; may be empty.
         site: call site of the operation, if known.
     """
+
+    op: Labelled
+    seq: int
+    comm: str
+    rank: int
+    elapsed: float
+    timeout: float
+    missing: tuple[int, ...]
+    arrived: tuple[int, ...]
+    doing: tuple[str, ...]
+    site: str
 
     def __init__(
         self,
@@ -232,6 +258,14 @@ class CollectiveMismatchError(BrokenError):
         site, other_site: call site of each side's operation, if known.
     """
 
+    seq: int
+    rank: int
+    op: str
+    other_rank: int
+    other_op: str
+    site: str
+    other_site: str
+
     def __init__(
         self, seq: int, rank: int, op: str, other_rank: int, other_op: str, site: str = "", other_site: str = ""
     ) -> None:
@@ -254,6 +288,9 @@ class AbortedError(BrokenError):
         rank: the rank that aborted.
         reason: that rank's reason.
     """
+
+    rank: int
+    reason: str
 
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(rank, reason)

@@ -19,6 +19,7 @@ reduced, e4m3fn and e5m2; the others can only be moved (broadcast, gather, ...).
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import torch
@@ -41,7 +42,8 @@ class RedOpType(enum.Enum):
     BXOR = "BXOR"
     PREMUL_SUM = "PREMUL_SUM"
 
-    __hash__ = object.__hash__  # members are single; Enum's own hash is a Python function, run several times per call
+    # members are single; Enum's own hash is a Python function, run several times per call
+    __hash__: Callable[[object], int] = object.__hash__
 
 
 #: the reductions that methods of a comm take: ours, and a member or an instance of torch's ReduceOp

@@ -230,7 +230,7 @@ class IncomingObject:
     __slots__ = ("_body", "_crc", "_form", "_tensors", "places", "source")
 
     def __init__(self, source: int, head: bytes, length: int) -> None:
-        self.source = source
+        self.source: int = source
         try:
             form, kind, self._crc, count, size = _PREFIX.unpack_from(head)
             if form not in _FORMS or kind not in _SENDERS:

@@ -184,8 +184,8 @@ class Schema:
 
     def __init__(self, data: bytes) -> None:
         self._root, metas = load_plain(data)
-        self.metas = [_meta(*entry) for entry in metas]
-        self.nbytes = sum([meta.nbytes for meta in self.metas])  #: of the sent tensors
+        self.metas: list[TensorMeta] = [_meta(*entry) for entry in metas]
+        self.nbytes: int = sum([meta.nbytes for meta in self.metas])  #: of the sent tensors
         self._values = 0
         if not _is_dict(self._root):
             raise ValueError("it is no dict")

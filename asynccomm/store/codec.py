@@ -145,7 +145,7 @@ class Codec:
         """All requests since the last call, in one piece."""
         data = b"".join(self._out)
         self._out.clear()
-        self.unsent = 0
+        self.unsent: int = 0
         return data
 
     # -- replies ------------------------------------------------------------------------------------------------------

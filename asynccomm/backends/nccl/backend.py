@@ -27,7 +27,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from hashlib import sha1
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 from weakref import WeakKeyDictionary
 
 import anyio
@@ -65,7 +65,7 @@ class NcclBackend(Backend):
     """One rank of an NCCL comm."""
 
     name = "nccl"
-    devices = frozenset({"cuda"})
+    devices: ClassVar[frozenset[str]] = frozenset({"cuda"})
     hints = HINTS
 
     def __init__(self, context: BackendContext, platform: DeviceRuntime, side: SideChannel, unique_id: bytes) -> None:

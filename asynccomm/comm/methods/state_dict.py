@@ -49,7 +49,7 @@ class StateReceiver:
             self.names.append(name)
             self.numbers.append(number)
         metas = [(CODES[tensor.dtype], tuple(tensor.shape)) for tensor in self.tensors]
-        self.head = pack_value(
+        self.head: bytes = pack_value(
             PayloadKind.STATE, (self.names, self.numbers, metas)
         )  #: the description sent beside the values
         if len(self.head) > MAX_HEAD:
