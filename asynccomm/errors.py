@@ -25,7 +25,7 @@ sent. Errors carry data, render it in ``__str__`` and survive pickle: ``args`` a
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 __all__ = [
     "AsyncCommError",
@@ -109,6 +109,7 @@ class MonitoredBarrierError(AsyncCommError, TimeoutError):
         elapsed: seconds since that rank came.
     """
 
+    args: tuple[Any, ...]
     comm: str
     rank: int
     missing: tuple[int, ...]

@@ -43,7 +43,7 @@ class RedOpType(enum.Enum):
     PREMUL_SUM = "PREMUL_SUM"
 
     # members are single; Enum's own hash is a Python function, run several times per call
-    __hash__: Callable[[object], int] = object.__hash__
+    __hash__: Callable[[object], int] = object.__hash__  # type: ignore[assignment]
 
 
 #: the reductions that methods of a comm take: ours, and a member or an instance of torch's ReduceOp

@@ -66,7 +66,7 @@ class RankProcess:
         self.channel.send(setup)
         self._seen = 0
         self.ready = False  #: whether it has finished its imports
-        self.usable = True  #: whether it can run one more test
+        self.usable: bool = True  #: whether it can run one more test
 
     def receive(self) -> Any:
         """The next message, or Died."""

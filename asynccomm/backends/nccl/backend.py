@@ -78,7 +78,8 @@ class NcclBackend(Backend):
         self._ability = Capabilities(dtypes, platform.nccl.native)
         self._config = config = config_of(context)
         self._unique_id = unique_id
-        self.uid = int.from_bytes(sha1(unique_id, usedforsecurity=False).digest()[:8], "big") >> 1  # a positive int64
+        # a positive int64
+        self.uid: int = int.from_bytes(sha1(unique_id, usedforsecurity=False).digest()[:8], "big") >> 1
         self._lanes = OrderedExecutor(f"asynccomm-nccl-{group.name}", LANES + 4 * group.size)
         self._high_priority = context.high_priority_stream
         self._streams: list[DeviceStream] = []

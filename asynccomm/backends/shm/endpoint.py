@@ -125,7 +125,7 @@ class TensorArrival:
         self.receive: Final = receive
         self._values, self._land = arithmetic.landing(receive.outputs[0])
         self._address = self._values.data_ptr()
-        self.left = self._values.nbytes  #: bytes that have not arrived yet
+        self.left: int = self._values.nbytes  #: bytes that have not arrived yet
 
     def take(self, address: int, nbytes: int) -> bool:
         """Copy the next bytes in."""
@@ -166,7 +166,7 @@ class ParcelArrival:
 
     def __init__(self, receive: Submission, source: int, head: int, payload: int) -> None:
         self.receive: Final = receive
-        self.left = head + payload  #: bytes that have not arrived yet
+        self.left: int = head + payload  #: bytes that have not arrived yet
         self._source = source
         self._head_left = head
         self._payload = payload
@@ -237,7 +237,7 @@ class Tally:
 
     def __init__(self, done: Callable[[Submission], None], state: RankPosition) -> None:
         self.done = done
-        self.state = state
+        self.state: RankPosition = state
 
     @property
     def pending(self) -> int:
@@ -300,9 +300,9 @@ class Link:
         native: bool,
     ) -> None:
         layout = mapped.layout
-        self.peer = peer
-        self.state = state
-        self.reader = Reader(mapped, peer, rank, fence, state)
+        self.peer: int = peer
+        self.state: LinkState = state
+        self.reader: Reader = Reader(mapped, peer, rank, fence, state)
         self.incoming: dict[int, Arrival] = {}  #: cleared long messages, by the sender's ident
         #: by tag: queue of matched receives and messages; the head of the first is incomplete (in ``incoming``)
         self.lines: dict[int, deque[tuple[Submission, Kept | Offer]]] = {}

@@ -193,7 +193,7 @@ class ObjectReceiver:
     ) -> None:
         self._method, self._rank, self._kinds, self._missed = method, rank, kinds, missed
         self.policy: ReceivePolicy = policy
-        self.kind = kinds[0]  #: of the last parcel
+        self.kind: PayloadKind = kinds[0]  #: of the last parcel
         self.incoming: dict[int, IncomingObject] = {}  #: by source
 
     def __call__(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:

@@ -270,7 +270,8 @@ class Groups(CommBase):
 
         ::
 
-            waiting = await comm.broadcast_object(await comm.newcomers() if comm.rank == 0 else None, root=0)
+            newcomers = await comm.newcomers() if comm.rank == 0 else None
+            waiting = await comm.broadcast_object(newcomers, root=0, expect=list)
             if waiting:
                 comm = await comm.reconfigure([*range(comm.size), *waiting])
 

@@ -103,7 +103,7 @@ class GroupRecorder:
         self.backend: str = comm.backend
         self.ranks: tuple[int, ...] = pg.global_ranks
         self.rank: int = pg.rank()
-        self.error = ""  #: the error that broke the comm
+        self.error: str = ""  #: the error that broke the comm
         self._recorder = recorder
 
     def called(self, call: Call, work: Work[Any]) -> None:
