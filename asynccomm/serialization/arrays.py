@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-_KINDS: Final = frozenset("biufcmMSUV")  # of dtypes whose elements lie in the array itself
+_KINDS: Final = frozenset("biufcmMSUV")  # of dtypes with all elements in the array itself
 
 
 def flat_array(obj: object) -> tuple[Any, ...] | None:
@@ -54,7 +54,7 @@ def _memory(numpy: Any, array: Any, order: str) -> Tensor:
 
 def _described(numpy: Any, dtype: Any) -> Any:
     """The description of a dtype, from which a receiver can make an equal one."""
-    reason = "with references to Python objects" if dtype.hasobject else "of another library"
+    reason = "with references to Python objects" if dtype.hasobject else "without a portable description"
     if not dtype.hasobject and dtype.kind in _KINDS and dtype.itemsize:
         try:
             description = dtype.str if dtype.names is None else numpy.lib.format.dtype_to_descr(dtype)

@@ -68,8 +68,8 @@ def register_safe(cls: C) -> C:
     without ``__init__`` and ``__post_init__``, so it must not rely on their checks; types of fields are not checked
     either. Only the class itself is allowed, not its subclasses.
 
-    Raises: TypeError, if ``cls`` is another class, or a dataclass whose objects hold more than their fields: one
-        derived from a built-in class, such as Exception or dict. For other classes there is
+    Raises: TypeError, if ``cls`` is another class, or a dataclass derived from a built-in class such as Exception or
+        dict, which has contents beside the fields. For other classes there is
         ``torch.serialization.add_safe_globals``.
     """
     if not is_registrable(cls):
@@ -93,9 +93,10 @@ def is_registrable(cls: object) -> bool:
 
 def check_registered(objects: Sequence[object], name: str) -> None:
     """Raise TypeError, naming the argument ``name``, if one of ``objects`` is of a class that should be registered."""
+    allowed = [safe[0] if isinstance(safe, tuple) else safe for safe in torch.serialization.get_safe_globals()]
     for obj in objects:
         cls = type(obj)
-        if is_registrable(cls) and cls not in torch.serialization.get_safe_globals():
+        if is_registrable(cls) and cls not in allowed:
             raise TypeError(
                 f"{name} cannot be sent, because receivers refuse the class {cls.__module__}.{cls.__qualname__}: call "
                 f"asynccomm.register_safe({cls.__name__}) on all ranks"
@@ -151,7 +152,7 @@ class _Flattening:
     def __init__(self, is_plain: Callable[[object], bool]) -> None:
         self._is_plain = is_plain
         self._numbers: dict[int, int] = {}  # by id
-        self._kept: list[object] = []  # whose ids have numbers
+        self._kept: list[object] = []  # by number: an id is valid as long as its object lives
         self.nodes: list[Node] = []
         self.unfilled: deque[tuple[int, Any]] = deque()
         self.rest: list[object] = []
@@ -211,7 +212,7 @@ class _Flattening:
         return "dataclass", name, fields, self._all([getattr(obj, field) for field in fields])
 
     def fill(self, number: int, obj: Any) -> None:
-        """Make the node of a list, dict or set, whose number is reserved."""
+        """Make the node of a list, dict or set, at its reserved number."""
         name = type(obj).__name__
         node: Node
         if isinstance(obj, dict):

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import enum
 import io
 import math
 import os
@@ -54,6 +55,10 @@ class Opener:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, (self.path,)
+
+
+class Mode(enum.Enum):
+    FAST = 1
 
 
 class Point:
@@ -223,6 +228,10 @@ def test_a_sender_refuses_what_receivers_would() -> None:
             TypeError, match=r"^item cannot .* class .*Settings: call asynccomm.register_safe\(Settings\) on"
         ):
             encode(PayloadKind.OBJECT, obj, "item")
+    with torch.serialization.safe_globals([(Mode, f"{Mode.__module__}.Mode")]):
+        assert through([Mode.FAST], sent_safely=True) == [Mode.FAST]
+    with pytest.raises(TypeError, match="register_safe"):
+        encode(PayloadKind.OBJECT, Mode.FAST)
     point = f"{Point.__module__}.Point"
     for obj in (Point(1), [date(2024, 1, 1), Point(1)]):
         with pytest.raises(
