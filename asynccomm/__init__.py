@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from asynccomm.errors import MonitoredBarrierError as MonitoredBarrierError
     from asynccomm.errors import NotSentError as NotSentError
     from asynccomm.errors import PayloadError as PayloadError
+    from asynccomm.errors import PayloadTypeError as PayloadTypeError
     from asynccomm.errors import PeerLostError as PeerLostError
     from asynccomm.errors import QuorumError as QuorumError
     from asynccomm.errors import RendezvousError as RendezvousError
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from asynccomm.ops.reduce_op import ReduceOp as ReduceOp
     from asynccomm.options import CommOptions as CommOptions
     from asynccomm.runner import run as run
+    from asynccomm.serialization.values import register_safe as register_safe
     from asynccomm.store.base import PrefixStore as PrefixStore
     from asynccomm.store.base import Store as Store
     from asynccomm.store.client import StoreClient as StoreClient
@@ -81,6 +83,7 @@ _HOMES = {
     "CollectiveTimeoutError": "asynccomm.errors",
     "NotSentError": "asynccomm.errors",
     "PayloadError": "asynccomm.errors",
+    "PayloadTypeError": "asynccomm.errors",
     "LeftOutError": "asynccomm.errors",
     "MonitoredBarrierError": "asynccomm.errors",
     "PeerLostError": "asynccomm.errors",
@@ -102,6 +105,7 @@ _HOMES = {
     "ReduceOp": "asynccomm.ops.reduce_op",
     "run": "asynccomm.runner",
     "spawn": "asynccomm.cli.spawning",
+    "register_safe": "asynccomm.serialization.values",
     "PrefixStore": "asynccomm.store.base",
     "Store": "asynccomm.store.base",
     "StoreClient": "asynccomm.store.client",

@@ -5,6 +5,7 @@ AsyncCommError
  ├─ WouldBlockError           a blocking call on a thread whose event loop is running
  ├─ NotSentError              the operation was held back by a scope and then dropped
  ├─ PayloadError              a peer's message could not be read or did not fit; the comm goes on
+ │   └─ PayloadTypeError      an object is not of the type that the receive expects
  ├─ MonitoredBarrierError     ranks did not come to a monitored barrier in time; the comm goes on
  ├─ StoreError                the key-value store that ranks meet on
  │   ├─ StoreProtocolError    the server (or another service on that port) broke the protocol
@@ -24,7 +25,7 @@ sent. Errors carry data, render it in ``__str__`` and survive pickle: ``args`` a
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 __all__ = [
     "AsyncCommError",
@@ -32,6 +33,7 @@ __all__ = [
     "WouldBlockError",
     "NotSentError",
     "PayloadError",
+    "PayloadTypeError",
     "MonitoredBarrierError",
     "LeftOutError",
     "StoreError",
@@ -78,6 +80,10 @@ class NotSentError(AsyncCommError):
         reason: the end of the scope.
     """
 
+    op: Labelled
+    comm: str
+    reason: str
+
     def __init__(self, op: Labelled, comm: str, reason: str) -> None:
         super().__init__(op, comm, reason)
         self.op, self.comm, self.reason = op, comm, reason
@@ -90,6 +96,10 @@ class PayloadError(AsyncCommError):
     """A peer's message does not fit the receive, or cannot be decoded; it is discarded, and the comm goes on."""
 
 
+class PayloadTypeError(PayloadError, TypeError):
+    """A received object is not of the class that the receive has as ``expect``; the comm goes on."""
+
+
 class MonitoredBarrierError(AsyncCommError, TimeoutError):
     """Ranks did not come to a monitored barrier in time. All ranks raise the same error, and the comm goes on.
 
@@ -99,6 +109,12 @@ class MonitoredBarrierError(AsyncCommError, TimeoutError):
         missing: ranks that had not come when the wait ended.
         elapsed: seconds since that rank came.
     """
+
+    args: tuple[Any, ...]
+    comm: str
+    rank: int
+    missing: tuple[int, ...]
+    elapsed: float
 
     def __init__(self, comm: str, rank: int, missing: tuple[int, ...], elapsed: float) -> None:
         super().__init__(comm, rank, missing, elapsed)
@@ -120,6 +136,9 @@ class LeftOutError(AsyncCommError):
         reason: why this rank was left out.
     """
 
+    comm: str
+    reason: str
+
     def __init__(self, comm: str, reason: str) -> None:
         super().__init__(comm, reason)
         self.comm, self.reason = comm, reason
@@ -137,6 +156,11 @@ class QuorumError(AsyncCommError):
         size: of the comm.
         rule: the argument that they do not satisfy.
     """
+
+    comm: str
+    left: int
+    size: int
+    rule: str
 
     def __init__(self, comm: str, left: int, size: int, rule: str) -> None:
         super().__init__(comm, left, size, rule)
@@ -177,6 +201,12 @@ class PeerLostError(BrokenError):
         pid: of the lost process; 0: unknown.
     """
 
+    rank: int
+    detail: str
+    comm: str
+    host: str
+    pid: int
+
     def __init__(self, rank: int, detail: str, comm: str = "", host: str = "", pid: int = 0) -> None:
         super().__init__(rank, detail, comm, host, pid)
         self.rank, self.detail, self.comm, self.host, self.pid = rank, detail, comm, host, pid
@@ -201,6 +231,17 @@ class CollectiveTimeoutError(BrokenError, TimeoutError):
         doing: for each missing rank, in order, its last call and where, or why it does not answer; may be empty.
         site: call site of the operation, if known.
     """
+
+    op: Labelled
+    seq: int
+    comm: str
+    rank: int
+    elapsed: float
+    timeout: float
+    missing: tuple[int, ...]
+    arrived: tuple[int, ...]
+    doing: tuple[str, ...]
+    site: str
 
     def __init__(
         self,
@@ -249,6 +290,14 @@ class CollectiveMismatchError(BrokenError):
         site, other_site: call site of each side's operation, if known.
     """
 
+    seq: int
+    rank: int
+    op: str
+    other_rank: int
+    other_op: str
+    site: str
+    other_site: str
+
     def __init__(
         self, seq: int, rank: int, op: str, other_rank: int, other_op: str, site: str = "", other_site: str = ""
     ) -> None:
@@ -271,6 +320,9 @@ class AbortedError(BrokenError):
         rank: the rank that aborted.
         reason: that rank's reason.
     """
+
+    rank: int
+    reason: str
 
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(rank, reason)

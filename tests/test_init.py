@@ -59,9 +59,18 @@ def test_homes_export_them(name: str) -> None:
 
 
 def test_packages_need_no_import_of_their_own() -> None:
-    code = "import asynccomm as a; print(a.testing.loopback_world.__name__, a.interop.__name__, a.compat.__name__)"
-    assert python(code) == "loopback_world asynccomm.interop asynccomm.compat"
+    code = (
+        "import asynccomm as a, sys; a.interop, a.compat; light = 'torch' not in sys.modules; "
+        "print(light, a.testing.loopback_world.__name__, a.interop.mesh.init_device_mesh.__name__, "
+        "a.compat.c10d.all_reduce.__name__, a.interop.torch_backend.register.__name__)"
+    )
+    assert python(code) == "True loopback_world init_device_mesh all_reduce register"
     assert {"compat", "interop", "testing"} <= set(dir(asynccomm))
+    assert "c10d" in dir(asynccomm.compat)
+    assert {"mesh", "torch_backend"} <= set(dir(asynccomm.interop))
+    for package in (asynccomm.compat, asynccomm.interop):
+        with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+            package.nothing  # noqa: B018
     assert {"loopback_world", "check_backend"} <= set(dir(asynccomm.testing))
 
 

@@ -62,6 +62,18 @@ def test_the_first_page_is_short() -> None:
     assert len(read("README.md").splitlines()) <= 200
 
 
+def test_the_commands_check_the_version() -> None:
+    lines = [line for line in read("README.md").splitlines() if "python -m venv" in line]
+    assert len(lines) == 2
+    for line in lines:
+        (code,) = re.findall(r"^python -c '([^']+)' && python -m venv", line)
+        exec(code, {})
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(sys, "version_info", (3, 10, 99))
+            with pytest.raises(SystemExit, match=r"^asynccomm needs Python 3\.11"):
+                exec(code, {})
+
+
 def test_no_cell_is_long() -> None:
     long = [
         f"{document}: {cell}"

@@ -102,6 +102,8 @@ class Submission:
 
     def __init__(self, call: Call, work: Work[Any], *, detached: bool = False) -> None:
         self.op: Op = call.op
+        self.inputs: tuple[Tensor, ...]
+        self.outputs: tuple[Tensor, ...]
         inputs, outputs = call.inputs, call.outputs
         if detached:
             self.inputs, self.outputs = inputs, outputs
@@ -110,7 +112,7 @@ class Submission:
         else:
             self.inputs = held = tuple([tensor.detach() for tensor in inputs])
             self.outputs = held if outputs is inputs else tuple([tensor.detach() for tensor in outputs])
-        self.nbytes = _nbytes(self.inputs)  #: bytes of the larger side, as far as the sizes are known
+        self.nbytes: int = _nbytes(self.inputs)  #: bytes of the larger side, as far as the sizes are known
         if outputs is not inputs:
             self.nbytes = max(self.nbytes, _nbytes(self.outputs))
         self.work = work

@@ -18,7 +18,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Self, final
+from typing import Any, ClassVar, Self, final
 from weakref import WeakKeyDictionary
 
 from asynccomm.backends.base import Backend, BackendContext, Submission
@@ -234,7 +234,7 @@ class LoopbackBackend(Backend):
     """One rank of a loopback comm; all its ranks share ``hub``."""
 
     name = "loopback"
-    devices = frozenset({"cpu"})
+    devices: ClassVar[frozenset[str]] = frozenset({"cpu"})
     compares = True
 
     def __init__(self, hub: Hub, rank: int) -> None:

@@ -61,7 +61,7 @@ class BatchLimiter:
     """
 
     def __init__(self, max_ops: int | None = None, max_bytes: int | None = None) -> None:
-        self.limited = max_ops is not None or max_bytes is not None  #: if False, every operation fits
+        self.limited: bool = max_ops is not None or max_bytes is not None  #: if False, every operation fits
         self._max_ops = float("inf") if max_ops is None else max_ops
         self._max_bytes = float("inf") if max_bytes is None else max_bytes
         self.clear()

@@ -41,7 +41,7 @@ class DeferredQueue:
         self.items: list[Submission | HeldCall] = []
         self.depth = 1  #: number of open scopes
         self.fast: FastCalls | None = None  #: the backend's fast path, which may hold operations
-        self.due = math.inf  #: the earliest deadline of the waiting operations
+        self.due: float = math.inf  #: the earliest deadline of the waiting operations
         self._before = 0  # number of operations taken so far
         self._meter = meter
         self._limited = meter.limited

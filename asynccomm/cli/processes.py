@@ -31,7 +31,7 @@ class Child:
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
-        self.pid = process.pid
+        self.pid: int = process.pid
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     @property

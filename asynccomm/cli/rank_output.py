@@ -19,12 +19,12 @@ class Terminal:
 
     def __init__(self) -> None:
         self.tracebacks = SeenTracebacks()
-        self.out = OutputSink(1)
+        self.out: OutputSink = OutputSink(1)
         try:
             same = os.path.samestat(os.fstat(1), os.fstat(2))
         except OSError:  # one of them is closed
             same = False
-        self.err = self.out if same else OutputSink(2)
+        self.err: OutputSink = self.out if same else OutputSink(2)
 
     def say(self, text: str) -> None:
         """Print a message for the user on stderr."""
@@ -76,7 +76,7 @@ class RankOutput:
     def __init__(
         self, terminal: Terminal, rank: int, prefix: bytes, log: LogFile | None = None, shown: bool = True
     ) -> None:
-        self.tail = Tail()  #: of stderr
+        self.tail: Tail = Tail()  #: of stderr
         self._terminal = terminal
         self._log = log
         self._shown = shown

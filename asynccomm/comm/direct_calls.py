@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
 from asynccomm.backends.base import FastCalls, HeldCall, Submission
 from asynccomm.batching.batches import prepared_op
 from asynccomm.batching.fusion import fuse, fusion_key
+from asynccomm.batching.queue import DeferredQueue
 from asynccomm.comm.held_calls import checked_call, restored
-from asynccomm.comm.submission import Submitter
+from asynccomm.comm.in_flight import InFlight
+from asynccomm.comm.submission import Called, Submitter
 from asynccomm.core.callsite import CallSite
+from asynccomm.core.mailbox import Mailbox
+from asynccomm.core.state import CallCounts
 from asynccomm.core.work import Work
 from asynccomm.ops import Call, Op
+from asynccomm.ops.validation import CommInfo
 
 _NO_WORK: Final[Any] = None  # of submissions that are only looked at
 
@@ -33,18 +40,18 @@ class SubmitterCalls:
         self._submitter = submitter
         self._backend = backend
         self._kinds: dict[object, int] = {}  # of operations that are fused, by their key
-        self.group = submitter.group
-        self.mailbox = submitter.mailbox
-        self.counts = submitter.counts
-        self.recent = submitter.recent
-        self.records_sites = submitter.records_sites
-        self.queues = submitter.queues
-        self.in_flight = submitter.in_flight
-        self.lock = submitter.lock
-        self.call = submitter.call
-        self.overdue = submitter.overdue
-        self.note_deadline = submitter.note_deadline
-        self.fused_limit = backend.fused_limit
+        self.group: CommInfo = submitter.group
+        self.mailbox: Mailbox = submitter.mailbox
+        self.counts: CallCounts = submitter.counts
+        self.recent: deque[Called] = submitter.recent
+        self.records_sites: bool = submitter.records_sites
+        self.queues: dict[object, DeferredQueue] = submitter.queues
+        self.in_flight: InFlight = submitter.in_flight
+        self.lock: threading.RLock = submitter.lock
+        self.call: Callable[..., Work[Any]] = submitter.call
+        self.overdue: Callable[[Work[Any]], None] = submitter.overdue
+        self.note_deadline: Callable[[DeferredQueue, Work[Any]], None] = submitter.note_deadline
+        self.fused_limit: int = backend.fused_limit
 
     def adopt(
         self, run: object, arguments: Sequence[Any], result: object, site: CallSite | None, started: float

@@ -45,9 +45,9 @@ class InFlight:
         # Used without a lock, one atomic step of the dict at a time: a backend may settle another rank's operation
         # inside submit(), while a thread that waits for the backend holds that rank's lock
         self.works: dict[Work[Any], int] = {}  #: bytes by operation
-        self.deadlines = Deadlines(mailbox, on_expired)
-        self.timeout = options.timeout  #: the comm's time limit, in seconds
-        self.counts = CallCounts()
+        self.deadlines: Deadlines = Deadlines(mailbox, on_expired)
+        self.timeout: float = options.timeout  #: the comm's time limit, in seconds
+        self.counts: CallCounts = CallCounts()
         self.counts.limit = options.timeout
         self.batches = 0  #: for the statistics
         self._mailbox = mailbox

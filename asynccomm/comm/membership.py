@@ -51,7 +51,7 @@ class _RankClient:
         self._channel = channel
         self._key = key
         self._ranks = list(ranks)
-        self.has_asked = False
+        self.has_asked: bool = False
 
     def ask(
         self, proposal: Sequence[ParticipantId] | None, wait: float, on_order: Callable[[CoordinatorOrder], object]

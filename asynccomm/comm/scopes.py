@@ -191,7 +191,7 @@ class Estimate(Handle):
 
     def __init__(self, submitter: Submitter) -> None:
         """Not for users: see ``comm.time_estimator``."""
-        self.seconds = 0.0
+        self.seconds: float = 0.0
         self._submitter = submitter
         self._queue: DeferredQueue | None = None
 

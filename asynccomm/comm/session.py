@@ -74,17 +74,18 @@ class Session:
 
     def __init__(self, group: CommInfo, options: CommOptions, mailbox: Mailbox, identity: CommIdentity) -> None:
         self.group = group
-        self.options = options
+        self.options: CommOptions = options
         self.mailbox = mailbox
         self.identity = identity
-        self.backend_name = ""  #: the backend in use, or the last one tried
+        self.backend_name: str = ""  #: the backend in use, or the last one tried
         self.regrouping: asyncio.Task[Session] | None = None  #: makes the comm that replaces this one
         self.reporter: Reporter | None = None  #: None: the comm has no control channel
-        self.barriers = MonitoredBarriers(group, identity.room)
+        self.barriers: MonitoredBarriers = MonitoredBarriers(group, identity.room)
         # weak callbacks: pending Works, the control channel and the backend must not keep a dropped comm alive
-        self.in_flight = InFlight(options, mailbox, weak_callback(self._expired))
-        self.submitter = Submitter(group, mailbox, self.in_flight, weak_callback(self._fail))
-        self.transport_failed = weak_callback(self._transport_failed)  #: the backend calls it with transport errors
+        self.in_flight: InFlight = InFlight(options, mailbox, weak_callback(self._expired))
+        self.submitter: Submitter = Submitter(group, mailbox, self.in_flight, weak_callback(self._fail))
+        #: the backend calls it with transport errors
+        self.transport_failed: Callable[[Any], None] = weak_callback(self._transport_failed)
         self._connecting: asyncio.Timeout | None = None
         self._children: set[Session] = set()  # of this session, while they connect
         self._resources = AsyncExitStack()

@@ -33,6 +33,7 @@ from asynccomm.comm.held_calls import submission_of
 from asynccomm.comm.in_flight import InFlight, RollCall, timeout_error
 from asynccomm.core.callsite import CallSite, call_site
 from asynccomm.core.mailbox import Mailbox
+from asynccomm.core.state import CallCounts
 from asynccomm.core.work import UNNUMBERED, Driver, Work
 from asynccomm.errors import AsyncCommError, BrokenError, NotSentError, StoreTimeoutError
 from asynccomm.ops import Call, GroupedOp, Op, Several
@@ -78,9 +79,9 @@ class Submitter:
         self.in_flight = in_flight
         self.on_failure = on_failure
         self.backend: Backend | None = None  #: None until connected, and in a forked child
-        self.counts = in_flight.counts
+        self.counts: CallCounts = in_flight.counts
         self.ordering: OrderingSession | None = None  #: orders the collectives; None: the program does
-        self.lock = threading.RLock()  #: held while submitting, so that calls have one order
+        self.lock: threading.RLock = threading.RLock()  #: held while submitting, so that calls have one order
         self.records_sites = False  #: whether the place of each call is recorded, which the other ranks may request
         self._error: AsyncCommError | None = None
         self._observer: Observer | None = None

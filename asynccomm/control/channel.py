@@ -67,17 +67,18 @@ class ControlChannel:
 
     def __init__(self, rank: int, contacts: Sequence[RankAddress], tokens: Tokens) -> None:
         self.rank = rank
-        self.topology = Topology(contacts)
+        self.topology: Topology = Topology(contacts)
         self.tokens = tokens
         self._thread: ControlThread = control_thread()
         self._router = router = Router(rank, self.topology, self._deliver, self._on_gone)
-        self.gone = router.gone  #: the reason for each rank of the job that is gone; readable from any thread
+        #: the reason for each rank of the job that is gone; readable from any thread
+        self.gone: dict[int, str] = router.gone
         self._listener = Listener(tokens, self._refusal, self._accept, self._on_look, len(contacts))
         self._members = Subscribers(router.gone)
         self._requests = Requests(router, self._members)
         self._fingerprints = MismatchDetector(self._thread, router, self._members, self._requests, self._begin)
         self._joiners: dict[str, Connection] = {}
-        self.service = MembershipService(router, self._thread.loop, self)  #: on the control thread
+        self.service: MembershipService = MembershipService(router, self._thread.loop, self)  #: on the control thread
         self._uplink = Uplink(router, tokens, self._begin, self._received, self._ended, self.service.on_attached)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._pulse: asyncio.TimerHandle | None = None

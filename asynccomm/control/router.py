@@ -70,7 +70,7 @@ class Router:
         self.up: Transport | None = None  #: the connection to the rank above
         self.gone: dict[int, str] = {}  #: by rank, the reason; empty: an orderly leave
         self.last_heard: dict[int, float] = {}  #: time of the last message of each rank, as far as this node can tell
-        self.fenced = ""  #: why the others continue without this rank; empty: not fenced
+        self.fenced: str = ""  #: why the others continue without this rank; empty: not fenced
         self._deliver = deliver
         self._notify_gone = gone
         self._up_rank: int | None = None

@@ -20,9 +20,9 @@ class Preemption:
     """The state of this process."""
 
     def __init__(self) -> None:
-        self.requested = False  #: whether SIGTERM has arrived
-        self.polled = False  #: whether the program asks for it
-        self.cancelled = False  #: whether SIGTERM has cancelled the main task
+        self.requested: bool = False  #: whether SIGTERM has arrived
+        self.polled: bool = False  #: whether the program asks for it
+        self.cancelled: bool = False  #: whether SIGTERM has cancelled the main task
 
     @contextmanager
     def watching(self, task: asyncio.Task[Any]) -> Iterator[None]:

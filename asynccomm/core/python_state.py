@@ -44,7 +44,7 @@ class CallCounts:
         self.collectives = 0  #: numbered so far
         self.messages = 0  #: point-to-point operations numbered so far
         self.submitted = 0  #: operations called so far, for the statistics
-        self.limit = math.inf  #: seconds for an operation called now without a time limit of its own
+        self.limit: float = math.inf  #: seconds for an operation called now without a time limit of its own
         self.detours = 0  #: reasons for which calls do more than be sent or held: an agreed order, observers
         self.scopes = 0  #: tasks and threads in scopes that hold their calls
         self.closed = False  #: calls raise an error
@@ -78,7 +78,7 @@ class WorkState:
     )
 
     def __init__(self) -> None:
-        self.captured = False  #: whether the operation is part of a CUDA graph, and done whenever the graph has run
+        self.captured: bool = False  #: whether the operation is part of a CUDA graph: done whenever the graph has run
         self.driver: Any = None
         self.finished: float | None = None  #: time of settling, on the clock of ``started``; None while pending
         self.order: Any = None  #: position in the streams of a GPU, if any; for backends

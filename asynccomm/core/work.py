@@ -86,6 +86,7 @@ class Work(Handle, WorkState, Outcome, Generic[T]):
     __slots__ = ("__weakref__",)
     _error: AsyncCommError | None
     driver: Driver | None
+    finished: float | None  #: time of settling, on the clock of ``started``; None while pending
     order: StreamOrder | None
 
     if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class Work(Handle, WorkState, Outcome, Generic[T]):
         #: its number on the comm: collectives count from 0, point-to-point apart; -1 while held back
         self.seq = seq
         self.timeout = timeout  #: seconds from the call until the comm counts as broken
-        self.started = time.monotonic()  #: time of the call, on the ``time.monotonic`` clock
+        self.started: float = time.monotonic()  #: time of the call, on the ``time.monotonic`` clock
         self._mailbox = mailbox
         self._value = value
         self._finish = finish  # makes the output from the value, at the first read; then dropped

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from asynccomm.comm.comm import Comm
 from asynccomm.core.work import Work
 from asynccomm.gradients.planning import GradientLayout
+from asynccomm.ops.reduce_op import ReduceOp
 
 
 @final
@@ -117,7 +118,7 @@ class GradientBucket:
             self._flags[slot] = 0
             self._absent.append(slot)
 
-    def send(self, op: object, dtype: torch.dtype | None) -> None:
+    def send(self, op: ReduceOp, dtype: torch.dtype | None) -> None:
         """Reduce gradients and flags in one operation; ``dtype``: of the elements on their way, None: their own."""
         memory = self._memory
         if dtype is not None and memory.dtype.is_floating_point and memory.dtype.itemsize > dtype.itemsize:
@@ -126,7 +127,7 @@ class GradientBucket:
             memory = self._wire.copy_(memory)
         self.pending = self.comm.all_reduce(memory, op)
 
-    def send_flags(self, op: object) -> None:
+    def send_flags(self, op: ReduceOp) -> None:
         """Reduce the flags alone."""
         self.flags_work = self.comm.all_reduce(self._flags, op)
 

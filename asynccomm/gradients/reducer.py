@@ -36,7 +36,7 @@ from asynccomm.gradients.checks import (
 )
 from asynccomm.gradients.planning import GradientLayout, complete_order, plan_buckets
 from asynccomm.gradients.step import Compress, GradientStep
-from asynccomm.ops.reduce_op import ReduceOp
+from asynccomm.ops.reduce_op import ReduceOp, ReduceOpLike
 
 BUCKET_MB: Final = 25.0  # MiB, as in DistributedDataParallel
 _COMPRESSED: Final = (torch.bfloat16, torch.float16)
@@ -114,7 +114,7 @@ class GradientReducer(Handle):
         comm: Comm,
         *,
         bucket_mb: float = BUCKET_MB,
-        op: object = ReduceOp.AVG,
+        op: ReduceOpLike = ReduceOp.AVG,
         compress: torch.dtype | Compress | None = None,
     ) -> None:
         check_comm(comm)

@@ -16,6 +16,7 @@ import torch
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError
 from asynccomm.gradients.bucket import GradientBucket, GradientBuckets
+from asynccomm.ops.reduce_op import ReduceOp
 
 Compress = Callable[[GradientBucket], Awaitable[Any]]
 
@@ -30,7 +31,7 @@ class GradientStep:
         compress: the dtype of gradients on their way, or a function that reduces a bucket; None: as they are.
     """
 
-    def __init__(self, buckets: GradientBuckets, op: object, compress: torch.dtype | Compress | None) -> None:
+    def __init__(self, buckets: GradientBuckets, op: ReduceOp, compress: torch.dtype | Compress | None) -> None:
         self._buckets = buckets
         self._op = op
         self._compress = compress

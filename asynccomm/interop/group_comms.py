@@ -57,7 +57,11 @@ class GroupComms:
         given: Iterable[Comm] = (),
         whole: tuple[GroupComms, Sequence[int]] | None = None,
     ) -> None:
-        self.name, self.store, self.rank, self.size, self.timeout = name, store, rank, size, timeout
+        self.name: str = name
+        self.store: dist.Store | None = store
+        self.rank: int = rank
+        self.size: int = size
+        self.timeout: timedelta = timeout
         self._comms = {comm.device.type: comm for comm in given}
         self._given = frozenset(self._comms.values())
         self._whole = whole

@@ -55,7 +55,7 @@ class TorchWork(dist.Work):
         self, parts: Sequence[Work[Any]], result: list[Any], finish: Callable[[], object] | None = None
     ) -> None:
         super().__init__()
-        self.parts = parts
+        self.parts: Sequence[Work[Any]] = parts
         self._result = result
         self.finish = finish
         self._future: torch.futures.Future[Any] | None = None

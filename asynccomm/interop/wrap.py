@@ -13,7 +13,7 @@ import socket
 import threading
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, Final, TypedDict, Unpack, final, overload
+from typing import Any, Final, Literal, NoReturn, TypedDict, Unpack, final, overload
 from weakref import WeakKeyDictionary
 
 import anyio.to_thread
@@ -45,6 +45,10 @@ class CommArguments(TypedDict, total=False):
     ordering: str
     max_ops: int
     max_bytes: int
+
+
+@overload  # both are in the types of torch's functions; a call with them alone raises
+def wrap(what: Literal[-100] | None, backend: str = "auto", **arguments: Unpack[CommArguments]) -> NoReturn: ...
 
 
 @overload

@@ -19,10 +19,14 @@ reduced, e4m3fn and e5m2; the others can only be moved (broadcast, gather, ...).
 from __future__ import annotations
 
 import enum
-from typing import Any, Final, final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ReduceOp as TorchReduceOp
 
 
 class RedOpType(enum.Enum):
@@ -38,8 +42,12 @@ class RedOpType(enum.Enum):
     BXOR = "BXOR"
     PREMUL_SUM = "PREMUL_SUM"
 
-    __hash__ = object.__hash__  # members are single; Enum's own hash is a Python function, run several times per call
+    # members are single; Enum's own hash is a Python function, run several times per call
+    __hash__: Callable[[object], int] = object.__hash__  # type: ignore[assignment]
 
+
+#: the reductions that methods of a comm take: ours, and a member or an instance of torch's ReduceOp
+ReduceOpLike: TypeAlias = "ReduceOp | TorchReduceOp | TorchReduceOp.RedOpType"
 
 _FLOAT8: Final = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 _BITWISE: Final = frozenset({RedOpType.BAND, RedOpType.BOR, RedOpType.BXOR})

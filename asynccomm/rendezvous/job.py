@@ -100,7 +100,7 @@ class Job:
         self.room = room
         self._group = group
         self._meeting = meeting
-        self.store = meeting.store
+        self.store: Store = meeting.store
         self._seats = 0
         self._over = False
 
@@ -177,10 +177,10 @@ class CommIdentity:
     ) -> None:
         self.job = job
         self.room = room
-        self.members = tuple(members)
-        self.parent_ranks = tuple(parent_ranks)
-        self.job_ranks = tuple(job_ranks)
-        self.key = _digest(_path(room))  #: identifies this comm in the control channel
+        self.members: tuple[RankInfo, ...] = tuple(members)
+        self.parent_ranks: tuple[int, ...] = tuple(parent_ranks)
+        self.job_ranks: tuple[int, ...] = tuple(job_ranks)
+        self.key: str = _digest(_path(room))  #: identifies this comm in the control channel
         self._reservation = reservation
         self._splits: Counter[str] = Counter()
         self._left = True  # nothing to abandon unless enter() succeeds

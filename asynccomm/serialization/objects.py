@@ -1,13 +1,15 @@
 """Objects as parcels, readable without trusting the sender.
 
-The sender chooses one of two forms.
+The sender chooses one of three forms.
 
 - PLAIN: None, bools, numbers, strings, bytes, lists, tuples, dicts and sets, of exactly these types, and dense tensors.
   The body is a pickle that names no class or function except complex. Tensors travel outside of the pickle, as the
   parcel's payload, and are received straight into their memory. A tensor that occurs several times in the object is one
   tensor on the receiver, too.
-- TORCH: all other objects, by ``torch.save``. The receiver reads them with ``torch.load(weights_only=True)`` unless its
-  caller trusts the sender.
+- VALUES: the types of ``values.py`` (dates, paths, arrays, registered classes) as well. The body is a plain pickle of
+  their nodes, and of the bytes of one ``torch.save`` for all objects of other types.
+- TORCH: all other objects, by ``torch.save``. Receivers read them with ``torch.load(weights_only=True)`` unless their
+  callers trust the sender; a sender refuses an object that they would refuse.
 
 A body of more than INLINE bytes is the first part of the payload instead of the last part of the head, because the
 receiver collects a head before it can refuse the parcel. Tensors arrive on the CPU.
@@ -28,7 +30,6 @@ from __future__ import annotations
 import enum
 import io
 import math
-import pickle
 import re
 import struct
 import zlib
@@ -43,38 +44,24 @@ from asynccomm.errors import PayloadError
 from asynccomm.ops import Parcel
 from asynccomm.ops.parcels import MAX_HEAD
 from asynccomm.ops.validation import check_memory
+from asynccomm.serialization.plain import (
+    CODES,
+    DTYPES,
+    NotPlainError,
+    dump_plain,
+    is_plain,
+    load_plain,
+    pickled,
+)
+from asynccomm.serialization.values import FlatObject, check_registered, flatten, rebuild
 
 INLINE: Final = 64 << 10  # largest body, in bytes, that is part of the head
 
-DTYPES: Final = (  # a dtype's code is its index: append only
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex32,
-    torch.complex64,
-    torch.complex128,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-)
-_CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
-
-_PLAIN, _TORCH, _OUT = 1, 2, 0x80  # forms, and the flag of a body in the payload
-_FORMS: Final = {_PLAIN, _TORCH, _PLAIN | _OUT, _TORCH | _OUT}
+_PLAIN, _TORCH, _VALUES, _OUT = 1, 2, 3, 0x80  # forms, and the flag of a body in the payload
+_FORMS: Final = {form | out for form in (_PLAIN, _TORCH, _VALUES) for out in (0, _OUT)}
 _PREFIX: Final = struct.Struct("<BBIIQ")  # form, kind, CRC-32 of the body, number of tensors, bytes of the body
 _SEAL: Final = struct.Struct("<BBI")  # form, kind, CRC-32 of the rest
+_TRUST: Final = "pass weights_only=False on all ranks if they trust one another with running any code"
 
 
 class PayloadKind(enum.IntEnum):
@@ -105,95 +92,6 @@ _SENDERS: Final = {
 }
 
 
-# -- plain pickles ----------------------------------------------------------------------------------------------------
-
-
-class NotPlainError(TypeError):
-    """An object cannot be written in the form PLAIN."""
-
-
-class _FoundTensor(Exception):
-    """The object contains tensors: the slower pickler has to write it."""
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles objects without classes and functions; runs in C except for unsupported types."""
-
-    def reducer_override(self, obj: object) -> Any:
-        if type(obj) is complex or obj is complex:
-            return NotImplemented  # default pickling: a call of the one class that the reader accepts
-        raise _FoundTensor if _is_plain(obj) else NotPlainError(type(obj).__name__)
-
-
-class _TensorPickler(pickle.Pickler):
-    """Like `_Pickler`, with tensors as numbers. Slow: a Python call for each object."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, 5)
-        self.tensors: list[Tensor] = []
-        self._numbers: dict[int, int] = {}
-
-    def persistent_id(self, obj: object) -> int | None:
-        if type(obj) is not Tensor:
-            return None
-        number = self._numbers.get(id(obj))
-        if number is None:
-            if not _is_plain(obj):
-                raise NotPlainError("Tensor")
-            number = self._numbers[id(obj)] = len(self.tensors)
-            self.tensors.append(obj)
-        return number
-
-    def reducer_override(self, obj: object) -> Any:
-        if type(obj) is complex or obj is complex:
-            return NotImplemented
-        raise NotPlainError(type(obj).__name__)
-
-
-def _is_plain(obj: object) -> bool:
-    return (
-        type(obj) is Tensor
-        and not obj.requires_grad
-        and obj.layout is torch.strided
-        and obj.dtype in _CODES  # quantized dtypes have no code
-        and not obj.is_nested
-        and obj.device.type != "meta"
-    )
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads the output of `_Pickler`, and refuses all classes and functions except complex."""
-
-    def __init__(self, data: bytes | bytearray, tensors: Sequence[Tensor]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._tensors = tensors
-
-    def find_class(self, module: str, name: str) -> type[complex]:
-        if (module, name) == ("builtins", "complex"):
-            return complex
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
-
-    def persistent_load(self, number: object) -> Tensor:
-        if type(number) is not int or not 0 <= number < len(self._tensors):
-            raise pickle.UnpicklingError(f"it has no tensor {number!r}")
-        return self._tensors[number]
-
-
-def dump_plain(obj: object) -> bytes:
-    """A plain pickle of an object without tensors. Raises: NotPlainError."""
-    buffer = io.BytesIO()
-    try:
-        _Pickler(buffer, 5).dump(obj)
-    except _FoundTensor:
-        raise NotPlainError("Tensor") from None
-    return buffer.getvalue()
-
-
-def load_plain(data: bytes | bytearray, tensors: Sequence[Tensor] = ()) -> Any:
-    """The object of a plain pickle. Raises any exception: see :func:`reading`."""
-    return _Unpickler(data, tensors).load()
-
-
 @contextmanager
 def reading(source: int) -> Iterator[None]:
     """Turn every exception inside into a PayloadError that names rank ``source`` as the sender."""
@@ -212,32 +110,40 @@ def _unreadable(source: int, exc: Exception) -> PayloadError:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def encode(kind: PayloadKind, obj: object, name: str = "obj") -> Parcel:
-    """``obj`` as a parcel, which shares the memory of tensors on the CPU.
+def encode(kind: PayloadKind, obj: object, name: str = "obj", *, weights_only: bool = True) -> Parcel:
+    """``obj`` as a parcel, which shares the memory of tensors on the CPU and of numpy's arrays.
 
-    Raises: TypeError, naming the argument ``name``, if it cannot be pickled; ValueError if it has too many tensors, or
-        one without memory.
+    Args:
+        weights_only: whether receivers refuse all objects that are not known to be safe; this refuses them at once.
+
+    Raises: TypeError, naming the argument ``name``, if it cannot be pickled, or would be refused; ValueError if it has
+        too many tensors, or one without memory.
     """
-    buffer = io.BytesIO()
     form = _PLAIN
-    tensors: list[Tensor] = []
     try:
-        _Pickler(buffer, 5).dump(obj)
-    except _FoundTensor:
-        buffer = io.BytesIO()
-        pickler = _TensorPickler(buffer)
-        try:
-            pickler.dump(obj)
-            tensors = pickler.tensors
-        except NotPlainError:
-            form, buffer = _TORCH, _torch_saved(obj, name)
-        except Exception as exc:
-            raise _cannot_pickle(name, exc) from exc
+        buffer, tensors = pickled(obj)
     except NotPlainError:
-        form, buffer = _TORCH, _torch_saved(obj, name)
+        form, buffer, tensors = _of_other_types(obj, name, weights_only)
     except Exception as exc:  # usually too deep
         raise _cannot_pickle(name, exc) from exc
     return _parcel(form, kind, buffer, tensors, name)
+
+
+def _of_other_types(obj: object, name: str, weights_only: bool) -> tuple[int, io.BytesIO, list[Tensor]]:
+    """The form of an object that is not plain, its body, and its tensors."""
+    try:
+        flat = flatten(obj, is_plain)
+        whole = bool(flat.rest) and not (weights_only and flat.values)
+    except Exception as exc:
+        if weights_only:
+            raise TypeError(f"{name} cannot be sent: {exc}; {_TRUST}") from exc
+        flat, whole = FlatObject([], 0, [], False), True
+    if weights_only:
+        check_registered(flat.rest, name)
+    if whole:
+        return _TORCH, _torch_saved(obj, flat.rest, name, weights_only), []
+    saved = _torch_saved(flat.rest, flat.rest, name, weights_only).getvalue() if flat.rest else None
+    return _VALUES, *pickled((flat.nodes, flat.root, saved))
 
 
 def _parcel(form: int, kind: PayloadKind, buffer: io.BytesIO, tensors: Sequence[Tensor], name: str) -> Parcel:
@@ -259,15 +165,24 @@ def _parcel(form: int, kind: PayloadKind, buffer: io.BytesIO, tensors: Sequence[
 
 def _meta(tensor: Tensor) -> bytes:
     shape = tensor.shape
-    return struct.pack(f"<BB{len(shape)}Q", _CODES[tensor.dtype], len(shape), *shape)
+    return struct.pack(f"<BB{len(shape)}Q", CODES[tensor.dtype], len(shape), *shape)
 
 
-def _torch_saved(obj: object, name: str) -> io.BytesIO:
+def _torch_saved(obj: object, rest: Sequence[object], name: str, weights_only: bool) -> io.BytesIO:
     buffer = io.BytesIO()
     try:
         torch.save(obj, buffer)
+        buffer.seek(0)
+        refused = torch.serialization.get_unsafe_globals_in_checkpoint(buffer) if weights_only else []
     except Exception as exc:
         raise _cannot_pickle(name, exc) from exc
+    if refused:
+        kinds = {f"{type(item).__module__}.{type(item).__qualname__}" for item in rest}
+        names = ", ".join(sorted(kinds.intersection(refused)) or sorted(refused))
+        raise TypeError(
+            f"{name} cannot be sent, because receivers refuse {names}: allow it by "
+            f"torch.serialization.add_safe_globals() on all ranks, or {_TRUST}"
+        )
     return buffer
 
 
@@ -300,11 +215,6 @@ def unpack_value(source: int, head: bytes) -> Any:
         return load_plain(body)
 
 
-def dtype_code(tensor: Tensor) -> int | None:
-    """The code of a tensor's dtype; None if a parcel cannot hold the dtype."""
-    return _CODES.get(tensor.dtype)
-
-
 @final
 class IncomingObject:
     """One parcel in flight: memory for its payload, and the decoding.
@@ -320,7 +230,7 @@ class IncomingObject:
     __slots__ = ("_body", "_crc", "_form", "_tensors", "places", "source")
 
     def __init__(self, source: int, head: bytes, length: int) -> None:
-        self.source = source
+        self.source: int = source
         try:
             form, kind, self._crc, count, size = _PREFIX.unpack_from(head)
             if form not in _FORMS or kind not in _SENDERS:
@@ -351,12 +261,22 @@ class IncomingObject:
         try:
             if self._crc and zlib.crc32(self._body) != self._crc:
                 raise ValueError("it is damaged")
-            if self._form == _PLAIN:
-                return load_plain(self._body, self._tensors)
+            if self._form != _TORCH:
+                plain = load_plain(self._body, self._tensors)
+                if self._form == _PLAIN:
+                    return plain
+                nodes, root, saved = plain
+                rest = () if saved is None else self._load(saved, weights_only)
+                return rebuild(nodes, root, rest)
+        except PayloadError:
+            raise
         except Exception as exc:
             raise _unreadable(self.source, exc) from exc
+        return self._load(self._body, weights_only)
+
+    def _load(self, data: bytes | bytearray, weights_only: bool) -> Any:
         try:
-            return torch.load(io.BytesIO(self._body), weights_only=weights_only, map_location="cpu")
+            return torch.load(io.BytesIO(data), weights_only=weights_only, map_location="cpu")
         except Exception as exc:
             if not weights_only:
                 raise PayloadError(

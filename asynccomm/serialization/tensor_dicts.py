@@ -35,16 +35,8 @@ from torch import Tensor
 
 from asynccomm.errors import PayloadError
 from asynccomm.ops.validation import check_memory
-from asynccomm.serialization.objects import (
-    DTYPES,
-    NotPlainError,
-    PayloadKind,
-    dtype_code,
-    dump_plain,
-    kind_of,
-    load_plain,
-    reading,
-)
+from asynccomm.serialization.objects import PayloadKind, kind_of, reading
+from asynccomm.serialization.plain import CODES, DTYPES, NotPlainError, dump_plain, load_plain
 
 SLOTS: Final = 16  # cached schemas per channel
 CHANNELS: Final = 64  # channels per peer with cached schemas; channels of further tags work without a cache
@@ -140,7 +132,7 @@ class _SkeletonBuilder:
         return nodes if kind is list else (tuple(nodes),)
 
     def _tensor(self, tensor: Tensor, name: str, sliced: bool | None) -> int:
-        code = dtype_code(tensor)
+        code = CODES.get(tensor.dtype)
         if tensor.layout is not torch.strided or tensor.is_nested or code is None:
             raise ValueError(f"{name} must be a dense tensor of a common dtype, got {tensor.layout}, {tensor.dtype}")
         check_memory(name, tensor)
@@ -192,8 +184,8 @@ class Schema:
 
     def __init__(self, data: bytes) -> None:
         self._root, metas = load_plain(data)
-        self.metas = [_meta(*entry) for entry in metas]
-        self.nbytes = sum([meta.nbytes for meta in self.metas])  #: of the sent tensors
+        self.metas: list[TensorMeta] = [_meta(*entry) for entry in metas]
+        self.nbytes: int = sum([meta.nbytes for meta in self.metas])  #: of the sent tensors
         self._values = 0
         if not _is_dict(self._root):
             raise ValueError("it is no dict")

@@ -63,7 +63,7 @@ class Codec:
 
     def __init__(self) -> None:
         self._out: list[bytes] = []
-        self.unsent = 0  #: bytes that ``data_to_send`` would return
+        self.unsent: int = 0  #: bytes that ``data_to_send`` would return
         self._in = bytearray()
         self._at = 0  # offset in ``_in`` of the first unparsed byte
         self._expected: deque[Parser] = deque()

@@ -51,7 +51,7 @@ class RankProcess:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
         try:
-            self.process = subprocess.Popen(
+            self.process: subprocess.Popen[bytes] = subprocess.Popen(
                 [sys.executable, "-m", "asynccomm.testing.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -62,11 +62,11 @@ class RankProcess:
             )
         finally:
             theirs.close()
-        self.channel = Connection(ours.detach())
+        self.channel: Connection[Any, Any] = Connection(ours.detach())
         self.channel.send(setup)
         self._seen = 0
         self.ready = False  #: whether it has finished its imports
-        self.usable = True  #: whether it can run one more test
+        self.usable: bool = True  #: whether it can run one more test
 
     def receive(self) -> Any:
         """The next message, or Died."""

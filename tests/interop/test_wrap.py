@@ -136,11 +136,11 @@ def test_own_address(found: str | None, expected: str, monkeypatch: pytest.Monke
 async def test_what_it_does_not_take() -> None:
     takes = "wrap takes a process group or a Work of torch, got"
     with pytest.raises(TypeError, match=f"{takes} None; without async_op=True, torch gives None"):
-        wrap(None)  # type: ignore[call-overload]
+        wrap(None)
     with pytest.raises(TypeError, match=f"{takes} 3$"):
         wrap(3)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="not a member"):
-        wrap(dist.GroupMember.NON_GROUP_MEMBER)  # type: ignore[call-overload]
+        wrap(dist.GroupMember.NON_GROUP_MEMBER)
     with pytest.raises(ValueError, match="wrap the manager"):
         wrap(dist.distributed_c10d._IllegalWork())
     with pytest.raises(ValueError, match="async_ops=True, and wrap it after its block"):

@@ -2,6 +2,8 @@
 
 import collections
 import contextlib
+import dataclasses
+import enum
 import io
 import math
 import os
@@ -9,9 +11,11 @@ import pickle
 import struct
 import time
 import zlib
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -35,8 +39,8 @@ from asynccomm.serialization.objects import (
 from tests.sampling import examples
 
 
-def through(obj: object, *, weights_only: bool = True) -> Any:
-    return clone_out(3, encode(PayloadKind.OBJECT, obj)).decode(weights_only=weights_only)
+def through(obj: object, *, weights_only: bool = True, sent_safely: bool = False) -> Any:
+    return clone_out(3, encode(PayloadKind.OBJECT, obj, weights_only=sent_safely)).decode(weights_only=weights_only)
 
 
 def form_of(obj: object) -> int:
@@ -51,6 +55,10 @@ class Opener:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, (self.path,)
+
+
+class Mode(enum.Enum):
+    FAST = 1
 
 
 class Point:
@@ -181,15 +189,63 @@ def test_large_pickles_are_in_the_payload() -> None:
 
 def test_what_torch_takes_needs_no_trust() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
-    obj = collections.OrderedDict(p=parameter, d=torch.float16, s=torch.Size([1]), g=torch.ones(2, requires_grad=True))
+    obj = {"p": parameter, "d": torch.float16, "s": torch.Size([1]), "g": torch.ones(2, requires_grad=True)}
     assert form_of(obj) == 2
-    back = through(obj)
+    back = through(obj, sent_safely=True)
     assert type(back["p"]) is torch.nn.Parameter
     assert back["d"] is torch.float16
     assert back["g"].requires_grad
     assert form_of(torch.ones(2, requires_grad=True)) == 2, "as plain data it would lose that"
     assert form_of(torch.ones(2, 2).to_sparse()) == 2
     assert form_of(torch.ones(2, device="meta")) == 2
+
+
+def test_values_beside_what_torch_takes() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    view = parameter[1:]
+    state = torch.nn.Linear(2, 3).state_dict()
+    obj = {"day": date(2024, 2, 29), "both": [parameter, parameter, view], "state": state, "dtype": torch.bfloat16}
+    assert form_of(obj) == 3
+    back = through(obj, sent_safely=True)
+    assert back["day"] == date(2024, 2, 29)
+    assert back["dtype"] is torch.bfloat16
+    first, second, part = back["both"]
+    assert type(first) is torch.nn.Parameter
+    assert first is second
+    assert part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr(), "one torch.save for all"
+    assert type(back["state"]) is collections.OrderedDict
+    assert back["state"]._metadata == state._metadata  # type: ignore[attr-defined]
+    assert back["state"]["weight"].equal(state["weight"])
+
+
+def test_a_sender_refuses_what_receivers_would() -> None:
+    @dataclasses.dataclass
+    class Settings:
+        steps: int
+
+    for obj in (Settings(1), [Settings(1)], {"at": date(2024, 1, 1), "s": Settings(1)}):
+        with pytest.raises(
+            TypeError, match=r"^item cannot .* class .*Settings: call asynccomm.register_safe\(Settings\) on"
+        ):
+            encode(PayloadKind.OBJECT, obj, "item")
+    with torch.serialization.safe_globals([(Mode, f"{Mode.__module__}.Mode")]):
+        assert through([Mode.FAST], sent_safely=True) == [Mode.FAST]
+    with pytest.raises(TypeError, match="register_safe"):
+        encode(PayloadKind.OBJECT, Mode.FAST)
+    point = f"{Point.__module__}.Point"
+    for obj in (Point(1), [date(2024, 1, 1), Point(1)]):
+        with pytest.raises(
+            TypeError, match=rf"^item cannot .* {point}: allow it by .*add_safe_globals.*weights_only=False"
+        ):
+            encode(PayloadKind.OBJECT, obj, "item")
+        with torch.serialization.safe_globals([Point]):
+            encode(PayloadKind.OBJECT, obj, "item")
+    assert through([date(2024, 1, 1), Point(7)], weights_only=False)[1].x == 7
+    with pytest.raises(
+        TypeError, match=r"item cannot be sent: it has a numpy array of dtype object, .*weights_only=False"
+    ):
+        encode(PayloadKind.OBJECT, numpy.array([None]), "item")
+    assert through(numpy.array([None]), weights_only=False)[0] is None
 
 
 def test_a_class_needs_trust_or_to_be_allowed() -> None:

@@ -18,7 +18,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Self, TypeVar, final
+from typing import ClassVar, Self, TypeVar, final
 
 import anyio
 import anyio.to_thread
@@ -63,7 +63,7 @@ class GlooBackend(Backend):
     """One rank of a gloo comm."""
 
     name = "gloo"
-    devices = frozenset({"cpu"})
+    devices: ClassVar[frozenset[str]] = frozenset({"cpu"})
     hints = _HINTS
     any_source = False
     compares = True

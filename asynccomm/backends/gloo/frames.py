@@ -69,9 +69,9 @@ class Frame:
         self._sent = bytearray(_FRAME)
         self._received = bytearray(size * _FRAME)
         with torch.inference_mode(False):  # gloo's threads write it
-            self.mine = torch.frombuffer(self._sent, dtype=torch.uint8)
-            self.all = torch.frombuffer(self._received, dtype=torch.uint8)
-            self.copies = torch.empty(size * _FRAME, dtype=torch.uint8, device="cpu")
+            self.mine: Tensor = torch.frombuffer(self._sent, dtype=torch.uint8)
+            self.all: Tensor = torch.frombuffer(self._received, dtype=torch.uint8)
+            self.copies: Tensor = torch.empty(size * _FRAME, dtype=torch.uint8, device="cpu")
             self._rows = self.copies.view(size, _FRAME)
 
     def fill(self, submission: Submission, place: int, heading: bytes, *, contribute: bool = True) -> None:

@@ -121,8 +121,8 @@ class InboundParcel:
         self._arrival = gloo.recv(torch.frombuffer(self._memory, dtype=torch.uint8), peer, 2 * key)
         self._lengths: Sequence[int] = ()  # lengths of the segments
         self._along: Tensor | None = None  # a short payload
-        self.head = b""
-        self.nbytes = 0  #: bytes of the payload
+        self.head: bytes = b""
+        self.nbytes: int = 0  #: bytes of the payload
 
     def read(self, check: Callable[[int, str], object] | None = None) -> None:
         """Wait for the head. ``check`` gets code and text before any further data is received.

@@ -27,7 +27,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from hashlib import sha1
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 from weakref import WeakKeyDictionary
 
 import anyio
@@ -65,7 +65,7 @@ class NcclBackend(Backend):
     """One rank of an NCCL comm."""
 
     name = "nccl"
-    devices = frozenset({"cuda"})
+    devices: ClassVar[frozenset[str]] = frozenset({"cuda"})
     hints = HINTS
 
     def __init__(self, context: BackendContext, platform: DeviceRuntime, side: SideChannel, unique_id: bytes) -> None:
@@ -78,7 +78,8 @@ class NcclBackend(Backend):
         self._ability = Capabilities(dtypes, platform.nccl.native)
         self._config = config = config_of(context)
         self._unique_id = unique_id
-        self.uid = int.from_bytes(sha1(unique_id, usedforsecurity=False).digest()[:8], "big") >> 1  # a positive int64
+        # a positive int64
+        self.uid: int = int.from_bytes(sha1(unique_id, usedforsecurity=False).digest()[:8], "big") >> 1
         self._lanes = OrderedExecutor(f"asynccomm-nccl-{group.name}", LANES + 4 * group.size)
         self._high_priority = context.high_priority_stream
         self._streams: list[DeviceStream] = []

@@ -51,10 +51,10 @@ class Entry:
         drop: Callable[[], object] | None = None,
     ) -> None:
         self.start = start
-        self.batch = batch
-        self.flight = flight
+        self.batch: Sequence[Submission] = batch
+        self.flight: StreamPosition | None = flight
         self.drop = drop
-        self.looked = False
+        self.looked: bool = False
         self.reads: list[Region] = []
         self.writes: list[Region] = []
 
@@ -90,7 +90,7 @@ class HazardTracker:
         self._fail = fail
         self._lock = threading.Lock()  # for bookkeeping only: no operation starts under it
         #: no parcel collective is in flight and no entry waits, so an NCCL collective may start after ``note``
-        self.quiet = True
+        self.quiet: bool = True
         self._waiting: deque[Entry] = deque()
         self._starting = False  # a lane is starting entries that have waited
         self._ended = False

@@ -64,7 +64,10 @@ class LoweredBatch:
     """
 
     def __init__(self, rank: int, size: int, ability: Capabilities, empty: Callable[[int], Tensor]) -> None:
-        self.rank, self.size, self.ability, self._empty = rank, size, ability, empty
+        self.rank: int = rank
+        self.size: int = size
+        self.ability: Capabilities = ability
+        self._empty = empty
         self.op: Op | None = None  #: the operation being lowered
         self.before: list[Step] = []  #: steps before the calls, in order
         self.calls: list[NcclCall] = []

@@ -122,9 +122,9 @@ class PeriodicCheck:
     ) -> None:
         self._asked = asked
         self._call = call
-        self.every = every  #: seconds from one return to the next call
-        self.stream = stream  #: call only while the head of this stream is late; None: always
-        self.due = -math.inf  #: time of the next call, on the poller's clock
+        self.every: float = every  #: seconds from one return to the next call
+        self.stream: Hashable | None = stream  #: call only while the head of this stream is late; None: always
+        self.due: float = -math.inf  #: time of the next call, on the poller's clock
 
     def cancel(self) -> None:
         """Make no more calls. From any thread; a call may be running at this time."""

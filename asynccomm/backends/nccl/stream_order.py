@@ -30,9 +30,9 @@ class StreamPosition:
         self._users = 0  # threads in the middle of ``order``: their event must not be released
         self._over = False
         self._listeners: list[Callable[[], object]] = []
-        self.immediate = immediate
-        self.issued = False  #: whether the batch is in a stream, or over
-        self.captured = False  #: whether the batch is part of a graph, and runs in each replay
+        self.immediate: bool = immediate
+        self.issued: bool = False  #: whether the batch is in a stream, or over
+        self.captured: bool = False  #: whether the batch is part of a graph, and runs in each replay
 
     @property
     def over(self) -> bool:

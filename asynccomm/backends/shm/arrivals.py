@@ -48,7 +48,7 @@ class TensorArrival:
         self.receive: Final = receive
         self._values, self._land = arithmetic.landing(receive.outputs[0])
         self._address = self._values.data_ptr()
-        self.left = self._values.nbytes  #: bytes that have not arrived yet
+        self.left: int = self._values.nbytes  #: bytes that have not arrived yet
 
     def take(self, address: int, nbytes: int) -> bool:
         """Copy the next bytes in."""
@@ -89,7 +89,7 @@ class ParcelArrival:
 
     def __init__(self, receive: Submission, source: int, head: int, payload: int) -> None:
         self.receive: Final = receive
-        self.left = head + payload  #: bytes that have not arrived yet
+        self.left: int = head + payload  #: bytes that have not arrived yet
         self._source = source
         self._head_left = head
         self._payload = payload

@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Final, Self, final
+from typing import ClassVar, Final, Self, final
 
 import anyio.to_thread
 
@@ -46,7 +46,7 @@ class ShmBackend(Backend):
     """One rank of a comm in shared memory."""
 
     name = "shm"
-    devices = frozenset({"cpu"})
+    devices: ClassVar[frozenset[str]] = frozenset({"cpu"})
     hints = HINTS
     compares = True
     fusion_limit = 128 << 10  # larger operations are faster unmerged than in pieces (measured: 2 ranks on 2 cores)

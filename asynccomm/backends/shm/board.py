@@ -35,14 +35,17 @@ class RankPosition:
     __slots__ = ("code", "dead", "history", "kept", "messages", "number", "numel", "op", "step")
 
     def __init__(self) -> None:
-        self.step = 0  #: the first step of the next collective
-        self.code = self.numel = 0  #: the signature of the current collective
-        self.history = 0  #: a hash of all collectives before the current one; every bit depends on the last of them
-        self.number = 0  #: sequence number of the current collective on the comm, for errors
+        self.step: int = 0  #: the first step of the next collective
+        #: the signature of the current collective
+        self.code: int = 0
+        self.numel: int = 0
+        #: a hash of all collectives before the current one; every bit depends on the last of them
+        self.history: int = 0
+        self.number: int = 0  #: sequence number of the current collective on the comm, for errors
         self.op: Op = Barrier()  #: the current collective, for errors
-        self.messages = 0  #: point-to-point operations that are pending
-        self.kept = 0  #: messages that have arrived, and that no receive was posted for
-        self.dead = False  #: nothing is submitted any more
+        self.messages: int = 0  #: point-to-point operations that are pending
+        self.kept: int = 0  #: messages that have arrived, and that no receive was posted for
+        self.dead: bool = False  #: nothing is submitted any more
 
 
 @final
@@ -66,10 +69,10 @@ class Board:
         state: Any = None,
     ) -> None:
         self.rank = rank
-        self.size = layout.size
-        self.others = [r for r in range(layout.size) if r != rank]  #: all ranks but this one
+        self.size: int = layout.size
+        self.others: list[int] = [r for r in range(layout.size) if r != rank]  #: all ranks but this one
         self.layout = layout
-        self.chunk = layout.chunk
+        self.chunk: int = layout.chunk
         self.state: RankPosition = RankPosition() if state is None else state
         self._banks = layout.banks
         self._words = words

@@ -19,7 +19,7 @@ class CombiningLock:
     """
 
     def __init__(self) -> None:
-        self.requested = False  #: a request has arrived since the holder last checked
+        self.requested: bool = False  #: a request has arrived since the holder last checked
         self._lock = threading.Lock()
         self.acquire = self._lock.acquire
         self.release = self._lock.release

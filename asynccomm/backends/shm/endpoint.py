@@ -112,7 +112,7 @@ class Tally:
 
     def __init__(self, done: Callable[[Submission], None], state: RankPosition) -> None:
         self.done = done
-        self.state = state
+        self.state: RankPosition = state
 
     @property
     def pending(self) -> int:
@@ -175,9 +175,9 @@ class Link:
         native: bool,
     ) -> None:
         layout = mapped.layout
-        self.peer = peer
-        self.state = state
-        self.reader = Reader(mapped, peer, rank, fence, state)
+        self.peer: int = peer
+        self.state: LinkState = state
+        self.reader: Reader = Reader(mapped, peer, rank, fence, state)
         self.incoming: dict[int, Arrival] = {}  #: cleared long messages, by the sender's ident
         #: by tag: queue of matched receives and messages; the head of the first is incomplete (in ``incoming``)
         self.lines: dict[int, deque[tuple[Submission, Kept | Offer]]] = {}

@@ -105,9 +105,9 @@ class RootSide:
 
     def __init__(self, group: CommInfo, ours: FdBag, mine: Handed) -> None:
         self.ours = ours
-        self.handed = {0: mine}  #: descriptors by rank
+        self.handed: dict[int, Handed] = {0: mine}  #: descriptors by rank
         self.segment: Segment | None = None  #: dropped by ``close``: the frames of an error would keep its mapping
-        self.problem = ""  #: why rank 0 could not connect all ranks
+        self.problem: str = ""  #: why rank 0 could not connect all ranks
         self.gone: asyncio.Future[PeerLostError] = asyncio.get_running_loop().create_future()
         self._comm, self._size = group.name, group.size
         self._loop = asyncio.get_running_loop()

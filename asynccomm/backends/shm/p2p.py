@@ -103,7 +103,7 @@ class Messages:
         self._reading = [(link.reader.head_at, link.reader, link) for link in self._links.values()]
         self._writing: set[Link] = set()
         self._segment = segment
-        self.transferring = False  #: whether long messages were moved or waited for in C by the last ``progress``
+        self.transferring: bool = False  #: whether long messages were moved or waited for in C by the last ``progress``
 
     @property
     def pending(self) -> int:

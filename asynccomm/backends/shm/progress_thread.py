@@ -68,7 +68,8 @@ class ProgressThread:
     """The progress thread, an eventfd that wakes it, and the liveness pipes that it watches."""
 
     def __init__(self) -> None:
-        self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  #: wakes the thread; other processes may hold it
+        #: wakes the thread; other processes may hold it
+        self.bell: int = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
         self._epoll.register(self.bell, select.EPOLLIN)
         self._watched: dict[int, Callable[[], object]] = {}

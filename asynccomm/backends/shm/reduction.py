@@ -100,8 +100,8 @@ class Reduction:
         self._divide = reduction.type is RedOpType.AVG
         half = _HALF.get(dtype) if reduction.factor is None else None
         self._half = half is not None
-        self.dtype = half if half is not None else arithmetic.accumulator(dtype, reduction.type)
-        self.as_it_is = self.dtype == dtype and reduction.factor is None
+        self.dtype: torch.dtype = half if half is not None else arithmetic.accumulator(dtype, reduction.type)
+        self.as_it_is: bool = self.dtype == dtype and reduction.factor is None
         # whether the tensors' own bytes travel, perhaps as another dtype
         same = REAL.get(dtype, dtype) == self.dtype or dtype in (torch.bool, torch.uint64)
         self._raw = same and reduction.factor is None

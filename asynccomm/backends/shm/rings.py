@@ -58,15 +58,15 @@ class LinkState:
     __slots__ = ("came", "gone", "head", "matched", "sent", "tail", "taken", "told", "waiting")
 
     def __init__(self) -> None:
-        self.head = 0  #: bytes written so far
-        self.taken = 0  #: bytes of these that the peer has read, as last seen
-        self.sent = 0  #: bytes of short frames written so far
-        self.tail = 0  #: bytes read so far
-        self.told = 0  #: ``tail`` when the peer was last rung because of room
-        self.came = 0  #: bytes of short frames received so far
-        self.matched = 0  #: bytes of received short frames that were matched
+        self.head: int = 0  #: bytes written so far
+        self.taken: int = 0  #: bytes of these that the peer has read, as last seen
+        self.sent: int = 0  #: bytes of short frames written so far
+        self.tail: int = 0  #: bytes read so far
+        self.told: int = 0  #: ``tail`` when the peer was last rung because of room
+        self.came: int = 0  #: bytes of short frames received so far
+        self.matched: int = 0  #: bytes of received short frames that were matched
         self.waiting: Any = None  #: the messages without their first frame in the ring
-        self.gone = False  #: whether the peer has left and writes nothing more
+        self.gone: bool = False  #: whether the peer has left and writes nothing more
 
 
 @final
@@ -173,16 +173,16 @@ class Reader:
     ) -> None:
         start = mapped.layout.ring_start(source, destination)
         self._words, self._raw = mapped.words, mapped.raw
-        self.head_at = start // WORD  #: index of the head, which differs from ``state.tail`` when frames are there
+        self.head_at: int = start // WORD  #: index of the head, which differs from ``state.tail`` when frames are there
         self._tail_at = (start + LINE) // WORD
         self._start = start + 2 * LINE
         self._ring = mapped.layout.ring
         self._order = fence.order
         self._source = source
-        self.state = LinkState() if state is None else state
+        self.state: LinkState = LinkState() if state is None else state
         self._head = 0  # as read by open
         self._size = 0  # of the current frame
-        self.payload = 0  #: offset in the segment of the current frame's payload
+        self.payload: int = 0  #: offset in the segment of the current frame's payload
 
     def open(self) -> None:
         """Read the head. Raises BackendError if it is corrupt."""

@@ -88,6 +88,7 @@ class Segment:
             mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         except OSError as exc:
             raise BackendError(f"cannot map a shared segment of {nbytes} bytes: {exc.strerror}") from exc
-        self.raw = memoryview(mapping)  #: the whole segment as bytes
-        self.words = self.raw.cast("Q")  #: the whole segment as 64-bit words
-        self.data = torch.frombuffer(mapping, dtype=torch.uint8)  #: the whole segment as a tensor of bytes
+        self.raw: memoryview[int] = memoryview(mapping)  #: the whole segment as bytes
+        self.words: memoryview[int] = self.raw.cast("Q")  #: the whole segment as 64-bit words
+        #: the whole segment as a tensor of bytes
+        self.data: torch.Tensor = torch.frombuffer(mapping, dtype=torch.uint8)

@@ -44,7 +44,7 @@ class Scattered:
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, pieces: Iterable[tuple[int, int]], owners: object) -> None:
-        self.owners = owners
+        self.owners: object = owners
         self.addresses: list[int] = []
         self.starts: list[int] = []  #: start of each piece in the vector, then the end of the last piece
         total, end = 0, -1
@@ -56,7 +56,7 @@ class Scattered:
                 total += n
                 end = address + n
         self.starts.append(total)
-        self.nbytes = total
+        self.nbytes: int = total
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Scattered) and self.addresses == other.addresses and self.starts == other.starts

@@ -82,7 +82,7 @@ class ResponseCache:
         self._capacity = capacity
         self.notices: dict[int, OpRequest] = {}
         self.ids: dict[OpRequest, int] = {}
-        self.end = 0  #: the next id
+        self.end: int = 0  #: the next id
 
     def add(self, notice: OpRequest) -> None:
         """Assign the next id, and evict the oldest."""

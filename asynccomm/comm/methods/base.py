@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import UnionType
-from typing import Any, Final, NamedTuple, Self, SupportsIndex, final
+from typing import Any, Final, NamedTuple, Self, SupportsIndex, TypedDict, final
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from asynccomm.comm.in_flight import CommStatistics
 from asynccomm.comm.session import Session
 from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
-from asynccomm.errors import ClosedError, PayloadError
+from asynccomm.errors import ClosedError, PayloadError, PayloadTypeError
 from asynccomm.ops import Call, Parcel, RecvParcel, Several
 from asynccomm.ops.validation import as_index, check_rank, check_tag
 from asynccomm.options import CommOptions
@@ -26,6 +26,21 @@ from asynccomm.serialization.tensor_dicts import ReceiverSchemaCache, SenderSche
 
 ENDING: Final = 4096  # bytes of an end-of-stream message, which is accepted even above ``max_bytes``
 MAX_BYTES: Final = 1 << 32  # of head and payload from one sender, unless the caller gives another limit
+
+
+class ReceiveArguments(TypedDict, total=False):
+    """Keyword arguments of all methods that receive objects."""
+
+    weights_only: bool
+    max_bytes: int
+    timeout: float | timedelta | None
+    hints: Mapping[str, str] | None
+
+
+class CollectiveArguments(ReceiveArguments, total=False):
+    """Keyword arguments of all collectives on objects."""
+
+    tag: str | None
 
 
 class CommBase(Handle):
@@ -126,21 +141,28 @@ class CommBase(Handle):
 
 @final
 class ReceivePolicy(NamedTuple):
-    """The objects that a receiver accepts."""
+    """The objects that a receiver accepts: of the class ``expect``, if there is one."""
 
     weights_only: bool
     max_bytes: int
+    expect: type = object
 
     @classmethod
-    def of(cls, weights_only: object, max_bytes: SupportsIndex) -> Self:
-        if not isinstance(weights_only, bool):
-            raise TypeError(f"weights_only must be True or False, got {weights_only!r}")
+    def of(cls, weights_only: object, max_bytes: SupportsIndex, expect: type | None = None) -> Self:
+        check_trust(weights_only)
+        if expect is not None:
+            check_type("expect", expect, type, "a class")
         limit = as_index(max_bytes)
         if limit is None:
             raise TypeError(f"max_bytes must be an integer, got {max_bytes!r}")
         if limit < 0:
             raise ValueError(f"max_bytes must not be negative, got {limit}")
-        return cls(weights_only, limit)
+        return cls(bool(weights_only), limit, object if expect is None else expect)
+
+    def check_own(self, name: str, obj: object) -> None:
+        """Raise TypeError if this rank sends, as the argument ``name``, an object that all ranks would refuse."""
+        if not isinstance(obj, self.expect):
+            raise TypeError(f"{name} must be a {self.expect.__qualname__}, as expect says, got a {_class_name(obj)}")
 
     def check(self, source: int, nbytes: int) -> None:
         """Raise PayloadError if ``nbytes`` from rank ``source`` are more than ``max_bytes``."""
@@ -159,7 +181,7 @@ class ObjectReceiver:
         missed: called with every parcel of another kind.
     """
 
-    __slots__ = ("_kinds", "_method", "_missed", "_policy", "_rank", "incoming", "kind")
+    __slots__ = ("_kinds", "_method", "_missed", "_rank", "incoming", "kind", "policy")
 
     def __init__(
         self,
@@ -169,8 +191,9 @@ class ObjectReceiver:
         policy: ReceivePolicy,
         missed: Callable[[int, bytes], object] | None = None,
     ) -> None:
-        self._method, self._rank, self._kinds, self._policy, self._missed = method, rank, kinds, policy, missed
-        self.kind = kinds[0]  #: of the last parcel
+        self._method, self._rank, self._kinds, self._missed = method, rank, kinds, missed
+        self.policy: ReceivePolicy = policy
+        self.kind: PayloadKind = kinds[0]  #: of the last parcel
         self.incoming: dict[int, IncomingObject] = {}  #: by source
 
     def __call__(self, source: int, head: bytes, lengths: Mapping[int, int]) -> Sequence[Tensor]:
@@ -181,7 +204,7 @@ class ObjectReceiver:
                 self._missed(source, head)
             raise wrong_kind(self._method, self._rank, source, kind)
         if kind not in (PayloadKind.END, PayloadKind.FAILURE) or len(head) + length > ENDING:
-            self._policy.check(source, len(head) + length)
+            self.policy.check(source, len(head) + length)
         incoming = self.incoming[source] = IncomingObject(source, head, length)
         return incoming.places
 
@@ -192,14 +215,32 @@ class ObjectReceiver:
 
     def only(self, _: object = None) -> Any:
         """The object of the only sender. Raises: PayloadError."""
-        (incoming,) = self.incoming.values()
-        return incoming.decode(weights_only=self._policy.weights_only)
+        ((source, incoming),) = self.incoming.items()
+        return self._decoded(source, incoming)
 
     def all(self, _: object = None) -> list[object]:
         """The objects in rank order. Raises: PayloadError."""
-        return [
-            incoming.decode(weights_only=self._policy.weights_only) for _, incoming in sorted(self.incoming.items())
-        ]
+        return [self._decoded(source, incoming) for source, incoming in sorted(self.incoming.items())]
+
+    def _decoded(self, source: int, incoming: IncomingObject) -> Any:
+        obj = incoming.decode(weights_only=self.policy.weights_only)
+        expect = self.policy.expect
+        if not isinstance(obj, expect) and self.kind in (PayloadKind.OBJECT, PayloadKind.ITEM):
+            raise PayloadTypeError(
+                f"{self._method}() of rank {self._rank} expected a {expect.__qualname__}, but rank {source} sent a "
+                f"{_class_name(obj)}"
+            )
+        return obj
+
+
+def _class_name(obj: object) -> str:
+    return type(obj).__qualname__
+
+
+def check_trust(weights_only: object) -> None:
+    """Raise TypeError unless the argument ``weights_only`` is True or False."""
+    if not isinstance(weights_only, bool):
+        raise TypeError(f"weights_only must be True or False, got {weights_only!r}")
 
 
 def check_type(name: str, value: object, kind: type | UnionType, text: str) -> None:

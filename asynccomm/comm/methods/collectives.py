@@ -12,7 +12,7 @@ from asynccomm import ops
 from asynccomm.comm.methods.base import CommBase
 from asynccomm.core.work import Work
 from asynccomm.ops import dims, variable
-from asynccomm.ops.reduce_op import ReduceOp
+from asynccomm.ops.reduce_op import ReduceOp, ReduceOpLike
 
 # a bound method is a new object wherever it is looked up, and the fast path knows calls by such objects
 _ALL_REDUCE, _BROADCAST, _REDUCE = ops.AllReduce.of, ops.Broadcast.of, ops.Reduce.of
@@ -27,7 +27,7 @@ class Collectives(CommBase):
     def all_reduce(
         self,
         tensor: Tensor,
-        op: object = ReduceOp.SUM,
+        op: ReduceOpLike = ReduceOp.SUM,
         *,
         out: Tensor | None = None,
         timeout: float | timedelta | None = None,
@@ -64,7 +64,7 @@ class Collectives(CommBase):
         self,
         tensor: Tensor,
         root: SupportsIndex,
-        op: object = ReduceOp.SUM,
+        op: ReduceOpLike = ReduceOp.SUM,
         *,
         out: Tensor | None = None,
         timeout: float | timedelta | None = None,
@@ -127,7 +127,7 @@ class Collectives(CommBase):
         self,
         output: Tensor | None,
         input_list: Sequence[Tensor],
-        op: object = ReduceOp.SUM,
+        op: ReduceOpLike = ReduceOp.SUM,
         *,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
@@ -147,7 +147,7 @@ class Collectives(CommBase):
         self,
         output: Tensor | None,
         input: Tensor,
-        op: object = ReduceOp.SUM,
+        op: ReduceOpLike = ReduceOp.SUM,
         dim: SupportsIndex = 0,
         *,
         timeout: float | timedelta | None = None,

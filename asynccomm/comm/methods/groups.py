@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Self, SupportsIndex
+from typing import Any, Never, Self, SupportsIndex, overload
 
 from asynccomm.comm.membership import Requirements, lobby_of, reconfigure
 from asynccomm.comm.methods.base import CommBase
@@ -38,6 +38,17 @@ class Groups(CommBase):
         """The number of each rank in the comm that this one was made from, -1 for newcomers; else ``0, 1, ...``."""
         return self._session.identity.parent_ranks
 
+    @overload  # a list that the type checker knows to be empty
+    def split(  # type: ignore[overload-overlap]
+        self,
+        ranks: Sequence[Never],
+        name: str,
+        *,
+        hints: Mapping[str, str] | None = None,
+        timeout: float | timedelta | None = None,
+    ) -> PendingComm[None]: ...
+
+    @overload
     def split(
         self,
         ranks: Ranks,
@@ -45,7 +56,16 @@ class Groups(CommBase):
         *,
         hints: Mapping[str, str] | None = None,
         timeout: float | timedelta | None = None,
-    ) -> PendingComm[Self | None]:
+    ) -> PendingComm[Self]: ...
+
+    def split(
+        self,
+        ranks: Ranks,
+        name: str,
+        *,
+        hints: Mapping[str, str] | None = None,
+        timeout: float | timedelta | None = None,
+    ) -> PendingComm[Any]:
         """Make a comm of some ranks; ``await`` it, or better ``async with`` it. Only those ranks call this.
 
         ::
@@ -59,7 +79,7 @@ class Groups(CommBase):
             hints: for the backend, in place of this comm's hints; None: this comm's hints.
             timeout: for connecting and for the operations; None: this comm's time limit.
 
-        Returns: the new comm; None if ``ranks`` is empty.
+        Returns: the new comm; None if ``ranks`` is empty, which type checkers see only where it is written as ``[]``.
 
         Raises:
             ValueError, TypeError: at the call, naming the argument; also if ``ranks`` does not have this rank.
@@ -265,7 +285,8 @@ class Groups(CommBase):
 
         ::
 
-            waiting = await comm.broadcast_object(await comm.newcomers() if comm.rank == 0 else None, root=0)
+            newcomers = await comm.newcomers() if comm.rank == 0 else None
+            waiting = await comm.broadcast_object(newcomers, root=0, expect=list)
             if waiting:
                 comm = await comm.reconfigure([*range(comm.size), *waiting])
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from asynccomm.comm.methods.base import CommBase
 from asynccomm.core.work import Work
 from asynccomm.ops import lists, variable
-from asynccomm.ops.reduce_op import ReduceOp
+from asynccomm.ops.reduce_op import ReduceOp, ReduceOpLike
 
 
 class CoalescedCollectives(CommBase):
@@ -23,7 +23,7 @@ class CoalescedCollectives(CommBase):
     def all_reduce_coalesced(
         self,
         tensors: Sequence[Tensor],
-        op: object = ReduceOp.SUM,
+        op: ReduceOpLike = ReduceOp.SUM,
         *,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
@@ -72,7 +72,7 @@ class CoalescedCollectives(CommBase):
         self,
         outputs: Sequence[Tensor] | None,
         inputs: Sequence[Tensor],
-        op: object = ReduceOp.SUM,
+        op: ReduceOpLike = ReduceOp.SUM,
         *,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
@@ -119,7 +119,7 @@ class CoalescedCollectives(CommBase):
         outputs: Sequence[Tensor] | None,
         inputs: Sequence[Tensor],
         sizes: Sequence[SupportsIndex],
-        op: object = ReduceOp.SUM,
+        op: ReduceOpLike = ReduceOp.SUM,
         dim: SupportsIndex = 0,
         *,
         timeout: float | timedelta | None = None,

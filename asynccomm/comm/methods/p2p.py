@@ -7,11 +7,19 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Final, Self, SupportsIndex, final
+from typing import Any, Final, Self, SupportsIndex, TypeVar, Unpack, final, overload
 
 from torch import Tensor
 
-from asynccomm.comm.methods.base import ENDING, MAX_BYTES, CommBase, ObjectReceiver, ReceivePolicy
+from asynccomm.comm.methods.base import (
+    ENDING,
+    MAX_BYTES,
+    CommBase,
+    ObjectReceiver,
+    ReceiveArguments,
+    ReceivePolicy,
+    check_trust,
+)
 from asynccomm.core.handles import Handle
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError, PayloadError
@@ -20,6 +28,7 @@ from asynccomm.ops.validation import CommInfo, check_rank, check_tag
 from asynccomm.options import seconds
 from asynccomm.serialization.objects import PayloadKind, encode
 
+T = TypeVar("T")
 _KINDS: Final = PayloadKind.ITEM, PayloadKind.END, PayloadKind.FAILURE  # of the messages of a stream
 
 
@@ -130,7 +139,7 @@ class P2P(CommBase):
         """
         return BatchSendRecv(self._group, self._submit_together)
 
-    def sink(self, dst: SupportsIndex, tag: SupportsIndex = 0) -> Sink:
+    def sink(self, dst: SupportsIndex, tag: SupportsIndex = 0, *, weights_only: bool = True) -> Sink:
         """The sending end of a stream to rank ``dst``, which reads it by :meth:`stream`.
 
         ::
@@ -140,19 +149,39 @@ class P2P(CommBase):
                     await sink.put(batch)
 
         Items of streams are never matched with other messages, even under the same tag.
+
+        Args:
+            weights_only: as with ``send_object``, for each item.
         """
-        return Sink(self, check_rank(self._group, "dst", dst), check_tag(tag))
+        check_trust(weights_only)
+        return Sink(self, check_rank(self._group, "dst", dst), check_tag(tag), weights_only)
+
+    @overload
+    def stream(
+        self,
+        src: SupportsIndex,
+        tag: SupportsIndex = 0,
+        *,
+        expect: None = None,
+        **arguments: Unpack[ReceiveArguments],
+    ) -> Stream[Any]: ...
+
+    @overload
+    def stream(
+        self, src: SupportsIndex, tag: SupportsIndex = 0, *, expect: type[T], **arguments: Unpack[ReceiveArguments]
+    ) -> Stream[T]: ...
 
     def stream(
         self,
         src: SupportsIndex,
         tag: SupportsIndex = 0,
         *,
+        expect: type[Any] | None = None,
         weights_only: bool = True,
         max_bytes: int = MAX_BYTES,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
-    ) -> Stream:
+    ) -> Stream[Any]:
         """The items that rank ``src`` puts into its :meth:`sink` of the same ``tag``, until the sink is closed.
 
         ::
@@ -164,14 +193,14 @@ class P2P(CommBase):
 
         Args:
             src: the sending rank; required, since a stream has one source.
-            weights_only, max_bytes: as with ``recv_object``, for each item.
+            expect, weights_only, max_bytes: as with ``recv_object``, for each item.
             timeout: seconds or a timedelta that the sender may take for the next item; None: no limit, also where the
                 comm has one. (The death of the sender ends the stream in any case.)
             hints: for each receive.
         """
         peer, key = check_rank(self._group, "src", src), check_tag(tag)
         limit = seconds("timeout", timeout, math.inf)
-        return Stream(self, peer, key, ReceivePolicy.of(weights_only, max_bytes), limit, hints)
+        return Stream(self, peer, key, ReceivePolicy.of(weights_only, max_bytes, expect), limit, hints)
 
 
 @final
@@ -184,8 +213,9 @@ class Sink(Handle):
 
     _instead = "make one there, by comm.sink()"
 
-    def __init__(self, comm: CommBase, peer: int, tag: int) -> None:
+    def __init__(self, comm: CommBase, peer: int, tag: int, weights_only: bool) -> None:
         self._comm = comm
+        self._weights_only = weights_only
         self._op = SendParcel("sink", peer, tag, MessageSpace.STREAMS)
         self._last: Work[None] | None = None
 
@@ -196,7 +226,7 @@ class Sink(Handle):
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
     ) -> Work[None]:
-        """Send ``item``, any object as in ``send_object``. The call sends; awaiting the Work slows down a fast sender.
+        """Send ``item``, an object as in ``send_object``. The call sends; awaiting the Work slows down a fast sender.
 
         Tensors in ``item`` must not be changed before the Work is done. Cancelling the await is safe: ``item`` is sent.
 
@@ -215,7 +245,8 @@ class Sink(Handle):
     def _send(
         self, kind: PayloadKind, item: object, timeout: float | timedelta | None, hints: Mapping[str, str] | None
     ) -> Work[None]:
-        call = Call(self._op, (), (), None, parcels=(encode(kind, item, "item"),))
+        parcel = encode(kind, item, "item", weights_only=self._weights_only)
+        call = Call(self._op, (), (), None, parcels=(parcel,))
         return self._comm._submit(call, timeout, hints)
 
     async def __aenter__(self) -> Self:
@@ -236,7 +267,7 @@ class Sink(Handle):
 
 
 @final
-class Stream(Handle, AsyncIterator[Any]):
+class Stream(Handle, AsyncIterator[T]):
     """The receiving end of a stream, an async iterator; made by ``comm.stream``.
 
     Leaving ``async for``, or cancelling it, loses no item: a later ``async for`` on the same Stream goes on with the
@@ -267,7 +298,7 @@ class Stream(Handle, AsyncIterator[Any]):
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Any:
+    async def __anext__(self) -> T:
         """The next item. Cancelling is safe, and loses no item. Raises: PayloadError, BrokenError, ClosedError."""
         if self._reading:
             raise RuntimeError(f"two tasks read from {self!r} at the same time")
@@ -288,7 +319,7 @@ class Stream(Handle, AsyncIterator[Any]):
             self._reading = False
         self._receive = None
         if kind is PayloadKind.ITEM:
-            return item
+            return item  # type: ignore[no-any-return]  # checked by the receiver
         self._ended = True
         if kind is PayloadKind.FAILURE:
             self._failure = str(item)

@@ -13,7 +13,8 @@ from asynccomm.comm.methods.base import wrong_kind
 from asynccomm.errors import PayloadError
 from asynccomm.ops.parcels import MAX_HEAD
 from asynccomm.ops.validation import CommInfo, check_tensor
-from asynccomm.serialization.objects import DTYPES, PayloadKind, dtype_code, kind_of, pack_value, reading, unpack_value
+from asynccomm.serialization.objects import PayloadKind, kind_of, pack_value, reading, unpack_value
+from asynccomm.serialization.plain import CODES, DTYPES
 
 _USUAL = (Tensor, torch.nn.Parameter)
 SEVERAL = 4  # names that an error lists for each difference
@@ -36,7 +37,7 @@ class StateReceiver:
             if type(tensor) not in _USUAL and is_lazy(tensor):
                 raise ValueError(f"state[{name!r}] has no values yet: run the module once before")
             check_tensor(group, "state", tensor, written=written, key=name)
-            if dtype_code(tensor) is None:
+            if tensor.dtype not in CODES:
                 raise ValueError(f"state[{name!r}] has dtype {tensor.dtype}, which cannot be sent")
             number = len(self.tensors)
             first = by_address.setdefault(tensor.data_ptr(), number)
@@ -47,8 +48,8 @@ class StateReceiver:
                 self.tensors.append(tensor.detach())
             self.names.append(name)
             self.numbers.append(number)
-        metas = [(dtype_code(tensor), tuple(tensor.shape)) for tensor in self.tensors]
-        self.head = pack_value(
+        metas = [(CODES[tensor.dtype], tuple(tensor.shape)) for tensor in self.tensors]
+        self.head: bytes = pack_value(
             PayloadKind.STATE, (self.names, self.numbers, metas)
         )  #: the description sent beside the values
         if len(self.head) > MAX_HEAD:

@@ -13,7 +13,7 @@ from typing import Any, Final, SupportsIndex, TypeVar, final
 import torch
 from torch import Tensor
 
-from asynccomm.comm.methods.base import MAX_BYTES, CommBase, ReceivePolicy, check_type, wrong_kind
+from asynccomm.comm.methods.base import MAX_BYTES, CommBase, ReceivePolicy, check_trust, check_type, wrong_kind
 from asynccomm.comm.methods.collectives import Collectives
 from asynccomm.comm.methods.state_dict import StateReceiver
 from asynccomm.core.handles import Handle
@@ -42,8 +42,8 @@ class TensorDicts(CommBase):
     """Dicts of tensors. Common to all of these methods:
 
     - Keys are strings or other plain data; their order is kept. Values are tensors of any dtypes, shapes and strides;
-      dicts, lists and tuples of values; and all other objects that can be pickled, which are sent as by the methods for
-      objects: see ``Objects`` for ``weights_only`` and ``max_bytes``.
+      dicts, lists and tuples of values; and all other objects, which are sent as by the methods for objects: see
+      ``Objects`` for ``weights_only`` and ``max_bytes``.
     - Everything goes in one message, the tensors straight into the memory of new tensors. A new tensor is on the comm's
       device if the sent tensor was on the sender's, else on the CPU. A tensor that occurs twice in the dict
       arrives as one tensor.
@@ -74,7 +74,8 @@ class TensorDicts(CommBase):
         op = Parcels("broadcast_tensor_dict", giver=giver)
         if giver == self.rank:
             described = describe(_checked(tensor_dict), self.device)
-            return self._submit_dict(op, (EVERYBODY, EVERYBODY), described, tensor_dict, timeout, hints, tag)
+            channel = EVERYBODY, EVERYBODY
+            return self._submit_dict(op, channel, described, tensor_dict, weights_only, timeout, hints, tag)
         receiver = _DictReceiver(op.method, self._group, EVERYBODY, policy, self._received_schemas, None)
         return self._submit(Call(op, (), (), None, receiver.finish, place=receiver), timeout, hints, tag)
 
@@ -86,6 +87,7 @@ class TensorDicts(CommBase):
         *,
         all_gather_group: Collectives | None = None,
         all_gather_tensors: Mapping[Any, bool] | None = None,
+        weights_only: bool = True,
         timeout: float | timedelta | None = None,
         hints: Mapping[str, str] | None = None,
     ) -> Work[None]:
@@ -102,12 +104,13 @@ class TensorDicts(CommBase):
         """
         op = SendParcel("send_tensor_dict", check_rank(self._group, "dst", dst), check_tag(tag))
         group = all_gather_group
+        check_trust(weights_only)
         check_type("all_gather_group", group, Collectives | None, "a Comm")
         if all_gather_tensors is not None and not isinstance(all_gather_tensors, Mapping):
             raise TypeError(f"all_gather_tensors must be a mapping of keys to bools, got {all_gather_tensors!r}")
         slices = None if group is None else Slices(group.size, group.rank, all_gather_tensors or {})
         described = describe(_checked(tensor_dict), self.device, slices)
-        return self._submit_dict(op, (op.peer, op.tag), described, None, timeout, hints)
+        return self._submit_dict(op, (op.peer, op.tag), described, None, weights_only, timeout, hints)
 
     def recv_tensor_dict(
         self,
@@ -178,13 +181,14 @@ class TensorDicts(CommBase):
         channel: SchemaKey,
         described: DictSkeleton,
         result: object,
+        weights_only: bool,
         timeout: float | timedelta | None,
         hints: Mapping[str, str] | None,
         tag: str | None = None,
     ) -> Work[Any]:
         head, tensors = b"", described.tensors
         if described.values:
-            head, more = encode(PayloadKind.TENSOR_DICT, described.values, "tensor_dict")
+            head, more = encode(PayloadKind.TENSOR_DICT, described.values, "tensor_dict", weights_only=weights_only)
             tensors.extend(more)
         now = self._submitter.sends_now(p2p=op.p2p)
         with self._sent_schemas.heading(channel, described.schema, now=now) as heading:

@@ -11,7 +11,7 @@ from torch import Tensor
 from asynccomm.comm.methods.base import CommBase
 from asynccomm.core.work import Work
 from asynccomm.ops import dims, variable
-from asynccomm.ops.reduce_op import ReduceOp
+from asynccomm.ops.reduce_op import ReduceOp, ReduceOpLike
 
 
 class VariableCollectives(CommBase):
@@ -50,7 +50,7 @@ class VariableCollectives(CommBase):
         output: Tensor | None,
         input: Tensor,
         sizes: Sequence[SupportsIndex] | None = None,
-        op: object = ReduceOp.SUM,
+        op: ReduceOpLike = ReduceOp.SUM,
         dim: SupportsIndex = 0,
         *,
         timeout: float | timedelta | None = None,

@@ -156,7 +156,7 @@ class BackendConfig:
     def __init__(self, backend: str) -> None:
         name = str(backend)
         if name == Backend.UNDEFINED:
-            self.device_backend_map = _detected()
+            self.device_backend_map: dict[str, Backend] = _detected()
         elif name.lower() in Backend.backend_list:
             self.device_backend_map = dict.fromkeys(Backend.backend_capability[name.lower()], Backend(name))
         elif ":" in name:

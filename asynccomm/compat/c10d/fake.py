@@ -10,7 +10,7 @@ import os
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Self, final
+from typing import ClassVar, Self, final
 
 import torch
 
@@ -31,7 +31,7 @@ class FakeBackend(Backend):
     """Backend of one rank of a group without other processes."""
 
     name = "fake"
-    devices = frozenset({"cpu", "cuda"})
+    devices: ClassVar[frozenset[str]] = frozenset({"cpu", "cuda"})
     any_source = False  # no rank sends
 
     @classmethod

@@ -144,7 +144,7 @@ def send_object_list(
     pg = member(group)
     to = canonical_rank(pg, dst, group_dst, name="dst")
     check_not_self(pg, to, "dst")
-    return pg.comm(device).send_object_list(object_list, to)
+    return pg.comm(device).send_object_list(object_list, to, weights_only=False)
 
 
 @collective(outside=NoopWork(-1))

@@ -49,7 +49,7 @@ class ProcessGroup(Handle):
         self.bound_device_id = bound_device
         self.backend = backend
         self.config = config
-        self.global_ranks = tuple(ranks)
+        self.global_ranks: tuple[int, ...] = tuple(ranks)
         self.timeout = timeout
         self.splits = 0  #: number of splits so far
         self.former_ranks: tuple[int, ...] | None = None  #: ranks before the shrink, of a shrunk group

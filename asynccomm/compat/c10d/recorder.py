@@ -29,7 +29,7 @@ from asynccomm.compat.c10d.process_group import ProcessGroup
 from asynccomm.core.callsite import CallSite, line_number
 from asynccomm.core.work import UNNUMBERED, Work
 from asynccomm.errors import AbortedError, BrokenError
-from asynccomm.ops import AllToAll, Broadcast, Call, Parcels, PeerOp, Reduce
+from asynccomm.ops import AllToAll, Broadcast, Call, Op, Parcels, PeerOp, Reduce
 
 VERSION: Final = "2.10"  # of torch's format
 RECORDS: Final = 2000
@@ -52,15 +52,15 @@ class Record:
     __slots__ = ("error", "finished", "inputs", "number", "op", "outputs", "seq", "site", "started", "timeout", "work")
 
     def __init__(self, number: int, call: Call, work: Work[Any]) -> None:
-        self.number = number
-        self.op = call.op
-        self.inputs = _side(call.inputs)
-        self.outputs = self.inputs if call.outputs is call.inputs else _side(call.outputs)
-        self.seq = work.seq
+        self.number: int = number
+        self.op: Op = call.op
+        self.inputs: Side | None = _side(call.inputs)
+        self.outputs: Side | None = self.inputs if call.outputs is call.inputs else _side(call.outputs)
+        self.seq: int = work.seq
         self.site: CallSite | None = work.site
-        self.started = work.started
+        self.started: float = work.started
         self.finished: float | None = None
-        self.timeout = work.timeout
+        self.timeout: float = work.timeout
         self.error: str | None = None  # only the type's name: a traceback would hold the objects on the stack
         self.work: Work[Any] | None = work  # None once done, as a Work holds tensors
 
@@ -98,12 +98,12 @@ class GroupRecorder:
 
     def __init__(self, recorder: FlightRecorder, number: int, pg: ProcessGroup, comm: Comm) -> None:
         self.number = number
-        self.name = pg.group_name if len(pg.comms) == 1 else f"{pg.group_name}/{comm.device.type}"
-        self.desc = pg.group_desc
-        self.backend = comm.backend
-        self.ranks = pg.global_ranks
-        self.rank = pg.rank()
-        self.error = ""  #: the error that broke the comm
+        self.name: str = pg.group_name if len(pg.comms) == 1 else f"{pg.group_name}/{comm.device.type}"
+        self.desc: str = pg.group_desc
+        self.backend: str = comm.backend
+        self.ranks: tuple[int, ...] = pg.global_ranks
+        self.rank: int = pg.rank()
+        self.error: str = ""  #: the error that broke the comm
         self._recorder = recorder
 
     def called(self, call: Call, work: Work[Any]) -> None:

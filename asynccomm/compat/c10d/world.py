@@ -53,14 +53,14 @@ class World(Handle):
         self.pg_names: dict[ProcessGroup, str] = {}
         self.pg_group_ranks: dict[ProcessGroup, dict[int, int]] = {}
         self.pg_backend_config: dict[ProcessGroup, str] = {}
-        self.group_count = 0
+        self.group_count: int = 0
         self.tags_to_pg: dict[str, list[ProcessGroup]] = {}
         self.pg_to_tag: dict[ProcessGroup, str] = {}
         self.pg_coalesce_state: dict[ProcessGroup, dict[Any, Any]] = {}
         self.backend: str | None = None
         self.init_method: str | None = None
         self.starting = False
-        self.recorder = FlightRecorder()
+        self.recorder: FlightRecorder = FlightRecorder()
         self.endings: list[Ending] = []
         self._hashed: Counter[str] = Counter()  # number of hashed names by ranks
 

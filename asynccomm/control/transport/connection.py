@@ -101,9 +101,9 @@ class Connection(asyncio.Protocol):
     ) -> None:
         self.received = received
         self.ended = ended
-        self.decoder = Decoder()
+        self.decoder: Decoder = Decoder()
         self._made = made
-        self.loop = asyncio.get_running_loop()
+        self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._how = ENDED
         self._held = False

@@ -35,7 +35,7 @@ class Decoder:
     __slots__ = ("_data", "limit")
 
     def __init__(self, limit: int = HELLO_BYTES) -> None:
-        self.limit = limit
+        self.limit: int = limit
         self._data = bytearray()
 
     def feed(self, data: bytes) -> None:

@@ -55,7 +55,7 @@ class Listener:
         self._look = look
         self._socks: list[socket.socket] = []
         self._coming: dict[asyncio.Task[None], socket.socket] = {}  # accepted, not a connection yet
-        self.admission = Admission("the control channel", _drop, expected)
+        self.admission: Admission[Connection] = Admission("the control channel", _drop, expected)
         self._closed = False
 
     def listen(self, sock: socket.socket) -> None:

@@ -71,7 +71,9 @@ class ListeningSockets:
         sock = local_socket(local)
         if sock is not None:
             self._socks.append(sock)
-        self.contact = RankAddress(rank, socket.gethostname(), os.getpid(), local if sock is not None else "")
+        self.contact: RankAddress = RankAddress(
+            rank, socket.gethostname(), os.getpid(), local if sock is not None else ""
+        )
 
     def open_tcp(self, address: str) -> None:
         """Listen on TCP, too, for ranks on other hosts. Raises: OSError."""

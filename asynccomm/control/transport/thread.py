@@ -33,7 +33,7 @@ class ControlThread:
     """One thread and its loop; see :func:`control_thread`."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.SelectorEventLoop()
+        self.loop: asyncio.SelectorEventLoop = asyncio.SelectorEventLoop()
         self._users = 0
         self._calling = threading.RLock()  # held briefly; reentrant: a comm that is collected meanwhile calls, too
         self._ended = False  # the thread accepts no more calls

@@ -39,7 +39,7 @@ class Topology:
     """The ranks of a job that have a control channel."""
 
     def __init__(self, contacts: Iterable[RankAddress]) -> None:
-        self.contacts = {contact.rank: contact for contact in contacts if contact.listens}
+        self.contacts: dict[int, RankAddress] = {contact.rank: contact for contact in contacts if contact.listens}
 
     def root(self, gone: Collection[int]) -> int:
         """The root of the tree. Raises: ValueError: all ranks are gone."""

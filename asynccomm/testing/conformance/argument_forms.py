@@ -10,6 +10,7 @@ from torch import Tensor
 
 from asynccomm.comm.comm import Comm
 from asynccomm.core.work import Work
+from asynccomm.ops.reduce_op import ReduceOpLike
 from asynccomm.testing.conformance.data import everyones, expect_equal, reduced, sample, sentinel
 
 __all__ = ["Forms", "Lay", "StartedOp", "every_move", "every_reduction", "expect_finished"]
@@ -33,7 +34,7 @@ async def every_move(comm: Comm, shape: Sequence[int], dtype: torch.dtype, lay: 
 
 
 async def every_reduction(
-    comm: Comm, shape: Sequence[int], dtype: torch.dtype, op: object, lay: Lay, what: str
+    comm: Comm, shape: Sequence[int], dtype: torch.dtype, op: ReduceOpLike, lay: Lay, what: str
 ) -> None:
     """Reduce tensors of this shape and dtype, laid out by ``lay``, by every reduction, all at once."""
     forms = Forms(comm, shape, dtype, lay)
@@ -157,7 +158,7 @@ class Forms:
         batch.send(self._mine, previous, 3)
         yield StartedOp("batch", batch.issue(), [self._everyone[following], self._everyone[self._rank]])
 
-    def reductions(self, op: object) -> Iterator[StartedOp]:
+    def reductions(self, op: ReduceOpLike) -> Iterator[StartedOp]:
         comm, root, values = self._comm, self._root, self._everyone[self._rank]
         total = reduced(self._everyone, op)
         yield StartedOp("all_reduce", comm.all_reduce(self._lay(values), op), [total])
@@ -168,7 +169,7 @@ class Forms:
         yield StartedOp("reduce", comm.reduce(self._lay(values), root, op), at_root)
         yield StartedOp("reduce into out", comm.reduce(self._mine, root, op, out=self._blank()), at_root)
 
-    def scattered_reductions(self, op: object) -> Iterator[StartedOp]:
+    def scattered_reductions(self, op: ReduceOpLike) -> Iterator[StartedOp]:
         comm, size, rank, numel = self._comm, self._size, self._rank, self._numel
         total = reduced([self._sample(r, salt=rank) for r in range(size)], op)
         inputs = [self._input(tensor) for tensor in self._for_all(rank)]

@@ -158,7 +158,7 @@ class GuardedOutput:
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> None:
         self._whole = sentinel([extent + 2 for extent in shape] or [2], dtype)
-        self.output = _middle(self._whole) if len(shape) else self._whole[0]  #: filled with sentinels
+        self.output: Tensor = _middle(self._whole) if len(shape) else self._whole[0]  #: filled with sentinels
 
     def expect(self, expected: Tensor, what: str) -> None:
         """Check that the output holds ``expected``, and that the memory around it is unchanged."""

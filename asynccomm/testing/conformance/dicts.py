@@ -77,7 +77,7 @@ async def refused_dicts_leave_the_comm_usable(comm: Comm) -> None:
     following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     good = {"a": sample(1, (3,)), "b": 1}
     bad = {"a": sample(1, (3,)), "b": CustomObject(1)}
-    sends = [comm.send_tensor_dict(d, following) for d in (bad, good, bad, good)]
+    sends = [comm.send_tensor_dict(d, following, weights_only=False) for d in (bad, good, bad, good)]
     for tensor_dict in (bad, good):
         try:
             expect_same(await comm.recv_tensor_dict(previous), good, "a dict after one that was refused")
@@ -132,10 +132,11 @@ async def refused_shares_leave_the_group_usable(comm: Comm) -> None:
         alone = await stack.enter_async_context(comm.split([comm.rank], "alone"))
 
         async def exchange(sent: dict[Any, Any], by: Comm | None, **terms: Any) -> dict[Any, Any]:
-            send = comm.send_tensor_dict(sent if following == last else same, following, all_gather_group=by)
-            mine = terms if comm.rank == last else {}
+            mine = sent if following == last else same
+            send = comm.send_tensor_dict(mine, following, all_gather_group=by, weights_only=False)
+            own = terms if comm.rank == last else {}
             try:
-                return await comm.recv_tensor_dict(previous, all_gather_group=group, timeout=10, **mine)
+                return await comm.recv_tensor_dict(previous, all_gather_group=group, timeout=10, **own)
             finally:
                 await send
 

@@ -27,7 +27,7 @@ async def bad_arguments_send_nothing(comm: Comm) -> None:
     good = torch.ones(4)
     calls: list[tuple[str, Any]] = [
         ("tensor", lambda: comm.all_reduce([1.0])),  # type: ignore[arg-type]
-        ("op", lambda: comm.all_reduce(good, "sum")),
+        ("op", lambda: comm.all_reduce(good, "sum")),  # type: ignore[arg-type]
         ("root", lambda: comm.broadcast(good, comm.size)),
         ("root", lambda: comm.broadcast(good, -1)),
         ("root", lambda: comm.broadcast(good, True)),

@@ -209,29 +209,35 @@ async def refused_objects_leave_the_comm_usable(comm: Comm) -> None:
     custom = CustomObject(rank)
     got = await comm.all_gather_object(custom, weights_only=False)
     assert got == [CustomObject(r) for r in range(size)], f"all_gather_object without weights_only: {got}"
-    await _refused(comm.all_gather_object(custom))
-    await _refused(comm.scatter_object_list([custom] * size if rank == 0 else None, 0))
+    trusting = rank == 0  # of a class that is not known to be safe: refused by the ranks that do not trust rank 0
+    gathered = comm.all_gather_object(custom if trusting else rank, weights_only=not trusting)
+    scattered = comm.scatter_object_list([custom] * size if trusting else None, 0, weights_only=not trusting)
     if rank:
+        await _refused(gathered)
+        await _refused(scattered)
         await _refused(comm.broadcast_object(None, 0))
         await _refused(comm.broadcast_object(None, 0, max_bytes=1000))
         mine = [1, 2]
         await _refused(comm.broadcast_object_list(mine, 0))  # the root's list is longer
         assert mine == [1, 2], "a list was filled with what was refused"
     else:
-        await comm.broadcast_object(custom, 0)
+        expect_same(await gathered, [custom, *range(1, size)], "objects that other ranks refuse")
+        expect_same(await scattered, custom, "an object that other ranks refuse")
+        await comm.broadcast_object(custom, 0, weights_only=False)
         await comm.broadcast_object(bytes(LARGE), 0)
         await comm.broadcast_object_list([1, 2, 3], 0)
-    sends = [comm.send_object(obj, following) for obj in (custom, bytes(LARGE), "good")]
+    sends = [comm.send_object(obj, following, weights_only=False) for obj in (custom, bytes(LARGE), "good")]
     await _refused(comm.recv_object(previous))
     await _refused(comm.recv_object(previous, max_bytes=1000))
     expect_same(await comm.recv_object(previous), "good", "an object after two that were refused")
     await asyncio.gather(*sends)
-    try:
-        comm.all_gather_object(lambda: None)
-    except TypeError:
-        pass
-    else:
-        raise AssertionError("what cannot be pickled was sent")
+    for obj, text in ((lambda: None, "what cannot be pickled"), (custom, "what receivers refuse")):
+        try:
+            comm.all_gather_object(obj)
+        except TypeError:
+            pass
+        else:
+            raise AssertionError(f"{text} was sent")
     expect_same(await comm.all_gather_object(rank), list(range(size)), "objects after some that were refused")
 
 

@@ -150,14 +150,17 @@ async def test_one_call_is_no_batch() -> None:
 
 
 def test_terms_are_checked() -> None:
-    assert ReceivePolicy.of(True, MAX_BYTES) == (True, 1 << 32)
-    assert ReceivePolicy.of(False, 0) == (False, 0)
+    assert ReceivePolicy.of(True, MAX_BYTES) == (True, 1 << 32, object)
+    assert ReceivePolicy.of(False, 0, int) == (False, 0, int)
     for trust in (None, 0, 1, "no"):
         with pytest.raises(TypeError, match=f"weights_only must be True or False, got {trust!r}"):
             ReceivePolicy.of(trust, 1)
     for limit in (None, 1.5, True, "1"):
         with pytest.raises(TypeError, match=f"max_bytes must be an integer, got {limit!r}"):
             ReceivePolicy.of(True, limit)  # type: ignore[arg-type]
+    for expect in (5, "int", list[int], int | str):
+        with pytest.raises(TypeError, match="expect must be a class, got"):
+            ReceivePolicy.of(True, 1, expect)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_bytes must not be negative, got -1"):
         ReceivePolicy.of(True, -1)
 

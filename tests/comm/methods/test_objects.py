@@ -2,13 +2,17 @@
 
 import asyncio
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
-from asynccomm import CollectiveMismatchError, Comm, PayloadError, ReduceOp
+from asynccomm import CollectiveMismatchError, Comm, PayloadError, ReduceOp, Work, register_safe
 from asynccomm.testing.local import loopback_world
 
 
@@ -154,8 +158,11 @@ async def test_one_rank_alone_may_refuse_the_object_of_a_collective() -> None:
         with pytest.raises(PayloadError, match="max_bytes is 0"):
             await works[1]
         assert await works[0] == [0, 1, 2]
-        works = [comm.all_gather_object(Point(comm.rank), weights_only=comm.rank != 0) for comm in comms]
-        assert [point.x for point in await works[0]] == [0, 1, 2]  # type: ignore[attr-defined]
+        first, *others = comms
+        works = [first.all_gather_object(Point(5), weights_only=False), *(c.all_gather_object(1) for c in others)]
+        point, *rest = await works[0]
+        assert point.x == 5  # type: ignore[attr-defined]
+        assert rest == [1, 1]
         with pytest.raises(PayloadError, match="from rank 0 is refused"):
             await works[2]
         with pytest.raises(PayloadError):
@@ -258,20 +265,22 @@ async def test_code_of_the_sender_runs_only_when_trusted(tmp_path: Path) -> None
         }
         evil = {name: Opener(tmp_path / name) for name in receives}
         sends = {
-            "recv": lambda e: a.send_object(e, 1),
-            "list": lambda e: a.send_object_list([e], 1),
-            "all_gather": lambda e: a.all_gather_object(e),
-            "gather": lambda e: a.gather_object(e, 1),
-            "broadcast": lambda e: a.broadcast_object(e, 0),
-            "broadcast_list": lambda e: a.broadcast_object_list([e], 0),
-            "scatter": lambda e: a.scatter_object_list([e, e], 0),
+            "recv": lambda e, **trust: a.send_object(e, 1, **trust),
+            "list": lambda e, **trust: a.send_object_list([e], 1, **trust),
+            "all_gather": lambda e, **trust: a.all_gather_object(e, **trust),
+            "gather": lambda e, **trust: a.gather_object(e, 1, **trust),
+            "broadcast": lambda e, **trust: a.broadcast_object(e, 0, **trust),
+            "broadcast_list": lambda e, **trust: a.broadcast_object_list([e], 0, **trust),
+            "scatter": lambda e, **trust: a.scatter_object_list([e, e], 0, **trust),
         }
         for name, receive in receives.items():
-            sends[name](evil[name])
+            with pytest.raises(TypeError, match=r"cannot be sent, because receivers refuse posix.mkdir"):
+                sends[name](evil[name])
+            sends[name](evil[name], weights_only=False)
             with pytest.raises(PayloadError, match=r"unsupported GLOBAL posix.mkdir.*weights_only=False"):
                 await receive()
         assert list(tmp_path.iterdir()) == []
-        a.send_object(Opener(tmp_path / "trusted"), 1)
+        a.send_object(Opener(tmp_path / "trusted"), 1, weights_only=False)
         await b.recv_object(0, weights_only=False)
         assert [path.name for path in tmp_path.iterdir()] == ["trusted"]
 
@@ -279,15 +288,15 @@ async def test_code_of_the_sender_runs_only_when_trusted(tmp_path: Path) -> None
 async def test_trust_on_every_receiving_method() -> None:
     async with loopback_world(2) as (a, b):
         p = Point(4)
-        a.send_object_list([p], 1)
+        a.send_object_list([p], 1, weights_only=False)
         assert (await b.recv_object_list([None], 0, weights_only=False))[0].x == 4
-        a.gather_object(p, 1)
+        a.gather_object(p, 1, weights_only=False)
         assert (await b.gather_object(1, 1, weights_only=False))[0].x == 4  # type: ignore[index]
-        a.broadcast_object(p, 0)
+        a.broadcast_object(p, 0, weights_only=False)
         assert (await b.broadcast_object(None, 0, weights_only=False)).x == 4  # type: ignore[attr-defined]
-        a.broadcast_object_list([p], 0)
+        a.broadcast_object_list([p], 0, weights_only=False)
         assert (await b.broadcast_object_list([None], 0, weights_only=False))[0].x == 4
-        a.scatter_object_list([1, p], 0)
+        a.scatter_object_list([1, p], 0, weights_only=False)
         assert (await b.scatter_object_list(None, 0, weights_only=False)).x == 4  # type: ignore[attr-defined]
 
 
@@ -435,3 +444,83 @@ async def test_lists_are_checked() -> None:
             with pytest.raises(ValueError, match=r"input_list must be None or empty except on the root \(rank 1\)"):
                 a.scatter_object_list(wrong, 1)  # type: ignore[arg-type]
         nothing_sent(a, b)
+
+
+# -- expected classes -------------------------------------------------------------------------------------------------
+
+
+@register_safe
+@dataclass
+class Settings:
+    steps: int
+    out: Path = Path("out")
+    mask: Any = None
+
+
+async def test_received_objects_have_the_expected_class() -> None:
+    async with loopback_world(2) as (a, b):
+        a.send_object(Settings(1), 1)
+        settings = await b.recv_object(0, expect=Settings)
+        assert settings.steps == 1
+        works = [comm.all_gather_object(Settings(comm.rank), expect=Settings) for comm in (a, b)]
+        assert [each.steps for each in await works[1]] == [0, 1]
+        a.gather_object(Settings(5), 1, expect=Settings)
+        gathered = await b.gather_object(Settings(6), 1, expect=Settings)
+        assert gathered is not None
+        assert [each.steps for each in gathered] == [5, 6]
+        a.broadcast_object(Settings(7), 0, expect=Settings)
+        assert (await b.broadcast_object(None, 0, expect=Settings)).steps == 7
+        a.scatter_object_list([Settings(8), Settings(9)], 0, expect=Settings)
+        assert (await b.scatter_object_list(None, 0, expect=Settings)).steps == 9
+
+
+async def test_an_object_of_another_class() -> None:
+    async with loopback_world(2) as (a, b):
+        sends: list[Callable[[], object]] = [
+            lambda: a.send_object({"steps": 1}, 1),
+            lambda: a.all_gather_object({"steps": 1}),
+            lambda: a.gather_object({"steps": 1}, 1),
+            lambda: a.broadcast_object({"steps": 1}, 0),
+            lambda: a.scatter_object_list([1, {"steps": 1}], 0),
+        ]
+        receives: list[Callable[[], Work[Any]]] = [
+            lambda: b.recv_object(0, expect=Settings),
+            lambda: b.all_gather_object(Settings(1), expect=Settings),
+            lambda: b.gather_object(Settings(1), 1, expect=Settings),
+            lambda: b.broadcast_object(None, 0, expect=Settings),
+            lambda: b.scatter_object_list(None, 0, expect=Settings),
+        ]
+        for send, receive in zip(sends, receives, strict=True):
+            send()
+            work = receive()
+            for error in (TypeError, PayloadError):
+                with pytest.raises(error, match=r"\(\) of rank 1 expected a Settings, but rank 0 sent a dict$"):
+                    await work
+        nothing_sent_before = [comm.statistics().submitted for comm in (a, b)]
+        for call in (
+            lambda: a.all_gather_object(1, expect=Settings),
+            lambda: a.gather_object(1, 1, expect=Settings),
+            lambda: a.broadcast_object(1, 0, expect=Settings),
+        ):
+            with pytest.raises(TypeError, match=r"^obj must be a Settings, as expect says, got a int$"):
+                call()
+        with pytest.raises(TypeError, match=r"^input_list\[1\] must be a Settings, as expect says, got a str$"):
+            a.scatter_object_list([Settings(1), "x"], 0, expect=Settings)
+        assert [comm.statistics().submitted for comm in (a, b)] == nothing_sent_before
+        a.send_object("next", 1)
+        assert await b.recv_object(0) == "next", "the comm goes on"
+
+
+@pytest.mark.ranks(2, backend=["shm", "gloo"])
+async def test_everyday_values_on_real_ranks(comm: Comm) -> None:
+    for size in (3, 100_000):
+        mask = numpy.arange(size * 2.0).reshape(2, size, order="F")
+        mine = Settings(comm.rank, Path("x"), mask)
+        for settings in await comm.all_gather_object(mine, expect=Settings):
+            assert settings.out == Path("x")
+            assert numpy.array_equal(settings.mask, mask)
+        work = comm.send_tensor_dict({"t": torch.ones(2), "mask": mask, "at": date(2024, 1, 1)}, 1 - comm.rank)
+        got = await comm.recv_tensor_dict(1 - comm.rank)
+        assert got["at"] == date(2024, 1, 1)
+        assert numpy.array_equal(got["mask"], mask)
+        await work

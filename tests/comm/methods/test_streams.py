@@ -177,7 +177,7 @@ async def test_the_error_of_the_body_wins_over_that_of_the_comm() -> None:
 
 async def test_a_refused_item_does_not_end_the_stream() -> None:
     async with loopback_world(2) as (a, b):
-        sink, stream = a.sink(1), b.stream(0, max_bytes=1000)
+        sink, stream = a.sink(1, weights_only=False), b.stream(0, max_bytes=1000)
         sink.put(torch.ones(1000))
         sink.put(torch.float32)
         sink.put(Comm)
@@ -194,12 +194,26 @@ async def test_a_refused_item_does_not_end_the_stream() -> None:
 
 async def test_trust() -> None:
     async with loopback_world(2) as (a, b):
-        sink = a.sink(1)
+        with pytest.raises(TypeError, match="item cannot be sent, because receivers refuse"):
+            a.sink(1).put(Comm)
+        sink = a.sink(1, weights_only=False)
         sink.put(Comm)
         with pytest.raises(PayloadError, match="weights_only=False"):
             await anext(b.stream(0))
         sink.put(Comm)
         assert await anext(b.stream(0, weights_only=False)) is Comm
+
+
+async def test_items_of_another_class_do_not_end_the_stream() -> None:
+    async with loopback_world(2) as (a, b):
+        sink, stream = a.sink(1), b.stream(0, expect=int)
+        for item in (1, "two", 3):
+            sink.put(item)
+        sink.close()
+        assert await anext(stream) == 1
+        with pytest.raises(TypeError, match=r"stream\(\) of rank 1 expected a int, but rank 0 sent a str"):
+            await anext(stream)
+        assert [number + 1 async for number in stream] == [4]
 
 
 async def test_other_kinds_are_refused() -> None:

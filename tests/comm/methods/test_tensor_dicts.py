@@ -210,16 +210,19 @@ async def test_many_forms_from_many_threads() -> None:
 async def test_values_need_trust() -> None:
     async with loopback_world(2) as (a, b):
         d = {"t": torch.ones(1), "p": Point(3)}
-        a.send_tensor_dict(d, 1)
+        a.send_tensor_dict(d, 1, weights_only=False)
         with pytest.raises(PayloadError, match=r"from rank 0 is refused.*weights_only=False"):
             await b.recv_tensor_dict(0)
-        a.send_tensor_dict(d, 1)
+        a.send_tensor_dict(d, 1, weights_only=False)
         assert (await b.recv_tensor_dict(0, weights_only=False))["p"].x == 3
-        a.broadcast_tensor_dict(d, 0)
+        a.broadcast_tensor_dict(d, 0, weights_only=False)
         with pytest.raises(PayloadError, match="weights_only=False"):
             await b.broadcast_tensor_dict(None, 0)
-        a.broadcast_tensor_dict(d, 0)
+        a.broadcast_tensor_dict(d, 0, weights_only=False)
         assert (await b.broadcast_tensor_dict(None, 0, weights_only=False))["p"].x == 3
+        for send in (lambda: a.send_tensor_dict(d, 1), lambda: a.broadcast_tensor_dict(d, 0)):
+            with pytest.raises(TypeError, match=r"tensor_dict cannot be sent, because receivers refuse .*Point"):
+                send()
 
 
 async def test_other_kinds_are_refused() -> None:
