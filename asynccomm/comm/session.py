@@ -58,6 +58,7 @@ ROLL_CALL_SECONDS = 0.5  # for peers to report their operations, once an operati
 
 _log = logging.getLogger("asynccomm")
 _alive: weakref.WeakSet[Session] = weakref.WeakSet()  # for detaching in a forked child, and at exit
+on_close: list[Callable[[Session], object]] = []  #: called with each session when it begins to close; must not raise
 
 
 @final
@@ -317,6 +318,8 @@ class Session:
                 with self._breaking:
                     self.submitter.error = self.error or closed
             self._end_streams()
+            for listener in on_close:
+                listener(self)
             if self.regrouping is not None:
                 self.regrouping.cancel()
             self._closing = self.mailbox.loop.create_task(self._close(closed), name="asynccomm close")
@@ -460,6 +463,11 @@ class Session:
             found = await self.reporter.roll_call(work, ROLL_CALL_SECONDS)
         if not work.done():  # it may be done by now
             self._fail(timeout_error(self.group, work, found))
+
+
+def open_sessions() -> list[Session]:
+    """The sessions of this process that have connected and were not closed."""
+    return [session for session in list(_alive) if session.backend is not None and not session.closed]
 
 
 def _of_stream(work: Work[Any]) -> bool:

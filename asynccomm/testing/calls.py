@@ -1,0 +1,58 @@
+"""The collectives that this rank called in one test."""
+
+from __future__ import annotations
+
+from typing import final
+
+from asynccomm.comm import session as sessions
+from asynccomm.comm.monitored_barrier import MonitoredBarrier
+from asynccomm.comm.session import Session
+from asynccomm.core.callsite import show
+from asynccomm.core.work import UNNUMBERED
+from asynccomm.errors import BrokenError
+from asynccomm.testing.protocol import CommCalls
+
+__all__ = ["CallWatch"]
+
+SHOWN = 8  # last calls of a comm that a rank reports
+
+
+@final
+class CallWatch:
+    """Notes the collectives called on each comm of this process that is made while the watch is on."""
+
+    def __init__(self) -> None:
+        self._before = set(sessions.open_sessions())
+        self._closed: list[CommCalls] = []
+        sessions.on_close.append(self._note)
+
+    def _note(self, session: Session) -> None:
+        if session not in self._before:
+            self._closed.append(_calls_of(session))
+
+    def stop(self) -> list[CommCalls]:
+        """End the watch; returns the calls on the comms that were closed, and on those still open."""
+        sessions.on_close.remove(self._note)
+        left = [_calls_of(each) for each in sessions.open_sessions() if each not in self._before]
+        self._before.clear()
+        return self._closed + left
+
+
+def _calls_of(session: Session) -> CommCalls:
+    submitter = session.submitter
+    # the order of operations without a number is not agreed yet: a rank may learn of it later than another rank
+    held = [work for work in session.in_flight.pending() if work.seq == UNNUMBERED and not work.op.p2p]
+    held = [work for work in held if not isinstance(work.op, MonitoredBarrier)]
+    last = [
+        (number, str(op), show(site))
+        for op, site, number, _ in submitter.recent.copy()
+        if not op.p2p and not isinstance(op, MonitoredBarrier)
+    ][-SHOWN:]
+    last += [(submitter.counts.collectives + index, str(work.op), show(work.site)) for index, work in enumerate(held)]
+    return CommCalls(
+        session.identity.key,
+        session.group.name,
+        submitter.counts.collectives + len(held),
+        last,
+        isinstance(session.error, BrokenError),
+    )
