@@ -40,6 +40,7 @@ PR_SET_CHILD_SUBREAPER: Final = 36
 MESSAGE_BYTES: Final = 1 << 17
 DESCRIPTORS: Final = 64  # at most, of one command
 STARTERS: Final = {"pytest", "asynccomm.cli.main", "torch.distributed.run"}  # modules that start Python themselves
+EXECNET: Final = "import sys;exec(eval(sys.stdin.readline()))"  # the program of xdist's workers
 # imported before any fork
 IMPORTS: Final = (
     "asynccomm.comm.new_comm",
@@ -53,6 +54,7 @@ IMPORTS: Final = (
     "anyio.pytest_plugin",
     "hypothesis",
     "pytest_asyncio.plugin",
+    "pytest_cov.plugin",
     "pytest_timeout",
     "xdist.plugin",
 )
@@ -269,7 +271,7 @@ def _run(order: _Order, descriptors: Sequence[int]) -> None:
     os.environ.update(order.environment)
     kind, *rest = order.arguments
     subprocess.Popen, util.spawnv_passfds = _real_popen, _real_spawnv_passfds  # type: ignore
-    if rest[0] in STARTERS if kind == "-m" else kind != "-c" and "RANK" not in os.environ:
+    if _starts_python(kind, rest[0]):
         _server = _forked_server()
         _real_once.clear()
         subprocess.Popen, util.spawnv_passfds, os.execv = Popen, _spawnv_passfds, _execv  # type: ignore
@@ -281,6 +283,14 @@ def _run(order: _Order, descriptors: Sequence[int]) -> None:
     if order.finalize:
         sys.exit(status)
     _end(status)
+
+
+def _starts_python(kind: str, name: str) -> bool:
+    if kind == "-m":
+        return name in STARTERS
+    if kind == "-c":
+        return name.startswith(EXECNET)
+    return "RANK" not in os.environ
 
 
 def _execv(path: str, arguments: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import final
 
 from asynccomm.comm import session as sessions
@@ -22,7 +23,7 @@ class CallWatch:
     """Notes the collectives called on each comm of this process that is made while the watch is on."""
 
     def __init__(self) -> None:
-        self._before = set(sessions.open_sessions())
+        self._before = weakref.WeakSet(sessions.open_sessions())
         self._closed: list[CommCalls] = []
         sessions.on_close.append(self._note)
 
@@ -30,12 +31,13 @@ class CallWatch:
         if session not in self._before:
             self._closed.append(_calls_of(session))
 
-    def stop(self) -> list[CommCalls]:
-        """End the watch; returns the calls on the comms that were closed, and on those still open."""
+    def calls(self) -> list[CommCalls]:
+        """The calls on the comms that were closed, and on those still open."""
+        return self._closed + [_calls_of(each) for each in sessions.open_sessions() if each not in self._before]
+
+    def stop(self) -> None:
+        """End the watch."""
         sessions.on_close.remove(self._note)
-        left = [_calls_of(each) for each in sessions.open_sessions() if each not in self._before]
-        self._before.clear()
-        return self._closed + left
 
 
 def _calls_of(session: Session) -> CommCalls:

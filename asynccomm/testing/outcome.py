@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import pytest
 
@@ -29,6 +29,7 @@ def raise_outcome(reports: Sequence[Report], world: RankWorld, note: str) -> Non
         # the cause first: ranks that failed only because of another rank's failure come last
         order = sorted(range(len(reports)), key=lambda rank: _weight(reports[rank]))
         parts = [text for rank in order if (text := _describe(rank, reports[rank], world))]
+        parts += uneven(reports)
     if skipped:
         parts.insert(0, f"only {len(skipped)} of {world.size} ranks skipped the test; all have to, or none")
     pytest.fail("\n\n".join([*parts, note]), pytrace=False)
@@ -42,28 +43,35 @@ def _leftovers(reports: Sequence[Passed]) -> list[str]:
         for rank, report in enumerate(reports)
         if report.unretrieved
     ]
-    return parts + uneven([report.calls for report in reports])
+    return parts + uneven(reports)
 
 
-def uneven(ranks: Sequence[Sequence[CommCalls]]) -> list[str]:
+def uneven(reports: Sequence[Report]) -> list[str]:
     """One text for each comm on which some ranks called collectives that others never called.
 
-    Comms that broke on any rank are left out: the error that broke them tells more.
+    Where all ranks passed, comms that broke on any rank are left out: the test knows of the error. Where some did not
+    pass, only ranks that did can have missed a collective; others would have gone on.
     """
     comms: dict[str, dict[int, CommCalls]] = {}
-    for rank, calls in enumerate(ranks):
-        for each in calls:
+    for rank, report in enumerate(reports):
+        for each in report.calls if isinstance(report, (Passed, Failed)) else ():
             comms.setdefault(each.key, {})[rank] = each
-    texts = [_difference(calls) for calls in comms.values() if not any(each.broken for each in calls.values())]
+    done = {rank for rank, report in enumerate(reports) if isinstance(report, Passed)}
+    texts = []
+    for calls in comms.values():
+        if len(done) < len(reports) or not any(each.broken for each in calls.values()):
+            texts.append(_difference(calls, done))
     return [text for text in texts if text]
 
 
-def _difference(calls: Mapping[int, CommCalls]) -> str:
+def _difference(calls: Mapping[int, CommCalls], done: Set[int]) -> str:
     least = min(each.called for each in calls.values())
     most = max(each.called for each in calls.values())
     if least == most:
         return ""
     behind = [rank for rank, each in calls.items() if each.called == least]
+    if not done >= set(behind):
+        return ""
     lines = [f"comm {next(iter(calls.values())).name!r}: ranks {behind} never called these collectives of other ranks:"]
     found: dict[tuple[int, str, str], list[int]] = {}
     for rank, each in calls.items():

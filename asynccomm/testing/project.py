@@ -56,12 +56,16 @@ class ProjectModules:
     def load(self, path: Path) -> ModuleType:
         """Import a file of tests, after its conftest.py files."""
         config, mode, namespaces = self._config, self._mode, self._namespaces
+        sys_path = list(sys.path)  # imports put directories in front of it, where pytest's process has them already
         # conftest modules may define the classes of the test's arguments, or explain its assertions
         config.pluginmanager._loadconftestmodules(path, mode, config.rootpath, consider_namespace_packages=namespaces)
         for module in config.pluginmanager._getconftestmodules(path):
             if module.__name__ == "conftest":  # all of that name outside of packages; the file means the nearest one
                 sys.modules["conftest"] = module
-        return import_path(path, mode=mode, root=config.rootpath, consider_namespace_packages=namespaces)
+        try:
+            return import_path(path, mode=mode, root=config.rootpath, consider_namespace_packages=namespaces)
+        finally:
+            sys.path[:] = sys_path
 
     def find(self, path: Path, qualname: str) -> FoundTest:
         """The test function ``qualname`` of a file."""

@@ -168,6 +168,7 @@ class Failed(NamedTuple):
     traceback: str
     aborted_by: int | None  #: the rank with the cause, if this rank failed only because of it
     waited_for: str | None  #: the operation that the test awaited at that time
+    calls: Sequence[CommCalls] = ()
 
 
 class Died(NamedTuple):

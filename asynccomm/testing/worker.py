@@ -31,6 +31,7 @@ from _pytest.config import Config, _prepareconfig, apply_warning_filters
 from asynccomm.core.stacks import format_stacks
 from asynccomm.core.work import Work
 from asynccomm.errors import AbortedError
+from asynccomm.testing import steps
 from asynccomm.testing.calls import CallWatch
 from asynccomm.testing.debugging import RankDebugger
 from asynccomm.testing.isolation import ProcessState, enter, left_behind, seed_all
@@ -50,7 +51,6 @@ from asynccomm.testing.protocol import (
     Stale,
     Surroundings,
 )
-from asynccomm.testing.steps import RankSteps
 
 PR_SET_PDEATHSIG = 1
 OWN_VARIABLES = ("OMP_NUM_THREADS",)  # of this process, where pytest's process does not set them
@@ -115,7 +115,7 @@ class Worker:
             except (EOFError, OSError):
                 os._exit(0)  # the parent is dead: no process needs a report
             if isinstance(message, DumpStacks):
-                self._send(StackDump(format_stacks(self._main_thread, self._loop, __file__)))
+                self._send(StackDump(format_stacks(self._main_thread, self._loop, steps.__file__)))
             elif isinstance(message, DebuggerInput):
                 self._debugger.feed(message)
             else:
@@ -154,19 +154,19 @@ class Worker:
         try:
             with self._state_of(job.surroundings, job.filters, dict(job.env)):
                 seed_all(job.seed)
-                steps = RankSteps(job, self._modules, self._debugger)
+                test = steps.RankSteps(job, self._modules, self._debugger)
                 with asyncio.Runner() as runner:
                     self._loop = runner.get_loop()
-                    runner.run(steps.run())
-                unretrieved = steps.unretrieved
+                    runner.run(test.run())
+                unretrieved = test.unretrieved
         except pytest.skip.Exception as exc:
             return Skipped(str(exc))
         except BaseException as exc:  # a test may raise anything: CancelledError, SystemExit, pytest.fail
-            return self._failed(exc, job)
+            return self._failed(exc, job)._replace(calls=watch.calls())
         finally:
             self._loop = None
-            calls = watch.stop()
-        return Passed(time.monotonic() - start, calls, unretrieved)
+            watch.stop()
+        return Passed(time.monotonic() - start, watch.calls(), unretrieved)
 
     def _failed(self, exc: BaseException, job: RankTask) -> Failed:
         info = pytest.ExceptionInfo.from_exception(exc)

@@ -68,9 +68,12 @@ while True:
 """
 
 
+NO_TERMINAL: Any = None
+
+
 def jobs(*parts: str) -> list[RankTask]:
     world = RankWorld(len(parts), "auto", "cpu", 60.0, {})
-    return [RankTask("", part, b"", False, world, rank, {}, Filters([], [], [])) for rank, part in enumerate(parts)]
+    return [RankTask("", part, b"", [], False, world, rank, {}, Filters([], [], [])) for rank, part in enumerate(parts)]
 
 
 @pytest.fixture
@@ -86,12 +89,12 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setup:
     monkeypatch.setattr(module.subprocess, "Popen", start)
     monkeypatch.setattr(module, "GRACE_SECONDS", 0.1)
     monkeypatch.setattr(module, "STACKS_SECONDS", 20.0)
-    return Setup(list(sys.path), str(tmp_path), [])
+    return Setup(list(sys.path), str(tmp_path), [], dict(os.environ))
 
 
 @pytest.fixture
 def pool(setup: Setup) -> Iterator[RankPool]:
-    pool = RankPool(setup)
+    pool = RankPool(setup, NO_TERMINAL)
     yield pool
     pool.close()
 
@@ -205,7 +208,7 @@ def test_interrupt_ends_the_busy_only(pool: RankPool, monkeypatch: pytest.Monkey
 
 
 def test_no_start(setup: Setup) -> None:
-    pool = RankPool(setup._replace(pytest_args=["refuse"]))
+    pool = RankPool(setup._replace(pytest_args=["refuse"]), NO_TERMINAL)
     with pytest.raises(RuntimeError, match=r"could not start: it exited with code 4\nno good reason"):
         pool.run(jobs("pass", "pass"), 60)
     pool.close()
@@ -213,7 +216,7 @@ def test_no_start(setup: Setup) -> None:
 
 
 def test_close_ends_children_too(setup: Setup) -> None:
-    pool = RankPool(setup)
+    pool = RankPool(setup, NO_TERMINAL)
     _, (output,) = pool.run(jobs("child"), 60)
     pids = [*pool.pids, int(output.split()[-1])]
     assert all(running(pid) for pid in pids)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import os
 import socket
 import subprocess
 import sys
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from asynccomm.testing.fixtures import pack
 from asynccomm.testing.protocol import (
     DumpStacks,
     Failed,
@@ -24,9 +25,11 @@ from asynccomm.testing.protocol import (
     Setup,
     Skipped,
     StackDump,
+    Surroundings,
 )
 
 NONE = Filters([], [], [])
+HERE = Surroundings(dict(os.environ), os.getcwd())
 DEADLINE = 60.0  # seconds; it has to import torch
 
 TESTS = """
@@ -72,7 +75,7 @@ class Process:
 
     def start(self, name: str, filters: Filters = NONE, **env: str) -> None:
         world = RankWorld(1, "auto", "cpu", 60.0, {})
-        self.channel.send(RankTask(str(self.path), name, pickle.dumps({}), False, world, 0, env, filters))
+        self.channel.send(RankTask(str(self.path), name, pack({}), [], False, world, 0, env, filters, HERE))
 
     def run(self, name: str, filters: Filters = NONE, **env: str) -> Any:
         self.start(name, filters, **env)
