@@ -140,8 +140,8 @@ def rank_fixture(
 
         @rank_fixture
         async def group(comm):
-            async with comm.split(0) as half:
-                yield half
+            async with comm.split(range(comm.size), "group") as group:
+                yield group
 
     The function may be synchronous or ``async``, and a generator, the rest of which runs after the test. It may depend
     on ``comm``, on other rank fixtures, on ``monkeypatch``, and on ordinary fixtures whose values can be pickled, such

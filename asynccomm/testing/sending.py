@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -105,15 +105,19 @@ def _to_send(item: pytest.Function, names: Sequence[str]) -> dict[str, Any]:
     """The values for the ranks by name: rank fixtures, the test's arguments, and all that these depend on."""
     found: dict[str, Any] = {}
 
-    def add(name: str, value: Any) -> None:
-        if isinstance(value, RankOnly):
-            for each, argument in value.arguments.items():
-                add(each, argument)
-        found.setdefault(name, value)  # a fixture may depend on one of the same name, which it overrides
+    def add_ordinary(arguments: Mapping[str, Any]) -> None:
+        """Add the values of ordinary fixtures that a rank fixture depends on, so that errors have their names."""
+        for name, value in arguments.items():
+            if isinstance(value, RankOnly):
+                add_ordinary(value.arguments)
+            else:
+                found.setdefault(name, value)
 
     for name, value in item.funcargs.items():
+        if isinstance(value, RankOnly):
+            add_ordinary(value.arguments)
         if name in names or isinstance(value, RankOnly):
-            add(name, PATCHES if isinstance(value, pytest.MonkeyPatch) else value)
+            found[name] = PATCHES if isinstance(value, pytest.MonkeyPatch) else value
     for name, value in found.items():
         _check(name, value)
     return found
@@ -141,12 +145,17 @@ def _needs_comm(value: Any) -> bool:
 def _failure(item: pytest.Function, error: SendingError) -> BaseException:
     if error.advice:
         kind, advice = "fixture", error.advice
-    elif error.name in item._fixtureinfo.name2fixturedefs:
-        kind, advice = "fixture", f"make the value in the test, or {ADVICE}"
     else:
-        kind, advice = "parameter", "make the value in the test"
+        # pytest itself makes a fixture of each parameter
+        own = all(each.func.__module__.startswith("_pytest") for each in _definitions(item, error.name))
+        kind, advice = ("parameter", "make") if own else ("fixture", f"{ADVICE}, or make")
+        advice += " the value in the test"
     text = f"{kind} {error.name!r} cannot be sent to the ranks: {error.reason}; {advice}"
     return pytest.fail.Exception(text, pytrace=False)
+
+
+def _definitions(item: pytest.Function, name: str) -> Sequence[pytest.FixtureDef[Any]]:
+    return item._fixtureinfo.name2fixturedefs.get(name, ())
 
 
 def _launcher_variables(rank: int, size: int, host: str, port: int, run: int) -> dict[str, str]:

@@ -26,7 +26,7 @@ if "RANK" not in os.environ and os.environ.get("RECORDING") == str(os.getppid())
 
     def pytest_runtest_logreport(report):
         record("report", id=report.nodeid, when=report.when, outcome=report.outcome, text=report.longreprtext,
-               seconds=report.duration, output=[text for name, text in report.sections])
+               output=[text for name, text in report.sections])
 
     def pytest_collectreport(report):
         if report.failed:
