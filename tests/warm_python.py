@@ -271,7 +271,7 @@ def _run(order: _Order, descriptors: Sequence[int]) -> None:
     os.environ.update(order.environment)
     kind, *rest = order.arguments
     subprocess.Popen, util.spawnv_passfds = _real_popen, _real_spawnv_passfds  # type: ignore
-    if _starts_python(kind, rest[0]):
+    if _starts_python(kind, rest):
         _server = _forked_server()
         _real_once.clear()
         subprocess.Popen, util.spawnv_passfds, os.execv = Popen, _spawnv_passfds, _execv  # type: ignore
@@ -285,11 +285,11 @@ def _run(order: _Order, descriptors: Sequence[int]) -> None:
     _end(status)
 
 
-def _starts_python(kind: str, name: str) -> bool:
+def _starts_python(kind: str, rest: Sequence[str]) -> bool:
     if kind == "-m":
-        return name in STARTERS
+        return rest[0] in STARTERS
     if kind == "-c":
-        return name.startswith(EXECNET)
+        return rest[0].startswith(EXECNET)
     return "RANK" not in os.environ
 
 

@@ -58,7 +58,7 @@ ROLL_CALL_SECONDS = 0.5  # for peers to report their operations, once an operati
 
 _log = logging.getLogger("asynccomm")
 _alive: weakref.WeakSet[Session] = weakref.WeakSet()  # for detaching in a forked child, and at exit
-on_close: list[Callable[[Session], object]] = []  #: called with each session when it begins to close; must not raise
+on_close: list[Callable[[Session], object]] = []  #: called with sessions that close, after their last operation
 
 
 @final
@@ -318,8 +318,6 @@ class Session:
                 with self._breaking:
                     self.submitter.error = self.error or closed
             self._end_streams()
-            for listener in on_close:
-                listener(self)
             if self.regrouping is not None:
                 self.regrouping.cancel()
             self._closing = self.mailbox.loop.create_task(self._close(closed), name="asynccomm close")
@@ -344,6 +342,8 @@ class Session:
             await asyncio.wait(set(self._tasks))
         if self._transport_ended is not None:  # set by other threads, even without the loop
             await asyncio.shield(asyncio.wrap_future(self._transport_ended))
+        for listener in on_close:
+            listener(self)
         await self._free()
         self.submitter.error = closed
 
@@ -466,8 +466,8 @@ class Session:
 
 
 def open_sessions() -> list[Session]:
-    """The sessions of this process that have connected and were not closed."""
-    return [session for session in list(_alive) if session.backend is not None and not session.closed]
+    """The sessions of this process that have connected and have not finished closing."""
+    return [session for session in list(_alive) if session.backend is not None and not session.ended]
 
 
 def _of_stream(work: Work[Any]) -> bool:

@@ -42,7 +42,7 @@ class _Console:
 
 
 class _RankPdb(pdb.Pdb):
-    """A debugger whose every stop is a conversation of its own."""
+    """A debugger in which every stop is a conversation of its own."""
 
     def __init__(self, console: Any, send: Callable[[object], object], rank: int) -> None:
         super().__init__(stdin=console, stdout=console, nosigint=True)

@@ -144,10 +144,10 @@ def rank_fixture(
                 yield group
 
     The function may be synchronous or ``async``, and a generator, the rest of which runs after the test. It may depend
-    on ``comm``, on other rank fixtures, on ``monkeypatch``, and on ordinary fixtures whose values can be pickled, such
-    as ``tmp_path``; ``request`` has ``param``, ``fixturename`` and ``nodeid``. It runs once per test and rank, in the
-    event loop of the test; its time counts as the test's. After a failed test the comm is closed before the rest of a
-    generator runs, and errors of operations on that comm are left out there.
+    on ``comm``, on other rank fixtures, on ``monkeypatch``, and on ordinary fixtures with values that can be pickled,
+    such as ``tmp_path``; ``request`` has ``param``, ``fixturename`` and ``nodeid``. It runs once per test and rank, in
+    the event loop of the test; its time counts as the test's. After a failed test the comm is closed before the rest of
+    a generator runs, and errors of operations on that comm are left out there.
 
     Args:
         params, autouse, ids, name: see ``pytest.fixture``. There is no ``scope``: a comm lives as long as one test.

@@ -72,7 +72,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Note the state of this process before any test changes it."""
     config = session.config
     args = [f"--rootdir={config.rootpath}", f"--import-mode={config.getoption('importmode')}", "-Wignore"]
-    args += ["-p", "no:cov", "-p", "no:randomly", "-p", "no:xdist"]  # they are for this process
+    args += ["-o", "addopts="]  # they may be options of the plugins that follow, which are for this process
+    plugins = [*config.getoption("plugins"), "no:cov", "no:randomly", "no:xdist"]
+    args += [f"-p{name}" for name in dict.fromkeys(plugins) if name not in ("cov", "randomly", "xdist")]
     if config.inipath is not None:
         args += ["-c", str(config.inipath)]
     environ = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}

@@ -190,7 +190,7 @@ class RankPool:
     def prepare(self, preparation: Preparation, count: int) -> None:
         """Start ``count`` processes, unless they run already, and have them import a test's file.
 
-        Processes that would not import what a new process imports are replaced.
+        Processes that would import other files than a new process are replaced.
 
         Raises: RuntimeError if a new process ends.
         """

@@ -32,13 +32,15 @@ class ProjectModules:
 
     Args:
         config: of this process.
+        files: the files imported so far, apart from those that belong to every new process.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, files: ImportedFiles) -> None:
         self._config = config
         self._mode = ImportMode(config.getoption("importmode"))
         self._namespaces = config.getini("consider_namespace_packages")
-        self._files = ImportedFiles()
+        self._files = files
+        files.update()
 
     def update(self) -> None:
         """Note the modules that were imported since the last call."""

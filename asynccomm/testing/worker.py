@@ -34,7 +34,7 @@ from asynccomm.errors import AbortedError
 from asynccomm.testing import steps
 from asynccomm.testing.calls import CallWatch
 from asynccomm.testing.debugging import RankDebugger
-from asynccomm.testing.isolation import ProcessState, enter, left_behind, seed_all
+from asynccomm.testing.isolation import ImportedFiles, ProcessState, enter, left_behind, seed_all
 from asynccomm.testing.measuring import RankCoverage
 from asynccomm.testing.project import ProjectModules
 from asynccomm.testing.protocol import (
@@ -69,7 +69,8 @@ class Worker:
         self._main_thread = threading.get_ident()
         self._sending = threading.Lock()
         setup: Setup = channel.recv()
-        self._modules = ProjectModules(self._set_up(setup))
+        files = ImportedFiles()  # before pytest imports conftest.py files
+        self._modules = ProjectModules(self._set_up(setup), files)
         self._debugger = RankDebugger(self._send)
         self._own_variables = {name: os.environ[name] for name in OWN_VARIABLES if name in os.environ}
         gc.collect()

@@ -178,7 +178,7 @@ BAD = """
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     files = {"conftest.py": CONFTEST, "test_good.py": HEAD + GOOD, "test_bad.py": HEAD + BAD}
-    files["pytest.ini"] = "[pytest]\nasyncio_default_fixture_loop_scope = function\n"
+    files["pytest.ini"] = "[pytest]\nasyncio_default_fixture_loop_scope = function\naddopts = -n 0 --cov-report=\n"
     return Project(tmp_path_factory.mktemp("fixtures"), files)
 
 
@@ -256,5 +256,5 @@ def test_packing_keeps_names_and_shared_objects() -> None:
 def test_functions_are_found_or_named() -> None:
     with pytest.raises(LookupError, match=r"have not imported rank fixture 'f' of /x.py; .*: No module named"):
         registered(FunctionKey("/x.py", 1, "f", "no_such_module_here"))
-    with pytest.raises(LookupError, match="have not imported rank fixture 'f' of /x.py; define it in a conftest"):
+    with pytest.raises(LookupError, match=r"have not imported rank fixture 'f' of /x.py; define it in a conftest"):
         registered(FunctionKey("/x.py", 1, "f", "json"))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from _pytest.config import _prepareconfig
 
+from asynccomm.testing.isolation import ImportedFiles
 from asynccomm.testing.project import ProjectModules
 
 TEST = """
@@ -34,7 +35,7 @@ def test_functions_and_staleness(file: Path, mode: str, monkeypatch: pytest.Monk
     path = list(sys.path)
     config = _prepareconfig([f"--rootdir={file.parent}", f"--import-mode={mode}", "-Wignore", "-c", os.devnull])
     try:
-        modules = ProjectModules(config)
+        modules = ProjectModules(config, ImportedFiles())
         assert modules.stale(file, sys.path) is None
         inner = modules.find(file, "TestOuter.TestInner.test_it")
         assert type(inner.instance).__name__ == "TestInner"
