@@ -24,23 +24,28 @@ class CallWatch:
 
     def __init__(self) -> None:
         self._before = weakref.WeakSet(sessions.open_sessions())
-        self._closed: list[CommCalls] = []
+        self._closed: list[tuple[CommCalls, BrokenError | None]] = []
         sessions.on_close.append(self._note)
 
     def _note(self, session: Session) -> None:
         if session not in self._before:
             self._closed.append(_calls_of(session))
 
+    def _all(self) -> list[tuple[CommCalls, BrokenError | None]]:
+        return self._closed + [_calls_of(each) for each in sessions.open_sessions() if each not in self._before]
+
     def calls(self) -> list[CommCalls]:
         """The calls on the comms that were closed, and on those still open."""
-        return self._closed + [_calls_of(each) for each in sessions.open_sessions() if each not in self._before]
+        # a test may look at an error after its comm has closed
+        return [calls._replace(broken=error is not None and error.observed) for calls, error in self._all()]
 
     def stop(self) -> None:
         """End the watch."""
         sessions.on_close.remove(self._note)
 
 
-def _calls_of(session: Session) -> CommCalls:
+def _calls_of(session: Session) -> tuple[CommCalls, BrokenError | None]:
+    """The calls on a comm, and the error that has broken it."""
     submitter = session.submitter
     # the order of operations without a number is not agreed yet: a rank may learn of it later than another rank
     held = [work for work in session.in_flight.pending() if work.seq == UNNUMBERED and not work.op.p2p]
@@ -51,10 +56,6 @@ def _calls_of(session: Session) -> CommCalls:
         if not op.p2p and not isinstance(op, MonitoredBarrier)
     ][-SHOWN:]
     last += [(submitter.counts.collectives + index, str(work.op), show(work.site)) for index, work in enumerate(held)]
-    return CommCalls(
-        session.identity.key,
-        session.group.name,
-        submitter.counts.collectives + len(held),
-        last,
-        isinstance(session.error, BrokenError),
-    )
+    called = submitter.counts.collectives + len(held)
+    error = session.error if isinstance(session.error, BrokenError) else None
+    return CommCalls(session.identity.key, session.group.name, called, last, False), error

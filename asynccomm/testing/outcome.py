@@ -49,7 +49,7 @@ def _leftovers(reports: Sequence[Passed]) -> list[str]:
 def uneven(reports: Sequence[Report]) -> list[str]:
     """One text for each comm on which some ranks called collectives that others never called.
 
-    Where all ranks passed, comms that broke on any rank are left out: the test knows of the error. Where some did not
+    Where all ranks passed, comms are left out that broke with an error that the test has seen. Where some did not
     pass, only ranks that did can have missed a collective; others would have gone on.
     """
     comms: dict[str, dict[int, CommCalls]] = {}

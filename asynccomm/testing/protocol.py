@@ -134,7 +134,7 @@ class CommCalls(NamedTuple):
     name: str
     called: int  #: number of collectives called
     last: Sequence[tuple[int, str, str]]  #: number, operation and call site of the last calls, oldest first
-    broken: bool  #: an error has ended the comm on this rank
+    broken: bool  #: an error that the test has seen has broken the comm on this rank
 
 
 class DumpStacks(NamedTuple):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 import torch
 
 from asynccomm.comm import session as sessions
+from asynccomm.errors import AbortedError
 from asynccomm.testing import loopback_world
 from asynccomm.testing.calls import SHOWN, CallWatch
 
@@ -41,11 +43,15 @@ async def test_held_messages_and_failures() -> None:
         assert (mine.called, [op for _, op, _ in mine.last]) == (1, [str(held.op)])
         two.barrier(tag="a")
         await held
-    async with loopback_world(1, name="broken") as (comm,):
-        comm.abort()
+    async with loopback_world(2, name="broken") as (one, two):
+        work = one.barrier()
+        one.abort()
+        with pytest.raises(AbortedError):
+            await work
     watch.stop()
     assert [(each.name, each.called, each.broken) for each in watch.calls()] == [
         ("agreed", 1, False),
         ("agreed", 1, False),
-        ("broken", 0, True),
+        ("broken", 1, True),
+        ("broken", 0, False),  # this rank has not seen the error
     ]

@@ -43,7 +43,7 @@ def test_in_order_with_coverage(project: Project) -> None:
     run = project.run(*COVERAGE)
     assert len(check(project, run)) == 5
     assert covered(project) == [1, 2, 3], "the function runs in ranks only"
-    assert project.pids("children")[0] == 1, "the start of the processes is no part of the test"
+    assert project.pids("processes")[0] == 1, "the start of the processes is no part of the test"
 
 
 def test_in_reverse_order_without_other_plugins(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,7 @@ TESTS = """
 
     @pytest.mark.ranks(2)
     async def test_seen(comm):
+        await comm.barrier()
         if comm.rank == 0:
             work = comm.all_reduce(torch.ones(3))
             comm.abort("enough")
