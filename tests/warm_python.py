@@ -41,6 +41,7 @@ MESSAGE_BYTES: Final = 1 << 17
 DESCRIPTORS: Final = 64  # at most, of one command
 # modules that start Python themselves
 STARTERS: Final = {"pytest", "asynccomm.cli.main", "asynccomm.cli.tethered", "torch.distributed.run"}
+EXECNET: Final = "import sys;exec(eval(sys.stdin.readline()))"  # the program of xdist's workers
 # imported before any fork
 IMPORTS: Final = (
     "asynccomm.comm.new_comm",
@@ -54,6 +55,7 @@ IMPORTS: Final = (
     "anyio.pytest_plugin",
     "hypothesis",
     "pytest_asyncio.plugin",
+    "pytest_cov.plugin",
     "pytest_timeout",
     "xdist.plugin",
 )
@@ -270,7 +272,7 @@ def _run(order: _Order, descriptors: Sequence[int]) -> None:
     os.environ.update(order.environment)
     kind, *rest = order.arguments
     subprocess.Popen, util.spawnv_passfds = _real_popen, _real_spawnv_passfds  # type: ignore
-    if rest[0] in STARTERS if kind == "-m" else kind != "-c" and "RANK" not in os.environ:
+    if _starts_python(kind, rest):
         _server = _forked_server()
         _real_once.clear()
         subprocess.Popen, util.spawnv_passfds, os.execv = Popen, _spawnv_passfds, _execv  # type: ignore
@@ -282,6 +284,14 @@ def _run(order: _Order, descriptors: Sequence[int]) -> None:
     if order.finalize:
         sys.exit(status)
     _end(status)
+
+
+def _starts_python(kind: str, rest: Sequence[str]) -> bool:
+    if kind == "-m":
+        return rest[0] in STARTERS
+    if kind == "-c":
+        return rest[0].startswith(EXECNET)
+    return "RANK" not in os.environ
 
 
 def _execv(path: str, arguments: Sequence[str]) -> None:

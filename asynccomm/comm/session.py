@@ -60,6 +60,7 @@ ROLL_CALL_SECONDS = 0.5  # for peers to report their operations, once an operati
 
 _log = logging.getLogger("asynccomm")
 _alive: weakref.WeakSet[Session] = weakref.WeakSet()  # for detaching in a forked child, and at exit
+on_close: list[Callable[[Session], object]] = []  #: called with sessions that close, after their last operation
 
 
 @final
@@ -345,6 +346,8 @@ class Session:
             await asyncio.wait(set(self._tasks))
         if self._transport_ended is not None:  # set by other threads, even without the loop
             await asyncio.shield(asyncio.wrap_future(self._transport_ended))
+        for listener in on_close:
+            listener(self)
         await self._free()
         self.submitter.error = closed
 
@@ -483,6 +486,11 @@ class Session:
             found = await self.reporter.roll_call(work, ROLL_CALL_SECONDS)
         if not work.done():  # it may be done by now
             self._fail(timeout_error(self.group, work, found))
+
+
+def open_sessions() -> list[Session]:
+    """The sessions of this process that have connected and have not finished closing."""
+    return [session for session in list(_alive) if session.backend is not None and not session.ended]
 
 
 def _of_stream(work: Work[Any]) -> bool:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, final
 import torch
 
 from asynccomm.core import outcome
+from asynccomm.core.callsite import show
 from asynccomm.core.handles import Handle
 from asynccomm.core.mailbox import Mailbox
 from asynccomm.core.outcome import Outcome
@@ -380,7 +381,11 @@ class Work(Handle, WorkState, Outcome, Generic[T]):
         if error is None or error.observed:
             return
         error.observed = True  # a broken comm fails all its Works with one error: report it once
-        report = {"message": f"{self!r}: the error was never retrieved", "exception": error}
+        report = {
+            "message": f"{self!r}: the error was never retrieved",
+            "exception": error,
+            "call_site": show(self.site),
+        }
         loop = self._mailbox.loop
         with contextlib.suppress(RuntimeError):  # the loop may be closed by now
             loop.call_soon_threadsafe(loop.call_exception_handler, report)

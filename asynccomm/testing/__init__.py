@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from asynccomm.testing.conformance.suite import check_backend as check_backend
+    from asynccomm.testing.fixtures import rank_fixture as rank_fixture
     from asynccomm.testing.local import loopback_world as loopback_world
 
 _HOMES = {
     "check_backend": "asynccomm.testing.conformance.suite",
     "loopback_world": "asynccomm.testing.local",
+    "rank_fixture": "asynccomm.testing.fixtures",
 }
 
 

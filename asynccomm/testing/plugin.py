@@ -9,8 +9,9 @@
         assert tensor.item() == 6
 
 The function runs in ``size`` processes at once, each with its own event loop; ``comm`` is a new comm of all these
-ranks. Processes are kept between tests (see ``pool.py``). All other arguments (parametrised values, fixtures such as
-``tmp_path``) are made in pytest's own process and pickled. A test without ``comm`` makes its own comms: the environment
+ranks. Processes are kept between tests (see ``pool.py``), and set back after each (``isolation.py``). Fixtures made by
+``rank_fixture`` run in the ranks, too. All other arguments (parametrised values, fixtures such as ``tmp_path``) are
+made in pytest's own process and pickled (``sending.py``). A test without ``comm`` makes its own comms: the environment
 variables are set as by a launcher.
 
 Marker: ``ranks(size, *, backend="auto", device="cpu", timeout=60, hints=None)``. ``size`` and ``backend`` may be lists;
@@ -19,36 +20,43 @@ the test is then parametrised over them.
 
 from __future__ import annotations
 
-import inspect
 import itertools
-import pickle
+import math
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from asynccomm.testing.protocol import (
-    Died,
-    Failed,
-    Filters,
-    Passed,
-    RankTask,
-    RankWorld,
-    Report,
-    Setup,
-    Skipped,
-    TimedOut,
-)
+from asynccomm.testing.debugging import DebuggerTerminal, leave_to_ranks
+from asynccomm.testing.fixtures import ADVICE, RankOnly, only_in_ranks
+from asynccomm.testing.measuring import coverage_settings
+from asynccomm.testing.outcome import raise_outcome
+from asynccomm.testing.protocol import Preparation, RankWorld, Setup
+from asynccomm.testing.sending import check_function, filters_of, surroundings, tasks_of
 
 if TYPE_CHECKING:
     from asynccomm.testing.pool import RankPool
 
 DEFAULT_TIMEOUT = 60.0  # seconds for one test, without the start of processes
 
+COMM = RankOnly("comm", is_method=False)
+
 _pool_key = pytest.StashKey["RankPool"]()
+_setup_key = pytest.StashKey[Setup]()
 _run_numbers = itertools.count()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("asynccomm").addoption(
+        "--ranks-seed",
+        type=int,
+        default=None,
+        help="seed of the random number generators in the rank processes, for every test (default: that of "
+        "pytest-randomly, or else 0)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,6 +67,24 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Note the state of this process before any test changes it."""
+    config = session.config
+    args = [f"--rootdir={config.rootpath}", f"--import-mode={config.getoption('importmode')}", "-Wignore"]
+    args += ["-o", "addopts="]  # they may be options of the plugins that follow, which are for this process
+    plugins = [*config.getoption("plugins"), "no:cov", "no:randomly", "no:xdist"]
+    args += [f"-p{name}" for name in dict.fromkeys(plugins) if name not in ("cov", "randomly", "xdist")]
+    if config.inipath is not None:
+        args += ["-c", str(config.inipath)]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    config.stash[_setup_key] = Setup(
+        list(sys.path), str(config.invocation_params.dir), args, environ, coverage_settings()
+    )
+    if config.getoption("usepdb"):
+        leave_to_ranks(config)
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     pool = config.stash.get(_pool_key, None)
     if pool is not None:
@@ -66,10 +92,22 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
-def comm(request: pytest.FixtureRequest) -> None:
-    """The comm of a test marked ``ranks``. It exists in the rank processes only; this fixture checks the marker."""
-    if request.node.get_closest_marker("ranks") is None:
-        pytest.fail(f"{request.node.nodeid} uses the fixture `comm` without @pytest.mark.ranks(size)", pytrace=False)
+def comm() -> RankOnly:
+    """The comm of a test marked ``ranks``. It exists in the rank processes only."""
+    return COMM
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
+    """Refuse ordinary fixtures that depend on values of the ranks."""
+    if getattr(fixturedef.func, "runs_in_ranks", False):
+        return
+    for name in fixturedef.argnames:
+        if name != "request" and isinstance(request.getfixturevalue(name), RankOnly):
+            pytest.fail(
+                f"fixture {fixturedef.argname!r} runs in pytest's own process, but {only_in_ranks(name)}; {ADVICE}",
+                pytrace=False,
+            )
 
 
 @pytest.fixture
@@ -123,134 +161,55 @@ def _arguments(
     return sizes, backends, RankWorld(0, "", str(device), float(timeout), dict(hints or {}))
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Start the rank processes, and have them import the test's file, which is no part of the test's own time."""
+    if isinstance(item, pytest.Function) and item.get_closest_marker("ranks") is not None:
+        check_function(item)
+        preparation = Preparation(str(item.path), surroundings(), filters_of(item))
+        _pool(item.config).prepare(preparation, _world(item).size)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if pyfuncitem.get_closest_marker("ranks") is None:
+        for name in pyfuncitem._fixtureinfo.argnames:
+            if isinstance(pyfuncitem.funcargs[name], RankOnly):
+                pytest.fail(
+                    f"{pyfuncitem.nodeid} uses the fixture `{name}` without @pytest.mark.ranks(size)", pytrace=False
+                )
         return None
-    world = pyfuncitem.callspec.params["_asynccomm_world"]
-    assert isinstance(world, RankWorld)
-    reports, output = _pool(pyfuncitem.config).run(_jobs(pyfuncitem, world), world.timeout)
+    config, world, seed = pyfuncitem.config, _world(pyfuncitem), _seed(pyfuncitem.config)
+    pool = _pool(config)
+    tasks = tasks_of(pyfuncitem, world, pool.store, next(_run_numbers), seed, debug=config.getoption("usepdb"))
+    reports, output = pool.run(tasks, world.timeout)
     for rank, text in enumerate(output):
         if text:
             pyfuncitem.add_report_section("call", f"rank {rank} output", text)
-    _raise(reports, world)
+    raise_outcome(reports, world, f"the ranks' random number generators were seeded by {seed} (--ranks-seed={seed})")
     return True
+
+
+def _world(item: pytest.Function) -> RankWorld:
+    world = item.callspec.params["_asynccomm_world"]
+    assert isinstance(world, RankWorld)
+    # a debugger waits for its user
+    return world._replace(timeout=math.inf) if item.config.getoption("usepdb") else world
+
+
+def _seed(config: pytest.Config) -> int:
+    seed = config.getoption("--ranks-seed")
+    if seed is None and config.pluginmanager.hasplugin("randomly"):
+        seed = config.getoption("randomly_seed", None)
+    return seed if isinstance(seed, int) else 0
 
 
 def _pool(config: pytest.Config) -> RankPool:
     pool = config.stash.get(_pool_key, None)
     if pool is None:
-        import_mode = config.getoption("importmode")
-        args = [f"--rootdir={config.rootpath}", f"--import-mode={import_mode}", "-Wignore"]
-        if config.inipath is not None:
-            args += ["-c", str(config.inipath)]
         # imported late: it imports torch, and pytest runs without such tests should not wait for that
         pool = import_module("asynccomm.testing.pool").RankPool(
-            Setup(list(sys.path), str(config.invocation_params.dir), args)
+            config.stash[_setup_key], DebuggerTerminal(config), live=config.getoption("capture") == "no"
         )
         config.stash[_pool_key] = pool
     return pool
-
-
-def _jobs(item: pytest.Function, world: RankWorld) -> list[RankTask]:
-    function = getattr(item.cls or item.module, item.originalname)
-    if not inspect.iscoroutinefunction(function):
-        pytest.fail(f"{item.nodeid}: a test marked `ranks` must be an async function", pytrace=False)
-    names = [name for name in inspect.signature(function).parameters if name in item.funcargs]
-    arguments = {name: item.funcargs[name] for name in names if name != "comm"}
-    prefix = f"{item.cls.__qualname__}." if item.cls is not None else ""
-    store = _pool(item.config).store
-    run = next(_run_numbers)
-    return [
-        RankTask(
-            path=str(item.path),
-            qualname=prefix + item.originalname,
-            arguments=_pickled(arguments),
-            wants_comm="comm" in names,
-            world=world,
-            rank=rank,
-            env=_environment(rank, world.size, store.host, store.port, run),
-            filters=_filters(item),
-        )
-        for rank in range(world.size)
-    ]
-
-
-def _filters(item: pytest.Item) -> Filters:
-    return Filters(
-        ini=item.config.getini("filterwarnings"),
-        command_line=item.config.known_args_namespace.pythonwarnings or [],
-        markers=[text for marker in item.iter_markers("filterwarnings") for text in marker.args],
-    )
-
-
-def _pickled(arguments: Mapping[str, Any]) -> bytes:
-    for name, value in arguments.items():
-        try:
-            pickle.dumps(value)
-        except Exception as exc:  # __reduce__ may raise any exception
-            message = f"argument {name!r} cannot be sent to the rank processes: {exc}; make it inside of the test"
-            raise pytest.fail.Exception(message, pytrace=False) from None
-    return pickle.dumps(arguments)
-
-
-def _environment(rank: int, size: int, host: str, port: int, run: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": f"pytest-{run}",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-
-
-def _raise(reports: Sequence[Report], world: RankWorld) -> None:
-    """Pass, skip or fail the test, by the reports of its ranks."""
-    if all(isinstance(report, Passed) for report in reports):
-        return
-    skipped = [report for report in reports if isinstance(report, Skipped)]
-    if len(skipped) == len(reports):
-        pytest.skip(skipped[0].reason)
-    # the cause first: ranks that failed only because of another rank's failure come last
-    order = sorted(range(len(reports)), key=lambda rank: _weight(reports[rank]))
-    parts = [text for rank in order if (text := _describe(rank, reports[rank], world))]
-    if skipped:
-        parts.insert(0, f"only {len(skipped)} of {world.size} ranks skipped the test; all have to, or none")
-    pytest.fail("\n\n".join(parts), pytrace=False)
-
-
-def _weight(report: Report) -> int:
-    match report:
-        case Died():
-            return 0
-        case Skipped():
-            return 1
-        case Failed(aborted_by=None):
-            return 2
-        case TimedOut():
-            return 3
-        case _:
-            return 4
-
-
-def _describe(rank: int, report: Report, world: RankWorld) -> str:
-    """The outcome of one rank, for the failure message; empty if it passed."""
-    who = f"rank {rank} of {world.size}"
-    match report:
-        case Failed(summary, traceback, None):
-            return f"{who} failed: {summary}\n{traceback}"
-        case Failed(_, traceback, by, awaited):
-            what = f"waiting for {awaited}" if awaited else "still at it"
-            return f"{who} was {what} when rank {by} left the test, here:\n{traceback}"
-        case Died(how):
-            return f"{who} {how}"
-        case TimedOut(stacks):
-            return f"{who} was still waiting and had to be ended, here:\n{stacks}"
-        case Skipped(reason):
-            return f"{who} skipped: {reason}"
-        case _:
-            return ""

@@ -8,28 +8,36 @@ can then only be waiting for it.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from asynccomm.store.server import StoreServer, listen, serve
+from asynccomm.testing.output import CapturedOutput, LiveOutput, ProcessOutput
 from asynccomm.testing.protocol import (
+    DebuggerInput,
+    DebuggerOutput,
+    DebuggerPrompt,
+    DebuggerStart,
+    DebuggerStop,
     Died,
     DumpStacks,
     Failed,
     Passed,
+    Preparation,
     RankTask,
     Report,
     Setup,
     Skipped,
     StackDump,
+    Stale,
     TimedOut,
 )
 
@@ -39,6 +47,7 @@ START_SECONDS = 120.0  # for a process to import torch, several at once on a bus
 EXIT_SECONDS = 5.0  # from the end of a process's channel to its exit
 GRACE_SECONDS = 5.0  # for the other ranks to end once a rank has failed
 STACKS_SECONDS = 2.0  # for a stuck process to send its stacks
+DEBUGGER = (DebuggerStart, DebuggerOutput, DebuggerPrompt, DebuggerStop)
 SILENT = "(it does not answer: it holds the interpreter lock or is stopped; its output may have the stacks)"
 
 
@@ -46,25 +55,25 @@ SILENT = "(it does not answer: it holds the interpreter lock or is stopped; its 
 class RankProcess:
     """The parent's handle of one rank process."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, output: ProcessOutput) -> None:
         ours, theirs = socket.socketpair()
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
+        self.output = output
+        env = {"OMP_NUM_THREADS": "1", **setup.environ, "PYTHONUNBUFFERED": "1"}
         try:
             self.process: subprocess.Popen[bytes] = subprocess.Popen(
                 [sys.executable, "-m", "asynccomm.testing.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=self._output,
+                stdout=output.fileno(),
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C goes to pytest alone, which then kills the process
                 env=env,
             )
         finally:
             theirs.close()
+        output.started()
         self.channel: Connection[Any, Any] = Connection(ours.detach())
         self.channel.send(setup)
-        self._seen = 0
         self.ready = False  #: whether it has finished its imports
         self.usable: bool = True  #: whether it can run one more test
 
@@ -92,22 +101,15 @@ class RankProcess:
 
     def answer(self, deadline: float) -> Report:
         """The reply until ``deadline``: stacks, or a report if the test has ended after all."""
-        if not self.channel.poll(max(0.0, deadline - time.monotonic())):
-            return TimedOut(SILENT)
-        message = self.receive()
+        message: Any = DebuggerPrompt()
+        while isinstance(message, DEBUGGER):  # a request for the terminal, which comes too late
+            if not self.channel.poll(max(0.0, deadline - time.monotonic())):
+                return TimedOut(SILENT)
+            message = self.receive()
         if isinstance(message, StackDump):
             return TimedOut(message.text)
         assert isinstance(message, (Passed, Skipped, Failed, Died))
         return message
-
-    def new_output(self) -> str:
-        """The output printed since the last call."""
-        data = b""
-        # not read(): the process shares this file position, and read() would move the place of its next write
-        while chunk := os.pread(self._output.fileno(), 1 << 20, self._seen):
-            data += chunk
-            self._seen += len(chunk)
-        return data.decode(errors="replace")
 
     def kill(self) -> None:
         """Kill the process group: the process, and the processes it started."""
@@ -115,7 +117,23 @@ class RankProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.channel.close()
-        self._output.close()
+        self.output.close()
+
+
+class TerminalForRanks(Protocol):
+    """The terminal of pytest's process, for the debugger of one rank at a time."""
+
+    def start(self, title: str) -> None:
+        """Give the terminal to a rank."""
+
+    def write(self, text: str) -> None:
+        """Print ``text``."""
+
+    def read(self) -> str:
+        """A line of input; empty at its end."""
+
+    def stop(self, message: DebuggerStop) -> None:
+        """Take the terminal back; raises an exception to end the run."""
 
 
 @final
@@ -124,10 +142,14 @@ class RankPool:
 
     Args:
         setup: sent to each new process.
+        terminal: for debuggers in the processes.
+        live: show the output of the processes at once, instead of returning it.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, terminal: TerminalForRanks, *, live: bool = False) -> None:
         self._setup = setup
+        self._terminal = terminal
+        self._live = live
         self._ranks: list[RankProcess] = []
         self._store: StoreServer | None = None
 
@@ -149,6 +171,8 @@ class RankPool:
         An exception during this call (Ctrl-C, a test timeout) kills the busy processes.
         """
         ranks = self._take(len(jobs))
+        for number, rank in enumerate(ranks):
+            rank.output.rank = number
         reports: dict[int, Report] = {}
         try:
             for rank, job in zip(ranks, jobs, strict=True):
@@ -156,12 +180,69 @@ class RankPool:
                     rank.channel.send(job)
             self._collect(ranks, reports, timeout)
         finally:
-            output = [rank.new_output() for rank in ranks]
+            output = [rank.output.take() for rank in ranks]
             for number, rank in enumerate(ranks):
                 if not rank.usable or not isinstance(reports.get(number), (Passed, Skipped, Failed)):
                     self._ranks.remove(rank)
                     rank.kill()
         return [reports[number] for number in range(len(ranks))], output
+
+    def prepare(self, preparation: Preparation, count: int) -> None:
+        """Start ``count`` processes, unless they run already, and have them import a test's file.
+
+        Processes that would import other files than a new process are replaced.
+
+        Raises: RuntimeError if a new process ends.
+        """
+        for last in (False, True):
+            asked = self._take(count)
+            replies: list[Any] = []
+            try:
+                for rank in asked:
+                    with contextlib.suppress(OSError):  # the process is dead: receive() returns Died
+                        rank.channel.send(preparation)
+                for rank in asked:
+                    message = self._reply(rank)
+                    replies.append(message)
+                    if last and isinstance(message, Died):
+                        text = rank.output.take()
+                        raise RuntimeError(f"a rank process {message.how} while importing {preparation.path}\n{text}")
+            finally:  # also at Ctrl-C and at a time limit
+                for number, rank in enumerate(asked):
+                    if replies[number : number + 1] != ["ready"]:
+                        self._ranks.remove(rank)
+                        rank.kill()
+            if replies == ["ready"] * count:
+                return
+
+    def _reply(self, rank: RankProcess) -> Any:
+        while True:
+            if not rank.channel.poll(START_SECONDS):
+                return Died(f"did not answer within {START_SECONDS:g} s")
+            message = rank.receive()
+            if not isinstance(message, DebuggerStart):
+                assert message == "ready" or isinstance(message, (Stale, Died)), message
+                return message
+            self._debug(rank, message)
+
+    def _debug(self, rank: RankProcess, message: Any) -> None:
+        """Serve the debugger of one rank until it gives the terminal back, or the process ends."""
+        self._terminal.start(message.title)
+        stop = DebuggerStop(quit=False)
+        try:
+            while not isinstance(message, Died):
+                message = rank.receive()
+                match message:
+                    case DebuggerOutput(text):
+                        self._terminal.write(text)
+                    case DebuggerPrompt():
+                        with contextlib.suppress(OSError):
+                            rank.channel.send(DebuggerInput(self._terminal.read()))
+                    case DebuggerStop():
+                        stop = message
+                        break
+        finally:
+            self._terminal.stop(stop)
 
     def close(self) -> None:
         """Kill all processes and stop the store."""
@@ -176,13 +257,13 @@ class RankPool:
             self._ranks.remove(rank)
             rank.kill()
         while len(self._ranks) < count:
-            self._ranks.append(RankProcess(self._setup))
+            self._ranks.append(RankProcess(self._setup, LiveOutput() if self._live else CapturedOutput()))
         ranks = self._ranks[:count]
         for rank in ranks:
             if not rank.ready:
                 message = rank.receive() if rank.channel.poll(START_SECONDS) else Died("did not start")
                 if message != "ready":
-                    text = rank.new_output()
+                    text = rank.output.take()
                     self._ranks.remove(rank)
                     rank.kill()
                     raise RuntimeError(f"a rank process could not start: it {message.how}\n{text}")
@@ -193,14 +274,22 @@ class RankPool:
         busy = {rank.channel: number for number, rank in enumerate(ranks)}
         deadline = time.monotonic() + timeout
         while busy:
-            ready = wait(list(busy), max(0.0, deadline - time.monotonic()))
+            left = max(0.0, deadline - time.monotonic())
+            ready = wait(list(busy), None if left == math.inf else left)
             if not ready:
                 reports.update(_ask({number: ranks[number] for number in busy.values()}))
                 return
             for channel in ready:
                 assert isinstance(channel, Connection)
-                number = busy.pop(channel)
-                reports[number] = ranks[number].receive()
+                number = busy[channel]
+                message = ranks[number].receive()
+                if isinstance(message, DebuggerStart):
+                    began = time.monotonic()
+                    self._debug(ranks[number], message)
+                    deadline += time.monotonic() - began
+                    continue
+                del busy[channel]
+                reports[number] = message
                 if isinstance(reports[number], (Failed, Died)):
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
 

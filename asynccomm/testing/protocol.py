@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 __all__ = [
+    "CommCalls",
+    "DebuggerInput",
+    "DebuggerOutput",
+    "DebuggerPrompt",
+    "DebuggerStart",
+    "DebuggerStop",
     "Died",
     "Failed",
     "Filters",
+    "Preparation",
     "RankTask",
     "Passed",
     "Report",
@@ -16,6 +23,8 @@ __all__ = [
     "DumpStacks",
     "Skipped",
     "StackDump",
+    "Stale",
+    "Surroundings",
     "TimedOut",
     "RankWorld",
 ]
@@ -37,6 +46,8 @@ class Setup(NamedTuple):
     sys_path: list[str]
     cwd: str
     pytest_args: list[str]
+    environ: Mapping[str, str] = {}
+    coverage: str | None = None  #: the settings of the coverage measurement in pytest's process; None: there is none
 
 
 class Filters(NamedTuple):
@@ -47,17 +58,83 @@ class Filters(NamedTuple):
     markers: list[str]
 
 
+class Surroundings(NamedTuple):
+    """The state of pytest's process that a test sees in its ranks, too."""
+
+    environ: Mapping[str, str] = {}
+    cwd: str = "."
+    sys_path: Sequence[str] | None = None  #: None: the rank's own
+    dtype: str = "torch.float32"  #: torch's default dtype
+    device: str | None = None  #: torch's default device; None: the rank's own
+
+
+class Preparation(NamedTuple):
+    """A request to import a test's file, before the test; the reply is "ready" or Stale."""
+
+    path: str
+    surroundings: Surroundings
+    filters: Filters
+
+
+class Stale(NamedTuple):
+    """The process cannot run the test as a new process would, and must be replaced."""
+
+    reason: str
+
+
 class RankTask(NamedTuple):
     """One test on one rank."""
 
     path: str  #: path of the test's file
     qualname: str  #: qualified name of the test function in the file
-    arguments: bytes  #: pickled dict
+    arguments: bytes  #: rank fixtures, in order of setup, and the arguments of the test; made by ``fixtures.pack``
+    names: Sequence[str]  #: the arguments of the test
     wants_comm: bool
     world: RankWorld
     rank: int
-    env: Mapping[str, str]
+    env: Mapping[str, str]  #: the launcher's variables
     filters: Filters
+    surroundings: Surroundings = Surroundings()
+    seed: int = 0
+    debug: bool = False  #: debug an exception before the test ends
+
+
+class DebuggerStart(NamedTuple):
+    """A rank's debugger requests the terminal; messages of this rank are for the terminal until DebuggerStop."""
+
+    title: str
+
+
+class DebuggerOutput(NamedTuple):
+    """Text for the terminal."""
+
+    text: str
+
+
+class DebuggerPrompt(NamedTuple):
+    """A request for a line of the terminal's input."""
+
+
+class DebuggerInput(NamedTuple):
+    """The reply: the line with its ending; empty at the end of the input."""
+
+    line: str
+
+
+class DebuggerStop(NamedTuple):
+    """The rank gives the terminal back."""
+
+    quit: bool  #: the user has ended the debugger, and with it the run
+
+
+class CommCalls(NamedTuple):
+    """The collectives that a rank called on one comm."""
+
+    key: str  #: the same on all ranks of the comm
+    name: str
+    called: int  #: number of collectives called
+    last: Sequence[tuple[int, str, str]]  #: number, operation and call site of the last calls, oldest first
+    broken: bool  #: an error that the test has seen has broken the comm on this rank
 
 
 class DumpStacks(NamedTuple):
@@ -74,6 +151,8 @@ class Passed(NamedTuple):
     """The test returned on this rank."""
 
     seconds: float
+    calls: Sequence[CommCalls] = ()
+    unretrieved: Sequence[str] = ()  #: operations that failed and were never awaited
 
 
 class Skipped(NamedTuple):
@@ -89,6 +168,7 @@ class Failed(NamedTuple):
     traceback: str
     aborted_by: int | None  #: the rank with the cause, if this rank failed only because of it
     waited_for: str | None  #: the operation that the test awaited at that time
+    calls: Sequence[CommCalls] = ()
 
 
 class Died(NamedTuple):

@@ -7,21 +7,18 @@ another thread reads messages, so that a hanging test can still report its stack
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import faulthandler
 import gc
-import inspect
 import os
-import pickle
 import queue
 import signal
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
-from functools import reduce
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from traceback import walk_tb
@@ -30,16 +27,33 @@ from types import TracebackType
 import pytest
 from _pytest.assertion import util as assertion_util
 from _pytest.config import Config, _prepareconfig, apply_warning_filters
-from _pytest.pathlib import ImportMode, import_path
 
-from asynccomm.comm.new_comm import new_comm
 from asynccomm.core.stacks import format_stacks
 from asynccomm.core.work import Work
 from asynccomm.errors import AbortedError
-from asynccomm.testing.protocol import DumpStacks, Failed, Passed, RankTask, Setup, Skipped, StackDump
+from asynccomm.testing import steps
+from asynccomm.testing.calls import CallWatch
+from asynccomm.testing.debugging import RankDebugger
+from asynccomm.testing.isolation import ImportedFiles, ProcessState, enter, left_behind, seed_all
+from asynccomm.testing.measuring import RankCoverage
+from asynccomm.testing.project import ProjectModules
+from asynccomm.testing.protocol import (
+    DebuggerInput,
+    DumpStacks,
+    Failed,
+    Filters,
+    Passed,
+    Preparation,
+    RankTask,
+    Setup,
+    Skipped,
+    StackDump,
+    Stale,
+    Surroundings,
+)
 
 PR_SET_PDEATHSIG = 1
-OWN_SECONDS = 0.05  # before a failed rank aborts: other ranks may fail in the same place, with reports of their own
+OWN_VARIABLES = ("OMP_NUM_THREADS",)  # of this process, where pytest's process does not set them
 PACKAGE = str(Path(__file__).parent.parent) + os.sep
 
 __all__ = ["main"]
@@ -50,13 +64,18 @@ class Worker:
 
     def __init__(self, channel: Connection) -> None:
         self._channel = channel
-        self._jobs: queue.SimpleQueue[RankTask] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[RankTask | Preparation] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._main_thread = threading.get_ident()
         self._sending = threading.Lock()
-        self._config = self._set_up(channel.recv())
+        setup: Setup = channel.recv()
+        files = ImportedFiles()  # before pytest imports conftest.py files
+        self._modules = ProjectModules(self._set_up(setup), files)
+        self._debugger = RankDebugger(self._send)
+        self._own_variables = {name: os.environ[name] for name in OWN_VARIABLES if name in os.environ}
         gc.collect()
         gc.freeze()  # imported modules stay for ever; later collections skip frozen objects
+        self._coverage = RankCoverage(setup.coverage)
 
     def _set_up(self, setup: Setup) -> Config:
         os.chdir(setup.cwd)
@@ -80,10 +99,11 @@ class Worker:
         self._send("ready")
         while True:
             job = self._jobs.get()
-            report = self._run(job)
+            reply = self._prepare(job) if isinstance(job, Preparation) else self._run(job)
+            self._coverage.save()
             sys.stdout.flush()
             sys.stderr.flush()
-            self._send(report)
+            self._send(reply)
 
     def _send(self, message: object) -> None:
         with self._sending:
@@ -96,57 +116,58 @@ class Worker:
             except (EOFError, OSError):
                 os._exit(0)  # the parent is dead: no process needs a report
             if isinstance(message, DumpStacks):
-                self._send(StackDump(format_stacks(self._main_thread, self._loop, __file__)))
+                self._send(StackDump(format_stacks(self._main_thread, self._loop, steps.__file__)))
+            elif isinstance(message, DebuggerInput):
+                self._debugger.feed(message)
             else:
                 self._jobs.put(message)
 
-    def _run(self, job: RankTask) -> Passed | Skipped | Failed:
-        start = time.monotonic()
-        os.environ.update(job.env)
+    @contextlib.contextmanager
+    def _state_of(self, surroundings: Surroundings, filters: Filters, env: dict[str, str]) -> Iterator[None]:
+        """The process in the state that a test sees; afterwards everything is set back."""
+        state = ProcessState()
         try:
             with warnings.catch_warnings():
-                apply_warning_filters(job.filters.ini, job.filters.command_line)
-                apply_warning_filters(job.filters.markers, [])
-                function = self._find(job)
+                apply_warning_filters(filters.ini, filters.command_line)
+                apply_warning_filters(filters.markers, [])
+                enter(surroundings, {**self._own_variables, **surroundings.environ, **env})
+                yield
+        finally:
+            state.restore()
+            self._modules.update()
+
+    def _prepare(self, job: Preparation) -> str | Stale:
+        """Import the test's file, unless that must be left to a new process."""
+        path = Path(job.path)
+        reason = left_behind() or self._modules.stale(path, job.surroundings.sys_path or sys.path)
+        if reason is not None:
+            return Stale(reason)
+        # an error of the import is for the test to report, which imports again
+        with contextlib.suppress(BaseException), self._state_of(job.surroundings, job.filters, {}):
+            self._modules.load(path)
+        return "ready"
+
+    def _run(self, job: RankTask) -> Passed | Skipped | Failed:
+        start = time.monotonic()
+        self._debugger.rank = job.rank
+        watch = CallWatch()
+        unretrieved: list[str] = []
+        try:
+            with self._state_of(job.surroundings, job.filters, dict(job.env)):
+                seed_all(job.seed)
+                test = steps.RankSteps(job, self._modules, self._debugger)
                 with asyncio.Runner() as runner:
                     self._loop = runner.get_loop()
-                    runner.run(self._call(function, job))
+                    runner.run(test.run())
+                unretrieved = test.unretrieved
         except pytest.skip.Exception as exc:
             return Skipped(str(exc))
         except BaseException as exc:  # a test may raise anything: CancelledError, SystemExit, pytest.fail
-            return self._failed(exc, job)
+            return self._failed(exc, job)._replace(calls=watch.calls())
         finally:
             self._loop = None
-            for name in job.env:
-                os.environ.pop(name, None)
-        return Passed(time.monotonic() - start)
-
-    def _find(self, job: RankTask) -> Callable[..., Awaitable[object]]:
-        config, path = self._config, Path(job.path)
-        mode = ImportMode(config.getoption("importmode"))
-        namespaces = config.getini("consider_namespace_packages")
-        # conftest modules may define the classes of the test's arguments, or explain its assertions
-        config.pluginmanager._loadconftestmodules(path, mode, config.rootpath, consider_namespace_packages=namespaces)
-        module = import_path(path, mode=mode, root=config.rootpath, consider_namespace_packages=namespaces)
-        *classes, name = job.qualname.split(".")
-        owner = reduce(getattr, classes, module)
-        if inspect.isclass(owner):
-            owner = owner()
-        return getattr(owner, name)  # type: ignore[no-any-return]
-
-    async def _call(self, function: Callable[..., Awaitable[object]], job: RankTask) -> None:
-        arguments = pickle.loads(job.arguments)
-        async with AsyncExitStack() as stack:
-            if job.wants_comm:
-                world = job.world
-                arguments["comm"] = await stack.enter_async_context(
-                    new_comm(world.backend, world.device, name="test", hints=world.hints, timeout=world.timeout)
-                )
-            try:
-                await function(**arguments)
-            except BaseException:
-                await asyncio.sleep(OWN_SECONDS)
-                raise
+            watch.stop()
+        return Passed(time.monotonic() - start, watch.calls(), unretrieved)
 
     def _failed(self, exc: BaseException, job: RankTask) -> Failed:
         info = pytest.ExceptionInfo.from_exception(exc)

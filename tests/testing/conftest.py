@@ -67,27 +67,27 @@ class Project:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text((RECORDER if name == "conftest.py" else "") + textwrap.dedent(source))
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
         """pytest in the background."""
         ours = {"PYTEST_ADDOPTS", "PYTHONWARNINGS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
         return subprocess.Popen(
-            [sys.executable, "-m", "pytest", "--color=no", "-rs", *arguments],
+            [sys.executable, "-m", "pytest", "--color=no", "-rs", "-p", "no:randomly", *arguments],
             cwd=self.directory,
             env={name: value for name, value in os.environ.items() if name not in ours}
             | {"RECORDING": str(os.getpid()), "PYTHONDONTWRITEBYTECODE": "1"},
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
 
-    def run(self, *arguments: str) -> Run:
-        """pytest to its end."""
+    def run(self, *arguments: str, typed: str = "") -> Run:
+        """pytest to its end; ``typed`` is the input of its terminal."""
         (self.directory / "record").unlink(missing_ok=True)
-        process = self.start(*arguments)
+        process = self.start(*arguments, stdin=subprocess.PIPE if typed else subprocess.DEVNULL)
         try:
-            output, _ = process.communicate(timeout=2 * DEADLINE)
+            output, _ = process.communicate(typed, timeout=2 * DEADLINE)
         finally:
             process.kill()
         return Run(self, process.returncode, output)
@@ -109,15 +109,15 @@ class Run:
     def __init__(self, project: Project, status: int, output: str) -> None:
         self.status, self.output = status, output
         self.childless = {"kind": "childless"} in project.record
-        self._reports = [entry for entry in project.record if entry["kind"] == "report"]
+        self.reports = [entry for entry in project.record if entry["kind"] == "report"]
 
     def outcomes(self) -> dict[str, str]:
         """Of all tests that were called, by their ids."""
-        return {entry["id"]: entry["outcome"] for entry in self._reports if entry["when"] == "call"}
+        return {entry["id"]: entry["outcome"] for entry in self.reports if entry["when"] == "call"}
 
     def only(self, name: str) -> dict[str, Any]:
         """The report that decided about the test (or file) whose id ends with ``name``."""
-        found = [entry for entry in self._reports if entry["id"].endswith(name)]
+        found = [entry for entry in self.reports if entry["id"].endswith(name)]
         assert found, f"no {name} in\n{self.output}"
         decisive = [entry for entry in found if entry["outcome"] != "passed"] or found
         return decisive[0]

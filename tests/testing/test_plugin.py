@@ -151,7 +151,10 @@ def test_bad_markers(run: Run, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("test_unpicklable[2ranks]", "argument 'lock' cannot be sent to the rank processes: "),
+        (
+            "test_unpicklable[2ranks]",
+            "fixture 'lock' cannot be sent to the ranks: cannot pickle ",
+        ),
         ("test_no_marker", "test_no_marker uses the fixture `comm` without @pytest.mark.ranks(size)"),
         ("test_not_async[2ranks]", "a test marked `ranks` must be an async function"),
     ],

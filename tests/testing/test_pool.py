@@ -5,6 +5,7 @@ The real ones are behind every test of the plugin.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -17,7 +18,20 @@ import pytest
 
 from asynccomm.testing import pool as module
 from asynccomm.testing.pool import SILENT, RankPool
-from asynccomm.testing.protocol import Died, Failed, Filters, Passed, RankTask, RankWorld, Setup, Skipped, TimedOut
+from asynccomm.testing.protocol import (
+    DebuggerStop,
+    Died,
+    Failed,
+    Filters,
+    Passed,
+    Preparation,
+    RankTask,
+    RankWorld,
+    Setup,
+    Skipped,
+    Surroundings,
+    TimedOut,
+)
 
 from .conftest import running, wait_until
 
@@ -34,6 +48,20 @@ if setup.pytest_args == ["refuse"]:
 channel.send("ready")
 while True:
     job = channel.recv()
+    if isinstance(job, Preparation):
+        match job.path.split():
+            case ["stale", file] if not os.path.exists(file):
+                open(file, "w").close()
+                channel.send(Stale("old"))
+            case ["exit"]:
+                print("no import")
+                os._exit(3)
+            case ["once", file] if not os.path.exists(file):
+                open(file, "w").close()
+                os._exit(3)
+            case _:
+                channel.send("ready")
+        continue
     print(f"rank {job.rank} plays {job.qualname}")
     match job.qualname.split():
         case ["pass"]:
@@ -62,15 +90,31 @@ while True:
             child = subprocess.Popen(["sleep", "1000"])
             print("child", child.pid)
             channel.send(Passed(0.5))
+        case ["debug"]:
+            channel.send(DebuggerStart("stopped"))
+            channel.send(DebuggerOutput("(Pdb) "))
+            channel.send(DebuggerPrompt())
+            line = channel.recv().line
+            time.sleep(0.3)
+            channel.send(DebuggerStop(line == "q"))
+            channel.recv() if line == "q" else channel.send(Skipped(line))
+        case ["debug", "late"]:
+            channel.recv()
+            channel.send(DebuggerStart("stopped"))
+            channel.send(StackDump("in the debugger"))
+            time.sleep(1000)
         case ["hang", "up"]:
             channel.close()
             time.sleep(1000)
 """
 
 
+NO_TERMINAL: Any = None
+
+
 def jobs(*parts: str) -> list[RankTask]:
     world = RankWorld(len(parts), "auto", "cpu", 60.0, {})
-    return [RankTask("", part, b"", False, world, rank, {}, Filters([], [], [])) for rank, part in enumerate(parts)]
+    return [RankTask("", part, b"", [], False, world, rank, {}, Filters([], [], [])) for rank, part in enumerate(parts)]
 
 
 @pytest.fixture
@@ -86,12 +130,12 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setup:
     monkeypatch.setattr(module.subprocess, "Popen", start)
     monkeypatch.setattr(module, "GRACE_SECONDS", 0.1)
     monkeypatch.setattr(module, "STACKS_SECONDS", 20.0)
-    return Setup(list(sys.path), str(tmp_path), [])
+    return Setup(list(sys.path), str(tmp_path), [], dict(os.environ))
 
 
 @pytest.fixture
 def pool(setup: Setup) -> Iterator[RankPool]:
-    pool = RankPool(setup)
+    pool = RankPool(setup, NO_TERMINAL)
     yield pool
     pool.close()
 
@@ -205,7 +249,7 @@ def test_interrupt_ends_the_busy_only(pool: RankPool, monkeypatch: pytest.Monkey
 
 
 def test_no_start(setup: Setup) -> None:
-    pool = RankPool(setup._replace(pytest_args=["refuse"]))
+    pool = RankPool(setup._replace(pytest_args=["refuse"]), NO_TERMINAL)
     with pytest.raises(RuntimeError, match=r"could not start: it exited with code 4\nno good reason"):
         pool.run(jobs("pass", "pass"), 60)
     pool.close()
@@ -213,7 +257,7 @@ def test_no_start(setup: Setup) -> None:
 
 
 def test_close_ends_children_too(setup: Setup) -> None:
-    pool = RankPool(setup)
+    pool = RankPool(setup, NO_TERMINAL)
     _, (output,) = pool.run(jobs("child"), 60)
     pids = [*pool.pids, int(output.split()[-1])]
     assert all(running(pid) for pid in pids)
@@ -222,6 +266,67 @@ def test_close_ends_children_too(setup: Setup) -> None:
     with pytest.raises(ChildProcessError):  # reaped: no zombie
         os.waitpid(pids[0], os.WNOHANG)
     pool.close()
+
+
+# -- before and within tests ------------------------------------------------------------------------------------------
+
+
+def prepare(pool: RankPool, path: str, count: int = 2) -> None:
+    pool.prepare(Preparation(path, Surroundings(), Filters([], [], [])), count)
+
+
+def test_stale_and_dead_processes_are_replaced_before_a_test(pool: RankPool, tmp_path: Path) -> None:
+    prepare(pool, "fine")
+    before = pool.pids
+    prepare(pool, "fine", 1)
+    assert pool.pids == before
+    for how in ("stale", "once"):
+        prepare(pool, f"{how} {tmp_path / how}")
+        assert len(set(pool.pids) & set(before)) == 1
+        before = pool.pids
+    assert pool.run(jobs("pass", "pass"), 60)[0] == [Passed(0.5), Passed(0.5)]
+
+
+def test_an_import_that_ends_processes(pool: RankPool) -> None:
+    with pytest.raises(RuntimeError, match=r"exited with code 3 while importing exit\nno import"):
+        prepare(pool, "exit")
+    assert pool.pids == []
+
+
+class Typist:
+    """The user at the terminal, who types one word."""
+
+    def __init__(self, word: str) -> None:
+        self.word, self.seen = word, [""]
+
+    def start(self, title: str) -> None:
+        self.seen.append(title)
+
+    def write(self, text: str) -> None:
+        self.seen.append(text)
+
+    def read(self) -> str:
+        return self.word
+
+    def stop(self, message: DebuggerStop) -> None:
+        if message.quit:
+            raise KeyboardInterrupt
+
+
+def test_ranks_are_debugged_one_after_another(setup: Setup) -> None:
+    typist = Typist("next")
+    pool = RankPool(setup, typist)
+    try:
+        reports, _ = pool.run(jobs("debug", "debug"), 0.5)  # its time is no part of the test's
+        assert reports == [Skipped("next"), Skipped("next")]
+        assert typist.seen == ["", "stopped", "(Pdb) ", "stopped", "(Pdb) "]
+        assert pool.run(jobs("debug late"), 0.1)[0] == [TimedOut("in the debugger")]
+        typist.word = "q"
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(jobs("debug"), math.inf)
+        assert pool.pids == [], "the first was ended by its time limit, the other one by the user"
+    finally:
+        pool.close()
 
 
 def test_one_store(pool: RankPool) -> None:

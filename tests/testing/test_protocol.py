@@ -7,33 +7,63 @@ import pickle
 import pytest
 
 from asynccomm.testing.protocol import (
+    CommCalls,
+    DebuggerInput,
+    DebuggerOutput,
+    DebuggerPrompt,
+    DebuggerStart,
+    DebuggerStop,
     Died,
     DumpStacks,
     Failed,
     Filters,
     Passed,
+    Preparation,
     RankTask,
     RankWorld,
     Report,
     Setup,
     Skipped,
     StackDump,
+    Stale,
+    Surroundings,
     TimedOut,
 )
 
+FILTERS = Filters(["error"], [], ["ignore"])
+CALLS = CommCalls("key", "main", 2, [(1, "barrier()", "test_x.py:3")], False)
 WORLD = RankWorld(2, "gloo", "cpu", 3.0, {"hint": "value"})
 
 MESSAGES = [
     WORLD,
-    Setup(["/path"], "/cwd", ["-c", "pytest.ini"]),
+    Setup(["/path"], "/cwd", ["-c", "pytest.ini"], {"A": "b"}, "settings"),
+    Preparation("/test_x.py", Surroundings({"A": "b"}, "/cwd", ["/path"], "torch.float64", "meta"), FILTERS),
+    Stale("reason"),
+    DebuggerStart("title"),
+    DebuggerOutput("text"),
+    DebuggerPrompt(),
+    DebuggerInput("next\n"),
+    DebuggerStop(True),
+    CALLS,
     RankTask(
-        "/test_x.py", "TestX.test_y", b"pickled", True, WORLD, 1, {"RANK": "1"}, Filters(["error"], [], ["ignore"])
+        "/test_x.py",
+        "TestX.test_y",
+        b"pickled",
+        ["comm"],
+        True,
+        WORLD,
+        1,
+        {"RANK": "1"},
+        FILTERS,
+        Surroundings(),
+        3,
+        True,
     ),
     DumpStacks(),
     StackDump("text"),
-    Passed(0.5),
+    Passed(0.5, [CALLS], ["<Work #1>"]),
     Skipped("reason"),
-    Failed("summary", "traceback", 0, "#1 barrier()"),
+    Failed("summary", "traceback", 0, "#1 barrier()", [CALLS]),
     Died("exited with code 3"),
     TimedOut("stacks"),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import os
 import socket
 import subprocess
 import sys
@@ -14,19 +14,24 @@ from typing import Any
 
 import pytest
 
+from asynccomm.testing.fixtures import pack
 from asynccomm.testing.protocol import (
     DumpStacks,
     Failed,
     Filters,
     Passed,
+    Preparation,
     RankTask,
     RankWorld,
     Setup,
     Skipped,
     StackDump,
+    Stale,
+    Surroundings,
 )
 
 NONE = Filters([], [], [])
+HERE = Surroundings(dict(os.environ), os.getcwd())
 DEADLINE = 60.0  # seconds; it has to import torch
 
 TESTS = """
@@ -46,6 +51,11 @@ TESTS = """
         class Inner:
             async def method(self):
                 raise asyncio.CancelledError
+
+    async def makes_a_mess():
+        import torch.distributed as dist
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        await skips()
 
     async def waits():
         await asyncio.get_running_loop().create_future()  # for ever
@@ -72,7 +82,11 @@ class Process:
 
     def start(self, name: str, filters: Filters = NONE, **env: str) -> None:
         world = RankWorld(1, "auto", "cpu", 60.0, {})
-        self.channel.send(RankTask(str(self.path), name, pickle.dumps({}), False, world, 0, env, filters))
+        self.channel.send(RankTask(str(self.path), name, pack({}), [], False, world, 0, env, filters, HERE))
+
+    def prepare(self) -> Any:
+        self.channel.send(Preparation(str(self.path), HERE, NONE))
+        return self.receive()
 
     def run(self, name: str, filters: Filters = NONE, **env: str) -> Any:
         self.start(name, filters, **env)
@@ -130,6 +144,17 @@ def test_a_function_that_is_not_there(worker: Process) -> None:
     report = worker.run("absent")
     assert isinstance(report, Failed)
     assert "absent" in report.summary
+
+
+def test_stale_processes_say_so(worker: Process) -> None:
+    assert worker.prepare() == "ready"
+    before = worker.path.stat()
+    os.utime(worker.path, ns=(1, 1))
+    assert worker.prepare() == Stale(f"{worker.path} has changed since it was imported")
+    os.utime(worker.path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert worker.prepare() == "ready"
+    assert worker.run("makes_a_mess") == Skipped("no need")
+    assert worker.prepare() == Stale("torch's default process group is still initialized")
 
 
 def test_tells_where_it_is_and_ends_with_its_parent(worker: Process) -> None:

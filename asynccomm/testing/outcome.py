@@ -1,0 +1,119 @@
+"""The outcome of a test from the reports of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+
+import pytest
+
+from asynccomm.testing.protocol import CommCalls, Died, Failed, Passed, RankWorld, Report, Skipped, TimedOut
+
+__all__ = ["raise_outcome", "uneven"]
+
+
+def raise_outcome(reports: Sequence[Report], world: RankWorld, note: str) -> None:
+    """Pass, skip or fail the test.
+
+    Args:
+        note: the last line of a failure.
+    """
+    skipped = [report for report in reports if isinstance(report, Skipped)]
+    if len(skipped) == len(reports):
+        pytest.skip(skipped[0].reason)
+    passed = [report for report in reports if isinstance(report, Passed)]
+    if len(passed) == len(reports):
+        parts = _leftovers(passed)
+        if not parts:
+            return
+    else:
+        # the cause first: ranks that failed only because of another rank's failure come last
+        order = sorted(range(len(reports)), key=lambda rank: _weight(reports[rank]))
+        parts = [text for rank in order if (text := _describe(rank, reports[rank], world))]
+        parts += uneven(reports)
+    if skipped:
+        parts.insert(0, f"only {len(skipped)} of {world.size} ranks skipped the test; all have to, or none")
+    pytest.fail("\n\n".join([*parts, note]), pytrace=False)
+
+
+def _leftovers(reports: Sequence[Passed]) -> list[str]:
+    """Errors of operations that no code of the test has seen."""
+    parts = [
+        f"rank {rank} of {len(reports)} passed, but operations failed and were never awaited:\n"
+        + "\n".join(f"  {text}" for text in report.unretrieved)
+        for rank, report in enumerate(reports)
+        if report.unretrieved
+    ]
+    return parts + uneven(reports)
+
+
+def uneven(reports: Sequence[Report]) -> list[str]:
+    """One text for each comm on which some ranks called collectives that others never called.
+
+    Where all ranks passed, comms are left out that broke with an error that the test has seen. Where some did not
+    pass, only ranks that did can have missed a collective; others would have gone on.
+    """
+    comms: dict[str, dict[int, CommCalls]] = {}
+    for rank, report in enumerate(reports):
+        for each in report.calls if isinstance(report, (Passed, Failed)) else ():
+            comms.setdefault(each.key, {})[rank] = each
+    done = {rank for rank, report in enumerate(reports) if isinstance(report, Passed)}
+    texts = []
+    for calls in comms.values():
+        if len(done) < len(reports) or not any(each.broken for each in calls.values()):
+            texts.append(_difference(calls, done))
+    return [text for text in texts if text]
+
+
+def _difference(calls: Mapping[int, CommCalls], done: Set[int]) -> str:
+    least = min(each.called for each in calls.values())
+    most = max(each.called for each in calls.values())
+    if least == most:
+        return ""
+    behind = [rank for rank, each in calls.items() if each.called == least]
+    if not done >= set(behind):
+        return ""
+    lines = [f"comm {next(iter(calls.values())).name!r}: ranks {behind} never called these collectives of other ranks:"]
+    found: dict[tuple[int, str, str], list[int]] = {}
+    for rank, each in calls.items():
+        for call in each.last:
+            if call[0] >= least:
+                found.setdefault(call, []).append(rank)
+    first = min([number for number, _, _ in found], default=most)
+    if first > least:
+        lines.append(f"  #{least} to #{first - 1}, which are not recorded any more")
+    for (number, op, site), by in sorted(found.items()):
+        lines.append(f"  #{number} {op} on ranks {by}" + (f" at {site}" if site else ""))
+    return "\n".join(lines)
+
+
+def _weight(report: Report) -> int:
+    match report:
+        case Died():
+            return 0
+        case Skipped():
+            return 1
+        case Failed(aborted_by=None):
+            return 2
+        case TimedOut():
+            return 3
+        case _:
+            return 4
+
+
+def _describe(rank: int, report: Report, world: RankWorld) -> str:
+    """The outcome of one rank, for the failure message; empty if it passed."""
+    who = f"rank {rank} of {world.size}"
+    match report:
+        case Failed(summary, traceback, None):
+            return f"{who} failed: {summary}\n{traceback}"
+        case Failed(_, traceback, by, awaited):
+            what = f"waiting for {awaited}" if awaited else "still at it"
+            return f"{who} was {what} when rank {by} left the test, here:\n{traceback}"
+        case Died(how):
+            return f"{who} {how}"
+        case TimedOut(stacks):
+            return f"{who} was still waiting and had to be ended, here:\n{stacks}"
+        case Skipped(reason):
+            return f"{who} skipped: {reason}"
+        case _:
+            return ""
