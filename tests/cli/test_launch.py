@@ -204,7 +204,7 @@ FAILS = """
     if newcomer is None and str(rank) in sys.argv[1:]:
         raise SystemExit(20 + rank)
     open(f"end{rank}", "w") if newcomer else None
-    while "x" in sys.argv and not os.path.exists("end1"):
+    while "x" in sys.argv and not (os.path.exists("end1") or os.path.exists("end2")):
         time.sleep(0.01)
     print("ended", flush=True)
 """
@@ -243,7 +243,7 @@ def test_newcomers_take_the_places_of_the_lost(launcher) -> None:
 
 
 def test_restarts_are_counted_in_all(launcher) -> None:
-    code, out, err = launcher.run("run", "-n", "3", "--restart", "1", launcher.script(FAILS), "1", "2")
+    code, out, err = launcher.run("run", "-n", "3", "--restart", "1", launcher.script(FAILS), "1", "2", "x")
     assert code == 0
     assert out.count("started 1") == 1
     assert err.count("takes its place") == 1

@@ -40,6 +40,13 @@ import os, signal, subprocess, sys, time
 from multiprocessing.connection import Connection
 from asynccomm.testing.protocol import *
 
+def first(file):
+    try:
+        open(file, "x").close()
+    except FileExistsError:
+        return False
+    return True
+
 channel = Connection(int(sys.argv[1]))
 setup = channel.recv()
 if setup.pytest_args == ["refuse"]:
@@ -50,14 +57,12 @@ while True:
     job = channel.recv()
     if isinstance(job, Preparation):
         match job.path.split():
-            case ["stale", file] if not os.path.exists(file):
-                open(file, "w").close()
+            case ["stale", file] if first(file):
                 channel.send(Stale("old"))
             case ["exit"]:
                 print("no import")
                 os._exit(3)
-            case ["once", file] if not os.path.exists(file):
-                open(file, "w").close()
+            case ["once", file] if first(file):
                 os._exit(3)
             case _:
                 channel.send("ready")
