@@ -25,11 +25,17 @@ import torch
 from torch import Tensor
 
 import asynccomm
-from asynccomm import Comm, ReduceOp
+from asynccomm import Comm, GradientReducer, ReduceOp
 
 
 async def block(
-    comm: Comm, model: torch.nn.Module, train: Any, grad: Tensor, gradient: Tensor, tensor: Tensor
+    comm: Comm,
+    model: torch.nn.Module,
+    train: Any,
+    grad: Tensor,
+    gradient: Tensor,
+    tensor: Tensor,
+    gradients: GradientReducer,
 ) -> None:
 """
 
@@ -45,12 +51,14 @@ pytestmark = [
 def checked(*arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """Run a type checker, by the name of its module."""
     command = [sys.executable, "-m", *map(str, arguments)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    bin = Path(sys.executable).parent  # pyright looks for the packages of the first interpreter in PATH
+    path = os.pathsep.join([str(bin), *filter(None, [os.environ.get("PATH")])])
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=110)
 
 
 def pyright(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return checked("basedpyright", "--pythonpath", sys.executable, *arguments)
+    return checked("basedpyright", *arguments)
 
 
 def typed(block: Block) -> str:
