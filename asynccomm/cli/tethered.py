@@ -1,5 +1,6 @@
-"""The ``asynccomm`` command, which ends when its parent does: ``python -m asynccomm.cli.tethered PARENT_PID FOLDER ...``.
+"""The ``asynccomm`` command, which ends when its parent does.
 
+Usage: ``python -m asynccomm.cli.tethered PARENT_PID FOLDER ...``.
 FOLDER belongs to the parent, and is removed here if the parent has ended first.
 """
 
