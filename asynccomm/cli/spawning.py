@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, Concatenate, Final, NamedTuple, ParamSpec, SupportsIndex, TypeVar
@@ -105,7 +105,7 @@ def _launch(size: int, directory: Path) -> int:
     )
     with ExitStack() as stack:
         readers: list[threading.Thread] = []
-        stack.callback(lambda: [reader.join() for reader in readers])
+        stack.callback(_join, readers)
         stack.callback(launcher.wait)
         stack.callback(launcher.kill)  # first: a second Ctrl-C ends everything at once
         for source, sink in ((launcher.stdout, sys.stdout), (launcher.stderr, sys.stderr)):
@@ -120,6 +120,11 @@ def _launch(size: int, directory: Path) -> int:
             launcher.wait(_END_SECONDS)
             raise
     return code
+
+
+def _join(threads: Iterable[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join()
 
 
 def _pass_on(source: IO[bytes], sink: IO[str]) -> None:
