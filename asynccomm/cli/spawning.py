@@ -1,7 +1,7 @@
 """Several ranks from a notebook or a script: a function runs on each under ``asynccomm run``, and returns results.
 
 A process between the caller and the ranks is the launcher; it ends with the caller. The function, its arguments and
-the results travel by cloudpickle in a private folder.
+the results travel by cloudpickle in a private folder, which the launcher removes where the caller was killed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, Concatenate, Final, NamedTuple, ParamSpec, SupportsIndex, TypeVar
@@ -94,9 +94,9 @@ def _launch(size: int, directory: Path) -> int:
     """Run the launcher until it ends, and pass on its output; returns its exit code."""
     package = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), package)))
-    command = [sys.executable, "-P", "-m", "asynccomm.cli.tethered", str(os.getpid()), "run", "-n", str(size), *_RANK]
+    tether = [sys.executable, "-P", "-m", "asynccomm.cli.tethered", str(os.getpid()), str(directory)]
     launcher = subprocess.Popen(
-        [*command, str(directory)],
+        [*tether, "run", "-n", str(size), *_RANK, str(directory)],
         env=os.environ | {"PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -104,13 +104,15 @@ def _launch(size: int, directory: Path) -> int:
         start_new_session=True,  # a terminal's Ctrl-C reaches this process alone, which passes it on
     )
     with ExitStack() as stack:
+        readers: list[threading.Thread] = []
+        stack.callback(_join, readers)
         stack.callback(launcher.wait)
-        stack.callback(launcher.kill)
+        stack.callback(launcher.kill)  # first: a second Ctrl-C ends everything at once
         for source, sink in ((launcher.stdout, sys.stdout), (launcher.stderr, sys.stderr)):
             assert source is not None
             reader = threading.Thread(target=_pass_on, args=(source, sink), daemon=True)
             reader.start()
-            stack.callback(reader.join)
+            readers.append(reader)
         try:
             code = launcher.wait()
         except BaseException:
@@ -118,6 +120,11 @@ def _launch(size: int, directory: Path) -> int:
             launcher.wait(_END_SECONDS)
             raise
     return code
+
+
+def _join(threads: Iterable[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join()
 
 
 def _pass_on(source: IO[bytes], sink: IO[str]) -> None:
@@ -135,9 +142,9 @@ def _results(size: int, directory: Path, code: int) -> list[Any]:
             outcomes[rank] = cloudpickle.loads(path.read_bytes())
     failed = [(rank, outcome) for rank, outcome in outcomes.items() if outcome.error is not None]
     # a rank that lost another rank, or was aborted by it, is not the cause
-    failed.sort(key=lambda item: isinstance(item[1].error, BrokenError))
+    failed.sort(key=lambda item: _is_caused(item[1].error))
     missing = [rank for rank in range(size) if rank not in outcomes]
-    if missing and (not failed or isinstance(failed[0][1].error, BrokenError)):
+    if missing and (not failed or _is_caused(failed[0][1].error)):
         cause = failed[0][1].error if failed else None
         raise RuntimeError(f"ranks {missing} gave no result; the launcher ended with exit code {code}") from cause
     if failed:
@@ -146,3 +153,10 @@ def _results(size: int, directory: Path, code: int) -> list[Any]:
         error.add_note(f"On rank {rank}:\n{trace}")
         raise error
     return [outcomes[rank].value for rank in range(size)]
+
+
+def _is_caused(error: BaseException | None) -> bool:
+    """Whether another rank has caused ``error``; a group of a TaskGroup, where another rank has caused all of it."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(_is_caused, error.exceptions))
+    return isinstance(error, BrokenError)

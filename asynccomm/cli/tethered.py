@@ -1,9 +1,14 @@
-"""The ``asynccomm`` command, which ends when its parent does: ``python -m asynccomm.cli.tethered PARENT_PID ...``."""
+"""The ``asynccomm`` command, which ends when its parent does.
+
+Usage: ``python -m asynccomm.cli.tethered PARENT_PID FOLDER ...``.
+FOLDER belongs to the parent, and is removed here if the parent has ended first.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import sys
 
@@ -12,6 +17,11 @@ from asynccomm.cli.processes import PR_SET_PDEATHSIG
 
 if __name__ == "__main__":
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != int(sys.argv[1]):  # the parent died before the prctl
-        sys.exit(128 + signal.SIGTERM)
-    sys.exit(main(sys.argv[2:]))
+    parent, folder = int(sys.argv[1]), sys.argv[2]
+    try:
+        if os.getppid() != parent:  # the parent died before the prctl
+            sys.exit(128 + signal.SIGTERM)
+        sys.exit(main(sys.argv[3:]))
+    finally:
+        if os.getppid() != parent:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -7,6 +7,10 @@ place.
 
 The flag of a gradient is 1 on a rank with that gradient, and 0 on a rank without it. The flags are reduced with the
 gradients. So a rank without the gradient knows, without another message, whether any rank has one.
+
+Two tensors share the memory. The parameters' gradients are views of the first one, all operations and ``compress``
+functions use the second one, and each has a version counter of its own. So the counter of the first one tells whether
+the program has changed a gradient on its way.
 """
 
 from __future__ import annotations
@@ -34,7 +38,8 @@ class GradientBucket:
             the end of the first step.
         comm: the comm of the reducer.
         parameters: the parameters, in the order of their gradients.
-        gradients: the gradient of each parameter, as views of ``tensor``, in the shapes of the parameters.
+        gradients: the gradient of each parameter, as views of ``tensor``, in the shapes of the parameters. A function
+            that changes gradients changes these, and not ``parameter.grad``.
         tensor: shape ``(n,)``: all gradients, with padding of zeros between them.
     """
 
@@ -42,6 +47,9 @@ class GradientBucket:
         "_absent",
         "_flags",
         "_memory",
+        "_sent_version",
+        "_shown",
+        "_views",
         "_wire",
         "comm",
         "flags_work",
@@ -67,23 +75,27 @@ class GradientBucket:
         self.parameters = tuple(parameters)
         self.names = tuple(names)
         length = sum(layout.room for layout in layouts)
-        self._memory = torch.zeros(length + len(layouts), dtype=layouts[0].dtype, device=comm.device)
+        self._shown = torch.zeros(length + len(layouts), dtype=layouts[0].dtype, device=comm.device)
+        self._memory = self._shown.data  # not detach(), which shares the version counter
         self.tensor = self._memory[:length]
         self._flags = self._memory[length:]
         self.gradients: list[Tensor] = []
+        self._views: list[Tensor] = []  # the gradients that the parameters have
         offset = 0
         for layout in layouts:
-            self.gradients.append(self._memory.as_strided(layout.shape, layout.strides, offset))
+            for views, memory in ((self.gradients, self._memory), (self._views, self._shown)):
+                views.append(memory.as_strided(layout.shape, layout.strides, offset))
             offset += layout.room
         self.missing = len(layouts)  #: gradients that the step still waits for
         self.pending: Awaitable[Any] | None = None  #: gives the reduced gradients; None before the bucket is sent
         self.flags_work: Work[Tensor] | None = None  #: of the flags, where they travel alone
         self._wire: Tensor | None = None
         self._absent: list[int] = []
+        self._sent_version = 0  # of the parameters' gradients
 
     def put(self, slot: int) -> None:
         """Have the gradient of parameter ``slot`` in the bucket. Raises: RuntimeError if it does not fit."""
-        parameter, view = self.parameters[slot], self.gradients[slot]
+        parameter, view = self.parameters[slot], self._views[slot]
         gradient = parameter.grad
         assert gradient is not None
         if gradient is view:
@@ -117,6 +129,10 @@ class GradientBucket:
             self.gradients[slot].zero_()
             self._flags[slot] = 0
             self._absent.append(slot)
+
+    def watch(self) -> None:
+        """Note the state of the gradients, which the program may not change from now until ``settle``."""
+        self._sent_version = self._shown._version
 
     def send(self, op: ReduceOp, dtype: torch.dtype | None) -> None:
         """Reduce gradients and flags in one operation; ``dtype``: of the elements on their way, None: their own."""
@@ -156,20 +172,25 @@ class GradientBucket:
     def settle(self) -> None:
         """Give their gradient to parameters for which only other ranks had one, and be ready for the next step.
 
-        Raises: RuntimeError if the program has replaced a gradient while it was on its way.
+        Raises: RuntimeError if the program has replaced or changed a gradient while it was on its way.
         """
         absent = set(self._absent)
         for slot, parameter in enumerate(self.parameters):
-            if slot not in absent and parameter.grad is not self.gradients[slot]:
+            if slot not in absent and parameter.grad is not self._views[slot]:
                 raise RuntimeError(
                     f"the gradient of parameter {self.names[slot]!r} was replaced between backward and the end of "
                     f"finish(), by zero_grad() for example; it is the ranks' result only after finish()"
                 )
+        if self._shown._version != self._sent_version:
+            raise RuntimeError(
+                f"gradients were changed in place between backward and the end of finish(), by clipping for example, "
+                f"in the bucket of parameters {self.names[0]!r} to {self.names[-1]!r}; change them after finish()"
+            )
         if absent:
             flags = self._flags.cpu()
             for slot in self._absent:
                 if flags[slot] != 0:
-                    self.parameters[slot].grad = self.gradients[slot]
+                    self.parameters[slot].grad = self._views[slot]
         self.missing = len(self.parameters)
         self.pending = self.flags_work = None
 

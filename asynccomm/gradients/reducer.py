@@ -197,7 +197,7 @@ class GradientReducer(Handle):
             self._forget_step()
             self._error, self._comm = None, comm
         compress = "a function" if callable(self._compress) else self._compress
-        settings = [f"bucket_mb={self._limit / 2**20:g}", f"op={self._op}", f"compress={compress}"]
+        settings = [f"bucket_mb={self._limit / 2**20:.15g}", f"op={self._op}", f"compress={compress}"]
         agreed: Any = await agree(comm, giver, [*settings, *describe_model(self._model)], [self._learned, self._plan])
         learned, plan = agreed
         await self.broadcast_parameters(giver)

@@ -99,6 +99,7 @@ class GradientStep:
                 raise TypeError(f"compress must return a Work or another awaitable, got {bucket.pending!r}")
         else:
             bucket.send(self._op, self._compress)
+        bucket.watch()
         self._sent += 1
         if isinstance(bucket.pending, Work):
             self.works.append(bucket.pending)
@@ -112,10 +113,10 @@ class GradientStep:
             await bucket.receive()
             self._received += 1
         order: Sequence[int] | None = None if self.order is None else await self.order
-        for bucket in self._buckets.all:
-            bucket.settle()
         if self.error is not None:  # of a backward pass meanwhile, which has changed gradients on their way
             raise self.error
+        for bucket in self._buckets.all:
+            bucket.settle()
         return order or ()
 
     def give_up(self) -> None:

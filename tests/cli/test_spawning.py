@@ -78,6 +78,18 @@ def test_a_rank_without_an_outcome_is_named(tmp_path: Path) -> None:
     assert found.value.__notes__ == ["On rank 2:\ntrace"]
 
 
+def test_a_group_of_lost_ranks_is_not_the_cause(tmp_path: Path) -> None:
+    lost = ExceptionGroup("tasks", [ExceptionGroup("in tasks", [PeerLostError(1, "its process ended")])])
+    for rank, error in enumerate([lost, ExceptionGroup("tasks", [lost, KeyError("x")])]):
+        result_file(tmp_path, rank).write_bytes(cloudpickle.dumps(RankResult(None, error, f"trace {rank}")))
+    with pytest.raises(ExceptionGroup) as found:
+        _results(2, tmp_path, 1)
+    assert found.value.__notes__ == ["On rank 1:\ntrace 1"]
+    result_file(tmp_path, 1).unlink()
+    with pytest.raises(RuntimeError, match=r"ranks \[1\] gave no result"):
+        _results(2, tmp_path, 137)
+
+
 def test_arguments_are_checked() -> None:
     for size in (0, -1, 1.5, None):
         with pytest.raises(ValueError, match=f"size must be a positive integer, got {size}"):
@@ -114,3 +126,25 @@ def test_ctrl_c_ends_the_ranks_first(tmp_path: Path) -> None:
     assert sorted(lines[2:4]) == ["[0] cleaned", "[1] cleaned"]
     assert lines[4:] == ["interrupted"]
     assert child.returncode == 0
+
+
+def test_a_second_ctrl_c_ends_the_ranks_at_once(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import signal, time\n"
+        "import asynccomm\n"
+        "async def main(comm):\n"
+        "    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "    print('ready', flush=True)\n"
+        "    time.sleep(600)\n"
+        "asynccomm.spawn(main, 1)\n"
+    )
+    child = subprocess.Popen([sys.executable, "-u", str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stderr is not None
+    assert child.stdout.readline() == b"[0] ready\n"
+    child.send_signal(signal.SIGINT)
+    assert child.stderr.readline() == b"asynccomm: SIGINT; the ranks have 10 s to end\n"
+    child.send_signal(signal.SIGINT)
+    child.communicate(timeout=8)
+    assert child.returncode == -signal.SIGINT

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -34,15 +36,16 @@ async def test_gradients_are_views_and_aligned() -> None:
         bucket = bucket_of(comm, parameter(3, grad=2.0), weight, parameter())
         bucket.put(0)
         bucket.put(1)
-        assert weight.grad is bucket.gradients[1]
+        assert weight.grad.data_ptr() == bucket.gradients[1].data_ptr()
         assert torch.equal(weight.grad, before)
         assert weight.grad.stride() == weight.stride()
         assert bucket.tensor.shape == (4 + 48 + 4,)
         assert bucket.tensor[:4].tolist() == [2, 2, 2, 0]
         address = bucket.tensor.data_ptr()
         assert all((view.data_ptr() - address) % 16 == 0 for view in bucket.gradients)
+        view = weight.grad
         bucket.put(1)  # autograd has added to the view in place
-        assert weight.grad is bucket.gradients[1]
+        assert weight.grad is view
 
     await on_ranks(1, program)
 
@@ -59,6 +62,7 @@ async def test_a_parameter_without_gradient_counts_as_zeros(dtype: torch.dtype, 
                     bucket.put(slot)
             bucket.seal()
             bucket.send(op, None)
+            bucket.watch()
 
         parameters = [parameter(2, dtype=dtype) for _ in range(3)]
         bucket = bucket_of(comm, *parameters)
@@ -85,6 +89,31 @@ async def test_a_replaced_gradient_is_noticed() -> None:
         weight.grad = None
         await bucket.receive()
         with pytest.raises(RuntimeError, match=r"the gradient of parameter 'p0' was replaced between backward and the"):
+            bucket.settle()
+
+    await on_ranks(1, program)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda each: torch.nn.utils.clip_grad_norm_([each], 1.0),
+        lambda each: torch.optim.SGD([each]).zero_grad(set_to_none=False),
+        lambda each: each.grad.mul_(2),
+    ],
+)
+async def test_a_gradient_that_is_changed_on_its_way_is_noticed(change: Callable[[nn.Parameter], object]) -> None:
+    async def program(comm: Comm) -> None:
+        weight = parameter(2, grad=1.0)
+        bucket = bucket_of(comm, weight, parameter(2))
+        bucket.missing = 1
+        bucket.put(0)
+        bucket.seal()
+        bucket.send(ReduceOp.AVG, torch.bfloat16)
+        bucket.watch()
+        change(weight)
+        await bucket.receive()
+        with pytest.raises(RuntimeError, match=r"changed in place .* in the bucket of parameters 'p0' to 'p1'; change"):
             bucket.settle()
 
     await on_ranks(1, program)

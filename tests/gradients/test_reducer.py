@@ -625,3 +625,11 @@ async def test_rebind_checks_its_arguments(bad: Any) -> None:
             await reducer.rebind(bad)
 
     await with_reducer(body)
+
+
+async def test_any_difference_of_the_limits_shows() -> None:
+    async def program(comm: Comm) -> None:
+        with pytest.raises(ValueError, match=r"settings differ between ranks: rank 1 has bucket_mb=24\.999999"):
+            await GradientReducer(nn.Linear(2, 1), comm, bucket_mb=25 - comm.rank * 2**-20)
+
+    await on_ranks(2, program)
