@@ -21,14 +21,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     A reader of the output that ends early, as in ``asynccomm doctor | head``, ends the command quietly.
     """
+    _open_standard_streams()
     try:
         try:
             return _main(argv)
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # closed from the start
+                sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left for the flush at exit
         return 128 + signal.SIGPIPE
+
+
+def _open_standard_streams() -> None:
+    """Give descriptors 0 to 2 to the null device where they are closed: other files would get these numbers."""
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    while descriptor <= 2:
+        descriptor = os.dup(descriptor)
+    os.close(descriptor)
 
 
 def _main(argv: Sequence[str] | None) -> int:

@@ -62,7 +62,8 @@ def spawn(
         assert asynccomm.spawn(mean, 4, 2.0) == [3.0] * 4
 
     Blocks, for some seconds at least: each rank is a new process that imports torch. The ranks print to this process's
-    ``sys.stdout`` and ``sys.stderr``, with their rank in front of each line. They end when this process does.
+    ``sys.stdout`` and ``sys.stderr``, with their rank in front of each line. They end when this process does. In
+    another thread, as by ``asyncio.to_thread``, the call cannot be interrupted.
 
     Args:
         fn: a coroutine function, which may be defined in a notebook or a script; its first argument is a comm of all

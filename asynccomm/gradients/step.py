@@ -8,17 +8,21 @@ of backward.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, final
 
 import torch
 
+from asynccomm.comm.comm import Comm
 from asynccomm.core.work import Work
 from asynccomm.errors import AsyncCommError
 from asynccomm.gradients.bucket import GradientBucket, GradientBuckets
 from asynccomm.ops.reduce_op import ReduceOp
 
 Compress = Callable[[GradientBucket], Awaitable[Any]]
+
+_sending: weakref.WeakKeyDictionary[Comm, weakref.ref[GradientStep]] = weakref.WeakKeyDictionary()  # the last step
 
 
 @final
@@ -45,6 +49,7 @@ class GradientStep:
         self.finishing = False  #: whether a call of ``finish`` is waiting
         self.order: Work[Any] | None = None  #: of the order that rank 0 has recorded, for the steps that follow
         self.error: Exception | None = None  #: the reason why the step cannot succeed
+        self._over = False  # whether all gradients were received, or the step was given up
 
     def arrived(self, number: int, *, sync: bool) -> None:
         """Parameter ``number`` has its gradient, or a part of it if ``sync`` is False. Within a backward pass.
@@ -65,6 +70,7 @@ class GradientStep:
             if not sync:
                 return
             if not self.running:
+                self._enter()
                 self.running = True
                 # autograd calls it at the end of the backward pass, and not if the pass raises
                 engine: Any = torch.autograd.Variable._execution_engine
@@ -89,7 +95,20 @@ class GradientStep:
         while self._sent < len(self._buckets.all):
             self._send_next()
 
+    def _enter(self) -> None:
+        """Refuse a step during that of another reducer of the comm: other ranks may have the other order."""
+        comm = self._buckets.all[0].comm
+        last = _sending.get(comm)
+        other = None if last is None else last()
+        if other is not None and other is not self and not other._over:
+            raise RuntimeError(
+                f"another GradientReducer of comm {comm.name!r} is between its backward() and finish(): call finish() "
+                f"first, or make each reducer with its own comm, from comm.dup()"
+            )
+        _sending[comm] = weakref.ref(self)
+
     def _send_next(self) -> None:
+        self._enter()
         bucket = self._buckets.all[self._sent]
         bucket.seal()
         if callable(self._compress):
@@ -117,10 +136,12 @@ class GradientStep:
             raise self.error
         for bucket in self._buckets.all:
             bucket.settle()
+        self._over = True
         return order or ()
 
     def give_up(self) -> None:
         """Forget the step, which has failed or will not be finished. Operations in flight go on."""
+        self._over = True
         for work in [*self.works, *([] if self.order is None else [self.order])]:
             if work.done():
                 work.exception()  # retrieved: the error of the step stands for all

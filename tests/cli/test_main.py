@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -54,6 +55,13 @@ def test_a_reader_that_has_gone_is_no_error(monkeypatch: pytest.MonkeyPatch) -> 
     with os.fdopen(writing, "w") as stdout, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", stdout)
         assert main(["run", "-n", "1", "--help"]) == 128 + signal.SIGPIPE
+
+
+@pytest.mark.real_python
+def test_a_run_without_standard_streams_succeeds(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import os; os.write(1, b'text'); os.write(2, b'text')")
+    command = f"{sys.executable} -m asynccomm run -n 2 script.py <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", command], cwd=tmp_path, timeout=60).returncode == 0
 
 
 @pytest.mark.real_python

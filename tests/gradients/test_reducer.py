@@ -255,6 +255,25 @@ async def test_two_models_have_two_reducers() -> None:
     await on_ranks(2, program)
 
 
+async def test_two_reducers_of_a_comm_take_turns() -> None:
+    """Their order could differ between the ranks, and the buckets of two models have the same size."""
+
+    async def program(comm: Comm) -> None:
+        models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+        async with GradientReducer(models[0], comm) as first, GradientReducer(models[1], comm) as second:
+            for mine, theirs in ((0, 1), (1, 0)):
+                reducers = first, second
+                models[mine](torch.ones(1)).sum().backward()
+                with pytest.raises(RuntimeError, match=r"another GradientReducer of comm .* between its backward"):
+                    models[theirs](torch.ones(1)).sum().backward()
+                await reducers[mine].finish()
+                assert models[mine].weight.grad.item() == 1
+                await reducers[theirs].rebind(comm)
+                models[mine].zero_grad()
+
+    await on_ranks(2, program)
+
+
 # -- communication ----------------------------------------------------------------------------------------------------
 
 
